@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,67 +12,20 @@ from blake3 import blake3
 
 from .arithmetic import own_arithmetic
 from .base import Reference
+from .bundles.joined import Joined, joined_bytes, joined_spec, parts
+from .bundles.streams import BUNDLE_STREAMS
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
-from .evidence.reasons import REASONS
 from .format import container
 from .format.fields import Piece
 from .format.ranged import Ranged
 from .lossless.reference import BytesReference
 from .outputs import decoded_into, outputs_of, write_to
 from .parallel import map_arrays, map_chunks
-from .registry import missing, package_of
+from .records import ArrayRecord, Bundle, Records, Stretch, records_of
 from .state import tree
-from .state.leaves import Array, LeafSpec, build_leaf, check_memory, from_bytes, spec_from_header
-from .streams import STREAMS, Stream
+from .state.leaves import Array, LeafSpec, build_leaf, check_memory, from_bytes
 
 _HASH = re.compile("[0-9a-f]{64}")
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayRecord:
-    """One array of a checkpoint, as its header describes it.
-
-    Args:
-        path: keys joined by "/".
-        key: unique name of the place in the tree; what a delta matches parents by.
-        spec: library, dtype, shape.
-        stream: stream format.
-        meta: the stream's metadata.
-        offset: where its pieces start in the body.
-        lengths: bytes of each piece.
-        error: achieved error, in the measure `measure`.
-        measure: "exact", "relative L2" or "relative".
-        note: what the codec has to say, or "".
-        delta: whether decoding needs the parent's memory of the same array.
-        sibling: number of the array whose values decoding needs, or None.
-        codec: id of the codec that was chosen for it.
-        why: the rule or the evidence that chose the codec, or why the array is exact.
-    """
-
-    path: str
-    key: str
-    spec: LeafSpec
-    stream: str
-    meta: dict[str, Any]
-    offset: int
-    lengths: tuple[int, ...]
-    error: float
-    measure: str
-    note: str
-    delta: bool
-    sibling: int | None
-    codec: str
-    why: str
-
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes."""
-        return sum(self.lengths)
-
-    @property
-    def format(self) -> Stream:
-        """What is to be known of its stream."""
-        return STREAMS[self.stream]
 
 
 _NEXT_TO_NOTHING = 0.9
@@ -134,76 +87,6 @@ def _lost(record: ArrayRecord) -> str:
     return f"as good as zero when restored (relative L2 error {record.error:.2g})" if lost else ""
 
 
-def _records(header: Mapping[str, Any], keys: list[tuple[str, str]]) -> tuple[ArrayRecord, ...]:
-    """The array records of a header; `keys` are (path, key) in the order of the array nodes."""
-    rows, others = header.get("arrays"), header.get("why", [])
-    if not isinstance(others, list) or not all(isinstance(reason, str) for reason in others):
-        raise CorruptDataError("header: its reasons are malformed")
-    reasons = [*REASONS, *others]
-    if not isinstance(rows, list) or len(rows) != len(keys):
-        raise CorruptDataError("header: arrays and tree do not fit")
-    records = []
-    offset = 0
-    for row, (path, key) in zip(rows, keys, strict=True):
-        if not isinstance(row, dict):
-            raise CorruptDataError(f"header: {path}: no record")
-        stream, meta, lengths = row.get("f", ""), row.get("m", {}), row.get("b", 0)
-        error, measure, note = row.get("e", 0.0), row.get("q", "exact"), row.get("n", "")
-        reason, codec = row.get("y"), row.get("c")
-        if isinstance(stream, str) and stream not in STREAMS and package_of(stream):
-            raise missing(stream, path)
-        ok = (
-            isinstance(stream, str)
-            and stream in STREAMS
-            and isinstance(meta, dict)
-            and isinstance(lengths, list)
-            and all(type(n) is int and n >= 0 for n in lengths)
-            and type(error) is float
-            and isinstance(measure, str)
-            and isinstance(note, str)
-            and (reason is None or (type(reason) is int and 0 <= reason < len(reasons)))
-            and isinstance(codec, str | None)
-            and _sibling_fits(row.get("v"), stream, rows)
-        )
-        if not ok:
-            raise CorruptDataError(f"header: {path}: its record is malformed")
-        spec = spec_from_header(row.get("l", "torch"), row.get("d"), row.get("s"))
-        records.append(
-            ArrayRecord(
-                path,
-                key,
-                spec,
-                stream,
-                meta,
-                offset,
-                tuple(lengths),
-                float(error),
-                measure,
-                note,
-                bool(row.get("p")),
-                row.get("v"),
-                STREAMS[stream].codec if codec is None else codec,
-                "" if reason is None else reasons[reason],
-            )
-        )
-        offset += sum(lengths)
-    return tuple(records)
-
-
-def _sibling_fits(number: Any, stream: Any, rows: list[Any]) -> bool:
-    """A sibling is named by exactly those streams that need one, and needs none itself, so there is no circle."""
-    if not _has_sibling(stream):
-        return number is None
-    if type(number) is not int or not 0 <= number < len(rows) or not isinstance(rows[number], dict):
-        return False
-    other = rows[number].get("f")
-    return isinstance(other, str) and not _has_sibling(other)
-
-
-def _has_sibling(stream: Any) -> bool:
-    return stream in STREAMS and STREAMS[stream].beside is not None
-
-
 class Checkpoint:
     """A compressed state, made by `compress` or `Checkpoint.from_bytes`; it is immutable.
 
@@ -218,7 +101,7 @@ class Checkpoint:
         16384
     """
 
-    __slots__ = ("_body", "_by_key", "_data", "_header", "_id", "_memory", "_nodes", "_records")
+    __slots__ = ("_body", "_bundles", "_by_key", "_data", "_header", "_id", "_last", "_memory", "_nodes", "_records")
 
     @own_arithmetic()
     def __init__(self, data: bytes | Ranged, memory: dict[str, Reference] | None, claimed: str = "") -> None:
@@ -245,8 +128,9 @@ class Checkpoint:
         tree.unflatten(nodes, note)
         if set(keys) != set(range(len(keys))):
             raise CorruptDataError("header: arrays are missing from the tree")
-        self._set(data, where, _records(where.header, [keys[i] for i in range(len(keys))]), memory, claimed)
-        if sum(r.nbytes for r in self._records) != self._body.nbytes:
+        records = records_of(where.header, [keys[i] for i in range(len(keys))])
+        self._set(data, where, records, memory, claimed)
+        if records.nbytes != self._body.nbytes:
             raise CorruptDataError("header: the pieces do not fill the file")
         if parent is None and any(r.delta for r in self._records):
             raise CorruptDataError("header: a delta array in a base")
@@ -257,7 +141,7 @@ class Checkpoint:
         self,
         data: bytes | Ranged,
         where: container.Layout,
-        records: tuple[ArrayRecord, ...],
+        records: Records,
         memory: dict[str, Reference] | None,
         claimed: str = "",
     ) -> None:
@@ -267,8 +151,9 @@ class Checkpoint:
         self._id = claimed if isinstance(data, Ranged) else ""
         self._memory = memory
         self._nodes = where.header["tree"]
-        self._records = records
-        self._by_key = {r.key: r for r in records}
+        self._records, self._bundles = records.arrays, records.bundles
+        self._by_key = {r.key: r for r in records.arrays}
+        self._last: tuple[int, dict[str, Reference]] | None = None
 
     @staticmethod
     def written(
@@ -284,7 +169,7 @@ class Checkpoint:
         """
         data, where = container.write(header, pieces)
         made = Checkpoint.__new__(Checkpoint)
-        made._set(data, where, _records(header, keys), memory)
+        made._set(data, where, records_of(header, keys), memory)
         return made
 
     @staticmethod
@@ -410,20 +295,25 @@ class Checkpoint:
     def reference_of(
         self, record: ArrayRecord, prev: Checkpoint | None = None, sibling: Array | None = None
     ) -> Reference:
-        """Decode one array, or return its kept reference; a delta needs its parent.
+        """Decode one array, from memory where it is there, else from its pieces; a delta with `prev` given.
 
-        `sibling` are the decoded values of the array that the record names, where somebody has them.
+        `sibling` are the decoded values of the array that the record names, where they are known. Of a bundle all
+        arrays are decoded, and kept until one of another bundle is asked for.
         """
         if self._memory is not None and record.key in self._memory:
             return self._memory[record.key]
+        if record.bundle is not None:
+            last = self._last
+            if last is None or last[0] != record.bundle:
+                last = record.bundle, self._references(record.bundle, prev)
+                self._last = last
+            return last[1][record.key]
         pieces = self.pieces_of(record)
         parent = prev.parent_reference(record.key, record.spec) if record.delta and prev is not None else None
         if record.delta and parent is None:
             raise MissingParentError(f"{record.path}: a delta, and the parent has no such array")
         if record.sibling is not None:
-            other = self._records[record.sibling]
-            if (other.spec.library, other.spec.shape) != (record.spec.library, record.spec.shape):
-                raise CorruptDataError(f"header: {record.path}: {other.path} beside it is of another kind")
+            other = self._sibling_of(record)
             if sibling is None:
                 sibling = self.values_of(other, prev)
             if record.format.beside is not None:
@@ -433,33 +323,127 @@ class Checkpoint:
         except CorruptDataError as e:
             raise CorruptDataError(f"{record.path}: {e}") from None
 
+    def _sibling_of(self, record: ArrayRecord) -> ArrayRecord:
+        other = self._records[record.sibling or 0]
+        if (other.spec.library, other.spec.shape) != (record.spec.library, record.spec.shape):
+            raise CorruptDataError(f"header: {record.path}: {other.path} beside it is of another kind")
+        return other
+
+    def _references(self, number: int, prev: Checkpoint | None) -> dict[str, Reference]:
+        """The memory of each array of a bundle, by its key."""
+        members = [self._records[i] for i in self._bundles[number].members]
+        return dict(zip((r.key for r in members), self.joined_of(number, prev).split(), strict=True))
+
+    def joined_of(
+        self, number: int, prev: Checkpoint | None = None, siblings: Mapping[int, Array] | None = None
+    ) -> Joined:
+        """Decode the arrays of a bundle, from memory where they are there, else from its pieces.
+
+        Args:
+            number: of the bundle.
+            prev: the parent, for a delta.
+            siblings: decoded flat values, by number, of arrays that the records name, where they are known.
+        """
+        bundle = self._bundles[number]
+        members, stretch = [self._records[i] for i in bundle.members], bundle.stretch
+        specs, stream = [r.spec for r in members], BUNDLE_STREAMS[stretch.stream]
+        memory = self._memory
+        if memory is not None and all(r.key in memory for r in members):
+            joined = stream.join([memory[r.key] for r in members], specs)
+            if joined is not None:
+                return joined
+        before = None
+        if stretch.delta:
+            parents = [None if prev is None else prev.parent_reference(r.key, r.spec) for r in members]
+            before = stream.join(parents, specs)
+            if before is None:
+                missing = next((r for r, p in zip(members, parents, strict=True) if p is None), members[0])
+                raise MissingParentError(f"{missing.path}: a delta, and the parent has no such array")
+        square = None
+        beside = members[0].format.beside
+        if beside is not None:
+            others = [self._sibling_of(r) for r in members]
+            known = siblings or {}
+            values = [
+                known[r.sibling] if r.sibling is not None and r.sibling in known else self.values_of(other, prev)
+                for r, other in zip(members, others, strict=True)
+            ]
+            spec = joined_spec([other.spec for other in others])
+            if any(other.spec.dtype != spec.dtype for other in others):
+                raise CorruptDataError(f"header: {members[0].path}: arrays of several dtypes beside one bundle")
+            square = beside(from_bytes(joined_bytes(values), spec), spec)
+        try:
+            return stream.decode(specs, stretch.meta, self._pieces(stretch), before, square)
+        except CorruptDataError as e:
+            raise CorruptDataError(f"{members[0].path} and {len(members) - 1} more: {e}") from None
+
     @own_arithmetic()
     def values_of(self, record: ArrayRecord, prev: Checkpoint | None = None, sibling: Array | None = None) -> Array:
         """The decoded values of one array, flat; arguments as `reference_of` has them."""
         known = self._memory or {}
         reference = self.reference_of(record, prev, sibling)
-        if isinstance(reference, BytesReference) and record.key not in known:
+        if isinstance(reference, BytesReference) and record.key not in known and record.bundle is None:
             return from_bytes(reference.data, record.spec)  # decoded just now, and kept nowhere: no copy
         return reference.values(record.spec)
 
     def pieces_of(self, record: ArrayRecord) -> list[memoryview]:
-        """The bytes of one array, their checksums verified."""
-        starts = itertools.accumulate(record.lengths, initial=record.offset)
-        return [self._body.piece(start, length) for start, length in zip(starts, record.lengths, strict=False)]
+        """The bytes of one array, or of its whole bundle, their checksums verified."""
+        return self._pieces(record.stretch)
+
+    def _pieces(self, stretch: Stretch) -> list[memoryview]:
+        starts = itertools.accumulate(stretch.lengths, initial=stretch.offset)
+        return [self._body.piece(start, length) for start, length in zip(starts, stretch.lengths, strict=False)]
+
+    @property
+    def bundles(self) -> tuple[Bundle, ...]:
+        """What the header says of arrays that were coded together."""
+        return self._bundles
+
+    def units(self, wanted: Collection[ArrayRecord]) -> list[tuple[ArrayRecord, ...]]:
+        """These arrays as they are decoded: each alone, those of a bundle together."""
+        found: dict[Any, list[ArrayRecord]] = {}
+        for record in wanted:
+            found.setdefault(record.key if record.bundle is None else record.bundle, []).append(record)
+        return [tuple(unit) for unit in found.values()]
+
+    def _memories(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> dict[str, Reference]:
+        """Decode the memory of these arrays, those without a sibling first."""
+
+        def one(unit: tuple[ArrayRecord, ...]) -> dict[str, Reference]:
+            first = unit[0]
+            try:
+                if first.bundle is None:
+                    return {first.key: self.reference_of(first, prev)}
+                references = self._references(first.bundle, prev)
+            except MemoryError:
+                raise _too_large(first) from None
+            return {record.key: references[record.key] for record in unit}
+
+        return {key: memory for found in map_chunks(one, self.units(wanted)) for key, memory in found.items()}
 
     @own_arithmetic()
     def decode(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> None:
         """Decode these arrays for `reference_of` and keep the result; fetch no other part of the file."""
         check_memory(sum(r.spec.nbytes for r in wanted), "what was asked for")
-        self._body.fetch((r.offset, r.nbytes) for r in wanted)
+        self._body.fetch((r.stretch.offset, r.stretch.nbytes) for r in wanted)
         for with_sibling in (False, True):
             now = [r for r in wanted if (r.sibling is not None) == with_sibling]
-            memories = map_chunks(lambda r: self.reference_of(r, prev), now)
-            self._memory = (self._memory or {}) | {r.key: m for r, m in zip(now, memories, strict=True)}
+            self._memory = (self._memory or {}) | self._memories(now, prev)
+
+    def with_needed(self, keys: Collection[str]) -> list[ArrayRecord]:
+        """The arrays at these places, and those that decoding them decodes too: siblings, members of a bundle."""
+        numbers = {i for i, r in enumerate(self._records) if r.key in keys}
+        numbers |= self._mates(numbers)
+        numbers |= {sibling for i in numbers if (sibling := self._records[i].sibling) is not None}
+        return [self._records[i] for i in sorted(numbers | self._mates(numbers))]
+
+    def _mates(self, numbers: Collection[int]) -> set[int]:
+        bundles = {bundle for i in numbers if (bundle := self._records[i].bundle) is not None}
+        return {i for bundle in bundles for i in self._bundles[bundle].members}
 
     def let_go(self) -> None:
         """Forget what `decode` decoded and fetched; the header stays."""
-        self._memory = None
+        self._memory = self._last = None
         self._body.forget()
 
     def record_at(self, key: str) -> ArrayRecord | None:
@@ -473,12 +457,15 @@ class Checkpoint:
             return None
         if record.spec.shape != spec.shape or record.spec.dtype != spec.dtype:
             return None
-        memory = self.reference_of(record)
         # A base read from bytes is decoded when first needed, and once.
         if self._memory is None:
             self._memory = {}
-        self._memory[key] = memory
-        return memory
+        if key not in self._memory:
+            if record.bundle is None:
+                self._memory[key] = self.reference_of(record)
+            else:
+                self._memory.update(self._references(record.bundle, None))
+        return self._memory[key]
 
     @own_arithmetic()
     def _resolve(self, parent: Checkpoint) -> dict[str, Reference]:
@@ -486,14 +473,7 @@ class Checkpoint:
         needed = sum(r.spec.nbytes if r.format.is_wide else r.spec.size for r in wanted)
         check_memory(needed, "what a delta needs")
 
-        def one(record: ArrayRecord) -> Reference:
-            try:
-                return self.reference_of(record, parent)
-            except MemoryError:
-                raise _too_large(record) from None
-
-        decoded = map_chunks(one, wanted)
-        return {r.key: m for r, m in zip(wanted, decoded, strict=True)}
+        return self._memories(wanted, parent)
 
 
 def _too_large(record: ArrayRecord) -> CorruptDataError:
@@ -557,32 +537,90 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = N
 
     records = ckpt.records
     targets = {} if out is None else outputs_of(out, records)
-    beside: dict[int | None, list[int]] = {}
-    for number, record in enumerate(records):
-        beside.setdefault(record.sibling, []).append(number)
-
-    def values(record: ArrayRecord, sibling: Array | None = None) -> Array:
-        try:
-            return ckpt.values_of(record, prev, sibling)
-        except MemoryError:
-            raise _too_large(record) from None
-
-    def one(number: int) -> dict[int, Array]:
-        """An array and those that are decoded with it at hand."""
-        record = records[number]
-        if number in targets and number not in beside and (record.key not in (ckpt._memory or {})):
-            parent = prev.parent_reference(record.key, record.spec) if record.delta and prev is not None else None
-            fits = parent is not None or not record.delta
-            if fits and decoded_into(record, ckpt.pieces_of(record), parent, targets[number]):
-                return {number: targets[number]}
-        first = values(record)
-        found = {number: first} | {i: values(records[i], first) for i in beside.get(number, [])}
-        built = {i: build_leaf(x, records[i].spec) for i, x in found.items()}
-        for i in built.keys() & targets.keys():
-            write_to(targets[i], built[i])
-            built[i] = targets[i]
-        return built
-
-    decoded = map_arrays(one, beside.get(None, []), lambda number: records[number].spec.size)
+    jobs = _jobs(ckpt)
+    sizes = [sum(records[i].spec.size for unit in job for i in unit) for job in jobs]
+    reader = _Reader(ckpt, prev, targets)
+    decoded = map_arrays(lambda j: reader.decode(jobs[j]), range(len(jobs)), lambda j: sizes[j])
     arrays = {i: x for found in decoded for i, x in found.items()}
     return tree.unflatten(ckpt._nodes, lambda number, _place: arrays[number], rebuild=True)
+
+
+Unit = tuple[int, ...]
+"""Numbers of arrays that are decoded at once: one, or the members of a bundle."""
+
+
+def _jobs(ckpt: Checkpoint) -> list[list[Unit]]:
+    """All arrays in units; those that are decoded by another one's values follow it in the same job."""
+    records = ckpt.records
+    units = [bundle.members for bundle in ckpt.bundles]
+    units += [(i,) for i, record in enumerate(records) if record.bundle is None]
+    job_of: dict[int, list[Unit]] = {}
+    following, jobs = [], []
+    for unit in units:
+        if records[unit[0]].sibling is None:
+            jobs.append([unit])
+            job_of.update(dict.fromkeys(unit, jobs[-1]))
+        else:
+            following.append(unit)
+    for unit in following:
+        job_of[records[unit[0]].sibling or 0].append(unit)
+    return sorted(jobs)
+
+
+class _Reader:
+    """Decodes the arrays of a checkpoint in jobs, each in any thread.
+
+    Args:
+        ckpt: the checkpoint.
+        prev: its parent, or None.
+        targets: arrays of the caller to decode into, by number.
+    """
+
+    def __init__(self, ckpt: Checkpoint, prev: Checkpoint | None, targets: Mapping[int, Array]) -> None:
+        self.ckpt, self.prev, self.targets = ckpt, prev, targets
+        self.named = {record.sibling for record in ckpt.records}
+
+    def decode(self, job: Sequence[Unit]) -> dict[int, Array]:
+        """The arrays of a job as the user gets them, by number."""
+        built: dict[int, Array] = {}
+        known: dict[int, Array] = {}
+        for unit in job:
+            first = self.ckpt.records[unit[0]]
+            try:
+                if first.bundle is not None:
+                    self._bundle(unit, first.bundle, known, built)
+                elif not self._straight(unit[0], built):
+                    sibling = None if first.sibling is None else known.get(first.sibling)
+                    self._keep(unit[0], self.ckpt.values_of(first, self.prev, sibling), known, built)
+            except MemoryError:
+                raise _too_large(first) from None
+        return built
+
+    def _straight(self, number: int, built: dict[int, Array]) -> bool:
+        """Decode an exact array into memory of the caller; False where that cannot be done."""
+        record, prev = self.ckpt.records[number], self.prev
+        if number not in self.targets or number in self.named or record.key in (self.ckpt._memory or {}):
+            return False
+        parent = prev.parent_reference(record.key, record.spec) if record.delta and prev is not None else None
+        if record.delta and parent is None:
+            return False
+        if not decoded_into(record, self.ckpt.pieces_of(record), parent, self.targets[number]):
+            return False
+        built[number] = self.targets[number]
+        return True
+
+    def _bundle(self, unit: Unit, number: int, known: dict[int, Array], built: dict[int, Array]) -> None:
+        joined = self.ckpt.joined_of(number, self.prev, known)
+        specs = [self.ckpt.records[i].spec for i in unit]
+        for i, spec, own in zip(unit, specs, parts(joined.data(), specs, specs[0].itemsize), strict=True):
+            # A copy, for arrays of a state share no memory; into memory of the caller it is made there.
+            self._keep(i, from_bytes(own if i in self.targets else own.copy(), spec), known, built)
+
+    def _keep(self, number: int, values: Array, known: dict[int, Array], built: dict[int, Array]) -> None:
+        if number in self.named:
+            known[number] = values
+        array = build_leaf(values, self.ckpt.records[number].spec)
+        if number in self.targets:
+            write_to(self.targets[number], array)
+            array = self.targets[number]
+        built[number] = array

@@ -7,10 +7,12 @@ from typing import Any
 
 from .arithmetic import own_arithmetic
 from .base import Codec, Prepare, Stored, rounded_error
+from .bundles.joined import StoredBundle
 from .checkpoint import Checkpoint
 from .config import Config, check_config
 from .encode import encode
 from .evidence.reasons import numbered
+from .format.columns import gaps
 from .inputs import Inputs
 from .plan import ArrayPlan, plan, remark
 from .streams import STREAMS
@@ -76,48 +78,68 @@ def compress_inputs(inputs: Inputs, cfg: Config, prepare: Mapping[Codec, Prepare
     """
     planned = plan(inputs, cfg)
     encoded = encode(planned, prepare or {})
-    notes = [stored.note or remark(one, cfg, inputs.kinds) for one, stored in zip(planned, encoded, strict=True)]
+    stored = [encoded.arrays[i] for i in range(len(planned))]
+    notes = [own.note or remark(one, cfg, inputs.kinds) for one, own in zip(planned, stored, strict=True)]
     numbers, others = numbered([one.why for one in planned])
+    grouped = {i for bundle in encoded.bundles for i in bundle.members}
     header = {
         "parent": None if inputs.prev is None else inputs.prev.identity,
         "raw": sum(one.leaf.spec.nbytes for one in planned),
         "tree": inputs.nodes,
-        "arrays": [_record(*one) for one in zip(planned, encoded, notes, numbers, strict=True)],
+        "arrays": [
+            record_of(*one, is_bundled=i in grouped)
+            for i, one in enumerate(zip(planned, stored, notes, numbers, strict=True))
+        ],
     }
+    if encoded.bundles:
+        header["bundles"] = [bundle_record(bundle) for bundle in encoded.bundles]
     if others:
         header["why"] = others
     memory = {
-        one.leaf.key: stored.memory
-        for one, stored in zip(planned, encoded, strict=True)
-        if stored.memory is not None and STREAMS[stored.stream].has_deltas
+        one.leaf.key: own.memory
+        for one, own in zip(planned, stored, strict=True)
+        if own.memory is not None and STREAMS[own.stream].has_deltas
     }
     keys = [(one.leaf.path, one.leaf.key) for one in planned]
-    return Checkpoint.written(header, keys, [piece for stored in encoded for piece in stored.pieces], memory)
+    pieces = [piece for own in stored for piece in own.pieces]
+    pieces += [piece for bundle in encoded.bundles for piece in bundle.pieces]
+    return Checkpoint.written(header, keys, pieces, memory)
 
 
-def _record(planned: ArrayPlan, stored: Stored, note: str, reason: int) -> dict[str, Any]:
+def record_of(planned: ArrayPlan, stored: Stored, note: str, reason: int, *, is_bundled: bool) -> dict[str, Any]:
     """The header record of an array; fields that have their default value are left out."""
     spec, stream = planned.leaf.spec, STREAMS[stored.stream]
-    record: dict[str, Any] = {
-        "d": spec.dtype,
-        "s": list(spec.shape),
-        "f": stored.stream,
-        "b": [len(p) for p in stored.pieces],
-        "y": reason,
-    }
+    record: dict[str, Any] = {"d": spec.dtype, "s": list(spec.shape), "y": reason}
+    if not is_bundled:
+        record["f"] = stored.stream
+        record["b"] = [len(p) for p in stored.pieces]
+        if stored.meta:
+            record["m"] = stored.meta
+        if planned.parent is not None and stream.has_deltas:
+            record["p"] = True
     if spec.library != "torch":
         record["l"] = spec.library
     if planned.codec.id != stream.codec:
         record["c"] = planned.codec.id
-    if stored.meta:
-        record["m"] = stored.meta
     if stored.measure != "exact":
         record["q"] = stored.measure
         record["e"] = rounded_error(stored.error, up=True)
     if note:
         record["n"] = note
-    if planned.parent is not None and stream.has_deltas:
-        record["p"] = True
     if stored.sibling is not None:
         record["v"] = stored.sibling
+    return record
+
+
+def bundle_record(bundle: StoredBundle) -> dict[str, Any]:
+    """The header record of a bundle."""
+    record: dict[str, Any] = {
+        "f": bundle.stream,
+        "a": gaps(bundle.members),
+        "b": [len(piece) for piece in bundle.pieces],
+    }
+    if bundle.meta:
+        record["m"] = bundle.meta
+    if bundle.is_delta:
+        record["p"] = True
     return record

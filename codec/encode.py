@@ -1,12 +1,15 @@
-"""Encode the arrays of a plan: each by its codec, moments in pairs, copies by number."""
+"""Encode the arrays of a plan: small ones in bundles, others each alone, moments in pairs, copies by number."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from .base import Codec, Leaf, Prepare, Reference, Stored
+from .bundles.grouping import bundled, can_follow, encode_together
+from .bundles.joined import StoredBundle
 from .deduplication import keeps_promise, store_copy
 from .format.fields import parts_of
 from .moments.firstmoment import FirstMoment, square_of
@@ -15,43 +18,109 @@ from .plan import ArrayPlan
 from .streams import STREAMS
 
 
-def encode(planned: Sequence[ArrayPlan], prepare: Mapping[Codec, Prepare]) -> list[Stored]:
-    """Return each array encoded.
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Encoded arrays.
+
+    Args:
+        arrays: each by its number; those of bundles without pieces.
+        bundles: arrays that were coded together.
+    """
+
+    arrays: dict[int, Stored] = field(default_factory=dict)
+    bundles: list[StoredBundle] = field(default_factory=list)
+
+
+def encode(planned: Sequence[ArrayPlan], prepare: Mapping[Codec, Prepare]) -> Encoded:
+    """Return all arrays encoded.
 
     Args:
         planned: the plan of each array.
         prepare: what prepares the arrays of a codec in place of its own `prepare`.
     """
-    prepared = _prepared(planned, prepare)
-
-    def one(i: int, leaf: Leaf) -> Stored:
-        return planned[i].codec.encode(leaf, planned[i].parent, prepared[i])
-
-    firsts = {p.pair: i for i, p in enumerate(planned) if p.pair is not None and isinstance(p.codec, FirstMoment)}
-    paired = set(firsts.values())
-
-    def work(i: int) -> list[tuple[int, Stored]]:
-        """Encode an array, and its first moment while its decoded values are in memory."""
-        leaf = planned[i].leaf
-        stored = one(i, leaf)
-        done = [(i, dataclasses.replace(stored, decoded=None))]
-        if i in firsts:
-            first = firsts[i]
-            square = square_of(_decoded(leaf, stored, planned[i].parent), leaf.spec)
-            encoded = one(first, dataclasses.replace(planned[first].leaf, sibling=square))
-            done.append((first, dataclasses.replace(encoded, sibling=i) if STREAMS[encoded.stream].beside else encoded))
-        return done
-
-    order = [i for i, p in enumerate(planned) if i not in paired and p.original is None]
-    found = {i: s for done in map_arrays(work, order, lambda i: planned[i].leaf.spec.size) for i, s in done}
+    encoder = _Encoder(planned, _prepared(planned, prepare))
+    jobs = encoder.jobs()
+    sizes = [sum(planned[i].leaf.spec.size for i in job) for job in jobs]
+    done = map_arrays(lambda number: encoder.encode(jobs[number]), range(len(jobs)), lambda number: sizes[number])
+    found = Encoded()
+    for part in done:
+        found.arrays.update(part.arrays)
+        found.bundles.extend(part.bundles)
     for i, p in enumerate(planned):
-        if p.original is None:
-            continue
-        original, stored = planned[p.original], found[p.original]
+        if p.original is not None:
+            found.arrays[i] = encoder.copy(i, p.original, found.arrays[p.original])
+    return found
+
+
+class _Encoder:
+    """Encodes the arrays of a plan in jobs, each in any thread.
+
+    Args:
+        planned: the plan of each array.
+        prepared: what its codec prepared for it.
+    """
+
+    def __init__(self, planned: Sequence[ArrayPlan], prepared: Sequence[Any]) -> None:
+        self.planned, self.prepared = planned, prepared
+        self.firsts = {
+            p.pair: i for i, p in enumerate(planned) if p.pair is not None and isinstance(p.codec, FirstMoment)
+        }
+
+    def jobs(self) -> list[list[int]]:
+        """Arrays to encode in one go, in the order of the state; first moments come with their second ones."""
+        paired = set(self.firsts.values())
+        groups = bundled(self.planned, self.firsts)
+        taken = paired.union(*groups)
+        alone = [[i] for i, p in enumerate(self.planned) if i not in taken and p.original is None]
+        return sorted(groups + alone)
+
+    def encode(self, job: Sequence[int]) -> Encoded:
+        """Encode the arrays of a job, and their first moments while their decoded values are in memory."""
+        found = Encoded()
+        self._encode([(i, self.planned[i].leaf) for i in job], found)
+        following: dict[bool, list[tuple[int, Leaf]]] = {True: [], False: []}
+        for i in job:
+            if i in self.firsts:
+                leaf, first = self.planned[i].leaf, self.planned[self.firsts[i]]
+                square = square_of(_decoded(leaf, found.arrays[i], self.planned[i].parent), leaf.spec)
+                following[can_follow(first)].append((self.firsts[i], dataclasses.replace(first.leaf, sibling=square)))
+        self._encode(following[True], found)
+        for one in following[False]:
+            self._encode([one], found)
+        for i in job:
+            found.arrays[i] = dataclasses.replace(found.arrays[i], decoded=None)
+            first_number = self.firsts.get(i)
+            if first_number is not None and STREAMS[found.arrays[first_number].stream].beside:
+                found.arrays[first_number] = dataclasses.replace(found.arrays[first_number], sibling=i)
+        return found
+
+    def copy(self, number: int, of: int, stored: Stored) -> Stored:
+        """Encode an array as a copy of another, which is encoded already."""
+        own, original = self.planned[number], self.planned[of]
         values = None if stored.measure == "exact" else _decoded(original.leaf, stored, original.parent)
-        copy = store_copy(p.leaf, original.leaf, p.original, values)
-        found[i] = copy if keeps_promise(copy, p.leaf, original.leaf, p.codec) else one(i, p.leaf)
-    return [found[i] for i in range(len(planned))]
+        copy = store_copy(own.leaf, original.leaf, of, values)
+        return copy if keeps_promise(copy, own.leaf, original.leaf, own.codec) else self._alone(number, own.leaf)
+
+    def _alone(self, number: int, leaf: Leaf) -> Stored:
+        return self.planned[number].codec.encode(leaf, self.planned[number].parent, self.prepared[number])
+
+    def _encode(self, arrays: Sequence[tuple[int, Leaf]], found: Encoded) -> None:
+        """Encode arrays, together if they are several; what does not come out in a bundle is encoded alone."""
+        done: dict[int, Stored | None] = {}
+        if len(arrays) > 1:
+            numbers = [i for i, _ in arrays]
+            plans, parents = [self.prepared[i] for i in numbers], [self.planned[i].parent for i in numbers]
+            codec = self.planned[numbers[0]].codec
+            together = encode_together(codec, [leaf for _, leaf in arrays], parents, plans)
+            done = {numbers[at]: stored for at, stored in together.alone.items()}
+            for bundle in together.bundles:
+                members = [numbers[at] for at in bundle.members]
+                found.arrays.update(zip(members, bundle.stored, strict=True))
+                found.bundles.append(dataclasses.replace(bundle, members=members))
+        for i, leaf in arrays:
+            if i not in found.arrays:
+                stored = done.get(i)
+                found.arrays[i] = self._alone(i, leaf) if stored is None else stored
 
 
 def _prepared(planned: Sequence[ArrayPlan], prepare: Mapping[Codec, Prepare]) -> list[Any]:

@@ -15,7 +15,7 @@ from .state.leaves import Array, NpArray, as_bytes, is_array, read_leaf
 
 if TYPE_CHECKING:
     from .base import Reference
-    from .checkpoint import ArrayRecord
+    from .records import ArrayRecord
 
 
 def outputs_of(out: Any, records: Sequence[ArrayRecord]) -> dict[int, Array]:

@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .checkpoint import ArrayRecord, Checkpoint
+from .checkpoint import Checkpoint
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .parallel import map_chunks
+from .records import ArrayRecord
 from .state import tree
 from .state.leaves import Array, build_leaf
 
@@ -65,16 +66,14 @@ def decode_only(
     """
     top = files(None)
     unique = {r.key: r for r in choose(top)}
-    steps = [(top, _with_siblings(top, dict.fromkeys(unique)))]
+    steps = [(top, top.with_needed(unique))]
     while needed := {r.key: r for r in steps[-1][1] if r.delta}:
         below = files(steps[-1][0])
         check_parent_named(steps[-1][0], below)
-        keys: dict[str, None] = {}
         for key, record in needed.items():
             if below.record_at(key) is None:
                 raise MissingParentError(f"{record.path}: a delta, and the parent has no such array")
-            keys[key] = None
-        steps.append((below, _with_siblings(below, keys)))
+        steps.append((below, below.with_needed(needed)))
     prev: Checkpoint | None = None
     while steps:
         ckpt, records = steps.pop()
@@ -95,13 +94,6 @@ def check_parent_named(ckpt: Checkpoint, below: Checkpoint) -> None:
     """Raise MissingParentError unless `below` is the parent of `ckpt`, resolved or not."""
     if below.identity != ckpt.parent_id:
         raise MissingParentError(f"the parent is {str(ckpt.parent_id)[:12]}..., not {below.identity[:12]}...")
-
-
-def _with_siblings(ckpt: Checkpoint, keys: dict[str, None]) -> list[ArrayRecord]:
-    """The arrays at these places, and those that they are decoded with."""
-    found = [r for r in ckpt.records if r.key in keys]
-    beside = {r.sibling for r in found if r.sibling is not None}
-    return found + [r for i, r in enumerate(ckpt.records) if i in beside and r.key not in keys]
 
 
 def select(nodes: Sequence[Any], patterns: Sequence[str]) -> list[Any]:

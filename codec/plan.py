@@ -89,11 +89,14 @@ def plan(inputs: Inputs, cfg: Config) -> list[ArrayPlan]:
     leaves: list[Leaf] = []
     codecs: list[Codec] = []
     whys: list[str] = []
+    targeted: dict[Codec, Codec] = {}
     for node, spec, flat, known in zip(found, arrays.specs, arrays.flats, evidence, strict=True):
         codec, why = cfg.codec_for(node.path, spec, known)
         leaf = Leaf(node.path, node.key, spec, known.kind, flat, touched=touched.get(node.path), entry=known.entry)
         leaves.append(leaf)
-        codecs.append(with_targets(codec, cfg))
+        if codec not in targeted:
+            targeted[codec] = with_targets(codec, cfg)
+        codecs.append(targeted[codec])
         whys.append(why)
     if inputs.prev is None and inputs.is_whole:
         warn_of_unmatched(cfg.rules, paths)

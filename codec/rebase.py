@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .arithmetic import own_arithmetic
 from .base import Reference
-from .checkpoint import ArrayRecord, Checkpoint, check_resolved
+from .bundles.streams import BUNDLE_STREAMS
+from .checkpoint import Checkpoint, check_resolved
 from .format.fields import Piece
 from .parallel import map_chunks
+from .records import ArrayRecord
 
 
 @own_arithmetic()
@@ -47,24 +50,14 @@ def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
     if prev is not None:
         check_resolved(prev)
 
-    def one(record: ArrayRecord) -> tuple[dict[str, Any], Sequence[Piece], bool, Reference | None]:
-        restated = record.format.restate
-        if restated is None:
-            return record.meta, [bytes(piece) for piece in ckpt.pieces_of(record)], False, None
-        memory = ckpt.reference_of(record)
-        parent = None if prev is None else prev.parent_reference(record.key, record.spec)
-        meta, pieces = restated(record.spec, record.meta, memory, parent)
-        return meta, pieces, parent is not None, memory
-
-    stated = map_chunks(one, ckpt.records)
+    bundled = map_chunks(lambda number: _bundle(ckpt, number, prev), range(len(ckpt.bundles)))
+    alone = [record for record in ckpt.records if record.bundle is None]
+    single = dict(
+        zip((r.key for r in alone), map_chunks(lambda record: _array(ckpt, record, prev), alone), strict=True)
+    )
     rows = []
-    for row, (meta, pieces, is_delta, _) in zip(ckpt.header["arrays"], stated, strict=True):
-        new = {k: v for k, v in row.items() if k not in ("m", "p")} | {"b": [len(piece) for piece in pieces]}
-        if meta:
-            new["m"] = meta
-        if is_delta:
-            new["p"] = True
-        rows.append(new)
+    for row, record in zip(ckpt.header["arrays"], ckpt.records, strict=True):
+        rows.append(row if record.bundle is not None else _restated(row, single[record.key]))
     header = {
         "parent": None if prev is None else prev.identity,
         "as": ckpt.identity,
@@ -72,8 +65,61 @@ def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
         "tree": ckpt.header["tree"],
         "arrays": rows,
     }
+    if bundled:
+        header["bundles"] = [_restated(*pair) for pair in zip(ckpt.header["bundles"], bundled, strict=True)]
     if "why" in ckpt.header:
         header["why"] = ckpt.header["why"]
-    memories = {r.key: m for r, (_, _, _, m) in zip(ckpt.records, stated, strict=True) if m is not None}
+    made = [*single.values(), *bundled]
+    memories = {key: memory for one in made for key, memory in one.memories.items()}
     keys = [(r.path, r.key) for r in ckpt.records]
-    return Checkpoint.written(header, keys, [piece for _, pieces, _, _ in stated for piece in pieces], memories)
+    return Checkpoint.written(header, keys, [piece for one in made for piece in one.pieces], memories)
+
+
+@dataclass(frozen=True, slots=True)
+class _Restated:
+    """An array or a bundle over another parent.
+
+    Args:
+        meta: the stream's metadata.
+        pieces: bytes, in order.
+        is_delta: whether decoding needs the parent.
+        memories: what a later delta needs, by key.
+    """
+
+    meta: dict[str, Any]
+    pieces: Sequence[Piece]
+    is_delta: bool
+    memories: dict[str, Reference]
+
+
+def _restated(row: dict[str, Any], made: _Restated) -> dict[str, Any]:
+    """A record of the header with other pieces."""
+    new = {k: v for k, v in row.items() if k not in ("m", "p")} | {"b": [len(piece) for piece in made.pieces]}
+    if made.meta:
+        new["m"] = made.meta
+    if made.is_delta:
+        new["p"] = True
+    return new
+
+
+def _array(ckpt: Checkpoint, record: ArrayRecord, prev: Checkpoint | None) -> _Restated:
+    restate = record.format.restate
+    if restate is None:
+        return _Restated(record.meta, [bytes(piece) for piece in ckpt.pieces_of(record)], False, {})
+    memory = ckpt.reference_of(record)
+    parent = None if prev is None else prev.parent_reference(record.key, record.spec)
+    meta, pieces = restate(record.spec, record.meta, memory, parent)
+    return _Restated(meta, pieces, parent is not None, {record.key: memory})
+
+
+def _bundle(ckpt: Checkpoint, number: int, prev: Checkpoint | None) -> _Restated:
+    bundle = ckpt.bundles[number]
+    members = [ckpt.records[i] for i in bundle.members]
+    stream = BUNDLE_STREAMS[bundle.stretch.stream]
+    if stream.restate is None:
+        return _Restated(bundle.stretch.meta, [bytes(piece) for piece in ckpt.pieces_of(members[0])], False, {})
+    joined = ckpt.joined_of(number)
+    parents = [None if prev is None else prev.parent_reference(r.key, r.spec) for r in members]
+    before = stream.join(parents, [r.spec for r in members])
+    meta, pieces = stream.restate(joined, before)
+    return _Restated(meta, pieces, before is not None, dict(zip((r.key for r in members), joined.split(), strict=True)))

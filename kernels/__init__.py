@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .approximation_error import Distortion, distortion
+    from .approximation_error import Distortion, distortion, distortion_many
     from .bitpack import pack_bits, unpack_bits
     from .categories import join_categories, split_categories
     from .cluster import Clusters, cluster_dequantize, cluster_quantize
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         log_histogram_many,
         merge,
         quantile,
+        used_buckets_many,
     )
     from .huffman import (
         huffman_codes,
@@ -48,14 +49,30 @@ if TYPE_CHECKING:
         pack_lengths,
         unpack_lengths,
     )
-    from .integer_products import column_products, product_classes, row_products
-    from .kmeans import bucket_weights, coarsen, prepare, quantization_loss, weighted_kmeans, weighted_kmeans_many
+    from .integer_products import column_products, orthogonal_directions, product_classes, row_products
+    from .kmeans import (
+        bucket_weights,
+        coarsen,
+        least_losses,
+        prepare,
+        quantization_loss,
+        weighted_kmeans,
+        weighted_kmeans_many,
+    )
     from .levels import delta, joint_counts, merge_by_level, split_by_level, undelta
     from .logbucket import bucket_index, bucket_value
     from .mask import changed_mask, gather, pack_mask, scatter, unpack_mask
     from .planes import difference, merge_planes, split_planes, undifference
     from .quantizer import Thresholds, assign, boundaries, dequantize, magnitude_bits
-    from .rank_one import factor_sums, residual_factors, residual_symbols, residual_values
+    from .rank_one import (
+        factor_sums,
+        factors_many,
+        residual_factors,
+        residual_symbols,
+        residual_symbols_many,
+        residual_values,
+        residual_values_many,
+    )
     from .rans import (
         coding_cost,
         entropy_bits,
@@ -80,9 +97,10 @@ if TYPE_CHECKING:
         locate_changes,
         split_changes,
     )
+    from .uniform_levels import uniform_levels_many, uniform_values_many
 
 _SUBJECTS = {
-    "approximation_error": "Distortion distortion",
+    "approximation_error": "Distortion distortion distortion_many",
     "bitpack": "pack_bits unpack_bits",
     "categories": "join_categories split_categories",
     "cluster": "Clusters cluster_dequantize cluster_quantize",
@@ -92,16 +110,18 @@ _SUBJECTS = {
     "float_split": "Octaves join_octaves split_octaves",
     "floats": "FORMATS FloatFormat bits_for",
     "grid": "grid_symbols grid_values",
-    "histogram": "Histogram kept_histogram kept_histogram_many log_histogram log_histogram_many merge quantile",
+    "histogram": "Histogram kept_histogram kept_histogram_many log_histogram "
+    "log_histogram_many merge quantile used_buckets_many",
     "huffman": "huffman_codes huffman_decode huffman_encode huffman_lengths pack_lengths unpack_lengths",
-    "integer_products": "column_products product_classes row_products",
-    "kmeans": "bucket_weights coarsen prepare quantization_loss weighted_kmeans weighted_kmeans_many",
+    "integer_products": "column_products orthogonal_directions product_classes row_products",
+    "kmeans": "bucket_weights coarsen least_losses prepare quantization_loss weighted_kmeans weighted_kmeans_many",
     "levels": "delta joint_counts merge_by_level split_by_level undelta",
     "logbucket": "bucket_index bucket_value",
     "mask": "changed_mask gather pack_mask scatter unpack_mask",
     "planes": "difference merge_planes split_planes undifference",
     "quantizer": "Thresholds assign boundaries dequantize magnitude_bits",
-    "rank_one": "factor_sums residual_factors residual_symbols residual_values",
+    "rank_one": "factor_sums factors_many residual_factors "
+    "residual_symbols residual_symbols_many residual_values residual_values_many",
     "rans": "coding_cost entropy_bits pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
     "ratedistortion": "Unsettled rate_distortion_levels settled_bounds unsettled",
     "rows": "row_dequantize row_kmeans row_lookup row_quantize",
@@ -112,6 +132,7 @@ _SUBJECTS = {
         "SparseDelta apply_changes collect_and_locate collect_changes gap_shifts join_changes locate_changes "
         "split_changes"
     ),
+    "uniform_levels": "uniform_levels_many uniform_values_many",
 }
 _MODULE_OF = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
 
@@ -150,12 +171,14 @@ __all__ = [
     "dequantize",
     "difference",
     "distortion",
+    "distortion_many",
     "entropy_bits",
     "exponent_buckets",
     "exponent_dequantize",
     "exponent_quantize",
     "extrapolate",
     "factor_sums",
+    "factors_many",
     "gap_shifts",
     "gather",
     "grid_symbols",
@@ -170,6 +193,7 @@ __all__ = [
     "joint_counts",
     "kept_histogram",
     "kept_histogram_many",
+    "least_losses",
     "locate_changes",
     "log_histogram",
     "log_histogram_many",
@@ -178,6 +202,7 @@ __all__ = [
     "merge_buckets",
     "merge_by_level",
     "merge_planes",
+    "orthogonal_directions",
     "pack_bits",
     "pack_frequencies",
     "pack_lengths",
@@ -196,7 +221,9 @@ __all__ = [
     "rate_distortion_levels",
     "residual_factors",
     "residual_symbols",
+    "residual_symbols_many",
     "residual_values",
+    "residual_values_many",
     "rle_decode",
     "rle_encode",
     "row_column_sums",
@@ -214,11 +241,14 @@ __all__ = [
     "split_planes",
     "undelta",
     "undifference",
+    "uniform_levels_many",
+    "uniform_values_many",
     "unpack_bits",
     "unpack_frequencies",
     "unpack_lengths",
     "unpack_mask",
     "unsettled",
+    "used_buckets_many",
     "weighted_kmeans",
     "weighted_kmeans_many",
 ]

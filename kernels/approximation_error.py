@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .arguments import array, same_device
+import numpy as np
+
+from .arguments import array, check_ends, same_device
 from .arrays import back_end
 from .floats import FORMATS
 
@@ -75,3 +77,26 @@ def distortion(x: Array, y: Array) -> Distortion:
     same_device("x", x, "y", array("y", y, FORMATS, x.shape))
     result: Distortion = back_end(x, "approximation_error").distortion(x, y)
     return result
+
+
+def distortion_many(x: Array, y: Array, ends: np.ndarray[Any, np.dtype[np.int64]]) -> list[Distortion]:
+    """`distortion` of each of several arrays that stand one after another.
+
+    Args:
+        x: [n] on the host, of a dtype as in `distortion`.
+        y: [n] on the host.
+        ends: int64 [m] NumPy, ascending: where each array ends; the last is n.
+
+    Raises:
+        BadArgumentError: no such dtype, or sizes that do not fit.
+
+    Example:
+        >>> x = np.array([3.0, 4.0, 1.0])
+        >>> [d.squared_error for d in distortion_many(x, x + 1, np.array([2, 3]))]
+        [2.0, 1.0]
+    """
+    array("x", x, FORMATS, 1, host=True)
+    array("y", y, FORMATS, x.shape, host=True)
+    check_ends("ends", ends, int(x.shape[0]))
+    found: list[Distortion] = back_end(x, "approximation_error").distortion_many(x, y, ends)
+    return found

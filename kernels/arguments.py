@@ -122,6 +122,14 @@ def check_table(name: str, table: Any, dtype: str, shape: tuple[int, ...]) -> No
         raise BadArgumentError(f"{name} is {shown(table)}; a NumPy array of {dtype} {shape} is needed")
 
 
+def check_ends(name: str, ends: Any, n: int) -> None:
+    """Raise BadArgumentError unless `ends` says where each of several arrays ends that have n entries together."""
+    if not isinstance(ends, np.ndarray) or ends.dtype != np.int64 or ends.ndim != 1:
+        raise BadArgumentError(f"{name} is {shown(ends)}; an int64 NumPy array of one dimension is needed")
+    if (not ends.size and n) or (ends.size and (int(ends[-1]) != n or int(np.diff(ends, prepend=0).min()) < 0)):
+        raise BadArgumentError(f"{name} are not ascending up to {n}")
+
+
 def integer(name: str, value: Any, low: float, high: float = math.inf) -> int:
     """Return `value` as an int if it is an integer of any library within [low, high].
 

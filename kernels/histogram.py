@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arguments import (
+    array,
     check_arrays,
+    check_ends,
     check_field,
     check_table,
     flag,
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
     from .arrays import Array
 
+Buckets = np.ndarray[Any, np.dtype[np.int32]]
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+Ends = np.ndarray[Any, np.dtype[np.int64]]
 MAX_BITS = 12
 """Most sub-bucket bits of a histogram: 2**-13 relative error, 9 MiB of counters for a float32 magnitude histogram."""
 
@@ -84,6 +89,11 @@ class Histogram:
         """
         fmt = FORMATS[self.format]
         return _both_signs(fmt, self.bits) if self.signed else _bucket_edges(fmt, self.bits, midpoint=True)
+
+    @staticmethod
+    def values_of(format: str, bits: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """`values` of signed histograms of a format."""
+        return _both_signs(format_named(format), bits)
 
     def lower_bounds(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Smallest magnitude in each bucket but the last.
@@ -246,6 +256,35 @@ def log_histogram_many(
         arrays, bits, signed=signed, gradients=beside
     )
     return result
+
+
+def used_buckets_many(x: Array, ends: Ends, bits: int) -> tuple[Buckets, Counts, Ends]:
+    """Buckets in use of the signed histogram of each of several arrays that stand one after another.
+
+    Args:
+        x: float32 [n] on the host.
+        ends: int64 [m] NumPy, ascending: where each array ends; the last is n.
+        bits: as in `log_histogram`.
+
+    Returns:
+        buckets: int32 [k], of one array after another and in each ascending: indices into `Histogram.counts`.
+        counts: int64 [k], each above 0.
+        ends: int64 [m], where the buckets of each array end.
+
+    Raises:
+        BadArgumentError: another dtype, or ends that do not fit.
+
+    Example:
+        >>> x = np.array([1.0, 1.0, -1.0, 1.0], np.float32)
+        >>> [found.tolist() for found in used_buckets_many(x, np.array([3, 4]), 0)]
+        [[127, 427, 427], [1, 2, 1], [2, 3]]
+    """
+    array("x", x, ("float32",), 1, host=True)
+    check_ends("ends", ends, int(x.shape[0]))
+    buckets, counts, until = back_end(x, "histogram").used_buckets_many(
+        x, ends, _check_options(bits, True, with_gradient=False)[0]
+    )
+    return buckets, counts, until
 
 
 def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Array | None = None) -> Histogram:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MOST_RANK = 16
 """Largest rank."""
+TOP = 63
+"""Largest entry of a direction."""
 _MOST = 2**52
 
 
@@ -93,6 +95,36 @@ def column_products(values: Array, factor: Array, columns: int, phase: int = 0) 
     phase = integer("phase", phase, 0, columns - 1)
     _factor("factor", factor, -(-(phase + int(values.shape[0])) // columns))
     out: Array = back_end(values, "integer_products").column_products(values, factor, columns, phase)
+    return out
+
+
+def orthogonal_directions(vectors: Array) -> Array:
+    """Orthogonal directions of the space of each of several sets of vectors, as one-byte integers.
+
+    Vectors are shifted to 15 bits; then each is orthogonal to the ones before it, by Cholesky's factorization of their
+    products, and as long as a largest entry of 63 makes it. One that is no new direction becomes 0. Products and their
+    sums are exact; the rest is float64 in one order of operations, which all back ends share.
+
+    Args:
+        vectors: int64 [m, n, r] on the host, n vectors of r ... in columns, r 1 ... `MOST_RANK`.
+
+    Returns:
+        int8 [m, n, r].
+
+    Raises:
+        BadArgumentError: another dtype or shape, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> orthogonal_directions(np.array([[[2, 1], [0, 1]]])).tolist()
+        [[[63, 0], [0, 63]]]
+
+    Source: Halko, Martinsson and Tropp 2011, section 4.5 (subspace iteration); Cholesky QR.
+    """
+    vectors = array("vectors", vectors, ("int64",), 3, host=True)
+    if not 1 <= vectors.shape[2] <= MOST_RANK:
+        raise BadArgumentError(f"vectors has shape {tuple(vectors.shape)}; (..., 1 ... {MOST_RANK}) is needed")
+    out: Array = back_end(vectors, "integer_products").orthogonal_directions(vectors)
     return out
 
 

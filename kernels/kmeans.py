@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import array, choice, integer, number, same_device, sequence, shown
+from .arguments import array, check_ends, check_table, choice, integer, number, same_device, sequence, shown
 from .arrays import back_end, on_gpu, to_numpy
 from .errors import BadArgumentError
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .arrays import Array
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
+Ends = np.ndarray[Any, np.dtype[np.int64]]
 
 METHODS = ("exact", "kmeans++")
 DTYPES = ("float16", "float32", "float64", *(f"{kind}{width}" for kind in ("int", "uint") for width in (8, 16, 32, 64)))
@@ -294,6 +295,42 @@ def weighted_kmeans(
     return back_end(centers, "kmeans").weighted_kmeans(
         centers, weights, k, method=method, initial=initial, seed=seed, iterations=iterations
     )
+
+
+def least_losses(centers: Vector, weights: Vector, ends: Ends, k: int) -> Vector:
+    """Loss of the best codebook of k codes for each of several sets of weighted points; no codebook is made.
+
+    A codebook that minimizes `sum(w * (x - nearest code)**2) + price * codes` costs one pass over the points, for a
+    price of a code. The price is moved until the codebook has k codes, or six times; then the loss is interpolated
+    between the nearest codebooks of fewer and of more codes (of as many codes as points it is 0). All back ends share
+    the order of operations; for 16 codes or more the loss is within a thousandth of the least one, or a few hundredths
+    where there are few points a code.
+
+    Args:
+        centers: float64 [n] NumPy, of one set after another, in each ascending; finite.
+        weights: float64 [n] NumPy, > 0, finite.
+        ends: int64 [m] NumPy, ascending: where each set ends; the last is n.
+        k: codes, 1 ... 65536.
+
+    Returns:
+        float64 [m]; 0 for a set of at most k points.
+
+    Raises:
+        BadArgumentError: an argument out of its range.
+
+    Example:
+        >>> import numpy as np
+        >>> least_losses(np.array([0.0, 1.0, 10.0]), np.ones(3), np.array([3]), 2).tolist()
+        [0.5]
+
+    Source: Galil and Park 1992, section 3 (a queue of candidates); Aggarwal, Schieber and Tokuyama 1994 (the price).
+    """
+    n = int(array("centers", centers, ("float64",), 1, host=True).shape[0])
+    for name, table in (("centers", centers), ("weights", weights)):
+        check_table(name, table, "float64", (n,))
+    check_ends("ends", ends, n)
+    losses: Vector = back_end(centers, "kmeans").least_losses(centers, weights, ends, integer("k", k, 1, 65536))
+    return losses
 
 
 def weighted_kmeans_many(

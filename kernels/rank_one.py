@@ -23,6 +23,7 @@ SCALE = 2.0**15
 """Scale of inverse roots, which are summed as integers so that the order of additions does not matter."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Factors = np.ndarray[Any, np.dtype[np.float32]]
+Shapes = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def factor_sums(x: Array, columns: int) -> tuple[Floats, Floats]:
@@ -191,6 +192,100 @@ def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int,
     start = _checked_start(rows, columns, start, int(symbols.shape[0]))
     check_table("table", table, "float32", (256,))
     return back_end(symbols, "rank_one").residual_values(symbols, rows, columns, start, table)
+
+
+def factors_many(x: Array, shapes: Shapes) -> tuple[Factors, Factors]:
+    """Factors of the rank-one estimate of each of several matrices: row means, and column means over the mean of all.
+
+    A matrix of zeros has factors of 0. Elements that are not finite count as 0.
+
+    Args:
+        x: float32 [n] on the host, the matrices in C order, one after another.
+        shapes: int64 [m, 2] NumPy, rows and columns of each, >= 1; together n elements.
+
+    Returns:
+        float32 [sum of rows] and float32 [sum of columns], none negative. The order of additions is the back end's own.
+
+    Raises:
+        BadArgumentError: other dtypes, or sizes that do not fit.
+
+    Example:
+        >>> factors_many(np.array([1, 3, 1, 3, 5, 5], np.float32), np.array([[2, 2], [1, 2]]))[0].tolist()
+        [2.0, 2.0, 5.0]
+
+    Source: Shazeer and Stern 2018 (Adafactor), section 3.
+    """
+    array("x", x, ("float32",), 1, host=True)
+    rows, columns = back_end(x, "rank_one").factors_many(x, _checked_shapes(shapes, int(x.shape[0])))
+    return rows, columns
+
+
+def residual_symbols_many(
+    x: Array, rows: Factors, columns: Factors, shapes: Shapes, octaves: float, previous: Array | None = None
+) -> tuple[Array, Floats, Floats]:
+    """`residual_symbols` of several whole matrices, one after another; sums and counts over all of them.
+
+    Args:
+        x: float32 [n] on the host.
+        rows: float32 [sum of rows], of `factors_many`.
+        columns: float32 [sum of columns].
+        shapes: int64 [m, 2], as in `factors_many`.
+        octaves: as in `residual_symbols`.
+        previous: as in `residual_symbols`.
+
+    Raises:
+        BadArgumentError: dtypes, shapes or ranges do not fit.
+
+    Example:
+        >>> x, one = np.array([1, 64, 0], np.float32), np.ones(3, np.float32)
+        >>> residual_symbols_many(x, one[:2], one, np.array([[1, 2], [1, 1]]), 3)[0].tolist()
+        [128, 130, 0]
+    """
+    array("x", x, ("float32",), 1, host=True)
+    _checked_factors(rows, columns, shapes := _checked_shapes(shapes, int(x.shape[0])))
+    eighths = eighths_of(octaves)
+    if previous is not None:
+        array("previous", previous, ("uint8",), x.shape, host=True)
+    of = back_end(x, "rank_one")
+    symbols, sums, counts = of.residual_symbols_many(x, rows, columns, shapes, eighths, previous)
+    return symbols, sums, counts
+
+
+def residual_values_many(symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, table: Factors) -> Array:
+    """`residual_values` of several whole matrices, one after another.
+
+    Args:
+        symbols: uint8 [n] on the host.
+        rows: float32 [sum of rows].
+        columns: float32 [sum of columns].
+        shapes: int64 [m, 2], as in `factors_many`.
+        table: float32 [256], the same for all.
+
+    Raises:
+        BadArgumentError: dtypes, shapes or ranges do not fit.
+
+    Example:
+        >>> one, table = np.ones(3, np.float32), np.full(256, 2, np.float32)
+        >>> residual_values_many(np.zeros(3, np.uint8), one[:2], one, np.array([[1, 2], [1, 1]]), table).tolist()
+        [2.0, 2.0, 2.0]
+    """
+    array("symbols", symbols, ("uint8",), 1, host=True)
+    _checked_factors(rows, columns, shapes := _checked_shapes(shapes, int(symbols.shape[0])))
+    check_table("table", table, "float32", (256,))
+    return back_end(symbols, "rank_one").residual_values_many(symbols, rows, columns, shapes, table)
+
+
+def _checked_shapes(shapes: Shapes, n: int) -> Shapes:
+    if not isinstance(shapes, np.ndarray) or shapes.dtype != np.int64 or shapes.ndim != 2 or shapes.shape[1] != 2:
+        raise BadArgumentError(f"shapes is {shown(shapes)}; an int64 NumPy array [matrices, 2] is needed")
+    if (shapes < 1).any() or int((shapes[:, 0] * shapes[:, 1]).sum()) != n:
+        raise BadArgumentError(f"shapes have not {n} elements together, or an axis below 1")
+    return shapes
+
+
+def _checked_factors(rows: Factors, columns: Factors, shapes: Shapes) -> None:
+    for name, factors, size in (("rows", rows, shapes[:, 0].sum()), ("columns", columns, shapes[:, 1].sum())):
+        check_table(name, factors, "float32", (int(size),))
 
 
 def _checked_start(rows: Factors, columns: Factors, start: int, n: int) -> int:

@@ -260,11 +260,13 @@ def _is_prefix(low: int, number: int, base: int) -> bool:
 def _check_same(old: Checkpoint, new: Checkpoint) -> None:
     """Raise CorruptDataError unless two checkpoints hold the same values."""
     same = old.identity == new.identity and len(old.records) == len(new.records)
+    seen: set[int | None] = set()
     for a, b in zip(old.records, new.records, strict=True) if same else ():
         if a.format.has_deltas:
             values = [as_bytes(c.values_of(r)) for c, r in ((old, a), (new, b))]
             same = same and bool((values[0] == values[1]).all())
-        else:
+        elif a.bundle is None or a.bundle not in seen:
+            seen.add(a.bundle)
             same = same and [bytes(p) for p in old.pieces_of(a)] == [bytes(p) for p in new.pieces_of(b)]
     if not same:
         raise CorruptDataError(f"{old.id[:12]}...: restated as {new.id[:12]}... it has other values")

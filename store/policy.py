@@ -96,4 +96,4 @@ def smaller(
 
 def payload(ckpt: Checkpoint) -> Size:
     """Return the size of all arrays without the header, which is larger in a delta."""
-    return Size(sum(sum(record.lengths) for record in ckpt.records), ckpt.raw_nbytes)
+    return Size(sum(record.nbytes for record in ckpt.records), ckpt.raw_nbytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,7 +19,15 @@ from .rearranged import decode_rearranged, encode_rearranged
 from .table import I64, U8, Table, array, counts_of, least_stream, least_table, read_rans
 
 
-def encode(symbols: U8, counts: I64 | None = None, columns: int = 0, start: int = 0, *, numbers: bool = False) -> bytes:
+def encode(
+    symbols: U8,
+    counts: I64 | None = None,
+    columns: int = 0,
+    start: int = 0,
+    *,
+    numbers: bool = False,
+    heights: Sequence[int] | None = None,
+) -> bytes:
     """Code symbols without a context, by whichever coder is smallest.
 
     Args:
@@ -28,6 +36,7 @@ def encode(symbols: U8, counts: I64 | None = None, columns: int = 0, start: int 
         columns: of the matrix that the symbols are a part of in C order; 0 (default): of none.
         start: number of the first symbol in it; default 0.
         numbers: symbols 1, 2, 3, ... stand for 0, -1, 1, ..., which products may predict; default False.
+        heights: rows of each of several matrices of so many columns that the symbols are of; None: they are of one.
     """
     if counts is None and not columns:
         return coded(symbols).done()
@@ -35,7 +44,7 @@ def encode(symbols: U8, counts: I64 | None = None, columns: int = 0, start: int 
     plain, least = smallest(symbols, counts)
     placed = None
     if columns and numbers:
-        placed = by_product(symbols, columns, start, least)
+        placed = by_product(symbols, columns, start, least, heights)
     if columns and placed is None:
         placed = by_place(symbols, None, counts[None, :], columns, start, least)
     return (plain.done() if placed is None else placed).done()

@@ -10,15 +10,19 @@ after another. A reader needs the factors alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 from typing import Any
 
 import numpy as np
 
-from ...kernels.integer_products import column_products, product_classes, row_products
+from ...kernels.integer_products import (
+    TOP,
+    column_products,
+    orthogonal_directions,
+    product_classes,
+    row_products,
+)
 
 NpArray = np.ndarray[Any, Any]
 
@@ -34,8 +38,6 @@ of wide matrices they come out askew (12 % more bits at 256 x 16,384, 3 % at 1,0
 _GLANCE, _FIRST, _TELLING = 1 << 17, 2, 16
 """Numbers, and directions, by which it is decided whether to look for more; rows of them that can tell."""
 _ROUNDS = 2
-_TOP = 63
-"""Largest number of a basis while directions are sought."""
 _FINEST = 3
 """Factors are multiples of 2**-3 at best; of coarser ones where their range needs it."""
 _NOISE = 1 / 12
@@ -82,7 +84,7 @@ def expected(classes: NpArray) -> NpArray:
 
 
 def factors_of(symbols: NpArray, columns: int, start: int) -> Factors | None:
-    """Return factors that predict a part of a matrix; None if they would not save bytes.
+    """Factors that predict a part of a matrix; None where they would take more bytes than they save.
 
     Args:
         symbols: uint8, shape (n,), of `signed` numbers.
@@ -97,10 +99,54 @@ def factors_of(symbols: NpArray, columns: int, start: int) -> Factors | None:
         return None
     sample = _clipped(_sample(symbols, columns, phase, _SAMPLE, _ROWS))
     basis = _directions(sample, columns, rank)
-    norms = _norms(basis)
     sums = row_products(_clipped(symbols), basis, phase)
+    return _rounded(sums, basis, _power(sample), n, phase)
+
+
+def factors_each(symbols: NpArray, columns: int, heights: Sequence[int]) -> list[Factors | None]:
+    """`factors_of` of each of several small matrices that stand one after another.
+
+    Args:
+        symbols: uint8, shape (n,), of `signed` numbers.
+        columns: of all matrices.
+        heights: rows of each; together n / columns.
+    """
+    found: list[Factors | None] = [None] * len(heights)
+    begins = np.cumsum([0, *heights])
+    rows = _clipped(symbols).reshape(-1, columns)
+    for height in dict.fromkeys(heights):
+        numbers = [i for i, own in enumerate(heights) if own == height]
+        rank = min(RANK, columns // 4, height // 4)
+        if rank < 1 or height * columns > _GLANCE:
+            for i in numbers if rank >= 1 else ():
+                found[i] = factors_of(symbols[begins[i] * columns : begins[i + 1] * columns], columns, 0)
+            continue
+        matrices = np.stack([rows[begins[i] : begins[i + 1]] for i in numbers]).astype(np.float32)
+        chosen = _promising_ones(matrices, min(_FIRST, rank))
+        if not chosen:
+            continue
+        some = matrices[chosen]
+        basis = _directions_each(some, rank)
+        sums = (some @ basis.astype(np.float32)).astype(np.int64)
+        for k, i in enumerate(chosen):
+            power = float((some[k] ** 2).sum(dtype=np.float64)) / (height * columns)
+            found[numbers[i]] = _rounded(sums[k], basis[k], power, height * columns, 0)
+    return found
+
+
+def _rounded(sums: NpArray, basis: NpArray, power: float, n: int, phase: int) -> Factors | None:
+    """Factors along the directions of a basis that are worth their bits.
+
+    Args:
+        sums: int64 [rows, r], products of the rows with the basis.
+        basis: int8 [columns, r].
+        power: mean square of the numbers.
+        n: numbers.
+        phase: column in which the first stands.
+    """
+    norms, lines = _norms(basis), sums.shape[0] + basis.shape[0]
     energies = _energies(sums, norms)
-    kept = _worth(energies, _power(sample), n, lines)
+    kept = _worth(energies, power, n, lines)
     if not kept:
         return None
     # Each direction's length is shared by its two factors, so that they are rounded alike.
@@ -128,6 +174,24 @@ def _promising(symbols: NpArray, columns: int, phase: int, rank: int, lines: int
     basis = _directions(some, columns, rank)
     energies = _energies(row_products(others, basis), _norms(basis)) * (symbols.size / others.size)
     return bool(_worth(energies, _power(others), symbols.size, lines))
+
+
+def _promising_ones(matrices: NpArray, rank: int) -> list[int]:
+    """Which of several matrices of one shape `_promising` holds for."""
+    count, height, columns = matrices.shape
+    if height < _TELLING:
+        return list(range(count))
+    some, others = matrices[:, 0::2], matrices[:, 1::2]
+    basis = _directions_each(some, rank)
+    sums = (others @ basis.astype(np.float32)).astype(np.int64)
+    size, half = height * columns, others.shape[1] * columns
+    powers = (others**2).sum(axis=(1, 2), dtype=np.float64) / half
+    found = []
+    for i in range(count):
+        energies = _energies(sums[i], _norms(basis[i])) * (size / half)
+        if _worth(energies, float(powers[i]), size, height + columns):
+            found.append(i)
+    return found
 
 
 def _power(numbers: NpArray) -> float:
@@ -166,14 +230,28 @@ def _directions(values: NpArray, columns: int, rank: int) -> NpArray:
     basis = _signs(columns, rank)
     for _ in range(_ROUNDS):
         rows = _shortened(row_products(values, basis))
-        basis = _orthogonal(column_products(values, rows, columns))
+        basis = orthogonal_directions(column_products(values, rows, columns)[None])[0]
+    return basis
+
+
+def _directions_each(matrices: NpArray, rank: int) -> NpArray:
+    """`_directions` of each of several matrices, float32 [m, rows, columns]: int8 [m, columns, rank].
+
+    Products in float32 are exact: 2**24 is more than 2**15 rows or columns of numbers within 8 and 63 add up to.
+    """
+    count, _, columns = matrices.shape
+    basis = np.broadcast_to(_signs(columns, rank), (count, columns, rank))
+    for _ in range(_ROUNDS):
+        rows = _shortened(matrices @ basis.astype(np.float32))
+        found = matrices.transpose(0, 2, 1) @ rows.astype(np.float32)
+        basis = orthogonal_directions(found.astype(np.int64))
     return basis
 
 
 def _shortened(vectors: NpArray) -> NpArray:
-    """int8 [n, r]: each vector as long as `_TOP` allows."""
-    largest = np.maximum(np.abs(vectors).max(axis=0, initial=0), 1)
-    shortened: NpArray = np.rint(vectors * (_TOP / largest)).astype(np.int8)
+    """int8 [..., n, r]: each vector as long as `TOP` allows."""
+    largest = np.maximum(np.abs(vectors).max(axis=-2, keepdims=True, initial=0), 1).astype(np.float64)
+    shortened: NpArray = np.rint(vectors * (TOP / largest)).astype(np.int8)
     return shortened
 
 
@@ -191,56 +269,6 @@ def _within(sums: NpArray, bits: int) -> tuple[NpArray, int]:
     """Integers shifted to the right until they have no more bits than that; and by how much."""
     shift = max(0, int(np.abs(sums).max(initial=0)).bit_length() - bits)
     return sums >> shift, shift
-
-
-def _orthogonal(vectors: NpArray) -> NpArray:
-    """Return orthogonal int8 directions [n, r] of the same space, scaled to `_TOP`, or zeros."""
-    x = _within(vectors, 15)[0]
-    inverse = _inverse_root((x.T @ x).tolist())
-    found = np.zeros(x.shape, np.int8)
-    for k, own in enumerate(inverse):
-        if own is None:
-            continue
-        total = x[:, 0] * own[0]
-        for j in range(1, k + 1):
-            total += x[:, j] * own[j]
-        largest = float(np.abs(total).max())
-        if largest > 0:
-            found[:, k] = np.rint(total * (_TOP / largest))
-    return found
-
-
-def _inverse_root(gram: list[list[int]]) -> list[list[float] | None]:
-    """Coefficients of Gram-Schmidt orthogonalization; None for a dependent vector.
-
-    Cholesky's factorization of the Gram matrix and the inverse of its triangle, in plain floats.
-    """
-    rank = len(gram)
-    found: list[list[float] | None] = []
-    for k in range(rank):
-        row = []
-        for j in range(k):
-            own = found[j]
-            row.append(0.0 if own is None else _total(own[i] * gram[i][k] for i in range(j + 1)))
-        left = gram[k][k] - _total(a * a for a in row)
-        if not left > 1e-6 * gram[k][k]:
-            found.append(None)
-            continue
-        combined = [0.0] * (k + 1)
-        combined[k] = 1.0
-        for j in range(k):
-            own = found[j]
-            if own is not None:
-                for i in range(j + 1):
-                    combined[i] -= row[j] * own[i]
-        length = math.sqrt(left)
-        found.append([c / length for c in combined])
-    return found
-
-
-def _total(terms: Iterable[float]) -> float:
-    """The sum, rounded after each term: `sum` itself does so up to Python 3.11 only."""
-    return reduce(add, terms, 0.0)
 
 
 def _worth(energies: NpArray, power: float, n: int, lines: int) -> list[int]:

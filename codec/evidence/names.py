@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from .kind import TINY
@@ -47,8 +48,11 @@ _AVERAGE = re.compile(
 _CODEBOOK = re.compile(r"(^|[._/])(\w*codebooks?\w*|\w*quanti[sz]e\w*|r?vq\w*)([._/]|$)", re.IGNORECASE)
 """Vector quantizers: their codebooks follow averages, not gradients."""
 _DEPTH = 2
+_KNOWN = 1 << 16
+"""Paths whose answers are kept: the saves of a training ask for the same ones."""
 
 
+@lru_cache(_KNOWN)
 def last_name(path: str) -> str:
     """Return the last name of a path.
 
@@ -59,6 +63,7 @@ def last_name(path: str) -> str:
     return re.split(r"[./]", path)[-1]
 
 
+@lru_cache(_KNOWN)
 def layer_of(path: str, spec: LeafSpec) -> str:
     """Return the layer type of an array by its name and shape."""
     dims = len(spec.shape)
@@ -93,6 +98,7 @@ def is_attention(name: str) -> bool:
     return _ATTENTION.search(name) is not None
 
 
+@lru_cache(_KNOWN)
 def has_weight_name(path: str) -> bool:
     """Whether the last name is one that only weights of layers have.
 
@@ -104,11 +110,13 @@ def has_weight_name(path: str) -> bool:
     return named is not None and not is_codebook(path)
 
 
+@lru_cache(_KNOWN)
 def is_codebook(path: str) -> bool:
     """Whether an array belongs to a vector quantizer, by its path."""
     return _CODEBOOK.search(path) is not None
 
 
+@lru_cache(_KNOWN)
 def is_other_part(path: str) -> bool:
     """Whether an array stands in a part that holds no weights: a loader, a scheduler.
 
@@ -119,6 +127,7 @@ def is_other_part(path: str) -> bool:
     return _near_root(_PLACES, path)
 
 
+@lru_cache(_KNOWN)
 def is_average(path: str) -> bool:
     """Whether an array stands in an average or a late copy of the model, by its keys.
 

@@ -24,7 +24,7 @@ import xxhash
 import zstandard
 
 from ..errors import BadArgumentError, CorruptDataError, NewerFormatError
-from .development import before_release
+from .columns import from_columns, to_columns
 from .fields import Bytes, Piece, parts_of
 from .ranged import Ranged
 
@@ -62,7 +62,8 @@ class Layout:
 
 def write(header: dict[str, Any], pieces: Iterable[Piece]) -> tuple[bytes, Layout]:
     """Return the bytes of a file with this header and these pieces, and its layout."""
-    plain = json.dumps(header, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
+    stored_header = header | {"arrays": to_columns(header["arrays"])} if "arrays" in header else header
+    plain = json.dumps(stored_header, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
     if len(plain) > MAX_HEADER:
         raise BadArgumentError(
             f"tree and scalars take {len(plain)} bytes, the limit is {MAX_HEADER}: store large ones as arrays"
@@ -149,6 +150,9 @@ def _header(stored: memoryview, plain_len: int) -> dict[str, Any]:
         raise CorruptDataError(f"header: {e}") from None
     if not isinstance(header, dict):
         raise CorruptDataError("header: no JSON object")
+    nodes = header.get("tree")
+    if "arrays" in header:
+        header["arrays"] = from_columns(header["arrays"], len(nodes) if isinstance(nodes, list) else 0)
     return header
 
 

@@ -44,8 +44,11 @@ from .symbolvalues import (
 
 LARGEST_ERROR = 0.5
 """Relative L2 error that no first moment exceeds unless its codec allows it (`max_error=1`)."""
-_ATTEMPTS = 8
-_NOTHING_LEFT = 0.99
+ATTEMPTS = 8
+"""Steps that are tried before log buckets."""
+MOST_OFF_GRID = 0.01
+"""Share of the elements that may be on no grid point."""
+NOTHING_LEFT = 0.99
 """A grid with more relative L2 error than this holds next to nothing of the values: zeros have 1."""
 _SMALLEST = 1 / 64
 """Norm of a first moment over that of the roots of its second one, below which the two do not belong together."""
@@ -86,21 +89,38 @@ class FirstMoment:
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the relative L2 error."""
-        step, bound = self.step, LARGEST_ERROR if self.max_error is None else self.max_error
-        for _ in range(_ATTEMPTS):
-            error, stored = (math.inf, None) if leaf.sibling is None else self._on_grid(leaf, leaf.sibling, step, bound)
+        step = self.step
+        for _ in range(ATTEMPTS):
+            error, stored = (math.inf, None) if leaf.sibling is None else self._on_grid(leaf, leaf.sibling, step)
             if stored is not None:
                 return stored
-            if not math.isfinite(error):
+            step = self.narrower(step, error) or step
+            if not math.isfinite(step):
                 break
-            # The error is about in proportion to the step, once that is not much more than the values.
-            step *= 2.0 ** -(max(1, math.ceil(8 * (math.log2(error) - math.log2(bound)))) / 8)
         # Log buckets keep each element to `alpha`, and so the array; only a target may ask for more than that.
         wanted = None if self.max_error is None or self.max_error >= self.alpha else self.max_error
         return LogBuckets(self.alpha, wanted).encode(leaf, parent)
 
-    def _on_grid(self, leaf: Leaf, sibling: Array, step: float, bound: float) -> tuple[float, Stored | None]:
-        """Encode with this grid step; the error is infinite with too many escapes; None above a limit."""
+    @property
+    def bound(self) -> float:
+        """Relative L2 error that an array may have."""
+        return LARGEST_ERROR if self.max_error is None else self.max_error
+
+    def narrower(self, step: float, error: float) -> float | None:
+        """The step to try after one that gave an array this relative L2 error.
+
+        None: the error is within the bound. Infinite: no step will do.
+        """
+        if not math.isfinite(error):
+            return math.inf
+        if self.bound >= 1 or error <= self.bound:
+            return None
+        # The error is about in proportion to the step, once that is not much more than the values.
+        eighths = max(1, math.ceil(8 * (math.log2(error) - math.log2(self.bound))))
+        return float(step * 2.0 ** (-eighths / 8))
+
+    def _on_grid(self, leaf: Leaf, sibling: Array, step: float) -> tuple[float, Stored | None]:
+        """With grid points so far apart: the error, infinite where too many are on none; None where it misses."""
         square = placed_with(sibling, leaf.flat)
 
         def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:
@@ -110,7 +130,7 @@ class FirstMoment:
 
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
         counts = sum((p[2] for p in parts), np.zeros(256))
-        if counts[OFF_GRID] > 0.01 * leaf.spec.size:
+        if counts[OFF_GRID] > MOST_OFF_GRID * leaf.spec.size:
             return math.inf, None
         with np.errstate(divide="ignore", invalid="ignore"):
             table = to_bfloat16(np.where(counts > 0, sum((p[1] for p in parts), np.zeros(256)) / counts, 0.0))
@@ -124,9 +144,9 @@ class FirstMoment:
             return distortion(leaf.flat[start : start + CHUNK], restored)
 
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0)).relative_l2
-        if error > _NOTHING_LEFT and _in_another_unit(leaf, square):
+        if error > NOTHING_LEFT and _in_another_unit(leaf, square):
             return math.inf, None
-        if bound < 1 and not error <= bound:
+        if self.narrower(step, error) is not None:
             return error, None
         columns = columns_of(leaf.spec.shape)
 
@@ -150,6 +170,11 @@ def _in_another_unit(leaf: Leaf, square: Array) -> bool:
         v = square[start : start + CHUNK]
         x, v = (x.double(), v.double()) if on_gpu(x) else (x.astype(np.float64), v.astype(np.float64))
         first, second = first + float((x * x).sum()), second + float(v.sum())
+    return is_in_another_unit(first, second)
+
+
+def is_in_another_unit(first: float, second: float) -> bool:
+    """Whether moments of these squared norms, m's and that of sqrt(v), do not belong together."""
     return 0 < first < _SMALLEST**2 * second
 
 

@@ -56,7 +56,8 @@ from .symbolvalues import (
     with_escapes,
 )
 
-_FACTOR_BITS = 3
+FACTOR_BITS = 3
+"""Bits of the log buckets of row and column factors."""
 _NARROWER = (3, 2, 1, 0.5, 0.25, 0.125)
 """Cells to try, after a codec's own, where an error target is missed."""
 _F32 = FORMATS["float32"]
@@ -116,8 +117,8 @@ class SecondMoment:
     ) -> tuple[Stored, Distortion]:
         """As a matrix, with cells of so many octaves; and how far it is from it."""
         before = _rank_one(parent, leaf.spec)
-        indices = tuple(bucket_index(f, _FACTOR_BITS) for f in factors(leaf.flat, leaf.spec, shape))
-        rows, columns = map(_factor_values, indices)
+        indices = tuple(bucket_index(f, FACTOR_BITS) for f in factors(leaf.flat, leaf.spec, shape))
+        rows, columns = map(factor_values, indices)
 
         def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:
             x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
@@ -192,7 +193,7 @@ class RankOneReference:
 
     def values(self, spec: LeafSpec) -> Array:
         """The decoded array."""
-        rows, columns = _factor_values(self.rows), _factor_values(self.columns)
+        rows, columns = factor_values(self.rows), factor_values(self.columns)
         data = np.empty(spec.nbytes, np.uint8)
 
         def one(chunk: tuple[int, NpArray]) -> None:
@@ -216,8 +217,8 @@ def _rank_one_pieces(
 ) -> list[bytes]:
     """The table and the chunks; `counts` of each chunk's symbols, where they are known."""
     head = Writer()
-    head.block(_pack_factors(memory.rows, None if before is None else before.rows))
-    head.block(_pack_factors(memory.columns, None if before is None else before.columns))
+    head.block(pack_factors(memory.rows, None if before is None else before.rows))
+    head.block(pack_factors(memory.columns, None if before is None else before.columns))
     head.raw(pack_table(memory.table))
 
     def one(chunk: tuple[int, NpArray]) -> bytes:
@@ -269,15 +270,15 @@ def factors(flat: Array, spec: LeafSpec, shape: tuple[int, int]) -> tuple[NpArra
     return np.maximum(rows, 0).astype(np.float32), np.maximum(columns, 0).astype(np.float32)
 
 
-def _factor_values(index: NpArray) -> NpArray:
+def factor_values(index: NpArray) -> NpArray:
     """Factors, float32, of their log buckets, int32, as `bucket_index` counts them."""
-    values: NpArray = bucket_value(index, _FACTOR_BITS, "float32")
+    values: NpArray = bucket_value(index, FACTOR_BITS, "float32")
     return values
 
 
-def _pack_factors(index: NpArray, before: NpArray | None) -> bytes:
-    """Pack log buckets of factors, or differences to the parent's, into two byte planes."""
-    numbers = index - np.int32(_F32.buckets(_FACTOR_BITS))
+def pack_factors(index: NpArray, before: NpArray | None) -> bytes:
+    """Log buckets of factors, or their zig-zag differences to the parent's, as two planes of bytes."""
+    numbers = index - np.int32(_F32.buckets(FACTOR_BITS))
     if before is not None:
         step = index - before
         numbers = (step << 1) ^ (step >> 31)
@@ -287,13 +288,13 @@ def _pack_factors(index: NpArray, before: NpArray | None) -> bytes:
     return out.done()
 
 
-def _read_factors(data: memoryview, n: int, before: NpArray | None) -> NpArray:
+def read_factors(data: memoryview, n: int, before: NpArray | None) -> NpArray:
     reader = Reader(data, "factors")
     numbers = np.zeros(n, np.int32)
     for shift in (0, 8):
         numbers += entropy.decode(reader.block(), n).astype(np.int32) << shift
     reader.end()
-    buckets = np.int32(_F32.buckets(_FACTOR_BITS))
+    buckets = np.int32(_F32.buckets(FACTOR_BITS))
     index = numbers + buckets if before is None else before + ((numbers >> 1) ^ -(numbers & 1))
     if n and not buckets <= int(index.min()) <= int(index.max()) <= 2 * buckets:
         raise CorruptDataError("factors: a bucket is out of range")
@@ -310,8 +311,8 @@ def decode_rank_one(
     chunks = chunks_of("rank one", pieces, spec.size, 8 * (shape[0] + shape[1]) + spec.size, step=CHUNK, head=True)
     head = Reader(pieces[0], "rank one")
     before = _rank_one(parent, spec)
-    rows = _read_factors(head.block(), shape[0], None if before is None else before.rows)
-    columns = _read_factors(head.block(), shape[1], None if before is None else before.columns)
+    rows = read_factors(head.block(), shape[0], None if before is None else before.rows)
+    columns = read_factors(head.block(), shape[1], None if before is None else before.columns)
     table = read_table(head)
     head.end()
 

@@ -107,12 +107,13 @@ def pack_chunk(
     start: int,
     *,
     numbers: bool = False,
+    heights: Sequence[int] | None = None,
 ) -> bytes:
     """Encode the chunk at `start` of a matrix; `counts` are those of its symbols, if known."""
     out = Writer()
     if before is None:
         known = None if counts is None else counts.astype(np.int64)
-        out.block(entropy.encode(symbols, known, columns, start, numbers=numbers))
+        out.block(entropy.encode(symbols, known, columns, start, numbers=numbers, heights=heights))
     else:
         out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest", columns, start))
     out.varint(escaped.size)

@@ -15,16 +15,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.histogram import Histogram
-from ...kernels.kmeans import bucket_weights, coarsen, quantization_loss, weighted_kmeans, weighted_kmeans_many
+from ...kernels.kmeans import (
+    bucket_weights,
+    least_losses,
+    quantization_loss,
+    weighted_kmeans,
+    weighted_kmeans_many,
+)
 from ..state.leaves import Array, NpArray
 from ..state.scaling import unit
 
 MOST = 254
 """Most entries of a codebook: a level is a byte, and two levels are taken."""
-_FINER = 0.8
+FINER = 0.8
 """A uniform parent this much finer than need be is replaced: its error is small, but bits are wasted."""
-_PARTS, _FEWEST = 12, 192
-"""Buckets left for an entry of a codebook whose error alone is wanted, and at least: it grows by 0.3 % at most."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -107,8 +111,10 @@ class Cells:
         return entries + self.offset if self.offset else entries
 
 
-_NEGLIGIBLE = 2.0**-20
-_BLURRED = 0.05
+FEW_BINS = 16
+"""Bins from which on the loss of the best codebook is known well enough without the codebook."""
+NEGLIGIBLE = 2.0**-20
+BLURRED = 0.05
 """A sketch is too coarse where the spread inside of its buckets is more than this share of a codebook's loss."""
 
 
@@ -117,7 +123,7 @@ def too_coarse(cells: Cells, codebook: Floats) -> bool:
     if codebook.size == 0 or cells.local.size == 0:
         return False
     scale = unit(float(np.abs(cells.values).max()))
-    return cells.within(cells.counts.astype(np.float64), scale) > _BLURRED * cells.loss(codebook, scale)
+    return cells.within(cells.counts.astype(np.float64), scale) > BLURRED * cells.loss(codebook, scale)
 
 
 class Lost(NamedTuple):
@@ -151,7 +157,7 @@ def lost_to_step(cells: Cells, step: float) -> Lost:
 
 def _lost(values: Floats, nearest: Floats, counts: Floats) -> Lost:
     size, share = np.abs(values), counts / counts.sum()
-    least = _NEGLIGIBLE * math.sqrt(float((share * size * size).sum()))
+    least = NEGLIGIBLE * math.sqrt(float((share * size * size).sum()))
     lost = np.abs(nearest - values) >= size
     return Lost(*(float(share[of & lost].sum() / share[of].sum()) for of in (size >= least, size > 0)))
 
@@ -208,7 +214,9 @@ def solve_together(problems: Sequence[Problem], place: Array) -> list[Floats]:
 
 
 def problem_of(cells: Cells, how: Fit, parent: Floats | None) -> Problem | None:
-    """What `fit` of the same arguments has to have solved; None where nothing is counted."""
+    """What `fit` of the same arguments has to have solved; None for "uniform", and where nothing is counted."""
+    if how.solver == "uniform":
+        return None
     weights = bucket_weights(cells.counts, cells.values, how.sigma)
     return _problem(cells, weights, how, parent) if weights.any() else None
 
@@ -216,23 +224,17 @@ def problem_of(cells: Cells, how: Fit, parent: Floats | None) -> Problem | None:
 def _problem(cells: Cells, weights: Floats, how: Fit, parent: Floats | None) -> Problem:
     if _is_warm(how, parent) and parent is not None:
         return Problem(cells.local, weights, how.bins, how.solver, how.seed, cells.placed(parent))
-    if how.solver != "uniform":
-        return Problem(cells.local, weights, how.bins, how.solver, how.seed)
-    if how.bins >= cells.local.size:
-        return Problem(cells.local, weights, how.bins, "exact", how.seed)
-    # Boundaries of the best codebook need not be found to a bucket: its error is flat there.
-    scaled = cells.local * unit(float(np.abs(cells.values).max()))
-    return Problem(*coarsen(scaled, weights, max(_PARTS * how.bins, _FEWEST)), how.bins, "exact", how.seed)
+    return Problem(cells.local, weights, how.bins, how.solver, how.seed)
 
 
 def _is_warm(how: Fit, parent: Floats | None) -> bool:
     return how.policy == "warm" and parent is not None and parent.size == how.bins
 
 
-def uniform(cells: Cells, weights: Floats, bins: int, exact: Floats) -> Floats:
-    """Return multiples of a step over the whole range, as accurate as the best `bins` entries.
+def uniform(cells: Cells, weights: Floats, bins: int) -> Floats:
+    """Multiples of a step that err as much as the best `bins` entries do, over the whole range of the values.
 
-        step = sqrt(12 D),  D = mean squared error of the exact codebook of `bins` entries
+        step = sqrt(12 D),  D = mean squared error of the best codebook of `bins` entries
 
     An optimal codebook of so many entries is not optimal for an entropy coder: of all codebooks with the same error the
     equidistant one has very nearly the least entropy, and the fewest values that cross a boundary between checkpoints.
@@ -242,23 +244,38 @@ def uniform(cells: Cells, weights: Floats, bins: int, exact: Floats) -> Floats:
         cells: the elements.
         weights: of the cells, float64 [n].
         bins: entries of the codebook whose error is aimed at.
-        exact: that codebook, the solution of `problem_of`.
 
     Source: Gish and Pierce 1968 (asymptotically efficient quantizing).
     """
-    values, local = cells.values, cells.local
+    used = weights > 0
+    values, mass = cells.local[used], weights[used]
     if bins >= values.size:
-        return cells.restored(exact)
-    scale = unit(float(np.abs(values).max()))
-    loss = quantization_loss(local * scale, weights, exact) + cells.within(weights, scale)
-    low, high = float(values[0]), float(values[-1])
-    step = max(math.sqrt(12 * loss / float(weights.sum())) / scale, (high / 2 - low / 2) / (MOST - 2) * 2)
-    step = to_8_bits(step, up=True)
+        return cells.restored(values)
+    scale = unit(float(np.abs(cells.values).max()))
+    if bins < FEW_BINS:
+        least = quantization_loss(values * scale, mass, weighted_kmeans(values * scale, mass, bins))
+    else:
+        least = float(least_losses(values * scale, mass, np.array([values.size]), bins)[0])
+    loss = least + cells.within(weights, scale)
+    low, high = float(cells.values[0]), float(cells.values[-1])
+    step = step_of(loss / float(mass.sum()), scale, low, high)
     if 0 < step < math.inf:
         entries = multiples(low, high, step)
         if entries.size <= MOST:  # more where no step is as small as it should be, among subnormals
             return entries
-    return cells.restored(exact / scale)
+    return cells.restored(weighted_kmeans(values * scale, mass, bins) / scale)
+
+
+def step_of(error: float, scale: float, low: float, high: float) -> float:
+    """The step of multiples that err so much, and are at most `MOST` from low to high.
+
+    Args:
+        error: mean squared error of values times `scale`.
+        scale: a power of two.
+        low, high: the least and the largest value.
+    """
+    step = max(math.sqrt(12 * error) / scale, (high / 2 - low / 2) / (MOST - 2) * 2)
+    return to_8_bits(step, up=True)
 
 
 def to_8_bits(step: float, *, up: bool = False) -> float:
@@ -293,17 +310,19 @@ def fit(sketch: Histogram | Cells, how: Fit, parent: Floats | None, codes: Float
     weights = bucket_weights(cells.counts, cells.values, how.sigma)
     if not weights.any():
         return np.empty(0), "empty"
-    if codes is None:
-        codes = _problem(cells, weights, how, parent).solve()
-    if _is_warm(how, parent):
-        return cells.restored(codes), "warm"
-    best = uniform(cells, weights, how.bins, codes) if how.solver == "uniform" else cells.restored(codes)
+    if how.solver == "uniform":
+        best = uniform(cells, weights, how.bins)
+    else:
+        codes = _problem(cells, weights, how, parent).solve() if codes is None else codes
+        best = cells.restored(codes)
+        if _is_warm(how, parent):
+            return best, "warm"
     if parent is None or parent.size == 0:
         return best, "new"
     if how.policy != "frozen":
         return best, "refit"
     if how.solver == "uniform":
-        if parent.size > 1 and best.size > 1 and spacing(parent) < _FINER * spacing(best):
+        if parent.size > 1 and best.size > 1 and spacing(parent) < FINER * spacing(best):
             return best, f"refit: a step of {spacing(parent) / spacing(best):.3g} times the best"
     elif parent.size != best.size:
         return best, f"refit: {parent.size} entries became {best.size}"

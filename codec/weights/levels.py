@@ -32,7 +32,7 @@ from .protected import held_patterns
 
 _EXPLICIT, _PARENTS, _MULTIPLES = 0, 1, 2
 MAX_BINS = MOST
-_FARTHEST = 1 << 31
+FARTHEST = 1 << 31
 """Multiples beyond this have no codebook of their own kind: their steps would be lost in rounding."""
 AIM_STEPS, FARTHEST_AIM = 256, 4.0
 """Steps of an aim of 1, and the largest aim."""
@@ -49,6 +49,7 @@ class LevelsReference:
         thresholds: those the levels were made with.
         aim: how far ahead of the drift the next delta is coded, see `codec.weights.aim`; a multiple of
             `1 / AIM_STEPS` in [0, `FARTHEST_AIM`].
+        multiples: first multiple and step of the codebook, where they are known; None: not known.
     """
 
     levels: NpArray
@@ -56,6 +57,11 @@ class LevelsReference:
     protected: NpArray
     thresholds: Thresholds
     aim: float = 0.0
+    multiples: tuple[int, float] | None = None
+
+    def uniform(self, spec: LeafSpec) -> tuple[int, float] | None:
+        """The number of the first multiple and the step of the codebook; None where its entries are not multiples."""
+        return uniform_of(self.codebook, spec) if self.multiples is None else self.multiples
 
     @property
     def size(self) -> int:
@@ -131,7 +137,7 @@ def references(memory: LevelsReference, spec: LeafSpec, before: LevelsReference 
     else:
         _write_codebook(out, memory.codebook, spec)
     patterns, odd = held_patterns(memory.protected, spec)
-    predicted = _predicted(memory.levels, before, spec)
+    predicted = predicted_patterns(memory.levels, before, spec)
     out.varint(patterns.size)
     for plane in split_planes(difference(patterns, predicted, dtype="bfloat16")):
         out.block(entropy.encode(np.ascontiguousarray(plane)))
@@ -143,22 +149,34 @@ def references(memory: LevelsReference, spec: LeafSpec, before: LevelsReference 
 
 
 def _write_codebook(out: Writer, codebook: NpArray, spec: LeafSpec) -> None:
+    uniform = uniform_of(codebook, spec)
+    if uniform is None:
+        out.byte(_EXPLICIT)
+        out.raw(as_bytes(codebook_array(codebook, spec)))
+        return
+    first, step = uniform
+    out.byte(_MULTIPLES)
+    out.varint(2 * first if first >= 0 else -2 * first - 1)
+    out.raw(np.array([step], "<f8"))
+
+
+def uniform_of(codebook: NpArray, spec: LeafSpec) -> tuple[int, float] | None:
+    """The number of the first multiple and the step of a codebook of multiples; None for another one."""
     # Rounding the entries to 16 bits moves their mean distance a little off the step, which has 8 bits.
     for step in (spacing(codebook), to_8_bits(spacing(codebook))) if codebook.size > 1 else ():
-        first = round(float(codebook[0]) / step) if 0 < step < np.inf else _FARTHEST
-        if abs(first) < _FARTHEST and np.array_equal(_multiples(first, codebook.size, step, spec), codebook):
-            out.byte(_MULTIPLES)
-            out.varint(2 * first if first >= 0 else -2 * first - 1)
-            out.raw(np.array([step], "<f8"))
-            return
-    out.byte(_EXPLICIT)
-    out.raw(as_bytes(codebook_array(codebook, spec)))
+        first = round(float(codebook[0]) / step) if 0 < step < np.inf else FARTHEST
+        if abs(first) < FARTHEST and np.array_equal(multiples_of(first, codebook.size, step, spec), codebook):
+            return first, step
+    return None
 
 
-def _multiples(first: int, size: int, step: float, spec: LeafSpec) -> NpArray:
+def multiples_of(first: int, size: int, step: float, spec: LeafSpec) -> NpArray:
     """`size` multiples of a step from the `first`-th, rounded to the array's dtype, as float64."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return widened(codebook_array(np.arange(first, first + size) * step, spec))
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        wide = np.arange(first, first + size) * step
+        if spec.dtype in ("float32", "float16"):
+            return wide.astype(spec.dtype).astype(np.float64)
+        return wide if spec.dtype == "float64" else widened(codebook_array(wide, spec))
 
 
 def widened(codebook: Array) -> NpArray:
@@ -168,8 +186,13 @@ def widened(codebook: Array) -> NpArray:
     return wide
 
 
-def _predicted(levels: NpArray, before: LevelsReference | None, spec: LeafSpec) -> NpArray:
-    """Return the parent's protected values at protected positions, as bfloat16 patterns, else 0."""
+def widened_bytes(data: NpArray, spec: LeafSpec) -> NpArray:
+    """Bytes of values of any float dtype as float64."""
+    return widened(from_bytes(data, spec))
+
+
+def predicted_patterns(levels: NpArray, before: LevelsReference | None, spec: LeafSpec) -> NpArray:
+    """What the parent protected at each protected position, as bfloat16 patterns; 0 where it protected nothing."""
     at = np.flatnonzero(levels == 1)
     guess = np.zeros(at.size, np.uint16)
     if before is None or before.protected.size == 0 or at.size == 0:
@@ -206,27 +229,31 @@ def decode_levels(
     codebook, protected = _read_references(pieces[0], spec, levels, before)
     if levels.size and int(levels.max()) >= codebook.size + 2:
         raise CorruptDataError("levels: a level is beyond the codebook")
-    return LevelsReference(levels, codebook, protected, _read_thresholds(meta), _read_aim(meta))
+    return LevelsReference(levels, codebook, protected, read_thresholds(meta.get("t")), read_aim(meta.get("a", 0)))
 
 
 def metadata(memory: LevelsReference) -> dict[str, Any]:
-    """Return the metadata for the next delta: thresholds, None for infinity, and a nonzero aim."""
-    t = memory.thresholds
-    limits = [
+    """What the next delta needs beside the pieces: thresholds, None for infinity, and an aim that is not 0."""
+    limits = thresholds_as_json(memory.thresholds)
+    return {"t": limits} | ({"a": round(AIM_STEPS * memory.aim)} if memory.aim else {})
+
+
+def thresholds_as_json(t: Thresholds) -> list[float | None]:
+    """Thresholds as plain JSON; None for infinity."""
+    return [
         _finite(t.protect_magnitude),
         _finite(t.protect_sensitivity),
         float(t.prune_magnitude),
         float(t.prune_sensitivity),
     ]
-    return {"t": limits} | ({"a": round(AIM_STEPS * memory.aim)} if memory.aim else {})
 
 
 def _finite(threshold: float) -> float | None:
     return None if np.isinf(threshold) else threshold
 
 
-def _read_thresholds(meta: dict[str, Any]) -> Thresholds:
-    values = meta.get("t")
+def read_thresholds(values: Any) -> Thresholds:
+    """The inverse of `thresholds_as_json`; raises CorruptDataError."""
     if not isinstance(values, list) or len(values) != 4 or not all(v is None or type(v) is float for v in values):
         raise CorruptDataError("levels: no thresholds")
     try:
@@ -235,8 +262,8 @@ def _read_thresholds(meta: dict[str, Any]) -> Thresholds:
         raise CorruptDataError(f"levels: {e}") from None
 
 
-def _read_aim(meta: dict[str, Any]) -> float:
-    steps = meta.get("a", 0)
+def read_aim(steps: Any) -> float:
+    """An aim from its number of steps; raises CorruptDataError."""
     if type(steps) is not int or not 0 <= steps <= FARTHEST_AIM * AIM_STEPS:
         raise CorruptDataError("levels: no aim")
     return steps / AIM_STEPS
@@ -257,11 +284,11 @@ def _read_references(
         if mode == _MULTIPLES:
             number, step = data.varint(), float(data.array("<f8", 1)[0])
             first = (number >> 1) ^ -(number & 1)
-            if abs(first) >= _FARTHEST:
+            if abs(first) >= FARTHEST:
                 raise CorruptDataError(f"levels: a codebook from multiple {str(first)[:30]}")
-            codebook = _multiples(first, size, step, spec)
+            codebook = multiples_of(first, size, step, spec)
         else:
-            codebook = widened(from_bytes(data.array("u1", size * spec.itemsize).copy(), spec))
+            codebook = widened_bytes(data.array("u1", size * spec.itemsize).copy(), spec)
         if not np.isfinite(codebook).all() or (codebook[1:] <= codebook[:-1]).any():
             raise CorruptDataError("levels: the codebook is not finite and ascending")
     count = data.varint()
@@ -271,7 +298,7 @@ def _read_references(
     for plane in planes:
         plane[:] = entropy.decode(data.block(), count)
     steps = merge_planes(planes, dtype="uint16")
-    patterns = undifference(steps, _predicted(levels, before, spec), dtype="bfloat16")
+    patterns = undifference(steps, predicted_patterns(levels, before, spec), dtype="bfloat16")
     protected = from_bfloat16(patterns, spec)
     odd = data.varint()
     if odd > count:

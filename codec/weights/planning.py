@@ -4,27 +4,32 @@ worth and what its codebook is fitted to."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...kernels.arrays import on_gpu
 from ...kernels.floats import FORMATS, bits_for
-from ...kernels.histogram import kept_histogram_many, log_histogram_many
+from ...kernels.histogram import kept_histogram_many, log_histogram_many, used_buckets_many
 from ...kernels.quantizer import Thresholds
 from ..base import Leaf, Reference
 from ..device_batches import map_batches
 from ..errors import BadArgumentError
 from ..parallel import map_chunks
-from ..state.leaves import NpArray
+from ..state.leaves import NpArray, on_host
 from .codebook import Cells, Fit, problem_of, solve_together
 from .levels import LevelsReference, compatible_parent
-from .partition import Sketch, kept, magnitudes, protection, pruning, share_at_or_above
+from .partition import Filled, Sketch, kept, magnitudes, protection, pruning, share_at_or_above
 from .rd_tradeoff import Trade, mean_roots, spread, trades
 
 if TYPE_CHECKING:
     from .quantize import Quantize
+
+SMALL = 1 << 17
+"""Raw bytes up to which an array is coded with others."""
+_TOGETHER = 64
+"""Small arrays that are sketched at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +57,20 @@ class Plan:
         sketch: of the whole array.
         thresholds: of what is pruned and what is protected.
         trade: what the rate-distortion encoder weighs.
-        cells: the elements that are neither pruned nor protected.
+        kept: the elements that are neither pruned nor protected, where gradients decide; None: the sketch tells.
         codes: the solution that the codebook rests on, where it was found together with others'; None: not yet.
     """
 
     sketch: Sketch
     thresholds: Thresholds
     trade: Trade
-    cells: Cells
+    kept: Cells | None = None
     codes: NpArray | None = None
+
+    @property
+    def cells(self) -> Cells:
+        """The elements that are neither pruned nor protected."""
+        return _cells_of(self.sketch, self.thresholds) if self.kept is None else self.kept
 
 
 def check_gradients(codec: Quantize, leaves: Sequence[Leaf]) -> None:
@@ -74,6 +84,35 @@ def check_gradients(codec: Quantize, leaves: Sequence[Leaf]) -> None:
 def sketched(codec: Quantize, leaves: Sequence[Leaf]) -> list[Sketch]:
     """Histograms of the values of each array and, where there is a gradient, of its sensitivity."""
 
+    small = [i for i, leaf in enumerate(leaves) if _is_small(leaf)]
+    others = [i for i, leaf in enumerate(leaves) if not _is_small(leaf)]
+    found = dict(zip(small, _small_sketches(codec, [leaves[i] for i in small]), strict=True))
+    found |= zip(others, _large_sketches(codec, [leaves[i] for i in others]), strict=True)
+    return [found[i] for i in range(len(leaves))]
+
+
+def _is_small(leaf: Leaf) -> bool:
+    """Whether an array is sketched together with others, by the buckets that it uses."""
+    return (
+        leaf.spec.nbytes <= SMALL and leaf.spec.dtype == "float32" and leaf.gradient is None and not on_gpu(leaf.flat)
+    )
+
+
+def _small_sketches(codec: Quantize, leaves: Sequence[Leaf]) -> list[Sketch]:
+    bits, found = min(_bits(codec), FORMATS["float32"].mantissa), []
+    for begin in range(0, len(leaves), _TOGETHER):
+        part = leaves[begin : begin + _TOGETHER]
+        joined = np.concatenate([on_host(leaf.flat) for leaf in part])
+        buckets, counts, ends = used_buckets_many(joined, np.cumsum([leaf.spec.size for leaf in part]), bits)
+        start = 0
+        for leaf, end in zip(part, ends.tolist(), strict=True):
+            filled = Filled(buckets[start:end], counts[start:end], bits, "float32", True)
+            found.append(Sketch(leaf.kind.layer, filled, None))
+            start = end
+    return found
+
+
+def _large_sketches(codec: Quantize, leaves: Sequence[Leaf]) -> list[Sketch]:
     def some(numbers: list[int]) -> list[Sketch]:
         bits, known = _bits(codec), [i for i in numbers if leaves[i].gradient is not None]
         signed = log_histogram_many([leaves[i].flat for i in numbers], bits, signed=True)
@@ -154,45 +193,50 @@ def plans(
     if codec.rate:
         sizes = [leaf.spec.size for leaf in leaves]
         slopes = trades(codec.rate, sizes, spreads(sketches, thresholds), mean_roots(leaves))
-    cells = _cells(codec, leaves, sketches, thresholds)
-    codes = _codes(codec, leaves, parents, cells)
-    return [Plan(*made) for made in zip(sketches, thresholds, slopes, cells, codes, strict=True)]
+    cells = _kept(codec, leaves, thresholds)
+    found = [Plan(*made) for made in zip(sketches, thresholds, slopes, cells, strict=True)]
+    if codec.max_error is not None or codec.solver != "exact":
+        return found
+    codes = _codes(codec, leaves, parents, found)
+    return [replace(plan, codes=own) for plan, own in zip(found, codes, strict=True)]
 
 
-def _cells(
-    codec: Quantize, leaves: Sequence[Leaf], sketches: Sequence[Sketch], thresholds: Sequence[Thresholds]
-) -> list[Cells]:
-    """The elements of each array that are neither pruned nor protected."""
+def _cells_of(sketch: Sketch, thresholds: Thresholds) -> Cells:
+    return Cells.of(kept(sketch.signed, thresholds))
+
+
+def _kept(codec: Quantize, leaves: Sequence[Leaf], thresholds: Sequence[Thresholds]) -> list[Cells | None]:
+    """The elements of each array that are neither pruned nor protected, where it has a gradient."""
 
     def some(numbers: list[int]) -> list[Cells]:
-        known = [i for i in numbers if leaves[i].gradient is not None]
         counted = kept_histogram_many(
-            [leaves[i].flat for i in known],
-            [thresholds[i] for i in known],
+            [leaves[i].flat for i in numbers],
+            [thresholds[i] for i in numbers],
             _bits(codec),
-            gradients=[leaves[i].gradient for i in known],
+            gradients=[leaves[i].gradient for i in numbers],
         )
-        of = dict(zip(known, counted, strict=True))
-        return [Cells.of(of[i] if i in of else kept(sketches[i].signed, thresholds[i])) for i in numbers]
+        return [Cells.of(histogram) for histogram in counted]
 
-    return map_batches(some, leaves)
+    known = [i for i, leaf in enumerate(leaves) if leaf.gradient is not None]
+    found = map_batches(lambda numbers: some([known[n] for n in numbers]), [leaves[i] for i in known])
+    of = dict(zip(known, found, strict=True))
+    return [of.get(i) for i in range(len(leaves))]
 
 
 def _codes(
-    codec: Quantize, leaves: Sequence[Leaf], parents: Sequence[Reference | None], cells: Sequence[Cells]
+    codec: Quantize, leaves: Sequence[Leaf], parents: Sequence[Reference | None], planned: Sequence[Plan]
 ) -> list[NpArray | None]:
-    """Solve the exact problems of arrays on a GPU; None for others, which are solved when used.
-
-    Those of an error target are, too: what is solved next depends on the error before.
-    """
+    """Solutions of the exact problems of arrays on a GPU; None for others, which are solved where they are used."""
 
     def some(numbers: list[int]) -> list[NpArray | None]:
         place = leaves[numbers[0]].flat
         problems = {}
-        if codec.max_error is None and on_gpu(place):
+        if on_gpu(place):
             for i in numbers:
                 before = compatible_parent(parents[i], leaves[i].spec)
-                problem = problem_of(cells[i], fit_for(codec, leaves[i]), None if before is None else before.codebook)
+                problem = problem_of(
+                    planned[i].cells, fit_for(codec, leaves[i]), None if before is None else before.codebook
+                )
                 if problem is not None and problem.method == "exact" and problem.start is None:
                     problems[i] = problem
         found = dict(zip(problems, solve_together(list(problems.values()), place), strict=True)) if problems else {}

@@ -41,6 +41,21 @@ _FEW = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Quantized:
+    """An array as levels, not yet written.
+
+    Args:
+        levels: the levels and what they refer to.
+        error: relative L2 error met.
+        note: why the codebook is what it is.
+    """
+
+    levels: LevelsReference
+    error: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
 class Quantize:
     """Prune, protect and quantize float weights to codebook levels; a delta if there is a parent.
 
@@ -129,23 +144,26 @@ class Quantize:
         sketches = sketched(self, leaves)
         return plans(self, leaves, parents, sketches, limits(self, sketches, thresholds_before(parents)))
 
-    def _outgrown(self, plan: Plan, before: LevelsReference | None, spec: LeafSpec) -> str:
-        """Return the reason to refit a good codebook because more is protected than before; or "".
+    def outgrown(self, share: float, before: LevelsReference | None, spec: LeafSpec) -> str:
+        """Why a codebook is refit though its loss would let it stay: the array protects more than it did; or "".
 
         Thresholds are for all arrays together, so one array's share may grow unseen. Its codebook is refit each time
         that share passes 8, 64, ... times what is asked over all, and is of 32 elements or more.
+
+        Args:
+            share: of the array's finite elements, protected now.
+            before: the parent.
+            spec: of the array.
         """
         if before is None or not self.protect or not spec.size:
             return ""
-        signed = plan.sketch.signed
-        share = share_at_or_above(signed.magnitude(), plan.thresholds.protect_magnitude)
         was = before.protected.size / spec.itemsize / spec.size
         passed = any(was < _STEP**n * self.protect <= share for n in range(1, 20))
-        passed = passed and share * signed.total >= _FEW
+        passed = passed and share * spec.size >= _FEW
         return f"refit: {share:.2%} are protected, {was:.2%} were" if passed else ""
 
-    def _moved(self, thresholds: Thresholds, before: LevelsReference | None) -> str:
-        """Return a note if the protection threshold differs from the parent's; or ""."""
+    def moved(self, thresholds: Thresholds, before: LevelsReference | None) -> str:
+        """What to say where the protection threshold, kept as codebooks are, is another than the parent's; or ""."""
         if self.policy != "frozen" or before is None:
             return ""
         now, was = thresholds.protect_magnitude, before.thresholds.protect_magnitude
@@ -153,6 +171,17 @@ class Quantize:
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: Plan) -> Stored:
         """Encode one array; `error` is the relative L2 error met."""
+        found = self.quantized(leaf, parent, plan)
+        if isinstance(found, Stored):
+            return found
+        memory, before = found.levels, compatible_parent(parent, leaf.spec)
+        pieces = [references(memory, leaf.spec, before), *level_chunks(memory, leaf.spec, before, self.coder)]
+        if sum(map(len, pieces)) > leaf.spec.nbytes:  # most of it is not finite, and was kept beside its level
+            return dataclasses.replace(Exact().encode(leaf, parent), note="exact: no smaller as levels")
+        return Stored("levels", metadata(memory), pieces, memory, found.error, "relative L2", found.note)
+
+    def quantized(self, leaf: Leaf, parent: Reference | None, plan: Plan) -> Quantized | Stored:
+        """Quantize one array to levels; what no codebook serves comes encoded in another way."""
         before = compatible_parent(parent, leaf.spec)
         scale = unit(largest_of(plan.sketch.signed))
         target = np.inf if self.max_error is None else rounded_error(self.max_error, up=False)
@@ -162,7 +191,7 @@ class Quantize:
             parts_are_lost = lost.counted > (_LOST if before is None else _LOST_SINCE) and is_fine
             if parts_are_lost and target == np.inf:  # there is no other attempt
                 break
-            note, goal = f"codebook {reason}{self._moved(thresholds, before)}", min(may_err, target)
+            note, goal = f"codebook {reason}{self.moved(thresholds, before)}", min(may_err, target)
             trade = plan.trade
             memory, met = assigned(leaf, thresholds, trade, codebook, before, scale)
             if met.relative_l2 > target and trade.price:  # the target bounds the rate
@@ -187,10 +216,7 @@ class Quantize:
         if not trade.price and (chooses(self) or plan.trade.price):
             memory, met, rate = spent(leaf, memory, met, before, goal, scale)
             note += f"; {np.mean(memory.levels == 1):.2g} protected, rate {rate:.2g}"
-        pieces = [references(memory, leaf.spec, before), *level_chunks(memory, leaf.spec, before, self.coder)]
-        if sum(map(len, pieces)) > leaf.spec.nbytes:  # most of it is not finite, and was kept beside its level
-            return dataclasses.replace(Exact().encode(leaf, parent), note="exact: no smaller as levels")
-        return Stored("levels", metadata(memory), pieces, memory, met.relative_l2, "relative L2", note)
+        return Quantized(memory, met.relative_l2, note)
 
     def _each_by_its_size(self, leaf: Leaf, parent: Reference | None, lost: float) -> Stored:
         """In log buckets, whose error is relative to each element: for what no common step serves, as parts of very
@@ -220,8 +246,13 @@ class Quantize:
             )
             if self.max_error is not None and predicted_error(cells, codebook) > 1.1 * self.max_error:
                 continue
-            if reason == "frozen" and (grown := self._outgrown(plan, before, leaf.spec)):
+            if reason == "frozen" and (grown := self.outgrown(_protected_share(plan), before, leaf.spec)):
                 codebook, reason = fit(cells, how, None)[0], grown
             if reason != "frozen":
                 codebook = held_codebook(codebook, cells, how, leaf.spec)
             yield plan.thresholds, codebook, reason, np.inf
+
+
+def _protected_share(plan: Plan) -> float:
+    """The part of an array's finite elements that is protected for its magnitude."""
+    return share_at_or_above(plan.sketch.signed.magnitude(), plan.thresholds.protect_magnitude)

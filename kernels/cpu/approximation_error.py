@@ -95,3 +95,25 @@ def distortion(x: Array, y: Array) -> Distortion:
             parts = _careful(a, b)
         total += Distortion(*(float(p) for p in parts))
     return total
+
+
+@njit_in_place
+def _finite_many(x: Any, y: Any, ends: Any, error: Any, norm: Any, out: Any) -> None:
+    """`_finite` of each array that ends at `ends`; its three results are a row of `out`."""
+    start = 0
+    for m in range(ends.size):
+        error[:] = 0.0
+        norm[:] = 0.0
+        out[m, 0], out[m, 1], out[m, 2] = _finite(x[start : ends[m]], y[start : ends[m]], error, norm)
+        start = ends[m]
+
+
+def distortion_many(x: Array, y: Array, ends: np.ndarray[Any, np.dtype[np.int64]]) -> list[Distortion]:
+    """See `kernels.distortion_many`."""
+    a, b = widened(to_numpy(x), dtype_name(x)), widened(to_numpy(y), dtype_name(y))
+    out = np.empty((ends.size, 3))
+    _finite_many(a, b, ends, np.empty(_LANES), np.empty(_LANES), out)
+    for m in np.flatnonzero(~np.isfinite(out[:, 1])):
+        part = slice(int(ends[m - 1]) if m else 0, int(ends[m]))
+        out[m] = _careful(a[part], b[part])
+    return [Distortion(*row) for row in out.tolist()]

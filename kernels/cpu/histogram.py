@@ -274,6 +274,70 @@ def log_histogram_many(
     return [log_histogram(x, bits, signed=signed, gradient=g) for x, g in zip(xs, gradients, strict=True)]
 
 
+@njit_in_place
+def _used_buckets(
+    u: Any, ends: Any, mantissa: int, bits: int, middle: int, counters: Any, buckets: Any, counts: Any, until: Any
+) -> None:
+    """Buckets in use of each array, and their counts; `counters` is zero before and after."""
+    shift = np.uint32(mantissa - bits)
+    magnitude, least = np.uint32((1 << 31) - 1), np.uint32(1 << mantissa)
+    infinite = np.uint32(255 << mantissa)
+    # From the upper bits of a normal magnitude to its bucket, which comes after those of the subnormals.
+    lift = 1 + (mantissa << bits) - (1 << bits)
+    last = counters.size - 1
+    begin = found = 0
+    for m in range(ends.size):
+        # Buckets of negative values are from low to far, of positive ones from near to high.
+        low: Any = last
+        far: Any = 0
+        near: Any = last
+        high: Any = 0
+        for i in range(begin, ends[m]):
+            v = u[i] & magnitude
+            if v >= infinite:
+                counters[last] += 1
+                continue
+            if v >= least:
+                j: Any = lift + np.int64(v >> shift)
+            elif v == 0:
+                counters[middle] += 1
+                continue
+            else:
+                p = _highest(np.uint64(v))
+                sub = ((np.uint64(v) << np.uint64(mantissa - p)) & np.uint64((1 << mantissa) - 1)) >> np.uint64(shift)
+                j = 1 + (p << bits) + np.int64(sub)
+            if u[i] > magnitude:
+                at = middle - j
+                low = min(low, at)
+                far = max(far, at)
+            else:
+                at = middle + j
+                high = max(high, at)
+                near = min(near, at)
+            counters[at] += 1
+        for start, stop in ((low, far + 1), (middle, middle + 1), (near, high + 1), (last, last + 1)):
+            for at in range(start, stop):
+                if counters[at] > 0:
+                    buckets[found] = at
+                    counts[found] = counters[at]
+                    counters[at] = 0
+                    found += 1
+        until[m] = found
+        begin = ends[m]
+
+
+def used_buckets_many(x: Array, ends: Any, bits: int) -> tuple[Any, Any, Any]:
+    """See `shrinkpoint.kernels.histogram.used_buckets_many`."""
+    fmt = format_named("float32")
+    bits, u = min(bits, fmt.mantissa), to_numpy(x).view(np.uint32)
+    middle = fmt.buckets(bits)
+    buckets, counts, until = np.empty(u.size, np.int32), np.empty(u.size, np.int64), np.empty(ends.size, np.int64)
+    counters = np.zeros(2 * middle + 2, np.int64)
+    _used_buckets(u, ends, fmt.mantissa, bits, middle, counters, buckets, counts, until)
+    found = int(until[-1]) if until.size else 0
+    return buckets[:found].copy(), counts[:found].copy(), until
+
+
 def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Array | None = None) -> Histogram:
     """See `shrinkpoint.kernels.histogram.kept_histogram`."""
     fmt, bits = target(x, None, bits)

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..arrays import like, to_numpy
 from ..coder_arguments import compiled
-from .jit import njit_in_place
+from ..integer_products import TOP
+from .jit import njit, njit_in_place
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -101,3 +102,69 @@ def _classes(rows: NumPy, columns: NumPy, phase: int, shift: int, most: int, sum
                     own[i] += beside[i] * times
             for i in range(part.size):
                 part[i] = np.uint8(min(max(own[i] >> by, -top), top) + top)
+
+
+@njit
+def _directions(vectors: NumPy, top: float, out: NumPy) -> None:
+    sets, lines, rank = vectors.shape
+    x, gram, inverse = np.empty((rank, lines)), np.empty((rank, rank)), np.zeros((rank, rank))
+    row, total, used = np.empty(rank), np.empty(lines), np.zeros(rank, np.uint8)
+    for m in range(sets):
+        most = np.int64(0)
+        for i in range(lines):
+            for k in range(rank):
+                most = max(most, abs(vectors[m, i, k]))
+        shift = np.int64(0)
+        while most >> shift >= 1 << 15:
+            shift += 1
+        for i in range(lines):
+            for k in range(rank):
+                x[k, i] = np.float64(vectors[m, i, k] >> shift)
+        for j in range(rank):
+            for k in range(rank):
+                whole = 0.0
+                for i in range(lines):
+                    whole += x[j, i] * x[k, i]
+                gram[j, k] = whole
+        inverse[:] = 0.0
+        used[:] = 0
+        for k in range(rank):
+            norm = 0.0
+            for j in range(k):
+                row[j] = 0.0
+                if used[j]:
+                    for i in range(j + 1):
+                        row[j] += inverse[j, i] * gram[i, k]
+                norm += row[j] * row[j]
+            left = gram[k, k] - norm
+            if not left > 1e-6 * gram[k, k]:
+                continue
+            used[k] = 1
+            inverse[k, k] = 1.0
+            for j in range(k):
+                if used[j]:
+                    for i in range(j + 1):
+                        inverse[k, i] -= row[j] * inverse[j, i]
+            length = np.sqrt(left)
+            for i in range(k + 1):
+                inverse[k, i] /= length
+        for k in range(rank):
+            largest = 0.0
+            if used[k]:
+                for i in range(lines):
+                    total[i] = x[0, i] * inverse[k, 0]
+                for j in range(1, k + 1):
+                    for i in range(lines):
+                        total[i] += x[j, i] * inverse[k, j]
+                for i in range(lines):
+                    largest = max(largest, abs(total[i]))
+            for i in range(lines):
+                out[m, i, k] = np.int8(np.rint(total[i] * (top / largest))) if largest > 0.0 else np.int8(0)
+
+
+def orthogonal_directions(vectors: Array) -> Array:
+    """See `shrinkpoint.kernels.integer_products.orthogonal_directions`."""
+    own = compiled(vectors)
+    out = np.empty(own.shape, np.int8)
+    _directions(own, float(TOP), out)
+    return like(out, vectors)

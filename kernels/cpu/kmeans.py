@@ -20,6 +20,10 @@ Vector = np.ndarray[Any, np.dtype[np.float64]]
 _MANY = 64
 """Number of candidates for a cut from which it is faster to skip those that cannot be optimal."""
 _NEARLY = 1.0 - 1e-12
+_PRICES = 6
+"""Prices of a code that are tried."""
+_FIRST_PRICE = 5.0
+"""The first, in variances over the cube of the codes: about right for normal numbers."""
 
 
 @njit_inline
@@ -104,6 +108,104 @@ def _exact(x: Any, w: Any, sums: Any, cut: Any, codes: Any) -> None:
             lever += w[i] * (x[i] - shift)
         codes[row - 1] = min(max(shift + lever / mass, x[start]), x[end - 1])
         end = start
+
+
+@njit_inline
+def _priced(weight: Any, moment: Any, price: float, best: Any, number: Any, queue: Any, since: Any) -> int:
+    """Codes of the codebook that is best where each code costs `price`; its gain less its price is `best[m]`.
+
+    The last cluster of the first j points begins after some i < j. Each i is best for one stretch of j, and later ones
+    are for later stretches: those that come wait in `queue` with the j they are best from (`since`).
+    """
+    m = weight.size - 1
+    best[0], number[0] = 0.0, 0
+    queue[0], since[0] = 0, 1
+    first, last = 0, 0
+    for j in range(1, m + 1):
+        while first < last and since[first + 1] <= j:
+            first += 1
+        i = queue[first]
+        best[j] = _gain(best[i], moment[j] - moment[i], weight[j] - weight[i]) - price
+        number[j] = number[i] + 1
+        at = j + 1
+        while last >= first:
+            start = max(since[last], j + 1)
+            if start > m:
+                at = start
+                break
+            i = queue[last]
+            own = _gain(best[j], moment[start] - moment[j], weight[start] - weight[j])
+            if own >= _gain(best[i], moment[start] - moment[i], weight[start] - weight[i]):
+                last -= 1
+                at = start
+                continue
+            low, at = start, m + 1
+            while at - low > 1:
+                middle = (low + at) >> 1
+                own = _gain(best[j], moment[middle] - moment[j], weight[middle] - weight[j])
+                if own >= _gain(best[i], moment[middle] - moment[i], weight[middle] - weight[i]):
+                    at = middle
+                else:
+                    low = middle
+            break
+        if at <= m:
+            last += 1
+            queue[last], since[last] = j, at
+    codes: int = number[m]
+    return codes
+
+
+@njit_in_place
+def _least_losses(centers: Any, weights: Any, ends: Any, k: int, floats: Any, integers: Any, losses: Any) -> None:
+    """The loss of each set; `floats` and `integers` have three rows of one more than the points of the largest."""
+    begin = 0
+    for s in range(ends.size):
+        x, w = centers[begin : ends[s]], weights[begin : ends[s]]
+        begin = ends[s]
+        m = x.size
+        losses[s] = 0.0
+        if m <= k:
+            continue
+        shift = x[m // 2]
+        weight, moment, best = floats[0, : m + 1], floats[1, : m + 1], floats[2, : m + 1]
+        number, queue, since = integers[0, : m + 1], integers[1, : m + 1], integers[2, : m + 1]
+        weight[0] = moment[0] = total = 0.0
+        for i in range(m):
+            y = x[i] - shift
+            weight[i + 1] = weight[i] + w[i]
+            moment[i + 1] = moment[i] + w[i] * y
+            total += w[i] * y * y
+        variance = total - moment[m] * moment[m] / weight[m]
+        price = _FIRST_PRICE * variance / (np.float64(k) * np.float64(k) * np.float64(k))
+        # The codebooks found of fewer and of more codes that are nearest to k, and their losses.
+        fewer, more = 0, m
+        above, below = 0.0, 0.0
+        for _ in range(_PRICES):
+            codes = _priced(weight, moment, price, best, number, queue, since)
+            loss = max(total - (best[m] + price * np.float64(codes)), 0.0)
+            ratio = np.float64(codes) / np.float64(k)
+            if k < codes <= more:
+                more, below = codes, loss
+            elif fewer <= codes <= k:
+                fewer, above = codes, loss
+            if codes == k:
+                break
+            price *= ratio * ratio * ratio
+        if fewer == k:
+            losses[s] = above
+        elif fewer == 0:
+            ratio = np.float64(more) / np.float64(k)
+            losses[s] = below * ratio * ratio
+        else:
+            losses[s] = above + (below - above) * (np.float64(k - fewer) / np.float64(more - fewer))
+
+
+def least_losses(centers: Vector, weights: Vector, ends: Any, k: int) -> Vector:
+    """See `shrinkpoint.kernels.kmeans`."""
+    losses = np.empty(ends.size)
+    most = int(np.diff(ends, prepend=0).max(initial=0)) + 1
+    _least_losses(centers, weights, ends, k, np.empty((3, most)), np.empty((3, most), np.int32), losses)
+    return losses
 
 
 @njit_in_place

@@ -8,11 +8,11 @@ import numpy as np
 
 from ..arrays import like, to_numpy
 from ..rank_one import ESCAPE, FARTHEST, FIRST, SCALE, ZERO, cell_centers
-from .jit import njit_in_place, njit_inline
+from .jit import njit, njit_in_place, njit_inline
 
 if TYPE_CHECKING:
     from ..arrays import Array
-    from ..rank_one import Factors
+    from ..rank_one import Factors, Shapes
 
 _NORMAL = np.uint32(1 << 23)
 _INFINITE = np.uint32(255 << 23)
@@ -193,4 +193,92 @@ def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int,
     out = np.empty(own.size, np.float32)
     if own.size:
         _values(own, rows, columns, start, table, np.empty(_STEP, np.float32), out)
+    return like(out, symbols)
+
+
+@njit
+def _factors(x: Any, shapes: Any, rows: Any, columns: Any, lanes: Any) -> None:
+    """Row means and column means over the mean of all, of one matrix after another."""
+    at = i = j = 0
+    for m in range(shapes.shape[0]):
+        height, width = shapes[m, 0], shapes[m, 1]
+        own, across, down = x[at : at + height * width], np.empty(height), np.zeros(width)
+        _sums(own, across, down, lanes)
+        total = 0.0
+        for k in range(height):
+            total += across[k]
+        if not np.isfinite(total):
+            finite = np.empty(own.size, np.float32)
+            for k in range(own.size):
+                finite[k] = own[k] if np.isfinite(own[k]) else np.float32(0.0)
+            down[:] = 0.0
+            _sums(finite, across, down, lanes)
+            total = 0.0
+            for k in range(height):
+                total += across[k]
+        mean = total / np.float64(height * width)
+        for k in range(height):
+            rows[i + k] = np.float32(max(across[k] / np.float64(width), 0.0))
+        for k in range(width):
+            down_mean = down[k] / np.float64(height)
+            columns[j + k] = np.float32(max(down_mean / mean if mean > 0.0 else down_mean, 0.0))
+        at, i, j = at + height * width, i + height, j + width
+
+
+@njit_in_place
+def _symbols_many(
+    x: Any, keys: Any, rows: Any, columns: Any, shapes: Any, cell: int, lookup: Any, centers: Any, previous: Any,
+    estimates: Any, estimate_keys: Any, ratios: Any, patterns: Any, places: Any, out: Any, sums: Any, counts: Any,
+) -> None:  # fmt: skip
+    at = i = j = 0
+    for m in range(shapes.shape[0]):
+        height, width = shapes[m, 0], shapes[m, 1]
+        end = at + height * width
+        old = previous[at:end] if previous.size else previous
+        _symbols(
+            x[at:end], keys[at:end], rows[i : i + height], columns[j : j + width], 0, cell, lookup, centers, old,
+            estimates, estimate_keys, ratios, patterns, places, out[at:end], sums, counts,
+        )  # fmt: skip
+        at, i, j = end, i + height, j + width
+
+
+@njit_in_place
+def _values_many(symbols: Any, rows: Any, columns: Any, shapes: Any, table: Any, estimates: Any, out: Any) -> None:
+    at = i = j = 0
+    for m in range(shapes.shape[0]):
+        height, width = shapes[m, 0], shapes[m, 1]
+        end = at + height * width
+        _values(symbols[at:end], rows[i : i + height], columns[j : j + width], 0, table, estimates, out[at:end])
+        at, i, j = end, i + height, j + width
+
+
+def factors_many(x: Array, shapes: Shapes) -> tuple[Factors, Factors]:
+    """See `shrinkpoint.kernels.rank_one`."""
+    rows, columns = (np.empty(int(shapes[:, k].sum()), np.float32) for k in range(2))
+    _factors(to_numpy(x), shapes, rows, columns, np.empty(_LANES))
+    return rows, columns
+
+
+def residual_symbols_many(
+    x: Array, rows: Factors, columns: Factors, shapes: Shapes, eighths: int, previous: Array | None
+) -> tuple[Array, Any, Any]:
+    """See `shrinkpoint.kernels.rank_one`."""
+    values = to_numpy(x)
+    out = np.empty(values.size, np.uint8)
+    sums, counts = np.zeros((256, 4)), np.zeros((256, 4), np.int64)
+    estimates, ratios = np.empty(_STEP, np.float32), np.empty(_STEP, np.float32)
+    old = np.empty(0, np.uint8) if previous is None else to_numpy(previous)
+    _symbols_many(
+        values, values.view(np.uint32), rows, columns, shapes, eighths << 20, _lookup(eighths), cell_centers(eighths),
+        old, estimates, estimates.view(np.uint32), ratios, ratios.view(np.uint32), np.empty(_STEP, np.int32), out,
+        sums.reshape(-1), counts.reshape(-1),
+    )  # fmt: skip
+    return like(out, x), sums.sum(axis=1), counts.sum(axis=1).astype(np.float64)
+
+
+def residual_values_many(symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, table: Factors) -> Array:
+    """See `shrinkpoint.kernels.rank_one`."""
+    own = to_numpy(symbols)
+    out = np.empty(own.size, np.float32)
+    _values_many(own, rows, columns, shapes, table, np.empty(_STEP, np.float32), out)
     return like(out, symbols)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from array_api_compat import array_namespace
 
 from ..approximation_error import Distortion
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..arrays import Array
 
 
@@ -25,3 +27,9 @@ def distortion(x: Array, y: Array) -> Distortion:
     size = xp.where(a == 0, xp.ones_like(a), xp.abs(a))
     relative = xp.where(a == 0, xp.where(change > 0, xp.full_like(a, xp.inf), xp.zeros_like(a)), change / size)
     return Distortion(float(xp.sum(d * d)), float(xp.sum(a * a)), float(xp.max(relative)))
+
+
+def distortion_many(x: Array, y: Array, ends: np.ndarray[Any, np.dtype[np.int64]]) -> list[Distortion]:
+    """See `kernels.distortion_many`."""
+    starts = [0, *ends.tolist()[:-1]]
+    return [distortion(x[start:end], y[start:end]) for start, end in zip(starts, ends.tolist(), strict=True)]

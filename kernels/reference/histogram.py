@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -59,3 +59,16 @@ def _count(values: Array, name: str, bits: int) -> Histogram:
     for i in range(present.shape[0]):
         counts[int(present[i])] = int(number[i])
     return Histogram(counts, bits, name, signed=True)
+
+
+def used_buckets_many(x: Array, ends: Any, bits: int) -> tuple[Any, Any, Any]:
+    """See `shrinkpoint.kernels.histogram.used_buckets_many`."""
+    begins = [0, *ends.tolist()[:-1]]
+    counts = [log_histogram(x[a:b], bits, signed=True).counts for a, b in zip(begins, ends.tolist(), strict=True)]
+    used = [np.flatnonzero(c) for c in counts]
+    nothing = [np.empty(0, np.int64)]
+    return (
+        np.concatenate(nothing + used).astype(np.int32),
+        np.concatenate(nothing + [c[u] for c, u in zip(counts, used, strict=True)]),
+        np.cumsum([u.size for u in used], dtype=np.int64),
+    )

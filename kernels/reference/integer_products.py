@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from array_api_compat import array_namespace
+
+from ..integer_products import TOP
 
 if TYPE_CHECKING:
     from ..arrays import Array
+
+NpArray = np.ndarray[Any, Any]
 
 
 def _matrix(xp: Any, values: Array, columns: int, phase: int) -> Array:
@@ -41,3 +50,60 @@ def product_classes(rows: Array, columns: Array, n: int, phase: int, shift: int,
     products = xp.sum(xp.expand_dims(a, axis=1) * xp.expand_dims(b, axis=0), axis=2, dtype=xp.int64)
     classes = xp.clip((products + (1 << (shift - 1))) // (1 << shift), -most, most) + most
     return xp.astype(xp.reshape(classes, (-1,))[phase : phase + n], xp.uint8)
+
+
+def orthogonal_directions(vectors: Array) -> Array:
+    """See `shrinkpoint.kernels.integer_products.orthogonal_directions`."""
+    xp = array_namespace(vectors)
+    sets = [_orthogonal(np.asarray([[int(v) for v in line] for line in own]).reshape(own.shape)) for own in vectors]
+    return xp.asarray(np.stack(sets) if sets else np.empty(vectors.shape, np.int8))
+
+
+def _orthogonal(vectors: NpArray) -> NpArray:
+    shift = max(0, int(np.abs(vectors).max(initial=0)).bit_length() - 15)
+    x = vectors >> shift
+    inverse = _inverse_root((x.T @ x).tolist())
+    found = np.zeros(x.shape, np.int8)
+    for k, own in enumerate(inverse):
+        if own is None:
+            continue
+        total = x[:, 0] * own[0]
+        for j in range(1, k + 1):
+            total += x[:, j] * own[j]
+        largest = float(np.abs(total).max())
+        if largest > 0:
+            found[:, k] = np.rint(total * (TOP / largest))
+    return found
+
+
+def _inverse_root(gram: list[list[int]]) -> list[list[float] | None]:
+    """For each vector the combination of those up to it that is orthogonal to all before; None where nothing is left.
+
+    Cholesky's factorization of the Gram matrix and the inverse of its triangle, in plain floats.
+    """
+    rank = len(gram)
+    found: list[list[float] | None] = []
+    for k in range(rank):
+        row = []
+        for j in range(k):
+            own = found[j]
+            row.append(0.0 if own is None else _total(own[i] * gram[i][k] for i in range(j + 1)))
+        left = gram[k][k] - _total(a * a for a in row)
+        if not left > 1e-6 * gram[k][k]:
+            found.append(None)
+            continue
+        combined = [0.0] * (k + 1)
+        combined[k] = 1.0
+        for j in range(k):
+            own = found[j]
+            if own is not None:
+                for i in range(j + 1):
+                    combined[i] -= row[j] * own[i]
+        length = math.sqrt(left)
+        found.append([c / length for c in combined])
+    return found
+
+
+def _total(terms: Iterable[float]) -> float:
+    """The sum, rounded after each term: `sum` itself does so up to Python 3.11 only."""
+    return reduce(add, terms, 0.0)

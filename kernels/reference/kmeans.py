@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from array_api_compat import array_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..arrays import Array
+
+    Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def _prepared(centers: list[float], weights: list[float]) -> tuple[list[float], list[float], int]:
@@ -178,3 +182,84 @@ def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:
 
 def _list(x: Array) -> list[float]:
     return [float(x[i]) for i in range(x.shape[0])]
+
+
+_PRICES = 6
+_FIRST_PRICE = 5.0
+
+
+def _gain(best: float, lever: float, mass: float) -> float:
+    return best + (lever * lever / mass if mass > 0.0 else 0.0)
+
+
+def _priced(weight: list[float], moment: list[float], price: float) -> tuple[float, int]:
+    """What the best codebook gains where each code costs `price`, less its price, and its codes."""
+    m = len(weight) - 1
+    best, number = [0.0] * (m + 1), [0] * (m + 1)
+
+    def gain(i: int, j: int) -> float:
+        return _gain(best[i], moment[j] - moment[i], weight[j] - weight[i])
+
+    queue = deque([(0, 1)])
+    for j in range(1, m + 1):
+        while len(queue) > 1 and queue[1][1] <= j:
+            queue.popleft()
+        i = queue[0][0]
+        best[j], number[j] = gain(i, j) - price, number[i] + 1
+        at = j + 1
+        while queue:
+            i, since = queue[-1]
+            start = max(since, j + 1)
+            if start > m:
+                at = start
+                break
+            if gain(j, start) >= gain(i, start):
+                queue.pop()
+                at = start
+                continue
+            low, at = start, m + 1
+            while at - low > 1:
+                middle = (low + at) >> 1
+                low, at = (low, middle) if gain(j, middle) >= gain(i, middle) else (middle, at)
+            break
+        if at <= m:
+            queue.append((j, at))
+        elif not queue:
+            break
+    return best[m], number[m]
+
+
+def _least_loss(x: list[float], w: list[float], k: int) -> float:
+    m = len(x)
+    if m <= k:
+        return 0.0
+    weight, moment, total = [0.0], [0.0], 0.0
+    for value, mass in zip(x, w, strict=True):
+        y = value - x[m // 2]
+        weight.append(weight[-1] + mass)
+        moment.append(moment[-1] + mass * y)
+        total += mass * y * y
+    price = _FIRST_PRICE * (total - moment[m] * moment[m] / weight[m]) / (float(k) * float(k) * float(k))
+    fewer, above, more, below = 0, 0.0, m, 0.0
+    for _ in range(_PRICES):
+        gained, codes = _priced(weight, moment, price)
+        loss = max(total - (gained + price * codes), 0.0)
+        if k < codes <= more:
+            more, below = codes, loss
+        elif fewer <= codes <= k:
+            fewer, above = codes, loss
+        if codes == k:
+            break
+        price *= codes / k * (codes / k) * (codes / k)
+    if fewer == k:
+        return above
+    if fewer == 0:
+        return below * (more / k) * (more / k)
+    return above + (below - above) * ((k - fewer) / (more - fewer))
+
+
+def least_losses(centers: Vector, weights: Vector, ends: Any, k: int) -> Vector:
+    """See `shrinkpoint.kernels.kmeans`."""
+    begins = [0, *ends.tolist()[:-1]]
+    parts = zip(begins, ends.tolist(), strict=True)
+    return np.array([_least_loss(centers[a:b].tolist(), weights[a:b].tolist(), k) for a, b in parts], np.float64)

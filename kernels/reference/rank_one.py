@@ -11,8 +11,10 @@ from ..rank_one import ESCAPE, FARTHEST, FIRST, SCALE, ZERO, cell_centers
 from .bits import sign_and_magnitude
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ..arrays import Array
-    from ..rank_one import Factors
+    from ..rank_one import Factors, Shapes
 
 _NORMAL = 1 << 23
 _INFINITE = 255 << 23
@@ -85,3 +87,47 @@ def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int,
     xp = array_namespace(symbols)
     factors = xp.take(xp.asarray(table, device=device(symbols)), xp.astype(symbols, xp.int64))
     return _estimates(xp, symbols, rows, columns, start) * factors
+
+
+def _matrices(shapes: Shapes) -> Iterator[tuple[slice, slice, slice]]:
+    """Elements, rows and columns of each of several matrices that stand one after another."""
+    at = i = j = 0
+    for height, width in shapes.tolist():
+        yield slice(at, at + height * width), slice(i, i + height), slice(j, j + width)
+        at, i, j = at + height * width, i + height, j + width
+
+
+def factors_many(x: Array, shapes: Shapes) -> tuple[Factors, Factors]:
+    """See `shrinkpoint.kernels.rank_one`."""
+    rows, columns = (np.empty(int(shapes[:, k].sum()), np.float32) for k in range(2))
+    for part, of_rows, of_columns in _matrices(shapes):
+        height, width = of_rows.stop - of_rows.start, of_columns.stop - of_columns.start
+        across, down = factor_sums(x[part], width)
+        mean = across.sum() / (height * width)
+        rows[of_rows] = np.maximum(across / width, 0)
+        columns[of_columns] = np.maximum(down / height / mean if mean > 0 else down / height, 0)
+    return rows, columns
+
+
+def residual_symbols_many(
+    x: Array, rows: Factors, columns: Factors, shapes: Shapes, eighths: int, previous: Array | None
+) -> tuple[Array, Any, Any]:
+    """See `shrinkpoint.kernels.rank_one`."""
+    found = [
+        residual_symbols(x[part], rows[i], columns[j], 0, eighths, None if previous is None else previous[part])
+        for part, i, j in _matrices(shapes)
+    ]
+    xp = array_namespace(x)
+    empty = [xp.zeros(0, dtype=xp.uint8)]
+    return (
+        xp.concat(empty + [symbols for symbols, _, _ in found]),
+        sum((sums for _, sums, _ in found), np.zeros(256)),
+        sum((counts for _, _, counts in found), np.zeros(256)),
+    )
+
+
+def residual_values_many(symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, table: Factors) -> Array:
+    """See `shrinkpoint.kernels.rank_one`."""
+    xp = array_namespace(symbols)
+    parts = [residual_values(symbols[part], rows[i], columns[j], 0, table) for part, i, j in _matrices(shapes)]
+    return xp.concat([xp.zeros(0, dtype=xp.float32), *parts])

@@ -17,6 +17,7 @@ import zstandard
 
 import shrinkpoint as sp
 from shrinkpoint import codec
+from shrinkpoint.codec.format.columns import from_columns, to_columns
 from shrinkpoint.codec.state.subclass import is_wrapper, taken_apart
 
 _PREFIX = struct.Struct("<8sIIQQII")
@@ -94,9 +95,10 @@ def known(*paths: str) -> dict[str, str]:
 
 
 def take_apart(blob: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """Header and chunks of a file."""
+    """Header, the records of its arrays as rows, and chunks of a file."""
     _, _, _, stored, _, count, _ = _PREFIX.unpack_from(blob)
     header = json.loads(zstandard.decompress(blob[56 : 56 + stored]))
+    header["arrays"] = from_columns(header["arrays"], len(header["tree"]))
     table, at = 56 + stored, 56 + stored + 24 * count
     chunks = []
     for i in range(count):
@@ -116,7 +118,11 @@ def put_together(
     lengths: list[int] | None = None,
     tail: bytes = b"",
 ) -> bytes:
-    """A file whose checksums are right whatever it says."""
+    """A file whose checksums are right whatever it says; records that are rows become columns."""
+    if isinstance(header, dict) and isinstance(header.get("arrays"), list):
+        rows = header["arrays"]
+        is_plain = all(isinstance(row, dict) and None not in row.values() for row in rows)
+        header = header | {"arrays": to_columns(rows)} if is_plain else header
     plain = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
     stored = zstandard.ZstdCompressor(level=3).compress(plain) + tail
     sizes = [len(c) for c in chunks] if lengths is None else lengths

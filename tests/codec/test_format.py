@@ -324,17 +324,33 @@ def symbols(data: bytes, n: int, context: Any = None, contexts: int = 0) -> np.n
         usual = [source.take(1)[0]] * n
         out = rare(source.rest(), usual)
     elif method == 13:
-        columns, phase, rank, shift = (source.varint() for _ in range(4))
+        columns, phase, matrices = (source.varint() for _ in range(3))
         assert 1 <= columns <= n
         assert phase < columns
-        assert 1 <= rank <= min(16, columns // 4, n // columns // 4)
-        assert 1 <= shift <= 20
         lines = -(-(phase + n) // columns), columns
+        heights = [lines[0]] if matrices == 1 else [source.varint() for _ in range(matrices)]
+        assert sum(heights) == lines[0]
+        assert matrices == 1 or (phase == 0 and lines[0] * columns == n and min(heights) > 0)
+        counts = [n] if matrices == 1 else [h * columns for h in heights]
+        ranks, shifts = [], []
+        for count in counts:
+            ranks.append(source.varint())
+            assert ranks[-1] <= min(16, columns // 4, count // columns // 4)
+            shifts.append(source.varint() if ranks[-1] else 1)
+            assert 1 <= shifts[-1] <= 20
         parts = [source.block(), source.block()]
-        a, b = (symbols(p, rank * k).astype(int).reshape(rank, k) - 128 for p, k in zip(parts, lines, strict=True))
+        left = symbols(parts[0], sum(k * h for k, h in zip(ranks, heights, strict=True))).astype(int) - 128
+        right = symbols(parts[1], sum(k * columns for k in ranks)).astype(int) - 128
         row, column = np.divmod(phase + np.arange(n), columns)
-        sums = (a[:, row] * b[:, column]).sum(axis=0)
-        place = np.clip((sums + (1 << (shift - 1))) >> shift, -6, 6) + 6
+        place = np.full(n, 6)
+        i = j = first = top = 0
+        for rank, height, shift, count in zip(ranks, heights, shifts, counts, strict=True):
+            a = left[i : i + rank * height].reshape(rank, height)
+            b = right[j : j + rank * columns].reshape(rank, columns)
+            part = slice(first, first + count)
+            sums = (a[:, row[part] - top] * b[:, column[part]]).sum(axis=0)
+            place[part] = np.clip((sums + (1 << (shift - 1))) >> shift, -6, 6) + 6
+            i, j, first, top = i + rank * height, j + rank * columns, first + count, top + height
         classes = source.varint()
         assert 1 <= classes <= 19
         if classes > 1:
@@ -667,6 +683,136 @@ def table(source: Bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
     return out
 
 
+def joined(parents: list[Any], name: str) -> Any:
+    """A field of the parents' memories, one after another."""
+    if isinstance(parents[0][name], bytes):
+        return b"".join(p[name] for p in parents)
+    return np.concatenate([p[name] for p in parents])
+
+
+def cut(data: Any, records: list[dict[str, Any]], unit: int = 1) -> list[Any]:
+    """What belongs to each member, of whose elements each has so many entries."""
+    ends = np.cumsum([unit * int(np.prod(r["s"])) for r in records]).tolist()
+    return [data[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def read_bundle(
+    bundle: dict[str, Any], records: list[dict[str, Any]], pieces: list[bytes], old: Any, second: Any
+) -> Any:
+    """The memory of each member."""
+    n, width = sum(int(np.prod(r["s"])) for r in records), item_size(records[0]["d"])
+    whole = {"s": [n], "d": records[0]["d"], "m": bundle.get("m", {})}
+    assert n * width <= 2**20
+    if bundle["f"] == "levels":
+        return read_levels_together(whole, records, pieces, old)
+    if bundle["f"] == "rank-one":
+        return read_rank_one_together(whole, records, pieces, old)
+    if bundle["f"] == "bytes":
+        before = None if old is None else {"data": joined(old, "data")}
+        found = read_bytes(whole, pieces, before)
+    elif bundle["f"] == "grid":
+        found = read_grid(whole, pieces, second)
+    else:
+        assert bundle["f"] == "log-buckets"
+        found = read_log_buckets(whole, pieces, None)
+    ((name, data),) = found.items()
+    return [{name: own} for own in cut(data, records, width)]
+
+
+def read_rank_one_together(whole: Any, records: Any, pieces: list[bytes], old: Any) -> Any:
+    shapes = [(r["s"][0], int(np.prod(r["s"])) // r["s"][0]) for r in records]
+    source = Bytes(pieces[0])
+    numbers, factors = [], []
+    for which in range(2):
+        lengths = [shape[which] for shape in shapes]
+        inner = Bytes(source.block())
+        j = symbols(inner.block(), sum(lengths)).astype(int)
+        j += symbols(inner.block(), sum(lengths)).astype(int) << 8
+        assert inner.at == len(inner.data)
+        if old is not None:
+            j = np.concatenate([p["numbers"][which] for p in old]) + np.array([unfolded(int(z)) for z in j], int)
+        numbers.append(np.split(j, np.cumsum(lengths)[:-1]))
+        factors.append([np.array([bucket_value(int(k), 3, "float32") for k in own], np.float32) for own in numbers[-1]])
+    means = table(source)
+    assert source.at == len(pieces[0])
+    with np.errstate(all="ignore"):
+        products = np.concatenate([np.multiply.outer(a, b).reshape(-1) for a, b in zip(*factors, strict=True)])
+        before = None if old is None else joined(old, "symbols")
+        n = whole["s"][0]
+        values, found = with_escapes(pieces[1:], lambda part, s: products[part] * means[s], 1, n, before)
+    data = cut(narrowed(values, whole["d"]), records, item_size(whole["d"]))
+    each = zip(data, cut(found, records), *numbers, strict=True)
+    return [{"values": v, "symbols": s, "numbers": [a, b]} for v, s, a, b in each]
+
+
+def first_not_negative(codebook: bytes, dtype: str) -> int:
+    return int((to_float(codebook, dtype) < 0).sum())
+
+
+def shifted(levels: list[Any], codebooks: list[bytes], dtype: str, sign: int) -> Any:
+    """Levels so that the first entry that is not negative has one level in all arrays, or (sign -1) back."""
+    zeros = [first_not_negative(c, dtype) for c in codebooks]
+    out = []
+    for own, zero in zip(levels, zeros, strict=True):
+        moved = (own.astype(int) - 2 + sign * (max(zeros) - zero)) % 254 + 2
+        out.append(np.where(own < 2, own, moved).astype(np.uint8))
+    return np.concatenate(out)
+
+
+def read_levels_together(whole: Any, records: Any, pieces: list[bytes], old: Any) -> Any:
+    dtype, n = whole["d"], whole["s"][0]
+    own, width = numpy_dtype(dtype), item_size(dtype)
+    assert len(pieces) == 2
+    source = Bytes(pieces[0])
+    modes = symbols(source.block(), len(records))
+    entries = symbols(source.block(), int((modes != 1).sum())).astype(int).tolist()
+    count = int((modes == 2).sum())
+    firsts, steps = (planes(source, k, count).astype(np.uint64) for k in (4, 8))
+    multiples = zip(firsts.astype(np.int64) - 2**31, steps.view(np.float64), strict=True)
+    codebooks = []
+    for i, mode in enumerate(modes):
+        if mode == 1:
+            codebooks.append(old[i]["codebook"])
+            continue
+        size = entries.pop(0)
+        if mode == 0:
+            codebooks.append(source.take(size * width))
+            continue
+        first, step = next(multiples)
+        with np.errstate(all="ignore"):
+            codebooks.append(np.array([(first + k) * step for k in range(size)]).astype(own).tobytes())
+    before = None
+    if old is not None:
+        before = shifted([p["levels"] for p in old], [p["codebook"] for p in old], dtype, 1)
+    coded = symbols(pieces[1], n, before, 256)
+    levels = cut(shifted(cut(coded, records), codebooks, dtype, -1), records)
+    count = source.varint()
+    assert count == sum(int((part == 1).sum()) for part in levels)
+    patterns = np.zeros(0, np.uint16)
+    if count:
+        predicted = []
+        for i, part in enumerate(levels):
+            guess = np.zeros(part.size, np.uint16)
+            if old is not None:
+                guess[old[i]["levels"] == 1] = bfloat16_or_none(old[i]["protected"], dtype)[0]
+            predicted.append(guess[part == 1])
+        patterns = undo(planes(source, 2, count), np.concatenate(predicted), True)
+    with np.errstate(all="ignore"):
+        protected = patterns.view(ml_dtypes.bfloat16).astype(np.float32).astype(own)
+    odd = np.cumsum([source.varint() for _ in range(source.varint())], dtype=int)
+    protected[odd] = np.frombuffer(source.take(odd.size * width), own)
+    assert source.at == len(pieces[0])
+    found, at = [], 0
+    for part, codebook in zip(levels, codebooks, strict=True):
+        out = np.zeros(part.size, own)
+        held = protected[at : at + int((part == 1).sum())]
+        out[part == 1] = held
+        out[part >= 2] = np.frombuffer(codebook, own)[part[part >= 2] - 2]
+        found.append({"levels": part, "codebook": codebook, "protected": held.tobytes(), "values": out.tobytes()})
+        at += held.size
+    return found
+
+
 def narrowed(x: np.ndarray[Any, Any], dtype: str) -> bytes:
     with np.errstate(all="ignore"):
         return x.astype(np.float32).astype(numpy_dtype(dtype)).tobytes()
@@ -973,7 +1119,18 @@ def open_file(blob: bytes) -> tuple[dict[str, Any], bytes]:
         body += chunk
         at += length
     assert at == len(blob)
-    return json.loads(text), body
+    header = json.loads(text)
+    count = header["arrays"].pop("count")
+    rows: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, column in header["arrays"].items():
+        values = column
+        if isinstance(column, dict):
+            values = [column["v"][i] for i in column.get("i", [0] * count)]
+        assert len(values) == count
+        for row, value in zip(rows, values, strict=True):
+            row.update({} if value is None else {name: value})
+    header["arrays"] = rows
+    return header, body
 
 
 def subclass(parts: dict[str, Any]) -> Any:
@@ -1026,14 +1183,31 @@ def read(blob: bytes, parent: dict[str, Any] | None = None) -> dict[str, Any]:
     old = parent["memory"] if parent else {}
     memory: dict[str, Any] = {}
     pieces, at = [], 0
-    for record in header["arrays"]:
+    bundles = header.get("bundles", [])
+    for record in [*header["arrays"], *bundles]:
         pieces.append([])
-        for n in record["b"]:
+        for n in record.get("b", []):
             pieces[-1].append(body[at : at + n])
             at += n
     assert at == len(body)
     records = header["arrays"]
-    for number in sorted(range(len(records)), key=lambda i: "v" in records[i]):
+    units: list[Any] = [i for i in range(len(records)) if "f" in records[i]]
+    for bundle, own in zip(bundles, pieces[len(records) :], strict=True):
+        numbers = np.cumsum(bundle["a"]).tolist()
+        assert not any(records[i].keys() & {"f", "b", "m", "p"} for i in numbers)
+        units.append((bundle, numbers, own))
+    assert sum(1 if isinstance(u, int) else len(u[1]) for u in units) == len(records)
+    for unit in sorted(units, key=lambda u: "v" in records[u if isinstance(u, int) else u[1][0]]):
+        if not isinstance(unit, int):
+            bundle, numbers, own = unit
+            members = [records[i] for i in numbers]
+            parents = [old[keys[i]] for i in numbers] if bundle.get("p") else None
+            second = b"".join(memory[keys[r["v"]]]["values"] for r in members if "v" in r)
+            found_all = read_bundle(bundle, members, own, parents, second)
+            for i, found in zip(numbers, found_all, strict=True):
+                memory[keys[i]] = {**found, "s": records[i]["s"], "d": records[i]["d"]}
+            continue
+        number = unit
         record = {"f": "bytes", **records[number]}
         if record["f"] == "grid":
             found = read_grid(record, pieces[number], memory[keys[record["v"]]]["values"])

@@ -43,10 +43,11 @@ def test_golden_file(name: str) -> None:
 def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch) -> None:
     """And every exact storage method: whoever adds one adds a file."""
     from shrinkpoint.codec import streams
+    from shrinkpoint.codec.bundles.streams import BUNDLE_STREAMS
     from shrinkpoint.codec.entropy import coders, plain
     from shrinkpoint.codec.lossless import exact
 
-    used, methods, formats = set(), set(), set()
+    used, methods, formats, together = set(), set(), set(), set()
     decoded, chunk = plain.decoded, exact.decode_chunk
 
     def spy(data: memoryview, *args: Any) -> Any:
@@ -67,9 +68,12 @@ def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch
             ckpt = load(name)
             sp.decompress(ckpt)
             formats |= {row.stream for row in ckpt.summary()}
+            together |= {(bundle.stretch.stream, bundle.stretch.delta) for bundle in ckpt.bundles}
     finally:
         sp.set_threads(with_sp)
     assert formats == set(streams.STREAMS)
+    deltas = {stream for stream, of in BUNDLE_STREAMS.items() if of.restate is not None}
+    assert together == {(stream, False) for stream in BUNDLE_STREAMS} | {(stream, True) for stream in deltas}
     assert methods == set(range(8))
     every = set(range(entropy.PRODUCTS + 1))
     assert used == every, f"no golden file uses {sorted(every - used)}"

@@ -187,7 +187,7 @@ def test_sketches_and_codebooks_of_a_model_take_one_launch_each(
 
     count("histogram", "_launch")
     count("kmeans", "weighted_kmeans_many")
-    cfg = sp.Config([("weight", sp.Quantize(bins=2))])
+    cfg = sp.Config([("weight", sp.Quantize(bins=2, solver="exact"))])
     for tensors in (1, 5):
         model = {f"{i}.weight": torch.randn(64 + i, 64).to(device) for i in range(tensors)}
         seen.clear()

@@ -10,7 +10,7 @@ HOME = Path(__file__).parents[2]
 ROOMS = ("kernels", "codec", "search", "store", "trainers", "")
 """Folders of the package from below; "" is the face. Search and store stand side by side."""
 SIDE_BY_SIDE = {"search", "store"}
-CODEC = ("state", "evidence", "format", "entropy", "lossless", "moments", "weights", "embeddings")
+CODEC = ("state", "evidence", "format", "entropy", "lossless", "moments", "weights", "embeddings", "bundles")
 """Folders of the codec from below. What they all stand on, and what puts them together, lies beside them."""
 GROUND = {"errors", "extras", "arithmetic", "base", "registry", "parallel", "device_batches"}
 """Modules of the codec that its folders stand on; the others are above all folders."""

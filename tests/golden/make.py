@@ -242,6 +242,35 @@ def many(t: int) -> dict[str, Any]:
     return {"brain": torch.from_numpy((exponents + 100 << 7) + t * (steps - 3)).view(torch.bfloat16)}
 
 
+def small(t: int) -> dict[str, Any]:
+    """Many small layers, which are coded in bundles: one comes, one goes, one changes its shape, others stand out."""
+    model, entries = {}, {}
+    for i in range(12):
+        shape = (48, 32) if i == 5 and t else (32, 48)
+        w = (0.1 * bell(1536, 150 + i) + 0.002 * t * bell(1536, 170 + i + 20 * t)).astype(np.float32)
+        if i == 1:  # few values, each with an entry of its own
+            w = np.rint(8 * w) / np.float32(8)
+        if i == 2:  # protected values, and some that bfloat16 does not hold
+            w[:4] = [np.nan, np.inf, 1e-44, 30.0]
+        if i == 3:  # another codebook in every checkpoint
+            w *= np.float32(3.0**t)
+        left, right = bell(64, 230 + i + t).reshape(32, 2), bell(96, 250 + i + t).reshape(2, 48)
+        m = np.rint(left @ right * 16) / 16 + bell(1536, 270 + i + t).reshape(32, 48) / 8
+        v = (1e-4 + bell(1536, 290 + i) ** 2).reshape(32, 48) * (1 + 0.1 * t)
+        if (i == 10 and not t) or (i == 11 and t == 1):
+            continue
+        layer = f"layers.{i}"
+        model[f"{layer}.weight"] = torch.from_numpy(w).reshape(shape)
+        model[f"{layer}.bias"] = torch.from_numpy(bell(48, 310 + i + t).astype(np.float32))
+        for name, of, first, second in (("weight", shape, m, v), ("bias", (48,), m[0], v[0])):
+            entries[f"{layer}.{name}"] = {
+                "step": torch.tensor(float(10 + t)),
+                "exp_avg": torch.from_numpy((0.01 * first).astype(np.float32)).reshape(of),
+                "exp_avg_sq": torch.from_numpy((1e-4 * second).astype(np.float32)).reshape(of),
+            }
+    return {"model": model, "optimizer": {"state": entries}}
+
+
 KINDS: dict[Any, dict[str, Any]] = {
     training: {"fc.weight": "linear", "wte.weight": "embedding", "half": "linear", "odd": "linear", "zero": "linear"},
     tables: {"emb.weight": "embedding", "wte.weight": "embedding"},
@@ -285,6 +314,8 @@ def cases() -> dict[str, tuple[Any, sp.Config, int]]:
         "flipped": (flipped, sp.presets.lossless(), 3),
         "sparse": (sparse, sp.presets.lossless(), 3),
         "many": (many, sp.presets.lossless(), 2),
+        "small": (small, sp.Config(), 3),
+        "small-rate": (small, sp.Config([("second moment", sp.LogBuckets())], rate=0.001), 2),
         "subclass": (lambda t: {"state": {0: {"exp_avg": coded(t), "step": t}}}, sp.Config(), 2),
     }
 

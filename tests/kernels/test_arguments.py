@@ -42,6 +42,8 @@ HISTOGRAM = k.log_histogram(X, 4, signed=True)
 MATRIX = RNG.normal(size=(5, 8)).astype(np.float32)
 ROWS, COLUMNS = np.abs(MATRIX[:, 0]), np.abs(MATRIX[0])
 FACTORS = np.ones(256, np.float32)
+ENDS, SHAPES = np.array([20, N]), np.array([[4, 8], [5, 1]])
+OF_ROWS, OF_COLUMNS = np.abs(X[:9]), np.abs(X[9:18])
 SMALL, FACTOR = RNG.integers(-128, 128, N).astype(np.int8), RNG.integers(-128, 128, (16, 2)).astype(np.int8)
 SHORTS = RNG.integers(0, 60000, N).astype(np.uint16)
 CATEGORIES, EXTRA = k.split_categories(SHORTS, 2)
@@ -82,6 +84,24 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (k.cluster_quantize, {"x": X, "clusters": 4}),
     (k.cluster_dequantize, CLUSTERS._asdict()),
     (k.distortion, {"x": X, "y": X}),
+    (k.distortion_many, {"x": X, "y": X, "ends": ENDS}),
+    (k.used_buckets_many, {"x": X, "ends": ENDS, "bits": 4}),
+    (k.least_losses, {"centers": CENTERS, "weights": WEIGHTS, "ends": np.array([len(CENTERS)]), "k": 3}),
+    (k.factors_many, {"x": X, "shapes": SHAPES}),
+    (
+        k.residual_symbols_many,
+        {"x": X, "rows": OF_ROWS, "columns": OF_COLUMNS, "shapes": SHAPES, "octaves": 0.5, "previous": LEVELS},
+    ),
+    (
+        k.residual_values_many,
+        {"symbols": LEVELS, "rows": OF_ROWS, "columns": OF_COLUMNS, "shapes": SHAPES, "table": FACTORS},
+    ),
+    (
+        k.uniform_levels_many,
+        {"x": X, "ends": ENDS, "steps": np.full(2, 0.5), "firsts": ENDS - ENDS, "sizes": ENDS, "limit": 4.0},
+    ),
+    (k.uniform_values_many, {"levels": LEVELS, "ends": ENDS, "steps": np.full(2, 0.5), "firsts": ENDS}),
+    (k.orthogonal_directions, {"vectors": SMALL.astype(np.int64).reshape(1, -1, 1)}),
     (k.extrapolate, {"x": X, "earlier": SQUARE, "factor": 0.5}),
     (k.exponent_buckets, {"x": X}),
     (k.promote, {"buckets": BUCKETS, "bits": 2}),

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from ...codec.base import CHUNK
-from ...codec.checkpoint import ArrayRecord, Checkpoint
+from ...codec.checkpoint import Checkpoint
 from ...codec.errors import CorruptDataError
 from ...codec.format.fields import Reader, Writer
 from ...codec.lossless.exact import SPARSE, UNCHANGED, decode_chunk, encode_chunk
 from ...codec.lossless.sparse import encode_sparse, read_sparse
 from ...codec.parallel import map_chunks
+from ...codec.records import ArrayRecord
 from ...codec.state.leaves import LeafSpec, NpArray
 from .tensors import Part, host_bytes
 

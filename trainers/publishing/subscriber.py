@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ...codec.checkpoint import ArrayRecord, Checkpoint
+from ...codec.checkpoint import Checkpoint
 from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError
+from ...codec.records import ArrayRecord
 from ...codec.state.leaves import LeafSpec, NpArray
 from ...store.files import Files
 from ...store.urls import open_files

@@ -16,7 +16,8 @@ from .options import AsJson, Parents
 from .output import busy, emit, line, size, table
 
 if TYPE_CHECKING:
-    from ..codec.checkpoint import ArrayRecord, Checkpoint
+    from ..codec.checkpoint import Checkpoint
+    from ..codec.records import ArrayRecord
     from ..codec.state.leaves import LeafSpec
 
 SHOWN = 40

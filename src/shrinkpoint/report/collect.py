@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..codec.checkpoint import ArrayRecord, Checkpoint
+from ..codec.checkpoint import Checkpoint
 from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.evidence.moments import guess
 from ..codec.parallel import map_chunks
+from ..codec.records import ArrayRecord
 from ..store import restore_counter
 from ..store.urls import open_files
 from .histogram import Histogram, histogram

@@ -1,0 +1,184 @@
+"""Arrays joined end to end, and the references that decoding them together leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...kernels.arrays import is_torch, on_gpu
+from ..base import Leaf, Reference, Stored
+from ..entropy.row_column_classes import columns_of
+from ..format.fields import Piece
+from ..lossless.reference import BytesReference
+from ..moments.logbuckets import ValuesReference
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBundle:
+    """An encoded bundle.
+
+    Args:
+        members: numbers of its arrays, ascending.
+        stream: name of the stream format.
+        meta: what the decoder needs in addition to the pieces; plain JSON.
+        pieces: bytes, in order.
+        is_delta: whether decoding needs the parents of all members.
+        stored: of each member its reference, error and note; without pieces.
+    """
+
+    members: Sequence[int]
+    stream: str
+    meta: dict[str, Any]
+    pieces: Sequence[Piece]
+    is_delta: bool
+    stored: Sequence[Stored]
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """What became of a group of arrays that might be coded together, by their places in the group.
+
+    Args:
+        bundles: those that were.
+        alone: arrays for which that was not possible; None: still to be encoded.
+    """
+
+    bundles: Sequence[StoredBundle]
+    alone: Mapping[int, Stored | None]
+
+
+class Joined(Protocol):
+    """The references of the arrays of a bundle, joined."""
+
+    def split(self) -> list[Reference]:
+        """The reference of each array."""
+        ...
+
+    def data(self) -> NpArray:
+        """The bytes of all decoded values, one array after another; uint8."""
+        ...
+
+
+Pieces = tuple[dict[str, Any], Sequence[Piece]]
+
+
+@dataclass(frozen=True, slots=True)
+class BundleStream:
+    """The format of a bundle.
+
+    Args:
+        join: joins the references of arrays with these specs; None where one is of another stream.
+        decode: makes joined references of specs, metadata, pieces, the parents' joined references and, for a first
+            moment, the joined squares of its scale.
+        restate: metadata and pieces of joined references over others, or over none. None: no delta is coded against
+            such arrays.
+    """
+
+    join: Callable[[Sequence[Reference | None], Sequence[LeafSpec]], Joined | None]
+    decode: Callable[[Sequence[LeafSpec], dict[str, Any], Sequence[memoryview], Joined | None, Array | None], Joined]
+    restate: Callable[[Joined, Joined | None], Pieces] | None = None
+
+
+def joined_spec(specs: Sequence[LeafSpec]) -> LeafSpec:
+    """The spec of arrays of one library and dtype joined end to end: a matrix, if all have rows of one length."""
+    first = specs[0]
+    size = sum(spec.size for spec in specs)
+    columns = columns_of(first.shape)
+    if columns and all(columns_of(spec.shape) == columns for spec in specs[1:]):
+        shape: tuple[int, ...] = (size // columns, columns)
+    else:
+        shape = (size,)
+    library = "numpy" if first.library == "numpy scalar" else first.library
+    return LeafSpec(library, first.dtype, shape)
+
+
+def ends_of(specs: Sequence[LeafSpec]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Where the elements of each array end."""
+    return np.cumsum([spec.size for spec in specs], dtype=np.int64)
+
+
+def parts(data: Array, specs: Sequence[LeafSpec], unit: int = 1) -> list[Array]:
+    """The part of each array; `unit` entries of `data` are an element."""
+    found, start = [], 0
+    for spec in specs:
+        end = start + unit * spec.size
+        found.append(data[start:end])
+        start = end
+    return found
+
+
+def joined_bytes(flats: Sequence[Array]) -> NpArray:
+    """The bytes of flat arrays of one dtype, one after another on the host; from a GPU in one copy."""
+    if is_torch(flats[0]) and on_gpu(flats[0]):
+        import torch
+
+        return as_bytes(torch.cat(list(flats)))
+    if is_torch(flats[0]):
+        import torch
+
+        return as_bytes(torch.cat(list(flats)))
+    return np.concatenate([as_bytes(flat) for flat in flats])
+
+
+def joined_leaf(leaves: Sequence[Leaf]) -> Leaf:
+    """One array made of several."""
+    spec = joined_spec([leaf.spec for leaf in leaves])
+    first = leaves[0]
+    return Leaf(first.path, first.key, spec, first.kind, from_bytes(joined_bytes([leaf.flat for leaf in leaves]), spec))
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedBytes:
+    """Bytes of exact arrays."""
+
+    joined: NpArray
+    specs: Sequence[LeafSpec]
+
+    def split(self) -> list[Reference]:
+        """See `Joined`."""
+        return [BytesReference(part) for part in parts(self.joined, self.specs, self.specs[0].itemsize)]
+
+    def data(self) -> NpArray:
+        """See `Joined`."""
+        return self.joined
+
+
+def join_bytes(references: Sequence[Reference | None], specs: Sequence[LeafSpec]) -> JoinedBytes | None:
+    """See `BundleStream.join`."""
+    found = []
+    for reference, spec in zip(references, specs, strict=True):
+        if not isinstance(reference, BytesReference) or reference.data.size != spec.nbytes:
+            return None
+        found.append(reference.data)
+    return JoinedBytes(np.concatenate(found), specs)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedValues:
+    """Decoded values that no delta refers to."""
+
+    joined: NpArray
+    specs: Sequence[LeafSpec]
+
+    def split(self) -> list[Reference]:
+        """See `Joined`."""
+        found = parts(self.joined, self.specs, self.specs[0].itemsize)
+        return [ValuesReference(from_bytes(x.copy(), spec)) for x, spec in zip(found, self.specs, strict=True)]
+
+    def data(self) -> NpArray:
+        """See `Joined`."""
+        return self.joined
+
+
+def join_values(references: Sequence[Reference | None], specs: Sequence[LeafSpec]) -> JoinedValues | None:
+    """See `BundleStream.join`."""
+    found = []
+    for reference in references:
+        if not isinstance(reference, ValuesReference):
+            return None
+        found.append(as_bytes(reference.flat))
+    return JoinedValues(np.concatenate(found), specs)

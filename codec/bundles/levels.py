@@ -1,0 +1,373 @@
+"""Levels of several arrays coded together: each has its codebook, all share the stream of levels.
+
+Levels of arrays with other codebooks are made comparable: they are shifted so that in all of them the entry nearest
+above 0 has one level. The two levels that are no entries stay.
+
+Pieces: (0) modes and sizes of the codebooks; multiples: first and step of each; explicit entries; protected values as
+bfloat16 differences to the parents', and those that bfloat16 cannot hold. (1) the levels, in the context of the
+parents' where there are any.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...kernels.planes import difference, merge_planes, split_planes, undifference
+from ...kernels.quantizer import FIRST_CODE, MAX_CODES, Thresholds
+from ...kernels.uniform_levels import LARGEST_STEP, SMALLEST_STEP, uniform_values_many
+from .. import entropy
+from ..base import Leaf, Reference, Stored
+from ..entropy.row_column_classes import columns_of
+from ..errors import CorruptDataError
+from ..format.fields import Reader, Writer
+from ..state.casting import from_bfloat16
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
+from ..weights.levels import (
+    AIM_STEPS,
+    FARTHEST,
+    LevelsReference,
+    codebook_array,
+    compatible_parent,
+    multiples_of,
+    predicted_patterns,
+    read_aim,
+    read_thresholds,
+    thresholds_as_json,
+    widened_bytes,
+)
+from ..weights.planning import Plan
+from ..weights.protected import held_patterns
+from ..weights.quantize import Quantize, Quantized
+from ..weights.quantize_many import quantized_many
+from .joined import Joined, Pieces, StoredBundle, Together, ends_of, joined_spec, parts
+
+_EXPLICIT, _PARENTS, _MULTIPLES = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLevels:
+    """Levels of arrays, one after another.
+
+    Args:
+        levels: uint8 [n].
+        references: of each array, its levels a part of these.
+        specs: of the arrays.
+    """
+
+    levels: NpArray
+    references: Sequence[LevelsReference]
+    specs: Sequence[LeafSpec]
+
+    def split(self) -> list[Reference]:
+        """See `Joined`."""
+        return list(self.references)
+
+    def data(self) -> NpArray:
+        """See `Joined`."""
+        uniform = [r.multiples for r in self.references]
+        if self.specs[0].dtype != "float32" or not all(m and _within(*m) for m in uniform):
+            found = [as_bytes(r.values(spec)) for r, spec in zip(self.references, self.specs, strict=True)]
+            return np.concatenate(found)
+        firsts, steps = (np.array(column) for column in zip(*uniform, strict=True))
+        values = uniform_values_many(self.levels, ends_of(self.specs), steps, firsts)
+        protected = [r.protected for r in self.references if r.protected.size]
+        if protected:
+            values[self.levels == 1] = np.concatenate(protected).view(np.float32)
+        return as_bytes(values)
+
+    def shifts(self) -> NpArray:
+        """Of each array, the number of its first codebook entry that is not negative; int64."""
+        return np.array([_shift(r.codebook, r.multiples) for r in self.references])
+
+
+def _within(first: int, step: float) -> bool:
+    return abs(first) <= 1 << 15 and SMALLEST_STEP <= step <= LARGEST_STEP
+
+
+def _shift(codebook: NpArray, multiples: tuple[int, float] | None) -> int:
+    """Number of the first codebook entry that is not negative."""
+    return int(codebook.searchsorted(0.0)) if multiples is None else min(max(-multiples[0], 0), codebook.size)
+
+
+def join_levels(references: Sequence[Reference | None], specs: Sequence[LeafSpec]) -> JoinedLevels | None:
+    """See `BundleStream.join`."""
+    found: list[LevelsReference] = []
+    for reference, spec in zip(references, specs, strict=True):
+        levels = compatible_parent(reference, spec)
+        if levels is None:
+            return None
+        found.append(levels)
+    return JoinedLevels(np.concatenate([r.levels for r in found]), found, specs)
+
+
+def levels_together(
+    codec: Quantize, leaves: Sequence[Leaf], parents: Sequence[Reference | None], plans: Sequence[Plan]
+) -> Together:
+    """Quantize weights of one dtype, and encode their levels together."""
+    alone: dict[int, Stored | None] = {}
+    found: dict[int, Quantized] = {}
+    ordinary = quantized_many(codec, leaves, parents, plans)
+    for i, (leaf, parent, plan) in enumerate(zip(leaves, parents, plans, strict=True)):
+        quantized = ordinary[i] if i in ordinary else codec.quantized(leaf, parent, plan)
+        if isinstance(quantized, Stored):
+            alone[i] = quantized
+        else:
+            found[i] = quantized
+    if not found:
+        return Together([], alone)
+    specs = [leaves[i].spec for i in found]
+    joined = join_levels([q.levels for q in found.values()], specs)
+    assert joined is not None
+    before = join_levels([parents[i] for i in found], specs)
+    pieces = _pieces(joined, before)
+    if sum(map(len, pieces)) > sum(spec.nbytes for spec in specs):  # most is not finite, and stands next to its level
+        return Together([], alone | dict.fromkeys(found))
+    references = _with_parts(joined)
+    stored = [
+        Stored("levels", {}, (), memory, q.error, "relative L2", q.note)
+        for memory, q in zip(references, found.values(), strict=True)
+    ]
+    bundle = StoredBundle(list(found), "levels", _metadata(joined.references), pieces, before is not None, stored)
+    return Together([bundle], alone)
+
+
+def _with_parts(joined: JoinedLevels) -> list[LevelsReference]:
+    """The references with their levels as parts of the joined ones, which are held once."""
+    return [
+        LevelsReference(levels, r.codebook, r.protected, r.thresholds, r.aim, r.multiples)
+        for levels, r in zip(parts(joined.levels, joined.specs), joined.references, strict=True)
+    ]
+
+
+def _metadata(references: Sequence[LevelsReference]) -> dict[str, Any]:
+    """The different thresholds, the number of each array's own unless all have the same, and aims that are not 0."""
+    limits = [thresholds_as_json(r.thresholds) for r in references]
+    different = list(dict.fromkeys(map(tuple, limits)))
+    meta: dict[str, Any] = {"t": [list(t) for t in different]}
+    if len(different) > 1:
+        meta["i"] = [different.index(tuple(t)) for t in limits]
+    aims = [round(AIM_STEPS * r.aim) for r in references]
+    return meta | ({"a": aims} if any(aims) else {})
+
+
+def _shifted(levels: NpArray, specs: Sequence[LeafSpec], shifts: NpArray, *, back: bool = False) -> NpArray:
+    """Levels moved so that the entry `shifts[i]` of array i has the level that the largest shift has; or back."""
+    by = (int(shifts.max()) - shifts) % MAX_CODES
+    if not by.any():
+        return levels
+    if back:
+        by = (MAX_CODES - by) % MAX_CODES
+    table = np.empty((by.size, 256), np.uint8)
+    table[:, :FIRST_CODE] = np.arange(FIRST_CODE)
+    table[:, FIRST_CODE:] = (np.arange(MAX_CODES) + by[:, None]) % MAX_CODES + FIRST_CODE
+    out = np.empty_like(levels)
+    for row, own, to in zip(table, parts(levels, specs), parts(out, specs), strict=True):
+        np.take(row, own, out=to)
+    return out
+
+
+def _pieces(joined: JoinedLevels, before: JoinedLevels | None) -> list[bytes]:
+    specs = joined.specs
+    symbols = _shifted(joined.levels, specs, joined.shifts())
+    old = None if before is None else _shifted(before.levels, specs, before.shifts())
+    columns = columns_of(joined_spec(specs).shape)
+    chunk = entropy.encode_levels(symbols, 256, old, 256, "smallest", columns, 0)
+    return [_references(joined, before), chunk]
+
+
+def restate_levels_together(joined: Joined, before: Joined | None) -> Pieces:
+    """The same levels, codebooks and protected values against others, or against none."""
+    assert isinstance(joined, JoinedLevels)
+    pieces = _pieces(joined, before if isinstance(before, JoinedLevels) else None)
+    return _metadata(joined.references), pieces
+
+
+def _references(joined: JoinedLevels, before: JoinedLevels | None) -> bytes:
+    """The first piece."""
+    spec = joined.specs[0]
+    modes, sizes, firsts, steps, explicit = [], [], [], [], []
+    patterns, predicted, odd_at, odd = [], [], [], []
+    count = 0
+    for i, memory in enumerate(joined.references):
+        old = None if before is None else before.references[i]
+        if old is not None and _same(old, memory):
+            modes.append(_PARENTS)
+        else:
+            uniform = memory.uniform(spec)
+            modes.append(_EXPLICIT if uniform is None else _MULTIPLES)
+            sizes.append(memory.codebook.size)
+            if uniform is None:
+                explicit.append(as_bytes(codebook_array(memory.codebook, spec)))
+            else:
+                firsts.append(uniform[0])
+                steps.append(uniform[1])
+        if memory.protected.size:
+            found, own = held_patterns(memory.protected, spec)
+            patterns.append(found)
+            predicted.append(predicted_patterns(memory.levels, old, spec))
+            if own.size:
+                odd_at.append(own + count)
+                odd.append(memory.protected.reshape(-1, spec.itemsize)[own])
+            count += found.size
+    out = Writer()
+    for numbers in (modes, sizes):
+        out.block(entropy.coded(np.array(numbers, np.uint8)))
+    _write_planes(out, np.array(firsts, np.int64) + FARTHEST, 4)
+    _write_planes(out, np.array(steps, np.float64).view(np.int64), 8)
+    for entries in explicit:
+        out.raw(entries)
+    out.varint(count)
+    if count:
+        steps_to = difference(np.concatenate(patterns), np.concatenate(predicted), dtype="bfloat16")
+        for plane in split_planes(steps_to):
+            out.block(entropy.encode(np.ascontiguousarray(plane)))
+    at = np.concatenate(odd_at) if odd_at else np.empty(0, np.int64)
+    out.varint(at.size)
+    for gap in np.diff(at, prepend=0):
+        out.varint(int(gap))
+    for values in odd:
+        out.raw(values)
+    return out.done()
+
+
+def _same(old: LevelsReference, memory: LevelsReference) -> bool:
+    """Whether two codebooks are equal."""
+    if old.multiples is not None and memory.multiples is not None:
+        return old.multiples == memory.multiples and old.codebook.size == memory.codebook.size
+    return np.array_equal(old.codebook, memory.codebook)
+
+
+def _write_planes(out: Writer, numbers: NpArray, width: int) -> None:
+    """The lower bytes of int64 numbers, a plane each."""
+    planes = numbers.astype("<i8").view(np.uint8).reshape(-1, 8)
+    for k in range(width):
+        out.block(entropy.coded(np.ascontiguousarray(planes[:, k])))
+
+
+def _read_planes(data: Reader, count: int, width: int) -> NpArray:
+    planes = np.zeros((count, 8), np.uint8)
+    for k in range(width):
+        planes[:, k] = entropy.decode(data.block(), count)
+    numbers: NpArray = planes.view("<i8").reshape(-1)
+    return numbers
+
+
+def decode_levels_together(
+    specs: Sequence[LeafSpec],
+    meta: dict[str, Any],
+    pieces: Sequence[memoryview],
+    before: Joined | None,
+    square: Array | None,
+) -> JoinedLevels:
+    """Decode levels that were coded together."""
+    old = before if isinstance(before, JoinedLevels) else None
+    if len(pieces) != 2:
+        raise CorruptDataError(f"levels: a bundle in {len(pieces)} pieces; it has 2")
+    data = Reader(pieces[0], "levels")
+    codebooks = _read_codebooks(data, specs, old)
+    size = sum(spec.size for spec in specs)
+    context = None if old is None else _shifted(old.levels, specs, old.shifts())
+    symbols = entropy.decode(pieces[1], size, context, 256)
+    shifts = np.array([_shift(*codebook) for codebook in codebooks])
+    levels = _shifted(symbols, specs, shifts, back=True)
+    own = parts(levels, specs)
+    for part, (codebook, _) in zip(own, codebooks, strict=True):
+        if part.size and int(part.max()) >= codebook.size + FIRST_CODE:
+            raise CorruptDataError("levels: a level is beyond its codebook")
+    protected = _read_protected(data, specs, own, old)
+    data.end()
+    thresholds, aims = _read_metadata(meta, len(specs))
+    references = [
+        LevelsReference(part, codebook, held, limits, aim, multiples)
+        for part, (codebook, multiples), held, limits, aim in zip(
+            own, codebooks, protected, thresholds, aims, strict=True
+        )
+    ]
+    return JoinedLevels(levels, references, specs)
+
+
+Codebook = tuple[NpArray, tuple[int, float] | None]
+"""Entries, and the first multiple and the step where they are multiples."""
+
+
+def _read_codebooks(data: Reader, specs: Sequence[LeafSpec], old: JoinedLevels | None) -> list[Codebook]:
+    spec = specs[0]
+    modes = entropy.decode(data.block(), len(specs))
+    if modes.size and int(modes.max()) > _MULTIPLES:
+        raise CorruptDataError(f"levels: mode {int(modes.max())} of a codebook")
+    sizes = entropy.decode(data.block(), int(np.count_nonzero(modes != _PARENTS))).astype(np.int64)
+    if sizes.size and int(sizes.max()) > MAX_CODES:
+        raise CorruptDataError(f"levels: a codebook of {int(sizes.max())} entries")
+    uniform = int(np.count_nonzero(modes == _MULTIPLES))
+    firsts = _read_planes(data, uniform, 4) - FARTHEST
+    steps = _read_planes(data, uniform, 8).view(np.float64)
+    numbers, multiples = iter(sizes.tolist()), zip(firsts.tolist(), steps.tolist(), strict=True)
+    found: list[Codebook] = []
+    for i, mode in enumerate(modes.tolist()):
+        if mode == _PARENTS:
+            if old is None:
+                raise CorruptDataError("levels: the parent's codebook is wanted and is not there")
+            found.append((old.references[i].codebook, old.references[i].multiples))
+            continue
+        size, own = next(numbers), None
+        if mode == _MULTIPLES:
+            own = next(multiples)
+            codebook = multiples_of(own[0], size, own[1], spec)
+        else:
+            codebook = widened_bytes(data.array("u1", size * spec.itemsize).copy(), spec)
+        if not np.isfinite(codebook).all() or (codebook[1:] <= codebook[:-1]).any():
+            raise CorruptDataError("levels: a codebook is not finite and ascending")
+        found.append((codebook, own))
+    return found
+
+
+def _read_protected(
+    data: Reader, specs: Sequence[LeafSpec], levels: Sequence[NpArray], old: JoinedLevels | None
+) -> list[NpArray]:
+    """Bytes of the protected values of each array."""
+    spec = specs[0]
+    counts = [int(np.count_nonzero(own == 1)) for own in levels]
+    count = data.varint()
+    if count != sum(counts):
+        raise CorruptDataError(f"levels: {count} protected values do not fit the levels")
+    protected = np.empty(0, np.uint8)
+    if count:
+        planes = np.empty((2, count), np.uint8)
+        for plane in planes:
+            plane[:] = entropy.decode(data.block(), count)
+        predicted = [
+            predicted_patterns(own, None if old is None else old.references[i], spec)
+            for i, own in enumerate(levels)
+            if counts[i]
+        ]
+        steps = merge_planes(planes, dtype="uint16")
+        protected = from_bfloat16(undifference(steps, np.concatenate(predicted), dtype="bfloat16"), spec)
+    odd = data.varint()
+    if odd > count:
+        raise CorruptDataError("levels: more values beyond bfloat16 than protected ones")
+    at = np.fromiter(itertools.accumulate(min(data.varint(), count) for _ in range(odd)), np.int64, odd)
+    if odd and int(at[-1]) >= count:
+        raise CorruptDataError("levels: a position is out of range")
+    exact = data.array("u1", odd * spec.itemsize).reshape(odd, spec.itemsize)
+    protected.reshape(count, spec.itemsize)[at] = exact
+    ends = np.cumsum(counts) * spec.itemsize
+    return np.split(protected, ends[:-1])
+
+
+def _read_metadata(meta: dict[str, Any], count: int) -> tuple[list[Thresholds], list[float]]:
+    limits, numbers, aims = meta.get("t"), meta.get("i"), meta.get("a")
+    if not isinstance(limits, list) or not limits:
+        raise CorruptDataError("levels: no thresholds")
+    thresholds = [read_thresholds(limit) for limit in limits]
+    numbers = [0] * count if numbers is None else numbers
+    aims = [0] * count if aims is None else aims
+    if not (isinstance(numbers, list) and isinstance(aims, list) and len(numbers) == len(aims) == count):
+        raise CorruptDataError(f"levels: thresholds or aims do not fit {count} arrays")
+    if not all(type(i) is int and 0 <= i < len(thresholds) for i in numbers):
+        raise CorruptDataError("levels: thresholds that are not there")
+    return [thresholds[i] for i in numbers], [read_aim(aim) for aim in aims]

@@ -1,0 +1,114 @@
+"""The records of arrays as columns, one a field: ten thousand records repeat few names and values.
+
+    {"count": 3, "d": {"v": ["float32"]}, "f": {"v": ["levels", "bytes"], "i": [0, 0, 1]}, "e": [0.1, null, 0.2]}
+
+A column is a list with a value for each record (null: the record has no such field), or the different values `v` and
+for each record the number `i` of its own; without `i` all have the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import CorruptDataError
+
+_COUNT = "count"
+Record = dict[str, Any]
+
+
+def to_columns(records: Sequence[Record]) -> dict[str, Any]:
+    """Return records as columns.
+
+    Args:
+        records: plain JSON; no value is None.
+
+    Example:
+        >>> to_columns([{"d": "float32"}, {"d": "float32", "s": [2]}])
+        {'count': 2, 'd': {'v': ['float32']}, 's': [None, [2]]}
+    """
+    names = dict.fromkeys(name for record in records for name in record)
+    return {_COUNT: len(records), **{name: _column([r.get(name) for r in records]) for name in names}}
+
+
+def _column(values: list[Any]) -> Any:
+    numbers: dict[Any, int] = {}
+    found: list[Any] = []
+    index = []
+    for value in values:
+        key = (type(value), json.dumps(value) if type(value) in (list, dict) else value)
+        if key not in numbers:
+            numbers[key] = len(found)
+            found.append(value)
+        index.append(numbers[key])
+    if len(found) == 1:
+        return {"v": found}
+    return values if 2 * len(found) > len(values) else {"v": found, "i": index}
+
+
+def from_columns(columns: Any, most: int) -> list[Record]:
+    """Return the records that `to_columns` was given.
+
+    Args:
+        columns: what a file has.
+        most: records that there may be: each is an array of the tree.
+
+    Raises:
+        CorruptDataError: no such columns, or more records.
+
+    Example:
+        >>> from_columns({"count": 2, "d": {"v": ["float32"]}, "s": [None, [2]]}, 2)
+        [{'d': 'float32'}, {'d': 'float32', 's': [2]}]
+    """
+    count = columns.get(_COUNT) if isinstance(columns, dict) else None
+    if type(count) is not int or not 0 <= count <= most:
+        raise CorruptDataError("header: its arrays are no columns, or more than the tree has")
+    records: list[Record] = [{} for _ in range(count)]
+    for name, column in columns.items():
+        if name == _COUNT:
+            continue
+        for record, value in zip(records, _values(name, column, count), strict=True):
+            if value is not None:
+                record[name] = value
+    return records
+
+
+def _values(name: str, column: Any, count: int) -> Sequence[Any]:
+    if isinstance(column, list):
+        if len(column) == count:
+            return column
+    elif isinstance(column, dict) and isinstance(column.get("v"), list):
+        values, index = column["v"], column.get("i")
+        if index is None and len(values) == 1:
+            return [values[0]] * count
+        numbers = index if isinstance(index, list) and len(index) == count else [-1]
+        if all(type(i) is int and 0 <= i < len(values) for i in numbers):
+            return [values[i] for i in numbers]
+    raise CorruptDataError(f"header: the column {name[:20]!r} does not fit {count} arrays")
+
+
+def gaps(numbers: Sequence[int]) -> list[int]:
+    """Return numbers as differences to the one before.
+
+    Example:
+        >>> gaps([3, 4, 8])
+        [3, 1, 4]
+    """
+    return [own - before for own, before in zip(numbers, (0, *numbers), strict=False)]
+
+
+def from_gaps(found: Any, below: int) -> list[int]:
+    """Return the different numbers, from 0 to `below`, that `gaps` was given; else raises CorruptDataError.
+
+    Example:
+        >>> from_gaps([3, 1, 4], 9)
+        [3, 4, 8]
+    """
+    if not isinstance(found, list) or not found or not all(type(gap) is int and abs(gap) < 1 << 48 for gap in found):
+        raise CorruptDataError("header: a bundle names no arrays")
+    numbers = list(itertools.accumulate(found))
+    if min(numbers) < 0 or max(numbers) >= below or len(set(numbers)) != len(numbers):
+        raise CorruptDataError(f"header: a bundle names an array twice, or one that is not among {below}")
+    return numbers

@@ -1,0 +1,247 @@
+"""What the header of a checkpoint says of its arrays: a record an array, and one a bundle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .bundles.grouping import MOST_BYTES
+from .bundles.streams import BUNDLE_STREAMS
+from .errors import CorruptDataError
+from .evidence.reasons import REASONS
+from .format.columns import from_gaps
+from .registry import missing, package_of
+from .state.leaves import LeafSpec, spec_from_header
+from .streams import STREAMS, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Where the pieces of an array or a bundle are, and what they are.
+
+    Args:
+        stream: stream format.
+        meta: the stream's metadata.
+        offset: where the pieces start in the body.
+        lengths: bytes of each piece.
+        delta: whether decoding needs the parent's memory of the same arrays.
+    """
+
+    stream: str
+    meta: dict[str, Any]
+    offset: int
+    lengths: tuple[int, ...]
+    delta: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Arrays that were coded together.
+
+    Args:
+        members: their numbers.
+        stretch: their pieces.
+    """
+
+    members: tuple[int, ...]
+    stretch: Stretch
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRecord:
+    """One array of a checkpoint, as its header describes it.
+
+    Args:
+        path: keys joined by "/".
+        key: unique name of the place in the tree; what a delta matches parents by.
+        spec: library, dtype, shape.
+        stretch: its pieces; of a member of a bundle those of the bundle.
+        nbytes: stored bytes; of a member of a bundle its share, by raw bytes.
+        error: achieved error, in the measure `measure`.
+        measure: "exact", "relative L2" or "relative".
+        note: what the codec has to say, or "".
+        sibling: number of the array whose values decoding needs, or None.
+        codec: id of the codec that was chosen for it.
+        why: the rule or the evidence that chose the codec, or why the array is exact.
+        bundle: number of the bundle that it is a member of, or None.
+    """
+
+    path: str
+    key: str
+    spec: LeafSpec
+    stretch: Stretch
+    nbytes: int
+    error: float
+    measure: str
+    note: str
+    sibling: int | None
+    codec: str
+    why: str
+    bundle: int | None
+
+    @property
+    def stream(self) -> str:
+        """Stream format."""
+        return self.stretch.stream
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The stream's metadata."""
+        return self.stretch.meta
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Bytes of each piece; of all members of a bundle together."""
+        return self.stretch.lengths
+
+    @property
+    def delta(self) -> bool:
+        """Whether decoding needs the parent's memory of the same array."""
+        return self.stretch.delta
+
+    @property
+    def format(self) -> Stream:
+        """What is to be known of its stream."""
+        return STREAMS[self.stretch.stream]
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The records of a header.
+
+    Args:
+        arrays: in the order of the state.
+        bundles: in the order of the body, after the pieces of all arrays that are in none.
+        nbytes: of all pieces.
+    """
+
+    arrays: tuple[ArrayRecord, ...]
+    bundles: tuple[Bundle, ...]
+    nbytes: int
+
+
+def records_of(header: Mapping[str, Any], keys: Sequence[tuple[str, str]]) -> Records:
+    """Read the records of a header.
+
+    Args:
+        header: with the records of arrays as rows.
+        keys: (path, key) of each array, in order.
+
+    Raises:
+        CorruptDataError: a record is not what a writer writes.
+    """
+    rows, found, others = header.get("arrays"), header.get("bundles", []), header.get("why", [])
+    if not isinstance(others, list) or not all(isinstance(reason, str) for reason in others):
+        raise CorruptDataError("header: its reasons are malformed")
+    if not isinstance(rows, list) or len(rows) != len(keys) or not all(isinstance(row, dict) for row in rows):
+        raise CorruptDataError("header: arrays and tree do not fit")
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+        raise CorruptDataError("header: its bundles are malformed")
+    members = [from_gaps(row.get("a"), len(rows)) for row in found]
+    bundle_of = {i: number for number, own in enumerate(members) for i in own}
+    if len(bundle_of) != sum(map(len, members)):
+        raise CorruptDataError("header: an array is in two bundles")
+    stretches: dict[int, Stretch] = {}
+    offset = 0
+    for i, (row, (path, _)) in enumerate(zip(rows, keys, strict=True)):
+        if i not in bundle_of:
+            alone = _stretch(row, path, offset, STREAMS)
+            stretches[i] = alone
+            offset += alone.nbytes
+        elif row.keys() & {"f", "b", "m", "p"}:
+            raise CorruptDataError(f"header: {path}: in a bundle, and with pieces of its own")
+    bundles = []
+    for own, row in zip(members, found, strict=True):
+        stretch = _stretch(row, f"a bundle of {len(own)} arrays", offset, BUNDLE_STREAMS)
+        offset += stretch.nbytes
+        bundles.append(Bundle(tuple(own), stretch))
+        stretches.update(dict.fromkeys(own, stretch))
+    specs = [spec_from_header(row.get("l", "torch"), row.get("d"), row.get("s")) for row in rows]
+    for bundle in bundles:
+        _check_members(bundle, specs)
+    shares = _shares(bundles, specs)
+    streams = [stretches[i].stream for i in range(len(rows))]
+    reasons = [*REASONS, *others]
+    arrays = []
+    for i, (row, (path, key)) in enumerate(zip(rows, keys, strict=True)):
+        pieces = stretches[i]
+        error, measure, note = row.get("e", 0.0), row.get("q", "exact"), row.get("n", "")
+        reason, codec = row.get("y"), row.get("c")
+        if not (
+            type(error) is float
+            and isinstance(measure, str)
+            and isinstance(note, str)
+            and (reason is None or (type(reason) is int and 0 <= reason < len(reasons)))
+            and isinstance(codec, str | None)
+            and _sibling_fits(row.get("v"), pieces.stream, streams)
+        ):
+            raise CorruptDataError(f"header: {path}: its record is malformed")
+        arrays.append(
+            ArrayRecord(
+                path,
+                key,
+                specs[i],
+                pieces,
+                shares.get(i, pieces.nbytes),
+                error,
+                measure,
+                note,
+                row.get("v"),
+                STREAMS[pieces.stream].codec if codec is None else codec,
+                "" if reason is None else reasons[reason],
+                bundle_of.get(i),
+            )
+        )
+    return Records(tuple(arrays), tuple(bundles), offset)
+
+
+def _stretch(row: Mapping[str, Any], path: str, offset: int, streams: Mapping[str, Any]) -> Stretch:
+    stream, meta, lengths = row.get("f", ""), row.get("m", {}), row.get("b", 0)
+    if isinstance(stream, str) and stream not in streams and package_of(stream):
+        raise missing(stream, path)
+    ok = (
+        isinstance(stream, str)
+        and stream in streams
+        and isinstance(meta, dict)
+        and isinstance(lengths, list)
+        and all(type(n) is int and n >= 0 for n in lengths)
+    )
+    if not ok:
+        raise CorruptDataError(f"header: {path}: its record is malformed")
+    return Stretch(stream, meta, offset, tuple(lengths), bool(row.get("p")))
+
+
+def _check_members(bundle: Bundle, specs: Sequence[LeafSpec]) -> None:
+    """Members are of one dtype and library, and few enough bytes that one of them may be read by decoding all."""
+    own = [specs[i] for i in bundle.members]
+    kinds = {(spec.library, spec.dtype) for spec in own}
+    total = sum(spec.nbytes for spec in own)
+    if len(kinds) > 1 or total > MOST_BYTES or not all(spec.size for spec in own):
+        raise CorruptDataError(f"header: a bundle of {len(own)} arrays, {total} bytes and {len(kinds)} dtypes")
+    if BUNDLE_STREAMS[bundle.stretch.stream].restate is None and bundle.stretch.delta:
+        raise CorruptDataError(f"header: a bundle of {bundle.stretch.stream} is never a delta")
+
+
+def _shares(bundles: Sequence[Bundle], specs: Sequence[LeafSpec]) -> dict[int, int]:
+    """The part that each member has in the stored bytes of its bundle, by raw bytes; the parts of a bundle add up."""
+    found = {}
+    for bundle in bundles:
+        stored, total, before = bundle.stretch.nbytes, sum(specs[i].nbytes for i in bundle.members), 0
+        for i, raw in zip(bundle.members, itertools.accumulate(specs[i].nbytes for i in bundle.members), strict=True):
+            until = stored * raw // total
+            found[i], before = until - before, until
+    return found
+
+
+def _sibling_fits(number: Any, stream: str, streams: Sequence[str]) -> bool:
+    """A sibling is named by exactly those streams that need one, and needs none itself, so there is no circle."""
+    if STREAMS[stream].beside is None:
+        return number is None
+    return type(number) is int and 0 <= number < len(streams) and STREAMS[streams[number]].beside is None
