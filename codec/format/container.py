@@ -25,6 +25,7 @@ import zstandard
 
 from ..errors import BadArgumentError, CorruptDataError, NewerFormatError
 from .columns import from_columns, to_columns
+from .development import before_release
 from .fields import Bytes, Piece, parts_of
 from .ranged import Ranged
 
