@@ -17,6 +17,8 @@ from shrinkpoint.codec.base import CHUNK
 from shrinkpoint.codec.entropy import context_coders as placed
 from shrinkpoint.codec.entropy import low_rank as lowrank
 from shrinkpoint.codec.entropy.low_rank import CLASSES, HALF_STEPS, Factors, expected, factors_of, signed
+from shrinkpoint.kernels.integer_products import orthogonal_directions
+from shrinkpoint.kernels.reference import integer_products as reference
 
 from .common import small_chunks, threads
 
@@ -303,10 +305,10 @@ def test_gram_matrix_of_the_most_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         grams.append(gram)
         return [None] * len(gram)
 
-    monkeypatch.setattr(lowrank, "_inverse_root", none)
+    monkeypatch.setattr(reference, "_inverse_root", none)
     vectors = np.full((ROWS, 2), -(2**40) + 1, np.int64)
     vectors[:, 1] = 2**40 - 1
-    assert not lowrank._orthogonal(vectors).any()
+    assert not reference._orthogonal(vectors).any()
     # Shifts round down, so that a negative one may be 2**15 itself.
     low, high = -(2**15), 2**15 - 1
     assert grams == [[[ROWS * low * low, ROWS * low * high], [ROWS * low * high, ROWS * high * high]]]
@@ -316,7 +318,7 @@ def test_gram_matrix_of_the_most_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_directions_are_orthogonal(fixed: np.random.Generator) -> None:
     vectors = fixed.integers(-1000, 1000, (500, 6))
     vectors[:, 3] = 2 * vectors[:, 1] - vectors[:, 0]  # says nothing new
-    found = lowrank._orthogonal(vectors).astype(np.int64)
+    found = orthogonal_directions(vectors[None])[0].astype(np.int64)
     assert not found[:, 3].any()
     assert np.abs(found).max() == 63
     rest = np.delete(found, 3, axis=1)
@@ -330,10 +332,10 @@ def test_directions_are_orthogonal(fixed: np.random.Generator) -> None:
 def test_nothing_depends_on_how_python_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in sum of floats rounds after each term up to Python 3.11, and better from 3.12 on."""
     gram = [[10**12 // (i + j + 1) for j in range(8)] for i in range(8)]
-    before = lowrank._inverse_root(gram)
+    before = reference._inverse_root(gram)
     assert before[0] == [1e-6]
     monkeypatch.setattr(builtins, "sum", math.fsum)
-    assert lowrank._inverse_root(gram) == before
+    assert reference._inverse_root(gram) == before
 
 
 def test_signs_are_independent() -> None:
