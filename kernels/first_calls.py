@@ -31,21 +31,22 @@ SAME = {
     "categories": "join_categories split_categories",
     "float_split": "join_octaves split_octaves",
     "grid": "grid_values",
-    "histogram": "log_histogram log_histogram_many",
+    "histogram": "log_histogram log_histogram_many used_buckets_many",
     "huffman": "huffman_codes huffman_decode huffman_encode huffman_lengths pack_lengths unpack_lengths",
-    "integer_products": "column_products row_products",
-    "kmeans": "weighted_kmeans",
+    "integer_products": "column_products orthogonal_directions row_products",
+    "kmeans": "least_losses weighted_kmeans",
     "levels": "joint_counts",
     "logbucket": "bucket_index bucket_value",
     "planes": "difference merge_planes split_planes undifference",
     "quantizer": "assign dequantize",
-    "rank_one": "residual_symbols residual_values",
+    "rank_one": "residual_symbols residual_symbols_many residual_values residual_values_many",
     "rans": "pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
     "scale_classes": "class_sums pattern_classes row_column_sums",
     "sparse_changes": "rare_decode rare_encode",
 }
 """Functions of each module whose reference form gives the same bits."""
 _STEPS: dict[str, Callable[..., int]] = {
+    "least_losses": lambda centers, weights, ends, k: 32 * int(centers.shape[0]),
     "weighted_kmeans": lambda centers, weights, k, **_: 4 * int(centers.shape[0]) * k,
     "unpack_frequencies": lambda data, rows, columns, precision: rows * columns,
 }
