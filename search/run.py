@@ -72,9 +72,9 @@ def search(
         >>> import shrinkpoint as sp
         >>> w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
         >>> def loss(restored):
-        ...     return 1.0 + float(((restored["w"] - w) ** 2).mean())
-        >>> found = sp.search({"w": w}, loss, 0.01)
-        >>> found.met, found.degradation <= 0.01, sp.compress({"w": w}, cfg=found.config).nbytes < w.nbytes / 6
+        ...     return 1.0 + float(((restored["weight"] - w) ** 2).mean())
+        >>> found = sp.search({"weight": w}, loss, 0.01)
+        >>> found.met, found.degradation <= 0.01, sp.compress({"weight": w}, cfg=found.config).nbytes < w.nbytes / 6
         (True, True, True)
 
     Source: Inshrinkerator, section 5; DynaQuant, section A.3.
