@@ -1,0 +1,267 @@
+"""Small arrays coded together: the same values as alone, whichever way they are read; hostile bundles are refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shrinkpoint as sp
+from shrinkpoint.codec.checkpoint import Checkpoint
+from shrinkpoint.codec.format.columns import from_columns, gaps, to_columns
+from shrinkpoint.codec.format.ranged import Ranged
+from shrinkpoint.codec.partial import decompress_only
+from shrinkpoint.codec.rebase import rebase
+
+from ..golden.make import small
+from .common import difference, put_together, take_apart
+
+LEVELS = {
+    "default": sp.Config(),
+    "lossless": sp.presets.lossless(),
+    "exact weights": sp.presets.exact_weights(),
+    "compact": sp.presets.compact(),
+    "log buckets": sp.Config([("second moment", sp.LogBuckets())]),
+}
+
+
+def chain(cfg: sp.Config) -> list[sp.Checkpoint]:
+    found: list[sp.Checkpoint] = []
+    for t in range(3):
+        found.append(sp.compress(small(t), found[-1] if found else None, cfg))
+    return found
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_every_way_to_read_gives_the_same(name: str) -> None:
+    made = chain(LEVELS[name])
+    assert all(len(ckpt.bundles) >= 2 for ckpt in made)
+    parent: sp.Checkpoint | None = None
+    for ckpt in made:
+        expected = sp.decompress(ckpt)
+        blob = ckpt.to_bytes()
+        alone = Checkpoint.from_bytes(blob)
+        assert difference(sp.decompress(alone, parent), expected) == ""
+        read = Checkpoint.from_bytes(blob, parent)
+        assert difference(sp.decompress(read), expected) == ""
+        out = torch.utils._pytree.tree_map(lambda x: torch.full_like(x, 7) if torch.is_tensor(x) else x, expected)
+        sp.decompress(Checkpoint.from_bytes(blob), parent, out=out)
+        assert difference(out, expected) == ""
+        for over in (None, made[0]):
+            stated = rebase(ckpt, over) if ckpt is not made[0] or over is None else ckpt
+            assert (
+                difference(
+                    sp.decompress(Checkpoint.from_bytes(stated.to_bytes()), over if stated.is_delta else None), expected
+                )
+                == ""
+            )
+        parent = read
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_rows_of_members_add_up_and_state_the_error(name: str) -> None:
+    state, ckpt = small(0), sp.compress(small(0), cfg=LEVELS[name])
+    restored = sp.decompress(ckpt)
+    rows = {row.path: row for row in ckpt.summary()}
+    bodies = sum(sum(b.stretch.lengths) for b in ckpt.bundles)
+    assert sum(r.nbytes for r in ckpt.records if r.bundle is not None) == bodies
+    assert all(r.nbytes >= 0 for r in ckpt.records)
+    for path, row in rows.items():
+        x, y = (_at(tree, path) for tree in (state, restored))
+        if not torch.is_tensor(x) or x.dtype != torch.float32:
+            continue
+        finite = torch.isfinite(x)
+        miss, size = (y - x)[finite].double(), x[finite].double()
+        if row.measure == "exact":
+            assert torch.equal(x.view(torch.int32), y.view(torch.int32))
+        elif row.measure == "relative L2":
+            assert float(miss.norm()) <= row.error * float(size.norm()) * (1 + 1e-9)
+        else:
+            assert bool((miss.abs() <= row.error * size.abs() * (1 + 1e-9)).all())
+
+
+def _at(tree: Any, path: str) -> Any:
+    for key in path.split("/"):
+        tree = tree[key]
+    return tree
+
+
+@pytest.mark.parametrize("name", ["default", "lossless", "exact weights"])
+def test_weights_are_restored_as_if_coded_alone(name: str) -> None:
+    """A model of fewer arrays than make a bundle has the same ones, if thresholds over all arrays are the same."""
+    cfg = LEVELS[name]
+    if name == "default":
+        cfg = sp.Config([("weight", sp.Quantize(protect=0))])
+    state = small(0)
+    together = sp.decompress(sp.compress(state, cfg=cfg))
+    for layer in range(10):
+        key = f"layers.{layer}.weight"
+        entry = {"state": {key: state["optimizer"]["state"][key]}}
+        alone = sp.compress({"model": {key: state["model"][key]}, "optimizer": entry}, cfg=cfg)
+        assert not alone.bundles
+        a, b = sp.decompress(alone)["model"][key], together["model"][key]
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def test_reading_one_array_fetches_no_more_than_its_bundle() -> None:
+    state = {f"layers.{i}.weight": torch.randn(128, 128) for i in range(200)}
+    ckpt = sp.compress(state, cfg=sp.Config([("*", sp.Quantize())]))
+    blob = ckpt.to_bytes()
+    file = Ranged(len(blob), lambda start, stop: blob[start:stop])
+    (bundle,) = {r.bundle for r in ckpt.records if r.path == "layers.77.weight"}
+    found = decompress_only(lambda above: Checkpoint(file, None, ckpt.id), ["layers.77.weight"])
+    assert torch.equal(found["layers.77.weight"], sp.decompress(ckpt)["layers.77.weight"])
+    assert bundle is not None
+    assert file.fetched < 3 * (1 << 18) + ckpt.bundles[bundle].stretch.nbytes
+
+
+def test_arrays_of_a_state_share_no_memory() -> None:
+    for cfg in LEVELS.values():
+        restored = sp.decompress(Checkpoint.from_bytes(sp.compress(small(0), cfg=cfg).to_bytes()))
+        tensors = [x for x in torch.utils._pytree.tree_leaves(restored) if torch.is_tensor(x)]
+        assert len({x.untyped_storage().data_ptr() for x in tensors}) == len(tensors)
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in tensors)
+
+
+JSON = st.one_of(st.integers(-3, 3), st.booleans(), st.text(max_size=2), st.lists(st.integers(0, 2), max_size=2))
+RECORDS = st.lists(st.dictionaries(st.sampled_from("dsfbm"), JSON, max_size=4), max_size=20)
+
+
+@given(RECORDS)
+def test_columns_give_their_records_back(records: list[dict[str, Any]]) -> None:
+    columns = json.loads(json.dumps(to_columns(records)))
+    assert json.dumps(from_columns(columns, len(records))) == json.dumps(
+        [dict(sorted(r.items(), key=lambda p: list(columns).index(p[0]))) for r in records]
+    )
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [],
+        {},
+        {"count": -1},
+        {"count": 10**12, "d": {"v": ["float32"]}},
+        {"count": True},
+        {"count": 2.0},
+        {"count": 1, "d": 3},
+        {"count": 1, "d": [1, 2]},
+        {"count": 2, "d": {"v": ["a", "b"]}},
+        {"count": 2, "d": {"v": [], "i": [0, 0]}},
+        {"count": 2, "d": {"v": ["a"], "i": [0, 1]}},
+        {"count": 2, "d": {"v": ["a"], "i": [0, -1]}},
+        {"count": 2, "d": {"v": ["a"], "i": [False, 0]}},
+        {"count": 2, "d": {"v": ["a"], "i": [0]}},
+    ],
+)
+def test_hostile_columns(columns: Any) -> None:
+    with pytest.raises(sp.CorruptDataError):
+        from_columns(columns, 5)
+
+
+def _bundle(header: dict[str, Any], stream: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(b for b in header["bundles"] if b["f"] == stream)
+    return found
+
+
+def _numbers(header: dict[str, Any], stream: str) -> list[int]:
+    return np.cumsum(_bundle(header, stream)["a"]).tolist()
+
+
+def _member(header: dict[str, Any], **fields: Any) -> None:
+    header["arrays"][_numbers(header, "levels")[0]] |= fields
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
+    "no list": lambda h: h.update(bundles={}),
+    "no record": lambda h: h.update(bundles=[*h["bundles"], 3]),
+    "no members": lambda h: h["bundles"].append({"f": "bytes", "a": [], "b": []}),
+    "members a text": lambda h: _bundle(h, "levels").update(a="12"),
+    "a member a float": lambda h: _bundle(h, "levels").update(a=[0.0]),
+    "a member beyond": lambda h: _bundle(h, "levels")["a"].append(10**6),
+    "a member huge": lambda h: _bundle(h, "levels")["a"].append(10**60),
+    "a member negative": lambda h: _bundle(h, "levels").update(a=[-1]),
+    "a member twice": lambda h: _bundle(h, "levels")["a"].append(0),
+    "a member of two bundles": lambda h: h["bundles"].append(dict(_bundle(h, "levels"))),
+    "a member left out": lambda h: _bundle(h, "levels")["a"].pop(),
+    "a member with pieces": lambda h: _member(h, b=[1]),
+    "a member with a stream": lambda h: _member(h, f="levels"),
+    "a member that is a delta": lambda h: _member(h, p=True),
+    "a member of another dtype": lambda h: _member(h, d="float64"),
+    "a member of another library": lambda h: _member(h, l="numpy"),
+    "a member that is empty": lambda h: _member(h, s=[0, 5]),
+    "a member that is too large": lambda h: _member(h, s=[1 << 20]),
+    "a member that has a sibling": lambda h: _member(h, v=0),
+    "stream unknown": lambda h: _bundle(h, "levels").update(f="exponent"),
+    "stream a list": lambda h: _bundle(h, "levels").update(f=[]),
+    "a delta without a parent": lambda h: _bundle(h, "levels").update(p=True),
+    "a grid that is a delta": lambda h: _bundle(h, "grid").update(p=True),
+    "a grid without siblings": lambda h: h["arrays"][_numbers(h, "grid")[0]].pop("v"),
+    "a grid beside a grid": lambda h: h["arrays"][_numbers(h, "grid")[0]].update(v=_numbers(h, "grid")[1]),
+    "a grid beside another shape": lambda h: h["arrays"][_numbers(h, "grid")[0]].update(v=_numbers(h, "bytes")[0]),
+    "lengths": lambda h: _bundle(h, "levels").update(b=[1]),
+    "more lengths": lambda h: _bundle(h, "levels")["b"].append(0),
+    "thresholds": lambda h: _bundle(h, "levels")["m"].update(t=[]),
+    "thresholds that are not there": lambda h: _bundle(h, "levels")["m"].update(i=[9] * 11),
+    "too few aims": lambda h: _bundle(h, "levels")["m"].update(a=[1]),
+    "an aim": lambda h: _bundle(h, "levels")["m"].update(a=[10**9] * 11),
+    "vectors as matrices": lambda h: h["arrays"][_numbers(h, "rank-one")[0]].update(s=[1536]),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_bundles(name: str) -> None:
+    header, chunks = take_apart(sp.compress(small(0)).to_bytes())
+    HOSTILE[name](header)
+    item = {"float32": 4, "float64": 8}
+    header["raw"] = sum(int(np.prod(r["s"], dtype=object)) * item[r["d"]] for r in header["arrays"])
+    with pytest.raises((sp.CorruptDataError, sp.MissingParentError)):
+        sp.decompress(Checkpoint.from_bytes(put_together(header, chunks)))
+
+
+@pytest.mark.parametrize("name", ["default", "lossless", "log buckets"])
+def test_altered_bundles_with_right_checksums(name: str) -> None:
+    made = chain(LEVELS[name])
+    seed = random.SystemRandom().randrange(1 << 32)
+    rng = random.Random(seed)
+    for _ in range(120):
+        number = rng.randrange(2)
+        header, chunks = take_apart(made[number].to_bytes())
+        body = b"".join(chunks)
+        at = sum(n for row in header["arrays"] for n in row.get("b", []))
+        pieces = []
+        for n in (n for bundle in header["bundles"] for n in bundle["b"]):
+            pieces.append(bytearray(body[at : at + n]))
+            at += n
+        piece = rng.choice(pieces)
+        for _ in range(rng.choice([1, 1, 3])):
+            if piece:
+                piece[min(len(piece) - 1, int(rng.expovariate(0.05)))] = rng.choice(
+                    [0, 1, 127, 255, rng.randrange(256)]
+                )
+        if rng.random() < 0.3:
+            del piece[rng.randrange(len(piece) + 1) :]
+        new = iter(pieces)
+        for bundle in header["bundles"]:
+            bundle["b"] = [len(next(new)) for _ in bundle["b"]]
+        first = body[: sum(n for row in header["arrays"] for n in row.get("b", []))]
+        blob = put_together(header, [first + b"".join(map(bytes, pieces))])
+        try:
+            with np.errstate(all="ignore"):
+                sp.decompress(Checkpoint.from_bytes(blob, made[0] if number else None))
+        except sp.ShrinkpointError:
+            pass
+        except Exception as e:
+            raise AssertionError(f"seed {seed}: {type(e).__name__}: {e}") from e
+
+
+def test_gaps() -> None:
+    assert gaps([]) == []
+    assert gaps([5, 3]) == [5, -2]
