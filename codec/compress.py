@@ -40,9 +40,9 @@ def compress(
             if a rule names it, an optimizer entry belongs to it, or its name and shape are those of a layer's weights
             (`docs/lossy-or-exact.md`). Paths that the state does not have are ignored, unless it has none of them.
         earlier: the weights as they were ten checkpoints ago or so, or a slow average of them: a tree with their keys
-            (or the tails of their paths), or an `Earlier`, which says when that was. Levels that the rate-distortion
-            encoder keeps back lag behind the training; each weight is extrapolated along its way since then to make up
-            for that (`codec.weights.aim`). `Store` and `Saver` see to it themselves.
+            (or the tails of their paths), or `PastWeights`, which also say when that was. Levels that the encoder keeps
+            to save bits lag behind the training; so each weight is extrapolated along its change since then
+            (`codec.weights.drift_gain`). `Store` and `Saver` keep the average themselves.
 
     Returns:
         A resolved checkpoint.

@@ -13,7 +13,7 @@ from .evidence.gather import Evidence
 from .evidence.kind import by_path, check_kinds, check_used, kinds_for
 from .state import tree
 from .state.leaves import is_array, same_storage_key
-from .weights.drift import Earlier
+from .weights.past_weights import PastWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Inputs:
     prev: Checkpoint | None
     kinds: Mapping[str, Any] | None
     grads: dict[str, Array]
-    past_weights: Earlier | None
+    past_weights: PastWeights | None
     evidence: Sequence[Evidence] | None = None
     is_whole: bool = True
 
@@ -52,8 +52,8 @@ class Inputs:
         check_used(kinds, [node.path for node in found])
         gradients = by_weights(grads, found, "grads")
         if earlier is not None:
-            before = Earlier.of(earlier)
-            earlier = Earlier(by_weights(before.weights, found, "earlier"), before.steps)
+            before = PastWeights.of(earlier)
+            earlier = PastWeights(by_weights(before.weights, found, "earlier"), before.steps)
         return Inputs(*tie(nodes, found), prev, kinds, gradients, earlier)
 
     def parents(self, leaves: Sequence[Leaf]) -> list[Reference | None]:

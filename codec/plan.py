@@ -32,9 +32,9 @@ from .moments.logbuckets import LogBuckets
 from .moments.moment_pairs import moment_pairs
 from .moments.secondmoment import SecondMoment
 from .state.leaves import read_leaf
-from .weights.drift import with_lead
 from .weights.exponent import ExponentDelta
 from .weights.importance import second_moments, squared
+from .weights.past_weights import with_lead
 from .weights.quantize import Quantize
 
 _TARGETED = (Clusters, ExponentDelta, FirstMoment, LogBuckets, Rows, SecondMoment)

@@ -65,10 +65,10 @@ def sample(leaf: Leaf, before: LevelsReference | None, total: int) -> Sample:
     finite = np.isfinite(wide)
     power = unit(float(np.abs(wide[finite]).max(initial=0.0)))
     wide = np.where(finite, wide, 0) * wide.dtype.type(power)
-    aim = 0.0 if leaf.earlier is None or before is None else before.aim
+    gain = 0.0 if leaf.earlier is None or before is None else before.drift_gain
     return Sample(
         x,
-        extrapolate(x, taken(leaf.earlier, at), aim) if aim else x,
+        extrapolate(x, taken(leaf.earlier, at), gain) if gain else x,
         None if leaf.gradient is None else taken(leaf.gradient, at),
         None if leaf.importance is None else taken(leaf.importance, at),
         wide,

@@ -21,8 +21,8 @@ from ..codec.parallel import map_chunks
 from ..codec.plan import gathered, plan, with_importance
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, build_leaf, from_bytes, is_array, is_sharded, local_part, read_leaf
-from ..codec.weights.drift import Earlier
 from ..codec.weights.levels import compatible_parent
+from ..codec.weights.past_weights import PastWeights
 from ..codec.weights.quantize import Quantize
 from ..kernels.arrays import is_torch
 from .cube import Point
@@ -165,7 +165,7 @@ def _places(nodes: Sequence[Any]) -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: (-item[0].count("/"), item[0])))
 
 
-def _of_past(earlier: Earlier) -> list[Any]:
+def _of_past(earlier: PastWeights) -> list[Any]:
     return [repr(earlier.steps), TreeHashes.of(earlier.weights, "earlier/").shared]
 
 
@@ -235,7 +235,7 @@ class SearchState:
         earlier = None
         if opened.past_weights is not None:
             were = {x.path: x.earlier.reshape(x.spec.shape) for x in chosen if x.earlier is not None}
-            earlier = Earlier(were, opened.past_weights.steps)
+            earlier = PastWeights(were, opened.past_weights.steps)
         parents = [planned[i].parent for i in numbers]
         opened = dataclasses.replace(opened, grads=own, past_weights=earlier)
         return SearchState(opened, inputs.is_sharded, numbers, small, chosen, parents, point.codec(), point.system, cfg)
@@ -257,7 +257,7 @@ class SearchState:
         """
         pairs = zip(self.leaves, self.parents, strict=True)
         held = [compatible_parent(parent, leaf.spec) for leaf, parent in pairs if leaf.earlier is not None]
-        return any(before is not None and before.aim > 0 for before in held)
+        return any(before is not None and before.drift_gain > 0 for before in held)
 
     @property
     def sensitive(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from ..codec.checkpoint import Checkpoint, Row
 from ..codec.compress import compress
 from ..codec.config import Config, check_config
-from ..codec.weights.drift import Earlier
+from ..codec.weights.past_weights import PastWeights
 from . import restore_counter, rewinds
 from .catalog import Catalog, Entry
 from .chain import FOLDER, resolve
@@ -118,7 +118,7 @@ class Session:
         head = None if self.head is None else self.head.now(self._files, self._catalog)
         return None if head is None else head.next(self._cfg.chain)
 
-    def earlier(self, state: Any, step: int | None) -> Earlier:
+    def earlier(self, state: Any, step: int | None) -> PastWeights:
         """See `Store.earlier`."""
         return self._average_from(self.next_head()).earlier(state, step)
 

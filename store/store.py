@@ -14,7 +14,7 @@ from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.partial import check_patterns, decompress_only
-from ..codec.weights.drift import Earlier
+from ..codec.weights.past_weights import PastWeights
 from ..kernels.arguments import flag, function, instance, number, or_none, sequence
 from . import labels, rewinds
 from .catalog import Catalog, Entry, named, unknown
@@ -250,7 +250,7 @@ class Store:
         head = self.session.next_head()
         return None if head is None else head.checkpoint
 
-    def earlier(self, state: Any, step: int | None = None) -> Earlier:
+    def earlier(self, state: Any, step: int | None = None) -> PastWeights:
         """Return past weights, a slow average of those that were saved, for `search(earlier=)`.
 
         A save of this state is coded ahead of their drift where the configuration says so (`Config.ahead`). The next

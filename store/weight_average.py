@@ -22,7 +22,7 @@ from ..codec.moments.optimizer_steps import steps_taken
 from ..codec.plan import to_place_of
 from ..codec.state.leaves import is_array, is_sharded, read_leaf
 from ..codec.state.tree import flatten
-from ..codec.weights.drift import Earlier
+from ..codec.weights.past_weights import PastWeights
 from ..codec.weights.quantize import Quantize
 from ..kernels import arguments
 from ..kernels.arrays import is_torch, on_gpu
@@ -118,7 +118,7 @@ class WeightAverage:
                 values = _copied(checkpoint.values_of(record))
                 self._means[record.path] = values.reshape(record.spec.shape)
 
-    def earlier(self, state: Any, step: float | None = None) -> Earlier:
+    def earlier(self, state: Any, step: float | None = None) -> PastWeights:
         """Return the average of a state's weights, and how many steps ago they were.
 
         Args:
@@ -132,7 +132,7 @@ class WeightAverage:
             BadArgumentError: the state is not a tree, or the step not a number.
         """
         arrays = arrays_by_path(state)
-        return Earlier(self._fitting(arrays), self._clock.until(_Clock.of(arrays, _checked(step))))
+        return PastWeights(self._fitting(arrays), self._clock.until(_Clock.of(arrays, _checked(step))))
 
     def follow(self, state: Any, checkpoint: Checkpoint, step: float | None = None) -> None:
         """Move a tenth of the way towards the weights of a state that was compressed.

@@ -16,7 +16,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.config import CODECS
 from shrinkpoint.codec.parallel import set_threads, threads
 from shrinkpoint.codec.presets import expected_failures
-from shrinkpoint.codec.weights.drift import Earlier
+from shrinkpoint.codec.weights.past_weights import PastWeights
 from shrinkpoint.searching.cube import Cube, Point
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.trainers.sensitivity import SensitivityTracker
@@ -60,7 +60,7 @@ MAKERS: list[tuple[type[Any], Callable[..., Any]]] = [
     (sp.ChainPolicy, sp.ChainPolicy),
     (Retention, Retention),
     (Point, point),
-    (Earlier, lambda **fields: Earlier("weights", **fields)),
+    (PastWeights, lambda **fields: PastWeights("weights", **fields)),
 ]
 
 

@@ -27,7 +27,7 @@ from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, MissingParentError, ShrinkpointError
 from ..codec.evidence.module import kinds
 from ..codec.presets import lossless
-from ..codec.weights.drift import Earlier
+from ..codec.weights.past_weights import PastWeights
 from ..searching.arguments import SearchOptions
 from ..searching.process_group import ProcessGroup
 from ..searching.result import SearchResult
@@ -196,7 +196,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         team.all(following)
         return found[0]
 
-    def earlier(self, path: PathLike, state: Any) -> Earlier | None:
+    def earlier(self, path: PathLike, state: Any) -> PastWeights | None:
         """Return the past weights if a save to this path is coded ahead of their drift (`Config.ahead`).
 
         A search then does the same. None: it is not, or only the worker in the background knows them.
@@ -423,7 +423,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         state, grads, before = shared if team is None else of_first(team, shared, dist.group.WORLD)
         more |= {"prev": prev, "grads": grads_within(state, grads), "kinds": kinds_within(state, io_plugin.kinds)}
         if before is not None:
-            more["options"] = dataclasses.replace(_options_of(search), earlier=Earlier(*before))
+            more["options"] = dataclasses.replace(_options_of(search), earlier=PastWeights(*before))
         found = search(state, last=self.found, **more)
         return found if team is None else agreed(team, found)
 

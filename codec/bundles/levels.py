@@ -28,14 +28,14 @@ from ..format.fields import Reader, Writer
 from ..state.casting import from_bfloat16
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
 from ..weights.levels import (
-    AIM_STEPS,
     FARTHEST,
+    GAIN_STEPS,
     LevelsReference,
     codebook_array,
     compatible_parent,
     multiples_of,
     predicted_patterns,
-    read_aim,
+    read_gain,
     read_thresholds,
     thresholds_as_json,
     widened_bytes,
@@ -139,20 +139,20 @@ def levels_together(
 def _with_parts(joined: JoinedLevels) -> list[LevelsReference]:
     """The references with their levels as parts of the joined ones, which are held once."""
     return [
-        LevelsReference(levels, r.codebook, r.protected, r.thresholds, r.aim, r.multiples)
+        LevelsReference(levels, r.codebook, r.protected, r.thresholds, r.drift_gain, r.multiples)
         for levels, r in zip(parts(joined.levels, joined.specs), joined.references, strict=True)
     ]
 
 
 def _metadata(references: Sequence[LevelsReference]) -> dict[str, Any]:
-    """The different thresholds, the number of each array's own unless all have the same, and aims that are not 0."""
+    """The different thresholds, the number of each array's own unless all have the same, and gains that are not 0."""
     limits = [thresholds_as_json(r.thresholds) for r in references]
     different = list(dict.fromkeys(map(tuple, limits)))
     meta: dict[str, Any] = {"t": [list(t) for t in different]}
     if len(different) > 1:
         meta["i"] = [different.index(tuple(t)) for t in limits]
-    aims = [round(AIM_STEPS * r.aim) for r in references]
-    return meta | ({"a": aims} if any(aims) else {})
+    gains = [round(GAIN_STEPS * r.drift_gain) for r in references]
+    return meta | ({"a": gains} if any(gains) else {})
 
 
 def _shifted(levels: NpArray, specs: Sequence[LeafSpec], shifts: NpArray, *, back: bool = False) -> NpArray:
@@ -281,11 +281,11 @@ def decode_levels_together(
             raise CorruptDataError("levels: a level is beyond its codebook")
     protected = _read_protected(data, specs, own, old)
     data.end()
-    thresholds, aims = _read_metadata(meta, len(specs))
+    thresholds, gains = _read_metadata(meta, len(specs))
     references = [
-        LevelsReference(part, codebook, held, limits, aim, multiples)
-        for part, (codebook, multiples), held, limits, aim in zip(
-            own, codebooks, protected, thresholds, aims, strict=True
+        LevelsReference(part, codebook, held, limits, gain, multiples)
+        for part, (codebook, multiples), held, limits, gain in zip(
+            own, codebooks, protected, thresholds, gains, strict=True
         )
     ]
     return JoinedLevels(levels, references, specs)
@@ -360,14 +360,14 @@ def _read_protected(
 
 
 def _read_metadata(meta: dict[str, Any], count: int) -> tuple[list[Thresholds], list[float]]:
-    limits, numbers, aims = meta.get("t"), meta.get("i"), meta.get("a")
+    limits, numbers, gains = meta.get("t"), meta.get("i"), meta.get("a")
     if not isinstance(limits, list) or not limits:
         raise CorruptDataError("levels: no thresholds")
     thresholds = [read_thresholds(limit) for limit in limits]
     numbers = [0] * count if numbers is None else numbers
-    aims = [0] * count if aims is None else aims
-    if not (isinstance(numbers, list) and isinstance(aims, list) and len(numbers) == len(aims) == count):
-        raise CorruptDataError(f"levels: thresholds or aims do not fit {count} arrays")
+    gains = [0] * count if gains is None else gains
+    if not (isinstance(numbers, list) and isinstance(gains, list) and len(numbers) == len(gains) == count):
+        raise CorruptDataError(f"levels: thresholds or gains do not fit {count} arrays")
     if not all(type(i) is int and 0 <= i < len(thresholds) for i in numbers):
         raise CorruptDataError("levels: thresholds that are not there")
-    return [thresholds[i] for i in numbers], [read_aim(aim) for aim in aims]
+    return [thresholds[i] for i in numbers], [read_gain(gain) for gain in gains]

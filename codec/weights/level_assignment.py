@@ -1,4 +1,4 @@
-"""Assignment of levels to weights, ahead of the drift if it is known (`aim`)."""
+"""Assignment of levels to weights, ahead of the drift if it is known (`gain`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..base import CHUNK, Leaf
 from ..parallel import map_chunks
 from ..state.leaves import Array, NpArray, from_bytes, on_host
 from ..state.scaling import scaled_distortion
-from .aim import Distances, coarse
+from .drift_gain import Distances, coarse
 from .importance import weights_of
 from .levels import LevelsReference, codebook_array
 from .protected import held_values
@@ -47,12 +47,12 @@ def assigned(
         before: the parent, or None.
         scale: of the distortion, see `codebook.scaled_distortion`.
     """
-    aim = 0.0 if before is None else before.aim
+    gain = 0.0 if before is None else before.drift_gain
     for _ in range(_TRIES):
-        memory, met, over = _coded(leaf, limits, trade, codebook, before, scale, aim)
+        memory, met, over = _coded(leaf, limits, trade, codebook, before, scale, gain)
         if not over:
             return memory, met
-        aim = coarse(aim - over)
+        gain = coarse(gain - over)
     return _coded(leaf, limits, trade, codebook, before, scale, 0.0)[:2]
 
 
@@ -63,9 +63,9 @@ def _coded(
     codebook: NpArray,
     before: LevelsReference | None,
     scale: float,
-    aim: float,
+    gain: float,
 ) -> tuple[LevelsReference, Distortion, float]:
-    """As `assigned`, with an aim; beside it by how much that was too far, 0 where it will do."""
+    """As `assigned`, with an gain; beside it by how much that was too far, 0 where it will do."""
     levels = np.empty(leaf.spec.size, np.uint8)
     native = codebook_array(codebook, leaf.spec)
     # Prices are compared in float32: what it does not hold stays at the nearest levels.
@@ -76,7 +76,7 @@ def _coded(
         x = leaf.flat[part]
         gradient = None if leaf.gradient is None else leaf.gradient[part]
         earlier = None if leaf.earlier is None or not codebook.size else leaf.earlier[part]
-        wanted = x if earlier is None or not aim else extrapolate(x, earlier, aim)
+        wanted = x if earlier is None or not gain else extrapolate(x, earlier, gain)
         own = assign(wanted, limits, codebook, gradient=gradient)
         if keeps:
             parent = None if before is None else before.levels[part]
@@ -99,8 +99,8 @@ def _coded(
     parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
     protected = np.concatenate([p.protected for p in parts]) if parts else np.empty(0, np.uint8)
     distances = sum((p.distances for p in parts), Distances())
-    memory = LevelsReference(levels, codebook, protected, limits, distances.next_aim(aim, leaf.lead))
-    return memory, distances.met, distances.overshoot(aim, leaf.lead)
+    memory = LevelsReference(levels, codebook, protected, limits, distances.next_gain(gain, leaf.lead))
+    return memory, distances.met, distances.overshoot(gain, leaf.lead)
 
 
 def _where_protected(x: Array, levels: Array) -> Array:

@@ -34,8 +34,8 @@ _EXPLICIT, _PARENTS, _MULTIPLES = 0, 1, 2
 MAX_BINS = MOST
 FARTHEST = 1 << 31
 """Multiples beyond this have no codebook of their own kind: their steps would be lost in rounding."""
-AIM_STEPS, FARTHEST_AIM = 256, 4.0
-"""Steps of an aim of 1, and the largest aim."""
+GAIN_STEPS, LARGEST_GAIN = 256, 4.0
+"""Steps of an gain of 1, and the largest gain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class LevelsReference:
         codebook: float64, ascending, values of the array's dtype.
         protected: bytes of the protected values in the array's dtype, in order.
         thresholds: those the levels were made with.
-        aim: how far ahead of the drift the next delta is coded, see `codec.weights.aim`; a multiple of
-            `1 / AIM_STEPS` in [0, `FARTHEST_AIM`].
+        drift_gain: how far ahead of the drift the next delta is coded, see `codec.weights.drift_gain`; a multiple of
+            `1 / GAIN_STEPS` in [0, `LARGEST_GAIN`].
         multiples: first multiple and step of the codebook, where they are known; None: not known.
     """
 
@@ -56,7 +56,7 @@ class LevelsReference:
     codebook: NpArray
     protected: NpArray
     thresholds: Thresholds
-    aim: float = 0.0
+    drift_gain: float = 0.0
     multiples: tuple[int, float] | None = None
 
     def uniform(self, spec: LeafSpec) -> tuple[int, float] | None:
@@ -229,13 +229,13 @@ def decode_levels(
     codebook, protected = _read_references(pieces[0], spec, levels, before)
     if levels.size and int(levels.max()) >= codebook.size + 2:
         raise CorruptDataError("levels: a level is beyond the codebook")
-    return LevelsReference(levels, codebook, protected, read_thresholds(meta.get("t")), read_aim(meta.get("a", 0)))
+    return LevelsReference(levels, codebook, protected, read_thresholds(meta.get("t")), read_gain(meta.get("a", 0)))
 
 
 def metadata(memory: LevelsReference) -> dict[str, Any]:
-    """What the next delta needs beside the pieces: thresholds, None for infinity, and an aim that is not 0."""
+    """What the next delta needs beside the pieces: thresholds, None for infinity, and an gain that is not 0."""
     limits = thresholds_as_json(memory.thresholds)
-    return {"t": limits} | ({"a": round(AIM_STEPS * memory.aim)} if memory.aim else {})
+    return {"t": limits} | ({"a": round(GAIN_STEPS * memory.drift_gain)} if memory.drift_gain else {})
 
 
 def thresholds_as_json(t: Thresholds) -> list[float | None]:
@@ -262,11 +262,11 @@ def read_thresholds(values: Any) -> Thresholds:
         raise CorruptDataError(f"levels: {e}") from None
 
 
-def read_aim(steps: Any) -> float:
-    """An aim from its number of steps; raises CorruptDataError."""
-    if type(steps) is not int or not 0 <= steps <= FARTHEST_AIM * AIM_STEPS:
-        raise CorruptDataError("levels: no aim")
-    return steps / AIM_STEPS
+def read_gain(steps: Any) -> float:
+    """An gain from its number of steps; raises CorruptDataError."""
+    if type(steps) is not int or not 0 <= steps <= LARGEST_GAIN * GAIN_STEPS:
+        raise CorruptDataError("levels: no gain")
+    return steps / GAIN_STEPS
 
 
 def _read_references(

@@ -1,7 +1,7 @@
 """Distortion on the GPU: sums of each block in float64, added up at the end.
 
-These sums report an error and control an encoder in coarse steps (`codec.weights.aim`), so their order may differ
-between back ends.
+These sums report an error and control an encoder in coarse steps (`codec.weights.drift_gain`), so their order may
+differ between back ends.
 """
 
 from __future__ import annotations

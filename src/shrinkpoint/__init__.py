@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from .codec.moments.secondmoment import SecondMoment
     from .codec.parallel import set_threads, threads
     from .codec.plan import UnknownArraysWarning
-    from .codec.weights.drift import Earlier
     from .codec.weights.exponent import ExponentDelta
+    from .codec.weights.past_weights import PastWeights
     from .codec.weights.quantize import Quantize
     from .searching.arguments import SearchOptions
     from .searching.result import SearchResult
@@ -82,7 +82,7 @@ _SUBJECTS = {
     "codec.evidence.kind": "Kind",
     "codec.evidence.module": "kinds",
     "codec.plan": "UnknownArraysWarning",
-    "codec.weights.drift": "Earlier",
+    "codec.weights.past_weights": "PastWeights",
     "codec.weights.exponent": "ExponentDelta",
     "codec.weights.quantize": "Quantize",
     "searching.arguments": "SearchOptions",
@@ -107,7 +107,7 @@ _NO_LINKS = (
     f"{_HERE / 'codec'} is a file here and a symbolic link in the repository. Clone it again with `git clone -c "
     "core.symlinks=true` (on Windows in developer mode), or install a wheel, which holds no links."
 )
-_RENAMED = {"Trail": "WeightAverage"}
+_RENAMED = {"Earlier": "PastWeights", "Trail": "WeightAverage"}
 """Former names, which work for one release."""
 _MODULES = ("codec", "kernels", "presets", "searching", "store", "trainers")
 """Names that are modules; `searching` is the package of the function `search`."""
@@ -121,7 +121,6 @@ __all__ = [
     "Codec",
     "Config",
     "CorruptDataError",
-    "Earlier",
     "Evidence",
     "Exact",
     "ExponentDelta",
@@ -133,6 +132,7 @@ __all__ = [
     "MissingParentError",
     "NewerFormatError",
     "NotCompactedWarning",
+    "PastWeights",
     "PublishConflictError",
     "Published",
     "Publisher",

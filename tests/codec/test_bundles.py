@@ -210,8 +210,8 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "more lengths": lambda h: _bundle(h, "levels")["b"].append(0),
     "thresholds": lambda h: _bundle(h, "levels")["m"].update(t=[]),
     "thresholds that are not there": lambda h: _bundle(h, "levels")["m"].update(i=[9] * 11),
-    "too few aims": lambda h: _bundle(h, "levels")["m"].update(a=[1]),
-    "an aim": lambda h: _bundle(h, "levels")["m"].update(a=[10**9] * 11),
+    "too few gains": lambda h: _bundle(h, "levels")["m"].update(a=[1]),
+    "a gain": lambda h: _bundle(h, "levels")["m"].update(a=[10**9] * 11),
     "vectors as matrices": lambda h: h["arrays"][_numbers(h, "rank-one")[0]].update(s=[1536]),
 }
 

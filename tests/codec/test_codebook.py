@@ -257,7 +257,7 @@ def test_zeros_have_no_weight_where_only_magnitudes_count(solver: str, bins: int
 
 def test_earlier_weights_of_another_dtype_make_no_warning() -> None:
     w = np.random.default_rng(0).standard_normal((64, 64)) * 1e-150
-    earlier = sp.Earlier({"weight": np.ones((64, 64), np.float32)}, 10)
+    earlier = sp.PastWeights({"weight": np.ones((64, 64), np.float32)}, 10)
     assert sp.compress({"weight": w}, cfg=sp.Config(rate=0.002), earlier=earlier).summary()[0].stream == "levels"
 
 

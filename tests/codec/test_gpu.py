@@ -116,9 +116,9 @@ def one_by_one(problems: Sequence[Problem], place: torch.Tensor) -> list[Any]:
     return [problem.solve() for problem in problems]
 
 
-def earlier(t: int, device: str = "cpu") -> sp.Earlier:
-    """The weights of five checkpoints before, so that the moments' lead makes the first delta aim."""
-    return sp.Earlier(to(training(t - 5)["model"], device), steps=50)
+def earlier(t: int, device: str = "cpu") -> sp.PastWeights:
+    """The weights of five checkpoints before, so that the moments' lead gives the first delta a gain."""
+    return sp.PastWeights(to(training(t - 5)["model"], device), steps=50)
 
 
 def coded_twice(name: str, device: str = "cpu") -> list[sp.Checkpoint]:
@@ -151,8 +151,8 @@ def test_the_same_bytes_as_on_the_cpu(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = coded_twice(name)
-    aims = [record.meta.get("a", 0) for record in expected[0].records]
-    assert any(aims) is ("earlier" in name)
+    gains = [record.meta.get("a", 0) for record in expected[0].records]
+    assert any(gains) is ("earlier" in name)
     device = request.getfixturevalue("device")
     if not HERE and not name.startswith(SOLVED_THERE):
         monkeypatch.setattr(planning, "solve_together", one_by_one)

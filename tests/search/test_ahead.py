@@ -46,7 +46,7 @@ def searched(store: sp.Store, step: int, last: SearchResult | None = None, **mor
 @pytest.mark.parametrize("rate", [0.0, 0.002])
 def test_what_is_evaluated_is_what_is_stored(rate: float) -> None:
     store = sp.Store(f"memory://search-ahead-{rate}", sp.Config(chain=CHAIN, ahead=True))
-    found, aims = None, []
+    found, gains = None, []
     cube = dataclasses.replace(CUBE, rate=(rate,))
     for step in range(10, 80, 10):
         found, loss = searched(store, step, found, cube=cube)
@@ -57,10 +57,12 @@ def test_what_is_evaluated_is_what_is_stored(rate: float) -> None:
         assert chosen[-1].estimated == pytest.approx(found.nbytes, rel=0.004, abs=80)
         if found.trials[-1] is chosen[-1]:
             assert (loss.given["model"]["weight"] == store.load(step)["model"]["weight"]).all()
-        aims.append(
-            stored.parent_reference(*next((r.key, r.spec) for r in stored.records if r.path == "model/weight")).aim
+        gains.append(
+            stored.parent_reference(
+                *next((r.key, r.spec) for r in stored.records if r.path == "model/weight")
+            ).drift_gain
         )
-    assert min(aims[2:]) > 0.02  # or nothing of this was coded ahead
+    assert min(gains[2:]) > 0.02  # or nothing of this was coded ahead
 
 
 def test_where_nothing_is_said_of_earlier_weights_nothing_is_ahead() -> None:
@@ -171,7 +173,7 @@ def test_trials_made_before_other_weights_are_of_no_use() -> None:
     assert again == found
     for other in (
         None,
-        sp.Earlier(store.earlier(drifting(40), 40).weights, 7),
+        sp.PastWeights(store.earlier(drifting(40), 40).weights, 7),
         {"weight": drifting(0)["model"]["weight"]},
     ):
         with pytest.raises(BadArgumentError, match="belongs to another state"):

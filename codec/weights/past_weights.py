@@ -1,4 +1,4 @@
-"""Where weights come from, and how far their first moments would still carry them: what an encoder aims ahead by."""
+"""Where weights come from, and how far their first moments would still carry them: what an encoder gains ahead by."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
+class PastWeights:
     """Weights as they were some time ago, and when that was, for `compress(earlier=)`.
 
     Args:
@@ -34,7 +34,7 @@ class Earlier:
 
     Example:
         >>> import numpy as np
-        >>> Earlier({"w": np.zeros((64, 64))}, steps=100).steps
+        >>> PastWeights({"w": np.zeros((64, 64))}, steps=100).steps
         100.0
     """
 
@@ -42,15 +42,15 @@ class Earlier:
     steps: float | None = None
 
     @staticmethod
-    def of(given: Any) -> Earlier:
-        """What was given as `earlier`: an `Earlier` as it is, a tree of weights without its steps."""
-        return given if isinstance(given, Earlier) else Earlier(given)
+    def of(given: Any) -> PastWeights:
+        """What was given as `earlier`: an `PastWeights` as it is, a tree of weights without its steps."""
+        return given if isinstance(given, PastWeights) else PastWeights(given)
 
     def __post_init__(self) -> None:
         check_field(self, "steps", or_none, number, 0, math.inf, open_low=True, open_high=True)
 
 
-def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], earlier: Earlier | None) -> list[Leaf]:
+def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], earlier: PastWeights | None) -> list[Leaf]:
     """Weights whose drift is known, told how much of it their first moments lose.
 
     A moment that is restored as zero is a step that is not taken, nine of them in the end. On a grid of step s (in

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec.weights.aim import Distances
-from shrinkpoint.codec.weights.levels import AIM_STEPS, FARTHEST_AIM, LevelsReference
+from shrinkpoint.codec.weights.drift_gain import Distances
+from shrinkpoint.codec.weights.levels import GAIN_STEPS, LARGEST_GAIN, LevelsReference
 from shrinkpoint.kernels.approximation_error import distortion
 
 from .common import bits, put_together, take_apart, through_bytes
@@ -59,8 +59,8 @@ def test_what_is_restored_is_not_behind() -> None:
     lags = [[lag(now, old, sp.decompress(c)["weight"]) for now, old, c in made[-5:]] for made in (plain, aimed)]
     assert min(lags[0]) > 0.5
     assert abs(statistics.fmean(lags[1])) < 0.05
-    assert memory(plain[-1][2]).aim == 0.0
-    assert memory(aimed[-1][2]).aim > 0.3
+    assert memory(plain[-1][2]).drift_gain == 0.0
+    assert memory(aimed[-1][2]).drift_gain > 0.3
 
 
 def test_errors_are_those_against_the_true_weights() -> None:
@@ -73,7 +73,7 @@ def test_errors_are_those_against_the_true_weights() -> None:
 def test_protected_values_are_the_true_ones() -> None:
     made = chain(14, sp.Config([("*", sp.Quantize(bins=16, protect=0.02))], rate=0.002))
     now, _, ckpt = made[-1]
-    assert memory(ckpt).aim > 0
+    assert memory(ckpt).drift_gain > 0
     at = memory(ckpt).levels.reshape(now.shape) == 1
     assert at.sum() > 100
     want = torch.from_numpy(now[at]).bfloat16().float().numpy()
@@ -82,7 +82,7 @@ def test_protected_values_are_the_true_ones() -> None:
 
 @pytest.mark.parametrize("cfg", [RATED, sp.Config(max_rel_error=0.05, ahead=True)])
 def test_an_aim_does_not_follow_a_jump(cfg: sp.Config) -> None:
-    """Weights that are something else all at once, a part of them, or all: errors are what they are without an aim."""
+    """Weights that are something else all at once, a part of them, or all: errors are what they are without an gain."""
     for size in (0.3, 1.0):
         plain = aimed = None
         for step in range(24):
@@ -90,12 +90,14 @@ def test_an_aim_does_not_follow_a_jump(cfg: sp.Config) -> None:
             if step >= 20:
                 now = np.float32(1 - size) * now + np.float32(size) * drifting(step)[::-1]
             plain = sp.compress({"weight": now}, plain, cfg)
-            aimed = sp.compress({"weight": now}, aimed, cfg, earlier=sp.Earlier({"weight": old}, 90) if step else None)
+            aimed = sp.compress(
+                {"weight": now}, aimed, cfg, earlier=sp.PastWeights({"weight": old}, 90) if step else None
+            )
             errors = [ckpt.summary()[0].error for ckpt in (aimed, plain)]
             assert errors[0] < 1.15 * errors[1], (size, step)
             assert aimed.records[0].stream == "levels"
             if step == 19:
-                assert memory(aimed).aim > 0.3
+                assert memory(aimed).drift_gain > 0.3
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0])
@@ -104,10 +106,10 @@ def test_weights_that_have_gone_farther_than_they_are_long_are_not_aimed(factor:
     plain = aimed = None
     for step in range(8):
         now = drifting(step) if step < 7 else np.float32(factor) * drifting(step)
-        given = sp.Earlier({"weight": drifting(max(0, step - 10))}, 30) if step else None
+        given = sp.PastWeights({"weight": drifting(max(0, step - 10))}, 30) if step else None
         state = {"model": {"weight": now}, **adam(drifting(step), step)}
         plain, aimed = sp.compress(state, plain, RATED), sp.compress(state, aimed, RATED, earlier=given)
-        assert step != 6 or memory(aimed).aim > 0.3
+        assert step != 6 or memory(aimed).drift_gain > 0.3
     errors = [ckpt.summary()[0].error for ckpt in (aimed, plain) if ckpt]
     assert errors[0] <= 1.02 * errors[1]
     assert factor or not sp.decompress(aimed)["model"]["weight"].any()
@@ -118,7 +120,7 @@ def test_a_lead_is_no_longer_than_the_rest_of_the_error() -> None:
     prev = None
     for step in range(12):
         now, old = (np.random.default_rng(s).standard_normal((160, 160)).astype("f4") for s in (step, step - 1 + 99))
-        given = sp.Earlier({"weight": old}, 30) if step else None
+        given = sp.PastWeights({"weight": old}, 30) if step else None
         prev = sp.compress({"model": {"weight": now}, **adam(now, step)}, prev, RATED, earlier=given)
         assert prev.summary()[0].error < 0.1
 
@@ -153,7 +155,7 @@ def test_a_parent_from_bytes_is_as_good_as_the_one_in_memory() -> None:
         again = sp.compress({"weight": now}, read, RATED, earlier={"weight": old} if step else None)
         assert again.to_bytes() == ckpt.to_bytes()
         read = sp.Checkpoint.from_bytes(ckpt.to_bytes(), read) if read else sp.Checkpoint.from_bytes(ckpt.to_bytes())
-        assert memory(read).aim == memory(ckpt).aim
+        assert memory(read).drift_gain == memory(ckpt).drift_gain
 
 
 def test_earlier_weights_in_any_library_and_a_wider_dtype_are_the_same() -> None:
@@ -166,7 +168,7 @@ def test_earlier_weights_in_any_library_and_a_wider_dtype_are_the_same() -> None
             {"weight": old.astype("f8")},
             {"weight": torch.from_numpy(old)},
             {"weight": np.asfortranarray(old)},
-            sp.Earlier({"weight": old}),
+            sp.PastWeights({"weight": old}),
         )
     }
     assert len(made) == 1
@@ -204,7 +206,7 @@ def test_what_first_moments_lose_is_made_up_for() -> None:
         for step in range(40):
             now, old = drifting(step), drifting(max(0, step - 9))
             state = {"model": {"weight": now}, **adam(now, step)}
-            given = sp.Earlier({"weight": old}, steps) if step else None
+            given = sp.PastWeights({"weight": old}, steps) if step else None
             prev = sp.compress(state, prev, RATED, earlier=given)
             if step:
                 ended.setdefault(steps, []).append(lag(now, old, sp.decompress(prev)["model"]["weight"]))
@@ -217,18 +219,21 @@ def test_of_a_short_way_a_fifth_is_made_up_for_and_no_more() -> None:
     for step in range(8):
         prev = sp.compress({"model": {"weight": drifting(step)}, **adam(now, 9)}, prev, RATED)
     made = [
-        sp.compress({"model": {"weight": now}, **adam(now, 9)}, prev, RATED, earlier=sp.Earlier({"weight": old}, steps))
+        sp.compress(
+            {"model": {"weight": now}, **adam(now, 9)}, prev, RATED, earlier=sp.PastWeights({"weight": old}, steps)
+        )
         for steps in (1, 15, 30, 90, None)
     ]
-    aims = [memory(ckpt).aim for ckpt in made]
-    assert aims[0] == aims[1] == aims[2] > aims[3] > aims[4] > 0
-    assert aims[0] - aims[4] == pytest.approx(0.1, abs=1 / AIM_STEPS)
+    gains = [memory(ckpt).drift_gain for ckpt in made]
+    assert gains[0] == gains[1] == gains[2] > gains[3] > gains[4] > 0
+    assert gains[0] - gains[4] == pytest.approx(0.1, abs=1 / GAIN_STEPS)
 
 
 def test_without_moments_nothing_is_made_up_for() -> None:
     now, old, prev = drifting(5), drifting(2), chain(5)[-1][2]
     made = [
-        sp.compress({"weight": now}, prev, RATED, earlier=sp.Earlier({"weight": old}, s)).to_bytes() for s in (None, 9)
+        sp.compress({"weight": now}, prev, RATED, earlier=sp.PastWeights({"weight": old}, s)).to_bytes()
+        for s in (None, 9)
     ]
     assert made[0] == made[1]
 
@@ -275,17 +280,17 @@ def test_a_message_names_the_argument(given: Any) -> None:
 @pytest.mark.parametrize("steps", [0, -1, math.inf, math.nan, "9", True])
 def test_steps_out_of_range(steps: Any) -> None:
     with pytest.raises(sp.BadArgumentError, match="steps"):
-        sp.Earlier({}, steps)
+        sp.PastWeights({}, steps)
 
 
-@pytest.mark.parametrize("aim", [-1, AIM_STEPS * int(FARTHEST_AIM) + 1, 1.0, True, None, "1", [1], 1 << 70])
-def test_an_aim_that_is_none_is_damage(aim: Any) -> None:
+@pytest.mark.parametrize("gain", [-1, GAIN_STEPS * int(LARGEST_GAIN) + 1, 1.0, True, None, "1", [1], 1 << 70])
+def test_an_aim_that_is_none_is_damage(gain: Any) -> None:
     blob = chain(1)[0][2].to_bytes()
     header, pieces = take_apart(blob)
-    header["arrays"][0]["m"]["a"] = aim
-    with pytest.raises(sp.CorruptDataError, match="no aim"):
+    header["arrays"][0]["m"]["a"] = gain
+    with pytest.raises(sp.CorruptDataError, match="no gain"):
         sp.decompress(sp.Checkpoint.from_bytes(put_together(header, pieces)))
-    header["arrays"][0]["m"]["a"] = AIM_STEPS * int(FARTHEST_AIM)
+    header["arrays"][0]["m"]["a"] = GAIN_STEPS * int(LARGEST_GAIN)
     assert bits(through_bytes(sp.Checkpoint.from_bytes(put_together(header, pieces)))["weight"]) == bits(
         sp.decompress(sp.Checkpoint.from_bytes(blob))["weight"]
     )
@@ -320,8 +325,8 @@ def test_any_values_at_all(data: Any) -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(0, 99), st.floats(0, FARTHEST_AIM), st.floats(0, 0.4), st.floats(-6, 6))
-def test_the_aim_moves_by_half_of_the_lag(seed: int, aim: float, lead: float, share: float) -> None:
+@given(st.integers(0, 99), st.floats(0, LARGEST_GAIN), st.floats(0, 0.4), st.floats(-6, 6))
+def test_the_aim_moves_by_half_of_the_lag(seed: int, gain: float, lead: float, share: float) -> None:
     """Against the definition, in float64: the three distortions give the dot product. No lead is longer than the
     error is without it."""
     rng = np.random.default_rng(seed)
@@ -331,21 +336,21 @@ def test_the_aim_moves_by_half_of_the_lag(seed: int, aim: float, lead: float, sh
     found = Distances(distortion(w, restored), distortion(w, old), distortion(old, restored))
     rest = float(np.linalg.norm(w - restored - min(0.0, behind) * way) / np.linalg.norm(way))
     lead = min(lead, rest)
-    got = found.next_aim(aim, lead)
-    assert got == found.next_aim(aim, 1.0 + lead) or lead < rest
+    got = found.next_gain(gain, lead)
+    assert got == found.next_gain(gain, 1.0 + lead) or lead < rest
     far, most = -behind - lead, 0.5 * math.sqrt(found.met.squared_error / found.drift.squared_error)
     if found.drift.squared_error > found.drift.squared_norm:
-        assert found.overshoot(aim, lead) == aim
-    elif aim and abs(far - most) > 1e-9:
-        assert found.overshoot(aim, lead) == (pytest.approx(far) if far > most else 0.0)
+        assert found.overshoot(gain, lead) == gain
+    elif gain and abs(far - most) > 1e-9:
+        assert found.overshoot(gain, lead) == (pytest.approx(far) if far > most else 0.0)
     assert found.overshoot(0.0, lead) == 0.0
-    assert got == pytest.approx(min(FARTHEST_AIM, max(0.0, aim + 0.5 * (behind + lead))), abs=0.51 / AIM_STEPS)
-    assert got * AIM_STEPS == round(got * AIM_STEPS)
+    assert got == pytest.approx(min(LARGEST_GAIN, max(0.0, gain + 0.5 * (behind + lead))), abs=0.51 / GAIN_STEPS)
+    assert got * GAIN_STEPS == round(got * GAIN_STEPS)
 
 
 def test_an_aim_stays_where_there_is_no_drift_or_none_that_can_be_summed() -> None:
     w = np.linspace(-1, 1, 100)
     same, far = distortion(w, w), distortion(w, np.full(100, 1e200))
-    assert Distances(distortion(w, w + 0.1), same, distortion(w, w + 0.1)).next_aim(0.25, 0.1) == 0.25
-    assert Distances(distortion(w, w + 0.1)).next_aim(0.25, 0.1) == 0.25
-    assert Distances(far, far, far).next_aim(0.25, 0.1) == 0.25
+    assert Distances(distortion(w, w + 0.1), same, distortion(w, w + 0.1)).next_gain(0.25, 0.1) == 0.25
+    assert Distances(distortion(w, w + 0.1)).next_gain(0.25, 0.1) == 0.25
+    assert Distances(far, far, far).next_gain(0.25, 0.1) == 0.25
