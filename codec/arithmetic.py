@@ -1,4 +1,4 @@
-"""The arithmetic that files are written and read in, whatever the caller's thread is set to."""
+"""The arithmetic in which files are written and read, independent of the caller's thread settings."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 
 _NUMPY: Any = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
-"""NumPy's own reactions to floating-point errors: `np.seterr(all="raise")` is no concern."""
+"""NumPy's default reactions to floating-point errors; `np.seterr(all="raise")` of the caller has no effect."""
 _LEAST, _HALF = sys.float_info.min, 0.5
 
 
 @contextmanager
 def own_arithmetic() -> Iterator[None]:
-    """Within, subnormal numbers count, and NumPy reacts to errors as it does by itself; afterwards all is as it was.
+    """Keep subnormal numbers and NumPy's default error handling within a `with` block.
 
-    A thread may be set to take subnormal numbers for zero: `torch.set_flush_denormal(True)`, or a library that was
-    compiled for speed and sets it for whoever loads it. Files would then depend on it, and values would be lost.
+    A thread may be set to treat subnormal numbers as zero, by `torch.set_flush_denormal(True)` or by a library that
+    was compiled for speed and sets it when it is loaded. Files would then depend on the setting, and values would be
+    lost. The caller's settings are restored at the end.
 
     Example:
         >>> import torch
@@ -35,8 +36,10 @@ def own_arithmetic() -> Iterator[None]:
 
 @contextmanager
 def subnormal_numbers() -> Iterator[None]:
-    """Within, subnormal numbers count in this thread: the part of `own_arithmetic` that a thread has of the one that
-    started it."""
+    """Keep subnormal numbers in this thread within a `with` block.
+
+    This is the part of `own_arithmetic` that a thread does not inherit from the one that started it.
+    """
     # Not a constant expression: it is the thread's own product.
     if _LEAST * _HALF != 0.0:
         yield

@@ -28,7 +28,7 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An array to encode: its flat values, and what is known beside them.
+    """An array to encode: its flat values, and further facts about it.
 
     Args:
         path: keys joined by "/".
@@ -74,13 +74,13 @@ class Stored:
 
     Args:
         stream: name of the stream format in `codec.streams`.
-        meta: what the decoder needs beside the pieces; plain JSON, numbers and strings only.
+        meta: metadata that the decoder needs in addition to the pieces; plain JSON, numbers and strings only.
         pieces: bytes, in order, or what holds them.
         memory: for a later delta; None where this codec makes none.
         error: achieved error (0.0 when exact), in the measure `measure`.
         measure: "exact", "relative L2" or "relative" (largest |x~ - x| / |x|).
         note: why the codec did something else than asked, or "".
-        sibling: number of the array that decoding needs beside this one, or None.
+        sibling: number of the other array that decoding needs, or None.
         decoded: makes the values a reader will see, where that is cheaper than decoding the pieces.
     """
 
@@ -138,8 +138,10 @@ def from_json(table: Mapping[str, type[Codec]], data: Any) -> Codec:
 
 
 def rounded_error(error: float, *, up: bool) -> float:
-    """An error to three digits, as summaries state it: never below the one met. An error target rounded down is kept by
-    what is stated, too.
+    """Round an error to three digits, as summaries state it.
+
+    An achieved error is rounded up, so that the statement is never below it. An error target is rounded down, so that
+    an error within the statement is within the target.
 
     Example:
         >>> rounded_error(0.051234, up=True), rounded_error(0.051234, up=False)

@@ -217,7 +217,7 @@ class Checkpoint:
 
     @property
     def identity(self) -> str:
-        """The name by which deltas refer to this checkpoint: `id`, or the original's after compaction."""
+        """The name by which deltas refer to this checkpoint: `id`, or the original's id after compaction."""
         identity: str = self._header.get("as") or self.id
         return identity
 
@@ -423,7 +423,7 @@ class Checkpoint:
 
     @own_arithmetic()
     def decode(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> None:
-        """Decode these arrays for `reference_of` and keep the result; fetch no other part of the file."""
+        """Decode these arrays for `reference_of` and keep the result; fetch only their part of the file."""
         check_memory(sum(r.spec.nbytes for r in wanted), "what was asked for")
         self._body.fetch((r.stretch.offset, r.stretch.nbytes) for r in wanted)
         for with_sibling in (False, True):
@@ -431,7 +431,10 @@ class Checkpoint:
             self._memory = (self._memory or {}) | self._memories(now, prev)
 
     def with_needed(self, keys: Collection[str]) -> list[ArrayRecord]:
-        """The arrays at these places, and those that decoding them decodes too: siblings, members of a bundle."""
+        """Return the arrays at these places, and those decoded along with them.
+
+        Those are siblings and the other members of a bundle.
+        """
         numbers = {i for i, r in enumerate(self._records) if r.key in keys}
         numbers |= self._mates(numbers)
         numbers |= {sibling for i in numbers if (sibling := self._records[i].sibling) is not None}
@@ -481,7 +484,7 @@ def _too_large(record: ArrayRecord) -> CorruptDataError:
 
 
 def check_parent(ckpt: Checkpoint, prev: Checkpoint) -> Checkpoint:
-    """`prev` if it is the resolved parent of `ckpt`; else MissingParentError says what is wrong."""
+    """Return `prev` if it is the resolved parent of `ckpt`, else raise MissingParentError."""
     check_resolved(prev)
     if prev.identity != ckpt.parent_id:
         raise MissingParentError(f"the parent is {str(ckpt.parent_id)[:12]}...; prev is {prev.identity[:12]}...")
@@ -515,7 +518,7 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = N
     Raises:
         BadArgumentError: the arrays of `out` do not fit.
         MissingParentError: a delta without its parent, or with another.
-        CorruptDataError: the bytes are not what was written; `out` may then hold a part of it.
+        CorruptDataError: the bytes differ from those written; `out` may then hold a part of the state.
 
     Example:
         >>> import numpy as np
@@ -550,7 +553,7 @@ Unit = tuple[int, ...]
 
 
 def _jobs(ckpt: Checkpoint) -> list[list[Unit]]:
-    """All arrays in units; those that are decoded by another one's values follow it in the same job."""
+    """Return jobs of units; an array that is decoded by another one's values follows it in the same job."""
     records = ckpt.records
     units = [bundle.members for bundle in ckpt.bundles]
     units += [(i,) for i, record in enumerate(records) if record.bundle is None]

@@ -38,7 +38,7 @@ def compress(
             With `Config.rate`, and no second moments in the state, their squares stand in for these.
         kinds: `{path: layer type or Kind}`, as `kinds(module, optimizer)` gives it. Without it, an array changes only
             if a rule names it, an optimizer entry belongs to it, or its name and shape are those of a layer's weights
-            (`docs/lossy-or-exact.md`). Paths that the state does not have are ignored, unless it has none of them.
+            (`docs/lossy-or-exact.md`). Paths that the state does not have are ignored, unless all are missing.
         earlier: the weights as they were ten checkpoints ago or so, or a slow average of them: a tree with their keys
             (or the tails of their paths), or `PastWeights`, which also say when that was. Levels that the encoder keeps
             to save bits lag behind the training; so each weight is extrapolated along its change since then

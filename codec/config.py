@@ -38,10 +38,11 @@ class UnmatchedRuleWarning(ShrinkpointWarning):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`match` is a kind (a layer type or role: "norm", "embedding", "first moment") or a shell glob over the path.
+    """A codec for the arrays that match a kind or a shell glob over the path.
 
-    In a glob, `*` also matches `/`: `optimizer/*` is everything in the optimizer. `dtypes`, where given, are the only
-    ones that it is for ("float32").
+    `match` is a kind (a layer type or role: "norm", "embedding", "first moment") or a glob. In a glob, `*` also matches
+    `/`: `optimizer/*` is everything in the optimizer. `dtypes`, where given, limits the rule to these dtypes
+    ("float32").
     """
 
     match: str
@@ -149,9 +150,8 @@ class Config:
 
     Args:
         rules: `Rule`s or `(pattern or kind, codec)` pairs in order; the first that matches decides. A pattern that
-            names an array by its path is evidence of what the array is; a rule by kind, and the default, need other
-            evidence (`docs/lossy-or-exact.md`). Norms, biases, integers and small arrays are exact whatever the rules
-            say.
+            names an array by its path is evidence of its kind; a rule by kind, and the default, need other
+            evidence (`docs/lossy-or-exact.md`). Norms, biases, integers and small arrays are exact under all rules.
         max_rel_error: relative L2 error that no array may exceed, in (0, 1). It picks step, protected share and lambda
             of each array; an array that 254 bins do not bring there is stored exactly, with a note in the summary.
             None: as the rules say.
@@ -216,8 +216,9 @@ class Config:
         return _WEIGHTS if role == "weight" else _FIRST if role == "first moment" else _SECOND, evidence.why
 
     def for_restores(self, restores: int) -> Config:
-        """The configuration of a run that has resumed from a checkpoint so often: codecs that have an estimate of that
-        (`Rows`) go to a finer width once it is exceeded.
+        """Return the configuration of a run that has resumed from a checkpoint `restores` times.
+
+        A codec with an estimate of that number (`Rows`) uses a finer width once the estimate is exceeded.
 
         Args:
             restores: how often so far, 0 or more.
@@ -269,7 +270,7 @@ class Config:
 
 
 def check_config(cfg: Any) -> Config:
-    """Refuse what is no Config (a common slip: a codec or a preset function itself)."""
+    """Refuse an object that is not a Config; a common slip is to give a codec or a preset function."""
     if not isinstance(cfg, Config):
         got = "the preset itself; call it" if callable(cfg) else repr(cfg)[:60]
         raise BadArgumentError(f"cfg must be a Config, not {got}")

@@ -1,7 +1,7 @@
 """Exact copies of other arrays of a state: half-precision copies of master weights, clones.
 
 Such an array is stored as the number of the other, its original: reading it is a cast. Where the original is stored
-with loss the copy becomes the cast of what is restored, so the two belong together as before.
+with loss the copy becomes the cast of the restored values, so the two belong together as before.
 """
 
 from __future__ import annotations

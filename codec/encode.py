@@ -1,4 +1,8 @@
-"""Encode the arrays of a plan: small ones in bundles, others each alone, moments in pairs, copies by number."""
+"""Encoding of the arrays of a plan.
+
+Small arrays are encoded in bundles, others alone. A first moment follows its second moment, which scales it. A copy
+is stored as the number of its original.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ class Encoded:
     """Encoded arrays.
 
     Args:
-        arrays: each by its number; those of bundles without pieces.
+        arrays: stored arrays by number; members of bundles have no pieces.
         bundles: arrays that were coded together.
     """
 
@@ -32,11 +36,11 @@ class Encoded:
 
 
 def encode(planned: Sequence[ArrayPlan], prepare: Mapping[Codec, Prepare]) -> Encoded:
-    """Return all arrays encoded.
+    """Encode all arrays of a plan.
 
     Args:
         planned: the plan of each array.
-        prepare: what prepares the arrays of a codec in place of its own `prepare`.
+        prepare: functions to call in place of `Codec.prepare`, by codec.
     """
     encoder = _Encoder(planned, _prepared(planned, prepare))
     jobs = encoder.jobs()
@@ -53,11 +57,11 @@ def encode(planned: Sequence[ArrayPlan], prepare: Mapping[Codec, Prepare]) -> En
 
 
 class _Encoder:
-    """Encodes the arrays of a plan in jobs, each in any thread.
+    """Encoder of the arrays of a plan in jobs; a job may run in any thread.
 
     Args:
         planned: the plan of each array.
-        prepared: what its codec prepared for it.
+        prepared: the result of `Codec.prepare` for each array.
     """
 
     def __init__(self, planned: Sequence[ArrayPlan], prepared: Sequence[Any]) -> None:
@@ -67,7 +71,10 @@ class _Encoder:
         }
 
     def jobs(self) -> list[list[int]]:
-        """Arrays to encode in one go, in the order of the state; first moments come with their second ones."""
+        """Return groups of arrays to encode together, in the order of the state.
+
+        First moments are left out: `encode` encodes them after their second moments.
+        """
         paired = set(self.firsts.values())
         groups = bundled(self.planned, self.firsts)
         taken = paired.union(*groups)
@@ -75,7 +82,7 @@ class _Encoder:
         return sorted(groups + alone)
 
     def encode(self, job: Sequence[int]) -> Encoded:
-        """Encode the arrays of a job, and their first moments while their decoded values are in memory."""
+        """Encode the arrays of a job and then their first moments, which need the decoded values."""
         found = Encoded()
         self._encode([(i, self.planned[i].leaf) for i in job], found)
         following: dict[bool, list[tuple[int, Leaf]]] = {True: [], False: []}
@@ -95,7 +102,7 @@ class _Encoder:
         return found
 
     def copy(self, number: int, of: int, stored: Stored) -> Stored:
-        """Encode an array as a copy of another, which is encoded already."""
+        """Encode an array as a copy of one that is already encoded."""
         own, original = self.planned[number], self.planned[of]
         values = None if stored.measure == "exact" else _decoded(original.leaf, stored, original.parent)
         copy = store_copy(own.leaf, original.leaf, of, values)
@@ -105,7 +112,7 @@ class _Encoder:
         return self.planned[number].codec.encode(leaf, self.planned[number].parent, self.prepared[number])
 
     def _encode(self, arrays: Sequence[tuple[int, Leaf]], found: Encoded) -> None:
-        """Encode arrays, together if they are several; what does not come out in a bundle is encoded alone."""
+        """Encode arrays, several together; encode those alone that no bundle takes."""
         done: dict[int, Stored | None] = {}
         if len(arrays) > 1:
             numbers = [i for i, _ in arrays]
@@ -124,7 +131,7 @@ class _Encoder:
 
 
 def _prepared(planned: Sequence[ArrayPlan], prepare: Mapping[Codec, Prepare]) -> list[Any]:
-    """What each codec found out about all of its arrays together."""
+    """Return for each array the result of its codec's `prepare` over all arrays of that codec."""
     found: list[Any] = [None] * len(planned)
     groups: dict[Codec, list[int]] = {}
     for i, p in enumerate(planned):
@@ -137,7 +144,7 @@ def _prepared(planned: Sequence[ArrayPlan], prepare: Mapping[Codec, Prepare]) ->
 
 
 def _decoded(leaf: Leaf, stored: Stored, parent: Reference | None) -> Any:
-    """An array as a reader of the file will see it, flat on the host."""
+    """Return an array as a reader of the file will see it, flat on the host."""
     if stored.decoded is not None:
         return stored.decoded()
     memory = stored.memory

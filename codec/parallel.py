@@ -35,7 +35,7 @@ def threads() -> int:
     """Number of threads `compress` and `decompress` use; the machine's usable cores unless set.
 
     Raises:
-        BadArgumentError: the environment variable SHRINKPOINT_THREADS is no number of threads.
+        BadArgumentError: the environment variable SHRINKPOINT_THREADS is not a valid number of threads.
     """
     global _limit
     if _limit is None:
@@ -55,7 +55,7 @@ def set_threads(n: int | None) -> None:
             number of usable cores), until this is called.
 
     Raises:
-        BadArgumentError: n is no integer of at least 1.
+        BadArgumentError: n is not an integer of at least 1.
     """
     global _limit
     _limit = or_none("threads", n, integer, 1) or 0
@@ -101,7 +101,7 @@ def give_way() -> None:
 
 
 def _executor(n: int) -> ThreadPoolExecutor:
-    """The shared pool; made anew after a fork or a change of the bound."""
+    """Return the shared pool; it is created again after a fork or a change of the bound."""
     global _pool
     with _lock:
         if _pool is None or _pool[0] != os.getpid() or _pool[1] != n:
@@ -110,7 +110,7 @@ def _executor(n: int) -> ThreadPoolExecutor:
 
 
 def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
-    """Return `[work(i) for i in items]`, on all threads; raise the first error when all have ended.
+    """Return `[work(i) for i in items]`, computed on all threads; raise the first error at the end.
 
     Called from inside a worker it runs in place, so that nested use cannot wait for itself.
 
@@ -158,8 +158,11 @@ def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
 
 
 def map_arrays(work: Callable[[A], B], arrays: Sequence[A], size: Callable[[A], int]) -> list[B]:
-    """`[work(a) for a in arrays]`: those above a chunk one after another, each on all threads by its chunks; those of
-    `LEAST_BESIDE` elements and more beside each other; smaller ones in the calling thread."""
+    """Return `[work(a) for a in arrays]`, computed on threads according to the size of each array.
+
+    Arrays above a chunk run one after another, each on all threads by its chunks. Arrays of `LEAST_BESIDE` elements
+    and more run in parallel. Smaller ones run in the calling thread.
+    """
 
     def beside(array: A) -> bool:
         return LEAST_BESIDE <= size(array) <= CHUNK

@@ -27,18 +27,19 @@ def check_patterns(paths: Any) -> tuple[str, ...]:
 
 
 def decompress_only(files: Callable[[Checkpoint | None], Checkpoint], patterns: Sequence[str]) -> Any:
-    """The part of a state whose paths match.
+    """Decompress the part of a state whose paths match.
 
-    Containers of which nothing matches are left out. A list or tuple of which something does keeps its length, with
-    None for the rest, so that positions keep their meaning.
+    Containers without a match are left out. A list or tuple with a match keeps its length, with None for the rest, so
+    that positions keep their meaning.
 
     Args:
         files: `files(None)` opens the checkpoint; `files(c)` opens the parent of `c`, or raises.
         patterns: shell globs; `*` also matches `/`. Plain scalars match by their paths too.
 
     Raises:
-        BadArgumentError: a pattern that no path matches.
-        MissingParentError, CorruptDataError: what is needed is not there, or not what was written.
+        BadArgumentError: no path matches a pattern.
+        MissingParentError: a needed file is missing.
+        CorruptDataError: a needed file differs from what was written.
     """
     nodes: list[Any] = []
 
@@ -53,16 +54,17 @@ def decompress_only(files: Callable[[Checkpoint | None], Checkpoint], patterns: 
 def decode_only(
     files: Callable[[Checkpoint | None], Checkpoint], choose: Callable[[Checkpoint], Sequence[ArrayRecord]]
 ) -> tuple[Checkpoint, dict[str, Array]]:
-    """Some arrays of a checkpoint, by their keys, and the checkpoint itself.
+    """Decode some arrays of a checkpoint; return the checkpoint and the arrays by their keys.
 
-    Of what was opened nothing but the headers is held when this returns: the same may be opened to it again.
+    Only the headers of the opened files are kept afterwards.
 
     Args:
-        files: as of `decompress_only`.
-        choose: which of its records.
+        files: as in `decompress_only`.
+        choose: function that selects records of the checkpoint.
 
     Raises:
-        MissingParentError, CorruptDataError: what is needed is not there, or not what was written.
+        MissingParentError: a needed file is missing.
+        CorruptDataError: a needed file differs from what was written.
     """
     top = files(None)
     unique = {r.key: r for r in choose(top)}

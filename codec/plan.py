@@ -137,7 +137,10 @@ def _with_companions(inputs: Inputs, leaves: list[Leaf], codecs: Sequence[Codec]
 
 
 def _companion(leaf: Leaf, entry: Callable[[str], tuple[str, Any] | None], name: str) -> Any:
-    """The array of an argument that belongs to a weight, flat and where the weight is; None where there is none."""
+    """Return the array of an argument that belongs to a weight, or None.
+
+    It is flat and on the weight's device.
+    """
     match = entry(leaf.path) if leaf.entry is None else None
     if match is None:
         return None
@@ -191,7 +194,7 @@ def remark(planned: ArrayPlan, cfg: Config, kinds: Mapping[str, Any] | None) -> 
 
 
 def with_targets(codec: Codec, cfg: Config) -> Codec:
-    """Return the codec under the configuration's error target and rate, where it has none of its own."""
+    """Return the codec with the configuration's error target and rate unless it has its own."""
     if isinstance(codec, Quantize):
         max_error = cfg.max_rel_error if codec.max_error is None else codec.max_error
         return dataclasses.replace(codec, max_error=max_error, rate=cfg.rate if codec.rate is None else codec.rate)

@@ -116,7 +116,7 @@ _WIDE = ("float32",)
 
 
 def _masters(states: Clusters, exact: Changed) -> list[Rule]:
-    """Rules for float32 copies of weights in an optimizer's state: clusters; for what is below a model: to the bit."""
+    """Return rules: clusters for float32 weight copies in optimizer states, exact for models."""
     return [
         *(Rule(f"{key}/*", states, _WIDE) for key in _OPTIMIZERS),
         *(Rule(match, exact) for key in _MODELS for match in (f"{key}/*", f"*/{key}/*")),
@@ -132,10 +132,10 @@ def bitsnap(
     max_cached_iteration: int = 10,
     master: Iterable[str] = "known",
 ) -> Config:
-    """BitSnap as published: exact mask and changed values of weights; optimizer states in clusters.
+    """Return BitSnap as published: exact mask and changed values of weights, clusters for optimizers.
 
     Plain float32 weights in the model are exact, too; nearly all of them change, so that they are mostly stored in
-    full. Optimizer entries that are no known moment, and tiny ones, are exact whatever their path.
+    full. Tiny optimizer entries, and those that are not known moments, are exact at any path.
 
     Args:
         clusters: for optimizer states, 1 to 16; default 16.
@@ -232,7 +232,7 @@ def check_n_run(
 def lossless(*, chain: ChainPolicy | None = None) -> Config:
     """Return the level that keeps every bit of every array, deltas included.
 
-    Promise: what is loaded equals what was saved, to the bit.
+    Promise: a loaded state equals the saved one to the bit.
 
     Args:
         chain: when to take a base; default `ChainPolicy()`.
@@ -250,8 +250,8 @@ def lossless(*, chain: ChainPolicy | None = None) -> Config:
 def exact_weights(*, chain: ChainPolicy | None = None) -> Config:
     """Return the level with exact weights; only optimizer moments are lossy, as by `Config()`.
 
-    Promise: what is evaluated or published is never changed. A training that resumes differs by what its moments lose:
-    second moments keep to about half an octave, first moments to a relative L2 error of 0.5.
+    Promise: evaluated or published weights are never changed. A training that resumes differs by the loss of its
+    moments: second moments keep to about half an octave, first moments to a relative L2 error of 0.5.
 
     Args:
         chain: when to take a base; default `ChainPolicy()`.
@@ -264,7 +264,7 @@ def exact_weights(*, chain: ChainPolicy | None = None) -> Config:
 
 
 def compact(*, chain: ChainPolicy | None = None) -> Config:
-    """Return the smallest level: 24 bins, weights that change only if worth the bits, coarse moments.
+    """Return the smallest level: 24 bins, rate-distortion coding of weights, coarse moments.
 
     Promise: small, for trainings that are restored now and then. First moments are on a grid of 4 in units of
     sqrt(v), where most restore as zero: a resumed optimizer starts without momentum. Second moments keep to two

@@ -1,4 +1,4 @@
-"""What the header of a checkpoint says of its arrays: a record an array, and one a bundle."""
+"""The records of a checkpoint's header: one for each array, and one for each bundle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .streams import STREAMS, Stream
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Where the pieces of an array or a bundle are, and what they are.
+    """Location and stream format of the pieces of an array or a bundle.
 
     Args:
         stream: stream format.
@@ -62,11 +62,11 @@ class ArrayRecord:
         path: keys joined by "/".
         key: unique name of the place in the tree; what a delta matches parents by.
         spec: library, dtype, shape.
-        stretch: its pieces; of a member of a bundle those of the bundle.
-        nbytes: stored bytes; of a member of a bundle its share, by raw bytes.
+        stretch: its pieces; for a member of a bundle, those of the bundle.
+        nbytes: stored bytes; for a member of a bundle, its share by raw bytes.
         error: achieved error, in the measure `measure`.
         measure: "exact", "relative L2" or "relative".
-        note: what the codec has to say, or "".
+        note: remark of the codec, or "".
         sibling: number of the array whose values decoding needs, or None.
         codec: id of the codec that was chosen for it.
         why: the rule or the evidence that chose the codec, or why the array is exact.
@@ -98,7 +98,7 @@ class ArrayRecord:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Bytes of each piece; of all members of a bundle together."""
+        """Bytes of each piece; the pieces of a bundle hold all of its members."""
         return self.stretch.lengths
 
     @property
@@ -108,7 +108,7 @@ class ArrayRecord:
 
     @property
     def format(self) -> Stream:
-        """What is to be known of its stream."""
+        """The description of its stream format."""
         return STREAMS[self.stretch.stream]
 
 
@@ -118,7 +118,7 @@ class Records:
 
     Args:
         arrays: in the order of the state.
-        bundles: in the order of the body, after the pieces of all arrays that are in none.
+        bundles: in the order of the body, after the pieces of all arrays outside bundles.
         nbytes: of all pieces.
     """
 
@@ -131,11 +131,11 @@ def records_of(header: Mapping[str, Any], keys: Sequence[tuple[str, str]]) -> Re
     """Read the records of a header.
 
     Args:
-        header: with the records of arrays as rows.
+        header: parsed header, with a row for each array.
         keys: (path, key) of each array, in order.
 
     Raises:
-        CorruptDataError: a record is not what a writer writes.
+        CorruptDataError: a record is malformed.
     """
     rows, found, others = header.get("arrays"), header.get("bundles", []), header.get("why", [])
     if not isinstance(others, list) or not all(isinstance(reason, str) for reason in others):
@@ -219,7 +219,10 @@ def _stretch(row: Mapping[str, Any], path: str, offset: int, streams: Mapping[st
 
 
 def _check_members(bundle: Bundle, specs: Sequence[LeafSpec]) -> None:
-    """Members are of one dtype and library, and few enough bytes that one of them may be read by decoding all."""
+    """Refuse a bundle of several dtypes or libraries, or of more than `MOST_BYTES` raw bytes.
+
+    Reading one member decodes all of them, so that the limit bounds its cost.
+    """
     own = [specs[i] for i in bundle.members]
     kinds = {(spec.library, spec.dtype) for spec in own}
     total = sum(spec.nbytes for spec in own)
@@ -230,7 +233,10 @@ def _check_members(bundle: Bundle, specs: Sequence[LeafSpec]) -> None:
 
 
 def _shares(bundles: Sequence[Bundle], specs: Sequence[LeafSpec]) -> dict[int, int]:
-    """The part that each member has in the stored bytes of its bundle, by raw bytes; the parts of a bundle add up."""
+    """Divide the stored bytes of each bundle among its members in proportion to raw bytes.
+
+    The shares of a bundle add up to its stored bytes exactly.
+    """
     found = {}
     for bundle in bundles:
         stored, total, before = bundle.stretch.nbytes, sum(specs[i].nbytes for i in bundle.members), 0
@@ -241,7 +247,10 @@ def _shares(bundles: Sequence[Bundle], specs: Sequence[LeafSpec]) -> dict[int, i
 
 
 def _sibling_fits(number: Any, stream: str, streams: Sequence[str]) -> bool:
-    """A sibling is named by exactly those streams that need one, and needs none itself, so there is no circle."""
+    """Whether a record names a sibling exactly if its stream needs one, and the sibling needs none.
+
+    So references cannot form a cycle.
+    """
     if STREAMS[stream].beside is None:
         return number is None
     return type(number) is int and 0 <= number < len(streams) and STREAMS[streams[number]].beside is None

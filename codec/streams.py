@@ -24,9 +24,9 @@ from .weights.quantize import Quantize
 from .weights.uniform_quantizer import decode_multiples, restate_multiples
 
 Decoder = Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Reference | None, Array | None], Reference]
-"""From spec, metadata, pieces, the parent's memory, and the sibling as `Stream.beside` gives it."""
+"""From spec, metadata, pieces, the parent's reference, and the result of `Stream.beside` for the sibling."""
 Restater = Callable[[LeafSpec, dict[str, Any], Reference, Reference | None], tuple[dict[str, Any], Sequence[Piece]]]
-"""From spec, metadata, the memory to state anew and the new parent's memory: new metadata and pieces."""
+"""From spec, metadata, the reference to encode again and the new parent's reference: new metadata and pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Stream:
     """A format.
 
     Args:
-        decode: makes an array's memory of its pieces.
+        decode: function that makes an array's reference from its pieces.
         codec: id of the codec that writes it, unless the record names another.
-        restate: states a memory over another parent, or over none. None: no delta is coded against such an array, so
-            that a resolved checkpoint does not keep its memory.
-        beside: what the decoder gets of the array of the same checkpoint that the record names, from its decoded
-            values and its spec. None: no array is named.
-        is_wide: whether a memory takes as much as the array; else about a byte an element.
+        restate: function that encodes a reference against another parent, or on its own. None: no delta is coded
+            against such an array, so that a resolved checkpoint does not keep its reference.
+        beside: function that computes the decoder's last argument from the decoded values and the spec of the sibling
+            that the record names. None: no array is named.
+        is_wide: whether a reference takes as much memory as the array; else about a byte an element.
     """
 
     decode: Decoder

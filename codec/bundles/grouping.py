@@ -1,4 +1,4 @@
-"""Which arrays are coded together: small ones of one codec, role and dtype."""
+"""Selection of the arrays that are coded together: small ones of one codec, role and dtype."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ if TYPE_CHECKING:
     from ..plan import ArrayPlan
 
 MOST_BYTES = 1 << 20
-"""Raw bytes of a bundle: as much is decoded at most to read one of its arrays."""
+"""Most raw bytes of a bundle, and so the most that is decoded to read one of its arrays."""
 FEWEST = 8
-"""Arrays from which on a group is coded together: of fewer each has a stream of its own."""
+"""Least number of arrays that are coded together; in a smaller group each array has a stream of its own."""
 _GRID_DTYPES = ("float32", "bfloat16")
 
 
 def bundled(planned: Sequence[ArrayPlan], firsts: dict[int, int]) -> list[list[int]]:
-    """Groups of arrays to code together, each within `MOST_BYTES`; no first moment is among them.
+    """Return the groups of arrays to code together, without first moments.
+
+    Raw bytes of a group are at most `MOST_BYTES`. First moments follow their second moments, see `can_follow`.
 
     Args:
         planned: the plan of each array.
-        firsts: the first moment of each second one, where it has one.
+        firsts: number of the first moment by the number of its second moment.
     """
     paired = set(firsts.values())
     groups: dict[Any, list[int]] = {}
@@ -47,7 +49,7 @@ def bundled(planned: Sequence[ArrayPlan], firsts: dict[int, int]) -> list[list[i
 
 
 def _within(planned: Sequence[ArrayPlan], group: list[int]) -> list[list[int]]:
-    """Parts of a group of about equal size."""
+    """Divide a group into parts of about equal size."""
     total = sum(planned[i].leaf.spec.nbytes for i in group)
     wanted = -(-total // (-(-total // (MOST_BYTES - SMALL)))) if total else 1
     found: list[list[int]] = [[]]
@@ -62,7 +64,7 @@ def _within(planned: Sequence[ArrayPlan], group: list[int]) -> list[list[int]]:
 
 
 def _key(p: ArrayPlan) -> tuple[Any, ...] | None:
-    """What arrays that are coded together have in common; None for an array that is coded alone."""
+    """Return a key that arrays coded together share; None for an array that is coded alone."""
     spec, codec = p.leaf.spec, p.codec
     if p.original is not None or not 0 < spec.nbytes <= SMALL or p.leaf.touched is not None:
         return None
@@ -80,7 +82,7 @@ def _key(p: ArrayPlan) -> tuple[Any, ...] | None:
 
 
 def can_follow(p: ArrayPlan) -> bool:
-    """Whether a first moment can be coded together with others whose second moments were."""
+    """Whether a first moment may be coded in a bundle, together with others of the same group."""
     codec = p.codec
     return isinstance(codec, FirstMoment) and p.leaf.spec.dtype in _GRID_DTYPES and 0 < p.leaf.spec.nbytes <= SMALL
 

@@ -27,7 +27,7 @@ class StoredBundle:
         meta: what the decoder needs in addition to the pieces; plain JSON.
         pieces: bytes, in order.
         is_delta: whether decoding needs the parents of all members.
-        stored: of each member its reference, error and note; without pieces.
+        stored: reference, error and note of each member, without pieces.
     """
 
     members: Sequence[int]
@@ -40,11 +40,11 @@ class StoredBundle:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """What became of a group of arrays that might be coded together, by their places in the group.
+    """The result of coding a group of arrays together; arrays are named by their places in the group.
 
     Args:
-        bundles: those that were.
-        alone: arrays for which that was not possible; None: still to be encoded.
+        bundles: the arrays that were coded together.
+        alone: the arrays for which that was not possible, already encoded, or None if the caller has to encode them.
     """
 
     bundles: Sequence[StoredBundle]
@@ -71,11 +71,11 @@ class BundleStream:
     """The format of a bundle.
 
     Args:
-        join: joins the references of arrays with these specs; None where one is of another stream.
-        decode: makes joined references of specs, metadata, pieces, the parents' joined references and, for a first
-            moment, the joined squares of its scale.
-        restate: metadata and pieces of joined references over others, or over none. None: no delta is coded against
-            such arrays.
+        join: function that joins the references of arrays with these specs; returns None if one is of another stream.
+        decode: function that makes joined references from specs, metadata, pieces, the parents' joined references
+            and, for first moments, the joined squares of their scales.
+        restate: function that returns metadata and pieces of joined references relative to others, or on their own.
+            None: no delta is coded against such arrays.
     """
 
     join: Callable[[Sequence[Reference | None], Sequence[LeafSpec]], Joined | None]
@@ -84,7 +84,10 @@ class BundleStream:
 
 
 def joined_spec(specs: Sequence[LeafSpec]) -> LeafSpec:
-    """The spec of arrays of one library and dtype joined end to end: a matrix, if all have rows of one length."""
+    """Return the spec of arrays of one library and dtype that are joined end to end.
+
+    It is a matrix if the rows of all arrays have one length, else a vector.
+    """
     first = specs[0]
     size = sum(spec.size for spec in specs)
     columns = columns_of(first.shape)
@@ -97,12 +100,12 @@ def joined_spec(specs: Sequence[LeafSpec]) -> LeafSpec:
 
 
 def ends_of(specs: Sequence[LeafSpec]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Where the elements of each array end."""
+    """Return where the elements of each array end; int64."""
     return np.cumsum([spec.size for spec in specs], dtype=np.int64)
 
 
 def parts(data: Array, specs: Sequence[LeafSpec], unit: int = 1) -> list[Array]:
-    """The part of each array; `unit` entries of `data` are an element."""
+    """Split joined data into the part of each array; an element is `unit` entries of `data`."""
     found, start = [], 0
     for spec in specs:
         end = start + unit * spec.size
@@ -112,7 +115,7 @@ def parts(data: Array, specs: Sequence[LeafSpec], unit: int = 1) -> list[Array]:
 
 
 def joined_bytes(flats: Sequence[Array]) -> NpArray:
-    """The bytes of flat arrays of one dtype, one after another on the host; from a GPU in one copy."""
+    """Return the bytes of flat arrays of one dtype, joined on the host; one copy fetches them from a GPU."""
     if is_torch(flats[0]) and on_gpu(flats[0]):
         import torch
 
@@ -125,7 +128,7 @@ def joined_bytes(flats: Sequence[Array]) -> NpArray:
 
 
 def joined_leaf(leaves: Sequence[Leaf]) -> Leaf:
-    """One array made of several."""
+    """Join several arrays to one."""
     spec = joined_spec([leaf.spec for leaf in leaves])
     first = leaves[0]
     return Leaf(first.path, first.key, spec, first.kind, from_bytes(joined_bytes([leaf.flat for leaf in leaves]), spec))

@@ -1,7 +1,7 @@
 """Levels of several arrays coded together: each has its codebook, all share the stream of levels.
 
-Levels of arrays with other codebooks are made comparable: they are shifted so that in all of them the entry nearest
-above 0 has one level. The two levels that are no entries stay.
+To make levels of different codebooks comparable, they are shifted: the first entry that is not negative has the same
+level in all arrays. The two levels that do not stand for entries stay.
 
 Pieces: (0) modes and sizes of the codebooks; multiples: first and step of each; explicit entries; protected values as
 bfloat16 differences to the parents', and those that bfloat16 cannot hold. (1) the levels, in the context of the
@@ -145,7 +145,7 @@ def _with_parts(joined: JoinedLevels) -> list[LevelsReference]:
 
 
 def _metadata(references: Sequence[LevelsReference]) -> dict[str, Any]:
-    """The different thresholds, the number of each array's own unless all have the same, and gains that are not 0."""
+    """Return metadata: the different thresholds, which of them each array has, and gains that are not 0."""
     limits = [thresholds_as_json(r.thresholds) for r in references]
     different = list(dict.fromkeys(map(tuple, limits)))
     meta: dict[str, Any] = {"t": [list(t) for t in different]}
@@ -156,7 +156,7 @@ def _metadata(references: Sequence[LevelsReference]) -> dict[str, Any]:
 
 
 def _shifted(levels: NpArray, specs: Sequence[LeafSpec], shifts: NpArray, *, back: bool = False) -> NpArray:
-    """Levels moved so that the entry `shifts[i]` of array i has the level that the largest shift has; or back."""
+    """Shift levels so that entry `shifts[i]` of array i has one level in all arrays; or back."""
     by = (int(shifts.max()) - shifts) % MAX_CODES
     if not by.any():
         return levels

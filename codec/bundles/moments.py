@@ -117,7 +117,7 @@ def _shapes(specs: Sequence[LeafSpec]) -> NpArray:
 
 
 def join_rank_one(references: Sequence[Reference | None], specs: Sequence[LeafSpec]) -> JoinedRankOne | None:
-    """See `BundleStream.join`; None, too, where tables differ, for members of a bundle share one."""
+    """See `BundleStream.join`; members of a bundle share one table."""
     found: list[RankOneReference] = []
     for reference, spec in zip(references, specs, strict=True):
         if not isinstance(reference, RankOneReference) or reference.symbols.size != spec.size:
@@ -131,7 +131,7 @@ def join_rank_one(references: Sequence[Reference | None], specs: Sequence[LeafSp
 def second_moments_together(
     codec: SecondMoment, leaves: Sequence[Leaf], parents: Sequence[Reference | None]
 ) -> Together:
-    """Encode second moments of one dtype together; all are matrices, or none is."""
+    """Encode second moments of one dtype together; either all or none of them are matrices."""
     specs = [leaf.spec for leaf in leaves]
     leaf = joined_leaf(leaves)
     if matrix_shape(specs[0]) is None:
@@ -197,7 +197,7 @@ def _rank_one_pieces(joined: JoinedRankOne, before: JoinedRankOne | None, counts
 
 
 def restate_rank_one_together(joined: Joined, before: Joined | None) -> Pieces:
-    """The same symbols and factors against others, or against none."""
+    """Code symbols and factors again, relative to others or on their own."""
     assert isinstance(joined, JoinedRankOne)
     return {}, _rank_one_pieces(joined, before if isinstance(before, JoinedRankOne) else None, None)
 
@@ -237,7 +237,7 @@ def decode_log_buckets_together(
 
 @dataclass(frozen=True, slots=True)
 class _OnGrid:
-    """First moments on grid points so far apart."""
+    """First moments rounded to grid points of one step."""
 
     table: NpArray
     symbols: NpArray
@@ -247,7 +247,10 @@ class _OnGrid:
 
 
 def first_moments_together(codec: FirstMoment, leaves: Sequence[Leaf]) -> Together:
-    """Encode first moments of one dtype together, each with the squares of its scale; by the step that each needs."""
+    """Encode first moments of one dtype together, grouped by the step that each needs.
+
+    Each array comes with the squares of its scale as `Leaf.sibling`.
+    """
     steps: dict[int, float] = {}
     alone: dict[int, Stored | None] = {}
     waiting = {codec.step: list(range(len(leaves)))}
@@ -289,7 +292,7 @@ def first_moments_together(codec: FirstMoment, leaves: Sequence[Leaf]) -> Togeth
 
 
 def _by_step(steps: dict[int, float]) -> dict[float, list[int]]:
-    """The arrays of each step, ascending; of steps that few have, those of the next finer one."""
+    """Return the arrays of each step, ascending; arrays of a rare step join those of the next finer one."""
     found: dict[float, list[int]] = {}
     carried: list[int] = []
     for step in sorted(set(steps.values()), reverse=True):

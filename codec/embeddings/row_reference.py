@@ -1,8 +1,8 @@
 """Rows of a matrix as records: numbers and packed codes, each row in a style of its own.
 
-A *record* is what is kept of a row: the float32 numbers of its quantizer, then its codes, bit-packed; or the row's own
-bytes. Rows of one *style* (quantizer and width) have records of one length and lie in one array, in the order of the
-rows, so a memory is as small as the checkpoint's codes, and any subset of rows is an index.
+A *record* holds a row: the float32 numbers of its quantizer, then its codes, bit-packed; or the row's own bytes. Rows
+of one *style* (quantizer and width) have records of one length and lie in one array, in the order of the rows, so a
+reference is as small as the checkpoint's codes, and any subset of rows is an index.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Embedding tables by rows: each row has its own range; a delta stores changed rows only.
 
 Piece i covers a chunk of rows: a symbol stream, 0 for a row that is the parent's, 1 + k for one in style k of `m.s`;
-then for each style present its rows' numbers and codes. What is stored depends on nothing but the two memories, so that
-writing a checkpoint anew (`restate_rows`) and encoding one end in the same function.
+then for each style present its rows' numbers and codes. The stored bytes depend on the two references alone, so that
+storing a checkpoint against another parent (`restate_rows`) and encoding one end in the same function.
 
 Source: Check-N-Run, sections 5.1 and 5.2.
 """
@@ -67,8 +67,8 @@ _NODES = 10**15
 class SeenRows(RowsReference):
     """The reference after encoding, with a fingerprint of the values of each row.
 
-    A row with the fingerprint of before has not moved, so that it need not be quantized to know. A memory decoded from
-    bytes has none, and leads to the same deltas.
+    A row whose fingerprint has not changed has not moved, and need not be quantized. A reference decoded from bytes
+    has no fingerprints, and leads to the same deltas.
 
     Args:
         prints: int64 [R].
@@ -111,7 +111,10 @@ def expected_failures(probability: float, nodes: int, duration: float) -> int:
 
 
 def code_width(name: str, value: Any, also: str = "") -> int:
-    """`value` as an int if it is a width of codes; raises BadArgumentError otherwise, which names what else goes."""
+    """Return `value` as an int if it is a width of codes, else raise BadArgumentError.
+
+    `also` names other accepted values for the message.
+    """
     with suppress(BadArgumentError):
         if (width := integer(name, value, min(WIDTHS), max(WIDTHS))) in WIDTHS:
             return width
@@ -124,11 +127,11 @@ class Rows:
 
     A row counts as unchanged where its values are the parent's, or where it quantizes to what the parent holds. Rows
     that are not finite, and tables whose rows would not get smaller, are kept as they are. Optimizer entries are coded
-    row by row only where they belong to an embedding; others, and weights that are no matrix, are exact.
+    row by row only where they belong to an embedding; others, and weights that are not matrices, are exact.
 
     Args:
         bits: width of a code, 2, 3, 4 or 8; "auto": by `expected_restores`; None: rows as they are, to the bit.
-        method: "adaptive" (the greedy search; at 8 bits plain "asymmetric" is enough and is what is used),
+        method: "adaptive" (the greedy search; at 8 bits plain "asymmetric" is enough and is used instead),
             "asymmetric", "symmetric" or "kmeans" (15 iterations).
         num_bins: steps that the greedy search cuts a row's range into, 1 to 4096; None: picked on a sample.
         ratio: share of the range it walks through, in (0, 1]; None: picked on a sample.
@@ -244,7 +247,7 @@ class Rows:
         return Stored("rows", meta, pieces, memory, met.relative_l2, "exact" if style == RAW else "relative L2", note)
 
     def _ladder(self, plan: Style, spec: LeafSpec) -> list[Style]:
-        """The styles to try: what is asked for, and finer ones where there is an error to keep to."""
+        """Return the styles to try: the requested one, and finer ones if there is an error target."""
         styles = [plan]
         if self.max_error is not None and plan != RAW:
             for width in WIDTHS[WIDTHS.index(plan.bits) + 1 :]:
@@ -329,7 +332,7 @@ def _settled(x: Array, spec: LeafSpec, before: RowsReference, least: int) -> NpA
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A chunk of rows: reference, error, fingerprints, and number of rows changed without a mark."""
+    """A chunk of rows: reference, error, fingerprints, and number of unmarked changed rows."""
 
     memory: RowsReference
     met: Distortion
@@ -343,7 +346,7 @@ def _quantize(
     """Quantize an array: return its reference, the error, and the number of missing marks.
 
     Marks say which rows a training has looked up, not which have moved: gradients of other processes, gradients kept
-    from step to step, and edits by hand move others. So all rows are compared, and a missing mark is counted.
+    from step to step, and direct edits move others. So all rows are compared, and a missing mark is counted.
     """
     spec, x = leaf.spec, _rows_of(leaf)
     step = max(1, CHUNK // row_length(spec))
@@ -375,7 +378,7 @@ def _quantize_chunk(
         return _Part(memory, distortion(x, _beside(memory, spec, x)), prints)
     restored = _beside(before, spec, x)
     differ = ~_equal(x, restored)
-    # What is kept more coarsely than asked for is looked at whether it moved or not.
+    # Rows kept more coarsely than requested are encoded again even if they did not move.
     coarser = np.array([s.fineness < style.fineness for s in before.table], bool)[before.style]
     if seen is not None and prints is not None:
         differ &= (prints != seen) | coarser
@@ -483,7 +486,7 @@ def _write_chunk(spec: LeafSpec, memory: RowsReference, before: RowsReference | 
             continue
         numbers, codes = opened(mine, style, columns)
         old_numbers, old_codes = _parent_codes(known, style, columns)
-        # All first numbers, then all second ones: like beside like.
+        # All first numbers, then all second ones: similar numbers stand together.
         plain = np.ascontiguousarray(numbers.T).view(np.uint8)
         _write_array(out, plain, _flat32(numbers.size), old_numbers, coder)
         flat = codes.reshape(-1)
@@ -496,7 +499,7 @@ def _write_chunk(spec: LeafSpec, memory: RowsReference, before: RowsReference | 
 
 
 def _coded(symbols: NpArray, coder: str) -> bytes:
-    """Symbols without a context; "published" takes them bit-packed, whatever else were smaller."""
+    """Code symbols without a context; "published" packs their bits even where another way is smaller."""
     top = int(symbols.max()) if symbols.size else 0
     if coder == "published" and top != int(symbols.min(initial=top)):
         width = top.bit_length()

@@ -3,17 +3,17 @@
     0 constant     the value
     1 packed       width in bits, then the symbols bit-packed
     2 huffman      code lengths, then the code
-    3 published    run lengths > 1 told apart from values by sign, Huffman on top (Inshrinkerator, section 6)
+    3 published    run lengths > 1 distinguished from values by sign, Huffman on top (Inshrinkerator, section 6)
     4 rans         symbol frequencies, then one static rANS stream
     5 conditional  joint frequencies, then a rANS stream conditioned on the context
     6 rearranged   cyclic differences (context - symbol) mod B, one group per context, each by a method from 0 to 4
     7 unchanged    every symbol equals its context
     8 zstandard    a zstandard frame
     9 stored       the symbols themselves
-    10 rare        where symbols differ from their context, and what they are
+    10 rare        where symbols differ from their context, and their values
     11 exceptions  the most frequent symbol, then where others stand, and which
     12 places      classes of rows and columns, then as conditional: the class of a place is (part of) the context
-    13 products    factors of rows and columns, then as places: what they predict for a place is the other context
+    13 products    factors of rows and columns, then as places: their prediction for a place is the other context
 
 The context is known to both sides (the level in the parent checkpoint). docs/format.md has the bytes. From below:
 `methods`, `table`, `runlengths` (3), `plain` (0 to 4, 8, 9, 11), `rearranged` (6), `places` and `lowrank`, `placed`

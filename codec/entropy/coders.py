@@ -86,7 +86,7 @@ def in_context(
         start: number of the first symbol in it; default 0.
 
     Returns:
-        What was written, and the bits that the symbols' own entropy would take, without the context.
+        The coded bytes, and the bits that the symbols' own entropy would take, without the context.
     """
     counts = joint_counts(context, symbols, *(max(2, int(a.max(initial=0)) + 1) for a in (context, symbols)))
     total = np.zeros(256, np.int64)

@@ -24,15 +24,15 @@ from .table import I64, U8, Table, least_stream, read_rans
 _WORTH_PLACES = 512
 """Bytes below which classes of places are not tried."""
 _BESIDE_PRODUCTS = 8
-"""Classes of places at most beside what products predict, which has said much of it: more gain nothing."""
+"""Most classes of places in addition to predictions from products; more classes gain nothing with these."""
 _TRIED = 3
-"""Matrices that tell whether several have factors that are of use."""
+"""Matrices that are tried to decide whether several have useful factors."""
 _SIGN = np.uint8(128)
-"""What makes a signed byte an unsigned one in the same order, and back."""
+"""Exclusive-or mask that maps signed bytes to unsigned ones in the same order, and back."""
 
 
 def by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start: int, size: float) -> Writer | None:
-    """Code symbols in the context of their position's class and another one; None if not smaller.
+    """Code symbols in the context of their position's class and of `context`; None if not smaller.
 
     Args:
         symbols: uint8, shape (n,).
@@ -61,7 +61,7 @@ def by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start: 
 def by_product(
     symbols: U8, columns: int, start: int, size: float, heights: Sequence[int] | None = None
 ) -> Writer | None:
-    """Symbols that stand for signed numbers in the context of what products predict, and of their place's class.
+    """Code symbols for signed numbers in the context of products' predictions and place classes.
 
     Args:
         symbols: as in `by_place`.
@@ -156,7 +156,7 @@ def decode_products(data: Reader, n: int) -> U8:
 
 
 def _read_rank(data: Reader, size: int, columns: int) -> tuple[int, int]:
-    """Rank and shift of the factors of a matrix; rank 0: it has none."""
+    """Read rank and shift of the factors of a matrix; rank 0 means a matrix without factors."""
     rank = data.varint()
     if rank == 0:
         return 0, 1
@@ -177,8 +177,10 @@ def _read_factors(data: Reader, shapes: Sequence[tuple[int, int]]) -> list[np.nd
 
 
 def _in_classes(head: Writer, symbols: U8, contexts: U8, rows: int, size: float) -> Writer | None:
-    """Symbols in contexts below `rows`, which the head says; None where that is not smaller than `size` bytes by half
-    a percent."""
+    """Code symbols in contexts below `rows`, which the head describes.
+
+    Returns None if that does not save at least half a percent of `size` bytes.
+    """
     rest = size / SLACK - len(head)
     pairs = joint_counts(contexts, symbols, rows, max(2, int(symbols.max()) + 1))
     if least_stream(pairs) >= rest:
@@ -191,7 +193,7 @@ def _in_classes(head: Writer, symbols: U8, contexts: U8, rows: int, size: float)
 
 
 def _with_classes(predicted: U8, contexts: int, places: Places | None) -> tuple[U8, int]:
-    """Combine contexts with the classes of their positions, if any; return them and their number."""
+    """Combine contexts with the classes of their positions, if any; return contexts and number."""
     if places is None:
         return predicted, contexts
     return places.beside(predicted, predicted.size), contexts * places.classes

@@ -1,10 +1,10 @@
 """Low-rank prediction of a matrix of small signed numbers from row and column factors.
 
-A gradient is a sum of outer products, of what comes into a layer and what goes back through it, so a first moment has
-far fewer directions than entries, and a grid point is likely near what the strongest of them say. They are found by
-subspace iteration (Halko, Martinsson, Tropp 2011, algorithm 4.4), here on integers, so that the same numbers have the
-same factors on every machine: products and their sums are exact, and what is rounded between is rounded one operation
-after another. A reader needs the factors alone.
+A gradient is a sum of outer products of a layer's inputs and the gradients at its outputs. So a first moment has far
+fewer directions than entries, and the strongest directions predict a grid point well. They are found by subspace
+iteration (Halko, Martinsson, Tropp 2011, algorithm 4.4), here on integers, so that the same numbers have the same
+factors on every machine: products and their sums are exact, and the roundings between them are single operations in a
+fixed order. A reader needs the factors alone.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Factors:
 
 
 def signed(symbols: NpArray) -> NpArray:
-    """Map the symbols 1, 2, 3, 4, ... (uint8) to the int8 numbers 0, -1, 1, -2, ...; symbol 0 to 0."""
+    """Map symbols 1, 2, 3, 4, ... (uint8) to the int8 numbers 0, -1, 1, -2, ...; symbol 0 to 0."""
     even = (symbols & np.uint8(1)) - np.uint8(1)
     numbers = symbols >> np.uint8(1)
     numbers ^= even
@@ -84,7 +84,7 @@ def expected(classes: NpArray) -> NpArray:
 
 
 def factors_of(symbols: NpArray, columns: int, start: int) -> Factors | None:
-    """Factors that predict a part of a matrix; None where they would take more bytes than they save.
+    """Return factors that predict a part of a matrix; None if they cost more bytes than they save.
 
     Args:
         symbols: uint8, shape (n,), of `signed` numbers.
@@ -235,7 +235,9 @@ def _directions(values: NpArray, columns: int, rank: int) -> NpArray:
 
 
 def _directions_each(matrices: NpArray, rank: int) -> NpArray:
-    """`_directions` of each of several matrices, float32 [m, rows, columns]: int8 [m, columns, rank].
+    """Return the `_directions` of each of several matrices.
+
+    Matrices are float32 [m, rows, columns], the result is int8 [m, columns, rank].
 
     Products in float32 are exact: 2**24 is more than 2**15 rows or columns of numbers within 8 and 63 add up to.
     """

@@ -81,10 +81,10 @@ def smallest(symbols: U8, counts: I64) -> tuple[Candidate, float]:
 
 
 def coded(symbols: U8) -> Writer:
-    """Symbols, uint8 (n,), by the smallest coder. Where they are stored as they are, they are not copied yet: they must
-    not change before what is returned is used.
+    """Code symbols, uint8 (n,), by the coder with the smallest result.
 
-    Where a sample of many symbols is noise, they are not counted.
+    Symbols that no coder makes smaller are not copied: they must not change before the writer is used. If a sample of
+    many symbols is noise, they are not counted.
     """
     if symbols.size >= _MANY and sampled_bits(np.bincount(sample(symbols.size)(symbols))) >= _NOISE * SAMPLE:
         return _stored(symbols).done()

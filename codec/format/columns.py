@@ -1,4 +1,4 @@
-"""The records of arrays as columns, one a field: ten thousand records repeat few names and values.
+"""Array records stored as columns, one for each field, since many records repeat few values.
 
     {"count": 3, "d": {"v": ["float32"]}, "f": {"v": ["levels", "bytes"], "i": [0, 0, 1]}, "e": [0.1, null, 0.2]}
 
@@ -52,11 +52,11 @@ def from_columns(columns: Any, most: int) -> list[Record]:
     """Return the records that `to_columns` was given.
 
     Args:
-        columns: what a file has.
-        most: records that there may be: each is an array of the tree.
+        columns: the columns read from a file.
+        most: largest number of records; each is an array of the tree.
 
     Raises:
-        CorruptDataError: no such columns, or more records.
+        CorruptDataError: the columns are malformed, or there are more records.
 
     Example:
         >>> from_columns({"count": 2, "d": {"v": ["float32"]}, "s": [None, [2]]}, 2)
@@ -90,7 +90,7 @@ def _values(name: str, column: Any, count: int) -> Sequence[Any]:
 
 
 def gaps(numbers: Sequence[int]) -> list[int]:
-    """Return numbers as differences to the one before.
+    """Return numbers as differences from the number before.
 
     Example:
         >>> gaps([3, 4, 8])
@@ -100,7 +100,10 @@ def gaps(numbers: Sequence[int]) -> list[int]:
 
 
 def from_gaps(found: Any, below: int) -> list[int]:
-    """Return the different numbers, from 0 to `below`, that `gaps` was given; else raises CorruptDataError.
+    """Return the distinct numbers in [0, below) whose `gaps` these are.
+
+    Raises:
+        CorruptDataError: a number is repeated or out of range, or there are no numbers.
 
     Example:
         >>> from_gaps([3, 1, 4], 9)

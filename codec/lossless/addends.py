@@ -1,9 +1,9 @@
 """Exact difference of two arrays by the fewest addends, to merge deltas into a super-step.
 
-The sum of the addends of several deltas is no addend of their sum: each addition rounded. But for an element that went
-from p to r the numbers s with round(p + s) = r are an interval, about as wide as a unit in the last place of r. The
-fewest points that meet all intervals are found greedily; far fewer than there are elements, since the elements share
-the few addends that the deltas had. Whoever has no such s (p + s cannot give r in one step) is stored as it is.
+The addends of several deltas cannot be summed, because each addition rounded. But for an element that went from p to r
+the numbers s with round(p + s) = r are an interval, about as wide as a unit in the last place of r. The fewest points
+that meet all intervals are found greedily. They are far fewer than the elements, since the elements share the few
+addends that the deltas had. An element without such an s (p + s cannot give r in one step) is stored as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..state.leaves import LeafSpec, NpArray
 
 BLOCK = 1 << 15
 MOST = (1 << 16) - 2
-"""Addends of one chunk at most: a level is two bytes, 0 adds nothing and the last marks what is stored as it is."""
+"""Most addends of one chunk: a level is two bytes, 0 adds nothing, and the last marks elements stored as they are."""
 _INSIDE = 1 - 2.0**-10
 """Share of an interval that is used."""
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
@@ -144,7 +144,7 @@ def _fewest(new: NpArray, old: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArra
 
 
 def _heaviest(weight: NpArray, start: NpArray, stop: NpArray) -> NpArray:
-    """Return the position of the largest weight (the first of equals) of each range, or its start."""
+    """Return the position of the first largest weight of each range; of an empty one, its start."""
     # best[k][i] is the place of the largest weight in i ... i + 2**k - 1.
     best = [np.arange(weight.size)]
     longest = int((stop - start).max(initial=1))

@@ -1,4 +1,4 @@
-"""Exact changes since the parent: a mask of one bit per element and the new values (BitSnap).
+"""Exact changes since the parent: a mask with one bit per element, and new values (BitSnap).
 
 A chunk's first byte names its form:
 

@@ -2,7 +2,7 @@
 
 The difference is that of the ordered patterns (`kernels.planes.difference`), in units of the last place. A step of
 training is about as large for a small weight as for a large one, so that it is the more units the smaller the weight:
-the parent's exponent says most of what there is to know of the size. The digits below the size's leading four bits are
+the parent's exponent predicts most of the size. The digits below the size's leading four bits are
 noise and are stored as they are (`kernels.categories`).
 
     byte: what the context is, block: categories of the zig-zag differences in that context, their extra bits
@@ -58,13 +58,16 @@ def decode_differences(data: Reader, before: NpArray, out: NpArray, layout: Layo
 
 
 def difference_of(u: NpArray, before: NpArray, layout: Layout) -> NpArray:
-    """Zig-zag differences of ordered patterns; order needs only sign and magnitude, so all 16-bit floats are alike."""
+    """Return zig-zag differences of ordered patterns.
+
+    Order depends on sign and magnitude alone, so that all 16-bit floats are treated alike.
+    """
     out: NpArray = difference(u, before, dtype=f"float{layout.width}")
     return out
 
 
 def difference_bits(steps: NpArray, before: NpArray, layout: Layout) -> tuple[float, int]:
-    """Bits that these zig-zag differences would take, about, their tables not counted; and the better kind of context.
+    """Estimate the bits of zig-zag differences, without tables, and the better kind of context.
 
     Both arrays are a sample, as `entropy.sample` takes it.
     """

@@ -75,11 +75,11 @@ class Exact:
 
 
 def copied_pieces(source: NpArray, spec: LeafSpec, parent: Reference | None) -> tuple[list[Writer], BytesReference]:
-    """The pieces of an array given as its bytes, and bytes of its own for the next delta.
+    """Encode an array given as its bytes; return its pieces and the reference for the next delta.
 
-    What is stored and what is remembered are the same bytes, whoever writes to the array meanwhile: each part is copied
-    before it is coded, or found to be the parent's, whose bytes are then remembered. Where nothing changed, the
-    parent's memory is shared; where little did, the changes are remembered instead of a copy.
+    Stored and remembered bytes are the same even if another thread writes to the array meanwhile: each part is copied
+    before it is coded, or equals the parent's part, which is then remembered. Where nothing changed, the
+    parent's reference is shared; where little changed, the changes are remembered instead of a copy.
     """
     before = parent_bytes(parent, spec)
     if before is None:
@@ -108,7 +108,7 @@ def copied_pieces(source: NpArray, spec: LeafSpec, parent: Reference | None) -> 
 def _patched_pieces(
     source: NpArray, spec: LeafSpec, before: NpArray, edges: tuple[int, ...]
 ) -> tuple[list[Writer], BytesReference]:
-    """The same of an array of which little changed: its parent's bytes and the changes are remembered."""
+    """Encode an array that changed little, as `copied_pieces`; the reference is the parent and the changes."""
     step = CHUNK * 4
 
     def one(start: int) -> tuple[Writer, Patch | None]:
@@ -131,7 +131,10 @@ def _patched_pieces(
 
 
 def pieces_of(data: NpArray, spec: LeafSpec, parent: Reference | None) -> list[Writer]:
-    """The pieces of an array given as its bytes, against a parent where that is a `BytesReference` of the same size."""
+    """Encode an array given as its bytes; return its pieces.
+
+    They are a delta if the parent is a `BytesReference` of the same size.
+    """
     before = parent_bytes(parent, spec)
     step = CHUNK * 4
 
@@ -183,7 +186,9 @@ def _encode_plain(data: NpArray) -> Writer:
 
 
 def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None = None) -> Writer:
-    """Code bytes of items of a dtype against as many of the parent, or alone; `data` must not change before `done`.
+    """Code bytes of items of a dtype against as many bytes of the parent, or on their own.
+
+    `data` must not change before the writer's `done`.
 
     Args:
         data: uint8, any number of items, at least one.
@@ -197,7 +202,10 @@ def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: i
 def _encode(
     data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None, copy_to: NpArray | None
 ) -> tuple[Writer, bool]:
-    """See `encode_chunk`; and whether `copy_to` received the bytes, which it does not where nothing changed."""
+    """Do as `encode_chunk`; also return whether `copy_to` received the bytes.
+
+    It receives nothing if nothing changed.
+    """
     out = Writer()
     found = encode_sparse(data, before, spec, copy_to) if before is not None and data.size > _SMALL else None
     if found is not None and found.changes == 0:
@@ -229,7 +237,7 @@ def _same(data: NpArray, before: NpArray) -> bool:
 
 
 def _smallest(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None) -> tuple[int, Writer]:
-    """The method that takes the fewest bytes of those worth trying, and what it wrote."""
+    """Return the method with the fewest bytes among the promising ones, and its bytes."""
     current = _patterns(data, spec)
     if current is None or data.size <= _SMALL:
         return PLAIN, _encode_plain(data)
@@ -249,7 +257,7 @@ def _smallest(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int 
 
 
 def _difference_or_xor(current: NpArray, before: NpArray) -> tuple[int, dict[int, Writer]]:
-    """Which of `_CHANGES` is smaller, and what was written of each that was tried."""
+    """Return the smaller of `_CHANGES`, and the bytes of each method that was tried."""
     some = entropy.sample(current.size)
     x, y = some(current), some(before)
     bits = {method: _planes_bits(split_planes(difference(x, y, how))) for method, how in _CHANGES.items()}
@@ -284,7 +292,7 @@ def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start:
         ways[SIZES] = lambda: encode_differences(u, old, layout, kind)
         ways[DIFFERENCE] = lambda: _coded(split_planes(difference_of(u, old, layout)))
         ways[XOR] = lambda: _coded(split_planes(difference(u, old, "xor")))
-        # What the scale of its rows and columns spares an array alone is not in the estimate.
+        # The estimate leaves out the bytes that the scale of rows and columns saves for an array alone.
         near = {m: _NEAR if u.size <= entropy.SAMPLE or m == SCALED else 1.0 for m in ways}
         chosen = [m for m in bits if bits[m] <= near[m] * min(bits.values()) + _SMALL]
     found = {method: ways[method]() for method in chosen}
@@ -297,7 +305,7 @@ def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start:
 
 
 def _estimates(u: NpArray, old: NpArray, layout: Layout) -> tuple[dict[int, float], int]:
-    """Bits that a sample takes by each method that may win, about; and the kind of context for `SIZES`."""
+    """Estimate the bits of a sample by each promising method, and the kind of context for `SIZES`."""
     some = entropy.sample(u.size)
     u, old = some(u), some(old)
     steps = difference_of(u, old, layout)
@@ -349,7 +357,7 @@ def parent_bytes(parent: Reference | None, spec: LeafSpec) -> NpArray | None:
 def decode_parts(
     what: str, spec: LeafSpec, pieces: Sequence[memoryview], parent: Reference | None, step: int, decode: DecodePart
 ) -> BytesReference:
-    """An array by parts of `step` bytes, each by `decode` against the same bytes of the parent, if there are any."""
+    """Decode an array in parts of `step` bytes, each against the same bytes of a parent, if any."""
     chunks, before = chunks_of(what, pieces, spec.nbytes, spec.nbytes, step=step), parent_bytes(parent, spec)
     data = np.empty(spec.nbytes, np.uint8)
 

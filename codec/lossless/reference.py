@@ -22,7 +22,7 @@ class BytesReference:
     data: NpArray
 
     def values(self, spec: LeafSpec) -> Array:
-        """Return a flat array over a copy of the bytes: the caller may write to it without changing the reference."""
+        """Return a flat array over a copy of the bytes; the caller may write to it."""
         return from_bytes(self.data.copy(), spec)
 
 
@@ -59,7 +59,7 @@ class PatchedReference(BytesReference):
             return self._bytes
 
     def _is_alone(self) -> bool:
-        """Whether the memory belongs to the array, and nothing but this refers to the array."""
+        """Whether the memory belongs to the array, and only this object refers to the array."""
         alone = _referrers(self) <= _ALONE  # first: the flags refer to the array, too
         flags = self._bytes.flags
         return alone and bool(flags.owndata and flags.writeable)

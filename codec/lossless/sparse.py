@@ -97,8 +97,8 @@ class Found:
         changes: their number; None where there were too many to collect.
         coded: what `read_sparse` reads; None where nothing changed, or too much.
         is_number: whether differences are those of numbers, whose size says most. Wide integers may be sets of bits,
-            of which the exclusive or in planes takes less.
-        located: positions and new patterns of the changes, where they were asked for.
+            whose exclusive or takes less in planes.
+        located: positions and new patterns of the changes, where they were requested.
     """
 
     changes: int | None
@@ -125,8 +125,8 @@ def encode_sparse(
         copy_to: as many bytes, which receive `data` in the same pass unless nothing changed.
         classes: whether floats may be in classes of their parent's magnitude; without, a reader that has only some of
             the parent's items finds the changes of those.
-        located: edges from `located_edges`: positions and new patterns are wanted, which with the parent are what was
-            coded, whoever writes to `data` meanwhile; and no sample is taken.
+        located: edges from `located_edges`; requests positions and new patterns. Together with the parent these equal
+            the coded bytes, even if another thread writes to `data` meanwhile. No sample is taken.
 
     Returns:
         None where the items have no width that is supported, or a sample has too many changes: then nothing was copied.
@@ -166,7 +166,9 @@ def encode_sparse(
 
 
 def located_edges(data: NpArray, before: NpArray, spec: LeafSpec, nbytes: int) -> tuple[int, ...] | None:
-    """Edges of classes for all parts of an array, if so little changed that changes are remembered instead of a copy.
+    """Return edges of classes for all parts of an array in which little changed.
+
+    For such an array the changes are remembered instead of a copy.
 
     Args:
         data: uint8, all items of an array of `spec.dtype`.
@@ -175,8 +177,8 @@ def located_edges(data: NpArray, before: NpArray, spec: LeafSpec, nbytes: int) -
         nbytes: of the largest part.
 
     Returns:
-        What `encode_sparse` takes as `located`; None of small arrays, of others than floats, and where a sample has
-        many changes.
+        The value of `located` for `encode_sparse`; None for small arrays, for dtypes other than floats, and if a sample
+        has many changes.
     """
     how = Patterns.of(spec)
     if how is None or how.mantissa is None or data.size < _LARGE:
@@ -309,7 +311,7 @@ def _large_counts(counts: Any, symbols: NpArray) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """A sparse stream after reading; its numbers are checked as far as possible without the parent.
+    """A sparse stream that was read, its numbers checked as far as possible without the parent.
 
     Args:
         delta: the changes.

@@ -64,7 +64,7 @@ class FirstMoment:
 
     Args:
         step: distance of grid points in units of m / sqrt(v), in (0, 16]; default 0.5.
-        alpha: relative error where there is no second moment, see `LogBuckets`; default 0.25.
+        alpha: relative error for arrays without a second moment, see `LogBuckets`; default 0.25.
         max_error: relative L2 error the array may have, in (0, 1]: the widest step that keeps to it, no wider than
             `step`, else log buckets, else exact. None (default): 0.5, or `Config.max_rel_error` where that is less. 1:
             no bound, and a wide step may restore the array as zeros.
@@ -120,7 +120,10 @@ class FirstMoment:
         return float(step * 2.0 ** (-eighths / 8))
 
     def _on_grid(self, leaf: Leaf, sibling: Array, step: float) -> tuple[float, Stored | None]:
-        """With grid points so far apart: the error, infinite where too many are on none; None where it misses."""
+        """Round to grid points `step` apart; return the error, and None if it misses the target.
+
+        The error is infinite if too many elements are off the grid.
+        """
         square = placed_with(sibling, leaf.flat)
 
         def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:

@@ -1,4 +1,4 @@
-"""Optimizer moments, or any float array, stored as log buckets with a bounded relative error.
+"""Optimizer moments or other float arrays as log buckets with a bounded relative error.
 
 With `2**b` linear sub-buckets an octave and the midpoint as value, |x~ - x| <= 2**-(b+1) |x| <= alpha |x| for every
 finite x; zero stays zero and nothing else becomes zero. A chunk is
@@ -6,7 +6,7 @@ finite x; zero stays zero and nothing else becomes zero. A chunk is
     octave of the smallest and largest magnitude present (varints; none for a chunk of zeros),
     flags (1: signs follow, 2: values that are not finite follow),
     an `entropy` block of octave symbols (0 = zero, 1 + octave - smallest), signs and fraction bytes of the nonzero,
-    positions and bit patterns of what is not finite.
+    positions and bit patterns of elements that are not finite.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LogBuckets:
     """Keep every value to a relative error.
 
     Args:
-        alpha: largest |x~ - x| / |x|, in [2**-17, 0.5]; default 0.25. What is used is the next power of two below.
+        alpha: largest |x~ - x| / |x|, in [2**-17, 0.5]; default 0.25. It is rounded down to a power of two.
         max_error: relative L2 error the array may have, in (0, 1): alpha is halved until it has no more, and the array
             stored exactly where 2**-17 is not enough. None (default): `Config.max_rel_error`.
 

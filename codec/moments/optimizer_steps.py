@@ -44,7 +44,7 @@ def steps_taken(paths: Iterable[str], value: Callable[[str], float | None]) -> f
 
     Args:
         paths: of all arrays.
-        value: of the array at one of them; None: it is no single number.
+        value: function that returns the value of the array at a path; None if it is not a single number.
 
     Returns:
         The steps, or None where nothing is counted.

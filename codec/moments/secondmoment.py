@@ -277,7 +277,7 @@ def factor_values(index: NpArray) -> NpArray:
 
 
 def pack_factors(index: NpArray, before: NpArray | None) -> bytes:
-    """Log buckets of factors, or their zig-zag differences to the parent's, as two planes of bytes."""
+    """Pack log buckets of factors, or zig-zag differences from the parent's, as two byte planes."""
     numbers = index - np.int32(_F32.buckets(FACTOR_BITS))
     if before is not None:
         step = index - before

@@ -39,7 +39,10 @@ def room_beside(flat: Array, spec: LeafSpec) -> Array:
 
 
 def put(room: Array, start: int, part: Array) -> None:
-    """Write decoded values from an element on. On the host as bytes: torch would begin threads of its own to copy."""
+    """Write decoded values into an array, from element `start` on.
+
+    On the host they are copied as bytes, since torch would start threads of its own to copy.
+    """
     if on_gpu(room):
         room[start : start + part.shape[0]] = part
     elif part.shape[0]:
@@ -68,7 +71,10 @@ def with_escapes(values: Array, symbols: Array, escape: int, escaped: Array) -> 
 
 
 def pack_table(table: NpArray) -> bytes:
-    """The entries that are not zero: how many; of each the steps from the one before, less one; their bfloat16s."""
+    """Pack the nonzero entries of a table.
+
+    Stored are their number, the distance of each from the one before less one, and their bfloat16 values.
+    """
     used = np.flatnonzero(table)
     out = Writer()
     out.varint(used.size)

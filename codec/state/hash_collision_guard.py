@@ -43,7 +43,7 @@ def is_crowded(keys: Sequence[Any], *, few: int = FEW, most: int = MOST) -> bool
         # Small numbers, all different: near to slots of their own.
         return False
     left = most * len(hashes)
-    # Every size of the table on the way, each filled to two thirds; the last with what there is.
+    # Every size of the table on the way, each filled to two thirds; the last with the remaining keys.
     bits = 3
     while left >= 0:
         slots, mask = bytearray(1 << bits), (1 << bits) - 1

@@ -119,7 +119,7 @@ def _item_size(library: str, dtype: str) -> int:
 def read_leaf(value: Array, path: str) -> tuple[LeafSpec, Array]:
     """Return the spec of an array leaf and its values as a flat, contiguous array.
 
-    No copy is made of what is contiguous already. NumPy arrays of foreign byte order come as their bytes (uint8).
+    Contiguous arrays are not copied. NumPy arrays of foreign byte order come as their bytes (uint8).
 
     Raises:
         UnsupportedLeafError: object arrays, structured arrays, sparse, quantized, meta tensors, unknown subclasses.
@@ -272,8 +272,10 @@ def on_host(x: Array) -> NpArray:
 
 
 def blocks(size: int, wanted: int, length: int = 1024) -> Any:
-    """Places of about `wanted` elements out of `size`, in blocks at even distances (int64, ascending); a slice where
-    that is all of them."""
+    """Return positions of about `wanted` elements out of `size`, in blocks at even distances.
+
+    They are int64 and ascending; a slice if that is all of them.
+    """
     if wanted >= size:
         return slice(None)
     starts = np.linspace(0, size - length, -(-wanted // length)).astype(np.int64)

@@ -21,7 +21,7 @@ def scaled_distortion(x: Array, y: Array, scale: float) -> Distortion:
     """Return the distortion of arrays scaled by `unit`; sums are scaled, ratios are not."""
     if scale == 1.0:
         return distortion(x, y)
-    # In float64, whatever they are: the scale may be beyond float32.
+    # In float64 for every dtype: the scale may be beyond float32.
     a, b = (v.astype(np.float64, copy=False) if isinstance(v, np.ndarray) else v.double() for v in (x, y))
     with np.errstate(invalid="ignore", under="ignore"):
         return distortion(a * scale, b * scale)

@@ -1,8 +1,8 @@
-"""Conversion of tensor subclasses (quantized weights, low-bit moments) to plain tensors and back.
+"""Conversion of tensor subclasses (quantized weights, low-bit moments) to tensors and back.
 
-A subclass that PyTorch can trace says itself what it is made of: `__tensor_flatten__` gives the names of its inner
-tensors and a context, `__tensor_unflatten__` builds it from them. The inner tensors are stored exactly, whatever the
-rules say: they are codes and scales, not weights. A file names the class but never imports it: only a class whose
+A subclass that PyTorch can trace describes its own parts: `__tensor_flatten__` gives the names of its inner
+tensors and a context, `__tensor_unflatten__` builds it from them. The inner tensors are stored exactly under all
+rules: they are codes and scales, not weights. A file names the class but never imports it: only a class whose
 module this process has imported already is used, and only if it is a tensor with that method.
 """
 
@@ -51,7 +51,7 @@ def put_together(parts: Wrapper, path: str) -> Any:
     """The tensor subclass again, from all its `PARTS`.
 
     Raises:
-        UnsupportedLeafError: its class is not imported here, or refuses what is stored.
+        UnsupportedLeafError: its class is not imported here, or refuses the stored parts.
         CorruptDataError: the parts are not what `taken_apart` gives.
     """
     name = parts[CLASS]
@@ -76,7 +76,7 @@ def put_together(parts: Wrapper, path: str) -> Any:
     try:
         return kind.__tensor_unflatten__(tensors, context, torch.Size(size), tuple(stride))
     except Exception as error:
-        # Whatever the class's own code says to parts that it did not make.
+        # The class's own code may raise any error for parts that it did not make.
         raise UnsupportedLeafError(f"{path}: {qualified} cannot be built from its parts: {error}") from error
 
 

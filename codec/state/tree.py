@@ -1,4 +1,4 @@
-"""Conversion of a state (dicts, lists, tuples) to a flat list of nodes and back, without pickle.
+"""Conversion of a state (dicts, lists, tuples) to a list of nodes and back, without pickle.
 
 The tree is written in preorder, one JSON value a node, so nesting has no depth limit in either direction:
 
@@ -292,7 +292,7 @@ def unflatten(
         nodes: nodes in preorder.
         array: called for each array node, in preorder, with its number and a function that spells (path, key) of its
             place; its result becomes the leaf.
-        rebuild: put tensor subclasses together; else they stay `Wrapper`s, which `flatten` takes as what they were.
+        rebuild: put tensor subclasses together; else they stay `Wrapper`s, which `flatten` treats as the subclass.
 
     Raises:
         CorruptDataError: the nodes do not form a tree.

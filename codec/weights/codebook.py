@@ -139,7 +139,7 @@ class Lost(NamedTuple):
 
 
 def lost_share(cells: Cells, codebook: Floats) -> Lost:
-    """What is lost to the nearest entries of a codebook."""
+    """Return the loss by rounding to the nearest entries of a codebook."""
     scale = unit(float(np.abs(cells.values).max(initial=0.0)))
     values, entries = cells.values * scale, codebook * scale
     if not entries.size or not values.any():
@@ -149,7 +149,7 @@ def lost_share(cells: Cells, codebook: Floats) -> Lost:
 
 
 def lost_to_step(cells: Cells, step: float) -> Lost:
-    """What is lost to the multiples of a step."""
+    """Return the loss by rounding to the multiples of a step."""
     scale = unit(float(np.abs(cells.values).max(initial=0.0)))
     values, width = cells.values * scale, step * scale
     return _lost(values, np.rint(values / width) * width, cells.counts) if values.any() else Lost(0.0, 0.0)
@@ -214,7 +214,10 @@ def solve_together(problems: Sequence[Problem], place: Array) -> list[Floats]:
 
 
 def problem_of(cells: Cells, how: Fit, parent: Floats | None) -> Problem | None:
-    """What `fit` of the same arguments has to have solved; None for "uniform", and where nothing is counted."""
+    """Return the problem that `fit` with these arguments has to solve.
+
+    None for "uniform", and if nothing is counted.
+    """
     if how.solver == "uniform":
         return None
     weights = bucket_weights(cells.counts, cells.values, how.sigma)
@@ -232,7 +235,7 @@ def _is_warm(how: Fit, parent: Floats | None) -> bool:
 
 
 def uniform(cells: Cells, weights: Floats, bins: int) -> Floats:
-    """Multiples of a step that err as much as the best `bins` entries do, over the whole range of the values.
+    """Return multiples of a step, over the range of the values, with the loss of the best `bins` entries.
 
         step = sqrt(12 D),  D = mean squared error of the best codebook of `bins` entries
 
@@ -279,7 +282,7 @@ def step_of(error: float, scale: float, low: float, high: float) -> float:
 
 
 def to_8_bits(step: float, *, up: bool = False) -> float:
-    """Round a step to 8 bits of mantissa, so that its multiples are exact; infinite if too large."""
+    """Round a step to 8 bits of mantissa so that multiples are exact; infinite if too large."""
     mantissa, exponent = math.frexp(step)
     try:
         return math.ldexp(math.ceil(mantissa * 256) if up else round(mantissa * 256), exponent - 8)
