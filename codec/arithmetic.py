@@ -1,4 +1,4 @@
-"""The arithmetic in which files are written and read, independent of the caller's thread settings."""
+"""Arithmetic settings for writing and reading files, independent of the caller's settings."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ class Checkpoint:
 
     @property
     def identity(self) -> str:
-        """The name by which deltas refer to this checkpoint: `id`, or the original's id after compaction."""
+        """Name by which deltas refer to this checkpoint: its id, or after compaction the original's."""
         identity: str = self._header.get("as") or self.id
         return identity
 
@@ -295,7 +295,7 @@ class Checkpoint:
     def reference_of(
         self, record: ArrayRecord, prev: Checkpoint | None = None, sibling: Array | None = None
     ) -> Reference:
-        """Decode one array, from memory where it is there, else from its pieces; a delta with `prev` given.
+        """Decode one array, from memory if possible, else from its pieces; a delta needs `prev`.
 
         `sibling` are the decoded values of the array that the record names, where they are known. Of a bundle all
         arrays are decoded, and kept until one of another bundle is asked for.
@@ -423,7 +423,7 @@ class Checkpoint:
 
     @own_arithmetic()
     def decode(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> None:
-        """Decode these arrays for `reference_of` and keep the result; fetch only their part of the file."""
+        """Decode these arrays for `reference_of` and keep the result; fetch only their pieces."""
         check_memory(sum(r.spec.nbytes for r in wanted), "what was asked for")
         self._body.fetch((r.stretch.offset, r.stretch.nbytes) for r in wanted)
         for with_sibling in (False, True):
@@ -553,7 +553,7 @@ Unit = tuple[int, ...]
 
 
 def _jobs(ckpt: Checkpoint) -> list[list[Unit]]:
-    """Return jobs of units; an array that is decoded by another one's values follows it in the same job."""
+    """Return jobs of units; an array follows its sibling in the same job."""
     records = ckpt.records
     units = [bundle.members for bundle in ckpt.bundles]
     units += [(i,) for i, record in enumerate(records) if record.bundle is None]

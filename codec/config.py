@@ -143,7 +143,7 @@ _SECOND = SecondMoment()
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The configuration of `compress`: a codec for each array, error targets, and when to take a base.
+    """Configuration of `compress`: a codec for each array, error targets, and chain policy.
 
     `Config()` stores weights with 64 bins, first moments on a grid of half an update, and second moments in cells of
     half an octave. It promises what the worst family of `docs/choosing.md` shows.
@@ -270,7 +270,7 @@ class Config:
 
 
 def check_config(cfg: Any) -> Config:
-    """Refuse an object that is not a Config; a common slip is to give a codec or a preset function."""
+    """Refuse an object that is not a Config, such as a codec or a preset function."""
     if not isinstance(cfg, Config):
         got = "the preset itself; call it" if callable(cfg) else repr(cfg)[:60]
         raise BadArgumentError(f"cfg must be a Config, not {got}")

@@ -77,7 +77,7 @@ def _firsts(leaves: Sequence[Leaf]) -> list[Array]:
 
 
 def _glance(leaf: Leaf, first: Array, dtype: str) -> tuple[Any, ...]:
-    """Return a key that an array shares with its copies in `dtype`: library, shape, first elements."""
+    """Return a key shared by an array and its copies in `dtype`: library, shape, first elements."""
     spec = LeafSpec(leaf.spec.library, dtype, leaf.spec.shape)
     device = str(leaf.flat.device) if is_torch(leaf.flat) else ""
     return (spec, device, as_bytes(cast(first, spec)).tobytes())

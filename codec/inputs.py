@@ -81,7 +81,7 @@ def _renumbered(node: Any, place: Mapping[int, int]) -> Any:
 
 
 def tie(nodes: list[Any], found: list[tree.ArrayNode]) -> tuple[list[Any], list[tree.ArrayNode]]:
-    """Return the tree and its arrays with each array once: nodes that are the same memory refer to one."""
+    """Return tree and arrays with each array once; nodes with one memory refer to one array."""
     first: dict[Any, int] = {}
     number: list[int] = []
     unique: list[tree.ArrayNode] = []
@@ -125,6 +125,9 @@ def by_weights(given: Any, found: list[tree.ArrayNode], name: str) -> dict[str, 
 
 
 def entries(table: dict[str, Any], found: list[tree.ArrayNode]) -> Callable[[str], tuple[str, Any] | None]:
-    """Return a look-up by path: the entry of this path, else of its longest tail that is not an array's own path."""
+    """Return a look-up by path.
+
+    It finds the entry of the path, else that of the path's longest tail that is not the path of an array.
+    """
     others = {path: table[path] for path in table.keys() - {node.path for node in found}}
     return lambda path: (path, table[path]) if path in table else by_path(others, path) if others else None

@@ -110,7 +110,7 @@ def _executor(n: int) -> ThreadPoolExecutor:
 
 
 def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
-    """Return `[work(i) for i in items]`, computed on all threads; raise the first error at the end.
+    """Return `[work(i) for i in items]`, using all threads; raise the first error at the end.
 
     Called from inside a worker it runs in place, so that nested use cannot wait for itself.
 
@@ -158,7 +158,7 @@ def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
 
 
 def map_arrays(work: Callable[[A], B], arrays: Sequence[A], size: Callable[[A], int]) -> list[B]:
-    """Return `[work(a) for a in arrays]`, computed on threads according to the size of each array.
+    """Return `[work(a) for a in arrays]`, on threads according to the size of each array.
 
     Arrays above a chunk run one after another, each on all threads by its chunks. Arrays of `LEAST_BESIDE` elements
     and more run in parallel. Smaller ones run in the calling thread.

@@ -39,7 +39,7 @@ def decompress_only(files: Callable[[Checkpoint | None], Checkpoint], patterns: 
     Raises:
         BadArgumentError: no path matches a pattern.
         MissingParentError: a needed file is missing.
-        CorruptDataError: a needed file differs from what was written.
+        CorruptDataError: a needed file is damaged.
     """
     nodes: list[Any] = []
 
@@ -64,7 +64,7 @@ def decode_only(
 
     Raises:
         MissingParentError: a needed file is missing.
-        CorruptDataError: a needed file differs from what was written.
+        CorruptDataError: a needed file is damaged.
     """
     top = files(None)
     unique = {r.key: r for r in choose(top)}

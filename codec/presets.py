@@ -132,7 +132,7 @@ def bitsnap(
     max_cached_iteration: int = 10,
     master: Iterable[str] = "known",
 ) -> Config:
-    """Return BitSnap as published: exact mask and changed values of weights, clusters for optimizers.
+    """Return BitSnap as published: weights as exact changes, optimizer states in clusters.
 
     Plain float32 weights in the model are exact, too; nearly all of them change, so that they are mostly stored in
     full. Tiny optimizer entries, and those that are not known moments, are exact at any path.

@@ -247,9 +247,9 @@ def _shares(bundles: Sequence[Bundle], specs: Sequence[LeafSpec]) -> dict[int, i
 
 
 def _sibling_fits(number: Any, stream: str, streams: Sequence[str]) -> bool:
-    """Whether a record names a sibling exactly if its stream needs one, and the sibling needs none.
+    """Whether a record names a valid sibling, and does so only if its stream needs one.
 
-    So references cannot form a cycle.
+    The sibling itself must not need one, so that references never form a cycle.
     """
     if STREAMS[stream].beside is None:
         return number is None

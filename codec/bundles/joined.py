@@ -40,7 +40,9 @@ class StoredBundle:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The result of coding a group of arrays together; arrays are named by their places in the group.
+    """The result of coding a group of arrays together.
+
+    Arrays are identified by their places in the group.
 
     Args:
         bundles: the arrays that were coded together.
@@ -115,7 +117,7 @@ def parts(data: Array, specs: Sequence[LeafSpec], unit: int = 1) -> list[Array]:
 
 
 def joined_bytes(flats: Sequence[Array]) -> NpArray:
-    """Return the bytes of flat arrays of one dtype, joined on the host; one copy fetches them from a GPU."""
+    """Join the bytes of flat arrays of one dtype on the host; from a GPU in a single copy."""
     if is_torch(flats[0]) and on_gpu(flats[0]):
         import torch
 

@@ -1,4 +1,4 @@
-"""Levels of several arrays coded together: each has its codebook, all share the stream of levels.
+"""Levels of several arrays coded together, each with its own codebook, in one stream.
 
 To make levels of different codebooks comparable, they are shifted: the first entry that is not negative has the same
 level in all arrays. The two levels that do not stand for entries stay.
@@ -145,7 +145,7 @@ def _with_parts(joined: JoinedLevels) -> list[LevelsReference]:
 
 
 def _metadata(references: Sequence[LevelsReference]) -> dict[str, Any]:
-    """Return metadata: the different thresholds, which of them each array has, and gains that are not 0."""
+    """Return the metadata: distinct thresholds, which of them each array has, nonzero gains."""
     limits = [thresholds_as_json(r.thresholds) for r in references]
     different = list(dict.fromkeys(map(tuple, limits)))
     meta: dict[str, Any] = {"t": [list(t) for t in different]}

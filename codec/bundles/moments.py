@@ -292,7 +292,7 @@ def first_moments_together(codec: FirstMoment, leaves: Sequence[Leaf]) -> Togeth
 
 
 def _by_step(steps: dict[int, float]) -> dict[float, list[int]]:
-    """Return the arrays of each step, ascending; arrays of a rare step join those of the next finer one."""
+    """Return the arrays of each step, ascending; those of a rare step use the next finer one."""
     found: dict[float, list[int]] = {}
     carried: list[int] = []
     for step in sorted(set(steps.values()), reverse=True):

@@ -499,7 +499,7 @@ def _write_chunk(spec: LeafSpec, memory: RowsReference, before: RowsReference | 
 
 
 def _coded(symbols: NpArray, coder: str) -> bytes:
-    """Code symbols without a context; "published" packs their bits even where another way is smaller."""
+    """Code symbols without a context; "published" packs bits even if another way is smaller."""
     top = int(symbols.max()) if symbols.size else 0
     if coder == "published" and top != int(symbols.min(initial=top)):
         width = top.bit_length()

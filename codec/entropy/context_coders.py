@@ -32,7 +32,7 @@ _SIGN = np.uint8(128)
 
 
 def by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start: int, size: float) -> Writer | None:
-    """Code symbols in the context of their position's class and of `context`; None if not smaller.
+    """Code symbols in the context of their place's class and of `context`; None if not smaller.
 
     Args:
         symbols: uint8, shape (n,).

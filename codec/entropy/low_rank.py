@@ -84,7 +84,7 @@ def expected(classes: NpArray) -> NpArray:
 
 
 def factors_of(symbols: NpArray, columns: int, start: int) -> Factors | None:
-    """Return factors that predict a part of a matrix; None if they cost more bytes than they save.
+    """Return factors that predict a part of a matrix; None if they save less than they cost.
 
     Args:
         symbols: uint8, shape (n,), of `signed` numbers.

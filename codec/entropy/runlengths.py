@@ -16,7 +16,7 @@ from .table import U8, array
 
 
 def encode_published(symbols: U8) -> bytes:
-    """Encode by run lengths and Huffman as published, or more simply if there is one symbol only."""
+    """Encode by run lengths and Huffman as published; a single symbol as a constant."""
     if symbols.size == 0 or (symbols == symbols[0]).all():
         return bytes([CONSTANT, int(symbols[0]) if symbols.size else 0])
     tokens = rle_encode(symbols)

@@ -1,6 +1,6 @@
 """Evidence of all arrays of a state, gathered once for everything that asks.
 
-An array may be stored with loss only if one of these says what it is, in this order: a rule of the user that names it
+An array may be stored with loss only if one of these shows its kind, in this order: a rule of the user that names it
 by path (`codec.config`), `kinds=`, the structure of the state (an optimizer's entry belongs to it), or a name and shape
 that only weights have. Everything else is exact.
 """

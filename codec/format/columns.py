@@ -103,7 +103,7 @@ def from_gaps(found: Any, below: int) -> list[int]:
     """Return the distinct numbers in [0, below) whose `gaps` these are.
 
     Raises:
-        CorruptDataError: a number is repeated or out of range, or there are no numbers.
+        CorruptDataError: a number is repeated or out of range, or the list is empty.
 
     Example:
         >>> from_gaps([3, 1, 4], 9)

@@ -1,4 +1,4 @@
-"""Files that were written before release 0.1.0: no reader is kept for them, and the error says what converts them."""
+"""Refusal of files that were written before release 0.1.0; the error names their converter."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _LARGE = 1 << 12
 
 
 class Writer:
-    """Append fields to a byte buffer; large fields are not copied and must not change until `done`.
+    """Byte buffer of fields; large fields are not copied and must not change until `done`.
 
     What one writer holds can be appended to another without being put together first. Its length is in bytes.
     """

@@ -75,7 +75,7 @@ class Exact:
 
 
 def copied_pieces(source: NpArray, spec: LeafSpec, parent: Reference | None) -> tuple[list[Writer], BytesReference]:
-    """Encode an array given as its bytes; return its pieces and the reference for the next delta.
+    """Encode an array given as bytes; return its pieces and the reference for the next delta.
 
     Stored and remembered bytes are the same even if another thread writes to the array meanwhile: each part is copied
     before it is coded, or equals the parent's part, which is then remembered. Where nothing changed, the
@@ -108,7 +108,7 @@ def copied_pieces(source: NpArray, spec: LeafSpec, parent: Reference | None) -> 
 def _patched_pieces(
     source: NpArray, spec: LeafSpec, before: NpArray, edges: tuple[int, ...]
 ) -> tuple[list[Writer], BytesReference]:
-    """Encode an array that changed little, as `copied_pieces`; the reference is the parent and the changes."""
+    """Encode an array that changed little; its reference is the parent and the changes."""
     step = CHUNK * 4
 
     def one(start: int) -> tuple[Writer, Patch | None]:
@@ -305,7 +305,7 @@ def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start:
 
 
 def _estimates(u: NpArray, old: NpArray, layout: Layout) -> tuple[dict[int, float], int]:
-    """Estimate the bits of a sample by each promising method, and the kind of context for `SIZES`."""
+    """Estimate a sample's bits by each promising method, and the kind of context for `SIZES`."""
     some = entropy.sample(u.size)
     u, old = some(u), some(old)
     steps = difference_of(u, old, layout)

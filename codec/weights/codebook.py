@@ -235,7 +235,7 @@ def _is_warm(how: Fit, parent: Floats | None) -> bool:
 
 
 def uniform(cells: Cells, weights: Floats, bins: int) -> Floats:
-    """Return multiples of a step, over the range of the values, with the loss of the best `bins` entries.
+    """Return multiples of a step over all values, with the loss of the best `bins` entries.
 
         step = sqrt(12 D),  D = mean squared error of the best codebook of `bins` entries
 

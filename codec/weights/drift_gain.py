@@ -34,7 +34,7 @@ _NONE = Distortion(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Distances:
-    """How far the weights w, the restored ones w~ and the earlier ones are from each other; those of chunks add up.
+    """Distances between weights w, restored weights w~ and past weights; those of chunks add up.
 
     Args:
         met: of w~ as an approximation of w.
@@ -50,19 +50,22 @@ class Distances:
         return Distances(self.met + other.met, self.drift + other.drift, self.gone + other.gone)
 
     def next_gain(self, gain: float, lead: float) -> float:
-        """The gain of the next delta, a multiple of `1 / GAIN_STEPS`; as it is where no drift is known.
+        """Return the gain of the next delta, a multiple of `1 / GAIN_STEPS`.
+
+        It is `gain` if no drift is known.
 
         Args:
             gain: of this one.
-            lead: part of the drift by which w~ shall be ahead.
+            lead: part of the drift by which w~ should be ahead.
         """
         missing = self._missing(lead)
         return gain if missing is None else coarse(gain + _GAIN * missing)
 
     def overshoot(self, gain: float, lead: float) -> float:
-        """By how much an gain was too far, where much of the squared error comes of that; else 0. As `next_gain`.
+        """Return by how much a gain was too large; 0 if that causes little of the squared error.
 
-        All of it, where the drift is longer than the weights: that was a jump.
+        The whole gain was too large if the drift is longer than the weights: that was a jump. Arguments are as in
+        `next_gain`.
         """
         if self.drift.squared_error > self.drift.squared_norm:
             return gain
@@ -72,7 +75,9 @@ class Distances:
         return -missing if missing**2 * self.drift.squared_error > _BORNE * self.met.squared_error else 0.0
 
     def _missing(self, lead: float) -> float | None:
-        """The lag and what lead is wanted; None where there is no drift, or none that can be summed.
+        """Return the lag plus the wanted lead, as a part of the drift.
+
+        None if drift is zero or unknown, or if a sum is not finite.
 
         With e = w - w~ and D = w - earlier it is `|e|**2 + |D|**2 - |D - e|**2 = 2 <e, D>`.
         """

@@ -5,7 +5,7 @@ on each level, and how far from it. What then becomes of the target is measured.
 
     protected  the largest elements, from each of a few shares on: they are dear, and let the step be wider
     step       the widest with a predicted error of `SHARE` of the target
-    rate       the largest with which the encoder, told the exact error, stays within the target
+    rate       the largest with which the encoder, given the exact error, stays within the target
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from .sketch_refinement import fit_closely, held_codebook
 SHARE = 0.9
 """Share of the target that nearest levels take when a codebook is fitted; the encoder has the rest."""
 _SLACK = 0.5
-"""Bits an element that a parent's thresholds and codebook may take beyond what is needed for an error target."""
+"""Bits an element that a parent's thresholds and codebook may take beyond the need of an error target."""
 _HELD = 0.98
 """Share of an error target up to which nearest levels of a parent's codebook are good enough."""
 _AIMS = (1.0, 0.8, 0.5)
-"""Shares of the error that is aimed at, tried in turn where what was measured is beyond the target."""
+"""Shares of the error to aim at, tried in turn while the measured error is beyond the target."""
 _LITTLE = 0.02
 """Share of the squared error allowed below which there is nothing to spend."""
 _SAMPLE, _CAREFUL, _TRIES = 1 << 15, 0.97, 3
-"""Elements on which a price is found; the share of what is to spare they may take where they are not all; tries."""
+"""Elements of the sample for a price; share of the available error that a partial sample may use; tries."""
 LADDER = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254)
 """Entries that are tried where an error target leaves only their number to be chosen."""
 SHARES = (0.0, 2.0**-12, 2.0**-9, 2.0**-7, 2.0**-5, 2.0**-3)
 _PROTECTED_BITS = 11.0
-"""Of a protected value beside its level: bfloat16, its two bytes coded each by itself."""
+"""Bits of a protected value in addition to its level: bfloat16, its two bytes coded separately."""
 _ROUNDS = 8
 _CLOSE = 0.98
 """Share of the error aimed at from which a step is wide enough."""
@@ -119,7 +119,7 @@ class Density:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A way to code an array, and what is expected of it.
+    """A way to code an array, and the expected result.
 
     Args:
         threshold: magnitude from which elements are protected.
@@ -140,7 +140,7 @@ def expected(density: Density, threshold: float, codebook: Floats, exactly: bool
     Args:
         density: of all elements that are not pruned.
         threshold: magnitude from which they are protected, the edge of a bucket.
-        codebook: of the others; not empty unless there are none.
+        codebook: of the others; empty only if all are protected.
         exactly: whether bfloat16 holds the protected ones.
     """
     kept, protected = density.below(threshold)
@@ -164,7 +164,7 @@ def _rounding(protected: Density) -> float:
 
 
 def widest(density: Density, threshold: float, aim: float, exactly: bool) -> Choice | None:
-    """Return multiples of the widest step with predicted error <= `aim`; None if 254 are too few.
+    """Return multiples of the widest step with predicted error <= `aim`; None if above 254.
 
     Args:
         density: of all elements that are not pruned.
@@ -194,7 +194,7 @@ def widest(density: Density, threshold: float, aim: float, exactly: bool) -> Cho
             found = choice
         if _CLOSE <= share <= 1:
             break
-        # Rounding up does not bring back what was too wide.
+        # Rounding up does not bring back a step that was too wide.
         step *= min(1 / share, 1.5) if 0 < share <= 1 else 1.5 if share == 0 else max(0.992 / share, 0.7)
     return found
 
@@ -220,7 +220,7 @@ def choices(
     Args:
         leaf: the array.
         target: relative L2 error it may have.
-        limits: thresholds of what is pruned, and protected for its sensitivity.
+        limits: thresholds of pruning, and of protection by sensitivity.
         magnitudes: of all its elements.
         cells: those that are neither pruned nor protected.
         few: all its values, where they are few.
@@ -237,7 +237,7 @@ def choices(
     coarsest, _, cells, looked = fit_closely(leaf, limits, cells, two, None)
     density = Density.of(cells)
     exactly = leaf.spec.dtype == "bfloat16"
-    # An array is never flattened altogether, however little it matters beside its mean: two entries are the least.
+    # An array always keeps at least two entries, even if its deviations are small compared with its mean.
     goal = min(target, expected(density, np.inf, coarsest, exactly).error)
     thresholds = list(dict.fromkeys(upper_threshold(magnitudes, share * magnitudes.total) for share in SHARES))
 
@@ -273,10 +273,12 @@ def choices(
 def spent(
     leaf: Leaf, memory: LevelsReference, met: Distortion, before: LevelsReference | None, target: float, scale: float
 ) -> tuple[LevelsReference, Distortion, float]:
-    """Levels that are kept back as far as the error target allows, their distortion, and the price of a bit in units of
-    the mean square.
+    """Choose levels at the largest price of a bit that the error target allows.
 
-    The price is found on a sample of nearest levels; what it does to the whole array is measured.
+    The price of a bit is found on a sample of nearest levels; its effect on the whole array is measured.
+
+    Returns:
+        The levels, their distortion, and the price in units of the mean square.
     """
     codebook, n = memory.codebook, leaf.spec.size
     mean, allowed = met.squared_norm / max(1, n), target**2 * met.squared_norm

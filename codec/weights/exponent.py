@@ -192,7 +192,7 @@ def _minus(data: NpArray, before: NpArray, spec: LeafSpec) -> Array:
 
 
 def _addends(promotion: Promotion, spec: LeafSpec) -> NpArray:
-    """Patterns of what is added for each level from 1 on, in the array's dtype."""
+    """Return the patterns of the addends of levels from 1 on, in the array's dtype."""
     patterns = promotion.codebook[1:]
     wide = _of_differences(spec)
     return patterns if wide is spec else rounded(patterns.view(wide.dtype), spec).view(f"<u{spec.itemsize}")
@@ -298,7 +298,7 @@ def _shares(buckets: Buckets, promotion: Promotion, spec: LeafSpec, codec: Expon
 
 @dataclass(frozen=True, slots=True)
 class _Meaning:
-    """What piece 0 says: how chunks of levels are coded, and what is added for each level."""
+    """The contents of piece 0: how chunks of levels are coded, and the addend of each level."""
 
     coding: int
     addends: NpArray
@@ -398,7 +398,7 @@ def decode_exponent(
     return ExponentReference(data, tables)
 
 
-# ------------------------------------------------------------------------------------------------ stated anew
+# --------------------------------------------------------------------------------------------- encoded again
 
 
 def restate_exponent(

@@ -28,7 +28,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What becomes of a chunk beside its levels."""
+    """The results of a chunk apart from its levels."""
 
     protected: NpArray
     distances: Distances
@@ -41,7 +41,7 @@ def assigned(
 
     Args:
         leaf: the array.
-        limits: of what is pruned and what is protected.
+        limits: thresholds of pruning and protection.
         trade: what the rate-distortion encoder weighs.
         codebook: float64, ascending, values of the array's dtype.
         before: the parent, or None.
@@ -65,10 +65,10 @@ def _coded(
     scale: float,
     gain: float,
 ) -> tuple[LevelsReference, Distortion, float]:
-    """As `assigned`, with an gain; beside it by how much that was too far, 0 where it will do."""
+    """Do as `assigned`, with a gain; also return by how much it was too large, or 0."""
     levels = np.empty(leaf.spec.size, np.uint8)
     native = codebook_array(codebook, leaf.spec)
-    # Prices are compared in float32: what it does not hold stays at the nearest levels.
+    # Prices are compared in float32: values beyond its range stay at the nearest levels.
     keeps = bool(trade.price) and codebook.size > 0 and float(np.abs(codebook).max()) <= _LARGEST
 
     def one(start: int) -> _Part:

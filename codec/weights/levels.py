@@ -1,4 +1,4 @@
-"""The stream format "levels": levels of a codebook, coded as a delta where there is a parent.
+"""The stream format "levels": levels of a codebook, coded as a delta if there is a parent.
 
 Piece 0 is what the levels refer to: the codebook (or "the parent's"), the protected values as bfloat16 differences to
 the parent's, and those values that bfloat16 cannot hold, to the bit. The other pieces are chunks of levels
@@ -60,7 +60,7 @@ class LevelsReference:
     multiples: tuple[int, float] | None = None
 
     def uniform(self, spec: LeafSpec) -> tuple[int, float] | None:
-        """The number of the first multiple and the step of the codebook; None where its entries are not multiples."""
+        """Return first multiple and step of the codebook; None if its entries are not multiples."""
         return uniform_of(self.codebook, spec) if self.multiples is None else self.multiples
 
     @property
@@ -161,7 +161,7 @@ def _write_codebook(out: Writer, codebook: NpArray, spec: LeafSpec) -> None:
 
 
 def uniform_of(codebook: NpArray, spec: LeafSpec) -> tuple[int, float] | None:
-    """The number of the first multiple and the step of a codebook of multiples; None for another one."""
+    """Return first multiple and step of a codebook; None if its entries are not multiples."""
     # Rounding the entries to 16 bits moves their mean distance a little off the step, which has 8 bits.
     for step in (spacing(codebook), to_8_bits(spacing(codebook))) if codebook.size > 1 else ():
         first = round(float(codebook[0]) / step) if 0 < step < np.inf else FARTHEST
@@ -192,7 +192,7 @@ def widened_bytes(data: NpArray, spec: LeafSpec) -> NpArray:
 
 
 def predicted_patterns(levels: NpArray, before: LevelsReference | None, spec: LeafSpec) -> NpArray:
-    """What the parent protected at each protected position, as bfloat16 patterns; 0 where it protected nothing."""
+    """Return the parent's protected values at protected positions, as bfloat16 patterns, or 0."""
     at = np.flatnonzero(levels == 1)
     guess = np.zeros(at.size, np.uint16)
     if before is None or before.protected.size == 0 or at.size == 0:
@@ -233,7 +233,7 @@ def decode_levels(
 
 
 def metadata(memory: LevelsReference) -> dict[str, Any]:
-    """What the next delta needs beside the pieces: thresholds, None for infinity, and an gain that is not 0."""
+    """Return the metadata for the next delta: thresholds, None for infinity, and a nonzero gain."""
     limits = thresholds_as_json(memory.thresholds)
     return {"t": limits} | ({"a": round(GAIN_STEPS * memory.drift_gain)} if memory.drift_gain else {})
 

@@ -24,8 +24,10 @@ from ...kernels.quantizer import Thresholds
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A histogram by the buckets in use: those of all arrays are held at once, and all buckets take 0.3 MB of float32
-    and 2 MB of float64.
+    """A histogram that stores only the buckets in use.
+
+    The histograms of all arrays are held at once, and one with all buckets takes 0.3 MB for float32 and 2 MB for
+    float64.
 
     Args:
         buckets: int32 [k], ascending.
@@ -98,7 +100,7 @@ def magnitudes(parts: Iterable[Filled]) -> Histogram:
 
 
 def upper_threshold(histogram: Histogram, budget: float) -> float:
-    """Return the smallest bucket boundary with at most `budget` elements from it on, or infinity."""
+    """Return the least boundary with at most `budget` elements at or above it, or infinity."""
     tail = np.cumsum(histogram.counts[:-1][::-1])[::-1]
     allowed = np.flatnonzero(tail <= budget)
     if allowed.size == 0 or tail[allowed[0]] == 0:
@@ -107,7 +109,7 @@ def upper_threshold(histogram: Histogram, budget: float) -> float:
 
 
 def lower_threshold(histogram: Histogram, budget: float) -> float:
-    """Largest bucket boundary with at most `budget` elements below it; 0 where there is none."""
+    """Return the largest bucket boundary with at most `budget` elements below it, or 0."""
     below = np.concatenate([[0], np.cumsum(histogram.counts[:-1])])[:-1]
     allowed = np.flatnonzero(below <= budget)
     last = int(allowed[-1])

@@ -1,4 +1,4 @@
-"""Where weights come from, and how far their first moments would still carry them: what an encoder gains ahead by."""
+"""Past weights, and the drift that first moments hold, by which an encoder may run ahead."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PastWeights:
 
     @staticmethod
     def of(given: Any) -> PastWeights:
-        """What was given as `earlier`: an `PastWeights` as it is, a tree of weights without its steps."""
+        """Return the argument `earlier` as `PastWeights`; a tree of weights gets no steps."""
         return given if isinstance(given, PastWeights) else PastWeights(given)
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class PastWeights:
 
 
 def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], earlier: PastWeights | None) -> list[Leaf]:
-    """Weights whose drift is known, told how much of it their first moments lose.
+    """Return the leaves; weights with a known drift get the part that their first moments lose.
 
     A moment that is restored as zero is a step that is not taken, nine of them in the end. On a grid of step s (in
     units of sqrt(v)) about s**2 / (1 + s**2) of that is lost (measured, docs/decisions/drift.md).

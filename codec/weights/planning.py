@@ -1,5 +1,8 @@
-"""How weights are planned, whoever asks: sketches of all arrays, thresholds over them, and for each array what a bit is
-worth and what its codebook is fitted to."""
+"""Plans of how to quantize weights.
+
+Planning sketches all arrays and finds thresholds over them, and for each array the worth of a bit and the values that
+its codebook is fitted to.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +54,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was decided for one array before any is encoded.
+    """The decisions for one array before any array is encoded.
 
     Args:
         sketch: of the whole array.
-        thresholds: of what is pruned and what is protected.
+        thresholds: of pruning and protection.
         trade: what the rate-distortion encoder weighs.
         kept: the elements that are neither pruned nor protected, where gradients decide; None: the sketch tells.
         codes: the solution that the codebook rests on, where it was found together with others'; None: not yet.
@@ -74,7 +77,7 @@ class Plan:
 
 
 def check_gradients(codec: Quantize, leaves: Sequence[Leaf]) -> None:
-    """Refuse to prune by sensitivity what has no gradient."""
+    """Refuse to prune arrays by sensitivity without gradients."""
     if codec.prune and codec.prune_metric == "sensitivity":
         for leaf in leaves:
             if leaf.gradient is None and leaf.kind.layer != "embedding":
@@ -148,7 +151,7 @@ def pruning_limits(codec: Quantize, sketches: Sequence[Sketch]) -> dict[str, tup
 def protection_limits(codec: Quantize, sketches: Sequence[Sketch], before: Thresholds | None) -> tuple[float, float]:
     """Return protection thresholds; old ones are kept while the protected share is about right.
 
-    Under an error target each array has its own magnitude, and what is protected for its sensitivity stays.
+    Under an error target each array has its own magnitude, and protection by sensitivity stays.
     """
     if not codec.protect:
         return (np.inf, np.inf)
@@ -174,7 +177,7 @@ def fit_for(codec: Quantize, leaf: Leaf) -> Fit:
 
 
 def spreads(sketches: Sequence[Sketch], thresholds: Sequence[Thresholds]) -> list[float | None]:
-    """The variance of what is coded of each array, see `spread`."""
+    """Return the variance of the coded elements of each array, see `spread`."""
     pairs = list(zip(sketches, thresholds, strict=True))
     return map_chunks(lambda pair: spread(kept(pair[0].signed, pair[1])), pairs)
 
@@ -186,8 +189,10 @@ def plans(
     sketches: Sequence[Sketch],
     decided: Limits,
 ) -> list[Plan]:
-    """One plan an array, under thresholds that may rest on more arrays than these; codebooks of arrays on a GPU are
-    solved together, there."""
+    """Return a plan for each array, under thresholds that may rest on more arrays than these.
+
+    Codebooks of arrays on a GPU are solved together on that GPU.
+    """
     thresholds = [decided.of(sketch.layer) for sketch in sketches]
     slopes = [Trade(0.0)] * len(leaves)
     if codec.rate:
@@ -226,7 +231,7 @@ def _kept(codec: Quantize, leaves: Sequence[Leaf], thresholds: Sequence[Threshol
 def _codes(
     codec: Quantize, leaves: Sequence[Leaf], parents: Sequence[Reference | None], planned: Sequence[Plan]
 ) -> list[NpArray | None]:
-    """Solutions of the exact problems of arrays on a GPU; None for others, which are solved where they are used."""
+    """Solve the exact problems of arrays on a GPU; None for others, which are solved when used."""
 
     def some(numbers: list[int]) -> list[NpArray | None]:
         place = leaves[numbers[0]].flat

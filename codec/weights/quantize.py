@@ -45,9 +45,9 @@ class Quantized:
     """An array as levels, not yet written.
 
     Args:
-        levels: the levels and what they refer to.
+        levels: the levels and their codebook.
         error: relative L2 error met.
-        note: why the codebook is what it is.
+        note: reason for the choice of the codebook.
     """
 
     levels: LevelsReference
@@ -57,7 +57,7 @@ class Quantized:
 
 @dataclass(frozen=True, slots=True)
 class Quantize:
-    """Prune, protect and quantize float weights to codebook levels; a delta if there is a parent.
+    """Pruning, protection and quantization of float weights to codebook levels, also as deltas.
 
     Args:
         bins: how fine, 2 to 254; default 64. The number of codebook entries; with "uniform" the error of the best
@@ -145,10 +145,10 @@ class Quantize:
         return plans(self, leaves, parents, sketches, limits(self, sketches, thresholds_before(parents)))
 
     def outgrown(self, share: float, before: LevelsReference | None, spec: LeafSpec) -> str:
-        """Why a codebook is refit though its loss would let it stay: the array protects more than it did; or "".
+        """Return the reason to refit a codebook because the array protects more than before, or "".
 
-        Thresholds are for all arrays together, so one array's share may grow unseen. Its codebook is refit each time
-        that share passes 8, 64, ... times what is asked over all, and is of 32 elements or more.
+        Thresholds are for all arrays together, so one array's share may grow unseen. Its codebook is refit each
+        time that share passes 8, 64, ... times `protect` and is of 32 elements or more.
 
         Args:
             share: of the array's finite elements, protected now.
@@ -163,7 +163,7 @@ class Quantize:
         return f"refit: {share:.2%} are protected, {was:.2%} were" if passed else ""
 
     def moved(self, thresholds: Thresholds, before: LevelsReference | None) -> str:
-        """What to say where the protection threshold, kept as codebooks are, is another than the parent's; or ""."""
+        """Return a note if the protection threshold, frozen like codebooks, still changed; else ""."""
         if self.policy != "frozen" or before is None:
             return ""
         now, was = thresholds.protect_magnitude, before.thresholds.protect_magnitude
@@ -176,7 +176,7 @@ class Quantize:
             return found
         memory, before = found.levels, compatible_parent(parent, leaf.spec)
         pieces = [references(memory, leaf.spec, before), *level_chunks(memory, leaf.spec, before, self.coder)]
-        if sum(map(len, pieces)) > leaf.spec.nbytes:  # most of it is not finite, and was kept beside its level
+        if sum(map(len, pieces)) > leaf.spec.nbytes:  # most elements are not finite, and stored as they are
             return dataclasses.replace(Exact().encode(leaf, parent), note="exact: no smaller as levels")
         return Stored("levels", metadata(memory), pieces, memory, found.error, "relative L2", found.note)
 
@@ -189,7 +189,7 @@ class Quantize:
         for thresholds, codebook, reason, may_err in self._attempts(leaf, plan, before):
             lost = lost_share(plan.cells, codebook) if self.solver == "uniform" else Lost(0.0, 0.0)
             parts_are_lost = lost.counted > (_LOST if before is None else _LOST_SINCE) and is_fine
-            if parts_are_lost and target == np.inf:  # there is no other attempt
+            if parts_are_lost and target == np.inf:  # further attempts do not exist
                 break
             note, goal = f"codebook {reason}{self.moved(thresholds, before)}", min(may_err, target)
             trade = plan.trade
@@ -219,8 +219,10 @@ class Quantize:
         return Quantized(memory, met.relative_l2, note)
 
     def _each_by_its_size(self, leaf: Leaf, parent: Reference | None, lost: float) -> Stored:
-        """In log buckets, whose error is relative to each element: for what no common step serves, as parts of very
-        different scale in one array."""
+        """Encode an array in log buckets, whose error is relative to each element.
+
+        This serves arrays for which one step cannot do, such as those with parts of very different scale.
+        """
         alpha = min(_RELATIVE, max(self.max_error or _RELATIVE, FINEST))
         stored = LogBuckets(alpha, max_error=self.max_error).encode(leaf, parent)
         why = f"log buckets: by a common step {lost:.0%} of it would be as good as zero"
@@ -229,8 +231,10 @@ class Quantize:
     def _attempts(
         self, leaf: Leaf, plan: Plan, before: LevelsReference | None
     ) -> Iterator[tuple[Thresholds, NpArray, str, float]]:
-        """Thresholds and codebooks to try in turn, until one keeps to the error target; the reason with each, and the
-        error that levels may come to."""
+        """Yield thresholds and codebooks to try in turn until one keeps to the error target.
+
+        With each come the reason and the error that levels may have.
+        """
         how = fit_for(self, leaf)
         few = few_values(leaf, plan.cells, how.bins) if self.coder == "smallest" else None
         if chooses(self):

@@ -1,7 +1,7 @@
-"""Quantize many small weights at once: what `Quantize.quantized` does, as vectors over the arrays.
+"""Quantization of many small weights at once, vectorized over the arrays.
 
-Only the ordinary case is done here: float32, equidistant entries, no pruning, rate, gradient or error target, and
-values that the sketch tells apart. Every other array is left to `Quantize.quantized`.
+This does the work of `Quantize.quantized` in the ordinary case: float32, equidistant entries, no pruning, rate,
+gradient or error target, and values that the sketch distinguishes. All other arrays are left to `Quantize.quantized`.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class _Sketches:
     totals: Integers
 
     def sums(self, terms: Floats) -> Floats:
-        """Sum of a term a bucket for each array, in the order of the buckets."""
+        """Sum terms of buckets for each array, in the order of the buckets."""
         return np.bincount(self.member, terms, self.ends.size).astype(np.float64, copy=False)
 
     def within(self) -> Floats:
-        """Variance inside the buckets."""
+        """Return the variance inside the buckets, for each array."""
         return self.sums(self.shares * self.widths * self.widths) / 12
 
     def misses(self, codebooks: _Codebooks) -> Floats:
-        """Distance of each bucket from its nearest entry."""
+        """Return the signed distance of each bucket from its nearest entry."""
         step, first = codebooks.steps[self.member], codebooks.firsts[self.member]
         last = first + codebooks.sizes[self.member] - 1
         return np.clip(np.ceil(self.values / step - 0.5), first, last) * step - self.values
@@ -69,11 +69,11 @@ class _Sketches:
 
 @dataclass(frozen=True, slots=True)
 class _Codebooks:
-    """Multiples of a step, for each of several arrays.
+    """Codebooks of several arrays, each of consecutive multiples of a step.
 
     Args:
-        firsts: int64 [m].
-        sizes: int64 [m].
+        firsts: int64 [m], number of the first multiple.
+        sizes: int64 [m], number of entries.
         steps: float64 [m].
     """
 
@@ -85,12 +85,12 @@ class _Codebooks:
 def quantized_many(
     codec: Quantize, leaves: Sequence[Leaf], parents: Sequence[Reference | None], plans: Sequence[Plan]
 ) -> dict[int, Quantized]:
-    """Quantize those of many small arrays that are ordinary; by number.
+    """Quantize the ordinary ones of many small arrays; return the results by number.
 
     Args:
         codec: the same for all.
         leaves: the arrays.
-        parents: what their deltas are coded against.
+        parents: references that their deltas are coded against.
         plans: see `Quantize.prepare`.
     """
     befores = [compatible_parent(parent, leaf.spec) for parent, leaf in zip(parents, leaves, strict=True)]
@@ -121,11 +121,11 @@ def _is_ordinary(leaf: Leaf, before: LevelsReference | None, plan: Plan) -> bool
 
 
 class _Some:
-    """Arrays with as many bins and the same threshold.
+    """Quantizer of arrays with the same number of bins and the same threshold.
 
     Args:
         codec: the same for all.
-        bins: entries whose error is aimed at.
+        bins: number of best entries whose error is the aim.
         leaves: the arrays.
         befores: their parents.
         plans: their plans.
@@ -143,7 +143,7 @@ class _Some:
         self.limit = plans[0].thresholds.protect_magnitude
 
     def quantized(self) -> dict[int, Quantized]:
-        """Those that are ordinary by their values, too."""
+        """Quantize the arrays whose values are ordinary, too."""
         sketches = _sketches([plan.sketch.values for plan in self.plans], self.limit)
         used = np.diff(sketches.ends, prepend=0)
         fits = used > self.bins
@@ -168,7 +168,7 @@ class _Some:
         return self.of(rest)
 
     def of(self, numbers: Sequence[int]) -> dict[int, Quantized]:
-        """Quantize those of these arrays that are ordinary."""
+        """Quantize the ordinary ones among the arrays with these numbers."""
         some = _Some(
             self.codec,
             self.bins,
@@ -179,7 +179,7 @@ class _Some:
         return {numbers[k]: quantized for k, quantized in some.quantized().items()}
 
     def _chosen(self, sketches: _Sketches, best: _Codebooks, loss: Floats) -> tuple[_Codebooks, list[str]]:
-        """The codebook of each array, its parent's or the best, and why; as `codebook.fit` decides."""
+        """Return each array's codebook, from its parent or the best, and why; see `codebook.fit`."""
         reasons = ["new"] * len(self.leaves)
         old = [i for i, before in enumerate(self.befores) if before is not None and before.codebook.size > 1]
         if not old:
@@ -211,13 +211,16 @@ class _Some:
         return _Codebooks(*made), reasons
 
     def _share(self, i: int, sketches: _Sketches) -> float:
-        """The part of the finite elements of an array that is protected."""
+        """Return the protected share of an array's finite elements."""
         filled = self.plans[i].sketch.values
         total = int(filled.counts.sum()) - _not_finite(filled)
         return 1 - int(sketches.totals[i]) / total
 
     def _are_lost(self, sketches: _Sketches, misses: Floats) -> NpArray:
-        """Whether so much of an array would become as good as zero that it may be better kept in another way."""
+        """Return, for each array, whether most of it would become about zero at this step.
+
+        Such an array may be better stored in another way.
+        """
         size, shares = np.abs(sketches.values), sketches.shares
         least = NEGLIGIBLE * np.sqrt(sketches.sums(shares * size * size))
         lost = np.abs(misses) >= size
@@ -260,13 +263,13 @@ class _Some:
 
 
 def _not_finite(filled: Filled) -> int:
-    """Elements in the last bucket, of what is not finite."""
+    """Return the number of elements that are not finite, which the last bucket counts."""
     last = int(filled.buckets[-1]) if filled.buckets.size else 0
     return int(filled.counts[-1]) if last == _layout(filled).size else 0
 
 
 def _layout(filled: Filled) -> Floats:
-    """Values of all buckets but the last."""
+    """Return the values of all buckets but the last."""
     return Histogram.values_of(filled.format, filled.bits)
 
 
@@ -287,7 +290,7 @@ def _sketches(filled: Sequence[Filled], limit: float) -> _Sketches:
 
 
 def _best(sketches: _Sketches, bins: int) -> tuple[_Codebooks, Floats]:
-    """The best multiples of each array, as `codebook.uniform` finds them, and their loss without that of buckets."""
+    """Return each array's best multiples, as `codebook.uniform`, and their loss between buckets."""
     loss = least_losses(sketches.values, sketches.shares, sketches.ends, bins) + sketches.within()
     begins = np.concatenate([[0], sketches.ends[:-1]])
     low, high = sketches.values[begins], sketches.values[sketches.ends - 1]

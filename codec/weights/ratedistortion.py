@@ -17,7 +17,7 @@ from ..state.leaves import Array, NpArray, on_host
 
 ROUNDS = 3
 _AHEAD, _SLACK = 2.0, 0.5
-"""What is settled at so many times the prices and with so many bits more hardly ever comes open in a later round."""
+"""Factor on prices, and added bits, at which an element must be settled; later rounds hardly ever reopen it."""
 _MOST, _PROBED = 0.5, 16
 """Where more than this share of the first sixteenth is open, all elements are looked at."""
 _FEW = 32
@@ -39,7 +39,7 @@ def cheapest_levels(
 ) -> Array:
     """Return levels of least `importance * error**2 + price * bits` with a conditional coder.
 
-    Each round decides all elements anew, by prices from the levels of the round before. Most are settled: no level but
+    Each round decides all elements again, by prices from the levels of the round before. Most are settled: no level but
     the nearest can win (`settled_bounds`). So a round looks at the others alone, and finds the same.
 
     Args:

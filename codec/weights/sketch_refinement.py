@@ -1,8 +1,8 @@
 """Finer sketches, for narrow distributions far from zero and for very many bins.
 
-Log buckets are as wide as values are large. Of weights at 1 +- 0.001 a sketch to 1 % sees two or three values, and
-whoever fits a codebook to it flattens them. Their distances from their own middle are sketched instead, which one more
-pass over the array gives; ordinary weights need none.
+Log buckets are as wide as values are large. Of weights at 1 +- 0.001 a sketch to 1 % sees two or three values, and a
+codebook fitted to it flattens them. Their distances from their own middle are sketched instead, in one more pass over
+the array, which ordinary weights do not need.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fit_closely(
     codes: Floats | None = None,
     few: Floats | None = None,
 ) -> tuple[Floats, str, Cells, int]:
-    """Fit a codebook to a fine enough sketch; return it, the reason, the sketch, and refinements.
+    """Fit a codebook to a fine enough sketch; return codebook, reason, sketch and refinements.
 
     The published k-means++ has the published sketch.
 
@@ -97,7 +97,7 @@ def finer(leaf: Leaf, thresholds: Thresholds, cells: Cells, number: int) -> Cell
     def one(start: int) -> Histogram:
         x = leaf.flat[start : start + CHUNK]
         gradient = None if leaf.gradient is None else leaf.gradient[start : start + CHUNK]
-        # Below the codebook there are two levels, of what has no entry.
+        # Below the codebook there are two levels, of elements without an entry.
         kept = x[assign(x, thresholds, np.zeros(1), gradient=gradient) >= 2]
         with np.errstate(over="ignore"):
             return log_histogram(kept - offset if offset else kept, bits, signed=True)
@@ -140,8 +140,10 @@ def few_values(leaf: Leaf, cells: Cells, most: int) -> NpArray | None:
 
 
 def _patterns(x: Array, spec: LeafSpec, most: int) -> NpArray:
-    """The values behind the bit patterns in x, float64 on the host; from a GPU the finite ones alone, no more than say
-    whether they are at most `most`."""
+    """Return the values of the bit patterns in x, float64 on the host.
+
+    From a GPU only finite values come, and no more than needed to decide whether they are at most `most`.
+    """
     if on_gpu(x):
         import torch
 
