@@ -123,7 +123,7 @@ def check_table(name: str, table: Any, dtype: str, shape: tuple[int, ...]) -> No
 
 
 def check_ends(name: str, ends: Any, n: int) -> None:
-    """Raise BadArgumentError unless `ends` says where each of several arrays ends that have n entries together."""
+    """Raise BadArgumentError unless `ends` are the ends of joined arrays with n entries in all."""
     if not isinstance(ends, np.ndarray) or ends.dtype != np.int64 or ends.ndim != 1:
         raise BadArgumentError(f"{name} is {shown(ends)}; an int64 NumPy array of one dimension is needed")
     if (not ends.size and n) or (ends.size and (int(ends[-1]) != n or int(np.diff(ends, prepend=0).min()) < 0)):

@@ -55,7 +55,10 @@ def device_of(x: Array) -> tuple[int, int]:
 
 
 def back_end(x: Array, subject: str) -> Any:
-    """Return `kernels.gpu.SUBJECT` or `kernels.cpu.SUBJECT`, by the device of x; for first calls see `first_calls`."""
+    """Return `kernels.gpu.SUBJECT` or `kernels.cpu.SUBJECT`, by the device of x.
+
+    For the first calls on the CPU see `first_calls`.
+    """
     return _gpu(subject) if on_gpu(x) else first_calls.cpu(subject)
 
 

@@ -1,9 +1,9 @@
 """First calls on the CPU: NumPy computes small arrays, so that nothing is compiled for them.
 
-To compile the kernels of a first checkpoint takes many seconds, and a small state needs milliseconds of them. The
-reference back end computes the same bits without a compiler. A process whose disk cache holds no compiled code
+Compiling the kernels of a first checkpoint takes many seconds, and a small state runs in milliseconds. The
+reference back end computes the same bits without a compiler. A process without compiled code in the disk cache
 therefore uses it for small arrays, for `PATIENCE` seconds of each function. Only functions whose result is the same
-to the bit take part, so it does not show in a checkpoint which back end made it (`docs/decisions/first-call.md`).
+to the bit take part, so that checkpoints do not depend on the back end (`docs/decisions/first-call.md`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PATIENCE = 0.5
 """Processor seconds that a process spends in the reference form of each function; 0: it compiles at once."""
 SMALL = 1 << 16
-"""Elements of all arguments together, and the greatest integer among them, of a call that is not worth compiling."""
+"""Most elements of all arguments together, and greatest integer argument, of a call not worth compiling."""
 SAME = {
     "bitpack": "pack_bits unpack_bits",
     "categories": "join_categories split_categories",
@@ -50,7 +50,7 @@ _STEPS: dict[str, Callable[..., int]] = {
     "weighted_kmeans": lambda centers, weights, k, **_: 4 * int(centers.shape[0]) * k,
     "unpack_frequencies": lambda data, rows, columns, precision: rows * columns,
 }
-"""Steps of functions that take more than one for an element of an argument."""
+"""Number of steps of functions that take more than one step for an element of an argument."""
 
 _found: dict[str, Any] = {}
 
@@ -100,14 +100,14 @@ class _Functions:
                 self._compiled(name)
 
     def _compiled(self, name: str) -> Callable[..., Any]:
-        """Return the compiled form of a function, which is the one from now on."""
+        """Return the compiled form of a function, and use it from now on."""
         function: Callable[..., Any] = getattr(_module("cpu", self._subject), name)
         setattr(self, name, function)
         return function
 
 
 def _work(given: list[Any]) -> int:
-    """Elements of the arguments; more than `SMALL` for one of an unknown type."""
+    """Return the number of elements of the arguments; more than `SMALL` for an unknown type."""
     total = 0
     for one in given:
         if one is None or isinstance(one, bool | float | str):
@@ -128,19 +128,19 @@ def _work(given: list[Any]) -> int:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether x is a NumPy array or a tensor of PyTorch, no subclass of it."""
+    """Whether x is exactly a NumPy array or a tensor of PyTorch, not of a subclass."""
     torch = sys.modules.get("torch")
     return type(x) is np.ndarray or (torch is not None and type(x) is torch.Tensor)
 
 
 def _fields(x: Any) -> list[str]:
-    """Names of the fields of a data class."""
+    """Return the names of the fields of a data class."""
     return list(getattr(x, "__dataclass_fields__", ()))
 
 
 @functools.cache
 def _on_disk() -> frozenset[str]:
-    """Modules of the CPU back end with compiled code in a folder where Numba looks for it."""
+    """Return the modules of the CPU back end with compiled code in a cache folder of Numba."""
     own = Path(__file__).parent / "cpu" / "__pycache__"
     folder = os.environ.get("NUMBA_CACHE_DIR")
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"

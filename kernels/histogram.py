@@ -259,7 +259,7 @@ def log_histogram_many(
 
 
 def used_buckets_many(x: Array, ends: Ends, bits: int) -> tuple[Buckets, Counts, Ends]:
-    """Buckets in use of the signed histogram of each of several arrays that stand one after another.
+    """Return the buckets in use of the signed histograms of several joined arrays.
 
     Args:
         x: float32 [n] on the host.

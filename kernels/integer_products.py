@@ -99,10 +99,10 @@ def column_products(values: Array, factor: Array, columns: int, phase: int = 0) 
 
 
 def orthogonal_directions(vectors: Array) -> Array:
-    """Orthogonal directions of the space of each of several sets of vectors, as one-byte integers.
+    """Return orthogonal directions of the span of each of several sets of vectors, as int8.
 
     Vectors are shifted to 15 bits; then each is orthogonal to the ones before it, by Cholesky's factorization of their
-    products, and as long as a largest entry of 63 makes it. One that is no new direction becomes 0. Products and their
+    products, and scaled to a largest entry of 63. A vector in the span of those before becomes 0. Products and their
     sums are exact; the rest is float64 in one order of operations, which all back ends share.
 
     Args:

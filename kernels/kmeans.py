@@ -298,7 +298,9 @@ def weighted_kmeans(
 
 
 def least_losses(centers: Vector, weights: Vector, ends: Ends, k: int) -> Vector:
-    """Loss of the best codebook of k codes for each of several sets of weighted points; no codebook is made.
+    """Return the loss of the best k codes for each of several sets of weighted points.
+
+    Codebooks are not made.
 
     A codebook that minimizes `sum(w * (x - nearest code)**2) + price * codes` costs one pass over the points, for a
     price of a code. The price is moved until the codebook has k codes, or six times; then the loss is interpolated

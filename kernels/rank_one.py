@@ -195,9 +195,10 @@ def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int,
 
 
 def factors_many(x: Array, shapes: Shapes) -> tuple[Factors, Factors]:
-    """Factors of the rank-one estimate of each of several matrices: row means, and column means over the mean of all.
+    """Return the factors of the rank-one estimate of each of several matrices.
 
-    A matrix of zeros has factors of 0. Elements that are not finite count as 0.
+    They are row means, and column means divided by the mean of the matrix. A matrix of zeros has factors of 0. Elements
+    that are not finite count as 0.
 
     Args:
         x: float32 [n] on the host, the matrices in C order, one after another.
@@ -223,7 +224,7 @@ def factors_many(x: Array, shapes: Shapes) -> tuple[Factors, Factors]:
 def residual_symbols_many(
     x: Array, rows: Factors, columns: Factors, shapes: Shapes, octaves: float, previous: Array | None = None
 ) -> tuple[Array, Floats, Floats]:
-    """`residual_symbols` of several whole matrices, one after another; sums and counts over all of them.
+    """Return the `residual_symbols` of several joined matrices; sums and counts are over all.
 
     Args:
         x: float32 [n] on the host.

@@ -120,7 +120,7 @@ def collect_and_locate(
     method: Method = "arithmetic",
     dtype: str | None = None,
 ) -> tuple[SparseDelta, Array, Array] | None:
-    """Collect the changes as `collect_changes`, and where they are as `locate_changes`, in one pass on the CPU.
+    """Do the work of `collect_changes` and `locate_changes` in one pass on the CPU.
 
     Args:
         current: as for `collect_changes`.

@@ -1,4 +1,4 @@
-"""Levels of codebooks of equidistant entries, for several arrays that stand one after another."""
+"""Levels of codebooks with equidistant entries, for several arrays joined end to end."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 SMALLEST_STEP, LARGEST_STEP = 2.0**-100, 2.0**100
-"""Steps whose multiples, and the middles between them, float32 holds."""
+"""Range of steps whose multiples, and the midpoints between them, float32 holds exactly."""
 
 
 def uniform_levels_many(
     x: Array, ends: Integers, steps: Floats, firsts: Integers, sizes: Integers, limit: float
 ) -> tuple[Array, Floats]:
-    """Level of the nearest entry of each element, as `quantizer.assign` gives it, and the errors of each array.
+    """Return the level of each element's nearest entry, as `quantizer.assign`, and array errors.
 
     The entries of an array are `k * step` for k = first ... first + size - 1; entry number i has level 2 + i. An
     element half-way between two takes the lower. One with |x| >= limit, or that is not finite, has level 1.
@@ -60,7 +60,7 @@ def uniform_levels_many(
 
 
 def uniform_values_many(levels: Array, ends: Integers, steps: Floats, firsts: Integers) -> Array:
-    """Values of levels of `uniform_levels_many`, float32; 0 for levels 0 and 1.
+    """Return the float32 values of levels of `uniform_levels_many`; 0 for levels 0 and 1.
 
     Args:
         levels: uint8 [n] on the host.

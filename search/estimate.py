@@ -201,7 +201,7 @@ def _normal(codec: Quantize) -> Quantize:
 def _codebook(
     cells: Cells, how: Fit, before: LevelsReference | None, leaf: Leaf, limit: Thresholds, few: NpArray | None
 ) -> NpArray:
-    """The codebook as the codec fits it; `few` holds all distinct values, which become the entries."""
+    """Return the codebook as the codec fits it; `few` are all distinct values, if given."""
     parent = None if before is None else before.codebook
     codebook, reason, cells, _ = fit_closely(leaf, limit, cells, how, parent, few=few)
     return codebook if reason == "frozen" else held_codebook(codebook, cells, how, leaf.spec)

@@ -294,7 +294,10 @@ class SearchState:
 
     @cached_property
     def _taken_over(self) -> tuple[Checkpoint, dict[int, Array]]:
-        """The arrays that points do not change, compressed at a rate of 0, and those that all trials share."""
+        """Return the arrays that points do not change, and those that all trials share.
+
+        The former are compressed at a rate of 0.
+        """
         ckpt, numbers = self._rest(0.0)
         found = self._by_number(decompress(ckpt), numbers)
         return ckpt, {i: found[i] for i in numbers if i not in self._small_others}

@@ -47,7 +47,7 @@ class Catalog:
     """The folder of manifests.
 
     Another process may save, compact or collect at any time. Between two calls this object keeps parsed files only
-    together with a stamp that shows whether they are still the same, so that a call reads what has changed.
+    together with a stamp that shows whether they are still the same, so that a call reads only changed files.
     """
 
     def __init__(self, files: Files) -> None:

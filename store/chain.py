@@ -60,7 +60,7 @@ def _refuse_sharded(files: Files, manifest: Manifest) -> None:
 
 
 def missing(files: Files, names: Collection[str]) -> set[str]:
-    """Return the missing ones of these data files, without listing a folder of thousands on a disk."""
+    """Return the missing ones of these data files; on a disk, without listing a large folder."""
     if files.local or len(names) <= _FEW:
         return {name for name in names if not files.exists(f"{FOLDER}/{name}")}
     # A listing may lag behind other hosts.
@@ -153,7 +153,7 @@ def forest(entries: Iterable[Entry]) -> list[Node]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file that was read: its checkpoint, or the reason why it has none."""
+    """A file that was read: its checkpoint, or the reason why it could not be used."""
 
     node: Node
     checkpoint: Checkpoint | None

@@ -42,7 +42,7 @@ def collect(
         Names of the files that were removed, or would be.
 
     Raises:
-        CorruptDataError: a manifest, tag or record of `rewinds` cannot be read, so what it needs is unknown.
+        CorruptDataError: a manifest, tag or record of `rewinds` cannot be read, so that the files it needs are unknown.
     """
     generations = catalog.generations()
     entries, problems = catalog.readable()
@@ -63,7 +63,7 @@ def collect(
         behind = rewinds.behind(catalog, records)
         keep = _kept(files, retention, entries)
         if behind:
-            # A run that went back has two ends; each keeps what it would keep as the newest.
+            # A run that went back has two ends; each keeps its steps as if it were the newest.
             keep |= _kept(files, retention, {s: e for s, e in entries.items() if s not in behind})
         entries = {s: e for s, e in entries.items() if s in keep | protected}
     needed = {name for entry in entries.values() for name in entry.manifest.files}

@@ -1,4 +1,4 @@
-"""Object storage through obstore (Rust), an optional client: `Store("obstore::s3://bucket/run")`."""
+"""Object storage through obstore, an optional client: `Store("obstore::s3://bucket/run")`."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class Session:
         Args:
             manifest: of the step.
             lease: on the store, held shared since before the files were written.
-            undo: what is to be done if the save fails, also by an error after this call.
+            undo: callbacks to run if the save fails, also by an error after this call.
         """
         lease.renew()
         replays, record = self._go_back(manifest, undo)

@@ -15,11 +15,11 @@ from .store import Store
 class SharedSave:
     """The save of a sharded step, in the process that commits it.
 
-    It holds the store's lock from its creation until `close`: `gc` removes neither the files that the others have
-    written for this step, nor those that theirs are deltas over. So it must exist before the others begin.
+    It holds the store's lock from its creation until `close`. Meanwhile `gc` removes neither the files that other
+    processes have written for this step, nor the parents of these files. So create it before the others begin.
 
     Args:
-        store: to save to.
+        store: the store to save to.
 
     Raises:
         TimeoutError: garbage collection did not end in time.
@@ -31,7 +31,7 @@ class SharedSave:
         self._lease = self._stack.enter_context(store._lock.shared())
 
     def commit(self, manifest: Manifest, index: Checkpoint) -> None:
-        """Write the file that says what the shards hold, then commit the step, in one atomic operation.
+        """Write the index of the shards, then commit the step in one atomic operation.
 
         Raises:
             MissingParentError: a file of a rank is missing; nothing is committed.

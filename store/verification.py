@@ -45,7 +45,10 @@ def problems(files: Files, catalog: Catalog, progress: Progress | None = None) -
 
 
 def _wrong_shards(files: Files, entry: Entry, known: dict[str, bool]) -> str:
-    """Which files of ranks are not intact, for a message; "" if all are. Each file is read once, see `known`."""
+    """Name the damaged files of ranks for a message; "" if all are intact.
+
+    Each file is read once, see `known`.
+    """
     for name, _ in entry.manifest.shards:
         if name not in known:
             known[name] = is_whole(files, name)

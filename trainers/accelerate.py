@@ -53,7 +53,7 @@ class CompressedStates:
         self._handles = []
 
     def wait(self) -> None:
-        """Until what was saved is durable.
+        """Wait until all saves are durable.
 
         Raises:
             Exception: what the save raised.
@@ -65,7 +65,7 @@ class CompressedStates:
             self._background.wait()
 
     def _save_state(self, *args: Any, **keywords: Any) -> Any:
-        """`save_state`, which first removes old folders: what it leaves must be complete."""
+        """Run `save_state`, which first removes old folders: the folders it leaves must be complete."""
         self.wait()
         project = self.accelerator.project_configuration
         if project.automatic_checkpoint_naming and project.total_limit and self.accelerator.is_main_process:
@@ -76,10 +76,10 @@ class CompressedStates:
             self._clear()
 
     def _load_state(self, *args: Any, **keywords: Any) -> Any:
-        """`load_state`, whichever way it ends: optimizers answer for themselves afterwards.
+        """Run `load_state`; afterwards, even after an error, optimizers use their own methods again.
 
-        The main process saves, and no other one may look before it has. An error of a save is raised by the next one:
-        what is there can be loaded, and no other process is left waiting.
+        The main process saves, and the others may not look before it has. The next save raises the error of a failed
+        one: a load can still use the folders that exist, and no process is left waiting.
         """
         try:
             self.wait()
@@ -158,7 +158,7 @@ class CompressedStates:
             else:
                 self._background.save(path, state)
                 self._background.then(lambda: self._rotate(Store(self.store.url), output_dir))
-        # What is taken off the list is not written raw.
+        # Weights taken off the list are not written raw.
         weights.clear()
         for one in optimizers:
             self._once(one, "state_dict", lambda: {"shrinkpoint": POINTER})
@@ -169,7 +169,7 @@ class CompressedStates:
         if not project.automatic_checkpoint_naming or project.total_limit is None:
             return
         home = Path(os.path.abspath(output_dir)).parent
-        # Copies by another name are folders too, and so is what was saved to a place of its own in the project.
+        # Copies by another name are folders too, and so are saves to other places in the project.
         found = [path for above in (home, home.parent) for path in above.glob(f"*/{POINTER}")]
         drop(store, set(store.steps()) - steps_in_use(store, found))
 
@@ -204,10 +204,10 @@ class CompressedStates:
 def compress_states(accelerator: Any, saver: Saver | Store, *, frozen: str | None = None) -> CompressedStates:
     """Let an Accelerator save weights and optimizers to a store, and load them from it.
 
-    The folder that `save_state` writes then holds a pointer to a step of the store, and what is small (schedulers,
-    scaler, samplers, random number generators) as ever. Folders without a pointer are loaded as before. With automatic
-    naming and a `total_limit` the store belongs to that project alone: what is rotated out is removed from it, and
-    folders of saves that were cut off are removed before Accelerate counts them.
+    The folder that `save_state` writes then holds a pointer to a step of the store. Small parts (schedulers, scaler,
+    samplers, random number generators) are written as ever. Folders without a pointer are loaded as before. With
+    automatic naming and a `total_limit` the store belongs to that project alone: steps that are rotated out are removed
+    from it, and folders of saves that were cut off are removed before Accelerate counts them.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
@@ -217,7 +217,7 @@ def compress_states(accelerator: Any, saver: Saver | Store, *, frozen: str | Non
         frozen: where frozen parameters are kept, see `TrainingState`; default None: in each checkpoint.
 
     Returns:
-        The hooks, to be removed by `remove()`; `wait()` waits until what was saved is durable.
+        The hooks, to be removed by `remove()`; `wait()` waits until all saves are durable.
 
     Raises:
         BadArgumentError: not an Accelerator, or one whose states are compressed already; no Saver or Store; a Saver

@@ -31,7 +31,7 @@ class AuxiliaryState:
     def of(
         scheduler: Stateful | None, scaler: Stateful | None, ema: Stateful | None, more: Mapping[str, Stateful] | None
     ) -> AuxiliaryState:
-        """Return the parts that are not None; BadArgumentError if `more` is no mapping."""
+        """Return the parts that are not None; BadArgumentError if `more` is not a mapping."""
         if more is not None and not isinstance(more, Mapping):
             raise BadArgumentError(f"more must map names to objects with a state, not be a {type(more).__qualname__}")
         given: dict[Place, Any] = {("scheduler",): scheduler, ("scaler",): scaler, ("ema",): ema}

@@ -61,8 +61,7 @@ def check_compact(compact: float | None, *, background: bool) -> float | None:
 class Background:
     """A `Saver` for pointer files; one save is in flight at a time.
 
-    What is to be removed once a checkpoint is there (`then`) waits for it, so that a run that is killed at any moment
-    has the one before.
+    Removals (`then`) wait until the checkpoint exists, so that a run that is killed at any moment has the one before.
 
     Args:
         store: where to.
@@ -179,7 +178,7 @@ class Background:
             done.set_exception(error)
 
     def _next(self) -> Callable[[], object] | None:
-        """What is to be done next; None: nothing, and from now on it is done at once."""
+        """Return the next call, or None if nothing is left; later calls then run at once."""
         with self._lock:
             self._busy = bool(self._after)
             return self._after.pop(0) if self._after else None

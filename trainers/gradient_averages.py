@@ -40,7 +40,7 @@ class Average:
         Args:
             gradient: on the host, multiplied by `scale`.
             beta: weight of it.
-            scale: what it was multiplied by.
+            scale: factor that it was multiplied by.
             batch: its number, from 0.
         """
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
@@ -81,7 +81,7 @@ class Average:
 
 
 class Transfer:
-    """Gets gradients into their averages: at once from the CPU, from a GPU while training goes on.
+    """Adder of gradients to averages: at once from the CPU, from a GPU while training goes on.
 
     On a GPU a gradient is copied to pinned memory on a stream of its own, without the host waiting, and a thread forms
     the average once the copy is there. Each parameter has one pinned buffer, so that the host waits only where its
@@ -104,7 +104,7 @@ class Transfer:
             self._average([(a, g.cpu()) for a, g in on_host], beta, scale, skipped, batch)
         if on_gpu:
             for future in dict.fromkeys(a.pending for a, _ in on_gpu if a.pending is not None):
-                future.result()  # what is in the pinned memory must have been read
+                future.result()  # the contents of the pinned memory must have been read
             work = [self._copy(d, on_gpu, scale, skipped) for d in dict.fromkeys(g.device for _, g in on_gpu)]
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="sensitivity")
@@ -178,7 +178,7 @@ class Transfer:
 
 
 def gradient_of(parameter: Any) -> Any:
-    """This process's part of a parameter's gradient, None where it has none.
+    """Return this process's part of a parameter's gradient, or None.
 
     Under tensor parallelism that of a replicated parameter may still be one term of a sum, which no optimizer can use.
     """

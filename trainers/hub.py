@@ -1,7 +1,7 @@
 """Model folders compressed for transfer, alone or against a base model.
 
 A folder of a model hub (`config.json`, tokenizer, `*.safetensors`) becomes a folder where each safetensors file is a
-checkpoint, `NAME.safetensors.spt`; everything else is copied as it is. What it saved and lost stands in the model card.
+checkpoint, `NAME.safetensors.spt`; everything else is copied as it is. The model card states savings and losses.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def fitted(plain: Any, like: Any, *, what: str = "like", partial: bool = False) 
             for a `ShapeDtypeStruct` of a dtype that JAX does not have now (int64, float64 and complex128 without
             `jax_enable_x64`).
         what: how messages call it.
-        partial: pass over what is in `plain` alone; default False.
+        partial: ignore entries that are in `plain` alone; default False.
 
     Raises:
         BadArgumentError: names, shapes or kinds of numbers differ, or a sharding is asked for in a dtype that JAX does

@@ -197,7 +197,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         return found[0]
 
     def earlier(self, path: PathLike, state: Any) -> PastWeights | None:
-        """Return the past weights if a save to this path is coded ahead of their drift (`Config.ahead`).
+        """Return past weights if a save to this path is coded ahead of drift (`Config.ahead`).
 
         A search then does the same. None: it is not, or only the worker in the background knows them.
         """
@@ -219,7 +219,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         return store.head.checkpoint  # type: ignore[union-attr]  # that is what `follow` has set
 
     def teardown(self) -> None:
-        """Called by Lightning when it is done; what is in flight is durable afterwards."""
+        """Make saves in flight durable; called by Lightning at the end."""
         savers, self._savers = self._savers, {}
         for saver in savers.values():
             saver.close()
@@ -391,7 +391,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             save(checkpoint, filepath, storage_options)
             return
         state = plain(checkpoint)
-        # The others may be gone where this process failed: what was found last must do.
+        # The others may be gone where this process failed: the last result must do.
         if world() == 1 or not self._failed:
             self.found = self._found(search, io_plugin, state, filepath)
         own = state.get("callbacks", {}).get(self.state_key)  # not there where only weights are saved
@@ -406,7 +406,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
     def _found(
         self, search: Callable[..., SearchResult], io_plugin: CompressedIO, state: dict[str, Any], path: PathLike
     ) -> SearchResult:
-        """What is found for a state, by all processes together."""
+        """Search for a state, by all processes together."""
         grads = io_plugin.gradients(state)
         team, more = None, dict[str, Any]()
         if world() > 1:
@@ -447,8 +447,8 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             self._tracker = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Called by Lightning, on all processes; the first one saves what it gets."""
-        # What the search finds is put in when it is saved; Lightning leaves a state out that is empty.
+        """Return the state to save; Lightning calls this on all processes, and the first one saves."""
+        # The result of the search is put in when it is saved; Lightning leaves a state out that is empty.
         own: dict[str, Any] = {} if self.search is None else {"search": None}
         if not self.rng:
             return own

@@ -41,8 +41,8 @@ class Loader:
     An epoch that is left early has ended: the next iteration begins another.
 
     Args:
-        batches: what is iterated once an epoch. Of its sampler `set_epoch` is called with the epoch's number, where
-            it has one (`DistributedSampler`).
+        batches: iterable that is iterated once an epoch. If its sampler has a method `set_epoch`
+            (`DistributedSampler`), it is called with the epoch's number.
 
     Raises:
         BadArgumentError: not iterable, an iterator that can be gone through only once, or a loader that hands batches
@@ -69,7 +69,7 @@ class Loader:
         if not getattr(batches, "in_order", True) and getattr(batches, "num_workers", None):
             raise BadArgumentError("batches has in_order=False: which of its batches were consumed has no position")
         self.batches = batches
-        """What was given."""
+        """The iterable of batches that was given."""
         self.epoch = 0
         """Number of the current epoch, or of the next one between two."""
         self.batch = 0

@@ -166,7 +166,7 @@ def resume(
         saver, model, optimizer, scheduler, scaler, ema, loader, generators, more: as for `save`. Parts of the
             checkpoint that are not given here are not restored; a PartNotRestoredWarning names them.
         tracker: as for `save`: every row counts as touched from now on, until the next save.
-        sensitivity: as for `save`: it counts from the resumed step, and forgets what it has recorded.
+        sensitivity: as for `save`: it counts from the resumed step, and forgets its records.
         step: that step (or tag) or an error; None: the newest intact one.
         strict: True: a model or optimizer whose parameters were renamed, resized or regrouped, or another optimizer
             class, is an error that lists the differences, and nothing is changed. False: the parts that fit are loaded,
@@ -313,7 +313,7 @@ def _report_empty(store: Store) -> None:
 def _has_checkpoints(folder: str) -> bool:
     try:
         return os.path.isdir(folder) and bool(Store(folder).steps())
-    except Exception:  # an unreadable folder is no candidate; it must not stop a run that does not use it
+    except Exception:  # an unreadable folder cannot be used; it must not stop a run that does not use it
         return False
 
 

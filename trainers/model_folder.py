@@ -185,7 +185,7 @@ def _walk(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
     """Files below a folder; not those of hidden folders, where tools keep their caches.
 
     Raises:
-        BadArgumentError: a link to nothing, or to a folder that it is in; what is neither a file nor a folder.
+        BadArgumentError: an entry is a link to nothing or to a folder that it is in, or neither a file nor a folder.
     """
     above = (*above, folder.resolve())
     for entry in sorted(folder.iterdir()):

@@ -359,7 +359,7 @@ def _with_own(group: Mapping[str, Any], saved: Mapping[str, Any], keep: Collecti
 
 
 def check_keep(keep: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse names that are no setting of any parameter group.
+    """Refuse names that do not stand for a setting of any parameter group.
 
     Raises:
         BadArgumentError: with the nearest names.

@@ -128,7 +128,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         path = str(directory / POINTER)
         pointer = read_pointer(path)
         store = None if pointer is None else store_of(path, pointer)
-        # By our own store where it is that, for the next save to be a delta over what is loaded.
+        # Use our own store object if it is the same store: the next save is then a delta over the loaded step.
         store = self.store if store is not None and is_same(store, self.store) else store
         item, part = (None, False) if args is None else (args.item, args.partial_restore)
         try:
@@ -182,7 +182,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         fs, home = fsspec.core.url_to_fs(self._home)
         fs.invalidate_cache()
         mine, kept = os.path.basename(self.store.url), set()
-        # A step's folder, or that of an item in it. What is in the store itself, or deeper, is not listed.
+        # A step's folder, or that of an item in it. Folders in the store itself, or deeper, are not listed.
         for step in fs.ls(home, detail=False):
             if os.path.basename(step) == mine or not fs.isdir(step):
                 continue
@@ -224,7 +224,7 @@ class CompressedRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
             back has its containers, dtypes and shardings; without a sharding, on the default device. NumPy arrays come
             back where it has NumPy arrays, or a dtype that JAX does not have now. None (default): nested dicts by name,
             as they were saved.
-        partial_restore: read no more than what is in `item`, which may then be a part of what was saved; such a restore
+        partial_restore: read only the entries of `item`, which may then be a part of the saved state; such a restore
             is not counted. Default False.
     """
 
@@ -240,7 +240,7 @@ class _Commit:
     future: Future[SaveResult]
 
     def result(self, timeout: float | None = None) -> None:
-        """Until it is durable; raises what it raised."""
+        """Wait until the save is durable; raise its error if it failed."""
         if isinstance(self.saver, Saver):
             self.saver.wait(timeout)  # which also raises its error, so that the next save is not refused
         result = self.future.result(timeout)

@@ -119,7 +119,7 @@ def save_at(
 
 
 def point_to(path: PathLike, store: Store, step: int, identity: str, before: Pointer | None) -> Pointer:
-    """Let a file point to a step that was saved for it, and drop what it pointed to before.
+    """Let a file point to a step that was saved for it, and drop the step it pointed to before.
 
     Where the file cannot be written the step is dropped instead: nothing would ever name it.
     """
@@ -179,8 +179,8 @@ def drop_replaced(path: PathLike, store: Store, before: Pointer | None) -> None:
 def is_shared(path: PathLike, pointer: Pointer) -> bool:
     """Whether another file (a link or a copy) points to the same step.
 
-    Looked at are the files of its folder, and those of its name in the folders next to it. No save is waited for:
-    what is being saved in the background points to its former step until it is there.
+    The files of its folder are read, and those of its name in the folders next to it. Saves are not waited for: a file
+    that is being saved in the background points to its former step until the new one exists.
     """
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     fs.invalidate_cache()
@@ -238,8 +238,8 @@ def load_at(
     Args:
         path: the pointer file.
         paths: see `Store.load`.
-        store: the store it is known to be in: the next save can then be a delta over what is loaded. None: that which
-            the file names.
+        store: the store it is known to be in: the next save can then be a delta over the loaded state. None: the store
+            that the file names.
         first: whether this process is the one of a run that counts its restores. None: rank 0 of torch's.
 
     Raises:

@@ -224,7 +224,7 @@ class Preemption:
             saver, step, model, optimizer, tracker, sensitivity, grads: as for `save`.
 
         Raises:
-            Preempted: a SystemExit with `code`, after what was chosen is durable.
+            Preempted: a SystemExit with `code`, once the chosen checkpoint is durable.
             Exception: see `save`.
         """
 

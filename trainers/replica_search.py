@@ -28,7 +28,7 @@ def of_first(team: ProcessGroup, tree: Any, group: Any) -> Any:
         group: the team's process group.
 
     Raises:
-        BadArgumentError: an array is in parts, of which each process has its own; an error of another process.
+        BadArgumentError: an array is in parts, one for each process; an error of another process.
         UnsupportedLeafError: see `compress`.
     """
     own: list[ArrayNode] = []

@@ -143,7 +143,7 @@ class _Table:
         self.recent.zero_()
         self.moved = self.moved_flags = None
         self.all_recent, self.steps = False, 0
-        # What has a gradient now moves at the next step, though nobody looks it up again.
+        # Rows that have a gradient now move at the next step, even without another look-up.
         gradient = self.weight.grad
         if gradient is None:
             return
@@ -256,13 +256,13 @@ class RowTracker:
     one is stored all the same, and the summary's note counts such rows.
 
     Args:
-        module: what is trained.
-        optimizer: the optimizer, `{name in the state: optimizer}`, or several of which the state holds the entries by
-            the parameters' names in one place, as that of `trainers.save` does. None: you vouch that it only changes
+        module: the module that is trained.
+        optimizer: the optimizer, `{name in the state: optimizer}`, or several whose entries the state holds by the
+            parameters' names in one place, as that of `trainers.save` does. None: you vouch that it only changes
             rows with a gradient, unless one is given to `kinds`.
 
     Raises:
-        BadArgumentError: `module` is no module, or `optimizer` no optimizer.
+        BadArgumentError: `module` is not a module, or `optimizer` not an optimizer.
 
     Example:
         >>> import shrinkpoint as sp
@@ -383,7 +383,7 @@ class RowTracker:
 
     @property
     def module(self) -> nn.Module:
-        """What is tracked."""
+        """The tracked module."""
         return self._module
 
     @property
@@ -394,7 +394,7 @@ class RowTracker:
     def kinds(self, optimizer: Optimizers | None = None) -> dict[str, Kind]:
         """Return `kinds(module, optimizer)` with the rows touched until now.
 
-        Each call is the snapshot of one save: what is touched afterwards belongs to the next, and so do rows that have
+        Each call is the snapshot of one save: rows touched afterwards belong to the next, and so do rows that have
         a gradient now, since a step may follow. Take it together with the state, and call `saved` once that is
         committed, or `follow` with what the save returned.
 

@@ -90,8 +90,8 @@ class SensitivityTracker:
     Names are those of the bare model, without what DDP, `torch.compile` and their like put before them, as in
     `trainers.save` and torch's `get_state_dict`. An element of an average that is not finite, as after one such
     gradient, is reset to zero, at the latest when it is read; `not_finite` counts these, and a SensitivityWarning
-    says so. Another one says where what is read is not of the batches just before: mostly since the loop has counted
-    batches that no optimizer has stepped in, see `at`.
+    says so. Another warning says that the averages are not of the batches just before, mostly because the loop has
+    counted batches in which no optimizer has stepped, see `at`.
 
     A parameter that is frozen at first is averaged from when it requires a gradient and an optimizer has it; without an
     optimizer, make another tracker then. Complex parameters are left out, as all are that have no gradient.
@@ -101,8 +101,8 @@ class SensitivityTracker:
         every: batches (optimizer steps) from one checkpoint to the next, 1 or more; the tracker must know the schedule,
             so that it records only before checkpoints. None: every batch is recorded.
         beta: weight of the newest gradient, in (0, 1]; default 0.9.
-        window: batches averaged before a checkpoint, 1 or more; default 50. With `every` no larger than what is read of
-            it every batch is recorded, and averages go on over checkpoints.
+        window: batches averaged before a checkpoint, 1 or more; default 50. If `every` does not exceed the recorded
+            part of it, every batch is recorded, and averages go on over checkpoints.
         done: batches the run has done already, as after a resume; default 0.
         squares: also average g**2 (the empirical Fisher information's diagonal), see `squares`; default False.
 
@@ -170,9 +170,8 @@ class SensitivityTracker:
     def grads(self, *, shards_only: bool = False) -> dict[str, Tensor] | None:
         """Return the averages by parameter name, on the host; None: no batch was recorded.
 
-        Of sharded parameters (DTensor) they are DTensors with the parameter's placement, of which each process keeps
-        its part on the host: reading them whole is a collective, as `compress` does it, and goes through the device one
-        by one.
+        Those of sharded parameters (DTensor) are DTensors with the parameter's placement. Each process keeps its part
+        on the host: reading them whole, as `compress` does, is a collective and goes through the device one by one.
 
         Args:
             shards_only: leave out the parameters that are not sharded: a process that does not save is needed for
@@ -214,7 +213,7 @@ class SensitivityTracker:
         self._fired.clear()
 
     def restart(self, done: int) -> None:
-        """Restart after weights of an earlier step were loaded; forget what was recorded.
+        """Restart after weights of an earlier step were loaded; forget all records.
 
         Args:
             done: batches done, 0 or more, in the unit of `every`.
@@ -246,7 +245,7 @@ class SensitivityTracker:
         return self._not_finite + sum(a.not_finite for a in self._averages.values())
 
     def remove(self) -> None:
-        """Take all hooks off the model and the optimizers; what was recorded stays readable."""
+        """Take all hooks off the model and the optimizers; the averages stay readable."""
         self._unhook()
         self._nesting.clear()
         self._transfer.close()

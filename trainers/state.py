@@ -139,7 +139,7 @@ def capture_rng() -> dict[str, Any]:
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": _python_state(random.getstate()),
-        "numpy": plain(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global generator is what is saved
+        "numpy": plain(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global generator is saved
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()

@@ -123,7 +123,7 @@ class CompressedCheckpoints:
         return found
 
     def _end(self, quiet: bool = False) -> None:
-        """What is in flight becomes durable, and the store follows what Trainer removed at last."""
+        """Make the save in flight durable, and remove from the store what Trainer removed last."""
         saver, self._saver = self._saver, None
         with contextlib.suppress(*[Exception] if quiet else []):
             if saver is not None:
@@ -243,7 +243,7 @@ class CompressedCheckpoints:
             self._saver.then(lambda: drop_unreferenced(Store(url)))
 
     def _finalize_training(self, *args: Any, **keywords: Any) -> Any:
-        """Called by Trainer, which then loads the best and removes what is left over."""
+        """Finish saves before Trainer, which calls this, loads the best and removes the rest."""
         self._settle()
         above: Any = super()
         return above._finalize_training(*args, **keywords)
@@ -301,7 +301,7 @@ class CompressCallback(TrainerCallback):  # type: ignore[misc]
     """Callback that compresses a checkpoint folder after Trainer wrote it.
 
     To resume, give `expand(folder)` to `resume_from_checkpoint`. Not with `load_best_model_at_end`, which reads raw
-    files; such a Trainer is refused. Trainer's rotation works; what it removed leaves the store at the next save.
+    files; such a Trainer is refused. Trainer's rotation works; steps it removed leave the store at the next save.
 
     Args:
         cfg: how to compress; default `Config()`.
@@ -351,7 +351,7 @@ def newest_complete(folder: PathLike) -> str | None:
     """Return the newest complete checkpoint folder of an `output_dir`, or None.
 
     `trainer.train(resume_from_checkpoint=newest_complete(output_dir))` begins, or goes on. Folders whose save was cut
-    off are passed over; an IncompleteCheckpointWarning names those newer than what is returned.
+    off are passed over; an IncompleteCheckpointWarning names those newer than the returned one.
     """
     home = os.fspath(folder)
     if not os.path.isdir(home):
@@ -386,7 +386,7 @@ def _is_complete(folder: str) -> bool:
 
 
 def _rotation(trainer: Any, trial: Any, limit: int) -> Callable[[], object]:
-    """Trainer's own removal of older folders, with what it depends on as it is now."""
+    """Return Trainer's own removal of older folders, bound to its present settings."""
     home, best = trainer._get_output_dir(trial), trainer.state.best_model_checkpoint
     try:
         from transformers.trainer_utils import rotate_checkpoints

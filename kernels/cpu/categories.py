@@ -68,7 +68,7 @@ def join_categories(categories: Array, extra: Array, bits: int, dtype: str, out:
 
 
 def _lanes(builder: Any, mask: Any, element: Any) -> Any:
-    """Shift, mask and number of bits of each lane of a word; each mask has its lane's lowest bits."""
+    """Return shift, mask and number of bits of each lane of a word; masks hold the lowest bits."""
     width = element.bitwidth
     for first in range(0, 64, width):
         own = builder.and_(builder.lshr(mask, _WORD(first)), _WORD((1 << width) - 1))
@@ -91,7 +91,7 @@ def _spread(typing: Any, bits: Any, mask: Any, element: Any) -> Any:
 
 
 def _squeeze(typing: Any, word: Any, mask: Any, element: Any) -> Any:
-    """Code that puts the bits for which the mask has ones next to one another: the inverse of `_spread`."""
+    """Emit code that moves the bits under a mask next to one another: the inverse of `_spread`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if HAS_BMI2:

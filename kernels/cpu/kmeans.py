@@ -112,7 +112,9 @@ def _exact(x: Any, w: Any, sums: Any, cut: Any, codes: Any) -> None:
 
 @njit_inline
 def _priced(weight: Any, moment: Any, price: float, best: Any, number: Any, queue: Any, since: Any) -> int:
-    """Codes of the codebook that is best where each code costs `price`; its gain less its price is `best[m]`.
+    """Return the number of codes of the best codebook at a price for each code.
+
+    Its gain less its price is `best[m]`.
 
     The last cluster of the first j points begins after some i < j. Each i is best for one stretch of j, and later ones
     are for later stretches: those that come wait in `queue` with the j they are best from (`since`).
@@ -157,7 +159,10 @@ def _priced(weight: Any, moment: Any, price: float, best: Any, number: Any, queu
 
 @njit_in_place
 def _least_losses(centers: Any, weights: Any, ends: Any, k: int, floats: Any, integers: Any, losses: Any) -> None:
-    """The loss of each set; `floats` and `integers` have three rows of one more than the points of the largest."""
+    """Compute the loss of each set.
+
+    `floats` and `integers` have three rows, each one longer than the number of points of the largest set.
+    """
     begin = 0
     for s in range(ends.size):
         x, w = centers[begin : ends[s]], weights[begin : ends[s]]

@@ -149,7 +149,7 @@ def _split(u: Any, rotation: Any, out: Any) -> None:
 def _merge_two(a: Any, b: Any, rotation: Any, out: Any) -> None:
     """Join two byte planes into patterns of 16 bits, rotated to the right."""
     back = np.uint16(np.uint16(16) - rotation)
-    joined = local_array(BLOCK, np.uint16)  # no loop vectorizes that reads what it may write
+    joined = local_array(BLOCK, np.uint16)  # a loop that may read its own output does not vectorize
     for start in range(0, out.size, BLOCK):
         stop = min(start + BLOCK, out.size)
         target, low, high = out[start:stop], a[start:stop], b[start:stop]
@@ -218,7 +218,7 @@ def _undifference(diff: Any, previous: Any, signed: Any, out: Any) -> None:
     zero, one, half = kind(0), kind(1), kind(1 << (8 * out.itemsize - 1))
     low = kind(half - one)
     ones = kind(low | half)
-    steps = local_array(BLOCK, out.dtype)  # no loop vectorizes that reads what it may write
+    steps = local_array(BLOCK, out.dtype)  # a loop that may read its own output does not vectorize
     for start in range(0, out.size, BLOCK):
         parent, target = previous[start : start + BLOCK], out[start : start + BLOCK]
         own = diff[start : start + BLOCK]

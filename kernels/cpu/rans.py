@@ -1,4 +1,4 @@
-"""Asymmetric numeral systems on the CPU: four states in registers, no division; 64 states in `wide_rans`."""
+"""Asymmetric numeral systems on the CPU: four states in registers; 64 states in `wide_rans`."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def _word_copier(around_cache: bool) -> Any:
 
 
 def _barrier(typing: Any) -> Any:
-    """Code after which other threads see what was written around the cache."""
+    """Emit code after which other threads see the stores that bypassed the cache."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -428,7 +428,7 @@ def _compact(
     changes: Any,
     values: Any,
 ) -> Any:
-    """Fill `ranks` with positions, `changes` and `values`; return their number, -1 above the limit."""
+    """Fill `ranks` with positions, `changes` and `values`; return the count, -1 above the limit."""
     one, zero = np.uint64(1), np.uint64(0)
     kind = previous.dtype.type
     none, bit, half = kind(0), kind(1), kind(1 << (8 * previous.itemsize - 1))

@@ -63,7 +63,7 @@ def uniform_levels_many(
     """See `kernels.uniform_levels`."""
     values = to_numpy(x)
     out, sums = np.empty(values.size, np.uint8), np.empty((ends.size, 2))
-    # Infinities are not finite, whatever the limit.
+    # Infinities count as not finite under every limit.
     below = min(limit, float(np.finfo(np.float64).max))
     _levels(values, ends, steps, firsts, sizes, below, out, sums, np.empty(_LANES), np.empty(_LANES))
     return like(out, x), sums

@@ -1,6 +1,6 @@
 """Asymmetric numeral systems of 64 states on the CPU: 16 symbols a step, in vectors.
 
-Numba's vectorizer makes no vectors of a loop that reads a table or moves an index by what it finds. A step is therefore
+Numba does not vectorize a loop that reads a table or moves an index depending on the data. A step is therefore
 written in the instructions of LLVM, which every processor has in some form. Two of them exist only from AVX-512 on, and
 other processors get a form without branches: the words that some of 16 states give or take, packed together.
 """
@@ -123,7 +123,7 @@ def _take(builder: Any, mask: Any, data: Any, index: Any) -> Any:
 
 
 def _with_context(context: Any, builder: Any, signature: Any, arguments: Any, number: int, start: Any) -> Any:
-    """The contexts of 16 symbols, or None where there are none."""
+    """Load the contexts of 16 symbols; None for coding without contexts."""
     if isinstance(signature.args[number], types.NoneType):
         return None
     contexts = _memory(context, builder, signature, arguments, number)
@@ -133,7 +133,7 @@ def _with_context(context: Any, builder: Any, signature: Any, arguments: Any, nu
 def _encode_row(
     typing: Any, symbols: Any, contexts: Any, columns: Any, table: Any, words: Any, at: Any, states: Any, start: Any
 ) -> Any:
-    """Code for a step of the encoder: 16 symbols from `start` on, and the next position in `words`."""
+    """Emit a step of the encoder: 16 symbols from `start` on; return the next position of words."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         first = builder.and_(arguments[7], ir.Constant(_I64, STATES - 1))
@@ -154,7 +154,7 @@ def _encode_row(
         full = builder.icmp_unsigned(">=", x, builder.shl(f, _vector(_I32, 31 - PRECISION)))
         low = builder.trunc(x, ir.VectorType(_I16, LANES))
         x = builder.select(full, builder.lshr(x, _vector(_I32, 16)), x)
-        # Twice the state times the reciprocal, of which the upper half is all that counts: still below 2**64.
+        # Twice the state times the reciprocal is still below 2**64; only the upper half counts.
         twice = builder.zext(builder.add(x, x), ir.VectorType(_I64, LANES))
         product = builder.mul(twice, builder.and_(entry, _vector(_I64, (1 << 32) - 1)))
         quotient = builder.lshr(_upper_halves(builder, product), builder.lshr(high, _vector(_I32, 26)))
@@ -172,7 +172,7 @@ def _encode_row(
 
 
 def _decode_row(typing: Any, words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, start: Any) -> Any:
-    """Code for a step of the decoder: 16 symbols from `start` on, and where the words read so far begin."""
+    """Emit a step of the decoder: 16 symbols from `start` on; return where the words read begin."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         wide = ir.VectorType(_I32, LANES)
@@ -267,7 +267,7 @@ else:
 def _encode(symbols: NumPy, contexts: Any, columns: Int, table: NumPy, words: NumPy, states: NumPy) -> Int:
     """Encode rows of 16, last to first; return the number of words.
 
-    Of `states` the first 64 are states, and the others the least frequencies met: 0 if a symbol has none.
+    The first 64 of `states` are states, and the others the least frequencies met: 0 if a symbol is not in the table.
     """
     at, n = np.int64(0), np.int64(symbols.size)
     whole = n - n % STATES
@@ -283,7 +283,7 @@ def _encode(symbols: NumPy, contexts: Any, columns: Int, table: NumPy, words: Nu
 
 @njit_in_place
 def _decode(words: NumPy, at: Int, contexts: Any, table: NumPy, states: NumPy, out: NumPy) -> Int:
-    """Decode rows of 16, first to last; return where the words read begin, -1 if there were too few.
+    """Decode rows of 16, first to last; return where the words read begin, -1 if too few.
 
     The first 64 of `words` do not count: a step reads as many at most before it is noticed. Of `states` the first 64
     are states, and the others become 1 where a context has no symbols.

@@ -77,7 +77,9 @@ def _orthogonal(vectors: NpArray) -> NpArray:
 
 
 def _inverse_root(gram: list[list[int]]) -> list[list[float] | None]:
-    """For each vector the combination of those up to it that is orthogonal to all before; None where nothing is left.
+    """For each vector, return the combination of those up to it orthogonal to all before.
+
+    None where nothing is left.
 
     Cholesky's factorization of the Gram matrix and the inverse of its triangle, in plain floats.
     """

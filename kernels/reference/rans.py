@@ -145,7 +145,10 @@ def _encode_wide(symbols: list[int], contexts: list[int], model: Model) -> list[
 
 
 def _decode_wide(d: bytes, contexts: list[int], model: Model, n: int) -> list[int] | None:
-    """The inverse of `_encode_wide`, or None: words are taken from the end, those of a row in ascending order."""
+    """Invert `_encode_wide`; return None for damaged bytes.
+
+    Words are taken from the end, those of a row in ascending order.
+    """
     if len(d) < 4 * WIDE_STATES or len(d) % 2:
         return None
     states = [int.from_bytes(d[4 * k : 4 * k + 4], "little") for k in range(WIDE_STATES)]

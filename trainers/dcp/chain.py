@@ -35,7 +35,7 @@ def read_index(files: Files, rank: int | None = None) -> Index:
     """The metadata of a checkpoint.
 
     Raises:
-        MissingParentError: there is no checkpoint, or none that was completed.
+        MissingParentError: a completed checkpoint does not exist.
         CorruptDataError, NewerFormatError: it is not readable.
     """
     name = metadata_name(rank)

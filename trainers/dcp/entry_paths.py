@@ -2,8 +2,9 @@
 
 A rank's container is an ordinary checkpoint of a nested dict. The entry `optim.state.fc.weight.exp_avg`, which the
 planner flattened from the path `("optim", "state", "fc.weight", "exp_avg")`, stands at that path again, so that rules,
-kinds and the pairing of moments see what they see in a state that was never distributed. Keys that begin with "@" are
-the container's own: "@values" holds what is no tensor, "@1", "@2", ... the second and later shards of an entry.
+kinds and the pairing of moments see the same paths as in a state that was never distributed. Keys that begin with "@"
+are the container's own: "@values" holds values other than tensors, "@1", "@2", ... the second and later shards of an
+entry.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def insert(tree: dict[str, Any], keys: Place, value: Any, fqn: str) -> None:
 
     Raises:
         BadArgumentError: another entry stands there, above or below it.
-        UnsupportedLeafError: a name that is no text.
+        UnsupportedLeafError: a name is not a string.
     """
     if any(_SURROGATE.search(key) for key in keys):
         raise UnsupportedLeafError(f"{fqn!a}: a name with lone surrogates cannot be stored")
@@ -86,19 +87,18 @@ def insert(tree: dict[str, Any], keys: Place, value: Any, fqn: str) -> None:
 def kinds_of(shards: Mapping[Place, Any], values: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Kinds for `compress`: those given, and what a guess by path would miss.
 
-    Entries of optimizers that are no known moment are exact, however their names were flattened; so is every array
-    inside of what is no tensor.
+    Optimizer entries other than known moments are exact, however their names were flattened; so are arrays inside of
+    values that are not tensors.
 
     Args:
         shards: tensors by place.
-        values: what is no tensor, by fully qualified name.
+        values: values that are not tensors, by fully qualified name.
         given: `{path: layer type or Kind}`, as `shrinkpoint.kinds` gives it.
 
     Raises:
         UnsupportedLeafError: a distributed tensor inside of another value, where ranks cannot be distinguished.
     """
-    # A rank holds shards of some arrays only, and `compress` refuses kinds of which it has none. A shard has a shape of
-    # its own.
+    # A rank holds shards of some arrays only, and `compress` refuses kinds that fit no array. Shards have own shapes.
     table = {path: _of_shard(kind) for path, kind in (kinds_for(given, map("/".join, shards)) or {}).items()}
     for node in flatten({VALUES: dict(values)}, is_array)[1]:
         if hasattr(node.value, "device_mesh"):
@@ -108,7 +108,7 @@ def kinds_of(shards: Mapping[Place, Any], values: Mapping[str, Any], given: Mapp
 
 
 def check_named(given: Mapping[str, Any] | None, names: Iterable[str]) -> None:
-    """Refuse kinds of which no key is the path of a tensor of any rank.
+    """Refuse kinds none of whose keys is the path of a tensor of any rank.
 
     Only planners know where a name is to be cut into keys, so that dots and slashes are one here.
 

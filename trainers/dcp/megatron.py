@@ -4,7 +4,7 @@
     dist_checkpointing.save(sharded_state_dict, folder, save)
     state = dist_checkpointing.load(sharded_state_dict, folder, load)
 
-Everything that is no sharded tensor (`common.pt`, sharded objects) is written and read by Megatron-Core as ever, with
+Everything but sharded tensors (`common.pt`, sharded objects) is written and read by Megatron-Core as ever, with
 its own pickles.
 """
 
@@ -34,8 +34,8 @@ BACKEND, VERSION = "torch_dist", 1
 class CompressedSave(SaveShardedStrategy):  # type: ignore[misc]
     """Strategy for `dist_checkpointing.save`; keep one for a run, on every rank.
 
-    Saves are synchronous, and of main replicas only. Moments (`optimizer.state.exp_avg.<parameter>`) are known for what
-    they are; fp32 master weights are exact, as every entry of an optimizer that is no known moment.
+    Saves are synchronous, and of main replicas only. Moments (`optimizer.state.exp_avg.<parameter>`) are recognized;
+    fp32 master weights are exact, as are all optimizer entries other than known moments.
 
     Args:
         cfg, parent, kinds, process_group: as for `Writer`.
@@ -102,7 +102,7 @@ class CompressedLoad(theirs.TorchDistLoadShardedStrategy):  # type: ignore[misc]
         return found
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path, metadata: Any = None) -> Any:
-        """Called by Megatron-Core: names and shapes of what was saved."""
+        """Return names and shapes of the saved tensors; called by Megatron-Core."""
         found = Reader(checkpoint_dir).read_metadata() if metadata is None else metadata
         return super().load_tensors_metadata(checkpoint_dir, found)
 

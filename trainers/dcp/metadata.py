@@ -81,7 +81,7 @@ class RankFile:
         since_base: checkpoints saved since the base, 0 for the base itself.
         spent: stored bytes of the deltas since it, this one included.
         shards: (fully qualified name, offsets) of each shard, in order; empty in metadata that was read.
-        values: fully qualified names of what is no tensor; empty in metadata that was read.
+        values: fully qualified names of values that are not tensors; empty in metadata that was read.
     """
 
     rank: int
@@ -126,7 +126,7 @@ class Layout:
         return [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.sizes)) for s in self.shards]
 
     def problem(self, size: Offsets, partial: bool) -> str:
-        """Why this is no layout of a tensor of that size, or ""."""
+        """Return why this cannot be a layout of a tensor of that size, or ""."""
         for s in self.shards:
             if len(s.offsets) != len(size) or len(s.sizes) != len(size):
                 return f"a shard of {len(s.offsets)} dimensions"
@@ -251,7 +251,7 @@ class Index:
 
 
 def build(metadata: Metadata, files: Sequence[RankFile]) -> Index:
-    """The index of what all ranks wrote, checked against what was planned.
+    """Return the index of the files of all ranks, checked against the plan.
 
     Raises:
         BadArgumentError: shards that were planned were not written, or cannot be described.

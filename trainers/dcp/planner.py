@@ -57,7 +57,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return dict(self.metadata.state_dict_metadata) if self.metadata is not None else {}
 
     def _problems(self) -> dict[str, str]:
-        """What is wrong, by entry."""
+        """Return the problems of entries, by entry."""
         stored = self._stored()
         problems = {}
         for fqn, value in self.state_dict.items():

@@ -30,8 +30,8 @@ from .target import StoreSteps, newest_step, read_step
 BATCH = 1 << 25
 """Bytes of arrays decoded at a time, a larger array alone: bounds the memory in addition to the state that is filled.
 
-A load takes as long with 8 MiB as with 256, and 1.3 to 2.3 times this besides the state (400 MB in arrays of 4 MiB, and
-6,000 small arrays); but there is a request a container and batch, which counts where files are far away.
+A load takes as long with 8 MiB as with 256. It takes 1.3 to 2.3 times this memory in addition to the state (400 MB in
+arrays of 4 MiB, and 6,000 small arrays). But each container and batch needs a request, which counts for remote files.
 """
 
 
@@ -73,7 +73,7 @@ class Reader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """What is loaded next; "" where that is not known yet."""
+        """The path or step that is loaded next; "" if that is not known yet."""
         return self.path or ("" if self.step is None else str(self.step))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -91,7 +91,7 @@ class Reader(StorageReader):
         """The metadata, or with `rank=` that of a rank that saved for itself.
 
         Raises:
-            MissingParentError: there is no complete checkpoint.
+            MissingParentError: a complete checkpoint does not exist.
             CorruptDataError, NewerFormatError: the metadata is not readable.
         """
         if self.store is None:
@@ -127,11 +127,11 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what was planned, one file after another.
+        """Fill the planned tensors and values, one file after another.
 
         Raises:
             MissingParentError: a rank's file, or one it is coded against, is gone.
-            CorruptDataError: a file is not what was written, or holds other arrays than the metadata says.
+            CorruptDataError: a file is damaged, or holds other arrays than the metadata says.
         """
         if self._index is None:
             raise BadArgumentError("set_up_storage_reader comes before read_data")

@@ -122,7 +122,7 @@ class _Compressing(io.RawIOBase):
 
 
 class _Expanding(io.RawIOBase):
-    """Reads blocks one after another; the lengths in a header bound what is allocated."""
+    """Reader of blocks, one after another; the lengths in a header bound its allocations."""
 
     def __init__(self, source: IO[bytes]) -> None:
         super().__init__()
@@ -161,7 +161,10 @@ class _Expanding(io.RawIOBase):
 
 
 def _grouped(data: bytes, width: int) -> bytes:
-    """Return the first bytes of all items, then the second ones, and so on; a shorter rest stays at the end."""
+    """Return the first bytes of all items, then the second ones, and so on.
+
+    A rest that is shorter than an item stays at the end.
+    """
     whole = len(data) // width * width
     return np.frombuffer(data[:whole], np.uint8).reshape(-1, width).T.tobytes() + data[whole:]
 

@@ -66,7 +66,10 @@ class Target(Protocol):
         ...
 
     def provide(self, place: str, file: RankFile) -> bool:
-        """Provide the next save with the containers that a delta over `file` needs; False: one is missing."""
+        """Provide the next save with the containers that a delta over `file` needs.
+
+        Returns False if one is missing.
+        """
         ...
 
     def commit(self, index: Index, alone: int | None) -> None:
@@ -260,7 +263,7 @@ def read_step(store: Store, step: int) -> Index:
     """Return the metadata of a sharded step.
 
     Raises:
-        BadArgumentError: there is no such step, or one process saved it.
+        BadArgumentError: the step does not exist, or one process saved it.
         CorruptDataError, MissingParentError, NewerFormatError: it cannot be read, or files of ranks are missing.
     """
     manifest, files = store.describe(step), files_of(store)
@@ -283,7 +286,7 @@ def read_step(store: Store, step: int) -> Index:
 
 
 def newest_step(store: Store) -> tuple[int, Index]:
-    """Return the newest step whose files all exist, in the order of `Store.load`, and its metadata.
+    """Return the newest step whose files all exist, in `Store.load` order, and its metadata.
 
     A SkippedCheckpointWarning names newer ones that were passed over.
 

@@ -30,11 +30,11 @@ from ...kernels.quantizer import Thresholds
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one rank tells of the weights that one codec is for.
+    """One rank's summary of the weights of one codec.
 
     Args:
         sketches: one of the magnitudes of each layer type.
-        before: its parent's thresholds; None: it has none.
+        before: its parent's thresholds, or None.
     """
 
     sketches: tuple[Sketch, ...]
@@ -48,7 +48,7 @@ class Weights:
         state: what will be compressed.
         cfg: how.
         kinds: as for `compress`.
-        parent: what it will be a delta against.
+        parent: checkpoint that it will be a delta against.
 
     Raises:
         BadArgumentError: pruning by sensitivity, which needs gradients.

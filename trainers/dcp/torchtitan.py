@@ -12,7 +12,7 @@ from .writer import Writer
 class CompressedCheckpoints:
     """Mixin: `class Manager(CompressedCheckpoints, CheckpointManager): ...`.
 
-    Everything else stays torchtitan's: when to save, asynchronous modes, what is kept, how a run resumes. Exports for
+    Everything else stays torchtitan's: when to save, asynchronous modes, retention, how a run resumes. Exports for
     Hugging Face go its own way. A class attribute says how to compress:
 
         class Manager(CompressedCheckpoints, CheckpointManager):
@@ -42,7 +42,7 @@ class CompressedCheckpoints:
         if to_hf:
             return above.dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         if self._writer is None:
-            # Its own group, of all ranks, is what it saves asynchronously over.
+            # It saves asynchronously over its own group of all ranks.
             self._writer = Writer(cfg=self.compression, parent=self._last, process_group=getattr(self, "pg", None))
         mode = str(getattr(async_mode, "value", async_mode))
         result: Any = None
@@ -64,7 +64,7 @@ class CompressedCheckpoints:
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool = False, from_quantized: bool = False
     ) -> None:
-        """As torchtitan's, through a `Reader`; the next save is a delta against what was loaded."""
+        """Load as torchtitan does, through a `Reader`; the next save is a delta against that state."""
         from torch.distributed.checkpoint.state_dict_loader import load
 
         above: Any = super()

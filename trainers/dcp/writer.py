@@ -98,11 +98,11 @@ _places: dict[str, str] = {}
 class Writer(StorageWriter):
     """Compressing writer: `dcp.save(state, storage_writer=Writer(path))`.
 
-    Each rank writes one container of its own shards, a delta against what it saved before; rank 0 then writes the
-    metadata, which makes the checkpoint exist. Keep one writer for a run, let one save end before the next begins, and
-    give each checkpoint a folder of its own by `checkpoint_id`, or save to one folder again and again: the former
-    checkpoint stays whole until the new one is.
-    A folder needs no other one: what its deltas are against is linked (where that cannot be, copied) into it.
+    Each rank writes one container of its own shards, a delta against its save before; rank 0 then writes the metadata,
+    which makes the checkpoint exist. Keep one writer for a run, let one save end before the next begins, and give each
+    checkpoint a folder of its own by `checkpoint_id`, or save to one folder again and again: the former checkpoint
+    stays whole until the new one is.
+    A folder does not need other folders: the parents of its deltas are linked (or if that fails, copied) into it.
 
     With a `Store` each checkpoint is a step of it, whose number is the `checkpoint_id`. All steps share their files, so
     that a save to a bucket writes the new shards only; rank 0 commits the step, and `Store.gc`, `verify`, `tag`, `copy`
@@ -295,9 +295,9 @@ class Writer(StorageWriter):
         """Write the metadata, which commits the checkpoint, then remove old containers.
 
         Raises:
-            BadArgumentError: what the ranks wrote is not what was planned; nothing is committed.
+            BadArgumentError: the files of the ranks do not fit the plan; nothing is committed.
             MissingParentError: another job saved to this folder meanwhile, and took a file for garbage; nothing is
-                committed, for it has a checkpoint of its own here.
+                committed, since that job has a checkpoint of its own here.
             OSError: the metadata could not be written; nothing is committed.
         """
         ranks = [result.storage_data for of_rank in results for result in of_rank]
@@ -395,7 +395,7 @@ class Writer(StorageWriter):
         return WeightAverage(None if head is None else head.checkpoint)
 
     def _stored_parent(self) -> _Parent | None:
-        """Return the parent from where this object saved last, else from `parent=`, else from what is there."""
+        """Return the parent: this object's last save, else `parent=`, else the folder's checkpoint."""
         last = _places.get(self._token) if self._travelled else None
         named = self.parent if last is None else None
         place = last or named or self.target.parent()
@@ -428,7 +428,7 @@ class Writer(StorageWriter):
         whole: Size | None,
         trail: WeightAverage | None,
     ) -> None:
-        """Let the next delta be against what was just written, or against its base."""
+        """Make the new checkpoint, or its base, the parent of the next delta."""
         place = str(self.target.place)
         whole = whole or (None if head is None else head.whole)
         if head is not None and self.cfg.chain.against == "base":
@@ -460,10 +460,10 @@ def _is_saving(thread: int | None, writer: Writer) -> bool:
 
 
 def _value(planner: SavePlanner, item: Any) -> Any:
-    """The plain value of an item that is no tensor."""
+    """Return the plain value of an item that is not a tensor."""
     if hasattr(planner, "lookup_object"):
         return planner.lookup_object(item.index)
-    # Other planners only give it pickled: nothing but plain values is read from that.
+    # Other planners give it only pickled; only plain values are read from a pickle.
     data: Any = planner.resolve_data(item)
     data.seek(0)
     try:

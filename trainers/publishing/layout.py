@@ -1,4 +1,6 @@
-"""What a publisher writes: a small JSON file a version, and a delta or a base, or both, as ordinary checkpoint files.
+"""The files of a publisher: a small JSON file for each version, and deltas and bases.
+
+Deltas and bases are ordinary checkpoint files.
 
     versions/000000000012.json   checksummed; names the files of this version, its parent and the hash of its state
     data/000000000012-d-HASH.spt what changed since the version before it
@@ -31,7 +33,7 @@ class Version:
 
     Args:
         version: its number.
-        parent: number of the version that `delta` is against; None where there is no delta.
+        parent: number of the version that `delta` is against; None without a delta.
         delta: name of the file with the delta, or None.
         delta_bytes: its size.
         base: name of the file with everything, or None.

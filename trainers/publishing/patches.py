@@ -1,4 +1,4 @@
-"""Deltas of tensors as pieces of a checkpoint file, and how they are staged: where a tensor changes and to what."""
+"""Deltas of tensors as pieces of a checkpoint file, and as staged positions and new values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .tensors import Part, host_bytes
 STEP = 4 * CHUNK
 """Bytes of a piece."""
 _DENSE = 4
-"""A piece of which more than one of so many elements change is staged whole."""
+"""A piece is staged whole if more than one of so many of its elements change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Patch:
 
 
 def encode(data: NpArray, before: NpArray | None, spec: LeafSpec, sliced: bool) -> list[Writer]:
-    """The pieces of a tensor given as its bytes, against those of the version before it or alone.
+    """Encode a tensor given as bytes, against the version before it or alone; return its pieces.
 
     Args:
         data: uint8.
@@ -163,7 +163,7 @@ def _meets(shape: tuple[int, ...], where: tuple[tuple[int, int], ...], first: in
 def _local_positions(
     shape: tuple[int, ...], where: tuple[tuple[int, int], ...], positions: NpArray
 ) -> tuple[NpArray, NpArray]:
-    """Flat positions within the slice of those global positions that are in it, and which of them are."""
+    """Return the flat positions within a slice of global positions, and a mask of those inside."""
     rest, local, inside, scale = positions, np.zeros_like(positions), np.ones(positions.shape, bool), 1
     for size, (start, length) in zip(reversed(shape), reversed(where), strict=True):
         rest, index = np.divmod(rest, size)

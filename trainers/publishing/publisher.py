@@ -35,7 +35,7 @@ class Published:
 
     Args:
         version: its number.
-        nbytes: bytes that receivers of the version before fetch: of the delta, or of the base where there is no delta.
+        nbytes: bytes that receivers of the version before fetch: of the delta, or of the base without a delta.
         base_bytes: bytes of the base; 0 where none was written.
         raw_bytes: bytes of all tensors.
         seconds: time that it took.

@@ -46,7 +46,7 @@ def host_bytes(tensor: torch.Tensor) -> NpArray:
 
 
 def tensors_of(state: Any, what: str) -> dict[str, torch.Tensor]:
-    """The tensors of a state dict, whole: distributed ones are gathered, which all ranks must do together.
+    """Return the whole tensors of a state dict; all ranks gather distributed ones together.
 
     Raises:
         BadArgumentError: it is not a mapping from strings to tensors.

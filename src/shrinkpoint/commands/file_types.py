@@ -62,7 +62,7 @@ def unreadable(path: Path) -> str | None:
 
 
 def folder_contents(folder: Path) -> str:
-    """The files in a folder that `compress` could read, for messages; "" if there are no such files."""
+    """Name the files in a folder that `compress` could read, for messages; "" without any."""
     endings = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
     names = sorted(p.name for p in folder.iterdir() if p.suffix in endings)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

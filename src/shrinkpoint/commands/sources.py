@@ -197,7 +197,7 @@ def subtree(state: Any, under: str) -> Any:
     """The part of a state at a path of keys joined by "/", as they are displayed.
 
     Raises:
-        BadArgumentError: there is no such part.
+        BadArgumentError: the part does not exist.
     """
     found, rest = state, under
     while rest:
