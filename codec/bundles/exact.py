@@ -36,7 +36,7 @@ def decode_exact(
 
 
 def restate_exact(joined: Joined, before: Joined | None) -> Pieces:
-    """The same bytes against others, or against none."""
+    """Code the bytes of a bundle again, against another parent or on their own."""
     assert isinstance(joined, JoinedBytes)
     parent = None if before is None else BytesReference(before.data())
     return {}, pieces_of(joined.joined, joined_spec(joined.specs), parent)

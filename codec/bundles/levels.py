@@ -181,14 +181,14 @@ def _pieces(joined: JoinedLevels, before: JoinedLevels | None) -> list[bytes]:
 
 
 def restate_levels_together(joined: Joined, before: Joined | None) -> Pieces:
-    """The same levels, codebooks and protected values against others, or against none."""
+    """Code a bundle of levels again, against another parent or on their own."""
     assert isinstance(joined, JoinedLevels)
     pieces = _pieces(joined, before if isinstance(before, JoinedLevels) else None)
     return _metadata(joined.references), pieces
 
 
 def _references(joined: JoinedLevels, before: JoinedLevels | None) -> bytes:
-    """The first piece."""
+    """Return the first piece: codebooks and protected values."""
     spec = joined.specs[0]
     modes, sizes, firsts, steps, explicit = [], [], [], [], []
     patterns, predicted, odd_at, odd = [], [], [], []
@@ -243,7 +243,7 @@ def _same(old: LevelsReference, memory: LevelsReference) -> bool:
 
 
 def _write_planes(out: Writer, numbers: NpArray, width: int) -> None:
-    """The lower bytes of int64 numbers, a plane each."""
+    """Write the lowest `width` bytes of int64 numbers, each as a plane."""
     planes = numbers.astype("<i8").view(np.uint8).reshape(-1, 8)
     for k in range(width):
         out.block(entropy.coded(np.ascontiguousarray(planes[:, k])))

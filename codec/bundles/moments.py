@@ -197,7 +197,7 @@ def _rank_one_pieces(joined: JoinedRankOne, before: JoinedRankOne | None, counts
 
 
 def restate_rank_one_together(joined: Joined, before: Joined | None) -> Pieces:
-    """Code symbols and factors again, relative to others or on their own."""
+    """Code symbols and factors again, against another parent or on their own."""
     assert isinstance(joined, JoinedRankOne)
     return {}, _rank_one_pieces(joined, before if isinstance(before, JoinedRankOne) else None, None)
 
