@@ -7,6 +7,8 @@ copies are found here and nowhere else.
 from __future__ import annotations
 
 import dataclasses
+import glob
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ import numpy as np
 from ..kernels.arrays import is_torch
 from ..kernels.floats import FORMATS
 from .base import Codec, Leaf, Reference
-from .config import Config, is_lossless, warn_of_unmatched
+from .config import Config, Rule, is_lossless, warn_of_unmatched
 from .deduplication import copies
 from .embeddings.rows import DTYPES, Rows
 from .errors import BadArgumentError, ShrinkpointWarning
@@ -43,7 +45,20 @@ _MUCH = 0.2
 
 
 class UnknownArraysWarning(ShrinkpointWarning):
-    """Much of a state stays exact because nothing says what its arrays are."""
+    """Much of a state stays exact because nothing says what its arrays are.
+
+    Args:
+        message: the arrays, and the arguments that make them lossy.
+        command_line: the same with options of commands; default: `message`.
+    """
+
+    def __init__(self, message: str, command_line: str | None = None) -> None:
+        super().__init__(message)
+        self._command_line = message if command_line is None else command_line
+
+    def for_command_line(self) -> str:
+        """Return the message with the options of commands in place of Python arguments."""
+        return self._command_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +182,19 @@ def _warn_of_unknown(leaves: Sequence[Leaf], evidence: Sequence[Evidence], whys:
     if size <= _MUCH * total:
         return
     largest = sorted(unknown, key=lambda leaf: -leaf.spec.nbytes)[:3]
-    warnings.warn(
+    found = (
         f"{size / total:.0%} of the float bytes stay exact, because nothing says what these arrays are: "
         f"{', '.join(leaf.path for leaf in largest)}{', ...' if len(unknown) > 3 else ''}. "
-        "If they are trained weights, pass kinds=sp.kinds(model, optimizer), "
-        f"or cfg=sp.Config([({largest[0].path!r}, sp.Quantize())])",
-        UnknownArraysWarning,
+        "If they are trained weights, "
+    )
+    pattern = glob.escape(largest[0].path)
+    with_rule = dataclasses.replace(cfg, rules=(Rule(pattern, Quantize()), *cfg.rules))
+    warnings.warn(
+        UnknownArraysWarning(
+            f"{found}pass kinds=sp.kinds(model, optimizer), or cfg=sp.Config([({pattern!r}, sp.Quantize())])",
+            f"{found}write this to a file and pass it as --config FILE.json, without --preset, with a rule for each "
+            f"of them (a shell glob): {json.dumps(with_rule.to_json())}",
+        ),
         stacklevel=2,
     )
 

@@ -26,3 +26,7 @@ class ShrinkpointWarning(UserWarning):
 
     `warnings.simplefilter("error", ShrinkpointWarning)` turns them into errors.
     """
+
+    def for_command_line(self) -> str:
+        """Return the message with the options of commands in place of Python arguments."""
+        return str(self)

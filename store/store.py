@@ -17,6 +17,7 @@ from ..codec.partial import check_patterns, decompress_only
 from ..codec.weights.past_weights import PastWeights
 from ..kernels.arguments import flag, function, instance, number, or_none, sequence
 from . import labels, rewinds
+from .catalog import FOLDER as STEPS
 from .catalog import Catalog, Entry, named, unknown
 from .chain import FOLDER as DATA
 from .chain import opener, resolve
@@ -24,9 +25,10 @@ from .chain_head import ChainHead
 from .compaction import MAX_COST, Compaction
 from .exit_cleanup import EXIT_CLEANUP
 from .files import StoreWarning
+from .frozen_sets import collect_frozen
 from .garbage import collect, drop
 from .lock import InUseError, open_lock
-from .manifest import Manifest, check_metric, check_step
+from .manifest import Manifest, check_metric, check_step, manifest_name
 from .memory_copies import FilesWithCopies, InMemoryWarning, MemoryCopies, check_keep, files_with_copies
 from .retention import Retention
 from .session import Saved, Session
@@ -459,6 +461,9 @@ class Store:
         are left alone. Where a run went back (see `save`), the retention is applied twice, once without the steps left
         behind, and both results are kept. With `best` and no metric at all every step is kept, with a StoreWarning.
 
+        Frozen parameters that are stored once (`trainers.save`) are removed when no step needs them and no save has
+        used them for a day.
+
         Args:
             retention: what to keep; None: every step. Pinned and tagged steps are always kept.
             timeout: seconds to wait for savers to finish, 0 or more.
@@ -478,10 +483,17 @@ class Store:
             return []
         with self._lock.alone(timeout) as lease:
             removed = collect(self._files, self._catalog, lease, retention, dry_run=dry_run)
+            removed += collect_frozen(self._files, self.url, lambda: self._entries_without(removed), dry_run=dry_run)
         if retention is not None and not dry_run and self._free_parents():
             with contextlib.suppress(InUseError), self._lock.alone(timeout) as lease:
                 removed += collect(self._files, self._catalog, lease, None)
         return removed
+
+    def _entries_without(self, names: Iterable[str]) -> list[Entry]:
+        """Return all steps but those whose manifests have these names."""
+        gone = set(names)
+        found = self._catalog.all().items()
+        return [entry for step, entry in found if f"{STEPS}/{manifest_name(step, entry.generation)}" not in gone]
 
     def _free_parents(self) -> list[int]:
         """Compact chains that begin with files of removed steps, if that saves space."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +17,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError
 from ..codec.presets import lossless
 from ..codec.state.leaves import as_bytes, read_leaf
+from ..store.frozen_sets import FOLDER, tag_of
 from ..store.store import Store
 from .model_state import bare, whole
 from .processes import on_all, on_rank_0, rank
 
 ONCE = "once"
-FOLDER = "frozen"
+_MARK_EVERY = 3600.0
+_marked: dict[tuple[str, str], float] = {}
+"""(Store, tag) -> when this process marked that set as used: `gc` must not remove it before the step is committed."""
 _digests: Any = WeakIdKeyDictionary()
 """Parameter -> (version, address, hash): a frozen parameter is hashed once."""
 
@@ -139,7 +144,21 @@ def store_once(store: Store, model: nn.Module, found: Frozen) -> None:
         return
 
     def is_there() -> bool:
-        return _tag(found) in frozen_store(store).tags()
+        target = frozen_store(store)
+        step = target.tags().get(tag_of(found.digest))
+        if step is None:
+            return False
+        if time.monotonic() - _marked.get((target.url, tag_of(found.digest)), -math.inf) > _MARK_EVERY:
+            try:
+                mark(target, step)
+            except BadArgumentError:  # `gc` has removed it since it was listed
+                return False
+        return True
+
+    def mark(target: Store, step: int) -> None:
+        """Write the tag, whose age is the time since the last use."""
+        target.tag(tag_of(found.digest), step)
+        _marked[target.url, tag_of(found.digest)] = time.monotonic()
 
     if on_rank_0(is_there, lambda there: there, "the frozen parameters were not stored"):
         return
@@ -148,13 +167,9 @@ def store_once(store: Store, model: nn.Module, found: Frozen) -> None:
     def write() -> None:
         target = frozen_store(store)
         saved = target.save(max(target.steps(), default=-1) + 1, {"model": tensors})
-        target.tag(_tag(found), saved.step)
+        mark(target, saved.step)
 
     on_rank_0(write, lambda _: None, "the frozen parameters were not stored")
-
-
-def _tag(found: Frozen) -> str:
-    return f"frozen-{found.digest}"
 
 
 def load_frozen(store: Store, found: Frozen) -> dict[str, Any]:
@@ -169,9 +184,9 @@ def load_frozen(store: Store, found: Frozen) -> dict[str, Any]:
             f"(hash {found.digest[:16]})"
         )
     source = frozen_store(store)
-    if _tag(found) not in source.tags():
+    if tag_of(found.digest) not in source.tags():
         raise MissingParentError(f"{source.url}: the frozen parameters with hash {found.digest[:16]} are gone")
-    loaded: dict[str, Any] = source.load(_tag(found))["model"]
+    loaded: dict[str, Any] = source.load(tag_of(found.digest))["model"]
     return loaded
 
 

@@ -463,6 +463,23 @@ def test_configurations(tmp_path: Path) -> None:
     assert not (tmp_path / "b.spt").exists()
 
 
+@pytest.mark.filterwarnings("default::shrinkpoint.codec.plan.UnknownArraysWarning")
+@pytest.mark.parametrize("preset", ["default", "compact"])
+def test_arrays_without_evidence_are_named_with_an_option_that_works(preset: str, tmp_path: Path) -> None:
+    torch.save({"u[0]": torch.randn(64, 64)}, tmp_path / "a.pt")
+    code, _, said = run("compress", tmp_path / "a.pt", tmp_path / "a.spt", "--preset", preset)
+    assert code == 0
+    assert "stay exact" in said
+    assert "sp." not in said
+    advice, _, text = said.partition("--config FILE.json")
+    assert advice.endswith("pass it as ")
+    (tmp_path / "rules.json").write_text(text[text.index("{") :])
+    code, _, said = run("compress", tmp_path / "a.pt", tmp_path / "b.spt", "--config", tmp_path / "rules.json")
+    assert (code, said) == (0, "")
+    assert sp.Checkpoint.from_bytes((tmp_path / "b.spt").read_bytes()).summary()[0].measure != "exact"
+    assert config(None, tmp_path / "rules.json").rules[1:] == presets()[preset]().rules
+
+
 def test_a_part_of_a_state(store: sp.Store, tmp_path: Path) -> None:
     good("restore", store.url, tmp_path / "o.pt", "--under", "optimizer/state/0")
     assert sorted(torch.load(tmp_path / "o.pt")) == ["exp_avg", "exp_avg_sq", "step"]

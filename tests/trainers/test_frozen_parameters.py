@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint import trainers
+from shrinkpoint.trainers import frozen_parameters
 from shrinkpoint.trainers.frozen_parameters import digest_of, frozen_names, frozen_store
 
 
@@ -83,6 +86,81 @@ def test_a_base_that_changed_is_hashed_again(tmp_path: Path) -> None:
         model[0].weight[0, 0] += 1  # type: ignore[index, operator]
     trainers.save(store, 2, model, frozen="once")
     assert len(frozen_store(store).steps()) == 2
+
+
+def with_old_sets(folder: Path) -> tuple[sp.Store, nn.Module]:
+    """A store with two sets: steps 1 and 3 need the first one, step 2 the second; both are two days old."""
+    store, model = sp.Store(folder), built()
+    other = built(seed=1)
+    for step, one in ((1, model), (2, other), (3, model)):
+        trainers.save(store, step, one, frozen="once")
+    assert len(frozen_store(store).steps()) == 2
+    make_old(folder)
+    return store, model
+
+
+def make_old(folder: Path) -> None:
+    for file in (folder / "frozen").rglob("*"):
+        os.utime(file, (time.time() - 2 * 86_400,) * 2)
+
+
+def test_gc_removes_the_sets_that_no_step_needs(tmp_path: Path) -> None:
+    store, model = with_old_sets(tmp_path)
+    assert not [name for name in store.gc() if name.startswith("frozen/")]
+    store.drop(2)
+    would = store.gc(dry_run=True)
+    assert len(frozen_store(store).steps()) == 2
+    gone = store.gc()
+    assert gone == would
+    assert sorted(name.split("/")[1] for name in gone if name.startswith("frozen/")) == ["data", "steps", "tags"]
+    assert not any((tmp_path / name).exists() for name in gone)
+    assert len(list((tmp_path / "frozen/data").iterdir())) == len(frozen_store(store).steps()) == 1
+    again = built(seed=2)
+    assert trainers.resume(store, again) == 3
+    assert torch.equal(again[0].weight, model[0].weight)  # type: ignore[index]
+    trainers.save(store, 4, built(seed=1), frozen="once")  # a set that was removed is stored again
+    assert trainers.resume(store, built()) == 4
+
+
+def test_a_retention_frees_the_sets_of_the_steps_that_it_removes(tmp_path: Path) -> None:
+    store, _ = with_old_sets(tmp_path)
+    assert store.gc(sp.Retention(last=1), dry_run=True) == store.gc(sp.Retention(last=1))
+    assert len(frozen_store(store).steps()) == 1
+
+
+def test_gc_keeps_a_set_whose_step_is_still_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = with_old_sets(tmp_path)
+    store.drop(2)
+    monkeypatch.setattr(frozen_parameters, "_marked", {})  # as in another process
+    other = built(seed=1)
+    kept_out = frozen_parameters.record(other, "once")
+    assert kept_out is not None
+    frozen_parameters.store_once(store, other, kept_out)
+    store.gc()
+    assert len(frozen_store(store).steps()) == 2
+
+
+def test_gc_keeps_all_sets_while_a_step_cannot_be_read(tmp_path: Path) -> None:
+    store, _ = with_old_sets(tmp_path)
+    store.drop(2)
+    store.gc(sp.Retention(last=1), dry_run=True)
+    file = next((tmp_path / "data").glob("000000000001-*"))
+    file.write_bytes(file.read_bytes()[:40])
+    store.gc()
+    assert len(frozen_store(store).steps()) == 2
+
+
+def test_gc_keeps_what_a_user_has_pinned_or_tagged(tmp_path: Path) -> None:
+    store, _ = with_old_sets(tmp_path)
+    frozen_store(store).pin(0)
+    frozen_store(store).tag("mine", 1)
+    make_old(tmp_path)
+    store.drop(1, 2, 3)
+    store.gc()
+    assert frozen_store(store).steps() == [0, 1]
+    frozen_store(store).unpin(0)
+    store.gc()
+    assert frozen_store(store).steps() == [1]
 
 
 @pytest.mark.parametrize("frozen", ["", 3])

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from ..kernels.errors import BadArgumentError, ShrinkpointError
+from ..kernels.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
 from .output import printable
 
 WRONG, USAGE = 1, 2
@@ -64,7 +64,8 @@ def plain_warnings() -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        print(f"shrinkpoint: warning: {printable(message)}", file=file or sys.stderr)
+        text = message.for_command_line() if isinstance(message, ShrinkpointWarning) else message
+        print(f"shrinkpoint: warning: {printable(text)}", file=file or sys.stderr)
 
     with warnings.catch_warnings():
         warnings.showwarning = show
