@@ -72,7 +72,10 @@ def collect_frozen(
 
 
 def _unmarked(own: Files, sets: dict[int, Entry], tags: dict[str, int]) -> set[int]:
-    """The sets that no save has marked for a day, by the storage's clock; none where their age is unknown."""
+    """Return the sets that no save has marked for a day.
+
+    By the storage's clock; where it does not give ages, the result is empty.
+    """
     kept = labels.pins(own) | {step for name, step in tags.items() if not name.startswith(_TAG)}
     marks = {s: [f"{STEPS}/{manifest_name(s, e.generation)}"] for s, e in sets.items() if s not in kept}
     for name, step in tags.items():
@@ -90,7 +93,11 @@ def _unmarked(own: Files, sets: dict[int, Entry], tags: dict[str, int]) -> set[i
 
 
 def _needed(files: Files, entries: Iterable[Entry], digests: set[str]) -> set[str]:
-    """Those of some hashes that a step has among its plain values. ShrinkpointError, OSError: a step is unreadable."""
+    """Return those of some hashes that a step has among its plain values.
+
+    Raises:
+        ShrinkpointError: a step cannot be read.
+    """
     found: set[str] = set()
     for entry in sorted(entries, key=lambda e: -e.manifest.step):
         if found == digests:
