@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages from outside docs/ (README, CONTRIBUTING, examples, tables), and links that lead out of it."""
+"""MkDocs hooks: pages from outside docs/, such as README, and links that lead out of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Point links at pages of the site; one to another file becomes its address in the repository, or plain text."""
+    """Point links at pages of the site, or else at the repository (plain text without one)."""
     address = page.file.src_uri
     source = SOURCE_OF.get(address, f"docs/{address}")
     folder = os.path.dirname(source)

@@ -1,7 +1,7 @@
 """A codec of one's own: weights with fewer mantissa bits, through zstandard.
 
-A codec is a frozen dataclass that says what is asked, with an id; what it writes is a stream with a name of its own,
-and a function that reads it. Both must be registered wherever such checkpoints are written or read. A package does that
+A codec is a frozen dataclass with an id, whose fields are the request; it writes a stream with a name of its own, and
+a function reads it. Both must be registered wherever such checkpoints are written or read. A package does that
 by an entry point instead (docs/codecs.md).
 
 python examples/own_codec.py

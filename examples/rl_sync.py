@@ -64,7 +64,7 @@ def xor_bytes(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -
 
 
 def main(folder: str, versions: int = 8, width: int = 128, steps: int = 2, lr: float = 1e-5) -> dict[str, Any]:
-    """Train, publish and serve; returns what it took, as medians over the versions after the first."""
+    """Train, publish and serve; return the costs, as medians over the later versions."""
     torch.manual_seed(0)
     context = multiprocessing.get_context("spawn")
     asked, answers = context.Queue(), context.Queue()
