@@ -40,9 +40,11 @@ class UnmatchedRuleWarning(ShrinkpointWarning):
 class Rule:
     """A codec for the arrays that match a kind or a shell glob over the path.
 
-    `match` is a kind (a layer type or role: "norm", "embedding", "first moment") or a glob. In a glob, `*` also matches
-    `/`: `optimizer/*` is everything in the optimizer. `dtypes`, where given, limits the rule to these dtypes
-    ("float32").
+    Args:
+        match: a kind (a layer type or role: "norm", "embedding", "first moment") or a glob. In a glob, `*` also matches
+            `/`: `optimizer/*` is everything in the optimizer.
+        codec: what encodes these arrays.
+        dtypes: the only dtypes that the rule is for ("float32"); None (default): all.
     """
 
     match: str
