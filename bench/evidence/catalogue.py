@@ -36,6 +36,19 @@ ROWS = {
 """Functions whose row in `bench kernels` is not named as they are."""
 SCALAR = ("bits_for", "magnitude_bits")
 """Functions without a row: a few operations on one number."""
+IN_STATES = (
+    "collect_and_locate",
+    "distortion_many",
+    "factors_many",
+    "least_losses",
+    "orthogonal_directions",
+    "residual_symbols_many",
+    "residual_values_many",
+    "uniform_levels_many",
+    "uniform_values_many",
+    "used_buckets_many",
+)
+"""Functions without a row: `bench codec` and `bench sync` measure them in states of small arrays and in deltas."""
 
 
 def functions() -> dict[str, str]:
@@ -56,6 +69,7 @@ def kernels() -> str:
     lines = []
     for name, subject in functions().items():
         files = [_link(where, path.format(subject), name) for where, path in PLACES.items()]
+        files[-1] = files[-1] or _link("test", PLACES["test"].format("many"), name)
         host, card = (found.get((ROWS.get(name, name), cpu)) for cpu in (True, False))
         on_card = NONE if dict(zip(PLACES, files, strict=True))["Triton"] else ""
         lines.append([f"`{name}`", *files, _figure(host), _figure(card) or on_card])

@@ -14,7 +14,6 @@ from shrinkpoint.kernels.reference import histogram as histogram_oracle
 from shrinkpoint.kernels.reference import integer_products as products_oracle
 from shrinkpoint.kernels.reference import kmeans as kmeans_oracle
 from shrinkpoint.kernels.reference import rank_one as rank_one_oracle
-from shrinkpoint.kernels.reference import uniform_levels as uniform_oracle
 
 NpArray = np.ndarray[Any, Any]
 ODD = np.array([0.0, -0.0, 1e-44, -1e-39, 1e38, np.inf, -np.inf, np.nan], np.float32)
@@ -69,29 +68,6 @@ def test_rank_one_of_several_matrices_is_that_of_each(shapes: list[tuple[int, in
     with np.errstate(all="ignore"):
         expected = rank_one_oracle.residual_values_many(ours[0], rows, columns, of, table)
     np.testing.assert_array_equal(values, expected)
-
-
-@given(LENGTHS, st.integers(0, 2**32), st.sampled_from([np.inf, 3.0, 1e-3]))
-def test_levels_of_equidistant_entries_are_those_of_the_codebook(lengths: list[int], seed: int, limit: float) -> None:
-    rng = np.random.default_rng(seed)
-    ends, m = np.cumsum(lengths), len(lengths)
-    steps = np.ldexp(rng.integers(128, 256, m).astype(np.float64), rng.integers(-20, -6, m))
-    firsts, sizes = rng.integers(-200, 50, m), rng.integers(1, 255, m)
-    x = drawn(seed, sum(lengths))
-    member = np.repeat(np.arange(m), lengths)
-    halves = rng.random(x.size) < 0.3  # exactly between two entries
-    x[halves] = ((rng.integers(-300, 300, x.size) / 2) * steps[member])[halves].astype(np.float32)
-    levels, sums = k.uniform_levels_many(x, ends, steps, firsts, sizes, limit)
-    others, their_sums = uniform_oracle.uniform_levels_many(x, ends, steps, firsts, sizes, limit)
-    np.testing.assert_array_equal(levels, others)
-    np.testing.assert_allclose(sums, their_sums, rtol=1e-10)
-    values = k.uniform_values_many(levels, ends, steps, firsts)
-    np.testing.assert_array_equal(values, uniform_oracle.uniform_values_many(levels, ends, steps, firsts))
-    for i, part in enumerate(np.split(np.arange(x.size), ends[:-1])):
-        codebook = (np.arange(firsts[i], firsts[i] + sizes[i]) * steps[i]).astype(np.float32)
-        np.testing.assert_array_equal(levels[part], k.assign(x[part], k.Thresholds(limit), codebook))
-        table = np.concatenate([np.zeros(2, np.float32), codebook])
-        np.testing.assert_array_equal(values[part], table[levels[part]])
 
 
 @given(
