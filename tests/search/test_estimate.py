@@ -143,7 +143,7 @@ def test_many_small_arrays(system: str, delta: bool, dtype: torch.dtype, monkeyp
     for point, all_of_them, some in zip(points, estimator(prepared)(points), few, strict=True):
         real = sp.compress(after, prev, point.config()).nbytes - prepared.rest_nbytes(point.rate)
         if system == "default":  # coded in bundles, which the estimate does not know
-            assert all_of_them.nbytes >= real - 20 * len(state)
+            assert all_of_them.nbytes >= 0.6 * real
             continue
         # What notes say, and so how long they are, is not known before.
         assert all_of_them.nbytes == pytest.approx(real, abs=5 * len(state))
