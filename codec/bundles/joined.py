@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...kernels.arrays import is_torch, on_gpu
+from ...kernels.arrays import is_torch
 from ..base import Leaf, Reference, Stored
 from ..entropy.row_column_classes import columns_of
 from ..format.fields import Piece
@@ -118,10 +118,6 @@ def parts(data: Array, specs: Sequence[LeafSpec], unit: int = 1) -> list[Array]:
 
 def joined_bytes(flats: Sequence[Array]) -> NpArray:
     """Join the bytes of flat arrays of one dtype on the host; from a GPU in a single copy."""
-    if is_torch(flats[0]) and on_gpu(flats[0]):
-        import torch
-
-        return as_bytes(torch.cat(list(flats)))
     if is_torch(flats[0]):
         import torch
 

@@ -10,14 +10,12 @@ parents' where there are any.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ...kernels.planes import difference, merge_planes, split_planes, undifference
 from ...kernels.quantizer import FIRST_CODE, MAX_CODES, Thresholds
 from ...kernels.uniform_levels import LARGEST_STEP, SMALLEST_STEP, uniform_values_many
 from .. import entropy
@@ -25,12 +23,15 @@ from ..base import Leaf, Reference, Stored
 from ..entropy.row_column_classes import columns_of
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from ..state.casting import from_bfloat16
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
 from ..weights.levels import (
+    EXPLICIT,
     FARTHEST,
     GAIN_STEPS,
+    MULTIPLES,
+    PARENTS,
     LevelsReference,
+    check_codebook,
     codebook_array,
     compatible_parent,
     multiples_of,
@@ -41,12 +42,10 @@ from ..weights.levels import (
     widened_bytes,
 )
 from ..weights.planning import Plan
-from ..weights.protected import held_patterns
+from ..weights.protected import read_protected, write_protected
 from ..weights.quantize import Quantize, Quantized
 from ..weights.quantize_many import quantized_many
 from .joined import Joined, Pieces, StoredBundle, Together, ends_of, joined_spec, parts
-
-_EXPLICIT, _PARENTS, _MULTIPLES = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,29 +190,21 @@ def _references(joined: JoinedLevels, before: JoinedLevels | None) -> bytes:
     """Return the first piece: codebooks and protected values."""
     spec = joined.specs[0]
     modes, sizes, firsts, steps, explicit = [], [], [], [], []
-    patterns, predicted, odd_at, odd = [], [], [], []
-    count = 0
+    predicted = []
     for i, memory in enumerate(joined.references):
         old = None if before is None else before.references[i]
-        if old is not None and _same(old, memory):
-            modes.append(_PARENTS)
+        if old is not None and memory.has_codebook_of(old):
+            modes.append(PARENTS)
         else:
             uniform = memory.uniform(spec)
-            modes.append(_EXPLICIT if uniform is None else _MULTIPLES)
+            modes.append(EXPLICIT if uniform is None else MULTIPLES)
             sizes.append(memory.codebook.size)
             if uniform is None:
                 explicit.append(as_bytes(codebook_array(memory.codebook, spec)))
             else:
                 firsts.append(uniform[0])
                 steps.append(uniform[1])
-        if memory.protected.size:
-            found, own = held_patterns(memory.protected, spec)
-            patterns.append(found)
-            predicted.append(predicted_patterns(memory.levels, old, spec))
-            if own.size:
-                odd_at.append(own + count)
-                odd.append(memory.protected.reshape(-1, spec.itemsize)[own])
-            count += found.size
+        predicted.append(predicted_patterns(memory.levels, old, spec))
     out = Writer()
     for numbers in (modes, sizes):
         out.block(entropy.coded(np.array(numbers, np.uint8)))
@@ -221,25 +212,8 @@ def _references(joined: JoinedLevels, before: JoinedLevels | None) -> bytes:
     _write_planes(out, np.array(steps, np.float64).view(np.int64), 8)
     for entries in explicit:
         out.raw(entries)
-    out.varint(count)
-    if count:
-        steps_to = difference(np.concatenate(patterns), np.concatenate(predicted), dtype="bfloat16")
-        for plane in split_planes(steps_to):
-            out.block(entropy.encode(np.ascontiguousarray(plane)))
-    at = np.concatenate(odd_at) if odd_at else np.empty(0, np.int64)
-    out.varint(at.size)
-    for gap in np.diff(at, prepend=0):
-        out.varint(int(gap))
-    for values in odd:
-        out.raw(values)
+    write_protected(out, np.concatenate([r.protected for r in joined.references]), np.concatenate(predicted), spec)
     return out.done()
-
-
-def _same(old: LevelsReference, memory: LevelsReference) -> bool:
-    """Whether two codebooks are equal."""
-    if old.multiples is not None and memory.multiples is not None:
-        return old.multiples == memory.multiples and old.codebook.size == memory.codebook.size
-    return np.array_equal(old.codebook, memory.codebook)
 
 
 def _write_planes(out: Writer, numbers: NpArray, width: int) -> None:
@@ -279,8 +253,11 @@ def decode_levels_together(
     for part, (codebook, _) in zip(own, codebooks, strict=True):
         if part.size and int(part.max()) >= codebook.size + FIRST_CODE:
             raise CorruptDataError("levels: a level is beyond its codebook")
-    protected = _read_protected(data, specs, own, old)
+    olds = [None] * len(own) if old is None else old.references
+    predicted = [predicted_patterns(part, before, specs[0]) for part, before in zip(own, olds, strict=True)]
+    joined = read_protected(data, np.concatenate(predicted), specs[0])
     data.end()
+    protected = np.split(joined, np.cumsum([p.size for p in predicted])[:-1] * specs[0].itemsize)
     thresholds, gains = _read_metadata(meta, len(specs))
     references = [
         LevelsReference(part, codebook, held, limits, gain, multiples)
@@ -298,65 +275,31 @@ Codebook = tuple[NpArray, tuple[int, float] | None]
 def _read_codebooks(data: Reader, specs: Sequence[LeafSpec], old: JoinedLevels | None) -> list[Codebook]:
     spec = specs[0]
     modes = entropy.decode(data.block(), len(specs))
-    if modes.size and int(modes.max()) > _MULTIPLES:
+    if modes.size and int(modes.max()) > MULTIPLES:
         raise CorruptDataError(f"levels: mode {int(modes.max())} of a codebook")
-    sizes = entropy.decode(data.block(), int(np.count_nonzero(modes != _PARENTS))).astype(np.int64)
+    sizes = entropy.decode(data.block(), int(np.count_nonzero(modes != PARENTS))).astype(np.int64)
     if sizes.size and int(sizes.max()) > MAX_CODES:
         raise CorruptDataError(f"levels: a codebook of {int(sizes.max())} entries")
-    uniform = int(np.count_nonzero(modes == _MULTIPLES))
+    uniform = int(np.count_nonzero(modes == MULTIPLES))
     firsts = _read_planes(data, uniform, 4) - FARTHEST
     steps = _read_planes(data, uniform, 8).view(np.float64)
     numbers, multiples = iter(sizes.tolist()), zip(firsts.tolist(), steps.tolist(), strict=True)
     found: list[Codebook] = []
     for i, mode in enumerate(modes.tolist()):
-        if mode == _PARENTS:
+        if mode == PARENTS:
             if old is None:
                 raise CorruptDataError("levels: the parent's codebook is wanted and is not there")
             found.append((old.references[i].codebook, old.references[i].multiples))
             continue
         size, own = next(numbers), None
-        if mode == _MULTIPLES:
+        if mode == MULTIPLES:
             own = next(multiples)
             codebook = multiples_of(own[0], size, own[1], spec)
         else:
             codebook = widened_bytes(data.array("u1", size * spec.itemsize).copy(), spec)
-        if not np.isfinite(codebook).all() or (codebook[1:] <= codebook[:-1]).any():
-            raise CorruptDataError("levels: a codebook is not finite and ascending")
+        check_codebook(codebook)
         found.append((codebook, own))
     return found
-
-
-def _read_protected(
-    data: Reader, specs: Sequence[LeafSpec], levels: Sequence[NpArray], old: JoinedLevels | None
-) -> list[NpArray]:
-    """Bytes of the protected values of each array."""
-    spec = specs[0]
-    counts = [int(np.count_nonzero(own == 1)) for own in levels]
-    count = data.varint()
-    if count != sum(counts):
-        raise CorruptDataError(f"levels: {count} protected values do not fit the levels")
-    protected = np.empty(0, np.uint8)
-    if count:
-        planes = np.empty((2, count), np.uint8)
-        for plane in planes:
-            plane[:] = entropy.decode(data.block(), count)
-        predicted = [
-            predicted_patterns(own, None if old is None else old.references[i], spec)
-            for i, own in enumerate(levels)
-            if counts[i]
-        ]
-        steps = merge_planes(planes, dtype="uint16")
-        protected = from_bfloat16(undifference(steps, np.concatenate(predicted), dtype="bfloat16"), spec)
-    odd = data.varint()
-    if odd > count:
-        raise CorruptDataError("levels: more values beyond bfloat16 than protected ones")
-    at = np.fromiter(itertools.accumulate(min(data.varint(), count) for _ in range(odd)), np.int64, odd)
-    if odd and int(at[-1]) >= count:
-        raise CorruptDataError("levels: a position is out of range")
-    exact = data.array("u1", odd * spec.itemsize).reshape(odd, spec.itemsize)
-    protected.reshape(count, spec.itemsize)[at] = exact
-    ends = np.cumsum(counts) * spec.itemsize
-    return np.split(protected, ends[:-1])
 
 
 def _read_metadata(meta: dict[str, Any], count: int) -> tuple[list[Thresholds], list[float]]:

@@ -7,7 +7,6 @@ the parent's, and those values that bfloat16 cannot hold, to the bit. The other 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ import numpy as np
 
 from ...kernels.arrays import is_torch
 from ...kernels.floats import FORMATS
-from ...kernels.planes import difference, merge_planes, split_planes, undifference
 from ...kernels.quantizer import Thresholds, dequantize
 from .. import entropy
 from ..base import CHUNK, Reference
@@ -25,12 +23,11 @@ from ..errors import BadArgumentError, CorruptDataError
 from ..format.chunks import Chunk, chunks_of
 from ..format.fields import Reader, Writer
 from ..parallel import map_chunks
-from ..state.casting import from_bfloat16
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
 from .codebook import MOST, spacing, to_8_bits
-from .protected import held_patterns
+from .protected import held_patterns, read_protected, write_protected
 
-_EXPLICIT, _PARENTS, _MULTIPLES = 0, 1, 2
+EXPLICIT, PARENTS, MULTIPLES = 0, 1, 2
 MAX_BINS = MOST
 FARTHEST = 1 << 31
 """Multiples beyond this have no codebook of their own kind: their steps would be lost in rounding."""
@@ -62,6 +59,12 @@ class LevelsReference:
     def uniform(self, spec: LeafSpec) -> tuple[int, float] | None:
         """Return first multiple and step of the codebook; None if its entries are not multiples."""
         return uniform_of(self.codebook, spec) if self.multiples is None else self.multiples
+
+    def has_codebook_of(self, other: LevelsReference) -> bool:
+        """Whether another reference has the same codebook."""
+        if self.multiples is not None and other.multiples is not None:
+            return self.multiples == other.multiples and self.codebook.size == other.codebook.size
+        return np.array_equal(self.codebook, other.codebook)
 
     @property
     def size(self) -> int:
@@ -132,30 +135,22 @@ def references(memory: LevelsReference, spec: LeafSpec, before: LevelsReference 
     """The first piece: what the levels refer to."""
     out = Writer()
     out.varint(memory.codebook.size)
-    if before is not None and np.array_equal(before.codebook, memory.codebook):
-        out.byte(_PARENTS)
+    if before is not None and memory.has_codebook_of(before):
+        out.byte(PARENTS)
     else:
         _write_codebook(out, memory.codebook, spec)
-    patterns, odd = held_patterns(memory.protected, spec)
-    predicted = predicted_patterns(memory.levels, before, spec)
-    out.varint(patterns.size)
-    for plane in split_planes(difference(patterns, predicted, dtype="bfloat16")):
-        out.block(entropy.encode(np.ascontiguousarray(plane)))
-    out.varint(odd.size)
-    for step in np.diff(odd, prepend=0):
-        out.varint(int(step))
-    out.raw(memory.protected.reshape(-1, spec.itemsize)[odd])
+    write_protected(out, memory.protected, predicted_patterns(memory.levels, before, spec), spec)
     return out.done()
 
 
 def _write_codebook(out: Writer, codebook: NpArray, spec: LeafSpec) -> None:
     uniform = uniform_of(codebook, spec)
     if uniform is None:
-        out.byte(_EXPLICIT)
+        out.byte(EXPLICIT)
         out.raw(as_bytes(codebook_array(codebook, spec)))
         return
     first, step = uniform
-    out.byte(_MULTIPLES)
+    out.byte(MULTIPLES)
     out.varint(2 * first if first >= 0 else -2 * first - 1)
     out.raw(np.array([step], "<f8"))
 
@@ -184,6 +179,12 @@ def widened(codebook: Array) -> NpArray:
     with np.errstate(invalid="ignore"):
         wide: NpArray = codebook.double().numpy() if is_torch(codebook) else codebook.astype(np.float64)
     return wide
+
+
+def check_codebook(codebook: NpArray) -> None:
+    """Raise CorruptDataError unless the entries that were read are finite and ascend."""
+    if not np.isfinite(codebook).all() or (codebook[1:] <= codebook[:-1]).any():
+        raise CorruptDataError("levels: the codebook is not finite and ascending")
 
 
 def widened_bytes(data: NpArray, spec: LeafSpec) -> NpArray:
@@ -274,14 +275,14 @@ def _read_references(
 ) -> tuple[NpArray, NpArray]:
     data = Reader(piece, "levels")
     size, mode = data.varint(), data.byte()
-    if size > MAX_BINS or mode not in (_EXPLICIT, _PARENTS, _MULTIPLES):
+    if size > MAX_BINS or mode not in (EXPLICIT, PARENTS, MULTIPLES):
         raise CorruptDataError(f"levels: a codebook of {size} entries, mode {mode}")
-    if mode == _PARENTS:
+    if mode == PARENTS:
         if before is None or before.codebook.size != size:
             raise CorruptDataError("levels: the parent's codebook is wanted and is not there")
         codebook = before.codebook
     else:
-        if mode == _MULTIPLES:
+        if mode == MULTIPLES:
             number, step = data.varint(), float(data.array("<f8", 1)[0])
             first = (number >> 1) ^ -(number & 1)
             if abs(first) >= FARTHEST:
@@ -289,24 +290,7 @@ def _read_references(
             codebook = multiples_of(first, size, step, spec)
         else:
             codebook = widened_bytes(data.array("u1", size * spec.itemsize).copy(), spec)
-        if not np.isfinite(codebook).all() or (codebook[1:] <= codebook[:-1]).any():
-            raise CorruptDataError("levels: the codebook is not finite and ascending")
-    count = data.varint()
-    if count != int(np.count_nonzero(levels == 1)):
-        raise CorruptDataError(f"levels: {count} protected values do not fit the levels")
-    planes = np.empty((2, count), np.uint8)
-    for plane in planes:
-        plane[:] = entropy.decode(data.block(), count)
-    steps = merge_planes(planes, dtype="uint16")
-    patterns = undifference(steps, predicted_patterns(levels, before, spec), dtype="bfloat16")
-    protected = from_bfloat16(patterns, spec)
-    odd = data.varint()
-    if odd > count:
-        raise CorruptDataError("levels: more values beyond bfloat16 than protected ones")
-    at = np.fromiter(itertools.accumulate(min(data.varint(), count) for _ in range(odd)), np.int64, odd)
-    if odd and int(at[-1]) >= count:
-        raise CorruptDataError("levels: a position is out of range")
-    exact = data.array("u1", odd * spec.itemsize).reshape(odd, spec.itemsize)
-    protected.reshape(count, spec.itemsize)[at] = exact
+        check_codebook(codebook)
+    protected = read_protected(data, predicted_patterns(levels, before, spec), spec)
     data.end()
     return codebook, protected

@@ -6,9 +6,15 @@ own dtype, is finite and is zero only if the value is.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from ...kernels.arrays import is_torch
+from ...kernels.planes import difference, merge_planes, split_planes, undifference
+from .. import entropy
+from ..errors import CorruptDataError
+from ..format.fields import Reader, Writer
 from ..state.casting import bfloat16_patterns, float_values, from_bfloat16
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
 
@@ -37,3 +43,52 @@ def held_patterns(restored: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArray]:
     """Return bfloat16 patterns of the result of `held_values`, and positions of exact values."""
     found, fits = _round(restored, spec)
     return found, np.flatnonzero(~fits)
+
+
+def write_protected(out: Writer, protected: NpArray, predicted: NpArray, spec: LeafSpec) -> None:
+    """Write protected values as bfloat16 differences to a prediction, and those that bfloat16 cannot hold.
+
+    Args:
+        out: what is written to.
+        protected: bytes of n values, as `held_values` returned them.
+        predicted: uint16 [n], bfloat16 patterns.
+        spec: of the array, or of arrays of one dtype.
+    """
+    patterns, odd = held_patterns(protected, spec)
+    out.varint(patterns.size)
+    for plane in split_planes(difference(patterns, predicted, dtype="bfloat16")):
+        out.block(entropy.encode(np.ascontiguousarray(plane)))
+    out.varint(odd.size)
+    for step in np.diff(odd, prepend=0):
+        out.varint(int(step))
+    out.raw(protected.reshape(-1, spec.itemsize)[odd])
+
+
+def read_protected(data: Reader, predicted: NpArray, spec: LeafSpec) -> NpArray:
+    """Return the bytes of the protected values that `write_protected` wrote.
+
+    Args:
+        data: what is read.
+        predicted: uint16 [n], the same patterns; n is the number of protected elements.
+        spec: as in `write_protected`.
+
+    Raises:
+        CorruptDataError: not what was written for n values.
+    """
+    count = data.varint()
+    if count != predicted.size:
+        raise CorruptDataError(f"levels: {count} protected values do not fit the levels")
+    planes = np.empty((2, count), np.uint8)
+    for plane in planes:
+        plane[:] = entropy.decode(data.block(), count)
+    steps = merge_planes(planes, dtype="uint16")
+    protected = from_bfloat16(undifference(steps, predicted, dtype="bfloat16"), spec)
+    odd = data.varint()
+    if odd > count:
+        raise CorruptDataError("levels: more values beyond bfloat16 than protected ones")
+    at = np.fromiter(itertools.accumulate(min(data.varint(), count) for _ in range(odd)), np.int64, odd)
+    if odd and int(at[-1]) >= count:
+        raise CorruptDataError("levels: a position is out of range")
+    exact = data.array("u1", odd * spec.itemsize).reshape(odd, spec.itemsize)
+    protected.reshape(count, spec.itemsize)[at] = exact
+    return protected

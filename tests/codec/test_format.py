@@ -788,15 +788,13 @@ def read_levels_together(whole: Any, records: Any, pieces: list[bytes], old: Any
     levels = cut(shifted(cut(coded, records), codebooks, dtype, -1), records)
     count = source.varint()
     assert count == sum(int((part == 1).sum()) for part in levels)
-    patterns = np.zeros(0, np.uint16)
-    if count:
-        predicted = []
-        for i, part in enumerate(levels):
-            guess = np.zeros(part.size, np.uint16)
-            if old is not None:
-                guess[old[i]["levels"] == 1] = bfloat16_or_none(old[i]["protected"], dtype)[0]
-            predicted.append(guess[part == 1])
-        patterns = undo(planes(source, 2, count), np.concatenate(predicted), True)
+    predicted = []
+    for i, part in enumerate(levels):
+        guess = np.zeros(part.size, np.uint16)
+        if old is not None:
+            guess[old[i]["levels"] == 1] = bfloat16_or_none(old[i]["protected"], dtype)[0]
+        predicted.append(guess[part == 1])
+    patterns = undo(planes(source, 2, count), np.concatenate(predicted), True)
     with np.errstate(all="ignore"):
         protected = patterns.view(ml_dtypes.bfloat16).astype(np.float32).astype(own)
     odd = np.cumsum([source.varint() for _ in range(source.varint())], dtype=int)
