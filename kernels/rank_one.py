@@ -279,7 +279,7 @@ def residual_values_many(symbols: Array, rows: Factors, columns: Factors, shapes
 def _checked_shapes(shapes: Shapes, n: int) -> Shapes:
     if not isinstance(shapes, np.ndarray) or shapes.dtype != np.int64 or shapes.ndim != 2 or shapes.shape[1] != 2:
         raise BadArgumentError(f"shapes is {shown(shapes)}; an int64 NumPy array [matrices, 2] is needed")
-    if (shapes < 1).any() or int((shapes[:, 0] * shapes[:, 1]).sum()) != n:
+    if (shapes < 1).any() or (shapes > n).any() or int((shapes[:, 0] * shapes[:, 1]).sum()) != n:
         raise BadArgumentError(f"shapes have not {n} elements together, or an axis below 1")
     return shapes
 

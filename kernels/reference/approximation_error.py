@@ -31,5 +31,5 @@ def distortion(x: Array, y: Array) -> Distortion:
 
 def distortion_many(x: Array, y: Array, ends: np.ndarray[Any, np.dtype[np.int64]]) -> list[Distortion]:
     """See `kernels.distortion_many`."""
-    starts = [0, *ends.tolist()[:-1]]
-    return [distortion(x[start:end], y[start:end]) for start, end in zip(starts, ends.tolist(), strict=True)]
+    parts = zip((0, *ends.tolist()), ends.tolist(), strict=False)
+    return [distortion(x[start:end], y[start:end]) for start, end in parts]

@@ -63,8 +63,8 @@ def _count(values: Array, name: str, bits: int) -> Histogram:
 
 def used_buckets_many(x: Array, ends: Any, bits: int) -> tuple[Any, Any, Any]:
     """See `shrinkpoint.kernels.histogram.used_buckets_many`."""
-    begins = [0, *ends.tolist()[:-1]]
-    counts = [log_histogram(x[a:b], bits, signed=True).counts for a, b in zip(begins, ends.tolist(), strict=True)]
+    parts = zip((0, *ends.tolist()), ends.tolist(), strict=False)
+    counts = [log_histogram(x[a:b], bits, signed=True).counts for a, b in parts]
     used = [np.flatnonzero(c) for c in counts]
     nothing = [np.empty(0, np.int64)]
     return (

@@ -55,8 +55,10 @@ def product_classes(rows: Array, columns: Array, n: int, phase: int, shift: int,
 def orthogonal_directions(vectors: Array) -> Array:
     """See `shrinkpoint.kernels.integer_products.orthogonal_directions`."""
     xp = array_namespace(vectors)
-    sets = [_orthogonal(np.asarray([[int(v) for v in line] for line in own]).reshape(own.shape)) for own in vectors]
-    return xp.asarray(np.stack(sets) if sets else np.empty(vectors.shape, np.int8))
+    shape = tuple(vectors.shape)
+    whole = np.array([[[int(v) for v in line] for line in own] for own in vectors], np.int64).reshape(shape)
+    sets = [_orthogonal(own) for own in whole]
+    return xp.asarray(np.stack(sets) if sets else np.empty(shape, np.int8))
 
 
 def _orthogonal(vectors: NpArray) -> NpArray:

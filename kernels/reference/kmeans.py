@@ -260,6 +260,5 @@ def _least_loss(x: list[float], w: list[float], k: int) -> float:
 
 def least_losses(centers: Vector, weights: Vector, ends: Any, k: int) -> Vector:
     """See `shrinkpoint.kernels.kmeans`."""
-    begins = [0, *ends.tolist()[:-1]]
-    parts = zip(begins, ends.tolist(), strict=True)
+    parts = zip((0, *ends.tolist()), ends.tolist(), strict=False)
     return np.array([_least_loss(centers[a:b].tolist(), weights[a:b].tolist(), k) for a, b in parts], np.float64)

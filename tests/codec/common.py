@@ -141,6 +141,24 @@ def put_together(
     return b"".join([prefix, xxhash.xxh3_128(prefix + stored + table).digest(), stored, table, *chunks])
 
 
+def stored_records(header: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records that have pieces, in the order of the body: of arrays that are in no bundle, then of bundles."""
+    return [row for row in header["arrays"] if "b" in row] + header.get("bundles", [])
+
+
+def pieces_of(header: dict[str, Any], body: bytes) -> list[list[bytes]]:
+    """The pieces of each of `stored_records`."""
+    pieces: list[list[bytes]] = []
+    at = 0
+    for record in stored_records(header):
+        pieces.append([])
+        for n in record["b"]:
+            pieces[-1].append(body[at : at + n])
+            at += n
+    assert at == len(body)
+    return pieces
+
+
 @contextmanager
 def small_chunks(n: int) -> Iterator[None]:
     """Arrays are cut into chunks of n elements: what happens at chunk boundaries happens in small arrays too."""

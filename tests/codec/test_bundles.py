@@ -1,4 +1,4 @@
-"""Small arrays coded together: the same values as alone, whichever way they are read; hostile bundles are refused."""
+"""Small arrays coded together: the same values in every way to read them, and hostile bundles."""
 
 from __future__ import annotations
 
@@ -265,3 +265,119 @@ def test_altered_bundles_with_right_checksums(name: str) -> None:
 def test_gaps() -> None:
     assert gaps([]) == []
     assert gaps([5, 3]) == [5, -2]
+
+
+def _check_error(row: sp.Row, x: Any, y: Any) -> None:
+    finite = np.isfinite(x)
+    np.testing.assert_array_equal(x[~finite], y[~finite])
+    x, y = x[finite], y[finite]
+    if row.measure == "exact":
+        np.testing.assert_array_equal(x, y)
+    elif row.measure == "relative L2":
+        assert np.linalg.norm(y - x) <= row.error * (1 + 1e-6) * np.linalg.norm(x)
+    else:
+        assert row.measure == "relative"
+        assert (np.abs(y - x) <= row.error * (1 + 1e-6) * np.abs(x)).all()
+
+
+LOSSLESS, QUANTIZED = sp.Exact(), sp.Quantize(bins=16)
+
+
+def weights(rng: np.random.Generator, count: int = 12, rows: int = 30) -> dict[str, Any]:
+    return {f"w{i}": rng.standard_normal((rows, 40)).astype("f4") for i in range(count)}
+
+
+def changed(state: dict[str, Any], how: str) -> tuple[dict[str, Any], sp.Config]:
+    """What comes after a state: arrays, and the rules for them."""
+    rng = np.random.default_rng(2)
+    cfg = sp.Config([("w*", QUANTIZED)])
+    after = {name: x + np.float32(0.001) * rng.standard_normal(x.shape).astype("f4") for name, x in state.items()}
+    if how == "some go":
+        after = {name: x for name, x in after.items() if name not in ("w0", "w7")}
+    elif how == "few are left":
+        after = {name: after[name] for name in ("w1", "w5")}
+    elif how == "some come":
+        after |= {f"x{i}": rng.standard_normal((30, 40)).astype("f4") for i in range(9)}
+        cfg = sp.Config([("*", QUANTIZED)])
+    elif how == "a shape changes":
+        after["w3"] = rng.standard_normal((31, 40)).astype("f4")
+    elif how == "a shape is transposed":
+        after["w3"] = np.ascontiguousarray(after["w3"].T)
+    elif how == "a dtype changes":
+        after["w3"] = after["w3"].astype("f2")
+    elif how == "a library changes":
+        after["w3"] = torch.from_numpy(after["w3"])
+    elif how == "all become exact":
+        cfg = sp.Config([("*", LOSSLESS)])
+    elif how == "some become exact":
+        cfg = sp.Config([("w[0-4]", LOSSLESS), ("w*", QUANTIZED)])
+    elif how == "all become buckets":
+        cfg = sp.Config([("*", sp.LogBuckets(2.0**-4))])
+    elif how == "another order":
+        after = dict(reversed(after.items()))
+    elif how == "one is not finite":
+        after["w3"] = np.full((30, 40), np.nan, np.float32)
+    elif how == "one is zero":
+        after["w3"] = np.zeros((30, 40), np.float32)
+    else:
+        assert how == "nothing"
+        after = state
+    return after, cfg
+
+
+CHANGES = ["some go", "few are left", "some come", "a shape changes", "a shape is transposed", "a dtype changes"]
+CHANGES += ["a library changes", "all become exact", "some become exact", "all become buckets", "another order"]
+CHANGES += ["one is not finite", "one is zero", "nothing"]
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_deltas_when_members_change(how: str) -> None:
+    """And back again, each over a parent that was read from bytes."""
+    state = weights(np.random.default_rng(0))
+    cfg = sp.Config([("w*", QUANTIZED)])
+    made = [sp.compress(state, cfg=cfg)]
+    assert len(made[0].bundles) == 1
+    steps = [(state, cfg), changed(state, how), (state, cfg)]
+    read = sp.Checkpoint.from_bytes(made[0].to_bytes())
+    for own, rules in steps[1:]:
+        made.append(sp.compress(own, made[-1], rules))
+        other = sp.compress(own, read, rules)
+        assert other.to_bytes() == made[-1].to_bytes()
+        read = sp.Checkpoint.from_bytes(made[-1].to_bytes(), read)
+        found = sp.decompress(read)
+        assert difference(found, sp.decompress(made[-1])) == ""
+        for row in made[-1].summary():
+            _check_error(row, np.asarray(own[row.path], np.float64), np.asarray(found[row.path], np.float64))
+
+
+def test_a_member_that_alone_stays_exact() -> None:
+    """An array of which nothing is finite is stored exactly next to the bundle of the others."""
+    state = weights(np.random.default_rng(0))
+    state["w4"] = np.full((30, 40), np.inf, np.float32)
+    ckpt = sp.compress(state, cfg=sp.Config([("*", QUANTIZED)]))
+    found = sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()))
+    np.testing.assert_array_equal(found["w4"], state["w4"])
+    assert sum(len(own.members) for own in ckpt.bundles) >= 11
+
+
+def test_gains_and_thresholds_of_members() -> None:
+    """Members whose thresholds are older than others', and how far ahead of the drift each is coded."""
+    rng = np.random.default_rng(3)
+    state = weights(rng, 20)
+    cfg = sp.Config([("*", sp.Quantize(bins=16, rate=0.01, protect=0.01))])
+    prev, before = None, state
+    for t in range(3):
+        ckpt = sp.compress(state, prev, cfg, earlier=before if t else None)
+        read = sp.Checkpoint.from_bytes(ckpt.to_bytes(), prev)
+        assert difference(sp.decompress(read), sp.decompress(ckpt)) == ""
+        assert ckpt.bundles
+        prev, before = read, state
+        state = {name: x + np.float32(0.01) for name, x in state.items()}
+
+
+def test_bundles_are_at_most_a_mebibyte() -> None:
+    state = {f"w{i}": np.full(32768, i, np.float32) for i in range(40)}
+    ckpt = sp.compress(state, cfg=sp.presets.lossless())
+    assert len(ckpt.bundles) > 1
+    for own in ckpt.bundles:
+        assert sum(ckpt.records[i].spec.nbytes for i in own.members) <= 1 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import signal
@@ -20,7 +21,7 @@ from shrinkpoint.codec.format import container, development
 from shrinkpoint.codec.streams import STREAMS
 
 from ..golden.make import KINDS, cases
-from .common import difference, put_together, take_apart
+from .common import difference, pieces_of, put_together, stored_records, take_apart
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("warm")]
 
@@ -156,8 +157,8 @@ def _sources() -> list[tuple[bytes, sp.Checkpoint | None]]:
         base = sp.compress(state(0.0), cfg=cfg)
         delta = sp.compress(state(0.01), base, cfg)
         out += [(base.to_bytes(), None), (delta.to_bytes(), base)]
-    # Large enough for classes of rows and columns; with few changes; large enough for streams of 64 states.
-    for name in ("uneven", "sparse", "many"):
+    # Classes of rows and columns; few changes; streams of 64 states; bundles.
+    for name in ("uneven", "sparse", "many", "small"):
         make, cfg, _ = cases()[name]
         base = sp.compress(make(0), cfg=cfg, kinds=KINDS.get(make))
         out += [(base.to_bytes(), None), (sp.compress(make(1), base, cfg, kinds=KINDS.get(make)).to_bytes(), base)]
@@ -172,16 +173,11 @@ def test_altered_streams_with_right_checksums() -> None:
     for _ in range(600):
         (header, chunks), prev = rng.choice(sources)
         header = json.loads(json.dumps(header))
-        body, at = b"".join(chunks), 0
-        pieces: list[list[bytes]] = []
-        for record in header["arrays"]:
-            pieces.append([])
-            for n in record["b"]:
-                pieces[-1].append(body[at : at + n])
-                at += n
+        pieces = pieces_of(header, b"".join(chunks))
+        records = stored_records(header)
         for _ in range(rng.choice([1, 1, 1, 3])):
             _damage(rng, header, pieces)
-        for record, own in zip(header["arrays"], pieces, strict=True):
+        for record, own in zip(records, pieces, strict=True):
             record["b"] = [len(p) for p in own]
         header["raw"] = _raw(header)
         blob = put_together(header, [b"".join(p for own in pieces for p in own)])
@@ -204,7 +200,8 @@ def _raw(header: dict[str, Any]) -> int:
 
 def _damage(rng: random.Random, header: dict[str, Any], pieces: list[list[bytes]]) -> None:
     number = rng.choice([i for i, own in enumerate(pieces) if own])
-    record, own = header["arrays"][number], pieces[number]
+    record, own = stored_records(header)[number], pieces[number]
+    member = header["arrays"][rng.choice(_members(record, len(header["arrays"])))] if "a" in record else record
     i = rng.randrange(len(own))
     piece = bytearray(own[i])
     how = rng.random()
@@ -223,21 +220,29 @@ def _damage(rng: random.Random, header: dict[str, Any], pieces: list[list[bytes]
     elif how < 0.9:
         record["f"] = rng.choice(sorted(STREAMS))
         if rng.random() < 0.5:
-            record["v"] = rng.choice([-1, 0, number, len(pieces) - 1, len(pieces), 10**30, "x", None, 0.0, True])
+            member["v"] = rng.choice([-1, 0, number, len(pieces) - 1, len(pieces), 10**30, "x", None, 0.0, True])
     elif how < 0.95:
         thresholds = [[0] * 4, [None] * 4, [-1, 0, 0, 0], [10**400, 0, 0, 0], [1], ["x"] * 4, {}]
         record["m"] = rng.choice([{}, {"b": rng.randrange(-1, 25)}, *({"t": t, "b": 6} for t in thresholds)])
     else:
         other = dict(rng.choice(header["arrays"]))
         for name in ("d", "s", "l"):
-            record.pop(name, None)
+            member.pop(name, None)
             if name in other:
-                record[name] = other[name]
+                member[name] = other[name]
         if rng.random() < 0.3:
-            record["s"] = [rng.choice([0, 1, 3, 1499, 1501])]
+            member["s"] = [rng.choice([0, 1, 3, 1499, 1501])]
     if rng.random() < 0.2:
         record["p"] = not record.get("p", False)
+    if "a" in record and rng.random() < 0.1:
+        at = rng.randrange(len(record["a"]))
+        record["a"][at] += rng.choice([-1, 1, 7, -(10**6), 2**50])
     own[i] = bytes(piece)
+
+
+def _members(bundle: dict[str, Any], count: int) -> list[int]:
+    """Numbers of its arrays that exist, at least one."""
+    return [i for i in itertools.accumulate(bundle["a"]) if 0 <= i < count] or [0]
 
 
 def _plain() -> tuple[dict[str, Any], list[bytes]]:

@@ -20,7 +20,7 @@ with instrumented():
     from shrinkpoint.codec.checkpoint import Checkpoint
     from shrinkpoint.codec.format.ranged import Ranged
     from shrinkpoint.codec.partial import decompress_only
-    from tests.codec.common import put_together, take_apart
+    from tests.codec.common import put_together, stored_records, take_apart
     from tests.codec.test_corruption import _sources
 
 SOURCES = _sources()
@@ -44,12 +44,12 @@ def read(data: bytes) -> None:
 
 
 def mutate(rng: random.Random, data: bytes, at_random: Callable[[bytes, int], bytes]) -> bytes:
-    """Header or pieces of arrays altered; now and then the bytes as they stand."""
+    """Header or pieces of arrays and bundles altered; now and then the bytes as they stand."""
     if rng.random() < 0.1:
         return at_random(data, 2 * len(data))
     try:
         header, chunks = take_apart(data)
-        rows = header["arrays"]
+        rows = stored_records(header)
         lengths = [n for row in rows for n in row["b"]]
         if sum(lengths) != sum(map(len, chunks)):
             raise ValueError(lengths)

@@ -15,7 +15,7 @@ from .test_many import LENGTHS, drawn
 @given(LENGTHS, st.integers(0, 2**32), st.sampled_from([np.inf, 3.0, 1e-3]))
 def test_levels_of_equidistant_entries_are_those_of_the_codebook(lengths: list[int], seed: int, limit: float) -> None:
     rng = np.random.default_rng(seed)
-    ends, m = np.cumsum(lengths), len(lengths)
+    ends, m = np.cumsum(lengths, dtype=np.int64), len(lengths)
     steps = np.ldexp(rng.integers(128, 256, m).astype(np.float64), rng.integers(-20, -6, m))
     firsts, sizes = rng.integers(-200, 50, m), rng.integers(1, 255, m)
     x = drawn(seed, sum(lengths))
@@ -28,7 +28,7 @@ def test_levels_of_equidistant_entries_are_those_of_the_codebook(lengths: list[i
     np.testing.assert_allclose(sums, their_sums, rtol=1e-10)
     values = k.uniform_values_many(levels, ends, steps, firsts)
     np.testing.assert_array_equal(values, uniform_oracle.uniform_values_many(levels, ends, steps, firsts))
-    for i, part in enumerate(np.split(np.arange(x.size), ends[:-1])):
+    for i, part in enumerate(np.split(np.arange(x.size), ends)[:-1]):
         codebook = (np.arange(firsts[i], firsts[i] + sizes[i]) * steps[i]).astype(np.float32)
         np.testing.assert_array_equal(levels[part], k.assign(x[part], k.Thresholds(limit), codebook))
         table = np.concatenate([np.zeros(2, np.float32), codebook])
