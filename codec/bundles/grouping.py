@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...kernels.arrays import is_torch
@@ -40,18 +40,41 @@ def bundled(planned: Sequence[ArrayPlan], firsts: dict[int, int]) -> list[list[i
         firsts: number of the first moment by the number of its second moment.
     """
     paired = set(firsts.values())
+    able = [i for i, p in enumerate(planned) if i not in paired and p.original is None]
+    some = [planned[i] for i in able]
+    following = [planned[firsts[i]] if i in firsts else None for i in able]
+    firsts_of = [None if first is None else (first.codec, first.leaf.spec.dtype) for first in following]
+    found = grouped([p.leaf for p in some], [p.codec for p in some], [p.parent for p in some], firsts_of)
+    return [[able[at] for at in group] for group in found]
+
+
+def grouped(
+    leaves: Sequence[Leaf],
+    codecs: Sequence[Codec],
+    parents: Sequence[Reference | None],
+    also: Sequence[Hashable] | None = None,
+) -> list[list[int]]:
+    """Return the groups of arrays to code together, each at most `MOST_BYTES` of raw bytes.
+
+    Args:
+        leaves: the arrays.
+        codecs: the codec of each.
+        parents: what a delta of each is coded against, or None.
+        also: what the arrays of a group have in common in addition; None: nothing.
+    """
+    keys = [_key(*one) for one in zip(leaves, codecs, parents, strict=True)]
     groups: dict[Any, list[int]] = {}
-    for i, p in enumerate(planned):
-        if i not in paired and (key := _key(p)) is not None:
-            first = planned[firsts[i]] if i in firsts else None
-            groups.setdefault((*key, first is not None and (first.codec, first.leaf.spec.dtype)), []).append(i)
-    return [part for group in groups.values() if len(group) >= FEWEST for part in _within(planned, group)]
+    for i, key in enumerate(keys):
+        if key is not None:
+            groups.setdefault((key, None if also is None else also[i]), []).append(i)
+    large = [group for group in groups.values() if len(group) >= FEWEST]
+    return [part for group in large for part in _within([leaf.spec.nbytes for leaf in leaves], group)]
 
 
-def _within(planned: Sequence[ArrayPlan], group: list[int]) -> list[list[int]]:
+def _within(sizes: Sequence[int], group: list[int]) -> list[list[int]]:
     """Divide a group into parts of about equal size."""
-    total = sum(planned[i].leaf.spec.nbytes for i in group)
-    wanted = -(-total // (-(-total // (MOST_BYTES - SMALL)))) if total else 1
+    total = sum(sizes[i] for i in group)
+    wanted = -(-total // (-(-total // (MOST_BYTES - SMALL))))
     found: list[list[int]] = [[]]
     size = 0
     for i in group:
@@ -59,26 +82,26 @@ def _within(planned: Sequence[ArrayPlan], group: list[int]) -> list[list[int]]:
             found.append([])
             size = 0
         found[-1].append(i)
-        size += planned[i].leaf.spec.nbytes
+        size += sizes[i]
     return found
 
 
-def _key(p: ArrayPlan) -> tuple[Any, ...] | None:
+def _key(leaf: Leaf, codec: Codec, parent: Reference | None) -> tuple[Hashable, ...] | None:
     """Return a key that arrays coded together share; None for an array that is coded alone."""
-    spec, codec = p.leaf.spec, p.codec
-    if p.original is not None or not 0 < spec.nbytes <= SMALL or p.leaf.touched is not None:
+    spec = leaf.spec
+    if not 0 < spec.nbytes <= SMALL or leaf.touched is not None or getattr(codec, "max_error", None) is not None:
         return None
-    able = isinstance(codec, Exact | LogBuckets) or (
-        isinstance(codec, SecondMoment) and (matrix_shape(spec) is not None or spec.dtype in _GRID_DTYPES)
-    )
+    matrix = isinstance(codec, SecondMoment) and matrix_shape(spec) is not None
     if isinstance(codec, Quantize):
         able = codec.coder == "smallest"
-    if not able or getattr(codec, "max_error", None) is not None:
+    else:
+        able = matrix or isinstance(codec, Exact | LogBuckets)
+        able = able or (isinstance(codec, SecondMoment) and spec.dtype in _GRID_DTYPES)
+    if not able:
         return None
-    device = str(p.leaf.flat.device) if is_torch(p.leaf.flat) else ""
-    matrix = isinstance(codec, SecondMoment) and matrix_shape(spec) is not None
-    parent = BytesReference if isinstance(p.parent, BytesReference) else type(p.parent)
-    return (codec, p.leaf.kind.role, spec.library, spec.dtype, device, columns_of(spec.shape), matrix, parent)
+    device = str(leaf.flat.device) if is_torch(leaf.flat) else ""
+    kind = BytesReference if isinstance(parent, BytesReference) else type(parent)
+    return (codec, leaf.kind.role, spec.library, spec.dtype, device, columns_of(spec.shape), matrix, kind)
 
 
 def can_follow(p: ArrayPlan) -> bool:

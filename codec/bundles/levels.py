@@ -123,7 +123,7 @@ def levels_together(
     joined = join_levels([q.levels for q in found.values()], specs)
     assert joined is not None
     before = join_levels([parents[i] for i in found], specs)
-    pieces = _pieces(joined, before)
+    pieces = level_pieces(joined, before)
     if sum(map(len, pieces)) > sum(spec.nbytes for spec in specs):  # most is not finite, and stands next to its level
         return Together([], alone | dict.fromkeys(found))
     references = _with_parts(joined)
@@ -170,7 +170,8 @@ def _shifted(levels: NpArray, specs: Sequence[LeafSpec], shifts: NpArray, *, bac
     return out
 
 
-def _pieces(joined: JoinedLevels, before: JoinedLevels | None) -> list[bytes]:
+def level_pieces(joined: JoinedLevels, before: JoinedLevels | None) -> list[bytes]:
+    """Return the two pieces of a bundle: what the levels refer to, and the levels."""
     specs = joined.specs
     symbols = _shifted(joined.levels, specs, joined.shifts())
     old = None if before is None else _shifted(before.levels, specs, before.shifts())
@@ -182,7 +183,7 @@ def _pieces(joined: JoinedLevels, before: JoinedLevels | None) -> list[bytes]:
 def restate_levels_together(joined: Joined, before: Joined | None) -> Pieces:
     """Code a bundle of levels again, against another parent or on their own."""
     assert isinstance(joined, JoinedLevels)
-    pieces = _pieces(joined, before if isinstance(before, JoinedLevels) else None)
+    pieces = level_pieces(joined, before if isinstance(before, JoinedLevels) else None)
     return _metadata(joined.references), pieces
 
 
