@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..codec.base import Leaf, Reference
+from ..codec.bundles.grouping import grouped
 from ..codec.entropy.row_column_classes import columns_of
 from ..codec.parallel import map_chunks
 from ..codec.state.leaves import NpArray
@@ -40,8 +41,15 @@ from ..kernels.arrays import is_torch
 from ..kernels.histogram import Histogram, kept_histogram
 from ..kernels.quantizer import Thresholds, assign
 from .cube import Point
-from .sample import Sample, energy, representatives, sample
-from .size_estimate import nbytes_of_codebook, nbytes_of_header, nbytes_of_levels, nbytes_of_protected
+from .sample import Sample, Unit, chosen_units, energy, sample
+from .size_estimate import (
+    nbytes_of_bundle,
+    nbytes_of_codebook,
+    nbytes_of_header,
+    nbytes_of_levels,
+    nbytes_of_protected,
+    sampled_levels,
+)
 
 _PATTERN, _SHORTEST = 1 << 14, 64
 """Number of elements of all arrays whose errors are kept to compare points; and the minimum for each array."""
@@ -65,6 +73,55 @@ class Estimate:
     pattern: NpArray = field(compare=False, repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a point asks of an array: its codebook, its thresholds, and the price of a bit."""
+
+    how: Fit
+    limit: Thresholds
+    trade: Trade
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """An array of a unit, with what its points share.
+
+    Args:
+        number: of the array.
+        leaf: the array.
+        part: its sample.
+        before: its parent, or None.
+        places: positions of the pattern in the sample.
+        histograms: of the values that are neither pruned nor protected, by thresholds.
+        protected: bytes of the protected values, by the thresholds of protection.
+    """
+
+    number: int
+    leaf: Leaf
+    part: Sample
+    before: LevelsReference | None
+    places: NpArray
+    histograms: dict[Thresholds, Histogram] = field(default_factory=dict)
+    protected: dict[tuple[float, float], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantized:
+    """A sample as levels of a codebook.
+
+    Args:
+        levels: uint8 [n].
+        codebook: float64.
+        errors: error of the array and its pruned part, both times its number of elements.
+        pattern: errors of some elements.
+    """
+
+    levels: NpArray
+    codebook: NpArray
+    errors: NpArray
+    pattern: NpArray
+
+
 class Estimator:
     """Estimate sizes and errors of points for one state, with results cached.
 
@@ -80,9 +137,12 @@ class Estimator:
         self._sketches = sketched(codec, self._leaves)
         signed = (s.signed for s in self._sketches)
         scales = [upper_threshold(h.magnitude(), h.total / 2) for h in signed]
-        self._chosen = representatives(self._leaves, scales)
-        total = sum(self._leaves[i].spec.size for i, _ in self._chosen)
-        self._samples = {i: sample(self._leaves[i], self._parents[i], total) for i, _ in self._chosen}
+        bundles = grouped(self._leaves, [codec] * len(self._leaves), self._parents)
+        self._bundles = bundles
+        self._chosen = chosen_units(self._leaves, scales, bundles)
+        self._members = [i for unit in self._chosen for i in unit.members]
+        total = sum(self._leaves[i].spec.size for i in self._members)
+        self._samples = {i: sample(self._leaves[i], self._parents[i], total) for i in self._members}
         self._protect: dict[float, tuple[float, float]] = {}
         self._prune: dict[tuple[float, str], dict[str, tuple[float, float]]] = {}
         self._found: dict[Quantize, Estimate] = {}
@@ -98,13 +158,13 @@ class Estimator:
         if missing:
             limits = [self._limits(c) for c in missing]
             slopes = [self._trades(c, decided) for c, decided in zip(missing, limits, strict=True)]
-            rows = map_chunks(lambda c: self._of_leaf(c[0], missing, limits, slopes), self._chosen)
-            sums = np.sum([scale * row for (_, scale), (row, _) in zip(self._chosen, rows, strict=True)], axis=0)
-            patterns = np.concatenate([part for _, part in rows], axis=1) / np.float32(len(rows) ** 0.5)
+            rows = map_chunks(lambda unit: self._of_unit(unit, missing, limits, slopes), self._chosen)
+            sums = np.sum([row for row, _ in rows], axis=0)
+            patterns = np.concatenate([part for _, part in rows], axis=1) / np.float32(len(self._members) ** 0.5)
             size = sum(leaf.spec.size for leaf in self._leaves)
             if self._header is None:
                 is_delta = any(before is not None for before in self._parents)
-                self._header = nbytes_of_header(self._leaves, limits[0], is_delta)
+                self._header = nbytes_of_header(self._leaves, limits[0], is_delta, self._bundles)
             for codec, (nbytes, error, pruned), pattern in zip(missing, sums, patterns, strict=True):
                 share = pruned / error if error else 0.0
                 self._found[codec] = Estimate(self._header + float(nbytes), float(error / size), float(share), pattern)
@@ -131,48 +191,72 @@ class Estimator:
         sizes = [leaf.spec.size for leaf in self._leaves]
         return trades(codec.rate, sizes, self._spreads[thresholds], self._roots)
 
-    def _of_leaf(
+    def _of_unit(
         self,
-        i: int,
+        unit: Unit,
         codecs: Sequence[Quantize],
         limits: Sequence[Limits],
         slopes: Sequence[Sequence[Trade]],
     ) -> tuple[NpArray, NpArray]:
-        """[codecs, 3]: bytes, error and its pruned part; and patterns.
+        """[codecs, 3]: bytes, error and its pruned part of all arrays that a unit represents; and patterns.
 
         Both errors are multiplied by the number of elements.
         """
-        leaf, part, before = self._leaves[i], self._samples[i], self._parents[i]
+        members = [self._member(i) for i in unit.members]
         out = np.zeros((len(codecs), 3))
-        histograms: dict[Thresholds, Histogram] = {}
-        counted: dict[Any, tuple[float, float, float]] = {}
-        seen: dict[Any, NpArray] = {}
-        protected: dict[tuple[float, float], float] = {}
-        columns = columns_of(leaf.spec.shape)
-        places = _places(part.wide.size, max(_SHORTEST, _PATTERN // len(self._chosen)))
-        patterns = np.zeros((len(codecs), places.size), np.float32)
+        patterns = np.zeros((len(codecs), sum(one.places.size for one in members)), np.float32)
+        counted: dict[Any, tuple[NpArray, NpArray]] = {}
         for row, pattern, codec, decided, of_all in zip(out, patterns, codecs, limits, slopes, strict=True):
-            limit, trade = decided.of(leaf.kind.layer), of_all[i]
-            if limit not in histograms:
-                histograms[limit] = self._histogram(i, limit)
-            how = fit_for(codec, leaf)
-            key = how, limit, codec.coder, trade
+            asked = [_Asked(fit_for(codec, m.leaf), decided.of(m.leaf.kind.layer), of_all[m.number]) for m in members]
+            key = codec.coder, *asked
             if key not in counted:
-                histogram = histograms[limit]
-                few = self._all_values(i, histogram, how.bins) if codec.coder == "smallest" else None
-                codebook = _codebook(Cells.of(histogram), how, before, leaf, limit, few)
-                levels = _levels(part, limit, codebook, trade)
-                if (shares := (limit.protect_magnitude, limit.protect_sensitivity)) not in protected:
-                    protected[shares] = nbytes_of_protected(levels, part, leaf.spec)
-                nbytes = protected[shares] + nbytes_of_codebook(codebook, before, leaf.spec)
-                nbytes += nbytes_of_levels(levels, codebook.size + 2, part, codec.coder, columns)
-                off, error, pruned = _error(levels, part, codebook)
-                counted[key] = nbytes, leaf.spec.size * error, leaf.spec.size * pruned
-                share = math.sqrt(off.size / max(1, places.size) / part.norm) if part.norm else 0.0
-                # In float64, because the share of an array of subnormals overflows float32.
-                seen[key] = share * off[places].astype(np.float64)
-            row[:], pattern[:] = counted[key], seen[key]
+                found = [self._quantized(m, own, codec) for m, own in zip(members, asked, strict=True)]
+                nbytes = self._nbytes(unit, members, asked, found, codec)
+                errors = unit.scale * np.sum([q.errors for q in found], axis=0)
+                counted[key] = np.array([nbytes, *errors]), np.concatenate([q.pattern for q in found])
+            row[:], pattern[:] = counted[key]
         return out, patterns
+
+    def _member(self, i: int) -> _Member:
+        part = self._samples[i]
+        places = _places(part.wide.size, max(_SHORTEST, _PATTERN // len(self._members)))
+        return _Member(i, self._leaves[i], part, self._parents[i], places)
+
+    def _quantized(self, member: _Member, asked: _Asked, codec: Quantize) -> _Quantized:
+        """Levels of the sample of an array, and their errors."""
+        part, limit, size = member.part, asked.limit, member.leaf.spec.size
+        if limit not in member.histograms:
+            member.histograms[limit] = self._histogram(member.number, limit)
+        histogram = member.histograms[limit]
+        few = self._all_values(member.number, histogram, asked.how.bins) if codec.coder == "smallest" else None
+        codebook = _codebook(Cells.of(histogram), asked.how, member.before, member.leaf, limit, few)
+        levels = _levels(part, limit, codebook, asked.trade)
+        off, error, pruned = _error(levels, part, codebook)
+        share = math.sqrt(off.size / max(1, member.places.size) / part.norm) if part.norm else 0.0
+        # In float64, because the share of an array of subnormals overflows float32.
+        pattern = share * off[member.places].astype(np.float64)
+        return _Quantized(levels, codebook, np.array([size * error, size * pruned]), pattern)
+
+    def _nbytes(
+        self,
+        unit: Unit,
+        members: Sequence[_Member],
+        asked: Sequence[_Asked],
+        found: Sequence[_Quantized],
+        codec: Quantize,
+    ) -> float:
+        """Bytes of all arrays that a unit represents, without their records."""
+        if unit.count:
+            each = zip(members, found, strict=True)
+            samples = [sampled_levels(q.levels, q.codebook, m.part, m.leaf.spec) for m, q in each]
+            return unit.times * nbytes_of_bundle(samples, [m.part for m in members], unit)
+        ((member,), (own,), (quantized,)) = members, asked, found
+        spec, limit = member.leaf.spec, own.limit
+        if (shares := (limit.protect_magnitude, limit.protect_sensitivity)) not in member.protected:
+            member.protected[shares] = nbytes_of_protected(quantized.levels, member.part, spec)
+        nbytes = member.protected[shares] + nbytes_of_codebook(quantized.codebook, member.before, spec)
+        size, columns = quantized.codebook.size + 2, columns_of(spec.shape)
+        return unit.scale * (nbytes + nbytes_of_levels(quantized.levels, size, member.part, codec.coder, columns))
 
     def _all_values(self, i: int, histogram: Histogram, most: int) -> NpArray | None:
         """The distinct values of an array if there are at most `most`, as the codec finds them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from ..codec.state.scaling import unit
 from ..codec.weights.levels import LevelsReference
 from ..kernels.extrapolation import extrapolate
 
+T = TypeVar("T")
 BLOCK = 1024
 SAMPLE = 1 << 19
 """Number of elements sampled from a whole model; at least `LEAST` from each array that has so many."""
@@ -92,6 +94,55 @@ def energy(x: NpArray) -> float:
     """Sum of squares, in float64."""
     wide = x.astype(np.float64)
     return float(np.square(wide, out=wide).sum())  # not with BLAS, whose sums depend on the number of threads
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Arrays that are coded together, or one array, and what they represent.
+
+    Args:
+        members: numbers of the arrays that are looked at.
+        scale: number of elements that the unit represents, over those of the members.
+        count: number of arrays of the bundle; 0 for an array that is coded alone.
+        times: number of elements that the unit represents, over those of the bundle; 1 for an array.
+    """
+
+    members: tuple[int, ...]
+    scale: float
+    count: int = 0
+    times: float = 1.0
+
+
+def chosen_units(leaves: Sequence[Leaf], scales: Sequence[float], bundles: Sequence[Sequence[int]]) -> list[Unit]:
+    """Choose the arrays that represent all: about `GROUPS` that are coded alone, and as many of bundles.
+
+    Args:
+        leaves: the arrays.
+        scales: magnitudes of their values.
+        bundles: numbers of the arrays of each bundle; no array is in two.
+    """
+    taken = {i for bundle in bundles for i in bundle}
+    alone = [i for i in range(len(leaves)) if i not in taken]
+    found = representatives([leaves[i] for i in alone], [scales[i] for i in alone])
+    units = [Unit((alone[at],), scale) for at, scale in found]
+    some = _spread_out(list(bundles), GROUPS)
+    each = max(1, GROUPS // max(1, len(some)))
+
+    def size(numbers: Sequence[int]) -> int:
+        return sum(leaves[i].spec.size for i in numbers)
+
+    times = sum(map(size, bundles)) / max(1, sum(map(size, some)))
+    for bundle in some:
+        members = _spread_out(sorted(bundle, key=lambda i: scales[i]), each)
+        units.append(Unit(tuple(members), times * size(bundle) / size(members), len(bundle), times))
+    return units
+
+
+def _spread_out(items: list[T], most: int) -> list[T]:
+    """Up to so many items, evenly spaced."""
+    if len(items) <= most:
+        return items
+    return [items[(2 * k + 1) * len(items) // (2 * most)] for k in range(most)]
 
 
 def representatives(leaves: Sequence[Leaf], scales: Sequence[float]) -> list[tuple[int, float]]:

@@ -9,7 +9,9 @@ import numpy as np
 
 from ..codec import entropy
 from ..codec.base import Leaf
+from ..codec.bundles.levels import join_levels, level_pieces
 from ..codec.format import container
+from ..codec.format.columns import gaps
 from ..codec.state.leaves import LeafSpec, NpArray
 from ..codec.weights.levels import LevelsReference, references
 from ..codec.weights.planning import Limits
@@ -17,7 +19,7 @@ from ..codec.weights.protected import held_values
 from ..kernels.huffman import huffman_lengths, pack_lengths
 from ..kernels.levels import joint_counts
 from ..kernels.quantizer import Thresholds
-from .sample import Sample, held_of
+from .sample import Sample, Unit, held_of
 
 _FEW = 1 << 13
 """Number of elements up to which levels are coded instead of counted, because tables then dominate their size."""
@@ -26,33 +28,47 @@ _ANY = Thresholds(np.inf, np.inf, 0.0, 0.0)
 _PRIME = 7919
 
 
-def nbytes_of_header(leaves: Sequence[Leaf], limits: Limits, is_delta: bool) -> int:
-    """Bytes of the records of these arrays in a header, with made-up lengths and errors.
+def nbytes_of_header(
+    leaves: Sequence[Leaf], limits: Limits, is_delta: bool, bundles: Sequence[Sequence[int]] = ()
+) -> int:
+    """Bytes of the records of these arrays and bundles in a header, with made-up lengths and errors.
 
     Args:
         leaves: the arrays.
         limits: thresholds over all arrays.
         is_delta: whether the arrays are coded against a parent.
+        bundles: numbers of the arrays of each bundle; default: none.
     """
+    bundled = {i for bundle in bundles for i in bundle}
 
-    def record(i: int, leaf: Leaf) -> dict[str, Any]:
+    def thresholds(leaf: Leaf) -> list[float | None]:
         limit = limits.of(leaf.kind.layer)
         protect = [None if np.isinf(t) else t for t in (limit.protect_magnitude, limit.protect_sensitivity)]
+        return [*protect, limit.prune_magnitude, limit.prune_sensitivity]
+
+    def record(i: int, leaf: Leaf) -> dict[str, Any]:
         other = _PRIME * i % 900
-        made = {
+        made: dict[str, Any] = {
             "d": leaf.spec.dtype,
             "s": list(leaf.spec.shape),
-            "f": "levels",
-            "b": [19 + other % 97, leaf.spec.size // 4 + other],
-            "m": {"t": [*protect, limit.prune_magnitude, limit.prune_sensitivity]},
             "q": "relative L2",
             "e": (100 + other) / 1000,
-            "n": "codebook refit: loss 1.2 times the best" if is_delta else "codebook new",
+            "n": f"codebook refit: loss {1 + other / 1000:.3g} times the best" if is_delta else "codebook new",
         }
-        return made | ({"p": True} if is_delta else {})
+        if i not in bundled:
+            made |= {"f": "levels", "b": [19 + other % 97, leaf.spec.size // 4 + other], "m": {"t": thresholds(leaf)}}
+            made |= {"p": True} if is_delta else {}
+        return made
+
+    def bundle_record(numbers: Sequence[int]) -> dict[str, Any]:
+        found = {"f": "levels", "a": gaps(numbers), "b": [500, 50_000], "m": {"t": [thresholds(leaves[numbers[0]])]}}
+        return found | ({"p": True} if is_delta else {})
 
     empty = {"tree": [None for _ in leaves], "arrays": []}
-    full = {"tree": [{"a": i} for i, _ in enumerate(leaves)], "arrays": [record(*x) for x in enumerate(leaves)]}
+    full: dict[str, Any] = {"tree": [{"a": i} for i, _ in enumerate(leaves)]}
+    full["arrays"] = [record(*x) for x in enumerate(leaves)]
+    if bundles:
+        full["bundles"] = [bundle_record(bundle) for bundle in bundles]
     return len(container.write(full, [])[0]) - len(container.write(empty, [])[0])
 
 
@@ -73,6 +89,47 @@ def nbytes_of_protected(levels: NpArray, part: Sample, spec: LeafSpec) -> float:
         return len(references(LevelsReference(own, np.empty(0), held, _ANY), spec, before)) - none
 
     return _extrapolated(one, part)
+
+
+SampledLevels = tuple[LeafSpec, LevelsReference]
+"""Spec and levels of the sample of an array."""
+
+
+def sampled_levels(levels: NpArray, codebook: NpArray, part: Sample, spec: LeafSpec) -> SampledLevels:
+    """The sample of an array as what the codec writes of an array: levels, codebook and protected values."""
+    held = held_values(part.x[levels == 1], spec)
+    whole = spec if part.scale == 1.0 else LeafSpec(spec.library, spec.dtype, (levels.size,))
+    return whole, LevelsReference(levels, codebook, held, _ANY)
+
+
+def nbytes_of_bundle(samples: Sequence[SampledLevels], parts: Sequence[Sample], unit: Unit) -> float:
+    """Bytes of a bundle, estimated from the samples of some of its arrays.
+
+    Args:
+        samples: of these arrays.
+        parts: their samples.
+        unit: the bundle and what it represents.
+    """
+    elements = sum(part.scale * part.wide.size for part in parts) * unit.scale / unit.times
+
+    def pieces(step: int) -> tuple[int, int, int]:
+        some = samples[::step]
+        joined = join_levels([levels for _, levels in some], [spec for spec, _ in some])
+        assert joined is not None
+        before = join_levels([part.before for part in parts[::step]], joined.specs)
+        refers, levels = map(len, level_pieces(joined, before))
+        return refers, levels, joined.levels.size
+
+    refers, levels, size = pieces(1)
+    more = unit.count - len(samples)
+    if not more and size == elements:
+        return float(refers + levels)
+    if len(samples) == 1:
+        return float(refers * unit.count + levels * elements / size)
+    # What every other array adds is what the rest adds, too: tables are written once.
+    few_refer, few_levels, few = pieces(2)
+    refers_of_one = (refers - few_refer) / (len(samples) // 2)
+    return refers + more * refers_of_one + levels + (elements - size) * (levels - few_levels) / (size - few)
 
 
 def nbytes_of_levels(levels: NpArray, size: int, part: Sample, coder: str, columns: int = 0) -> float:

@@ -63,7 +63,7 @@ def grouped(
         also: what the arrays of a group have in common in addition; None: nothing.
     """
     keys = [_key(*one) for one in zip(leaves, codecs, parents, strict=True)]
-    groups: dict[Any, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         if key is not None:
             groups.setdefault((key, None if also is None else also[i]), []).append(i)
@@ -86,7 +86,7 @@ def _within(sizes: Sequence[int], group: list[int]) -> list[list[int]]:
     return found
 
 
-def _key(leaf: Leaf, codec: Codec, parent: Reference | None) -> tuple[Hashable, ...] | None:
+def _key(leaf: Leaf, codec: Codec, parent: Reference | None) -> Hashable | None:
     """Return a key that arrays coded together share; None for an array that is coded alone."""
     spec = leaf.spec
     if not 0 < spec.nbytes <= SMALL or leaf.touched is not None or getattr(codec, "max_error", None) is not None:
