@@ -1,4 +1,4 @@
-"""Processor time of the first base and delta, and of the first load, where no kernel is compiled yet."""
+"""Processor time of the first saves and the first load, with an empty kernel cache."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ print(json.dumps([spent, good]))
 
 
 def rows(options: Options) -> list[Row]:
-    """Both rows, each the median of three processes with a kernel cache of their own (one with --quick)."""
+    """Both rows, each the median of three processes, one with --quick, with their own kernel caches."""
     if not any(options.wanted(name) for name in LIMITS):
         return []
     options.say("first call")

@@ -14,7 +14,10 @@ _SOURCE = re.compile(r"^Source:\s*\n((?:^ +.*\n?)+)", re.MULTILINE)
 
 
 def _linked(match: re.Match[str]) -> str:
-    """A link to a page that a docstring names. MkDocs does not look into docstrings, so that it is checked here."""
+    """Return a link to the page that a docstring names.
+
+    MkDocs checks no links in docstrings, so a missing page is logged here.
+    """
     if not (Path(__file__).parent / f"{match[1]}.md").exists():
         _LOG.warning("a docstring names docs/%s.md, which does not exist", match[1])
     return f"[{match[1]}](../{match[1]}.html)"

@@ -324,7 +324,7 @@ class SearchState:
         # rate. The drift prediction depends on first moments.
         opened = self.opened
         whole = opened.past_weights is not None or cfg.rate > 0
-        numbers = list(range(len(opened.arrays))) if whole else [*self.quantized, *sorted(self._small_others)]
+        numbers = range(len(opened.arrays)) if whole else sorted(self._small_others.union(self.quantized))
         ckpt = compress_inputs(opened.part(numbers), cfg)
         made = self._by_number(decompress(ckpt), numbers)
         nbytes = ckpt.nbytes

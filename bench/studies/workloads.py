@@ -348,19 +348,19 @@ _IDS, _WIDTH, _FIELDS = 10_000, 32, 4
 
 
 class Embedded(nn.Module):
-    """A click predictor: four fields of ids, a table each, and a small perceptron."""
+    """A click predictor: fields of ids, a table each, and a small perceptron."""
 
-    def __init__(self) -> None:
+    def __init__(self, fields: int, ids: int, width: int, outputs: int) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(_IDS, _WIDTH) for _ in range(_FIELDS))
+        self.tables = nn.ModuleList(nn.Embedding(ids, width) for _ in range(fields))
         for table in self.tables:
             nn.init.normal_(table.weight, std=0.1)  # type: ignore[arg-type]
-        self.top = nn.Sequential(nn.Linear(_FIELDS * _WIDTH, 128), nn.ReLU(), nn.Linear(128, 1))
+        self.top = nn.Sequential(nn.Linear(fields * width, 128), nn.ReLU(), nn.Linear(128, outputs))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int64 [batch, 4] -> logits [batch]."""
+        """int64 [batch, fields] -> logits [batch, outputs]."""
         vectors = [table(ids[:, i]) for i, table in enumerate(self.tables)]
-        logits: Tensor = self.top(torch.cat(vectors, dim=1)).squeeze(1)
+        logits: Tensor = self.top(torch.cat(vectors, dim=1))
         return logits
 
 
@@ -392,9 +392,9 @@ def embedding(steps: int = 900) -> Workload:
     """Four tables of 10,000 x 32 and a perceptron (1.3 M parameters), ids by a power law."""
     return Workload(
         "embedding",
-        Embedded,
+        lambda: Embedded(_FIELDS, _IDS, _WIDTH, 1),
         lambda rng: _clicks(rng, 1024),
-        lambda model, batch: F.binary_cross_entropy_with_logits(model(batch[0]), batch[1]),
+        lambda model, batch: F.binary_cross_entropy_with_logits(model(batch[0]).squeeze(1), batch[1]),
         _click_held_out,
         steps,
         5e-3,

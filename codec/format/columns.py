@@ -23,7 +23,7 @@ def to_columns(records: Sequence[Record]) -> dict[str, Any]:
     """Return records as columns.
 
     Args:
-        records: plain JSON; no value is None.
+        records: plain JSON. A value is never None: None marks an absent field.
 
     Example:
         >>> to_columns([{"d": "float32"}, {"d": "float32", "s": [2]}])
@@ -64,7 +64,7 @@ def from_columns(columns: Any, most: int) -> list[Record]:
     """
     count = columns.get(_COUNT) if isinstance(columns, dict) else None
     if type(count) is not int or not 0 <= count <= most:
-        raise CorruptDataError("header: its arrays are no columns, or more than the tree has")
+        raise CorruptDataError("header: malformed columns of arrays, or more arrays than the tree has")
     records: list[Record] = [{} for _ in range(count)]
     for name, column in columns.items():
         if name == _COUNT:

@@ -289,6 +289,16 @@ def pack_factors(index: NpArray, before: NpArray | None) -> bytes:
 
 
 def read_factors(data: memoryview, n: int, before: NpArray | None) -> NpArray:
+    """Return the log buckets of n factors, int32 [n], that `pack_factors` packed.
+
+    Args:
+        data: the packed bytes.
+        n: number of factors.
+        before: the parent's log buckets, int32 [n]; None for a base.
+
+    Raises:
+        CorruptDataError: the bytes are malformed, or a bucket is out of range.
+    """
     reader = Reader(data, "factors")
     numbers = np.zeros(n, np.int32)
     for shift in (0, 8):

@@ -46,10 +46,12 @@ def held_patterns(restored: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArray]:
 
 
 def write_protected(out: Writer, protected: NpArray, predicted: NpArray, spec: LeafSpec) -> None:
-    """Write protected values as bfloat16 differences to a prediction, and those that bfloat16 cannot hold.
+    """Write protected values as bfloat16 differences to a prediction.
+
+    Values that bfloat16 cannot hold follow exactly, with their positions.
 
     Args:
-        out: what is written to.
+        out: receives the bytes.
         protected: bytes of n values, as `held_values` returned them.
         predicted: uint16 [n], bfloat16 patterns.
         spec: of the array, or of arrays of one dtype.
@@ -68,12 +70,12 @@ def read_protected(data: Reader, predicted: NpArray, spec: LeafSpec) -> NpArray:
     """Return the bytes of the protected values that `write_protected` wrote.
 
     Args:
-        data: what is read.
+        data: the bytes, from the position where `write_protected` began.
         predicted: uint16 [n], the same patterns; n is the number of protected elements.
         spec: as in `write_protected`.
 
     Raises:
-        CorruptDataError: not what was written for n values.
+        CorruptDataError: the bytes are malformed, or hold another number of values.
     """
     count = data.varint()
     if count != predicted.size:

@@ -128,6 +128,13 @@ def rans_encode(
     return array(data, "uint8", symbols)
 
 
+def _pop(x: int, row: list[int], starts: list[int], precision: int) -> tuple[int, int] | None:
+    """Take the last symbol out of a state: the symbol and the state without it; None for damaged bytes."""
+    slot = x % 2**precision
+    s = next((s for s in range(len(row)) if starts[s] <= slot < starts[s] + row[s]), None)
+    return None if s is None else (s, row[s] * (x >> precision) + slot - starts[s])
+
+
 def _encode_wide(symbols: list[int], contexts: list[int], model: Model) -> list[int]:
     """The same with 64 states: rows of 16 symbols, last to first, each in ascending order."""
     states, words = [WIDE_START] * WIDE_STATES, []
@@ -159,14 +166,11 @@ def _decode_wide(d: bytes, contexts: list[int], model: Model, n: int) -> list[in
     for first in range(0, n, ROW):
         short = []
         for i in range(first, min(first + ROW, n)):
-            row, starts = model[contexts[i]]
-            x = states[i % WIDE_STATES]
-            slot = x % 2**WIDE_PRECISION
-            s = next((s for s in range(len(row)) if starts[s] <= slot < starts[s] + row[s]), None)
-            if s is None:
+            popped = _pop(states[i % WIDE_STATES], *model[contexts[i]], WIDE_PRECISION)
+            if popped is None:
                 return None
-            out.append(s)
-            states[i % WIDE_STATES] = row[s] * (x >> WIDE_PRECISION) + slot - starts[s]
+            symbol, states[i % WIDE_STATES] = popped
+            out.append(symbol)
             if states[i % WIDE_STATES] < WIDE_START:
                 short.append(i % WIDE_STATES)
         if len(short) > len(words):
@@ -199,14 +203,11 @@ def rans_decode(
     out = []
     at = 0
     for i in range(n):
-        row, starts = model[contexts_[i]]
-        x = states[i % STATES]
-        slot = x % 2**precision
-        s = next((s for s in range(len(row)) if starts[s] <= slot < starts[s] + row[s]), None)
-        if s is None:
+        popped = _pop(states[i % STATES], *model[contexts_[i]], precision)
+        if popped is None:
             raise wrong
-        out.append(s)
-        x = row[s] * (x >> precision) + slot - starts[s]
+        symbol, x = popped
+        out.append(symbol)
         if x < START:
             if at == len(words):
                 raise wrong

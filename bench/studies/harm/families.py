@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shrinkpoint.demo.corpus import Corpus
 
-from ..workloads import Workload
+from ..workloads import Embedded, Workload
 
 _DIGITS = 10
 _TRAINED_ON = 1297
@@ -234,19 +234,6 @@ def lstm() -> Family:
 _IDS, _WIDTH, _FIELDS = 1500, 24, 4
 
 
-class _Clicks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(_IDS, _WIDTH) for _ in range(_FIELDS))
-        for table in self.tables:
-            nn.init.normal_(table.weight, std=0.1)  # type: ignore[arg-type]
-        self.top = nn.Sequential(nn.Linear(_FIELDS * _WIDTH, 128), nn.ReLU(), nn.Linear(128, 2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.top(torch.cat([table(ids[:, i]) for i, table in enumerate(self.tables)], dim=1))
-        return found
-
-
 def _clicks(rng: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
     """Ids by a power law, and clicks drawn by how the fields' hidden vectors go together."""
     truth = np.random.default_rng(7)
@@ -267,7 +254,15 @@ def _click_held_out() -> list[tuple[Tensor, Tensor]]:
 def embedding() -> Family:
     """Four tables of 1,500 x 24 and a perceptron, 0.16 M parameters: a click predictor."""
     loss = _losses(_first, _second)
-    workload = Workload("embedding", _Clicks, lambda rng: _clicks(rng, 512), loss, _click_held_out, 500, 2e-3)
+    workload = Workload(
+        "embedding",
+        lambda: Embedded(_FIELDS, _IDS, _WIDTH, 2),
+        lambda rng: _clicks(rng, 512),
+        loss,
+        _click_held_out,
+        500,
+        2e-3,
+    )
     return Family(workload, _first, _second, classifies=True)
 
 
