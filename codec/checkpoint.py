@@ -327,7 +327,7 @@ class Checkpoint:
     def _sibling_of(self, record: ArrayRecord) -> ArrayRecord:
         other = self._records[record.sibling or 0]
         if (other.spec.library, other.spec.shape) != (record.spec.library, record.spec.shape):
-            raise CorruptDataError(f"header: {record.path}: {other.path} beside it is of another kind")
+            raise CorruptDataError(f"header: {record.path}: its sibling {other.path} has another library or shape")
         return other
 
     def _references(self, number: int, prev: Checkpoint | None) -> dict[str, Reference]:
@@ -371,7 +371,7 @@ class Checkpoint:
             ]
             spec = joined_spec([other.spec for other in others])
             if any(other.spec.dtype != spec.dtype for other in others):
-                raise CorruptDataError(f"header: {members[0].path}: arrays of several dtypes beside one bundle")
+                raise CorruptDataError(f"header: {members[0].path}: the siblings of its bundle have several dtypes")
             square = beside(from_bytes(joined_bytes(values), spec), spec)
         try:
             return stream.decode(specs, stretch.meta, self._pieces(stretch), before, square)
