@@ -276,7 +276,10 @@ def test_what_a_restore_costs_is_said_of_the_loss_and_of_accuracy() -> None:
     run = rows.AdagradRun(0, 20)
     run.train(20)
     with torch.no_grad():
-        hits = [((run.model(ids) > 0).float() == clicked).float().sum() for ids, clicked in run.workload.held_out()]
+        hits = [
+            ((run.model(ids).squeeze(1) > 0).float() == clicked).float().sum()
+            for ids, clicked in run.workload.held_out()
+        ]
     count = sum(len(clicked) for _, clicked in run.workload.held_out())
     assert run.accuracy() == pytest.approx(float(sum(hits)) / count)
     assert 0.5 < run.accuracy() < 1

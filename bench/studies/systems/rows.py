@@ -51,7 +51,10 @@ class AdagradRun(Run):
     @torch.no_grad()
     def accuracy(self) -> float:
         """Share of held-out samples whose click is predicted."""
-        found = [((self.model(ids) > 0) == (clicked > 0)).double().mean() for ids, clicked in self.workload.held_out()]
+        found = [
+            ((self.model(ids).squeeze(1) > 0) == (clicked > 0)).double().mean()
+            for ids, clicked in self.workload.held_out()
+        ]
         return float(torch.stack(found).mean())
 
     def kinds(self) -> dict[str, Any]:
