@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]
-from numba.core import config, types
+from numba.core import cgutils, config, types
 from numba.extending import intrinsic
 
 from ..errors import BadArgumentError, CorruptDataError
@@ -19,7 +19,7 @@ from ..rans import WIDE_START
 from .jit import njit_in_place, njit_inline
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Callable
 
 NumPy = np.ndarray[Any, Any]
 Int = Any  # a machine integer or truth value inside compiled code
@@ -130,75 +130,136 @@ def _with_context(context: Any, builder: Any, signature: Any, arguments: Any, nu
     return builder.zext(_load(builder, contexts, start, 8), ir.VectorType(_I32, LANES))
 
 
-def _encode_row(
-    typing: Any, symbols: Any, contexts: Any, columns: Any, table: Any, words: Any, at: Any, states: Any, start: Any
+def _variable(builder: Any, value: Any) -> Any:
+    """A variable of the function with this first value; LLVM keeps it in a register."""
+    return cgutils.alloca_once_value(builder, value)  # type: ignore[no-untyped-call]
+
+
+def _loop(builder: Any, first: Any, step: int, goes_on: Callable[[Any], Any], body: Callable[[Any], None]) -> Any:
+    """Emit a loop over an index from `first` on; return the index with which it ended."""
+    index = _variable(builder, first)
+    condition, inside, after = (builder.append_basic_block(name) for name in ("condition", "inside", "after"))
+    builder.branch(condition)
+    with builder.goto_block(condition):
+        builder.cbranch(goes_on(builder.load(index)), inside, after)
+    with builder.goto_block(inside):
+        now = builder.load(index)
+        body(now)
+        builder.store(builder.add(now, ir.Constant(_I64, step)), index)
+        builder.branch(condition)
+    builder.position_at_end(after)
+    return builder.load(index)
+
+
+def _load_states(builder: Any, data: Any) -> list[Any]:
+    """Load all states and the vector after them into variables."""
+    places = range(0, STATES + LANES, LANES)
+    return [_variable(builder, _load(builder, data, ir.Constant(_I64, k), 32)) for k in places]
+
+
+def _store_states(builder: Any, variables: list[Any], data: Any) -> None:
+    """Store the variables of `_load_states` to where they came from."""
+    for k, variable in enumerate(variables):
+        _store(builder, builder.load(variable), data, ir.Constant(_I64, LANES * k))
+
+
+def _encode_blocks(
+    typing: Any, symbols: Any, contexts: Any, columns: Any, table: Any, words: Any, at: Any, states: Any, whole: Any
 ) -> Any:
-    """Emit a step of the encoder: 16 symbols from `start` on; return the next position of words."""
+    """Emit the encoder of whole blocks of 64 symbols, last to first; return the next position of words."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        first = builder.and_(arguments[7], ir.Constant(_I64, STATES - 1))
         memory = [_memory(context, builder, signature, arguments, k) for k in (0, 3, 4, 6)]
-        x = _load(builder, memory[3], first, 32)
-        entries = builder.zext(_load(builder, memory[0], arguments[7], 8), ir.VectorType(_I32, LANES))
-        rows = _with_context(context, builder, signature, arguments, 1, arguments[7])
-        if rows is not None:
-            nothing = ir.Constant(rows.type, ir.Undefined)
-            width = builder.insert_element(nothing, builder.trunc(arguments[2], _I32), ir.Constant(_I32, 0))
-            width = builder.shuffle_vector(width, nothing, _vector(_I32, 0))
-            entries = builder.add(entries, builder.mul(rows, width))
-        entry = _gather(builder, memory[1], entries, 64, LANES)
-        high = _upper_halves(builder, entry)
+        own = _load_states(builder, memory[3])
+        position = _variable(builder, arguments[5])
+        width = builder.insert_element(_vector(_I32, 0), builder.trunc(arguments[2], _I32), ir.Constant(_I32, 0))
+        width = builder.shuffle_vector(width, _vector(_I32, 0), _vector(_I32, 0))
         thirteen = _vector(_I32, (1 << 13) - 1)
-        f = builder.and_(high, thirteen)
-        start = builder.and_(builder.lshr(high, _vector(_I32, 13)), thirteen)
-        full = builder.icmp_unsigned(">=", x, builder.shl(f, _vector(_I32, 31 - PRECISION)))
-        low = builder.trunc(x, ir.VectorType(_I16, LANES))
-        x = builder.select(full, builder.lshr(x, _vector(_I32, 16)), x)
-        # Twice the state times the reciprocal is still below 2**64; only the upper half counts.
-        twice = builder.zext(builder.add(x, x), ir.VectorType(_I64, LANES))
-        product = builder.mul(twice, builder.and_(entry, _vector(_I64, (1 << 32) - 1)))
-        quotient = builder.lshr(_upper_halves(builder, product), builder.lshr(high, _vector(_I32, 26)))
-        rest = builder.sub(_vector(_I32, 1 << PRECISION), f)
-        x = builder.add(builder.add(x, start), builder.mul(quotient, rest))
-        _put(builder, low, full, memory[2], arguments[5])
-        _store(builder, x, memory[3], first)
-        so_far = _load(builder, memory[3], ir.Constant(_I64, STATES), 32)
-        least = builder.select(builder.icmp_unsigned("<", f, so_far), f, so_far)
-        _store(builder, least, memory[3], ir.Constant(_I64, STATES))
-        return builder.add(arguments[5], _ones(builder, full))
+
+        def row(begin: Any, state: Any) -> None:
+            x = builder.load(state)
+            entries = builder.zext(_load(builder, memory[0], begin, 8), ir.VectorType(_I32, LANES))
+            rows = _with_context(context, builder, signature, arguments, 1, begin)
+            if rows is not None:
+                entries = builder.add(entries, builder.mul(rows, width))
+            entry = _gather(builder, memory[1], entries, 64, LANES)
+            high = _upper_halves(builder, entry)
+            f = builder.and_(high, thirteen)
+            start = builder.and_(builder.lshr(high, _vector(_I32, 13)), thirteen)
+            full = builder.icmp_unsigned(">=", x, builder.shl(f, _vector(_I32, 31 - PRECISION)))
+            low = builder.trunc(x, ir.VectorType(_I16, LANES))
+            x = builder.select(full, builder.lshr(x, _vector(_I32, 16)), x)
+            # Twice the state times the reciprocal is still below 2**64; only the upper half counts.
+            twice = builder.zext(builder.add(x, x), ir.VectorType(_I64, LANES))
+            product = builder.mul(twice, builder.and_(entry, _vector(_I64, (1 << 32) - 1)))
+            quotient = builder.lshr(_upper_halves(builder, product), builder.lshr(high, _vector(_I32, 26)))
+            rest = builder.sub(_vector(_I32, 1 << PRECISION), f)
+            builder.store(builder.add(builder.add(x, start), builder.mul(quotient, rest)), state)
+            now = builder.load(position)
+            _put(builder, low, full, memory[2], now)
+            builder.store(builder.add(now, _ones(builder, full)), position)
+            least = builder.load(own[-1])
+            builder.store(builder.select(builder.icmp_unsigned("<", f, least), f, least), own[-1])
+
+        def block(i: Any) -> None:
+            for k in reversed(range(STATES // LANES)):
+                row(builder.add(i, ir.Constant(_I64, LANES * k)), own[k])
+
+        first = builder.sub(arguments[7], ir.Constant(_I64, STATES))
+        _loop(builder, first, -STATES, lambda i: builder.icmp_signed(">=", i, ir.Constant(_I64, 0)), block)
+        _store_states(builder, own, memory[3])
+        return builder.load(position)
 
     given = (symbols, contexts, types.int64, table, words, types.int64, states, types.int64)
     return types.int64(*given), generate
 
 
-def _decode_row(typing: Any, words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, start: Any) -> Any:
-    """Emit a step of the decoder: 16 symbols from `start` on; return where the words read begin."""
+def _decode_blocks(
+    typing: Any, words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, whole: Any
+) -> Any:
+    """Emit the decoder of whole blocks of 64 symbols; return where the words read begin, -1 if too few."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         wide = ir.VectorType(_I32, LANES)
-        first = builder.and_(arguments[6], ir.Constant(_I64, STATES - 1))
         memory = [_memory(context, builder, signature, arguments, k) for k in (0, 3, 4, 5)]
-        x = _load(builder, memory[2], first, 32)
+        own = _load_states(builder, memory[2])
+        position = _variable(builder, arguments[1])
+        empty = _variable(builder, ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES))
         slots = _vector(_I32, (1 << PRECISION) - 1)
-        index = builder.and_(x, slots)
-        rows = _with_context(context, builder, signature, arguments, 2, arguments[6])
-        if rows is not None:
-            index = builder.or_(index, builder.shl(rows, _vector(_I32, PRECISION)))
-        entry = _gather(builder, memory[1], index, 32, LANES)
-        f = builder.add(builder.and_(entry, slots), _vector(_I32, 1))
-        beyond = builder.and_(builder.lshr(entry, _vector(_I32, PRECISION)), slots)
-        symbol = builder.lshr(entry, _vector(_I32, 2 * PRECISION))
-        x = builder.add(builder.mul(f, builder.lshr(x, _vector(_I32, PRECISION))), beyond)
-        short = builder.icmp_unsigned("<", x, _vector(_I32, LEAST))
-        at = builder.sub(arguments[1], _ones(builder, short))
-        more = builder.zext(_take(builder, short, memory[0], at), wide)
-        x = builder.select(short, builder.or_(builder.shl(x, _vector(_I32, 16)), more), x)
-        _store(builder, x, memory[2], first)
-        empty = builder.icmp_unsigned("==", entry, _vector(_I32, NOTHING))
-        so_far = _load(builder, memory[2], ir.Constant(_I64, STATES), 32)
-        _store(builder, builder.or_(so_far, builder.zext(empty, wide)), memory[2], ir.Constant(_I64, STATES))
-        _store(builder, builder.trunc(symbol, ir.VectorType(ir.IntType(8), LANES)), memory[3], arguments[6])
-        return at
+
+        def row(begin: Any, state: Any) -> None:
+            x = builder.load(state)
+            index = builder.and_(x, slots)
+            rows = _with_context(context, builder, signature, arguments, 2, begin)
+            if rows is not None:
+                index = builder.or_(index, builder.shl(rows, _vector(_I32, PRECISION)))
+            entry = _gather(builder, memory[1], index, 32, LANES)
+            f = builder.add(builder.and_(entry, slots), _vector(_I32, 1))
+            beyond = builder.and_(builder.lshr(entry, _vector(_I32, PRECISION)), slots)
+            symbol = builder.lshr(entry, _vector(_I32, 2 * PRECISION))
+            x = builder.add(builder.mul(f, builder.lshr(x, _vector(_I32, PRECISION))), beyond)
+            short = builder.icmp_unsigned("<", x, _vector(_I32, LEAST))
+            now = builder.sub(builder.load(position), _ones(builder, short))
+            more = builder.zext(_take(builder, short, memory[0], now), wide)
+            builder.store(builder.select(short, builder.or_(builder.shl(x, _vector(_I32, 16)), more), x), state)
+            builder.store(now, position)
+            nothing = builder.icmp_unsigned("==", entry, _vector(_I32, NOTHING))
+            builder.store(builder.or_(builder.load(empty), nothing), empty)
+            _store(builder, builder.trunc(symbol, ir.VectorType(ir.IntType(8), LANES)), memory[3], begin)
+
+        def block(i: Any) -> None:
+            for k in range(STATES // LANES):
+                row(builder.add(i, ir.Constant(_I64, LANES * k)), own[k])
+
+        def goes_on(i: Any) -> Any:
+            enough = builder.icmp_signed(">=", builder.load(position), ir.Constant(_I64, STATES))
+            return builder.and_(enough, builder.icmp_signed("<", i, arguments[6]))
+
+        end = _loop(builder, ir.Constant(_I64, 0), STATES, goes_on, block)
+        builder.store(builder.or_(builder.load(own[-1]), builder.zext(builder.load(empty), wide)), own[-1])
+        _store_states(builder, own, memory[2])
+        early = builder.icmp_signed("<", end, arguments[6])
+        return builder.select(early, ir.Constant(_I64, -1), builder.load(position))
 
     return types.int64(words, types.int64, contexts, table, states, out, types.int64), generate
 
@@ -249,18 +310,24 @@ def _decode_few(
 
 if INTERPRETED:
 
-    def encode_row(
-        symbols: Any, contexts: Any, columns: Any, table: Any, words: Any, at: Any, states: Any, start: Any
+    def encode_blocks(
+        symbols: Any, contexts: Any, columns: Any, table: Any, words: Any, at: Any, states: Any, whole: Any
     ) -> Any:
-        """A step of the encoder."""
-        return _encode_few(symbols, contexts, columns, table, words, at, states, start, start + LANES)
+        """The encoder of whole blocks."""
+        for start in range(whole - LANES, -1, -LANES):
+            at = _encode_few(symbols, contexts, columns, table, words, at, states, start, start + LANES)
+        return at
 
-    def decode_row(words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, start: Any) -> Any:
-        """A step of the decoder."""
-        return _decode_few(words, at, contexts, table, states, out, start, start + LANES)
+    def decode_blocks(words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, whole: Any) -> Any:
+        """The decoder of whole blocks."""
+        for start in range(0, whole, LANES):
+            if start % STATES == 0 and at < STATES:
+                return -1
+            at = _decode_few(words, at, contexts, table, states, out, start, start + LANES)
+        return at
 else:
-    encode_row: Any = intrinsic(_encode_row)  # type: ignore[no-redef]
-    decode_row: Any = intrinsic(_decode_row)  # type: ignore[no-redef]
+    encode_blocks: Any = intrinsic(_encode_blocks)  # type: ignore[no-redef]
+    decode_blocks: Any = intrinsic(_decode_blocks)  # type: ignore[no-redef]
 
 
 @njit_in_place
@@ -273,12 +340,7 @@ def _encode(symbols: NumPy, contexts: Any, columns: Int, table: NumPy, words: Nu
     whole = n - n % STATES
     for start in range(whole + STATES - LANES, whole - 1, -LANES):
         at = _encode_few(symbols, contexts, columns, table, words, at, states, start, min(start + LANES, n))
-    for i in range(whole - STATES, -1, -STATES):
-        at = encode_row(symbols, contexts, columns, table, words, at, states, i + 48)
-        at = encode_row(symbols, contexts, columns, table, words, at, states, i + 32)
-        at = encode_row(symbols, contexts, columns, table, words, at, states, i + 16)
-        at = encode_row(symbols, contexts, columns, table, words, at, states, i)
-    return at
+    return encode_blocks(symbols, contexts, columns, table, words, at, states, whole)
 
 
 @njit_in_place
@@ -290,13 +352,7 @@ def _decode(words: NumPy, at: Int, contexts: Any, table: NumPy, states: NumPy, o
     """
     n = np.int64(out.size)
     whole = n - n % STATES
-    for i in range(0, whole, STATES):
-        if at < STATES:
-            return -1
-        at = decode_row(words, at, contexts, table, states, out, i)
-        at = decode_row(words, at, contexts, table, states, out, i + 16)
-        at = decode_row(words, at, contexts, table, states, out, i + 32)
-        at = decode_row(words, at, contexts, table, states, out, i + 48)
+    at = decode_blocks(words, at, contexts, table, states, out, whole)
     if at < STATES:
         return -1
     for start in range(whole, n, LANES):
