@@ -156,10 +156,13 @@ def number(name: str, value: Any, low: float, high: float, *, open_low: bool = F
 
     NumPy's numbers count, bools do not. Raises BadArgumentError otherwise.
     """
-    try:
-        found = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
-    except OverflowError:
-        found = math.nan
+    if type(value) is float:  # the usual case; the abstract class takes microseconds
+        found = value
+    else:
+        try:
+            found = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+        except OverflowError:
+            found = math.nan
     if not low <= found <= high or (open_low and found == low) or (open_high and found == high):
         left, right = "(" if open_low else "[", ")" if open_high else "]"
         raise BadArgumentError(f"{name} is {shown(value)}; it must be a number in {left}{low:g}, {high:g}{right}")

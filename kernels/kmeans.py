@@ -303,10 +303,10 @@ def least_losses(centers: Vector, weights: Vector, ends: Ends, k: int) -> Vector
     Codebooks are not made.
 
     A codebook that minimizes `sum(w * (x - nearest code)**2) + price * codes` costs one pass over the points, for a
-    price of a code. The price is moved until the codebook has k codes, or six times; then the loss is interpolated
-    between the nearest codebooks of fewer and of more codes (of as many codes as points it is 0). All back ends share
-    the order of operations; for 16 codes or more the loss was within a hundredth of the least one on drawn data, a few
-    hundredths where there are few points a code; for fewer codes it is not to be relied on.
+    price of a code. The price is moved until the number of codes is within a sixteenth of k, or six times. The loss of
+    k codes follows from that of the nearest number of codes found, by a power law of the price's slope. All back ends
+    share the order of operations. On drawn data the loss of 64 codes was within 0.2 % in half of the cases and within
+    3 % in all; of 16 codes mostly within 2 %; of fewer it is not to be relied on.
 
     Args:
         centers: float64 [n] NumPy, of one set after another, in each ascending; finite.

@@ -24,6 +24,8 @@ _PRICES = 6
 """Prices of a code that are tried."""
 _FIRST_PRICE = 5.0
 """The first, in variances over the cube of the codes: about right for normal numbers."""
+_NEAR = 16
+"""A codebook whose codes differ from those wanted by at most this part of them is near enough."""
 
 
 @njit_inline
@@ -182,27 +184,22 @@ def _least_losses(centers: Any, weights: Any, ends: Any, k: int, floats: Any, in
             total += w[i] * y * y
         variance = total - moment[m] * moment[m] / weight[m]
         price = _FIRST_PRICE * variance / (np.float64(k) * np.float64(k) * np.float64(k))
-        # The codebooks found of fewer and of more codes that are nearest to k, and their losses.
-        fewer, more = 0, m
-        above, below = 0.0, 0.0
+        nearest = k + m
+        found = slope = 0.0
         for _ in range(_PRICES):
             codes = _priced(weight, moment, price, best, number, queue, since)
-            loss = max(total - (best[m] + price * np.float64(codes)), 0.0)
-            ratio = np.float64(codes) / np.float64(k)
-            if k < codes <= more:
-                more, below = codes, loss
-            elif fewer <= codes <= k:
-                fewer, above = codes, loss
-            if codes == k:
+            if abs(codes - k) <= abs(nearest - k):
+                nearest, found, slope = codes, max(total - (best[m] + price * np.float64(codes)), 0.0), price
+            if _NEAR * abs(nearest - k) <= k:
                 break
+            ratio = np.float64(codes) / np.float64(k)
             price *= ratio * ratio * ratio
-        if fewer == k:
-            losses[s] = above
-        elif fewer == 0:
-            ratio = np.float64(more) / np.float64(k)
-            losses[s] = below * ratio * ratio
-        else:
-            losses[s] = above + (below - above) * (np.float64(k - fewer) / np.float64(more - fewer))
+        if found == 0.0:
+            continue
+        # The price is the slope of the losses over the number of codes, and the curve that of a power law.
+        missing = np.float64(k - nearest)
+        curve = (slope * np.float64(nearest) / found + 1.0) * (0.5 * missing / np.float64(nearest))
+        losses[s] = max(found - slope * missing * (1.0 - curve), 0.0)
 
 
 def least_losses(centers: Vector, weights: Vector, ends: Any, k: int) -> Vector:

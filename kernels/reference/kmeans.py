@@ -186,6 +186,7 @@ def _list(x: Array) -> list[float]:
 
 _PRICES = 6
 _FIRST_PRICE = 5.0
+_NEAR = 16
 
 
 def _gain(best: float, lever: float, mass: float) -> float:
@@ -240,22 +241,19 @@ def _least_loss(x: list[float], w: list[float], k: int) -> float:
         moment.append(moment[-1] + mass * y)
         total += mass * y * y
     price = _FIRST_PRICE * (total - moment[m] * moment[m] / weight[m]) / (float(k) * float(k) * float(k))
-    fewer, above, more, below = 0, 0.0, m, 0.0
+    nearest, found, slope = k + m, 0.0, 0.0
     for _ in range(_PRICES):
         gained, codes = _priced(weight, moment, price)
-        loss = max(total - (gained + price * codes), 0.0)
-        if k < codes <= more:
-            more, below = codes, loss
-        elif fewer <= codes <= k:
-            fewer, above = codes, loss
-        if codes == k:
+        if abs(codes - k) <= abs(nearest - k):
+            nearest, found, slope = codes, max(total - (gained + price * codes), 0.0), price
+        if _NEAR * abs(nearest - k) <= k:
             break
         price *= codes / k * (codes / k) * (codes / k)
-    if fewer == k:
-        return above
-    if fewer == 0:
-        return below * (more / k) * (more / k)
-    return above + (below - above) * ((k - fewer) / (more - fewer))
+    if found == 0.0:
+        return 0.0
+    away = slope * (k - nearest)
+    curve = (slope * nearest / found + 1.0) * (0.5 * (k - nearest) / nearest)
+    return max(found - away * (1.0 - curve), 0.0)
 
 
 def least_losses(centers: Vector, weights: Vector, ends: Any, k: int) -> Vector:

@@ -111,7 +111,7 @@ def test_least_losses_are_those_of_the_best_codebooks(shape: str, codes: int) ->
     used = h.counts[:-1] > 0
     x, w = h.values()[used], h.counts[:-1][used].astype(np.float64)
     best = k.quantization_loss(x, w, k.weighted_kmeans(x, w, codes))
-    assert k.least_losses(x, w, np.array([x.size]), codes)[0] == pytest.approx(best, rel=0.005)
+    assert k.least_losses(x, w, np.array([x.size]), codes)[0] == pytest.approx(best, rel=0.02)
 
 
 @pytest.mark.parametrize(
