@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from . import peers
-from .codebooks import CODES, PARTS
 from .elementwise import BITS, LEVELS, Place, oracle
 from .harness import Case, CheckFailed, Job, Peer, near, same
 
@@ -27,7 +26,6 @@ def cases(at: Place) -> list[Case]:
         ("merge", merge, ()),
         ("quantile", quantile, ()),
         ("bucket_weights", bucket_weights, ("NumPy",)),
-        ("coarsen", coarsen, ()),
         ("prepare", prepare, ()),
         ("boundaries", boundaries, ()),
         ("settled_bounds", settled_bounds, ()),
@@ -120,28 +118,6 @@ def bucket_weights(at: Place) -> Job:
         return "= NumPy"
 
     return _job(at, lambda: weights_of(counts, values), check, _filled(counts), [_numpy(plain)])
-
-
-def coarsen(at: Place) -> Job:
-    from shrinkpoint.kernels.kmeans import bucket_weights as weights_of
-    from shrinkpoint.kernels.kmeans import coarsen as put_together
-    from shrinkpoint.kernels.kmeans import quantization_loss, weighted_kmeans
-
-    counts, values = _buckets(at)
-    weights = weights_of(counts, values)
-
-    def check() -> str:
-        few, their_weights = put_together(values, weights, PARTS)
-        near("sum of the weights", their_weights.sum(), weights.sum(), _ROUNDING)
-        loss, best = (
-            quantization_loss(values, weights, weighted_kmeans(x, w, CODES))
-            for x, w in ((few, their_weights), (values, weights))
-        )
-        if not loss <= 1.001 * best:
-            raise CheckFailed(f"{few.size} centers lose {loss / best} times what all do")
-        return f"{few.size} centers lose {loss / best:.5f} times what all do at K = {CODES}"
-
-    return _job(at, lambda: put_together(values, weights, PARTS), check, _filled(counts))
 
 
 def prepare(at: Place) -> Job:

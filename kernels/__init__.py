@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from .integer_products import column_products, orthogonal_directions, product_classes, row_products
     from .kmeans import (
         bucket_weights,
-        coarsen,
         least_losses,
         prepare,
         quantization_loss,
@@ -114,7 +113,7 @@ _SUBJECTS = {
     "log_histogram_many merge quantile used_buckets_many",
     "huffman": "huffman_codes huffman_decode huffman_encode huffman_lengths pack_lengths unpack_lengths",
     "integer_products": "column_products orthogonal_directions product_classes row_products",
-    "kmeans": "bucket_weights coarsen least_losses prepare quantization_loss weighted_kmeans weighted_kmeans_many",
+    "kmeans": "bucket_weights least_losses prepare quantization_loss weighted_kmeans weighted_kmeans_many",
     "levels": "delta joint_counts merge_by_level split_by_level undelta",
     "logbucket": "bucket_index bucket_value",
     "mask": "changed_mask gather pack_mask scatter unpack_mask",
@@ -162,7 +161,6 @@ __all__ = [
     "class_sums",
     "cluster_dequantize",
     "cluster_quantize",
-    "coarsen",
     "coding_cost",
     "collect_and_locate",
     "collect_changes",

@@ -22,9 +22,6 @@ Ends = np.ndarray[Any, np.dtype[np.int64]]
 METHODS = ("exact", "kmeans++")
 DTYPES = ("float16", "float32", "float64", *(f"{kind}{width}" for kind in ("int", "uint") for width in (8, 16, 32, 64)))
 """Dtypes of centers and weights; everything is computed in float64."""
-_LEAST = float(np.finfo(np.float64).tiny)
-_ROUNDS = 4
-"""Rounds that limit a center to one part; an isolated center with a wide interval would otherwise take many parts."""
 
 
 @np.errstate(all="ignore")
@@ -76,88 +73,6 @@ def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
     if share < 1.0:
         weights[used] += (1.0 - share) * (magnitude / whole)
     return weights
-
-
-@np.errstate(all="ignore")
-def coarsen(centers: Array, weights: Array, parts: int) -> tuple[Vector, Vector]:
-    """Merge neighbouring centers that the best codebook would hardly distinguish.
-
-    The density of the entries of a good codebook is proportional to the cube root of the density of the weight (Panter
-    and Dite). An interval of width d and weight w thus holds a number of entries proportional to
-    `(w * d**2) ** (1 / 3)`. The sum of these numbers is cut into equal parts, and each part becomes one center at its
-    weighted mean; an interval larger than a part counts as one part. The exponent used is 5/16 instead of 1/3, because
-    square roots compute it identically on all machines.
-
-    With W the loss of merging, `sum(w * (x - its mean)**2)`, and L the least loss of any codebook of k entries, the
-    best codebook of the merged centers loses at most `(sqrt(L) + 2 * sqrt(W))**2` on all centers. Measured at k = 8 to
-    64 on buckets of normal, Laplace, Student's t and row-scaled data: at most 1.0003 L with 24 parts per entry, and
-    1.0017 L with 16.
-
-    Args:
-        centers: float64 [m], ascending, finite, on the host.
-        weights: float64 [m], finite, >= 0, on the host.
-        parts: largest number of centers returned, 1 ... 2**31 - 1.
-
-    Returns:
-        centers float64 [n], ascending, and their weights float64 [n]; NumPy, host; n <= parts. At most `parts` centers
-        of positive weight are returned unchanged; if there are more, equal centers are merged first.
-
-    Raises:
-        BadArgumentError: an argument out of its range, or on a GPU; or weights whose sum is beyond float64.
-
-    Example:
-        >>> import numpy as np
-        >>> x = np.linspace(-1, 1, 10_001)
-        >>> centers, weights = coarsen(x, np.ones(10_001), 24 * 32)
-        >>> centers.size, int(weights.sum())
-        (768, 10001)
-
-    Source: Panter and Dite 1951 (density of the entries); Gersho and Gray 1992, section 5.6.
-    """
-    _check(centers, weights)
-    array("centers", centers, DTYPES, host=True)
-    parts = integer("parts", parts, 1, 2**31 - 1)
-    x, w = to_numpy(centers).astype(np.float64), to_numpy(weights).astype(np.float64)
-    some = w > 0.0
-    x, w = x[some], w[some]
-    if x.size <= parts:
-        return x, w
-    other = np.flatnonzero(np.diff(x, prepend=-np.inf))
-    x, w = x[other], np.add.reduceat(w, other)
-    if x.size <= parts:
-        return _with_sums(x, w)
-    exponents = [int(np.frexp(np.abs(a).max())[1]) for a in (x, w)]
-    scaled, mass = (np.ldexp(a, -e) for a, e in zip((x, w), exponents, strict=True))
-    width = np.empty(x.size)  # twice the interval's, for all but the ends
-    width[1:-1] = scaled[2:] - scaled[:-2]
-    width[0], width[-1] = scaled[1] - scaled[0], scaled[-1] - scaled[-2]
-    share = np.where(width >= _LEAST, width * _root(mass / width), 0.0)
-    for _ in range(_ROUNDS):
-        share = np.minimum(share, share.sum() / parts)
-    until = np.cumsum(share)
-    part = np.minimum(np.floor((until - share / 2) / until[-1] * parts), parts - 1)
-    if not np.isfinite(part).all():  # the width or the weight is almost zero
-        part = np.arange(x.size) * parts // x.size
-    first = np.flatnonzero(np.diff(part, prepend=-1.0))
-    last = np.append(first[1:], x.size) - 1
-    total = np.add.reduceat(mass, first)
-    means = np.ldexp(np.add.reduceat(mass * scaled, first) / total, exponents[0])
-    # Scaled numbers and weights may have underflowed, and a rounded mean may lie outside its part.
-    inside = np.clip(np.where(total > 0.0, means, x[first]), x[first], x[last])
-    return _with_sums(inside, np.add.reduceat(w, first))
-
-
-def _with_sums(x: Vector, w: Vector) -> tuple[Vector, Vector]:
-    if not np.isfinite(w).all():
-        raise BadArgumentError("the sum of neighbouring weights is beyond float64")
-    return x, w
-
-
-def _root(x: Vector) -> Vector:
-    """`x ** (5 / 16)` by square roots, which are rounded correctly everywhere."""
-    fourth: Vector = np.sqrt(np.sqrt(x))
-    rooted: Vector = fourth * np.sqrt(np.sqrt(fourth))
-    return rooted
 
 
 def prepare(centers: Array, weights: Array) -> tuple[Vector, Vector, int]:

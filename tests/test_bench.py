@@ -106,10 +106,9 @@ def test_every_kernel_has_a_row_and_a_test() -> None:
     without = (*catalogue.SCALAR, *catalogue.IN_STATES)
     assert {catalogue.ROWS.get(name, name) for name in named if name not in without} <= rows
     assert set(catalogue.ROWS) | set(without) <= set(named)
-    for line in catalogue.kernels().splitlines()[2:]:
-        assert "[public]" in line
-        assert "[test]" in line
-        assert ("[Numba]" in line) == ("[oracle]" in line)
+    lines = catalogue.kernels().splitlines()[2:]
+    assert len(lines) == len(named)
+    assert all("[test]" in line for line in lines)
 
 
 def test_a_table_gets_no_speed_if_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

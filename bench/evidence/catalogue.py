@@ -12,14 +12,6 @@ from ..devices import FLOORS
 from .cells import NONE, Json, markdown, number
 from .results import HOME, rows_of
 
-PLACES = {
-    "public": "kernels/{}.py",
-    "oracle": "kernels/reference/{}.py",
-    "Numba": "kernels/cpu/{}.py",
-    "Triton": "kernels/gpu/{}.py",
-    "test": "tests/kernels/test_{}.py",
-}
-"""Where a subject is, as far as it is there."""
 ROWS = {
     "weighted_kmeans": codebooks.solved(codebooks.CODES),
     "weighted_kmeans_many": gpu.CODEBOOKS,
@@ -68,20 +60,18 @@ def kernels() -> str:
         found.setdefault((row["row"], row["device"].startswith("cpu")), row)  # that of the first size comes first
     lines = []
     for name, subject in functions().items():
-        files = [_link(where, path.format(subject), name) for where, path in PLACES.items()]
-        files[-1] = files[-1] or _link("test", PLACES["test"].format("many"), name)
+        tests = [f"tests/kernels/test_{of}.py" for of in (subject, "many")]
+        test = next(f"[test](../{path})" for path in tests if _stands(path, rf"\b{name}\b"))
         host, card = (found.get((ROWS.get(name, name), cpu)) for cpu in (True, False))
-        on_card = NONE if dict(zip(PLACES, files, strict=True))["Triton"] else ""
-        lines.append([f"`{name}`", *files, _figure(host), _figure(card) or on_card])
-    return markdown(["", *PLACES, "CPU, one thread", "GPU"], lines)
+        on_card = NONE if _stands(f"kernels/gpu/{subject}.py", rf"^def {name}\(") else ""
+        lines.append([f"[`{name}`](../kernels/{subject}.py)", test, _figure(host), _figure(card) or on_card])
+    return markdown(["", "", "CPU, one thread", "GPU"], lines)
 
 
-def _link(where: str, path: str, name: str) -> str:
-    """To the file that defines or tests the function; nothing where it does not."""
+def _stands(path: str, pattern: str) -> bool:
+    """Whether a file exists and matches the pattern."""
     file = HOME / path
-    pattern = rf"\b{name}\b" if where == "test" else rf"^def {name}\("
-    there = file.exists() and re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
-    return f"[{where}](../{path})" if there else ""
+    return file.exists() and re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 def _figure(row: Json | None) -> str:

@@ -126,7 +126,6 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (k.pack_lengths, {"lengths": LENGTHS}),
     (k.unpack_lengths, {"data": np.frombuffer(k.pack_lengths(LENGTHS), np.uint8), "S": 6}),
     (k.bucket_weights, {"counts": SHORTS, "values": CENTERS, "sigma": 0.2}),
-    (k.coarsen, {"centers": CENTERS, "weights": WEIGHTS, "parts": 3}),
     (k.prepare, {"centers": CENTERS, "weights": WEIGHTS}),
     (k.weighted_kmeans, {"centers": CENTERS, "weights": WEIGHTS, "k": 3, "seed": 1, "iterations": 5}),
     (k.weighted_kmeans, {"centers": CENTERS, "weights": WEIGHTS, "k": 3, "method": "kmeans++", "seed": 1}),

@@ -16,7 +16,6 @@ from shrinkpoint.kernels.errors import BadArgumentError
 from shrinkpoint.kernels.histogram import log_histogram
 from shrinkpoint.kernels.kmeans import (
     bucket_weights,
-    coarsen,
     prepare,
     quantization_loss,
     weighted_kmeans,
@@ -248,97 +247,6 @@ def test_bucket_weights_follow_the_formula(fresh: np.random.Generator) -> None:
     assert bucket_weights(np.array([1, 1]), np.array([5e-324, 5e-324]), 0.0).tolist() == [0.5, 0.5]
 
 
-def drawn(rng: np.random.Generator, shape: str) -> Vector:
-    n = 50_000
-    if shape == "rows":
-        return (rng.standard_normal((100, n // 100)) * np.exp(rng.standard_normal((100, 1)))).ravel()
-    return {
-        "normal": rng.standard_normal,
-        "laplace": lambda n: rng.laplace(size=n),
-        "student": lambda n: rng.standard_t(3, n),
-        "uniform": lambda n: rng.uniform(-1, 1, n),
-        "one side": lambda n: rng.exponential(size=n),
-    }[shape](n)
-
-
-@pytest.mark.parametrize("shape", ["normal", "laplace", "student", "rows", "uniform", "one side"])
-@pytest.mark.parametrize("k", [2, 8, 32, 64])
-@pytest.mark.parametrize("sigma", [0.2, 1.0])
-def test_coarser_centers_have_nearly_the_best_codebook(
-    shape: str, k: int, sigma: float, fresh: np.random.Generator
-) -> None:
-    h = log_histogram(drawn(fresh, shape).astype(np.float32), 6, signed=True)
-    x, w = h.values(), bucket_weights(h.counts[:-1], h.values(), sigma)
-    few, mass = coarsen(x, w, max(24 * k, 512))
-    assert few.size == mass.size <= max(24 * k, 512)
-    best, found = (quantization_loss(x, w, weighted_kmeans(*p, k)) for p in ((x, w), (few, mass)))
-    assert best * (1 - 1e-12) <= found <= 1.001 * best
-
-
-def test_centers_that_lie_alone_take_one_part_each(fresh: np.random.Generator) -> None:
-    """However wide their intervals are: the others would have none left."""
-    near, far = np.sort(fresh.standard_normal(3000)), 10.0 ** np.linspace(1, 6, 60)
-    x, w = np.concatenate([near, far]), np.ones(3060)
-    few, mass = coarsen(x, w, 24 * 92)
-    assert (few < 10).sum() > 2000
-    best, found = (quantization_loss(x, w, weighted_kmeans(*p, 92)) for p in ((x, w), (few, mass)))
-    assert found <= 1.01 * best
-
-
-@pytest.mark.parametrize("kind", ["normal", "atoms", "heavy", "narrow"])
-def test_what_coarser_centers_lose_is_bounded(kind: str, fresh: np.random.Generator) -> None:
-    """The loss of merging centers stays within its bound."""
-    m, k = 3000, int(fresh.integers(1, 9))
-    x, w = np.sort(fresh.standard_normal(m)), fresh.integers(1, 50, m).astype(np.float64)
-    if kind == "atoms":
-        w[fresh.integers(0, m, k)] = 1e9
-    elif kind == "heavy":
-        x = np.sort(fresh.standard_t(1, m))
-    elif kind == "narrow":
-        x = 1 + x * 1e-13
-    few, mass = coarsen(x, w, 24 * k)
-    assert mass.sum() == w.sum()
-    assert (np.diff(few) >= 0).all()
-    ends = np.searchsorted(np.cumsum(w), np.cumsum(mass))
-    assert (np.cumsum(w)[ends] == np.cumsum(mass)).all()
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    assert ((x[starts] <= few) & (few <= x[ends])).all()
-    together = float((w * (x - np.repeat(few, ends - starts + 1)) ** 2).sum())
-    best, found = (quantization_loss(x, w, weighted_kmeans(*p, k)) for p in ((x, w), (few, mass)))
-    assert found <= (math.sqrt(best) + 2 * math.sqrt(together)) ** 2 * (1 + 1e-9) + 1e-12 * float((w * x * x).sum())
-
-
-def test_coarser_centers_at_every_scale(fresh: np.random.Generator) -> None:
-    x, w = np.sort(fresh.standard_normal(2000)), fresh.random(2000) + 0.5
-    few, mass = coarsen(x, w, 500)
-    assert few.size <= 500
-    for up in (-1000, 900):
-        given = np.ldexp(x, up), np.ldexp(w, -up)
-        with np.errstate(all="raise"):
-            scaled, same = coarsen(*given, 500)
-        assert scaled.size == few.size
-        np.testing.assert_allclose(scaled, np.ldexp(few, up), rtol=1e-15)
-        np.testing.assert_array_equal(same, np.ldexp(mass, -up))
-    tiny = np.arange(2000) * 5e-324
-    wide = np.concatenate([-(10.0 ** np.arange(308, -308, -1)), 10.0 ** np.arange(-308, 308)])
-    for centers in (tiny, np.repeat(tiny[:2], 1000), np.concatenate([tiny, [1e308]]), np.full(1000, 3.0), wide):
-        weights = np.ones(centers.size)
-        with np.errstate(all="raise"):
-            some, together = coarsen(centers, weights, 500)
-        assert together.sum() == weights.sum()
-        assert some.size <= 500
-        ends = np.cumsum(together).astype(np.int64)
-        assert (centers[np.append(0, ends[:-1])] <= some).all()
-        assert (some <= centers[ends - 1]).all()
-        assert (np.diff(some) >= 0).all()
-    with_none = np.where(fresh.random(2000) < 0.5, 0.0, w)
-    used = with_none > 0
-    for a, b in zip(coarsen(x, with_none, 500), coarsen(x[used], w[used], 500), strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(coarsen(x[:400], with_none[:400], 400), (x[:400][used[:400]], w[:400][used[:400]]), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 @given(
     st.lists(st.tuples(st.integers(-9, 9), st.integers(0, 5)), max_size=30),
     st.integers(-900, 900),
@@ -382,9 +290,6 @@ def test_bad_arguments() -> None:
         ("sigma", lambda: bucket_weights(np.ones(3, dtype=np.int64), x, 1.5)),
         ("one length", lambda: bucket_weights(np.ones(2, dtype=np.int64), x)),
         (">= 0", lambda: bucket_weights(np.array([1, -1, 1]), x)),
-        ("parts is", lambda: coarsen(x, w, 0)),
-        ("ascending", lambda: coarsen(x[::-1].copy(), w, 2)),
-        ("beyond float64", lambda: coarsen(np.arange(2000.0), np.full(2000, 1e308), 2)),
     ]
     for message, call in cases:
         with pytest.raises(BadArgumentError, match=message):

@@ -37,7 +37,7 @@ ON_THE_HOST = {
 }
 """Arguments that are wanted as NumPy."""
 HOST_RESULTS = {"boundaries", "factor_sums", "log_histogram", "kept_histogram", "exponent_buckets", "bucket_weights"}
-HOST_RESULTS |= {"coarsen", "prepare", "split_octaves", "log_histogram_many", "kept_histogram_many"}
+HOST_RESULTS |= {"prepare", "split_octaves", "log_histogram_many", "kept_histogram_many"}
 HOST_AFTER_THE_FIRST = {"grid_symbols", "residual_symbols"}
 """Functions whose results, or all but the first, are NumPy for every library."""
 GPU_SUBJECTS = {p.stem for p in (Path(k.__file__).parent / "gpu").glob("*.py")} & set(k._MODULE_OF.values())
@@ -193,7 +193,7 @@ def test_arrays_that_forbid_numpy(
     function: Callable[..., Any], arguments: dict[str, Any], foreign: Callable[[Any], Foreign]
 ) -> None:
     subject = k._MODULE_OF[name_of(function)]
-    if subject not in GPU_SUBJECTS or name_of(function) in ("bucket_weights", "coarsen", "prepare"):
+    if subject not in GPU_SUBJECTS or name_of(function) in ("bucket_weights", "prepare"):
         given = {name: converted(v, foreign) for name, v in arrays_among(function, arguments).items()}
         with pytest.raises(BadArgumentError, match=r"on a GPU|different devices"):
             function(**{**arguments, **given})
