@@ -65,7 +65,7 @@ def kernels() -> str:
         host, card = (found.get((ROWS.get(name, name), cpu)) for cpu in (True, False))
         on_card = NONE if _stands(f"kernels/gpu/{subject}.py", rf"^def {name}\(") else ""
         lines.append([f"[`{name}`](../kernels/{subject}.py)", test, _figure(host), _figure(card) or on_card])
-    return markdown(["", "", "CPU, one thread", "GPU"], lines)
+    return markdown(["", "", "CPU, one thread, x memcpy", "GPU"], lines)
 
 
 def _stands(path: str, pattern: str) -> bool:
@@ -80,5 +80,5 @@ def _figure(row: Json | None) -> str:
         return ""
     if row["value"] is None:
         return NONE
-    share = f", {number(row['ratio'], 2)} x {row['peer']}" if row["peer"] in FLOORS else ""
+    share = f", {number(row['ratio'], 2)} x" if row["peer"] in FLOORS else ""
     return f"{number(row['value'])} {row['unit']}{share}"

@@ -67,7 +67,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "stall peers": partial(parts.beside, "saver.json", ("ms",)),
     "levels": levels.levels,
     "front": levels.front,
-    **{f"level {name}": partial(levels.level, name) for name in levels.NAMES if name != "lossless"},
+    **{f"level {name}": partial(levels.level, name) for name in ("default", "compact")},
     **{f"aims {bench}": partial(parts.aims, bench) for bench in _AIMS},
     **{f"failures {model}": partial(trainings.failures, model) for model in _KILLED},
     **{f"ablation {model}": partial(trainings.ablations, model) for model, s in training.STUDIES.items() if s.ablation},
