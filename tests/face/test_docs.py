@@ -274,7 +274,7 @@ def ratio_rows() -> list[str]:
                 rows[f"{model}, {system}: {what}"]["value"]
                 for what in ("whole state, chain with its bases", "whole state, late deltas", "loss change later")
             )
-            times = "no deltas" if late is None else f"{late:.1f} x"  # one that would not spare bytes is a base
+            times = "no deltas" if late is None else f"{late:.1f} x"  # one that would not save bytes is a base
             cells.append(f"{chain:.1f} x, {times}, {loss:+.2f} %")
         lines.append(f"| `{call}`{', ' if bins else ''}{bins} | {' | '.join(cells)} |")
     return lines
