@@ -1,6 +1,7 @@
 """Reasons that a file names by number.
 
-They are part of the format: texts are only added at the end.
+They are part of format version 1, which has exactly these: a file numbers its own texts from the end of this list on.
+One more here would change what older files say.
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ import torch
 from blake3 import blake3
 
 import shrinkpoint as sp
+from shrinkpoint.codec.rebase import rebase
+from shrinkpoint.codec.state.leaves import is_array
+from shrinkpoint.codec.state.tree import flatten
 
 from .subclass import Coded, coded
 
@@ -36,9 +39,8 @@ def fingerprint(tree: Any) -> str:
         if isinstance(x, Coded):
             stack.append([x.codes, x.scale, repr(x.context)])
         elif isinstance(x, torch.Tensor):
-            flat = x.contiguous().reshape(-1)
             h.update(f"{x.dtype} {tuple(x.shape)}".encode())
-            h.update(flat.view(torch.uint8).numpy().tobytes() if x.numel() else b"")
+            h.update(bits(x))
         elif isinstance(x, (np.ndarray, np.generic)):
             h.update(f"{x.dtype.str} {x.dtype.name} {x.shape}".encode() + x.tobytes())
         elif isinstance(x, dict):
@@ -320,26 +322,65 @@ def cases() -> dict[str, tuple[Any, sp.Config, int]]:
     }
 
 
+AGAIN = {"lc-base": ("lc", 2, None), "lc-super": ("lc", 2, 0)}
+"""Checkpoints that stand for one of a chain: name -> (case, its moment, moment of the new parent or None)."""
+FILES = [f"{name}-{t}.spt" for name, (_, _, length) in cases().items() for t in range(length)]
+FILES += [f"{name}-{t}.spt" for name, (_, t, _) in AGAIN.items()]
+
+
+def arrays_of(ckpt: sp.Checkpoint, state: Any) -> dict[str, list[Any]]:
+    """Library, dtype, shape and BLAKE3 of the bytes of each restored array, by its key as JSON."""
+    _, nodes = flatten(state, is_array)
+    values = {node.key: node.value for node in reversed(nodes)}
+    found = {}
+    for record in ckpt.records:
+        spec = record.spec
+        digest = blake3(bits(values[record.key])).hexdigest()
+        found[key_of(record.key)] = [spec.library, spec.dtype, list(spec.shape), digest]
+    return found
+
+
+def key_of(key: str) -> str:
+    """The typed keys of an array's place as a JSON list."""
+    return "[" + ", ".join(key.split("\x1f")) + "]"
+
+
+def bits(value: Any) -> bytes:
+    """The bytes of an array in C order; text scalars with all of their characters."""
+    if isinstance(value, torch.Tensor):
+        return bytes(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if value.numel() else b""
+    return bytes(value.tobytes())
+
+
+def entry(ckpt: sp.Checkpoint, parent: str | None, state: Any) -> dict[str, Any]:
+    """What the index says of a file."""
+    restored = sp.decompress(ckpt)
+    return {
+        "parent": parent,
+        "id": ckpt.identity,
+        "state": fingerprint(restored),
+        "exact": fingerprint(state) == fingerprint(restored),
+        "streams": sorted({row.stream for row in ckpt.summary()}),
+        "arrays": arrays_of(ckpt, restored),
+    }
+
+
 def encode() -> tuple[dict[str, Any], dict[str, bytes]]:
     """Encode every case: the entries of the index and the bytes of every file, both by file name."""
     index: dict[str, Any] = {}
-    blobs: dict[str, bytes] = {}
+    made: dict[str, sp.Checkpoint] = {}
     for name, (make, cfg, length) in cases().items():
         prev = None
         for t in range(length):
-            ckpt = sp.compress(make(t), prev, cfg, kinds=KINDS.get(make))
-            file = f"{name}-{t}.spt"
-            blobs[file] = ckpt.to_bytes()
-            state = sp.decompress(ckpt)
-            index[file] = {
-                "parent": None if prev is None else f"{name}-{t - 1}.spt",
-                "id": ckpt.id,
-                "state": fingerprint(state),
-                "exact": fingerprint(make(t)) == fingerprint(state),
-                "streams": sorted({row.stream for row in ckpt.summary()}),
-            }
+            ckpt = made[f"{name}-{t}.spt"] = sp.compress(make(t), prev, cfg, kinds=KINDS.get(make))
+            parent = None if prev is None else f"{name}-{t - 1}.spt"
+            index[f"{name}-{t}.spt"] = entry(ckpt, parent, make(t))
             prev = ckpt
-    return index, blobs
+    for name, (case, t, over) in AGAIN.items():
+        parent = None if over is None else f"{case}-{over}.spt"
+        ckpt = made[f"{name}-{t}.spt"] = rebase(made[f"{case}-{t}.spt"], None if parent is None else made[parent])
+        index[f"{name}-{t}.spt"] = entry(ckpt, parent, cases()[case][0](t))
+    return index, {file: ckpt.to_bytes() for file, ckpt in made.items()}
 
 
 def check(folder: Path = FOLDER) -> list[str]:
@@ -381,7 +422,8 @@ def main(arguments: list[str]) -> None:
     FOLDER.mkdir(exist_ok=True)
     for file, blob in blobs.items():
         (FOLDER / file).write_bytes(blob)
-    INDEX.write_text(json.dumps(index, indent=1) + "\n")
+    lines = ",\n".join(f"{json.dumps(file)}: {json.dumps(about)}" for file, about in index.items())
+    INDEX.write_text(f"{{\n{lines}\n}}\n")
     print(f"{len(index)} files, {sum(p.stat().st_size for p in FOLDER.glob('*'))} bytes in {FOLDER}")
 
 

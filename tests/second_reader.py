@@ -1,0 +1,700 @@
+"""A second reader of files, in NumPy: written from docs/format.md and docs/entropy.md, not from the library."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from math import prod
+from typing import Any
+
+import numpy as np
+import xxhash
+import zstandard
+from blake3 import blake3
+
+Array = np.ndarray[Any, Any]
+EPOCH = 0
+FLOATS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}  # exponent, mantissa
+CONTAINERS: dict[str, Any] = {"d": dict, "w": dict, "o": OrderedDict, "c": Counter, "l": list, "t": tuple}
+SCALARS: dict[str, Callable[[Any], Any]] = {
+    "i": lambda text: int(text, 16),
+    "f": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    "b": base64.b64decode,
+    "s": lambda text: base64.b64decode(text).decode("utf-8", "surrogatepass"),
+    "k": lambda nodes: tuple(map(scalar, nodes)),
+}
+
+
+class RangeCoder:
+    """The adaptive binary range coder, whose models have names, and what it codes."""
+
+    def __init__(self, data: Source) -> None:
+        self.bytes = itertools.chain(data.read(), itertools.repeat(0))
+        self.code, self.range = int.from_bytes(itertools.islice(self.bytes, 4), "big"), 2**32 - 1
+        self.models: dict[tuple[str, int], tuple[int, int]] = defaultdict(lambda: (32768, 0))
+
+    def split(self, p: int) -> int:
+        bound = (self.range // 65536) * p
+        bit = int(self.code >= bound)
+        self.code, self.range = (self.code - bound, self.range - bound) if bit else (self.code, bound)
+        while self.range < 2**24:
+            self.code, self.range = (self.code * 256 + next(self.bytes)) % 2**32, self.range * 256
+        return bit
+
+    def bit(self, name: str, number: int = 0) -> int:
+        z, t = self.models[name, number]
+        bit = self.split(z)
+        z = z - (2 * z) // (2 * t + 3) if bit else z + (2 * (65536 - z)) // (2 * t + 3)
+        self.models[name, number] = z, min(t + 1, 62)
+        return bit
+
+    def plain(self, k: int) -> int:
+        return sum(self.split(32768) << j for j in reversed(range(k)))
+
+    def count(self, name: str, k: int, limit: int) -> int:
+        return next((n for n in range(limit) if not self.bit(name, min(n, k))), limit)
+
+    def near(self, v: int, top: int) -> int:
+        if not self.bit("equal"):
+            return v
+        return v + 1 + self.count("rise", 3, top - v - 1) if self.bit("up") else v - 1 - self.count("down", 3, v - 2)
+
+    def code_lengths(self, size: int) -> list[int]:
+        out, space, a, b, v = [0] * size, 2**24, 0, 0, -1
+        for s in range(size):
+            a, b = self.bit("there", 2 * a + b), a
+            if a:
+                v = self.count("first", 24, 24) if v < 0 else self.near(v, 24)
+                out[s], space = v or 1, space - 2 ** (24 - v)
+            if not space:
+                break
+        return out
+
+    def frequencies(self, rows: int, size: int, precision: int) -> list[list[int]]:
+        out, empty, kind, last, before = [[0] * size for _ in range(rows)], 0, 0, -1, -1
+        digits = self.plain(4)
+        for c, row in enumerate(out):
+            empty = self.bit("empty", empty)
+            if empty:
+                continue
+            kind = 1 + self.bit("same", kind) if self.bit("diagonal", kind) else 0
+            peak = self.plain((size - 1).bit_length()) if kind == 2 else (before + c - last, before)[kind]
+            others = [s for s in range(size) if s != peak] if digits and not self.bit("alone") else []
+            for s in others:
+                at = s - peak + before
+                above = out[last][at].bit_length() if last >= 0 and 0 <= at < size else 0
+                left = row[s - 1].bit_length() if s > 0 and s - 1 != peak else 0
+                around = 6 * (above > 0) + 3 * (left > 0 or s - 1 == peak) + min(abs(s - peak), 3) - 1
+                if self.bit("there", around):
+                    known = above or left
+                    width = self.near(known, precision) if known else 1 + self.count("first", 12, precision - 1)
+                    row[s] = 1
+                    for k in range(1, width):
+                        row[s] = 2 * row[s] + (self.bit("digit", k) if k < digits else 0)
+            row[peak] = 2**precision - sum(row)
+            last, before = c, peak
+        return out
+
+    def rare(self, expected: Array) -> Array:
+        out, at, left, width = expected.copy(), 0, expected.size, self.plain(6)
+        for changes in range(2 ** (width - 1) + self.plain(width - 1) if width else 0, 0, -1):
+            most = left - changes
+            q, gap = most * 2**32 // left, 0
+            for j in range(most.bit_length()):
+                z = 2**48 // (2**32 + q)
+                if z >= 65535:
+                    gap += self.plain(most.bit_length() - j) << j if self.split(65535) else 0
+                    break
+                gap += self.split(z) << j
+                q = q * q // 2**32
+            at, left, e = at + gap + 1, left - gap - 1, int(out[at + gap])
+            if self.bit("far", e // 8):
+                t = 1
+                for _ in range(8):
+                    t = 2 * t + self.bit("tree", t)
+                out[at - 1] = t - 256
+            else:
+                out[at - 1] = {0: 1, 255: 254}[e] if e in (0, 255) else e + 2 * self.bit("up", e // 8) - 1
+        return out
+
+
+class Source(BytesIO):
+    """Bytes that are read from the front; `read()` takes the rest, and so does what stands at the end of a stream."""
+
+    def byte(self) -> int:
+        return self.read(1)[0]
+
+    def varint(self) -> int:
+        b = self.byte()
+        return b if b < 128 else b - 128 + 128 * self.varint()
+
+    def varints(self, n: int) -> list[int]:
+        return [self.varint() for _ in range(n)]
+
+    def array(self, dtype: Any, n: int) -> Array:
+        return np.frombuffer(self.read(n * np.dtype(dtype).itemsize), dtype, n)
+
+    def block(self) -> Source:
+        return Source(self.read(self.varint()))
+
+    def packed(self, widths: Array) -> Array:
+        """Numbers of so many bits each, one after another, the lowest bit first; zeros fill the last byte."""
+        bits = np.unpackbits(np.frombuffer(self.read(), np.uint8), bitorder="little")
+        starts, out = np.cumsum(widths) - widths, np.zeros(widths.size, np.uint64)
+        assert not bits[widths.sum() :].any()
+        for j in range(int(widths.max(initial=0))):
+            own = widths > j
+            out[own] |= bits[starts[own] + j].astype(np.uint64) << np.uint64(j)
+        return out
+
+    def huffman(self, lengths: list[int], n: int) -> Array:
+        codes, code, before, out = {}, -1, 0, []
+        for length, s in sorted((length, s) for s, length in enumerate(lengths) if length):
+            code, before = (code + 1) << (length - before), length
+            codes[f"{code:0{length}b}"] = s
+        sizes = self.varints(3 if n else 0)
+        for k, stream in enumerate(map(self.read, [*sizes, None])):
+            text, at, end = "".join(f"{b:08b}" for b in stream), 0, 1
+            for _ in range(min(k * -(-n // 4), n), min((k + 1) * -(-n // 4), n)):
+                while text[at:end] not in codes:
+                    end += 1
+                out.append(codes[text[at:end]])
+                at, end = end, end + 1
+            assert text[at:] == "0" * (-at % 8)
+        return np.array(out, int)
+
+    def rans(self, rows: Array, count: int) -> Array:
+        """A table of frequencies with so many rows, and a stream of which each symbol has its row."""
+        form, columns, slots, out = self.byte(), self.varint(), [], list[int]()
+        # Four states take words one by one, in order; 64 states in rows of 16, of which the first takes the last words.
+        precision, states, least, together = (12, 64, 2**15, 16) if form == 64 else (form, 4, 2**16, 1)
+        for row in RangeCoder(self.block()).frequencies(count, columns, precision):
+            line: list[tuple[int, int, int]] = []  # of each slot: symbol, its first slot, its frequency
+            for s in sorted(range(columns), key=lambda s: s != row.index(max(row))):
+                line += [(s, len(line), row[s])] * row[s]
+            slots.append(line)
+        data = self.read()
+        x = np.frombuffer(data[: 4 * states], "<u4").tolist() or [least] * states
+        words = np.frombuffer(data[4 * states :], "<u2")[:: 1 if states == 64 else -1].tolist()
+        for start in range(0, rows.size, together):
+            own = rows[start : start + together].tolist()
+            for k, row in enumerate(own, start % states):
+                high, slot = divmod(x[k], 2**precision)
+                s, first, f = slots[row][slot]
+                x[k] = f * high + slot - first
+                out.append(s)
+            for k in reversed(range(start % states, start % states + len(own))):
+                if x[k] < least:
+                    x[k] = x[k] * 65536 + words.pop()
+        assert (x, words) == ([least] * states, [])
+        return np.array(out, int)
+
+    def published(self) -> Array:
+        (count, size), out = self.varints(2), list[int]()
+        alphabet = np.cumsum([-self.varint(), *self.varints(size - 1)])
+        for token in alphabet[self.huffman(RangeCoder(self.block()).code_lengths(size), count)].tolist():
+            out += [-token] if token <= 0 else out[-1:] * (token - 1)
+        return np.array(out)
+
+    def rearranged(self, context: Array) -> Array:
+        out, modulus = np.empty_like(context), self.varint()
+        for value in np.unique(context):
+            own = context == value
+            out[own] = (value - self.block().symbols(int(own.sum()))) % modulus
+        return out
+
+    def classes(self, classes: int, columns: int, place: Array) -> Array:
+        base, row, column = self.varint(), place // columns, place % columns
+        down, across = self.block().symbols(int(row.max()) + 1), self.block().symbols(columns)
+        return np.clip(down[row] + across[column] - base, 0, classes - 1)
+
+    def places(self, context: Array) -> Array:
+        columns, phase, contexts, classes = self.varints(4)
+        own = self.classes(classes, columns, phase + np.arange(context.size))
+        return self.rans(own + (context * classes if contexts > 1 else 0), contexts * classes)
+
+    def products(self, n: int) -> Array:
+        columns, phase, matrices = self.varints(3)
+        heights = self.varints(matrices) if matrices > 1 else [-(-(phase + n) // columns)]
+        ranks, shifts, found = [], [], []
+        for _ in heights:
+            ranks.append(self.varint())
+            shifts.append(self.varint() if ranks[-1] else 1)
+        ends = np.cumsum([rank * height for rank, height in zip(ranks, heights, strict=True)])
+        left = np.split(self.block().symbols(int(ends[-1])) - 128, ends[:-1])
+        right = np.split(self.block().symbols(sum(ranks) * columns) - 128, np.cumsum(ranks)[:-1] * columns)
+        for rank, shift, height, a, b in zip(ranks, shifts, heights, left, right, strict=True):
+            row, column = np.divmod(phase + np.arange(height * columns if matrices > 1 else n), columns)
+            sums = (a.reshape(rank, height)[:, row] * b.reshape(rank, columns)[:, column]).sum(axis=0)
+            found.append(np.clip(sums + 2 ** (shift - 1) >> shift, -6, 6) + 6)
+        own, classes = np.concatenate(found), self.varint()
+        if classes > 1:
+            own = own * classes + self.classes(classes, columns, phase + np.arange(n))
+        return self.rans(own, 13 * classes)
+
+    def symbols(self, n: int, context: Array | None = None, contexts: int = 1) -> Array:
+        method = self.byte()
+        known = np.full(n, self.byte()) if method in (0, 11) else np.zeros(n, int) if context is None else context
+        found = {
+            0: lambda: known,
+            1: lambda: self.packed(np.full(n, self.byte())),
+            2: lambda: self.huffman(RangeCoder(self.block()).code_lengths(256), n),
+            3: self.published,
+            4: lambda: self.rans(np.zeros(n, int), 1),
+            5: lambda: self.rans(known, contexts),
+            6: lambda: self.rearranged(known),
+            7: lambda: known,
+            8: lambda: np.frombuffer(zstandard.decompress(self.read()), np.uint8),
+            9: lambda: np.frombuffer(self.read(), np.uint8),
+            10: lambda: RangeCoder(self).rare(known),
+            11: lambda: RangeCoder(self).rare(known),
+            12: lambda: self.places(known),
+            13: lambda: self.products(n),
+        }[method]()
+        assert (found.size, self.read()) == (n, b"")
+        return found.astype(int)
+
+    def planes(self, width: int, n: int) -> Array:
+        found = np.stack([self.block().symbols(n) for _ in range(width)], axis=1)
+        return found.astype(np.uint8).reshape(-1).view(f"<u{width}")
+
+    def table(self) -> Array:
+        out, count = np.zeros(256, np.float32), self.varint()
+        at = np.cumsum(np.array(self.varints(count), int) + 1) - 1
+        out[at] = floats(self.array("<u2", count), "bfloat16")
+        assert not self.read()
+        return out
+
+    def exact(self, dtype: str, n: int, before: Array | None) -> Array:
+        part = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
+        width, is_float, total = kind(part).itemsize, part in FLOATS, n * kind(dtype).itemsize
+        old, n = np.empty(0) if before is None else before.view(kind(part)), total // width
+        found = {
+            0: lambda: self.symbols(total).astype(np.uint8),
+            1: lambda: self.planes(width, n),
+            2: lambda: changed_by(self.planes(width, n), old, is_float),
+            3: lambda: old,
+            4: lambda: self.scaled(width, n),
+            5: lambda: self.sizes(*FLOATS[part], old),
+            6: lambda: self.planes(width, n) ^ old,
+            7: lambda: self.sparse(is_float or ("float8" in dtype and dtype != "float8_e8m0fnu"), old),
+        }[self.byte()]()
+        assert not self.read()
+        return found.view(kind(dtype))
+
+    def either(self, dtype: str, n: int, before: Array | None) -> Array:
+        """Items as in `bytes`, or as they are."""
+        return self.block().exact(dtype, n, before) if self.byte() else self.array(kind(dtype), n)
+
+    def scaled(self, width: int, n: int) -> Array:
+        columns, context = self.varint(), None
+        if columns:
+            row, column = np.divmod(self.varint() + np.arange(n), columns)
+            rows, cols = self.block().symbols(int(row[-1]) + 1), self.block().symbols(columns)
+            context = np.minimum(rows[row] + cols[column], 255)
+        top = self.block().symbols(n, context, 1 if context is None else max(2, int(context.max()) + 1))
+        low = [self.block().symbols(n) for _ in range(width - 1)]
+        rotated = np.stack([*low, top], axis=1).astype(np.uint8).reshape(-1).view(f"<u{width}")
+        by = 4 if width == 8 else 1
+        return rotated >> rotated.dtype.type(by) | rotated << rotated.dtype.type(8 * width - by)
+
+    def categories(self, width: int, n: int, *context: Any) -> Array:
+        """Numbers of so many bytes: their categories, and their extra bits."""
+        b, c = 2 if width == 8 else 3, self.block().symbols(n, *context)
+        k = np.maximum((c >> b) - 1, 0)
+        return (((c - (k << b)).astype(np.uint64) << k.astype(np.uint64)) + self.packed(k)).astype(f"<u{width}")
+
+    def sizes(self, exponent: int, mantissa: int, before: Array) -> Array:
+        wide, by_mantissa = before.astype(np.uint64), self.byte() == 1
+        context, contexts = (wide >> np.uint64(mantissa - 4)).astype(int) % 16, 16
+        if not by_mantissa:
+            fields = (wide >> np.uint64(mantissa)).astype(int) % 2**exponent
+            count = np.bincount(fields[:: 16 if fields.size > 2**14 else 1], minlength=2**exponent)
+            first = (np.cumsum(count) - count) // max(256, -(-int(count.sum()) // 64))
+            numbers, group = np.unique(first, return_inverse=True)
+            context, contexts = group[fields], max(2, numbers.size)
+        return changed_by(self.categories(before.itemsize, before.size, context, contexts), before, True)
+
+    def sparse(self, is_float: bool, before: Array) -> Array:
+        by_xor, edges, width = self.byte(), self.varints(self.varint()), before.itemsize
+        classes = np.repeat(np.arange(len(edges) + 1), self.varints(len(edges) + 1))
+        shifts = self.array("u1", len(edges) + 1).astype(int)
+        context = [classes, len(shifts)] if edges else []
+        q, d = np.divmod(self.block().symbols(classes.size, *context), 5)
+        k = np.maximum(q // 2 - 1, 0) + shifts[classes]
+        gaps = (q - 2 * (k - shifts[classes]) << k) + self.block().packed(k).astype(int)
+        changes, large = (d + 1).astype(before.dtype), d == 4
+        context = [classes[large], len(shifts)] if edges else []
+        if count := self.varint():
+            own = self.block().symbols(count, *context) if width == 1 else self.categories(width, count, *context)
+            changes[large] += own.astype(before.dtype)
+        magnitude = before & before.dtype.type(2 ** (8 * width - 1) - 1)
+        reached, steps = np.searchsorted(np.array(edges, before.dtype), magnitude, side="right"), np.zeros_like(before)
+        for c in range(len(shifts)):
+            items = np.flatnonzero(reached == c)
+            steps[items[np.cumsum(gaps[classes == c] + 1) - 1]] = changes[classes == c]
+        return before ^ steps if by_xor else changed_by(steps, before, is_float)
+
+
+def kind(dtype: str) -> np.dtype[Any]:
+    """The unsigned patterns of a dtype's items; V for items of more than eight bytes."""
+    size = {"bfloat16": 2, "complex32": 4}.get(dtype) or (1 if "float8" in dtype else np.dtype(dtype).itemsize)
+    return np.dtype(f"<u{size}" if size in (1, 2, 4, 8) else f"V{size}")
+
+
+def floats(items: Array, dtype: str) -> Array:
+    return (items.astype("<u4") << 16).view("<f4") if dtype == "bfloat16" else items.view(dtype)
+
+
+def rounded(x: Array, dtype: str) -> Array:
+    """Items of these values, to nearest, ties to even; to bfloat16 by way of float32."""
+    if dtype != "bfloat16":
+        return x.astype(dtype).view(kind(dtype))
+    bits = x.astype("<f4").view("<u4")
+    return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype("<u2")
+
+
+def unzigzag(z: Array) -> Array:
+    return (z >> z.dtype.type(1)) ^ (np.zeros_like(z) - (z & z.dtype.type(1)))
+
+
+def changed_by(z: Array, before: Array, is_float: bool) -> Array:
+    """The patterns whose zig-zag difference to `before` is z."""
+    top = before.dtype.type(1 << (8 * before.itemsize - 1))
+    low = top - before.dtype.type(1)
+    new = np.where((before & top != 0) & is_float, before ^ low, before) + unzigzag(z)
+    return np.where((new & top != 0) & is_float, new ^ low, new)
+
+
+def bucket_values(numbers: Array, b: int, dtype: str) -> Array:
+    exponent, mantissa = FLOATS[dtype]
+    octave, step = np.divmod(np.maximum(numbers, 1) - 1, 2**b)
+    bits = np.minimum(octave, mantissa)
+    middle = np.ldexp(2 * (2**b + step) + 1.0, octave - b - 1)
+    single = np.ldexp(-(-(2**b + step) // 2 ** np.maximum(b - bits, 0)) + 0.0, octave - bits)
+    return np.ldexp(np.where(bits > b, middle, single) * (numbers > 0), 2 - 2 ** (exponent - 1) - mantissa)
+
+
+class Leaf:
+    """An array: its items as unsigned patterns, and what else a later delta needs."""
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        self.library, self.dtype, self.shape = record.get("l", "torch"), record["d"], record["s"]
+        self.stream, self.items, self.more = "", np.empty(0), dict[str, Any]()
+
+
+class Unit:
+    """An array, or the members of a bundle, their parents (none: no delta), and the arrays that `v` names."""
+
+    def __init__(self, record: dict[str, Any], body: Source, *arrays: list[Leaf]) -> None:
+        self.leaves, self.parents, self.others = arrays
+        self.stream, self.meta, self.is_bundle = record["f"], record.get("m", {}), "a" in record
+        self.pieces = [body.read(n) for n in record["b"]]
+        self.dtype, self.sizes = self.leaves[0].dtype, [prod(leaf.shape) for leaf in self.leaves]
+
+    def olds(self, *streams: str) -> list[Leaf]:
+        return self.parents if all(parent.stream in streams for parent in self.parents) else []
+
+    def before(self, part: slice) -> Array | None:
+        """A part of the parents' items, if they are exact."""
+        olds = self.olds("bytes", "changed", "exponent")
+        return np.concatenate([old.items for old in olds])[part] if olds else None
+
+    def cut(self, joined: Array) -> list[Array]:
+        return np.split(joined, np.cumsum(self.sizes)[:-1])
+
+    def chunks(self, head: int = 0, step: int = 2**22) -> Iterator[tuple[Source, int, slice]]:
+        """The pieces after the first `head`, their numbers of elements, and which these are."""
+        for i, piece in enumerate(map(Source, self.pieces[head:])):
+            part = slice(i * step, min(sum(self.sizes), i * step + step))
+            yield piece, part.stop - part.start, part
+            assert not piece.read()
+
+    def read_bytes(self) -> Iterator[Array]:
+        for piece, n, part in self.chunks(step=2**24 // kind(self.dtype).itemsize):
+            yield piece.exact(self.dtype, n, self.before(part))
+
+    def read_copy(self) -> Iterator[Array]:
+        (other,) = self.others
+        by_float32 = other.library == "torch" and kind(self.dtype).itemsize == 2
+        values = floats(other.items, other.dtype).astype(np.float32 if by_float32 else other.dtype)
+        yield other.items if other.dtype == self.dtype else rounded(values, self.dtype)
+
+    def read_levels(self) -> Iterator[Array]:
+        head, olds = Source(self.pieces[0]), self.olds("levels")
+        codebooks = list(self.codebooks(head, olds))
+        coded, guess, context, contexts = [np.empty(0, int)], np.zeros(sum(self.sizes), "<u2"), None, 256
+        if olds:
+            context = self.shifted([old.more["levels"] for old in olds], [old.more["codebook"] for old in olds], 1)
+            contexts = 256 if self.is_bundle else olds[0].more["codebook"].size + 2
+            guess = np.concatenate([old.more["held"] for old in olds])
+        for piece, n, part in self.chunks(1):
+            coded.append(piece.symbols(n, None if context is None else context[part], contexts))
+        levels = self.shifted(self.cut(np.concatenate(coded)), codebooks, -1)
+        held, at = np.zeros_like(guess), np.flatnonzero(levels == 1)
+        held[at] = changed_by(head.planes(2, head.varint()), guess[at], True)
+        items = rounded(floats(held, "bfloat16"), self.dtype)
+        odd = at[np.cumsum(head.varints(head.varint()), dtype=int)]
+        items[odd], held[odd] = head.array(items.dtype, odd.size), 0
+        assert not head.read()
+        parts = zip(self.leaves, *map(self.cut, (levels, held, items)), codebooks, strict=True)
+        for leaf, own, patterns, data, codebook in parts:
+            data[own > 1] = codebook[own[own > 1] - 2]
+            leaf.more = {"levels": own, "held": patterns, "codebook": codebook}
+        yield items
+
+    def codebooks(self, head: Source, olds: list[Leaf]) -> Iterator[Array]:
+        if self.is_bundle:
+            modes = head.block().symbols(len(self.leaves)).tolist()
+            counts = head.block().symbols(len(modes) - modes.count(1)).tolist()
+            firsts = head.planes(4, modes.count(2)).astype(np.int64) - 2**31
+            steps = head.planes(8, modes.count(2)).view("<f8")
+        else:
+            counts, modes = [head.varint()], [head.byte()]
+            firsts = unzigzag(np.array(head.varints(modes.count(2)), np.int64))
+            steps = head.array("<f8", modes.count(2))
+        left, uniform = iter(counts), zip(firsts, steps, strict=True)
+        for i, mode in enumerate(modes):
+            if mode == 0:
+                yield head.array(kind(self.dtype), next(left))
+            elif mode == 1:
+                yield olds[i].more["codebook"]
+            else:
+                first, step = next(uniform)
+                yield rounded(np.arange(first, first + next(left)) * step, self.dtype)
+
+    def shifted(self, levels: list[Array], codebooks: list[Array], sign: int) -> Array:
+        """Joined levels, so that the first entry that is not negative has one level everywhere; back with sign -1."""
+        zeros = np.array([(floats(codebook, self.dtype) < 0).sum() for codebook in codebooks])
+        by, joined = np.repeat(zeros.max() - zeros, self.sizes), np.concatenate(levels).astype(int)
+        return np.where(joined < 2, joined, (joined - 2 + sign * by) % 254 + 2).astype(np.uint8)
+
+    def read_multiples(self) -> Iterator[Array]:
+        step, width, found, before = self.meta["s"], self.meta["w"], [], None
+        bias = 2 ** (8 * width - 1)
+        for old in self.olds("multiples"):
+            if old.more["step"] == step and old.more["width"] <= width:
+                before = (old.more["multiples"] + bias).astype(f"<u{width}")
+        for piece, n, part in self.chunks(step=2**24 // width):
+            numbers = piece.exact(f"uint{8 * width}", n, None if before is None else before[part])
+            found.append(numbers.astype(np.int64) - bias)
+            yield rounded(found[-1] * np.float64(step), self.dtype)
+        self.leaves[0].more = {"multiples": np.concatenate(found), "step": step, "width": width}
+
+    def read_log_buckets(self) -> Iterator[Array]:
+        for piece, n, _ in self.chunks():
+            lowest, _, flags = piece.varint(), piece.varint(), piece.byte()
+            octave, values = piece.block().symbols(n), np.zeros(n)
+            there = np.flatnonzero(octave)
+            negative = piece.block().symbols(there.size) if flags & 1 else 0
+            numbers = (octave[there] - 1 + lowest << self.meta["b"]) + 1
+            for shift in range(0, self.meta["b"], 8):
+                numbers += piece.block().symbols(there.size) << shift
+            values[there] = bucket_values(numbers, self.meta["b"], self.dtype) * np.where(negative, -1, 1)
+            items = rounded(values, self.dtype)
+            at = piece.array("<u4", piece.varint() if flags & 2 else 0)
+            items[at] = piece.array(items.dtype, at.size)
+            yield items
+
+    def with_escapes(self, estimates: Array, factors: Array, escape: int) -> Iterator[Array]:
+        """The items: estimates times the factors of their symbols, or values of their own."""
+        olds, found = self.olds("rank-one"), np.empty(sum(self.sizes), np.uint8)
+        before = np.concatenate([old.more["symbols"] for old in olds]) if olds else None
+        for piece, n, part in self.chunks(1):
+            found[part] = piece.block().symbols(n, None if before is None else before[part], 256)
+            out = estimates[part] * factors[found[part]]
+            out[found[part] == escape] = piece.array("<f4", piece.varint())
+            yield rounded(out, self.dtype)
+        for leaf, own in zip(self.leaves, self.cut(found), strict=True):
+            leaf.more["symbols"] = own
+
+    def read_rank_one(self) -> Iterator[Array]:
+        head, olds, factors = Source(self.pieces[0]), self.olds("rank-one"), []
+        for side in (0, 1):
+            lengths = [(leaf.shape[0], prod(leaf.shape[1:]))[side] for leaf in self.leaves]
+            j = head.block().planes(2, sum(lengths)).astype(np.int64)
+            if olds:
+                j = np.concatenate([old.more[f"side {side}"] for old in olds]) + unzigzag(j)
+            numbers = np.split(j, np.cumsum(lengths)[:-1])
+            for leaf, own in zip(self.leaves, numbers, strict=True):
+                leaf.more[f"side {side}"] = own
+            factors.append([bucket_values(own, 3, "float32").astype(np.float32) for own in numbers])
+        products = [np.multiply.outer(a, b).reshape(-1) for a, b in zip(*factors, strict=True)]
+        yield from self.with_escapes(np.concatenate(products), head.table(), 1)
+
+    def read_grid(self) -> Iterator[Array]:
+        v = np.concatenate([floats(other.items, self.dtype) for other in self.others])
+        root = np.sqrt(np.where((v >= 0) & np.isfinite(v), v, np.float32(0)))
+        yield from self.with_escapes(root, Source(self.pieces[0]).table(), 0)
+
+    def read_exponent(self) -> Iterator[Array]:
+        head, tables, coding = Source(self.pieces[0]), [], -1
+        if head.byte() == 1:
+            for _ in range(head.varint()):
+                count = head.varint()
+                tables.append(RangeCoder(head.block()).code_lengths(count))
+        else:
+            tables, addends = self.parents[0].more.get("tables", []), head.array(kind(self.dtype), head.varint())
+            coding, lengths = head.byte(), np.zeros(addends.size + 1, int)
+            constant, width = (head.varint(), 0) if coding == 0 else (0, addends.size.bit_length())
+            ranked = head.varints(head.varint() if coding in (2, 3) else 0)
+            if coding == 2:
+                tables = [
+                    *(t for t in tables if len(t) != len(ranked)),
+                    RangeCoder(head.block()).code_lengths(len(ranked)),
+                ][-8:]
+            lengths[ranked] = next((t for t in tables if len(t) == len(ranked)), [])
+        assert not head.read()
+        for piece, n, part in self.chunks(1):
+            before = self.before(part)
+            if coding == -1 and piece.byte() == 0:
+                yield piece.exact(self.dtype, n, before)
+                continue
+            if coding == -1:
+                addends = piece.array(kind(self.dtype), piece.varint())
+                high = piece.block().symbols(n)
+                levels = 256 * high + piece.block().symbols(n, high, max(2, int(high.max()) + 1))
+            elif coding in (2, 3):
+                levels = piece.huffman(lengths.tolist(), n)
+            else:
+                levels = piece.symbols(n) if coding == 4 else constant + piece.packed(np.full(n, width))
+            steps = np.concatenate([[0.0], floats(addends, self.dtype).astype(float), [0.0]])[levels.astype(int)]
+            items = np.where(levels == 0, before, rounded(floats(before, self.dtype) + steps, self.dtype))
+            kept = levels == addends.size + 1
+            items[kept] = piece.array(kind(self.dtype), int(kept.sum()))
+            yield items
+        self.leaves[0].more = {"tables": tables}
+
+    def read_changed(self) -> Iterator[Array]:
+        for piece, n, part in self.chunks():
+            before = self.before(part)
+            if piece.byte() == 0 or before is None:
+                yield piece.exact(self.dtype, n, None)
+                continue
+            mask = np.unpackbits(piece.block().symbols(-(-n // 8)).astype(np.uint8), count=n, bitorder="little") == 1
+            items = before.copy()
+            if mask.any():
+                items[mask] = piece.exact(self.dtype, int(mask.sum()), None)
+            yield items
+
+    def read_clusters(self) -> Iterator[Array]:
+        entries = [10**e * (4 * 2**e + 9 * k) / (40 * 2**e * 10**6) for e in range(7) for k in range(1, 4 * 2**e, 2)]
+        values = np.array(sorted([0.0, 1.0, *entries])).astype(np.float32)
+        for piece, n, _ in self.chunks():
+            m = piece.varint()
+            minimum, scale, labels = piece.array("<f4", m), piece.array("<f4", m), piece.block().symbols(n)
+            codes = piece.block().symbols(n, labels, max(2, m))
+            yield rounded(values[codes] * scale[labels] + minimum[labels], self.dtype)
+
+    def read_rows(self) -> Iterator[Array]:
+        """Read rows: of each a style, numbers, codes, and items."""
+        (leaf,), olds, columns = self.leaves, self.olds("rows"), prod(self.leaves[0].shape[1:])
+        rows: list[Any] = list(olds[0].more["rows"]) if olds else [None] * leaf.shape[0]
+        for piece, n, part in self.chunks(step=max(1, 2**22 // columns) * columns):
+            start, marks = part.start // columns, piece.block().symbols(n // columns)
+            for k, style in enumerate(self.meta["s"]):
+                at = start + np.flatnonzero(marks == k + 1)
+                old = [rows[i] for i in at]
+                if at.size and style[0] == "raw":
+                    known = np.concatenate([row[3] for row in old]) if olds else None
+                    numbers = codes = items = piece.either(self.dtype, at.size * columns, known).reshape(-1, columns)
+                elif at.size:
+                    numbers, codes, values = quantized_rows(piece, style, columns, old)
+                    items = rounded(values, self.dtype)
+                for i, j in enumerate(at):
+                    rows[j] = style, numbers[i], codes[i], items[i]
+            yield from (row[3] for row in rows[start : start + marks.size])
+        leaf.more = {"rows": rows}
+
+
+def quantized_rows(piece: Source, style: list[Any], columns: int, old: list[Any]) -> tuple[Array, Array, Array]:
+    """Numbers, codes and values of each row; its parents are those of the old row, if that has the same style."""
+    (method, bits, *_), n, parents = style, len(old), (None, None)
+    width = {"symmetric": 1, "kmeans": 2**bits}.get(method, 2)
+    other = style, np.zeros(width, "<f4"), np.full(columns, 2**bits)
+    same = [row if row and row[0] == style else other for row in old]
+    if any(row is not other for row in same):
+        codes = np.concatenate([row[2] for row in same]) if bits <= 4 else None
+        parents = np.stack([row[1] for row in same], axis=1).reshape(-1), codes
+    numbers = piece.either("float32", width * n, parents[0]).view("<f4").reshape(width, n).T
+    codes = piece.block().symbols(n * columns, parents[1], 2**bits + 1).reshape(n, columns)
+    if method == "kmeans":
+        return numbers, codes, np.take_along_axis(numbers, codes, axis=1)
+    scale, minimum = numbers[:, :1], numbers[:, -1:]
+    scale = (-minimum - minimum) / np.float32(2**bits - 1) if method == "symmetric" else scale
+    return numbers, codes, codes.astype(np.float32) * scale + minimum
+
+
+def scalar(node: Any) -> Any:
+    ((tag, body),) = node.items() if isinstance(node, dict) else [("", node)]
+    return SCALARS[tag](body) if tag else node
+
+
+def tree(nodes: Iterator[Any], leaves: list[Leaf], keys: dict[int, str], path: tuple[Any, ...] = ()) -> Any:
+    """The value of the next node and its children; `keys` receives the key of each array."""
+    node = next(nodes)
+    ((tag, body),) = node.items() if isinstance(node, dict) else [("", None)]
+    if tag == "a":
+        keys.setdefault(body, json.dumps(path))
+        return leaves[body]
+    if tag not in CONTAINERS:
+        return scalar(node)
+    names = range(body) if tag in "lt" else body
+    children = [tree(nodes, leaves, keys, (*path, name)) for name in names]
+    if tag in "lt":
+        return CONTAINERS[tag](children)
+    made = CONTAINERS[tag]()
+    for name, child in zip(names, children, strict=True):
+        made[scalar(name)] = child
+    return made
+
+
+def header_of(blob: bytes) -> tuple[dict[str, Any], Source]:
+    """The header, with a record for each array, and the body."""
+    magic, version, flags, stored, plain, count, epoch = struct.unpack("<8sIIQQII", blob[:40])
+    if (magic, version) != (b"\x89SPT\r\n\x1a\n", 1):
+        raise ValueError(f"not a file of version 1: magic {magic!r}, version {version}")
+    at = start = 56 + stored + 24 * count
+    text = zstandard.decompress(blob[56 : 56 + stored])
+    checksum = xxhash.xxh3_128(blob[:40] + blob[56:at]).digest()
+    assert (flags, epoch, len(text), checksum) == (0, EPOCH, plain, blob[40:56])
+    for length, digest in struct.iter_unpack("<Q16s", blob[56 + stored : start]):
+        assert xxhash.xxh3_128(blob[at : at + length]).digest() == digest
+        at += length
+    assert at == len(blob)
+    header = json.loads(text)
+    records: list[dict[str, Any]] = [{} for _ in range(header["arrays"].pop("count"))]
+    for name, column in header["arrays"].items():
+        if isinstance(column, dict):
+            column = [column["v"][i] for i in column.get("i", [0] * len(records))]
+        for record, value in zip(records, column, strict=True):
+            record |= {} if value is None else {name: value}
+    return header | {"arrays": records}, Source(blob[start:])
+
+
+def read(blob: bytes, parent: Any = (None, None, {})) -> tuple[Any, str, dict[str, Leaf]]:
+    """Return the state, whose arrays are `Leaf`s, the identity, and the arrays by key; a delta needs its parent."""
+    header, body = header_of(blob)
+    assert header["parent"] == parent[1]
+    records, keys, nodes, decoders = header["arrays"], dict[int, str](), iter(header["tree"]), []
+    leaves = list(map(Leaf, records))
+    state = tree(nodes, leaves, keys)
+    units = [([i], record) for i, record in enumerate(records) if "f" in record]
+    units += [(np.cumsum(record["a"]).tolist(), record) for record in header.get("bundles", [])]
+    for members, record in units:
+        others = [leaves[records[i]["v"]] for i in members if "v" in records[i]]
+        olds = [parent[2][keys[i]] for i in members] if record.get("p") else []
+        decoders.append(Unit(record, body, [leaves[i] for i in members], olds, others))
+    assert (next(nodes, None), body.read()) == (None, b"")
+    with np.errstate(all="ignore"):
+        for unit in sorted(decoders, key=lambda unit: len(unit.others)):  # arrays that `v` names come first
+            made = getattr(unit, "read_" + unit.stream.replace("-", "_"))()
+            items = np.concatenate([*made, np.empty(0, kind(unit.dtype))])
+            for leaf, own in zip(unit.leaves, unit.cut(items), strict=True):
+                leaf.stream, leaf.items = unit.stream, own
+    return state, header.get("as") or blake3(blob).hexdigest(), {keys[i]: leaf for i, leaf in enumerate(leaves)}
