@@ -16,6 +16,8 @@ from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, MissingParentError
+from shrinkpoint.store.files import StoreWarning
+from shrinkpoint.trainers.publishing import publisher as publishing
 from shrinkpoint.trainers.publishing import subscriber as module
 from shrinkpoint.trainers.publishing.layout import Version
 from shrinkpoint.trainers.publishing.publisher import PublishConflictError
@@ -252,21 +254,35 @@ def test_a_commit_that_fails_begins_from_a_base(tmp_path: Path, monkeypatch: pyt
     assert same(served, now)
 
 
-@pytest.mark.parametrize("verify", [False, True])
-def test_a_model_changed_by_hand_is_loaded_whole(tmp_path: Path, verify: bool) -> None:
+def by_numpy(tensor: torch.Tensor) -> None:
+    tensor.numpy()[0, 0] += 1
+
+
+def by_data(tensor: torch.Tensor) -> None:
+    tensor.data[0, 0] += 1
+
+
+def counted(tensor: torch.Tensor) -> None:
+    tensor[0, 0] += 1
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("change", [by_numpy, by_data, counted])
+def test_a_model_changed_by_hand_is_loaded_whole(tmp_path: Path, change: Any, sliced: bool) -> None:
     now = {"w": torch.randn(300, 300)}
-    publisher, served = sp.Publisher(tmp_path), {"w": torch.zeros(300, 300)}
+    publisher, served = sp.Publisher(tmp_path, sliced=sliced), {"w": torch.zeros(200 if sliced else 300, 300)}
+    select = {"w": ("w", (slice(50, 250), slice(0, 300)))} if sliced else None
     publisher.publish(1, now)
-    subscriber = sp.Subscriber(tmp_path, served)
+    subscriber = sp.Subscriber(tmp_path, served, select=select)
     subscriber.update()
-    if verify:
-        served["w"].numpy()[0, 0] += 1  # PyTorch does not count this
-    else:
-        served["w"][0, 0] += 1
-    now = step(now, 0.01, 1)
-    publisher.publish(2, now)
-    assert subscriber.update(verify=verify) == 2
-    assert same(served, now)
+    change(served["w"])
+    for version in (2, 3):
+        now = step(now, 0.01, version)
+        publisher.publish(version, now)
+        assert subscriber.update(verify=change is not counted) == version
+        assert same(served, {"w": now["w"][50:250] if sliced else now["w"]})
+        assert subscriber.last is not None
+        assert (subscriber.last.nbytes > now["w"].nbytes / 2) == (version == 2)  # from a base, then by a delta
 
 
 @pytest.mark.parametrize("missing", ["versions/000000000003.json", "d", "cut", "flipped"])
@@ -297,7 +313,8 @@ def test_missing_and_damaged_links(tmp_path: Path, missing: str) -> None:
     publisher.publish(8, now)
     for path in (tmp_path / "data").glob("000000000008*"):
         path.write_bytes(b"x")
-    assert subscriber.update() == 7  # the old version stays whole
+    with pytest.warns(StoreWarning, match=r"version 8 cannot be read, and the model is at 7: .*000000000008"):
+        assert subscriber.update() == 7  # the old version stays whole
     assert same(served, states[7])
     with pytest.raises(CorruptDataError, match="no version can be read"):
         sp.Subscriber(tmp_path, {"w": torch.zeros(300, 300)}).update()
@@ -396,7 +413,57 @@ def test_patches_for_an_engine_that_applies_them(tmp_path: Path) -> None:
     assert same(served, now)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("share", [0.01, 0.6])
+def test_patches_of_every_dtype_and_of_slices(tmp_path: Path, share: float) -> None:
+    """Positions ascend within a name, and dense stretches have positions too."""
+    publisher, now = sp.Publisher(tmp_path, sliced=True), state()
+    served = {k: torch.zeros_like(v) for k, v in now.items()}
+    served["part"] = torch.zeros(1000, 1, dtype=torch.bfloat16)
+    where = (slice(500, 1500), slice(1, 2))
+    subscriber = sp.Subscriber(tmp_path, served, select={"part": ("torch.bfloat16", where)})
+    for version in range(3):
+        publisher.publish(version, now)
+        last: dict[str, int] = {}
+        for name, positions, values in subscriber.patches():
+            assert positions.dtype == np.int64
+            assert values.dtype == served[name].dtype
+            assert positions[0] > last.get(name, -1)
+            assert (np.diff(positions) > 0).all()
+            last[name] = int(positions[-1])
+            served[name].view(-1)[torch.from_numpy(positions)] = values
+        assert subscriber.version == version
+        assert same(served, {**now, "part": now["torch.bfloat16"][where].contiguous()})
+        now = step(now, share, version)
+
+
+def test_receivers_of_some_experts(tmp_path: Path) -> None:
+    """Each rank stacks its experts under other names, and holds nothing of the rest."""
+    experts, hidden, ranks = 4, 6, 2
+    now = {f"experts.{i}.up": torch.randn(8, hidden).to(torch.float8_e4m3fn) for i in range(experts)}
+    now |= {f"experts.{i}.scale": torch.randn(8) for i in range(experts)} | {"router": torch.randn(experts, hidden)}
+    publisher = sp.Publisher(tmp_path, sliced=True)
+    engines = []
+    for rank in range(ranks):
+        mine = range(rank * experts // ranks, (rank + 1) * experts // ranks)
+        up = torch.zeros(len(mine), 8, hidden, dtype=torch.float8_e4m3fn)
+        scales = torch.zeros(len(mine), 8)
+        model = {f"up.{j}": up[j] for j in range(len(mine))} | {f"scale.{j}": scales[j] for j in range(len(mine))}
+        select = {f"up.{j}": (f"experts.{i}.up", (slice(0, 8), slice(0, hidden))) for j, i in enumerate(mine)}
+        select |= {f"scale.{j}": (f"experts.{i}.scale", (slice(0, 8),)) for j, i in enumerate(mine)}
+        engines.append((mine, up, scales, sp.Subscriber(tmp_path, model, select=select)))
+    for version in range(3):
+        publisher.publish(version, now)
+        for mine, up, scales, subscriber in engines:
+            assert subscriber.update(version=version) == version
+            expected = torch.stack([now[f"experts.{i}.up"].view(torch.uint8) for i in mine])
+            assert torch.equal(up.view(torch.uint8), expected)
+            assert torch.equal(scales, torch.stack([now[f"experts.{i}.scale"] for i in mine]))
+        now = step(now, 0.02, version)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 def test_slices(tmp_path: Path, dtype: torch.dtype) -> None:
     """Each receiver takes the rows, columns or block that it holds."""
     g = torch.Generator().manual_seed(0)
@@ -483,7 +550,7 @@ def test_a_version_file_is_checked() -> None:
 def ranks(rank: int, port: int, url: str, results: Any) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -495,16 +562,22 @@ def ranks(rank: int, port: int, url: str, results: Any) -> None:
             "a": distribute_tensor(torch.zeros(10, 6), mesh, [Shard(0)]),
             "b": distribute_tensor(torch.zeros(10, 6), mesh, [Shard(1)]),
             "c": distribute_tensor(torch.zeros(10, 6), mesh, [Replicate()]),
+            "uneven": distribute_tensor(torch.zeros(1, 6), mesh, [Shard(0)]),
         }
+        shapes = {name: t.shape for name, t in served.items()}
         subscriber = sp.Subscriber(url, served)
         ok = []
         for version in (1, 2):
-            trained = {name: distribute_tensor(whole * version, mesh, [Shard(1)]) for name in served}
+            given = {name: (whole * version)[: shape[0]] for name, shape in shapes.items()}
+            trained = {name: distribute_tensor(t, mesh, [Shard(1)]) for name, t in given.items()}
             publisher.publish(version, trained)
             dist.barrier()
             ok.append(subscriber.update() == version)
-            ok += [torch.equal(t.full_tensor(), whole * version) for t in served.values()]
+            ok += [torch.equal(t.full_tensor(), given[name]) for name, t in served.items()]
             dist.barrier()
+        partial = DTensor.from_local(torch.zeros(10, 6), mesh, [Partial()])
+        with pytest.raises(BadArgumentError, match="a sum cannot be updated"):
+            sp.Subscriber(url, {"a": partial})
         results.put(all(ok))
     finally:
         dist.destroy_process_group()
@@ -525,3 +598,217 @@ def test_distributed_tensors(tmp_path: Path) -> None:
     assert [results.get(timeout=120) for _ in workers] == [True, True]
     for worker in workers:
         worker.join()
+
+
+def test_all_ranks_reach_the_same_version(tmp_path: Path) -> None:
+    """`version=` goes forward and back, and is an error where it cannot be reached."""
+    now, states = {"w": torch.randn(100, 100)}, {}
+    publisher, served = sp.Publisher(tmp_path, base_every=3), {"w": torch.zeros(100, 100)}
+    for version in range(1, 7):
+        publisher.publish(version, now)
+        states[version] = now
+        now = step(now, 0.01, version)
+    subscriber = sp.Subscriber(tmp_path, served)
+    for version in (2, 5, 5, 3, 6, 1):
+        assert subscriber.update(version=version) == version
+        assert same(served, states[version])
+    with pytest.raises(CorruptDataError, match="version 7 can be read: version 7 is missing"):
+        subscriber.update(version=7)
+    with pytest.raises(BadArgumentError, match="version"):
+        subscriber.update(version=-1)
+    for name, positions, values in subscriber.patches(version=4):
+        served[name].view(-1)[torch.from_numpy(positions)] = values
+    assert subscriber.version == 4
+    assert same(served, states[4])
+    assert subscriber.update() == 6
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(9, 9), nn.Linear(9, 9)
+
+
+@pytest.mark.parametrize("how", ["assign", "parameter", "half and back"])
+def test_parameters_that_were_replaced(tmp_path: Path, how: str) -> None:
+    trained, served = Two(), Two()
+    publisher = sp.Publisher(tmp_path)
+    publisher.publish(1, trained.state_dict())
+    subscriber = sp.Subscriber(tmp_path, served)
+    subscriber.update()
+    if how == "assign":
+        served.load_state_dict({k: torch.zeros_like(v) for k, v in trained.state_dict().items()}, assign=True)
+    elif how == "parameter":
+        served.b.weight = nn.Parameter(served.b.weight.detach().clone())
+    else:
+        served.half().float()
+    with torch.no_grad():
+        trained.a.weight[0, 0] += 1
+    publisher.publish(2, trained.state_dict())
+    assert subscriber.update() == 2
+    assert same(trained.state_dict(), served.state_dict())
+
+
+def test_tensors_that_share_memory_must_agree(tmp_path: Path) -> None:
+    trained, served = Two(), Two()
+    served.b.weight = served.a.weight
+    before = {k: v.clone() for k, v in served.state_dict().items()}
+    publisher = sp.Publisher(tmp_path)
+    publisher.publish(1, trained.state_dict())
+    subscriber = sp.Subscriber(tmp_path, served)
+    with pytest.raises(BadArgumentError, match=r"a\.weight and b\.weight share memory"):
+        subscriber.update()
+    assert same(served.state_dict(), before)
+    memory = torch.zeros(20)
+    for tensors in ({"a": memory[:12], "b": memory[8:]}, {"a": memory, "b": memory.view(torch.int32)}):
+        with pytest.raises(BadArgumentError, match="a and b overlap in memory"):
+            sp.Subscriber(tmp_path, tensors)
+    sp.Subscriber(tmp_path, {"a": memory[:8], "b": memory[8:]})
+
+
+class Copies(nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {k: v.detach().clone() for k, v in super().state_dict(*args, **kwargs).items()}
+
+
+def test_models_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    for model, message in (
+        (Copies(3, 3), "returns copies"),
+        ({"w": torch.zeros(3, device="meta")}, "meta"),
+        ({"w": torch.zeros(3).to_sparse()}, "layout"),
+        ({"w": torch.zeros(3, dtype=torch.complex64).conj()}, "conjugated"),
+    ):
+        with pytest.raises(BadArgumentError, match=message):
+            sp.Subscriber(tmp_path, model)
+    w = {"w": torch.zeros(4)}
+    for part in (slice(0, 8, 2), slice(0, None)):
+        with pytest.raises(BadArgumentError, match="start and a stop"):
+            sp.Subscriber(tmp_path, w, select={"w": ("w", (part,))})
+    for call in (sp.Publisher, lambda url: sp.Subscriber(url, w)):
+        with pytest.raises(BadArgumentError, match="no-such-protocol"):
+            call("no-such-protocol://x")
+
+
+def test_updates_from_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow update that staged an older version does not write after a newer one."""
+    first = {"w": torch.randn(3000)}
+    publisher, served = sp.Publisher(tmp_path), {"w": first["w"].clone()}
+    publisher.publish(1, first)
+    subscriber = sp.Subscriber(tmp_path, served)
+    second, third = step(first, 0.1, 1), step(first, 0.1, 2)
+    publisher.publish(2, second)
+    staged, published = threading.Event(), threading.Event()
+    real = module.stage
+
+    def slow(*args: Any) -> Any:
+        made = real(*args)
+        staged.set()
+        published.wait(60)
+        return made
+
+    monkeypatch.setattr(module, "stage", slow)
+    thread = threading.Thread(target=subscriber.update)
+    thread.start()
+    assert staged.wait(60)
+    monkeypatch.setattr(module, "stage", real)
+    publisher.publish(3, third)
+    later = threading.Thread(target=subscriber.update)
+    later.start()
+    later.join(0.2)
+    published.set()
+    thread.join(60)
+    later.join(60)
+    assert subscriber.version == 3
+    assert same(served, third)
+
+
+def test_patches_that_another_update_overtook(tmp_path: Path) -> None:
+    now = {"w": torch.randn(3000)}
+    publisher, served = sp.Publisher(tmp_path), {"w": now["w"].clone()}
+    publisher.publish(1, now)
+    subscriber = sp.Subscriber(tmp_path, served)
+    publisher.publish(2, step(now, 0.1, 1))
+    patches = subscriber.patches()
+    next(patches)
+    newest = step(now, 0.1, 2)
+    publisher.publish(3, newest)
+    assert subscriber.update() == 3
+    assert list(patches) == []
+    assert subscriber.version == 3
+    assert same(served, newest)
+
+
+@pytest.mark.parametrize("when", ["encode", "create"])
+def test_a_state_that_changes_while_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    now = {"w": torch.randn(3000)}
+    publisher, served = sp.Publisher(tmp_path), {"w": torch.zeros(3000)}
+    publisher.publish(1, {"w": now["w"].clone()})
+    subscriber = sp.Subscriber(tmp_path, served)
+    subscriber.update()
+    now["w"][:50] += 1
+    meant = now["w"].clone()
+    where, name = (publishing, "encode") if when == "encode" else (publisher._files, "create")
+    real = getattr(where, name)
+
+    def step_meanwhile(*args: Any) -> Any:
+        made = real(*args)
+        now["w"][7] += 1
+        return made
+
+    monkeypatch.setattr(where, name, step_meanwhile)
+    if when == "encode":
+        with pytest.raises(BadArgumentError, match="changed while it was published: w"):
+            publisher.publish(2, now)
+    else:
+        publisher.publish(2, now)
+    monkeypatch.setattr(where, name, real)
+    assert subscriber.update() == (1 if when == "encode" else 2)
+    if when == "create":
+        assert torch.equal(served["w"], meant)
+    publisher.publish(3, now)
+    assert subscriber.update() == 3
+    assert same(served, now)
+
+
+def test_a_clock_that_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    now = {"w": torch.randn(3000)}
+    publisher, served = sp.Publisher(tmp_path, keep=2), {"w": torch.zeros(3000)}
+    subscriber = sp.Subscriber(tmp_path, served)
+    for version, clock in enumerate((2e9, 1e9, 0.0, 3e9)):
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        now = step(now, 0.01, version)
+        publisher.publish(version, now)
+        for path in (tmp_path / "versions").iterdir():
+            os.utime(path, (clock, clock))
+        assert subscriber.update() == version
+        assert same(served, now)
+
+
+@pytest.mark.parametrize("lost", ["newest", "all", "data"])
+def test_a_store_that_loses_files(tmp_path: Path, lost: str) -> None:
+    """The subscriber stays at an intact version; the publisher says that files are missing."""
+    states = [{"w": torch.randn(3000)}]
+    publisher, served = sp.Publisher(tmp_path), {"w": torch.zeros(3000)}
+    subscriber = sp.Subscriber(tmp_path, served)
+    for version in range(3):
+        states.append(step(states[-1], 0.01, version))
+        publisher.publish(version, states[-1])
+    subscriber.update()
+    folder = tmp_path / ("data" if lost == "data" else "versions")
+    for path in sorted(folder.iterdir())[-1 if lost == "newest" else 0 :]:
+        path.unlink()
+    reached = subscriber.update()
+    assert reached in (1, 2)
+    assert same(served, states[reached + 1])
+    now = step(states[-1], 0.01, 9)
+    if lost != "data":
+        with pytest.raises(PublishConflictError, match="its files were removed"):
+            publisher.publish(3, now)
+    publisher.publish(3, now)
+    assert subscriber.update() == 3
+    assert same(served, now)
+    if lost == "data":  # a receiver that is new finds no base
+        with pytest.raises(CorruptDataError):
+            sp.Subscriber(tmp_path, {"w": torch.zeros(3000)}).update()

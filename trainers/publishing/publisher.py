@@ -18,7 +18,7 @@ from ...codec.format import container
 from ...codec.state.leaves import LeafSpec, NpArray
 from ...kernels.arguments import flag, integer
 from ...store.files import Files
-from ...store.urls import open_files
+from ...store.urls import opened
 from .layout import LARGEST, Version, data_name, version_name, version_of
 from .patches import encode
 from .subscriber import Subscriber
@@ -82,7 +82,7 @@ class Publisher:
     def __init__(
         self, url: str | os.PathLike[str], *, base_every: int = 50, keep: int = 100, sliced: bool = False
     ) -> None:
-        self._files: Files = open_files(url)
+        self._files: Files = opened(url)
         self._base_every = integer("base_every", base_every, 1)
         self._keep = integer("keep", keep, 1)
         self._sliced = flag("sliced", sliced)
@@ -106,11 +106,12 @@ class Publisher:
         Args:
             version: above every version at the URL; the same as the last one only with the same state, which changes
                 nothing.
-            state: a state dict of tensors, any device; they must not change until this returns. DTensors are gathered:
-                all ranks call this, and only rank 0 writes.
+            state: a state dict of tensors, any device; they must not change until this returns, which is checked.
+                DTensors are gathered: all ranks call this, and only rank 0 writes.
 
         Raises:
-            BadArgumentError: a version that is not above the newest, or a state that is not one of tensors.
+            BadArgumentError: a version that is not above the newest, a state that is not one of tensors, or one that
+                another thread changed meanwhile.
             PublishConflictError: another publisher has written since.
             OSError: it could not be written; the version then does not exist, and may be published again.
         """
@@ -122,7 +123,7 @@ class Publisher:
             return Published(version, 0, 0, raw, time.perf_counter() - begin)
         data = {name: host_bytes(tensor) for name, tensor in tensors.items()}
         specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
-        hashes = {name: hash_of(tensor) for name, tensor in tensors.items()}
+        hashes = {name: hash_of(specs[name], own) for name, own in data.items()}
         state_is = state_hash(hashes)
         if self._is_repeated(version, state_is):
             return Published(version, 0, 0, raw, time.perf_counter() - begin)
@@ -152,6 +153,9 @@ class Publisher:
             self._token,
             self._sliced,
         )
+        changing = [name for name, own in data.items() if hash_of(specs[name], own) != hashes[name]]
+        if changing:
+            raise BadArgumentError(f"state changed while it was published: {', '.join(changing[:5])}")
         for name, blob in ((delta_name, delta), (base_name, base)):
             if name is not None and blob is not None:
                 self._files.write(name, blob)
@@ -160,7 +164,10 @@ class Publisher:
             raise PublishConflictError(
                 f"{self._files.path(version_name(version))}: another publisher has written version {version}"
             )
+        copied = [name for name in data if self._hashes.get(name) != hashes[name]]
         self._remember(made, data, specs, hashes, len(base or b""))
+        if any(hash_of(*self._kept[name]) != hashes[name] for name in copied):
+            self._forget()  # the state changed after it was written, so that the copy is not the published one
         self._remove_old()
         nbytes = len(delta if delta is not None else base or b"")
         return Published(version, nbytes, len(base or b""), raw, time.perf_counter() - begin)
@@ -198,9 +205,7 @@ class Publisher:
             return
         read = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
         try:
-            subscriber = Subscriber(self._url, read)
-            if subscriber.update() != newest:
-                return
+            Subscriber(self._url, read).update(version=newest)
             chain = [Version.from_bytes(self._files.read(version_name(newest)), newest)]
             while chain[-1].base is None and chain[-1].parent is not None:
                 parent = chain[-1].parent
@@ -208,7 +213,7 @@ class Publisher:
         except (ShrinkpointError, OSError):
             return
         specs = {name: spec_of(t) for name, t in read.items()}
-        hashes = {name: hash_of(t) for name, t in read.items()}
+        hashes = {name: hash_of(specs[name], host_bytes(t)) for name, t in read.items()}
         if state_hash(hashes) != chain[0].state:
             return
         self._remember(chain[0], {name: host_bytes(t) for name, t in read.items()}, specs, hashes, chain[-1].base_bytes)

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...codec.checkpoint import Checkpoint
 from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError
 from ...codec.records import ArrayRecord
 from ...codec.state.leaves import LeafSpec, NpArray
-from ...store.files import Files
-from ...store.urls import open_files
-from .layout import Version, version_name, version_of
+from ...kernels.arguments import integer
+from ...store.files import Files, StoreWarning
+from ...store.urls import opened
+from .layout import LARGEST, Version, version_name, version_of
 from .patches import Patch, of_one, stage, write
-from .tensors import Part, hash_of, parts_of, spec_of, state_hash
+from .tensors import Part, check_dense, hash_of, host_bytes, parts_of, sharing, spec_of, state_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +53,24 @@ class Staged:
 class Subscriber:
     """Bring a model to the newest published version, in place, again and again.
 
-    The model's own tensors are what deltas are applied to, so that no copy of it is kept. At the start they are hashed:
-    where they are a published version, the first update is a delta, else a base. Everything is read, checked and staged
-    before the first byte of the model changes; an update that fails leaves the model as it was.
+    The model's own tensors are what deltas are applied to, so that no copy of it is kept. They are hashed at the start
+    and before each delta: a model that holds a published version is updated by deltas, any other by a base. Everything
+    is read, checked and staged before the first byte of the model changes; an update that fails leaves the model as it
+    was.
 
-    One thread updates at a time. Other threads may run the model meanwhile if they hold `lock` while they do.
+    Updates from several threads run one after another. Other threads may run the model meanwhile if they hold `lock`
+    while they do.
 
     Args:
         url: the URL of the `Publisher`.
-        model: a module, or a mapping from names to tensors, contiguous, on any device. DTensors take their local part,
-            and need versions published with `sliced=True`.
+        model: a module, or a mapping from names to tensors, contiguous, on any device. Its tensors may be replaced
+            later. DTensors take their local part, and need versions published with `sliced=True`.
         select: `{name: (published name, (slice, ...))}` for tensors that are a slice of a published one, as those of
             tensor- and expert-parallel engines are; needs `sliced=True`. Default: names are equal and tensors whole.
 
     Raises:
-        BadArgumentError: a model without tensors, one that is not contiguous, or a selection that does not fit it.
+        BadArgumentError: a model without tensors, with tensors that are not contiguous or overlap in part, whose
+            `state_dict` returns copies; or a selection that does not fit it.
 
     Example: see `Publisher`.
     """
@@ -75,16 +82,16 @@ class Subscriber:
         *,
         select: Mapping[str, tuple[str, Sequence[slice]]] | None = None,
     ) -> None:
-        self._files: Files = open_files(url)
-        tensors = dict(model.state_dict(keep_vars=True)) if isinstance(model, torch.nn.Module) else dict(model)
-        tensors = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
-        if not tensors:
-            raise BadArgumentError("model has no tensors")
-        self._parts = parts_of(tensors, select)
-        for name, part in self._parts.items():
-            if not part.tensor.is_contiguous():
-                raise BadArgumentError(f"model: {name} is not contiguous, with strides {part.tensor.stride()}")
+        self._files: Files = opened(url)
+        self._model, self._select = model, select
+        self._updating = threading.Lock()
+        self._turn = 0
+        self._parts = self._bound()
+        self._shared = sharing(self._parts)
+        if _places(self._parts) != _places(self._bound()):
+            raise BadArgumentError("model: state_dict() returns copies of its tensors, so that it cannot be updated")
         self._at: Version | None = self._recognised()
+        self._held = "" if self._at is None else self._at.state
         self._marks = self._versions_of_tensors()
         self.last: Staged | None = None
 
@@ -98,53 +105,70 @@ class Subscriber:
         """The newest version at the URL; None without one."""
         return max(self._versions(), default=None)
 
-    def update(self, *, lock: AbstractContextManager[Any] | None = None, verify: bool = False) -> int | None:
-        """Bring the model to the newest version.
+    def update(
+        self,
+        *,
+        version: int | None = None,
+        lock: AbstractContextManager[Any] | None = None,
+        verify: bool = True,
+    ) -> int | None:
+        """Bring the model to the newest version, or to a given one.
 
         Args:
+            version: the version to reach, newer or older. Receivers that must agree, such as the ranks of one engine,
+                are given the same one. Default: the newest that can be read; a warning says why a newer one cannot.
             lock: entered once, while the model is written; may be entered again by the next update (`threading.Lock`).
-            verify: hash the model first, so that every change that others made to it is found. Default: those changes
-                are found that PyTorch counts (not those by way of `.data` or of shared memory).
+            verify: hash the model before a delta is applied, so that every change that others made to it is found.
+                Without, those changes are found that PyTorch counts (not those by way of `.data`, NumPy or shared
+                memory).
 
         Returns:
             The version that the model now holds; None where nothing has been published.
 
         Raises:
             BadArgumentError: the published tensors are not the model's; the model is as it was.
-            CorruptDataError: files are damaged, and no intact base is there; the model is as it was.
+            CorruptDataError: files are damaged or `version` is missing, and no intact base is there; the model is as it
+                was.
             MissingParentError: versions are there, but no base that they lead to; the model is as it was.
         """
-        found = self._stage(verify)
-        if found is None:
+        with self._updating:
+            self._turn += 1
+            found = self._stage(version, verify)
+            if found is not None:
+                self._commit(*found, lock)
             return self.version
-        version, patches, report = found
-        self._commit(version, patches, report, lock)
-        return version.version
 
-    def patches(self, *, verify: bool = False) -> Iterator[tuple[str, NpArray, torch.Tensor]]:
-        """Yield the changes to the newest version, for an engine that applies them itself.
+    def patches(
+        self, *, version: int | None = None, verify: bool = True
+    ) -> Iterator[tuple[str, NpArray, torch.Tensor]]:
+        """Yield the changes to a version, for an engine that applies them itself.
 
-        Apply each to the model's tensors; nothing is written here. The model is taken to hold the new version once the
-        iterator is at its end; where that stops before, the next update begins from a base.
+        Apply each to the model's tensors, and nothing else is written here. The model is taken to hold the new version
+        once the iterator is at its end; where that stops before, the next update begins from a base.
 
         Args:
+            version: as `update` has it.
             verify: as `update` has it.
 
         Yields:
-            (name, int64 flat positions, ascending; values, as many, of the tensor's dtype, on the host).
+            (name, int64 flat positions in the model's tensor, ascending; values, as many, of the tensor's dtype, on the
+            host). A tensor may come more than once, each time with higher positions.
 
         Raises: what `update` raises.
         """
-        found = self._stage(verify)
-        if found is None:
-            return
-        version, patches, report = found
-        self._at = None
+        with self._updating:
+            self._turn += 1
+            turn, found = self._turn, self._stage(version, verify)
+            if found is None:
+                return
+            reached, patches, report = found
+            self._at = None
         for patch in patches:
             for positions, values in of_one(self._parts[patch.name].tensor, [patch]):
                 yield patch.name, positions, values
-        self._at, self.last = version, report
-        self._marks = self._versions_of_tensors()
+        with self._updating:
+            if turn == self._turn:  # no other update since
+                self._reached(reached, report)
 
     def _versions(self) -> list[int]:
         found = (version_of(f"versions/{name.rsplit('/', 1)[-1]}") for name in self._files.list("versions"))
@@ -157,14 +181,35 @@ class Subscriber:
         except (OSError, CorruptDataError):
             return None
 
-    def _recognised(self) -> Version | None:
+    def _bound(self) -> dict[str, Part]:
+        """The model's tensors as they are now."""
+        model = self._model
+        tensors = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
+        tensors = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+        if not tensors:
+            raise BadArgumentError("model has no tensors")
+        check_dense(tensors, "model")
+        parts = parts_of(tensors, self._select)
+        for name, part in parts.items():
+            if not part.tensor.is_contiguous() or part.tensor.is_conj() or part.tensor.is_neg():
+                how = "lazily conjugated or negated" if part.tensor.is_contiguous() else "not contiguous"
+                raise BadArgumentError(f"model: {name} is {how}, with strides {part.tensor.stride()}")
+        return parts
+
+    def _hash(self) -> str:
+        return state_hash({name: hash_of(spec_of(p.tensor), host_bytes(p.tensor)) for name, p in self._parts.items()})
+
+    def _is_whole(self) -> bool:
+        return all(part.where is None for part in self._parts.values())
+
+    def _recognised(self, mine: str | None = None) -> Version | None:
         """The published version that the model holds, by hash; None for a model with slices."""
-        if any(part.where is not None for part in self._parts.values()):
+        if not self._is_whole():
             return None
         versions = sorted(self._versions(), reverse=True)
         if not versions:
             return None
-        mine = state_hash({part.source: hash_of(part.tensor) for part in self._parts.values()})
+        mine = self._hash() if mine is None else mine
         read = (self._read(v) for v in versions)
         return next((v for v in read if v is not None and v.state == mine), None)
 
@@ -175,28 +220,57 @@ class Subscriber:
             for name, part in self._parts.items()
         }
 
-    def _stage(self, verify: bool) -> tuple[Version, list[Patch], Staged] | None:
-        """The newest version that can be reached, and what changes; None where the model holds it."""
-        if self._at is not None and (verify or self._marks != self._versions_of_tensors()):
-            self._at = self._recognised()
-            self._marks = self._versions_of_tensors()
-        versions = sorted(self._versions(), reverse=True)
-        if not versions or (self._at is not None and versions[0] == self._at.version and self._is_there(self._at)):
+    def _find_changes(self, verify: bool) -> None:
+        """Find out whether the model still holds the version that it was brought to."""
+        parts = self._bound()
+        if _places(parts) != _places(self._parts):  # tensors were replaced, as by load_state_dict(assign=True)
+            self._shared = sharing(parts)
+        self._parts = parts
+        marks = self._versions_of_tensors()
+        if self._at is None or (marks == self._marks and not verify):
+            return
+        mine = self._hash()
+        if mine != self._held:
+            self._at, self._held = self._recognised(mine), mine
+        self._marks = marks
+
+    def _stage(self, wanted: int | None, verify: bool) -> tuple[Version, list[Patch], Staged] | None:
+        """The version to reach and what changes; None where the model holds it."""
+        wanted = None if wanted is None else integer("version", wanted, 0, LARGEST)
+        self._find_changes(verify=False)
+        versions = sorted(self._versions(), reverse=True) if wanted is None else [wanted]
+        if not versions or self._holds(versions[0]):
             return None
+        if verify:
+            self._find_changes(verify=True)
+            if self._holds(versions[0]):
+                return None
         problems: list[str] = []
         for number in versions:
-            if self._at is not None and number <= self._at.version and self._is_there(self._at):
+            if wanted is None and self._at is not None and number <= self._at.version and self._is_there(self._at):
                 break
             for chain in self._chains(number, problems):
                 try:
-                    return self._staged(chain)
+                    found = self._staged(chain)
                 except (OSError, CorruptDataError) as e:
                     problems.append(str(e))
-        if self._at is not None:
+                else:
+                    self._warn(versions[0], number, problems)
+                    return found
+        if self._at is not None and wanted is None:
+            self._warn(versions[0], self._at.version, problems)
             return None
         kind = CorruptDataError if problems else MissingParentError
-        shown = "; ".join(problems[:5]) or "no base"
-        raise kind(f"{self._files.path('versions')}: no version can be read: {shown}")
+        what = "no version" if wanted is None else f"version {wanted}"
+        raise kind(f"{self._files.path('versions')}: {what} can be read: {_shown(problems)}")
+
+    def _holds(self, version: int) -> bool:
+        return self._at is not None and self._at.version == version and self._is_there(self._at)
+
+    def _warn(self, newest: int, reached: int, problems: list[str]) -> None:
+        if reached < newest:
+            message = f"version {newest} cannot be read, and the model is at {reached}: {_shown(problems)}"
+            warnings.warn(f"{self._files.path('versions')}: {message}", StoreWarning, stacklevel=4)
 
     def _is_there(self, at: Version) -> bool:
         return self._read(at.version) == at
@@ -230,7 +304,10 @@ class Subscriber:
         before = self._at
         for version, name, size in chain:
             data = self._files.read(name)
-            ckpt = Checkpoint.from_bytes(data)  # every checksum
+            try:
+                ckpt = Checkpoint.from_bytes(data)  # every checksum
+            except CorruptDataError as e:
+                raise CorruptDataError(f"{self._files.path(name)}: {e}") from None
             if len(data) != size or ckpt.id[:16] != name[-20:-4]:
                 raise CorruptDataError(f"{self._files.path(name)}: not the file that version {version.version} names")
             if ckpt.is_delta and (before is None or ckpt.parent_id != before.state * 2):
@@ -242,6 +319,7 @@ class Subscriber:
         patches = []
         for name, part in self._parts.items():
             patches += stage(part, [(ckpt, own[name]) for ckpt, own in zip(links, records, strict=True)])
+        self._check_shared(patches)
         staged = time.perf_counter()
         changed = sum(int(patch.values.shape[0]) for patch in patches)
         nbytes = sum(ckpt.nbytes for ckpt in links)
@@ -276,6 +354,16 @@ class Subscriber:
             raise BadArgumentError(f"version {version.version} does not fit the model; nothing was changed\n  {shown}")
         return found
 
+    def _check_shared(self, patches: list[Patch]) -> None:
+        """Raise BadArgumentError where tensors that share memory would become different."""
+        for first, *others in self._shared:
+            expected = [patch for patch in patches if patch.name == first]
+            for name in others:
+                if not _same([patch for patch in patches if patch.name == name], expected):
+                    raise BadArgumentError(
+                        f"{first} and {name} share memory in the model, but the published ones differ; nothing was changed"
+                    )
+
     def _commit(
         self, version: Version, patches: list[Patch], report: Staged, lock: AbstractContextManager[Any] | None
     ) -> None:
@@ -286,12 +374,12 @@ class Subscriber:
                 for patch in patches:
                     _write(self._parts[patch.name].tensor, patch)
             pause = time.perf_counter() - begin
-        self._at = version
+        self._reached(version, replace(report, pause_seconds=pause))
+
+    def _reached(self, version: Version, report: Staged) -> None:
+        self._at, self.last = version, report
+        self._held = version.state if self._is_whole() else self._hash()
         self._marks = self._versions_of_tensors()
-        self.last = Staged(
-            *(report.version, report.links, report.nbytes, report.changed),
-            *(report.fetch_seconds, report.stage_seconds, pause),
-        )
 
 
 _write: Callable[[torch.Tensor, Patch], None] = write
@@ -307,3 +395,22 @@ def _expected(part: Part, published: LeafSpec) -> LeafSpec:
         start >= 0 and start + length <= size for (start, length), size in zip(part.where, published.shape, strict=True)
     )
     return LeafSpec("torch", own.dtype, published.shape if inside else own.shape)
+
+
+def _places(parts: Mapping[str, Part]) -> dict[str, tuple[int, torch.dtype, torch.Size, torch.device]]:
+    """Where the tensors are."""
+    return {name: (p.tensor.data_ptr(), p.tensor.dtype, p.tensor.shape, p.tensor.device) for name, p in parts.items()}
+
+
+def _same(a: Sequence[Patch], b: Sequence[Patch]) -> bool:
+    return len(a) == len(b) and all(
+        x.start == y.start
+        and (x.positions is None) == (y.positions is None)
+        and (x.positions is None or np.array_equal(x.positions, y.positions))
+        and x.values.tobytes() == y.values.tobytes()
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _shown(problems: Sequence[str]) -> str:
+    return "; ".join(dict.fromkeys(problems[:5])) or "no base"

@@ -57,17 +57,25 @@ def tensors_of(state: Any, what: str) -> dict[str, torch.Tensor]:
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise BadArgumentError(f"{what}: {name!r} is a {type(value).__qualname__}; names and tensors are needed")
-        if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
-            raise BadArgumentError(f"{what}: {name} has layout {value.layout} on {value.device}; dense ones are needed")
+        check_dense({name: value}, what)
         gather = getattr(value, "full_tensor", None)
         found[name] = value.detach() if gather is None else gather().detach()
     return found
 
 
-def hash_of(tensor: torch.Tensor) -> str:
-    """A hash of dtype, shape and bits."""
-    h = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    h.update(host_bytes(tensor).data)
+def check_dense(tensors: Mapping[str, torch.Tensor], what: str) -> None:
+    """Raise BadArgumentError for a tensor without dense memory."""
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+            raise BadArgumentError(
+                f"{what}: {name} has layout {tensor.layout} on {tensor.device}; dense ones are needed"
+            )
+
+
+def hash_of(spec: LeafSpec, data: NpArray) -> str:
+    """A hash of dtype, shape and bytes."""
+    h = xxhash.xxh3_128(f"{spec.dtype} {spec.shape}".encode())
+    h.update(data.data)
     return str(h.hexdigest())
 
 
@@ -97,6 +105,8 @@ def parts_of(tensors: Mapping[str, torch.Tensor], select: Mapping[str, Any] | No
     for name, tensor in tensors.items():
         if select and name in select:
             source, slices = select[name]
+            if any(s.stop is None or s.step not in (None, 1) for s in slices):
+                raise BadArgumentError(f"select: {name}: {slices}; slices have a start and a stop, and no step")
             where = tuple((int(s.start or 0), int(s.stop) - int(s.start or 0)) for s in slices)
             if tuple(n for _, n in where) != tuple(tensor.shape):
                 raise BadArgumentError(f"select: {name} has shape {tuple(tensor.shape)}, its slices {slices}")
@@ -108,9 +118,35 @@ def parts_of(tensors: Mapping[str, torch.Tensor], select: Mapping[str, Any] | No
     return found
 
 
+def sharing(parts: Mapping[str, Part]) -> list[list[str]]:
+    """Groups of names whose tensors are the same memory.
+
+    Raises:
+        BadArgumentError: tensors overlap in part, or the same memory has two dtypes.
+    """
+    ranges = sorted(
+        (str(p.tensor.device), p.tensor.data_ptr(), p.tensor.numel() * p.tensor.element_size(), name)
+        for name, p in parts.items()
+        if p.tensor.numel()
+    )
+    groups: list[list[str]] = []
+    last: tuple[str, int, int, str] | None = None
+    for own in ranges:
+        if last is not None and own[0] == last[0] and own[1] < last[1] + last[2]:
+            if own[:3] != last[:3] or parts[own[3]].tensor.dtype != parts[last[3]].tensor.dtype:
+                raise BadArgumentError(f"model: {last[3]} and {own[3]} overlap in memory, and are not the same tensor")
+            groups[-1].append(own[3])
+        else:
+            groups.append([own[3]])
+            last = own
+    return [group for group in groups if len(group) > 1]
+
+
 def _local(name: str, tensor: Any) -> Part:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise BadArgumentError(f"model: {name} is a DTensor with {tensor.placements}; a sum cannot be updated")
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     where = tuple(zip(map(int, offset), map(int, shape), strict=True))
     whole = all(start == 0 and n == size for (start, n), size in zip(where, tensor.shape, strict=True))
