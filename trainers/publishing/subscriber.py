@@ -361,7 +361,7 @@ class Subscriber:
             for name in others:
                 if not _same([patch for patch in patches if patch.name == name], expected):
                     raise BadArgumentError(
-                        f"{first} and {name} share memory in the model, but the published ones differ; nothing was changed"
+                        f"{first} and {name} share memory in the model, but the published ones differ"
                     )
 
     def _commit(
