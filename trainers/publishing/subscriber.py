@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...codec.checkpoint import Checkpoint
@@ -403,13 +402,11 @@ def _places(parts: Mapping[str, Part]) -> dict[str, tuple[int, torch.dtype, torc
 
 
 def _same(a: Sequence[Patch], b: Sequence[Patch]) -> bool:
-    return len(a) == len(b) and all(
-        x.start == y.start
-        and (x.positions is None) == (y.positions is None)
-        and (x.positions is None or np.array_equal(x.positions, y.positions))
-        and x.values.tobytes() == y.values.tobytes()
-        for x, y in zip(a, b, strict=True)
-    )
+    return [_bits(patch) for patch in a] == [_bits(patch) for patch in b]
+
+
+def _bits(patch: Patch) -> tuple[int, bytes | None, bytes]:
+    return patch.start, None if patch.positions is None else patch.positions.tobytes(), patch.values.tobytes()
 
 
 def _shown(problems: Sequence[str]) -> str:
