@@ -8,7 +8,6 @@ parent.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from .harness import (
     wall_clock,
 )
 from .plot import Bars, draw
+from .whole_states import check_errors, torch_calls
 
 TITLE = "compress and decompress a whole training state, against memcpy, zstandard and torch.save"
 CONFIGS: dict[str, Callable[[], sp.Config]] = {
@@ -90,7 +90,7 @@ class Plan:
                 names = (*floors, ZSTD, TORCH) if self.peers else floors
                 case = Case(
                     f"{name} {kind}, {self.config}, {self.label}",
-                    parameters(self.pair),
+                    self.pair.parameters,
                     "MB/s",
                     make,
                     self.device,
@@ -99,11 +99,6 @@ class Plan:
                 )
                 found.append(case)
         return found
-
-
-def parameters(pair: Pair) -> int:
-    """Number of weights of a state."""
-    return sum(x.size for path, x in data.arrays(pair.before) if data.role_of(path) == "weight")
 
 
 class Work:
@@ -172,36 +167,6 @@ class Work:
         ]
 
 
-def check_errors(state: Any, back: Any, stored: sp.Checkpoint) -> str:
-    """Hold every array against the error its summary statesand name the comparisons.
-
-    Raises:
-        CheckFailed: a key, shape, dtype or exact value differs, or an error is above the stated one.
-    """
-    before, after = dict(data.arrays(state)), dict(data.arrays(back))
-    if list(before) != list(after):
-        raise CheckFailed("other arrays come back")
-    exact = 0
-    for row in stored.summary():
-        x, y = before[row.path], after[row.path]
-        if x.shape != y.shape or x.dtype != y.dtype:
-            raise CheckFailed(f"{row.path}: {x.dtype}{x.shape} comes back as {y.dtype}{y.shape}")
-        if row.measure == "exact":
-            if x.tobytes() != y.tobytes():
-                raise CheckFailed(f"{row.path}: is not exact")
-            exact += 1
-            continue
-        a, b = x.astype(np.float64), y.astype(np.float64)
-        if row.measure == "relative":
-            some = a != 0
-            error = float(np.max(np.abs(a - b)[some] / np.abs(a[some]), initial=0.0))
-        else:
-            error = float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(a)), 1e-300)
-        if error > row.error * 1.01:  # the summary has three digits
-            raise CheckFailed(f"{row.path}: {row.measure} error {error:.4g}, stated {row.error:.4g}")
-    return f"{exact} arrays exact, {len(before) - exact} within the stated error, same bytes again"
-
-
 def _copies(arrays: list[Any], count: int, *, fresh: bool = False) -> Callable[[], object]:
     """Copy all arrays, each thread its share; with `fresh` to memory allocated each time."""
     used = [] if fresh else [np.ones_like(x) for x in arrays]
@@ -231,21 +196,6 @@ def _zstd(arrays: list[Any], count: int, *, decode: bool) -> Callable[[], object
     packed = [compressor.compress(x) for x in arrays]
     plain = zstandard.ZstdDecompressor()
     return lambda: [plain.decompress(x) for x in packed]
-
-
-def torch_calls(state: Any, *, decode: bool) -> Callable[[], object]:
-    """Return the call that saves a state with `torch.save` to memory, or with `decode` loads it."""
-    import torch
-
-    def save() -> bytes:
-        stream = io.BytesIO()
-        torch.save(state, stream)
-        return stream.getvalue()
-
-    if not decode:
-        return save
-    saved = save()
-    return lambda: torch.load(io.BytesIO(saved), weights_only=False)
 
 
 def plans(real: Pair, drawn: Pair, *, quick: bool) -> list[Plan]:
@@ -356,7 +306,7 @@ def run(options: Options) -> list[Row]:
     with threads(1):
         n = CHUNK if options.quick else 25_000_000
         rows += run_cases([encoder(data.Sample(n, real), n)], options, one_thread_clock())
-    return rows + memory.rows(real, parameters(drawn), options)
+    return rows + memory.rows(real, drawn.parameters, options)
 
 
 def plot(rows: list[Row], path: Path) -> None:

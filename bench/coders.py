@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from . import peers
-from .devices import host
 from .elementwise import BITS, LEVELS, PREFIX, Place, oracle
-from .harness import Case, CheckFailed, Job, Peer, Target, at_least, same
+from .harness import Case, CheckFailed, Job, Peer, Target, at_least, host, same
 
 PRECISION = 12
 """Bits of the rANS tables."""

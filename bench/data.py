@@ -100,6 +100,11 @@ class Pair:
         return pools
 
     @property
+    def parameters(self) -> int:
+        """Number of weights of the earlier state."""
+        return sum(x.size for path, x in arrays(self.before) if role_of(path) == "weight")
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the arrays of the earlier state."""
         return sum(value.nbytes for _, value in arrays(self.before))

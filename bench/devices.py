@@ -103,10 +103,3 @@ def _pools(count: int) -> Iterator[None]:
         return
     with threadpool_limits(limits=count):
         yield
-
-
-def host(x: Array) -> npt.NDArray[Any]:
-    """Return a result on any device as a NumPy array."""
-    from shrinkpoint.kernels.arrays import is_torch, to_numpy
-
-    return to_numpy(x.cpu() if is_torch(x) else x)

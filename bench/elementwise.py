@@ -15,8 +15,8 @@ import numpy as np
 
 from . import peers
 from .data import CODES, Sample
-from .devices import Array, Device, host
-from .harness import Case, CheckFailed, Job, Peer, Target, at_least, same
+from .devices import Array, Device
+from .harness import Case, CheckFailed, Job, Peer, Target, at_least, host, same
 
 PREFIX = (1 << 16) + 1
 """Elements that are compared with the oracle."""

@@ -14,10 +14,10 @@ import torch
 
 import shrinkpoint as sp
 
-from . import codec
 from .data import Pair
 from .devices import Device, gpu
 from .harness import Case, CheckFailed, Job, Options, Peer, Row, run_cases
+from .whole_states import check_errors
 
 TO_HOST = "copy to the host"
 PLACE = "from a GPU"
@@ -40,7 +40,7 @@ def cases(card: Device, pair: Pair, label: str) -> list[Case]:
         pair: the states, on the host.
         label: as `bench codec` names the state.
     """
-    size = codec.parameters(pair)
+    size = pair.parameters
     work = _Work(card, pair)
     return [
         Case(
@@ -103,7 +103,7 @@ class _Work:
         def check() -> str:
             if sp.compress(state, parent).to_bytes() != stored.to_bytes():
                 raise CheckFailed("the same state gives other bytes the second time")
-            return codec.check_errors(on_host, sp.decompress(stored), stored)
+            return check_errors(on_host, sp.decompress(stored), stored)
 
         note = f"ratio {stored.ratio:.2f}, {stored.raw_nbytes / 1e6:.1f} MB raw; {self.pair.origin}"
         floors = [self.card.copy(stored.raw_nbytes), Peer(TO_HOST, lambda: self._to_host(state))]

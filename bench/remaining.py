@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .devices import host
 from .elementwise import LEVELS, Place, oracle
-from .harness import Case, Job, near, same
+from .harness import Case, Job, host, near, same
 
 _COLUMNS = 64
 _CHANGES = 1000

@@ -15,10 +15,10 @@ import numpy as np
 
 import shrinkpoint as sp
 
-from .codec import check_errors, torch_calls
 from .data import arrays
 from .devices import threads
 from .harness import Case, Job, Options, Peer, Row, Target, at_most, one_thread_clock, run_cases
+from .whole_states import check_errors, torch_calls
 
 NAME = "many small arrays"
 EACH = "ms/array"

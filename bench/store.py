@@ -32,7 +32,6 @@ import numpy as np
 import shrinkpoint as sp
 
 from . import data
-from .codec import check_errors
 from .data import Pair
 from .devices import threads
 from .harness import (
@@ -51,6 +50,7 @@ from .harness import (
 )
 from .plot import Bars, draw
 from .saver import stalls
+from .whole_states import check_errors
 
 TITLE = (
     "save, load, memory, restore after compaction, flipped bits; against torch.save, safetensors, DCP, moonclip, npz"

@@ -59,12 +59,13 @@ def back_end(x: Array, subject: str) -> Any:
 
     For the first calls on the CPU see `first_calls`.
     """
-    return _gpu(subject) if on_gpu(x) else first_calls.cpu(subject)
+    return compiled_back_end(subject, "gpu") if on_gpu(x) else first_calls.cpu(subject)
 
 
 @lru_cache(None)
-def _gpu(subject: str) -> ModuleType:
-    return importlib.import_module(f"{__package__}.gpu.{subject}")
+def compiled_back_end(subject: str, name: str = "cpu") -> ModuleType:
+    """Return `kernels.cpu.SUBJECT` itself, whose functions may also write to given memory; or another back end's."""
+    return importlib.import_module(f"{__package__}.{name}.{subject}")
 
 
 def dtype_name(x: Array) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .arguments import array, choice, integer
-from .arrays import back_end, dtype_name
+from .arrays import back_end, compiled_back_end, dtype_name
 from .coder_arguments import host_memory, stored_bytes
 
 if TYPE_CHECKING:
@@ -100,6 +100,5 @@ def join_categories(
     data = stored_bytes(extra)
     if out is None:
         return back_end(categories, "categories").join_categories(categories, data, bits, dtype)
-    from .cpu.categories import join_categories as on_host
-
-    return on_host(categories, data, bits, dtype, host_memory(out, int(categories.shape[0]), dtype))
+    target = host_memory(out, int(categories.shape[0]), dtype)
+    return compiled_back_end("categories").join_categories(categories, data, bits, dtype, target)

@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING, Literal, get_args
 
 from .arguments import array, check_arrays, choice, integer, same_device
-from .arrays import back_end, dtype_name
+from .arrays import back_end, compiled_back_end, dtype_name
 from .coder_arguments import host_memory
 from .errors import BadArgumentError
 
@@ -115,9 +115,8 @@ def merge_planes(planes: Array | list[Array], dtype: str, rotation: int = 0, *, 
     if out is None and not isinstance(planes, list):
         merged: Array = back_end(planes, "planes").merge_planes(planes, dtype, bits)
     else:
-        from .cpu.planes import merge_planes as on_host
-
-        merged = on_host(planes, dtype, bits, None if out is None else host_memory(out, n, f"uint{8 * itemsize}"))
+        target = None if out is None else host_memory(out, n, f"uint{8 * itemsize}")
+        merged = compiled_back_end("planes").merge_planes(planes, dtype, bits, target)
     return merged
 
 
@@ -203,10 +202,9 @@ def undifference(
     if out is None:
         values: Array = back_end(diff, "planes").undifference(diff, previous, method, dtype=dtype)
         return values
-    from .cpu.planes import undifference as on_host
-
     target = host_memory(out, math.prod(previous.shape), f"uint{width_of(dtype)}")
-    return on_host(diff, previous, method, dtype=dtype, out=target)
+    written: Array = compiled_back_end("planes").undifference(diff, previous, method, dtype=dtype, out=target)
+    return written
 
 
 def _check_pair(name: str, x: Array, other: str, y: Array, method: str, dtype: str | None) -> str:

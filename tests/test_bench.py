@@ -287,7 +287,7 @@ def pair() -> data.Pair:
 def test_a_drawn_state_keeps_what_changed_between_the_two() -> None:
     small = pair()
     large = data.drawn_state(small, 300_000)
-    assert codec.parameters(large) == pytest.approx(300_000, rel=0.3)
+    assert large.parameters == pytest.approx(300_000, rel=0.3)
     before, after = (dict(data.arrays(state)) for state in (large.before, large.after))
     assert list(before) == list(after)
     source, moved = (dict(data.arrays(state))["model/weight"].reshape(-1) for state in (small.before, small.after))

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 import shrinkpoint as sp
 
-from ..codec import check_errors
 from ..data import arrays
 from ..devices import threads
 from ..harness import Options, Row
 from ..plot import Bars, draw
+from ..whole_states import check_errors
 from .harm.settings import LEVELS
 from .systems.lossless import PEERS
 

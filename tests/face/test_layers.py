@@ -88,3 +88,14 @@ def test_arrows_inside_the_codec_point_down() -> None:
         for target in imports(name, path, known):
             if target in known and target != ("codec",):
                 assert height(target) <= height(name), f"{'.'.join(name)} imports {'.'.join(target)}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    known = modules()
+    open_ends = {
+        name: {t for t in imports(name, path, known) if t in known and t != name} for name, path in known.items()
+    }
+    while free := {name for name, targets in open_ends.items() if not targets & open_ends.keys()}:
+        for name in free:
+            del open_ends[name]
+    assert not open_ends, sorted(".".join(name) for name in open_ends)
