@@ -6,7 +6,7 @@ the time, and its share is held against copying as many bytes. Each check compar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -73,6 +73,48 @@ class Place:
         said = f"{moves:g} bytes an element move; data {self.sample.origin}"
         notes = f"{note}; {said}" if note else said
         return Job(call, check, float(nbytes), [self.device.copy(nbytes), *(others or [])], notes)
+
+
+def as_oracle(
+    at: Place,
+    kernel: str,
+    values: tuple[Any, ...],
+    settings: tuple[Any, ...],
+    moves: float,
+    *,
+    full: tuple[Any, ...] | None = None,
+    named: Mapping[str, Any] | None = None,
+    first: int | None = None,
+    others: list[Peer] | None = None,
+    width: int = 4,
+    note: str = "",
+) -> Job:
+    """Return the job of a kernel that gives the oracle's result, bit for bit, on the first part of its arrays.
+
+    Args:
+        at: where it is measured.
+        kernel: "subject.function".
+        values: its arrays, on the host.
+        settings: the arguments after them.
+        moves: bytes an element.
+        full: the oracle's arguments after the arrays, which have no defaults; None: the same settings.
+        named: arguments by name, of both.
+        first: length of that part along the first axis; None: the usual prefix.
+        others: peers in addition to the copy.
+        width: bytes of an element.
+        note: for the row.
+    """
+    subject, name = kernel.split(".")
+    function = getattr(import_module(f"shrinkpoint.kernels.{subject}"), name)
+    arrays, by_name, part = _on(at, *values), named or {}, first or at.prefix
+
+    def check() -> str:
+        further = settings if full is None else full
+        expected = getattr(oracle(subject), name)(*(x[:part] for x in values), *further, **by_name)
+        same(name, function(*(x[:part] for x in arrays), *settings, **by_name), expected)
+        return f"{part:,} {'rows' if values[0].ndim > 1 else 'elements'} = oracle"
+
+    return at.job(lambda: function(*arrays, *settings, **by_name), check, moves, others, width=width, note=note)
 
 
 def cases(device: Device, sample: Sample, n: int) -> list[Case]:
@@ -190,17 +232,9 @@ def histogram_sensitivity(at: Place) -> Job:
 
 
 def kept(at: Place) -> Job:
-    from shrinkpoint.kernels.histogram import kept_histogram
-
-    values, limits = at.sample.before(at.n), at.sample.thresholds
-    (x,) = _on(at, values)
-
-    def check() -> str:
-        expected = oracle("histogram").kept_histogram(values[: at.prefix], limits, BITS, gradient=None)
-        same("counts", kept_histogram(x[: at.prefix], limits, BITS), expected)
-        return at.says
-
-    return at.job(lambda: kept_histogram(x, limits, BITS), check, 4)
+    limits = at.sample.thresholds
+    values = (at.sample.before(at.n),)
+    return as_oracle(at, "histogram.kept_histogram", values, (limits, BITS), 4, named={"gradient": None})
 
 
 def _expected_levels(at: Place, gradient: Any = None) -> Any:
@@ -210,19 +244,13 @@ def _expected_levels(at: Place, gradient: Any = None) -> Any:
 
 
 def assign(at: Place) -> Job:
-    from shrinkpoint.kernels.quantizer import assign as levels_of
     from shrinkpoint.kernels.quantizer import boundaries
 
     values, limits, codebook = at.sample.before(at.n), at.sample.thresholds, at.sample.codebook
-    (x,) = _on(at, values)
-
-    def check() -> str:
-        same("levels", levels_of(x[: at.prefix], limits, codebook), _expected_levels(at))
-        return at.says
-
     bounds = boundaries(codebook, "float32").astype(np.float32)
-    others = peers.bucketing(at.device, x, bounds, values)
-    return at.job(lambda: levels_of(x, limits, codebook), check, 5, others)
+    others = peers.bucketing(at.device, at.device.array(values), bounds, values)
+    full, named = (limits, codebook.astype(np.float64)), {"gradient": None}
+    return as_oracle(at, "quantizer.assign", (values,), (limits, codebook), 5, full=full, named=named, others=others)
 
 
 def assign_gradient(at: Place) -> Job:
@@ -261,31 +289,14 @@ def assign_joint(at: Place) -> Job:
 
 
 def joint(at: Place) -> Job:
-    from shrinkpoint.kernels.levels import joint_counts
-
-    old, new = at.sample.levels_before(at.n), at.sample.levels_after(at.n)
-    previous, current = _on(at, old, new)
-
-    def check() -> str:
-        expected = oracle("levels").joint_counts(old[: at.prefix], new[: at.prefix], LEVELS, LEVELS)
-        same("counts", joint_counts(previous[: at.prefix], current[: at.prefix], LEVELS, LEVELS), expected)
-        return at.says
-
-    return at.job(lambda: joint_counts(previous, current, LEVELS, LEVELS), check, 2)
+    levels = (at.sample.levels_before(at.n), at.sample.levels_after(at.n))
+    return as_oracle(at, "levels.joint_counts", levels, (LEVELS, LEVELS), 2)
 
 
 def dequantize(at: Place) -> Job:
-    from shrinkpoint.kernels.quantizer import dequantize as values_of
-
-    levels, codebook = at.sample.levels_before(at.n), at.sample.codebook
-    on_device, codes = _on(at, levels, codebook)
-
-    def check() -> str:
-        expected = oracle("quantizer").dequantize(levels[: at.prefix], codebook, protected=None)
-        same("values", values_of(on_device[: at.prefix], codes), expected)
-        return at.says
-
-    return at.job(lambda: values_of(on_device, codes), check, 5)
+    levels, codebook = (at.sample.levels_before(at.n),), at.sample.codebook
+    codes, named = (at.device.array(codebook),), {"protected": None}
+    return as_oracle(at, "quantizer.dequantize", levels, codes, 5, full=(codebook,), named=named)
 
 
 def _prices(at: Place) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -295,19 +306,8 @@ def _prices(at: Place) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def rate_distortion(at: Place) -> Job:
-    from shrinkpoint.kernels.ratedistortion import rate_distortion_levels
-
-    values, old, new = at.sample.after(at.n), at.sample.levels_before(at.n), at.sample.levels_after(at.n)
-    codebook, prices = at.sample.codebook, _prices(at)
-    x, previous, levels = _on(at, values, old, new)
-
-    def check() -> str:
-        p = at.prefix
-        expected = oracle("ratedistortion").rate_distortion_levels(values[:p], new[:p], old[:p], codebook, prices)
-        same("levels", rate_distortion_levels(x[:p], levels[:p], previous[:p], codebook, prices), expected)
-        return at.says
-
-    return at.job(lambda: rate_distortion_levels(x, levels, previous, codebook, prices), check, 7)
+    values = (at.sample.after(at.n), at.sample.levels_after(at.n), at.sample.levels_before(at.n))
+    return as_oracle(at, "ratedistortion.rate_distortion_levels", values, (at.sample.codebook, _prices(at)), 7)
 
 
 def unsettled_elements(at: Place) -> Job:
@@ -329,17 +329,9 @@ def unsettled_elements(at: Place) -> Job:
 
 
 def split(at: Place) -> Job:
-    from shrinkpoint.kernels.levels import split_by_level
-
     old, new = at.sample.levels_before(at.n), at.sample.levels_after(at.n)
-    keys, values = _on(at, old, new)
-
-    def check() -> str:
-        expected = oracle("levels").split_by_level(new[: at.prefix], old[: at.prefix], LEVELS)
-        same("groups", split_by_level(values[: at.prefix], keys[: at.prefix], LEVELS), expected)
-        return at.says
-
-    return at.job(lambda: split_by_level(values, keys, LEVELS), check, 3, peers.sorting(at.device, keys))
+    others = peers.sorting(at.device, at.device.array(old))
+    return as_oracle(at, "levels.split_by_level", (new, old), (LEVELS,), 3, others=others)
 
 
 def merge(at: Place) -> Job:
@@ -378,31 +370,14 @@ def delta(at: Place) -> Job:
 
 
 def bucket_index(at: Place) -> Job:
-    from shrinkpoint.kernels.logbucket import bucket_index as index_of
-
-    values = at.sample.before(at.n)
-    (x,) = _on(at, values)
-
-    def check() -> str:
-        same("indices", index_of(x[: at.prefix], 1), oracle("logbucket").bucket_index(values[: at.prefix], 1))
-        return at.says
-
-    return at.job(lambda: index_of(x, 1), check, 8)
+    return as_oracle(at, "logbucket.bucket_index", (at.sample.before(at.n),), (1,), 8)
 
 
 def bucket_value(at: Place) -> Job:
     from shrinkpoint.kernels.logbucket import bucket_index as index_of
-    from shrinkpoint.kernels.logbucket import bucket_value as value_of
 
-    (x,) = _on(at, at.sample.before(at.n))
-    index = index_of(x, 1)
-
-    def check() -> str:
-        expected = oracle("logbucket").bucket_value(host(index)[: at.prefix], 1, "float32")
-        same("values", value_of(index[: at.prefix], 1, "float32"), expected)
-        return at.says
-
-    return at.job(lambda: value_of(index, 1, "float32"), check, 8)
+    index = index_of(at.sample.before(at.n), 1)
+    return as_oracle(at, "logbucket.bucket_value", (index,), (1, "float32"), 8)
 
 
 def distortion(at: Place) -> Job:
@@ -423,30 +398,11 @@ def distortion(at: Place) -> Job:
 
 
 def extrapolate(at: Place) -> Job:
-    from shrinkpoint.kernels.extrapolation import extrapolate as moved_on
-
-    old, new = at.sample.before(at.n), at.sample.after(at.n)
-    earlier, x = _on(at, old, new)
-
-    def check() -> str:
-        expected = oracle("extrapolation").extrapolate(new[: at.prefix], old[: at.prefix], 1.5)
-        same("values", moved_on(x[: at.prefix], earlier[: at.prefix], 1.5), expected)
-        return at.says
-
-    return at.job(lambda: moved_on(x, earlier, 1.5), check, 12)
+    return as_oracle(at, "extrapolation.extrapolate", (at.sample.after(at.n), at.sample.before(at.n)), (1.5,), 12)
 
 
 def split_planes(at: Place) -> Job:
-    from shrinkpoint.kernels.planes import split_planes as planes_of
-
-    values = at.sample.before(at.n)
-    (x,) = _on(at, values)
-
-    def check() -> str:
-        same("planes", planes_of(x[: at.prefix]), oracle("planes").split_planes(values[: at.prefix]))
-        return at.says
-
-    return at.job(lambda: planes_of(x), check, 8)
+    return as_oracle(at, "planes.split_planes", (at.sample.before(at.n),), (), 8)
 
 
 def merge_planes(at: Place) -> Job:
@@ -467,17 +423,8 @@ def merge_planes(at: Place) -> Job:
 
 
 def difference(at: Place) -> Job:
-    from shrinkpoint.kernels.planes import difference as steps_of
-
-    old, new = at.sample.before(at.n), at.sample.after(at.n)
-    previous, current = _on(at, old, new)
-
-    def check() -> str:
-        expected = oracle("planes").difference(new[: at.prefix], old[: at.prefix], "arithmetic", dtype="float32")
-        same("steps", steps_of(current[: at.prefix], previous[: at.prefix]), expected)
-        return at.says
-
-    return at.job(lambda: steps_of(current, previous), check, 12)
+    values, named = (at.sample.after(at.n), at.sample.before(at.n)), {"dtype": "float32"}
+    return as_oracle(at, "planes.difference", values, ("arithmetic",), 12, named=named)
 
 
 def undifference(at: Place) -> Job:
@@ -505,20 +452,8 @@ def _bfloat16_patterns(at: Place) -> tuple[Any, Any]:
 
 
 def changed_mask(at: Place) -> Job:
-    from shrinkpoint.kernels.mask import changed_mask as mask_of
-
     old, new = _bfloat16_patterns(at)
-    previous, current = _on(at, old, new)
-
-    def check() -> str:
-        same(
-            "bits",
-            mask_of(current[: at.prefix], previous[: at.prefix]),
-            oracle("mask").changed_mask(new[: at.prefix], old[: at.prefix]),
-        )
-        return at.says
-
-    return at.job(lambda: mask_of(current, previous), check, 4.125, width=2, note=_changed(old, new))
+    return as_oracle(at, "mask.changed_mask", (new, old), (), 4.125, width=2, note=_changed(old, new))
 
 
 def _changed(old: Any, new: Any) -> str:
@@ -557,63 +492,47 @@ def scatter(at: Place) -> Job:
     return at.job(lambda: scattered(previous, bits, values), check, 4.125, width=2, note=_changed(old, new))
 
 
-_ROW = 64
+COLUMNS = 64
+"""Elements of a row of an embedding table."""
 
 
-def _table(at: Place) -> Any:
+def table(at: Place) -> Any:
     """The weights as rows of an embedding table."""
-    return at.sample.before(at.n)[: at.n // _ROW * _ROW].reshape(-1, _ROW)
+    return at.sample.before(at.n)[: at.n // COLUMNS * COLUMNS].reshape(-1, COLUMNS)
 
 
-def _rows(at: Place, bits: int, method: Any, bins: int) -> Job:
-    from shrinkpoint.kernels.rows import row_quantize
-
-    table = _table(at)
-    (x,) = _on(at, table)
-    part = max(1, at.prefix // _ROW)
-
-    def check() -> str:
-        expected = oracle("rows").row_quantize(table[:part], bits, method, num_bins=bins, ratio=1.0)
-        same("codes and ranges", row_quantize(x[:part], bits, method), expected)
-        return f"{part:,} rows = oracle"
-
-    return at.job(lambda: row_quantize(x, bits, method), check, 5, note=f"rows of {_ROW}")
+def quantized_rows(at: Place, bits: int, method: Any, bins: int) -> Job:
+    """Return the job of `row_quantize`."""
+    named, first = {"num_bins": bins, "ratio": 1.0}, max(1, at.prefix // COLUMNS)
+    note = f"rows of {COLUMNS}"
+    return as_oracle(at, "rows.row_quantize", (table(at),), (bits, method), 5, named=named, first=first, note=note)
 
 
 def rows_adaptive(at: Place) -> Job:
-    return _rows(at, 4, "adaptive", 45)
+    return quantized_rows(at, 4, "adaptive", 45)
 
 
 def rows_uniform(at: Place) -> Job:
-    return _rows(at, 8, "asymmetric", 45)
+    return quantized_rows(at, 8, "asymmetric", 45)
 
 
 def rows_back(at: Place) -> Job:
     from shrinkpoint.kernels.rows import row_dequantize, row_quantize
 
-    (x,) = _on(at, _table(at))
+    (x,) = _on(at, table(at))
     codes, scale, minimum = row_quantize(x, 8, "asymmetric")
-    part = max(1, at.prefix // _ROW)
+    part = max(1, at.prefix // COLUMNS)
 
     def check() -> str:
         few = [z[:part] for z in (codes, scale, minimum)]
         same("values", row_dequantize(*few), oracle("rows").row_dequantize(*(host(z) for z in few)))
         return f"{part:,} rows = oracle"
 
-    return at.job(lambda: row_dequantize(codes, scale, minimum), check, 5, note=f"rows of {_ROW}")
+    return at.job(lambda: row_dequantize(codes, scale, minimum), check, 5, note=f"rows of {COLUMNS}")
 
 
 def cluster(at: Place) -> Job:
-    from shrinkpoint.kernels.cluster import cluster_quantize
-
-    values = at.sample.before(at.n)
-    (x,) = _on(at, values)
-
-    def check() -> str:
-        same("codes", cluster_quantize(x[: at.prefix]), oracle("cluster").cluster_quantize(values[: at.prefix], 16))
-        return at.says
-
-    return at.job(lambda: cluster_quantize(x), check, 6)
+    return as_oracle(at, "cluster.cluster_quantize", (at.sample.before(at.n),), (16,), 6)
 
 
 def cluster_back(at: Place) -> Job:
@@ -648,15 +567,7 @@ def exponent_count(at: Place) -> Job:
 
 
 def exponent_levels(at: Place) -> Job:
-    from shrinkpoint.kernels.exponent import exponent_buckets, exponent_quantize, promote
+    from shrinkpoint.kernels.exponent import exponent_buckets, promote
 
     values = at.sample.after(at.n) - at.sample.before(at.n)
-    (x,) = _on(at, values)
-    promotion = promote(exponent_buckets(x), 3)
-
-    def check() -> str:
-        expected = oracle("exponent").exponent_quantize(values[: at.prefix], promotion)
-        same("levels", exponent_quantize(x[: at.prefix], promotion), expected)
-        return at.says
-
-    return at.job(lambda: exponent_quantize(x, promotion), check, 5)
+    return as_oracle(at, "exponent.exponent_quantize", (values,), (promote(exponent_buckets(values), 3),), 5)

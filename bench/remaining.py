@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from .elementwise import LEVELS, Place, oracle
+from .elementwise import COLUMNS, LEVELS, Place, as_oracle, oracle, quantized_rows, table
 from .harness import Case, Job, host, near, same
 
-_COLUMNS = 64
+_ROWS = f"rows of {COLUMNS}"
 _CHANGES = 1000
 _RANK = 8
 _ROUNDING = 1e-9
@@ -34,8 +34,8 @@ def cases(at: Place) -> list[Case]:
         at.case("factor_sums", factor_sums),
         at.case("residual_symbols", residual_symbols),
         at.case("residual_values", residual_values),
-        few.case("row_quantize 2 bit adaptive", lambda here: _row_quantize(here, 2)),
-        few.case("row_quantize 3 bit adaptive", lambda here: _row_quantize(here, 3)),
+        few.case("row_quantize 2 bit adaptive", lambda here: quantized_rows(here, 2, "adaptive", 25)),
+        few.case("row_quantize 3 bit adaptive", lambda here: quantized_rows(here, 3, "adaptive", 25)),
         few.case("row_kmeans 2 bit", row_kmeans),
         at.case("row_lookup", row_lookup),
         at.case("exponent_dequantize", exponent_values),
@@ -106,46 +106,36 @@ def grid_symbols(at: Place) -> Job:
 
 def grid_values(at: Place) -> Job:
     from shrinkpoint.kernels.grid import grid_symbols as symbols_of
-    from shrinkpoint.kernels.grid import grid_values as values_of
 
     x, square = _moments(at)
-    a, b = at.device.array(x), at.device.array(square)
-    symbols, _, _ = symbols_of(a, b, 0.5)
     table = np.linspace(-3, 3, 256, dtype=np.float32)
-
-    def check() -> str:
-        p = at.prefix
-        expected = oracle("grid").grid_values(host(symbols)[:p], square[:p], table)
-        same("values", values_of(symbols[:p], b[:p], table), expected)
-        return at.says
-
-    return at.job(lambda: values_of(symbols, b, table), check, 9)
+    return as_oracle(at, "grid.grid_values", (symbols_of(x, square, 0.5)[0], square), (table,), 9)
 
 
 def _second(at: Place) -> Any:
-    """Second moments as a matrix of `_COLUMNS` columns, flat."""
-    return np.square(at.sample.before(at.n)[: at.n // _COLUMNS * _COLUMNS])
+    """Second moments as a matrix of `COLUMNS` columns, flat."""
+    return np.square(at.sample.before(at.n)[: at.n // COLUMNS * COLUMNS])
 
 
 def factor_sums(at: Place) -> Job:
     from shrinkpoint.kernels.rank_one import factor_sums as sums_of
 
     square = _second(at)
-    x, part = at.device.array(square), at.prefix // _COLUMNS * _COLUMNS
+    x, part = at.device.array(square), at.prefix // COLUMNS * COLUMNS
 
     def check() -> str:
         for mine, expected in zip(
-            sums_of(x[:part], _COLUMNS), oracle("rank_one").factor_sums(square[:part], _COLUMNS), strict=True
+            sums_of(x[:part], COLUMNS), oracle("rank_one").factor_sums(square[:part], COLUMNS), strict=True
         ):
             near("sums", mine, expected, _ROUNDING, _ROUNDING)
         return f"{part:,} elements = oracle to 1e-9"
 
-    return at.job(lambda: sums_of(x, _COLUMNS), check, 4, note=f"rows of {_COLUMNS}")
+    return at.job(lambda: sums_of(x, COLUMNS), check, 4, note=_ROWS)
 
 
 def _factors(square: Any) -> tuple[Any, Any]:
     """Row and column means, the second over their mean, as of a matrix of rank one."""
-    matrix = square.reshape(-1, _COLUMNS)
+    matrix = square.reshape(-1, COLUMNS)
     rows, columns = matrix.mean(axis=1), matrix.mean(axis=0)
     tiny = np.float32(1e-30)
     return np.maximum(rows, tiny), np.maximum(columns / max(float(columns.mean()), 1e-30), tiny).astype(np.float32)
@@ -165,88 +155,43 @@ def residual_symbols(at: Place) -> Job:
         near("sums", sums, expected[1], _ROUNDING, _ROUNDING)
         return f"{p:,} elements = oracle, sums to 1e-9"
 
-    return at.job(lambda: symbols_of(x, rows, columns, 0, 1), check, 5, note=f"rows of {_COLUMNS}, an octave a cell")
+    return at.job(lambda: symbols_of(x, rows, columns, 0, 1), check, 5, note=f"rows of {COLUMNS}, an octave a cell")
 
 
 def residual_values(at: Place) -> Job:
     from shrinkpoint.kernels.rank_one import residual_symbols as symbols_of
-    from shrinkpoint.kernels.rank_one import residual_values as values_of
 
     square = _second(at)
     rows, columns = _factors(square)
-    symbols, _, _ = symbols_of(at.device.array(square), rows, columns, 0, 1)
-    table, p = np.linspace(0.5, 2, 256, dtype=np.float32), min(at.prefix, square.size)
-
-    def check() -> str:
-        expected = oracle("rank_one").residual_values(host(symbols)[:p], rows, columns, 0, table)
-        same("values", values_of(symbols[:p], rows, columns, 0, table), expected)
-        return f"{p:,} elements = oracle"
-
-    return at.job(lambda: values_of(symbols, rows, columns, 0, table), check, 5, note=f"rows of {_COLUMNS}")
-
-
-def _table(at: Place) -> tuple[Any, int]:
-    """The weights as rows of an embedding table, and how many of them an oracle looks at."""
-    table = at.sample.before(at.n)[: at.n // _COLUMNS * _COLUMNS].reshape(-1, _COLUMNS)
-    return table, max(1, min(at.n, _PREFIX) // _COLUMNS)
-
-
-def _row_quantize(at: Place, bits: int) -> Job:
-    from shrinkpoint.kernels.rows import row_quantize
-
-    table, part = _table(at)
-    x = at.device.array(table)
-
-    def check() -> str:
-        expected = oracle("rows").row_quantize(table[:part], bits, "adaptive", num_bins=25, ratio=1.0)
-        same("codes and ranges", row_quantize(x[:part], bits, "adaptive"), expected)
-        return f"{part:,} rows = oracle"
-
-    return at.job(lambda: row_quantize(x, bits, "adaptive"), check, 5, note=f"rows of {_COLUMNS}, 25 bins")
+    symbols, _, _ = symbols_of(square, rows, columns, 0, 1)
+    settings = (rows, columns, 0, np.linspace(0.5, 2, 256, dtype=np.float32))
+    return as_oracle(at, "rank_one.residual_values", (symbols,), settings, 5, note=_ROWS)
 
 
 def row_kmeans(at: Place) -> Job:
-    from shrinkpoint.kernels.rows import row_kmeans as fitted
-
-    table, part = _table(at)
-    x = at.device.array(table)
-
-    def check() -> str:
-        same("codes and codebooks", fitted(x[:part], 2), oracle("rows").row_kmeans(table[:part], 2))
-        return f"{part:,} rows = oracle"
-
-    return at.job(lambda: fitted(x, 2), check, 5, note=f"rows of {_COLUMNS}, 15 iterations at most")
+    note = f"{_ROWS}, 15 iterations at most"
+    return as_oracle(at, "rows.row_kmeans", (table(at),), (2,), 5, first=_few_rows(at), note=note)
 
 
 def row_lookup(at: Place) -> Job:
-    from shrinkpoint.kernels.rows import row_lookup as values_of
+    rows = table(at)
+    codes = (at.sample.levels_before(rows.size) % 4).reshape(rows.shape)
+    values, note = (codes, np.ascontiguousarray(rows[:, :4])), f"{_ROWS}, 4 entries each"
+    return as_oracle(at, "rows.row_lookup", values, (), 5, first=_few_rows(at), note=note)
 
-    table, part = _table(at)
-    codes = at.device.array((at.sample.levels_before(table.size) % 4).reshape(table.shape))
-    books = at.device.array(np.ascontiguousarray(table[:, :4]))
 
-    def check() -> str:
-        few = codes[:part], books[:part]
-        same("values", values_of(*few), oracle("rows").row_lookup(*(host(z) for z in few)))
-        return f"{part:,} rows = oracle"
-
-    return at.job(lambda: values_of(codes, books), check, 5, note=f"rows of {_COLUMNS}, 4 entries each")
+def _few_rows(at: Place) -> int:
+    """How many rows an oracle that goes one by one looks at."""
+    return max(1, min(at.n, _PREFIX) // COLUMNS)
 
 
 def exponent_values(at: Place) -> Job:
-    from shrinkpoint.kernels.exponent import exponent_buckets, exponent_dequantize, exponent_quantize, promote
+    from shrinkpoint.kernels.exponent import exponent_buckets, exponent_quantize, promote
 
-    x = at.device.array(at.sample.after(at.n) - at.sample.before(at.n))
+    x = at.sample.after(at.n) - at.sample.before(at.n)
     promotion = promote(exponent_buckets(x), 3)
     levels = exponent_quantize(x, promotion)
-
-    def check() -> str:
-        p = at.prefix
-        expected = oracle("exponent").exponent_dequantize(host(levels)[:p], promotion.codebook)
-        same("patterns", exponent_dequantize(levels[:p], promotion.codebook), expected)
-        return at.says
-
-    return at.job(lambda: exponent_dequantize(levels, promotion.codebook), check, 5, note="3 bits")
+    return as_oracle(at, "exponent.exponent_dequantize", (levels,), (promotion.codebook,), 5, note="3 bits")
 
 
 def _mask(at: Place) -> Any:
@@ -307,15 +252,8 @@ def _steps(at: Place) -> Any:
 
 
 def split_categories(at: Place) -> Job:
-    from shrinkpoint.kernels.categories import split_categories as split
-
-    values = _steps(at)
-
-    def check() -> str:
-        same("streams", split(values[:_PREFIX], 2), oracle("categories").split_categories(values[:_PREFIX], 2))
-        return f"{min(at.n, _PREFIX):,} elements = oracle"
-
-    return at.job(lambda: split(values, 2), check, 8, note="differences of float32")
+    values, note = (_steps(at),), "differences of float32"
+    return as_oracle(at, "categories.split_categories", values, (2,), 8, first=min(at.n, _PREFIX), note=note)
 
 
 def join_categories(at: Place) -> Job:
@@ -333,35 +271,26 @@ def join_categories(at: Place) -> Job:
 
 
 def row_column_sums(at: Place) -> Job:
-    from shrinkpoint.kernels.scale_classes import row_column_sums as sums_of
-
-    values = at.sample.levels_before(at.n)
-
-    def check() -> str:
-        same(
-            "sums",
-            sums_of(values[:_PREFIX], _COLUMNS),
-            oracle("scale_classes").row_column_sums(values[:_PREFIX], _COLUMNS, 0, 0, 255),
-        )
-        return f"{min(at.n, _PREFIX):,} elements = oracle"
-
-    return at.job(lambda: sums_of(values, _COLUMNS), check, 1, width=1, note=f"rows of {_COLUMNS}")
+    values, full = (at.sample.levels_before(at.n),), (COLUMNS, 0, 0, 255)
+    settings, part = (COLUMNS,), min(at.n, _PREFIX)
+    kernel = "scale_classes.row_column_sums"
+    return as_oracle(at, kernel, values, settings, 1, full=full, first=part, width=1, note=_ROWS)
 
 
 def class_sums(at: Place) -> Job:
     from shrinkpoint.kernels.scale_classes import class_sums as classes_of
 
-    rows = at.sample.levels_before(-(-at.n // _COLUMNS))
-    columns = at.sample.levels_after(at.n)[:_COLUMNS]
+    rows = at.sample.levels_before(-(-at.n // COLUMNS))
+    columns = at.sample.levels_after(at.n)[:COLUMNS]
 
     def check() -> str:
         few = min(at.n, _PREFIX)
-        part = rows[: -(-few // _COLUMNS)]
+        part = rows[: -(-few // COLUMNS)]
         expected = oracle("scale_classes").class_sums(part, columns, few, 0, 0, 256, None)
         same("classes", classes_of(part, columns, few), expected)
         return f"{few:,} elements = oracle"
 
-    return at.job(lambda: classes_of(rows, columns, at.n), check, 1, width=1, note=f"rows of {_COLUMNS}")
+    return at.job(lambda: classes_of(rows, columns, at.n), check, 1, width=1, note=_ROWS)
 
 
 def pattern_classes(at: Place) -> Job:
@@ -384,24 +313,17 @@ def _low_rank(at: Place) -> tuple[Any, Any, Any]:
     middle = np.int8(LEVELS // 2)
     values = at.sample.levels_before(at.n).view(np.int8) - middle
     others = at.sample.levels_after(at.n).view(np.int8) - middle
-    rows, columns = (np.resize(others, (lines, _RANK)) for lines in (-(-at.n // _COLUMNS), _COLUMNS))
+    rows, columns = (np.resize(others, (lines, _RANK)) for lines in (-(-at.n // COLUMNS), COLUMNS))
     return values, rows, columns
 
 
-_OF_RANK = f"rank {_RANK}, rows of {_COLUMNS}"
+_OF_RANK = f"rank {_RANK}, rows of {COLUMNS}"
 
 
 def row_products(at: Place) -> Job:
-    from shrinkpoint.kernels.integer_products import row_products as products_of
-
     values, _, columns = _low_rank(at)
-
-    def check() -> str:
-        few = values[:_PREFIX]
-        same("products", products_of(few, columns), oracle("integer_products").row_products(few, columns, 0))
-        return f"{few.size:,} elements = oracle"
-
-    return at.job(lambda: products_of(values, columns), check, 1, width=1, note=_OF_RANK)
+    part, kernel = min(at.n, _PREFIX), "integer_products.row_products"
+    return as_oracle(at, kernel, (values,), (columns,), 1, full=(columns, 0), first=part, width=1, note=_OF_RANK)
 
 
 def column_products(at: Place) -> Job:
@@ -411,12 +333,12 @@ def column_products(at: Place) -> Job:
 
     def check() -> str:
         few = values[:_PREFIX]
-        part = rows[: -(-few.size // _COLUMNS)]
-        expected = oracle("integer_products").column_products(few, part, _COLUMNS, 0)
-        same("products", products_of(few, part, _COLUMNS), expected)
+        part = rows[: -(-few.size // COLUMNS)]
+        expected = oracle("integer_products").column_products(few, part, COLUMNS, 0)
+        same("products", products_of(few, part, COLUMNS), expected)
         return f"{few.size:,} elements = oracle"
 
-    return at.job(lambda: products_of(values, rows, _COLUMNS), check, 1, width=1, note=_OF_RANK)
+    return at.job(lambda: products_of(values, rows, COLUMNS), check, 1, width=1, note=_OF_RANK)
 
 
 def product_classes(at: Place) -> Job:
@@ -426,7 +348,7 @@ def product_classes(at: Place) -> Job:
 
     def check() -> str:
         few = min(at.n, _PREFIX)
-        part = rows[: -(-few // _COLUMNS)]
+        part = rows[: -(-few // COLUMNS)]
         expected = oracle("integer_products").product_classes(part, columns, few, 0, 5, 6)
         same("classes", classes_of(part, columns, few, shift=5, most=6), expected)
         return f"{few:,} elements = oracle"

@@ -360,7 +360,7 @@ def test_a_state_that_breaks_its_bound_gets_no_speed_on_a_gpu_either(monkeypatch
     def wrong(*_: Any) -> str:
         raise CheckFailed("an array is not exact")
 
-    monkeypatch.setattr(codec, "check_errors", wrong)
+    monkeypatch.setattr(gpustates, "check_errors", wrong)
     case = gpustates.cases(elementwise.Device("gpu", False, wall_clock), pair(), "test")[0]
     assert all(is_red(row) and row.value is None for row in measure(case, Options(), wall_clock))
 

@@ -154,7 +154,7 @@ class _Files:
         return os.path.join(self._folder, f"{self._base}.{name}.nbc")
 
 
-_COMPILED_INTO = ("prefetch.py", "local_array.py", "compiler.py", "jit.py")
+_COMPILED_INTO = ("prefetch.py", "local_array.py", "lanes.py", "compiler.py", "jit.py")
 """Modules that decide what the code of every cached function is."""
 
 

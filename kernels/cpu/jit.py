@@ -3,7 +3,7 @@
 Every compiled function of the CPU back end is decorated with `njit` from here: no fastmath and no contraction, so that
 the three back ends agree to the bit; the GIL released; the result cached on disk (see `cache`). Numba's disk cache does
 not notice a change in a callee in another module. A cached function may therefore only call functions of its own
-module. The only exceptions are `prefetch` and `local_array`, which are part of the cache key.
+module. The only exceptions are `prefetch`, `local_array` and `lanes`, which are part of the cache key.
 """
 
 from __future__ import annotations

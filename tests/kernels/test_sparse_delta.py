@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shrinkpoint.kernels.cpu import change_symbols
 from shrinkpoint.kernels.cpu import sparse_delta as compiled
+from shrinkpoint.kernels.cpu.lanes import BLOCK
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.kernels.planes import WIDTHS, difference, ordered_by_sign
 from shrinkpoint.kernels.sparse_delta import (
@@ -121,8 +123,16 @@ def test_in_place_copies_and_limits(back_end: BackEnd, fresh: np.random.Generato
 
 def test_what_is_equal_at_first_is_copied_too(fresh: np.random.Generator) -> None:
     """The copy begins at the first change; before it lie the parent's values."""
-    n = 3 * compiled.BLOCK + 77
-    for first in (0, 63, 64, compiled.BLOCK - 1, compiled.BLOCK, 2 * compiled.BLOCK + 100, n - 1):
+    n = 3 * BLOCK + 77
+    for first in (
+        0,
+        63,
+        64,
+        BLOCK - 1,
+        BLOCK,
+        2 * BLOCK + 100,
+        n - 1,
+    ):
         old = random_patterns(fresh, "float16", n)
         new = old.copy()
         new[first] ^= 1
@@ -203,9 +213,9 @@ def test_no_index_leaves_its_array(fresh: np.random.Generator) -> None:
     words = np.zeros((extra.size + 7) // 8 + 2, np.uint64)
     words.view(np.uint8)[: extra.size] = extra
     ranks, changes, state = np.zeros(4, np.int64), np.zeros(4, np.uint16), np.zeros(2, np.int64)
-    if hasattr(compiled._join, "py_func"):
+    if hasattr(change_symbols.join, "py_func"):
         with np.errstate(over="ignore"):
-            done = compiled._join.py_func(
+            done = change_symbols.join.py_func(
                 np.asarray([3, 1]),
                 np.asarray([2, 0]),
                 1 << 14,

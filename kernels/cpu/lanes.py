@@ -1,0 +1,194 @@
+"""Vector instructions of LLVM on 64 elements at once, for the kernels of sparse changes.
+
+The comparison of vectors of elements gives one bit per lane. NumPy and Numba's vectorizer would first produce a byte
+per element, so it is written as a vector instruction of LLVM, which is available on every processor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba.core import cgutils, config, types
+from numba.extending import intrinsic
+
+LANES = 64
+BLOCK = 1 << 14
+"""Elements per block that is copied and then compared while it is in the cache."""
+
+
+def _vector(context: Any, builder: Any, array: Any, value: Any, index: Any) -> Any:
+    """LANES elements of an array from an index on, and their type."""
+    data = context.make_array(array)(context, builder, value).data
+    kind = ir.VectorType(ir.IntType(array.dtype.bitwidth), LANES)
+    at = builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
+    return builder.load(at, align=array.dtype.bitwidth // 8), kind
+
+
+def _differing(typing: Any, x: Any, y: Any, index: Any) -> Any:
+    """Code for a mask of the lanes in which two arrays differ."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        first, _ = _vector(context, builder, signature.args[0], arguments[0], arguments[2])
+        second, _ = _vector(context, builder, signature.args[1], arguments[1], arguments[2])
+        return builder.bitcast(builder.icmp_unsigned("!=", first, second), ir.IntType(64))
+
+    return types.uint64(x, y, types.int64), generate
+
+
+def _at_least(typing: Any, x: Any, index: Any, edge: Any) -> Any:
+    """Code for a mask of the lanes whose pattern without its sign reaches an edge."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        loaded, kind = _vector(context, builder, signature.args[0], arguments[0], arguments[1])
+        low = ir.Constant(kind, [(1 << (signature.args[0].dtype.bitwidth - 1)) - 1] * LANES)
+        nothing, number = ir.Constant(kind, ir.Undefined), ir.IntType(32)
+        one = builder.insert_element(nothing, arguments[2], ir.Constant(number, 0))
+        zeros = ir.Constant(ir.VectorType(number, LANES), [0] * LANES)
+        edges = builder.shuffle_vector(one, nothing, zeros)
+        reached = builder.icmp_unsigned(">=", builder.and_(loaded, low), edges)
+        return builder.bitcast(reached, ir.IntType(64))
+
+    return types.uint64(x, types.int64, x.dtype), generate
+
+
+def _move(typing: Any, target: Any, source: Any, start: Any, stop: Any) -> Any:
+    """Code that copies elements start ... stop - 1 from one array to the same place of another."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target_type, source_type = signature.args[:2]
+        to = context.make_array(target_type)(context, builder, arguments[0]).data
+        own = context.make_array(source_type)(context, builder, arguments[1]).data
+        start, count = arguments[2], builder.sub(arguments[3], arguments[2])
+        at, source_at = builder.gep(to, [start]), builder.gep(own, [start])
+        cgutils.raw_memcpy(builder, at, source_at, count, target_type.dtype.bitwidth // 8)  # type: ignore[no-untyped-call]
+        return context.get_dummy_value()
+
+    return types.void(target, source, types.int64, types.int64), generate
+
+
+def _word_copier(around_cache: bool) -> Any:
+    """Code that copies LANES elements from an index of one array to an index of another.
+
+    Args:
+        around_cache: write to memory without reading it into the cache first, as `memcpy` does with much memory: of the
+            array that is written, elements must begin at a multiple of 16 bytes.
+    """
+
+    def typed(typing: Any, target: Any, to: Any, source: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            value, kind = _vector(context, builder, signature.args[2], arguments[2], arguments[3])
+            data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+            at = builder.bitcast(builder.gep(data, [arguments[1]]), kind.as_pointer())
+            stored = builder.store(value, at, align=16 if around_cache else target.dtype.bitwidth // 8)
+            if around_cache:
+                stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+            return context.get_dummy_value()
+
+        return types.void(target, types.int64, source, types.int64), generate
+
+    return typed
+
+
+def _barrier(typing: Any) -> Any:
+    """Emit code after which other threads see the stores that bypassed the cache."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _ones(typing: Any, x: Any) -> Any:
+    """Code for the number of set bits."""
+    return types.uint64(types.uint64), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
+
+
+def _zeros_below(typing: Any, x: Any) -> Any:
+    """Code for the position of the lowest set bit."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
+
+
+def _zeros_above(typing: Any, x: Any) -> Any:
+    """Code for the number of clear bits above the highest set bit."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
+
+
+def _deposit(typing: Any, bits: Any, mask: Any) -> Any:
+    """Generate code that spreads a number's bits over the set bits of a mask (BMI2 on x86)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        kind = ir.FunctionType(word, [word, word])
+        name = "llvm.x86.bmi.pdep.64"
+        found = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        return builder.call(found, arguments)
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
+INTERPRETED = bool(config.DISABLE_JIT)  # type: ignore[attr-defined]
+HAS_DEPOSIT = not INTERPRETED and bool(dict(binding.get_host_cpu_features()).get("bmi2"))
+
+if INTERPRETED:
+
+    def differing(x: Any, y: Any, index: Any) -> Any:
+        """The mask of lanes in which two arrays differ."""
+        return _mask(x[index : index + LANES] != y[index : index + LANES])
+
+    def at_least(x: Any, index: Any, edge: Any) -> Any:
+        """The mask of lanes whose pattern without its sign reaches an edge."""
+        low = x.dtype.type((1 << (8 * x.itemsize - 1)) - 1)
+        return _mask((x[index : index + LANES] & low) >= edge)
+
+    def _mask(flags: Any) -> Any:
+        assert flags.size == LANES
+        return np.packbits(flags, bitorder="little").view(np.uint64)[0]
+
+    def move(target: Any, source: Any, start: Any, stop: Any) -> None:
+        """Copy elements start ... stop - 1."""
+        target[start:stop] = source[start:stop]
+
+    def copy_word(target: Any, to: Any, source: Any, index: Any) -> None:
+        """Copy LANES elements."""
+        target[to : to + LANES] = source[index : index + LANES]
+
+    stream_word = copy_word
+
+    def barrier() -> None:
+        """Nothing is written around the cache."""
+
+    def ones(x: Any) -> Any:
+        """The number of set bits."""
+        return np.uint64(int(x).bit_count())
+
+    def zeros_below(x: Any) -> Any:
+        """The position of the lowest set bit."""
+        return np.uint64((int(x) & -int(x)).bit_length() - 1)
+
+    def zeros_above(x: Any) -> Any:
+        """The number of clear bits above the highest set bit."""
+        return np.uint64(64 - int(x).bit_length())
+else:
+    differing: Any = intrinsic(_differing)  # type: ignore[no-redef]
+    at_least: Any = intrinsic(_at_least)  # type: ignore[no-redef]
+    move: Any = intrinsic(_move)  # type: ignore[no-redef]
+    copy_word: Any = intrinsic(_word_copier(around_cache=False))  # type: ignore[no-redef]
+    stream_word: Any = intrinsic(_word_copier(around_cache=True))  # type: ignore[no-redef]
+    barrier: Any = intrinsic(_barrier)  # type: ignore[no-redef]
+    ones: Any = intrinsic(_ones)  # type: ignore[no-redef]
+    zeros_below: Any = intrinsic(_zeros_below)  # type: ignore[no-redef]
+    zeros_above: Any = intrinsic(_zeros_above)  # type: ignore[no-redef]
+
+if HAS_DEPOSIT:
+    deposited: Any = intrinsic(_deposit)
