@@ -89,6 +89,16 @@ class Scale:
         return "lower" if change > 0 else "higher"
 
 
+def passes(degradation: float, allowed: float) -> bool:
+    """Return whether a degradation is within the quality threshold; infinities and NaN are not.
+
+    Example:
+        >>> passes(0.01, 0.01), passes(float("nan"), 0.01)
+        (True, False)
+    """
+    return degradation <= allowed
+
+
 def scale(values: Sequence[float], spread: float, direction: str | None, threshold: float) -> Scale:
     """Return the scale that follows from calls of `evaluate` with the state itself.
 

@@ -18,7 +18,7 @@ from .direction import SURELY, Direction
 from .estimate import Estimator
 from .process_group import Json, ProcessGroup
 from .progress import ProgressReport
-from .quality import Evaluate, Scale, measured, scale
+from .quality import Evaluate, Scale, measured, passes, scale
 from .result import SearchResult, Trial
 from .search_state import SearchState
 
@@ -344,7 +344,7 @@ class Trials:
     def _scored(self, trial: Trial, expected: float | None, number: int) -> Trial:
         """The trial with its degradation on the scale, and the reason why it passes or fails."""
         loss = self.scale.degradation(trial.quality)
-        passed = loss <= self.allowed
+        passed = passes(loss, self.allowed)
         if math.isinf(loss):
             reason = f"fails: quality is {'not a number' if trial.quality is None else trial.quality}"
         else:
