@@ -18,7 +18,7 @@ import zstandard
 from blake3 import blake3
 
 Array = np.ndarray[Any, Any]
-EPOCH = 0
+EPOCH = 1
 FLOATS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}  # exponent, mantissa
 CONTAINERS: dict[str, Any] = {"d": dict, "w": dict, "o": OrderedDict, "c": Counter, "l": list, "t": tuple}
 SCALARS: dict[str, Callable[[Any], Any]] = {

@@ -16,8 +16,8 @@
     13 products    factors of rows and columns, then as places: their prediction for a place is the other context
 
 The context is known to both sides (the level in the parent checkpoint). docs/format.md has the bytes. From below:
-`methods`, `table`, `runlengths` (3), `plain` (0 to 4, 8, 9, 11), `rearranged` (6), `places` and `lowrank`, `placed`
-(12, 13), `coders` (all, those that need a context among them).
+`method_ids`, `table`, `runlengths` (3), `plain` (0 to 4, 8, 9, 11), `rearranged` (6), `row_column_classes` and
+`low_rank`, `context_coders` (12, 13), `coders` (all, those that need a context among them).
 """
 
 from .coders import decode, encode, encode_levels, in_context

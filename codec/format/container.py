@@ -1,7 +1,7 @@
 """The container: magic, version, header, and chunks with checksums; see `docs/format.md`.
 
     0   8  magic                       32  4  number of chunks
-    8   4  version (1)                 36  4  epoch (0)
+    8   4  version (1)                 36  4  epoch (1)
     12  4  flags (0)                   40  16 xxh3-128 of bytes 0..39, header and chunk table
     16  8  stored length of the header 56  .. header: JSON in a zstandard frame
     24  8  plain length of the header  ..  24 a chunk: length (8), xxh3-128 of its bytes (16); then the chunks
@@ -33,8 +33,8 @@ Source = memoryview | Ranged
 """The bytes of a file, in memory or fetched on demand."""
 MAGIC = b"\x89SPT\r\n\x1a\n"
 VERSION = 1
-EPOCH = 0
-"""0 in development, 1 from release 0.1.0 on: a release reads no file of a development version."""
+EPOCH = 1
+"""1 since release 0.1.0, 0 before: no release reads a file of a development version."""
 CHUNK_TARGET = 1 << 18
 MAX_HEADER = 1 << 28
 _SMALL_HEADER = 1 << 19

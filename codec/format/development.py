@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..errors import CorruptDataError
 
-CONVERTER = ""
-"""The last commit that reads them; empty until there is a release."""
+CONVERTER = "f27b8a38a4be"
+"""The last commit of development: its `restore` converts them."""
 
 
 def before_release() -> CorruptDataError:
@@ -15,8 +15,8 @@ def before_release() -> CorruptDataError:
         >>> str(before_release())[:52]
         'the file was written before release 0.1.0, by a deve'
     """
-    commit = f"commit {CONVERTER}" if CONVERTER else "the commit that wrote it"
     return CorruptDataError(
         "the file was written before release 0.1.0, by a development version, and is not read any more. Install "
-        f"{commit} of shrinkpoint, write the state with its `shrinkpoint restore RUN state.pt`, and compress that again"
+        f"commit {CONVERTER} of shrinkpoint, write the state with its `shrinkpoint restore RUN state.pt`, "
+        "and compress that again"
     )

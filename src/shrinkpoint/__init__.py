@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from .trainers.rows import RowTracker
     from .trainers.sensitivity import SensitivityTracker
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _SUBJECTS = {
     "codec.base": "Codec",

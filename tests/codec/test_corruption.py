@@ -5,16 +5,21 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import signal
+import struct
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 import shrinkpoint as sp
 from shrinkpoint.codec.format import container, development
@@ -510,14 +515,36 @@ def test_a_parent_that_does_not_fit_is_an_error_not_a_wrong_answer() -> None:
             sp.decompress(sp.Checkpoint.from_bytes(blob, base))
 
 
-def test_a_file_from_before_the_release_is_refused_with_what_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_epoch(blob: bytes, epoch: int) -> bytes:
+    """A file of another epoch, with the checksum that it then has."""
+    out = bytearray(blob)
+    struct.pack_into("<I", out, 36, epoch)
+    stored, count = struct.unpack_from("<Q", out, 16)[0], struct.unpack_from("<I", out, 32)[0]
+    out[40:56] = xxhash.xxh3_128(bytes(out[:40] + out[56 : 56 + stored + 24 * count])).digest()
+    return bytes(out)
+
+
+def test_a_file_from_before_the_release_is_refused_with_what_converts_it() -> None:
     blob = sp.compress({"weight": np.arange(5000.0)}).to_bytes()
-    monkeypatch.setattr(container, "EPOCH", 1)
-    monkeypatch.setattr(development, "CONVERTER", "abc1234")
-    with pytest.raises(sp.CorruptDataError, match=r"before release 0\.1\.0.* commit abc1234 of shrinkpoint, .*restore"):
-        sp.Checkpoint.from_bytes(blob)
-    released = sp.compress({"weight": np.arange(5000.0)}).to_bytes()
-    assert sp.Checkpoint.from_bytes(released).raw_nbytes == 40000
-    monkeypatch.setattr(container, "EPOCH", 0)
-    with pytest.raises(sp.CorruptDataError, match="epoch 1 are reserved"):
-        sp.Checkpoint.from_bytes(released)
+    assert with_epoch(blob, container.EPOCH) == blob
+    said = rf"before release 0\.1\.0.* commit {development.CONVERTER} of shrinkpoint, .*shrinkpoint restore"
+    with pytest.raises(sp.CorruptDataError, match=said):
+        sp.Checkpoint.from_bytes(with_epoch(blob, 0))
+    with pytest.raises(sp.CorruptDataError, match="epoch 2 are reserved"):
+        sp.Checkpoint.from_bytes(with_epoch(blob, 2))
+
+
+def test_the_converter_is_a_commit_of_this_history() -> None:
+    """An abbreviation that means one commit; a source distribution has no history to ask."""
+    assert re.fullmatch(r"[0-9a-f]{12}", development.CONVERTER)
+    git = ["git", "-C", str(Path(__file__).parents[2])]
+    try:
+        shallow = subprocess.run(
+            [*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, check=True
+        )
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("no repository, or no git")
+    if shallow.stdout.strip() == "true":
+        pytest.skip("a clone without its history")
+    ancestor = [*git, "merge-base", "--is-ancestor", development.CONVERTER, "HEAD"]
+    assert subprocess.run(ancestor, check=False, capture_output=True).returncode == 0

@@ -1,8 +1,8 @@
-"""Write or check the golden files: `python -m tests.golden.make [--check | --again]` from the root of the repository.
+"""Write or check the golden files: `python -m tests.golden.make [--check]`, from the root.
 
 Without an option it writes the files and refuses to overwrite existing ones. `--check` encodes every case again and
-compares the bytes with the files: a refactoring must leave every byte as it is. Until 0.1.0 is released the format may
-change: `--again` then removes the files of the version under development first, and the change needs a review.
+compares the bytes with the files: a refactoring must leave every byte as it is. The files of a release are never
+replaced: an encoder that writes other bytes gets a further folder, and its case stays readable in the old one.
 """
 
 from __future__ import annotations
@@ -413,11 +413,8 @@ def main(arguments: list[str]) -> None:
             raise SystemExit("\n".join(differences))
         print(f"every golden file in {FOLDER} is encoded to the same bytes again")
         return
-    if "--again" in arguments:
-        for path in FOLDER.glob("*"):
-            path.unlink()
     if any(FOLDER.glob("*")):
-        raise SystemExit(f"{FOLDER} is not empty; golden files are not overwritten (--again removes them first)")
+        raise SystemExit(f"{FOLDER} is not empty; golden files are not overwritten")
     index, blobs = encode()
     FOLDER.mkdir(exist_ok=True)
     for file, blob in blobs.items():
