@@ -3,14 +3,14 @@
 Two states: a real one (from `--state`, else trained here), and one of 100 million parameters (5 million with --quick)
 drawn from it. A base and the delta of the next state, on one thread and on two, and from a GPU (`gpustates.py`), and
 the peak of extra memory. Exact coding also of weights alone, in both formats, and one step of training from their
-parent.
+parent. How a base scales to two threads is measured on arrays of 512 x 512 and of 2048 x 2048.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,21 @@ CONFIGS: dict[str, Callable[[], sp.Config]] = {
     "inshrinkerator": sp.presets.inshrinkerator,
     "lossless": sp.presets.lossless,
 }
-FLOOR, FRESH, ZSTD, TORCH = "memcpy", "memcpy, fresh", "zstd -3", "torch.save"
-COMPRESS, DECOMPRESS = at_least(400, "value"), at_least(900, "value")
-EXACT = at_least(400, "value")
+FLOOR, FRESH, ZSTD, TORCH, ZIPNN = "memcpy", "memcpy, fresh", "zstd -3", "torch.save", "zipnn"
+Targets = Mapping[tuple[str, str], Target]
+WHOLE: Targets = {
+    ("compress", "base"): at_least(800, "value"),
+    ("compress", "delta"): at_least(900, "value"),
+    ("decompress", "base"): at_least(1000, "value"),
+    ("decompress", "delta"): at_least(1300, "value"),
+}
+"""Of a large state with the default configuration on one thread."""
+EXACT: Targets = {("compress", "delta"): at_least(500, "value"), ("decompress", "delta"): at_least(800, "value")}
+OF_ZIPNN = {"compress": at_least(1.0), "decompress": at_least(0.7)}
+"""Of exact bases, next to zipnn on the same arrays."""
+SQUARES = {1: at_least(600, "value"), 2: at_least(1000, "value")}
+"""Of arrays of 512 x 512, by threads."""
+SCALING, SCALED = "2 threads over 1, compress base, 2048 x 2048", at_least(1.8, "value")
 FORMATS = ("float32", "bfloat16")
 ENCODER, RATE = "levels under a rate", 0.0005
 ENCODED = at_least(0.2, "value")
@@ -60,15 +72,18 @@ PREFIX = (1 << 16) + 1
 
 @dataclass(frozen=True)
 class Plan:
-    """One configuration of one state on a number of threads, the rows wanted, and the target."""
+    """One configuration of one state on a number of threads, the rows wanted, and their targets."""
 
     label: str
     pair: Pair
     config: str
     threads: int
+    ways: tuple[str, ...] = ("compress", "decompress")
     delta: bool = True
     peers: bool = True
-    target: Target | None = None
+    targets: Targets = field(default_factory=dict)
+    zipnn: str = ""
+    """The dtype of all arrays where zipnn is a peer of the base."""
 
     @property
     def device(self) -> str:
@@ -77,28 +92,30 @@ class Plan:
     def rows(self) -> list[Case]:
         """Compress and decompress, of the base and maybe of the delta."""
         found = []
-        own = self.threads == 1 and self.config == "default"
         base = Work(self)
         for delta in (False, True) if self.delta else (False,):
             work = Work(self, base) if delta else base
             kind = "delta" if delta else "base"
-            for name, make, target in (
-                ("compress", work.compress, self.target or (COMPRESS if own else None)),
-                ("decompress", work.decompress, self.target or (DECOMPRESS if own else None)),
-            ):
-                floors = (FLOOR, FRESH) if name == "decompress" else (FLOOR,)
-                names = (*floors, ZSTD, TORCH) if self.peers else floors
-                case = Case(
-                    f"{name} {kind}, {self.config}, {self.label}",
-                    self.pair.parameters,
-                    "MB/s",
-                    make,
-                    self.device,
-                    target,
-                    names,
+            for name in self.ways:
+                found.append(
+                    Case(
+                        f"{name} {kind}, {self.config}, {self.label}",
+                        self.pair.parameters,
+                        "MB/s",
+                        getattr(work, name),
+                        self.device,
+                        self.targets.get((name, kind)),
+                        tuple(self.peer_names(decode=name == "decompress", delta=delta)),
+                    )
                 )
-                found.append(case)
         return found
+
+    def peer_names(self, *, decode: bool, delta: bool) -> list[str]:
+        """The peers of a row, in the order of the table."""
+        names = [FLOOR, FRESH] if decode else [FLOOR]
+        if self.peers:
+            names += [ZSTD, TORCH]
+        return [*names, ZIPNN] if self.zipnn and not delta else names
 
 
 class Work:
@@ -158,13 +175,18 @@ class Work:
         if decode:
             note = "into arrays allocated anew, as what is decompressed comes in"
             floors.append(Peer(FRESH, lambda: _copies(arrays, self.plan.threads, fresh=True), note=note))
-        if not self.plan.peers:
-            return floors
-        return [
-            *floors,
+        others = [
             Peer(ZSTD, lambda: _zstd(arrays, self.plan.threads, decode=decode), note="lossless"),
             Peer(TORCH, lambda: torch_calls(self.state, decode=decode), note="no compression, to and from memory"),
+            Peer(
+                ZIPNN,
+                lambda: _zipnn(arrays, self.plan.zipnn, decode=decode),
+                target=OF_ZIPNN["decompress" if decode else "compress"],
+                note="lossless",
+            ),
         ]
+        names = self.plan.peer_names(decode=decode, delta=self._base is not None)
+        return [*floors, *(peer for peer in others if peer.name in names)]
 
 
 def _copies(arrays: list[Any], count: int, *, fresh: bool = False) -> Callable[[], object]:
@@ -198,6 +220,17 @@ def _zstd(arrays: list[Any], count: int, *, decode: bool) -> Callable[[], object
     return lambda: [plain.decompress(x) for x in packed]
 
 
+def _zipnn(arrays: list[Any], dtype: str, *, decode: bool) -> Callable[[], object]:
+    from zipnn import ZipNN
+
+    codec = ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
+    raw = [x.tobytes() for x in arrays]
+    if not decode:
+        return lambda: [codec.compress(x) for x in raw]
+    packed = [codec.compress(x) for x in raw]
+    return lambda: [codec.decompress(x) for x in packed]
+
+
 def plans(real: Pair, drawn: Pair, *, quick: bool) -> list[Plan]:
     """Return the plans: all for the default configuration, fewer for the others."""
     if quick:
@@ -208,7 +241,31 @@ def plans(real: Pair, drawn: Pair, *, quick: bool) -> list[Plan]:
             Plan("drawn", drawn, "lossless", 1, delta=False, peers=False),
         ]
     found = [Plan("real", real, config, count) for config in CONFIGS for count in (1, 2)]
-    return found + [Plan("drawn", drawn, "default", count) for count in (1, 2)]
+    return [*found, Plan("drawn", drawn, "default", 1, targets=WHOLE), Plan("drawn", drawn, "default", 2)]
+
+
+def scaling(real: Pair, options: Options) -> list[Row]:
+    """Rows of a base of many and of few arrays on one and two threads; the gain of the second thread."""
+    rows: list[Row] = []
+    for width, count in ((512, 38), (2048, 4)):
+        label = f"{width} x {width}"
+        names = [f"compress base, default, {label}", *([SCALING] if width == 2048 else [])]
+        if options.quick or not any(map(options.wanted, names)):
+            continue
+        pair = data.drawn_shapes(real, {f"layers.{i}.weight": (width, width) for i in range(count)})
+        speeds = []
+        for number in (1, 2):
+            targets = {("compress", "base"): SQUARES[number]} if width == 512 else {}
+            plan = Plan(label, pair, "default", number, ("compress",), delta=False, peers=False, targets=targets)
+            with threads(number):
+                rows += run_cases(plan.rows(), options, wall_clock)
+            speeds.append(rows[-1].value)
+        if width == 2048 and None not in speeds:
+            value = float(speeds[1] or 0) / float(speeds[0] or 1)
+            text, met = SCALED.text("x"), SCALED.met(value, None)
+            note = f"{speeds[0]:.0f} and {speeds[1]:.0f} MB/s"
+            rows.append(Row(SCALING, "cpu, 2 threads", pair.parameters, value, "x", None, None, None, text, met, note))
+    return rows
 
 
 def exact_names() -> list[str]:
@@ -218,7 +275,7 @@ def exact_names() -> list[str]:
 
 
 def _exact(dtype: str, pair: Pair) -> Plan:
-    return Plan(f"{dtype} weights", pair, "lossless", 1, target=EXACT)
+    return Plan(f"{dtype} weights", pair, "lossless", 1, targets=EXACT, zipnn=dtype)
 
 
 def exact_plans(*, quick: bool) -> list[Plan]:
@@ -302,6 +359,7 @@ def run(options: Options) -> list[Row]:
     for plan in found:
         with threads(plan.threads):
             rows += run_cases(plan.rows(), options, one_thread_clock() if plan.threads == 1 else wall_clock)
+    rows += scaling(real, options)
     rows += gpustates.rows(drawn, "drawn", options)
     with threads(1):
         n = CHUNK if options.quick else 25_000_000

@@ -236,8 +236,13 @@ def gpt_shapes(parameters: int) -> dict[str, tuple[int, ...]]:
     return shapes | {"norm.weight": (width,)}
 
 
-def drawn_state(pair: Pair, parameters: int, seed: int = 0) -> Pair:
-    """A larger pair of states, drawn from the pools of `pair` in blocks of neighbours."""
+def drawn_state(pair: Pair, parameters: int) -> Pair:
+    """A larger pair of states of a GPT, drawn from the pools of `pair` in blocks of neighbours."""
+    return drawn_shapes(pair, gpt_shapes(parameters))
+
+
+def drawn_shapes(pair: Pair, shapes: dict[str, tuple[int, ...]], seed: int = 0) -> Pair:
+    """A pair of states with weights of these shapes, drawn as in `drawn_state`."""
     import torch
 
     rng = np.random.default_rng(seed)
@@ -246,7 +251,7 @@ def drawn_state(pair: Pair, parameters: int, seed: int = 0) -> Pair:
     for state in states:
         if "exp_avg" in pools:
             state["optimizer"] = {"state": {}}
-    for number, (name, shape) in enumerate(gpt_shapes(parameters).items()):
+    for number, (name, shape) in enumerate(shapes.items()):
         size = math.prod(shape)
         spot = rng.random(-(-size // BLOCK))
         for moment, state in enumerate(states):
