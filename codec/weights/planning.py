@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,7 +53,7 @@ class Limits:
         return Thresholds(*self.protect, *self.prune.get(layer, (0.0, 0.0)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The decisions for one array before any array is encoded.
 
@@ -70,7 +71,7 @@ class Plan:
     kept: Cells | None = None
     codes: NpArray | None = None
 
-    @property
+    @cached_property
     def cells(self) -> Cells:
         """The elements that are neither pruned nor protected."""
         return _cells_of(self.sketch, self.thresholds) if self.kept is None else self.kept
