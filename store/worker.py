@@ -78,24 +78,17 @@ class _Parent:
             send(self._sock, message)
 
 
-def _warm_up(modules: list[str]) -> None:
-    """Load the modules and compiled kernels for the first save."""
-    import numpy as np
+def _warm_up(store: Store, modules: list[str], stop: Callable[[], bool]) -> None:
+    """Load or compile kernels until a save waits."""
+    from .warm_up import warm_up
 
-    from ..codec.compress import compress
-    from ..codec.evidence.kind import Kind
-
-    weight = np.linspace(-1, 1, 4096, dtype=np.float32).reshape(64, 64)
-    moments = {"step": 1, "exp_avg": weight, "exp_avg_sq": weight**2}
-    optimizer = {"state": {0: moments}, "param_groups": [{"params": [0]}]}
-    state: Any = {"model": {"weight": weight}, "optimizer": optimizer}
     if "torch" in modules:
         import torch
 
         torch.set_num_threads(1)
-        state["model"]["other.weight"] = torch.from_numpy(weight)
-    kinds = {f"model/{name}": Kind("linear") for name in state["model"]}
-    compress(state, compress(state, kinds=kinds), kinds=kinds)
+        warm_up(store.cfg, torch.from_numpy, stop)
+    else:
+        warm_up(store.cfg, lambda x: x, stop)
 
 
 def _lower_priority(nice: int) -> None:
@@ -129,7 +122,7 @@ def main() -> None:
     try:
         store = open_store(options["store"])
         maintainer = Maintainer(store, Maintenance.from_json(options["maintenance"]))
-        _warm_up(options["modules"])
+        _warm_up(store, options["modules"], parent.is_calling)
     except Exception as e:
         broken = _failure(e)
     arena, words, last = Arena(), -1, -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16")
 """dtypes of the weights and moments that are saved."""
-_SHAPE = (256, 512)
-"""Shape of a matrix that is large enough for every coding method."""
 
 
 def warm(
@@ -60,8 +58,10 @@ def save_and_load(cfg: Config, dtype: str) -> None:
     import torch
 
     from ..store.store import Store
+    from ..store.warm_up import sample_states
 
-    url, state = f"memory://warm-{uuid.uuid4()}", _states(getattr(torch, dtype))
+    url, own = f"memory://warm-{uuid.uuid4()}", getattr(torch, dtype)
+    state = sample_states(lambda x: torch.from_numpy(x).to(own))
     store = Store(url, cfg)
     try:
         for step in range(4):
@@ -70,33 +70,3 @@ def save_and_load(cfg: Config, dtype: str) -> None:
         Store(url).load(0)
     finally:
         fsspec.filesystem("memory").rm(url.removeprefix("memory:/"), recursive=True)
-
-
-def _states(dtype: Any) -> Any:
-    """Successive states of a model with an embedding, a matrix, a norm and AdamW's moments."""
-    import torch
-
-    random = torch.Generator().manual_seed(0)
-    names = {
-        "embedding.weight": (4096, 64),
-        "linear.weight": _SHAPE,
-        "convolution.weight": (128, 64, 3, 3),
-        "norm.weight": _SHAPE[1:],
-    }
-    weights = {name: torch.randn(shape, generator=random) for name, shape in names.items()}
-    # Some rows are larger than others, as in trainings, because entropy coding has contexts for that.
-    moments = {name: 1e-3 * torch.randn(shape, generator=random) for name, shape in names.items()}
-    for moment in moments.values():
-        moment[: len(moment) // 4] *= 8
-    while True:
-        for name, moment in moments.items():
-            weights[name] = weights[name] + moment
-            moments[name] = 0.9 * moment + 1e-4 * torch.randn(moment.shape, generator=random)
-        optimizer = {
-            number: {"step": torch.tensor(1.0), "exp_avg": m.to(dtype), "exp_avg_sq": (1e-3 * m * m).to(dtype)}
-            for number, m in enumerate(moments.values())
-        }
-        yield {
-            "model": {name: x.to(dtype) for name, x in weights.items()},
-            "optimizer": {"state": optimizer, "param_groups": [{"params": list(optimizer)}]},
-        }
