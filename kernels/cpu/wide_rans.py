@@ -166,7 +166,7 @@ def _store_states(builder: Any, variables: list[Any], data: Any) -> None:
 def _encode_blocks(
     typing: Any, symbols: Any, contexts: Any, columns: Any, table: Any, words: Any, at: Any, states: Any, whole: Any
 ) -> Any:
-    """Emit the encoder of whole blocks of 64 symbols, last to first; return the next position of words."""
+    """Emit the encoder of whole blocks, last to first; return the next position of words."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         memory = [_memory(context, builder, signature, arguments, k) for k in (0, 3, 4, 6)]
@@ -217,7 +217,7 @@ def _encode_blocks(
 def _decode_blocks(
     typing: Any, words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, whole: Any
 ) -> Any:
-    """Emit the decoder of whole blocks of 64 symbols; return where the words read begin, -1 if too few."""
+    """Emit the decoder of whole blocks; return where the words read begin, -1 if too few."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         wide = ir.VectorType(_I32, LANES)
