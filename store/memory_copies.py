@@ -23,11 +23,11 @@ from typing import Any
 from blake3 import blake3
 
 from ..codec.errors import BadArgumentError, ShrinkpointWarning
+from ..codec.memory_limit import available_memory
 from ..kernels.arguments import integer
 from .checksummed_json import seal, unseal
 from .files import Files
 from .manifest import is_data
-from .memory_limit import available_memory
 from .urls import is_of_this_process, one_name
 
 try:

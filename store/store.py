@@ -316,7 +316,7 @@ class Store:
             OSError: the storage cannot be reached.
         """
         patterns, count = None if paths is None else check_patterns(paths), flag("count", count)
-        self._wait_for_saves()
+        self.wait_for_saves()
         if step is not None:
             return self._load(self._step(step), patterns, count)
         for _ in range(_ATTEMPTS):
@@ -324,11 +324,15 @@ class Store:
                 return self._newest(patterns, count, is_final=False)
         return self._newest(patterns, count, is_final=True)
 
-    def _wait_for_saves(self) -> None:
+    def wait_for_saves(self) -> None:
+        """Wait for the saves that Savers of this process have in flight to this store; their errors are theirs.
+
+        A StoreWarning names a worker that is stopped, see `Saver`: its save is not waited for.
+        """
         try:
             EXIT_CLEANUP.wait_for(one_name(self.url))
         except ChildProcessError as e:
-            message = f"{self.url}: load() does not see a save that is in flight: {e}"
+            message = f"{self.url}: a save in flight is not seen: {e}"
             warnings.warn(message, StoreWarning, stacklevel=3)
 
     def _newest(self, patterns: Sequence[str] | None, count: bool, *, is_final: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from ..kernels.arguments import number, or_none
 from ..store.saver import Saver, SaveResult
 from ..store.store import Store
 from .pointers import (
+    Coming,
     PathLike,
     Pointer,
     drop,
@@ -77,7 +77,7 @@ class Background:
         self._own = saver is None
         self._saver = Saver(store, compact=compact) if saver is None else refuse_keep(saver)
         self._lock = threading.Lock()
-        self._done: Future[None] | None = None
+        self._coming: Coming | None = None
         self._after: list[Callable[[], object]] = []
         self._busy = False
 
@@ -121,8 +121,8 @@ class Background:
         future: Any = timed(
             self.store.url, step, lambda: self._saver.save(step, state, grads=averages, kinds=known, cfg=cfg)
         )
-        self._done, self._busy = Future(), True
-        in_flight[key_of(name)] = self._done
+        self._coming, self._busy = Coming(self.store.url, Future()), True
+        in_flight[key_of(name)] = self._coming
         future.add_done_callback(lambda saved: self._finish(saved, path, before))
 
     def then(self, work: Callable[[], object]) -> None:
@@ -142,13 +142,15 @@ class Background:
         """Until nothing is in flight.
 
         Raises:
+            ChildProcessError: the saver's worker is stopped, see `Saver`; the save is still in flight.
             Exception: what the save raised.
         """
-        done, self._done = self._done, None
-        if done is not None:
-            concurrent.futures.wait([done])
+        coming = self._coming
+        if coming is not None:
+            coming.wait()
+            self._coming = None
             self._saver.wait()
-            done.result()
+            coming.done.result()
 
     def close(self) -> None:
         """Wait, and end the worker."""
@@ -161,7 +163,7 @@ class Background:
     def _finish(self, future: Future[SaveResult], path: PathLike, before: Pointer | None) -> None:
         """What the saver's thread does when a save is done, well or not."""
         key, error = key_of(fsspec.core.url_to_fs(os.fspath(path))[1]), None
-        done = in_flight[key]
+        done = in_flight[key].done
         try:
             self._point(future.result(), path, before)
             del in_flight[key]  # what comes after it may read the file

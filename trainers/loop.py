@@ -25,7 +25,7 @@ from .auxiliary_state import at, label
 from .frozen_parameters import ONCE, Frozen, digest_of, load_frozen, store_once
 from .processes import explaining, on_all, on_rank_0, rank, world
 from .rows import RowTracker
-from .save_timing import timed, wait_for_saves
+from .save_timing import timed
 from .sensitivity import SensitivityTracker
 from .state import Generator, Stateful, restore
 from .training_state import Optimizers, TrainingState, is_training_tree
@@ -195,7 +195,8 @@ def resume(
     def load() -> dict[str, Any] | None:
         """Read and check on rank 0, before anything is changed anywhere."""
         store = _store_of(saver)
-        wait_for_saves(store.url)
+        if step is None and not store.steps():
+            store.wait_for_saves()
         if step is None and not store.steps():
             _report_empty(store)
             return None

@@ -25,6 +25,7 @@ from ..codec.evidence.kind import kinds_for
 from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError
+from ..store.exit_cleanup import EXIT_CLEANUP
 from ..store.local import LocalFiles
 from ..store.store import Store
 from ..store.urls import one_name
@@ -34,8 +35,32 @@ from .save_timing import timed
 PathLike: TypeAlias = str | os.PathLike[str]
 _FORMAT = "shrinkpoint pointer"
 _LARGEST = 1 << 16
-in_flight: dict[str, Future[None]] = {}
-"""Pointer files of this process whose checkpoints are being saved in the background: done when the file is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A pointer file whose checkpoint is being saved in the background.
+
+    Args:
+        url: of the store.
+        done: when the file is written, or the save has failed.
+    """
+
+    url: str
+    done: Future[None]
+
+    def wait(self) -> None:
+        """Wait until it is done.
+
+        Raises:
+            ChildProcessError: the saver's worker is stopped, see `Saver`.
+        """
+        EXIT_CLEANUP.wait_for(one_name(self.url))
+        concurrent.futures.wait([self.done])
+
+
+in_flight: dict[str, Coming] = {}
+"""Those of this process, by `key_of` their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +95,8 @@ def wait_for_files() -> None:
         Exception: the error of such a save.
     """
     for coming in list(in_flight.values()):
-        coming.result()
+        coming.wait()
+        coming.done.result()
 
 
 def read_pointer(path: PathLike) -> Pointer | None:
@@ -81,7 +107,7 @@ def read_pointer(path: PathLike) -> Pointer | None:
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     coming = in_flight.get(key_of(name)) if in_flight else None
     if coming is not None:
-        concurrent.futures.wait([coming])
+        coming.wait()
     return _read(fs, name, path)
 
 

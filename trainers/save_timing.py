@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -111,11 +109,3 @@ def timed(url: str, step: int, save: Callable[[], R]) -> R:
         timing.add(step, result.is_delta, time.monotonic() - begin)
     found: R = result
     return found
-
-
-def wait_for_saves(url: str) -> None:
-    """Wait until no save of this process to a store is in flight; ignore its error."""
-    running = timing_of(url).running
-    if running is not None:
-        with contextlib.suppress(concurrent.futures.CancelledError):
-            concurrent.futures.wait([running.future])

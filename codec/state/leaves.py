@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import os
 import re
 import sys
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 
 from ...kernels.arrays import DEVICES, is_torch
 from ..errors import CorruptDataError, UnsupportedLeafError
+from ..memory_limit import total_memory
 
 Array = Any
 NpArray = np.ndarray[Any, Any]
@@ -35,6 +35,10 @@ LIBRARIES = {
 }
 _MAX_ELEMENTS = 1 << 48
 _MAX_ITEM = 1 << 14
+_NEVER_TOO_LARGE = 1 << 26
+"""Bytes for which no limit of a machine or container is read."""
+_UNKNOWN_MEMORY = 1 << 46
+"""Bytes that a system may have which does not say how many it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,13 +360,12 @@ def spec_from_header(library: Any, dtype: Any, shape: Any) -> LeafSpec:
 
 
 def check_memory(nbytes: int, what: str) -> None:
-    """Refuse to allocate more than this machine's memory, however honestly a header asks for it."""
-    try:
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        limit = 1 << 46
-    if nbytes > limit:
-        raise CorruptDataError(f"{what}: needs {nbytes} bytes, this machine has {limit}")
+    """Refuse to allocate more memory than this process may ever take, even if a header is right about its size."""
+    if nbytes <= _NEVER_TOO_LARGE:
+        return
+    limit = total_memory()
+    if nbytes > (_UNKNOWN_MEMORY if limit is None else limit):
+        raise CorruptDataError(f"{what}: needs {nbytes} bytes, this machine or container has {limit}")
 
 
 def same_storage_key(value: Array) -> tuple[Any, ...] | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,7 +17,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.parallel import map_chunks
 from shrinkpoint.store.compaction import Compaction
 from shrinkpoint.trainers.background import Background, check_compact
-from shrinkpoint.trainers.pointers import drop, load_at, read_pointer
+from shrinkpoint.trainers.pointers import drop, load_at, read_pointer, wait_for_files
 
 LONG = sp.presets.lossless(chain=sp.ChainPolicy(None))
 PATIENCE = 300.0
@@ -26,6 +29,24 @@ def state(number: int) -> dict[str, Any]:
     for one in range(1, number + 1):
         w[one % 2 :: 2] = torch.randn(4096, generator=torch.Generator().manual_seed(one))
     return {"weight": w}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_a_stopped_worker_is_waited_for_within_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever waits says so: the next save, a reader of the pointer, and the end of a preempted run."""
+    monkeypatch.setattr("shrinkpoint.store.saver.STOPPED", 1.0)
+    with sp.Saver(sp.Store(tmp_path / "store")) as saver:
+        background, file = Background(saver.store, saver), tmp_path / "1.ckpt"
+        os.kill(saver.pid, signal.SIGSTOP)
+        try:
+            background.save(file, state(1))
+            for waiting in (background.wait, lambda: read_pointer(file), wait_for_files, background.wait):
+                with pytest.raises(ChildProcessError, match=rf"process {saver.pid}\) has been stopped for 1 s"):
+                    waiting()
+        finally:
+            os.kill(saver.pid, signal.SIGCONT)
+        background.wait()
+        assert torch.equal(load_at(file)["weight"], state(1)["weight"])
 
 
 def test_a_rotation_does_not_wait_for_a_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

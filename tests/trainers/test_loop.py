@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint import trainers
+from shrinkpoint.store.files import StoreWarning
 from shrinkpoint.trainers.loop import PartNotRestoredWarning, RanksChangedWarning
 from shrinkpoint.trainers.model_state import StateMismatchWarning
 
@@ -793,6 +797,26 @@ def test_resume_waits_for_a_save_in_flight(tmp_path: Path) -> None:
             trainers.save(first, step, model)
         with sp.Saver(sp.Store(tmp_path)) as second:
             assert trainers.resume(second, model) == 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.parametrize("step", [None, 1])
+def test_resume_waits_for_a_stopped_worker_within_a_limit(
+    step: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shrinkpoint.store.saver.STOPPED", 1.0)
+    model = nn.Linear(4, 4)
+    with sp.Saver(sp.Store(tmp_path)) as saver:
+        if step is not None:
+            trainers.save(saver, step, model).result()  # type: ignore[union-attr]
+        os.kill(saver.pid, signal.SIGSTOP)
+        try:
+            trainers.save(saver, 2, model)
+            with pytest.warns(StoreWarning, match=rf"worker \(process {saver.pid}\) has been stopped for 1 s"):
+                assert trainers.resume(sp.Store(tmp_path), model) == (step or 0)
+        finally:
+            os.kill(saver.pid, signal.SIGCONT)
+    assert trainers.resume(sp.Store(tmp_path), model) == 2
 
 
 def test_the_whole_state_as_one_object(store: sp.Store) -> None:

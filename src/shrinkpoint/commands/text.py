@@ -14,7 +14,10 @@ def printable(text: object) -> str:
         >>> printable("a\\x1b[31m/b")
         'a\\\\x1b[31m/b'
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+    plain = str(text)
+    if plain.isprintable():
+        return plain
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in plain)
 
 
 def size(nbytes: float) -> str:
