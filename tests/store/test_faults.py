@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import shutil
@@ -15,7 +16,7 @@ import textwrap
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ import numpy as np
 import pytest
 
 import shrinkpoint as sp
-from shrinkpoint.store import local, memory_limit, signals
+from shrinkpoint.codec import memory_limit
+from shrinkpoint.store import local, signals
 from shrinkpoint.store.files import StoreWarning
+from shrinkpoint.store.manifest import data_name, manifest_name
 
 from .common import fill, lossless, manifest_path, same
 
@@ -290,6 +293,69 @@ def test_a_replaced_manifest_is_parsed_again(tmp_path: Path) -> None:
     assert store.describe(1).raw_nbytes == other.describe(1).raw_nbytes == 24
 
 
+@pytest.fixture(scope="module")
+def ten_thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with 10,000 bases, each with a file of its own; the files are links to a few, which makes it fast."""
+    folder = tmp_path_factory.mktemp("ten-thousand")
+    first = fill(sp.Store(folder, lossless()), 1).describe(1)
+    for step in range(2, 10_001):
+        manifest = dataclasses.replace(first, step=step, file=data_name(step, first.id))
+        if step % 100 == 0:
+            shutil.copyfile(folder / "data" / first.file, folder / "data" / manifest.file)
+            source = manifest.file
+        else:
+            os.link(folder / "data" / (first.file if step < 100 else source), folder / "data" / manifest.file)
+        (folder / "steps" / manifest_name(step, 0)).write_bytes(manifest.to_bytes())
+    return folder
+
+
+def fastest(work: Callable[[], object], times: int = 5) -> float:
+    """Processor seconds of the fastest call: what it costs without what else the machine does."""
+    seconds = []
+    for _ in range(times):
+        begin = time.process_time()
+        work()
+        seconds.append(time.process_time() - begin)
+    return min(seconds)
+
+
+def test_a_save_takes_no_longer_at_10_000_steps(ten_thousand: Path, tmp_path: Path) -> None:
+    few, many = fill(sp.Store(tmp_path, lossless()), 1), sp.Store(ten_thousand, lossless())
+    seconds = {}
+    for store, first in ((few, 100), (many, 10_100)):
+        fill(store, first)
+        steps = iter(range(first + 1, first + 100))
+        seconds[store] = fastest(lambda store=store, steps=steps: fill(store, next(steps)), 60)  # type: ignore[misc]
+    many.drop_after(10_000)
+    assert seconds[many] <= 1.5 * seconds[few], seconds
+
+
+SLOWER = 1.5
+"""How much slower than an idle machine of 2026 this one may be."""
+
+
+def test_10_000_steps_are_listed_and_collected_in_seconds(ten_thousand: Path) -> None:
+    """`steps` within 0.1 s, `ls` within 1 s, `gc` within 3 s, in processor time."""
+    assert fastest(lambda: sp.Store(ten_thousand).steps()) <= 0.1 * SLOWER
+    assert len(sp.Store(ten_thousand).steps()) == 10_000
+    for arguments, limit in ((["ls"], 1.0), (["gc", "--keep-last", "9000", "--dry-run"], 3.0)):
+        command = [sys.executable, "-m", "shrinkpoint", arguments[0], str(ten_thousand), *arguments[1:]]
+        seconds, out = [], ""
+        for _ in range(3):
+            before = os.times()
+            out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            after = os.times()
+            spent = after.children_user + after.children_system - before.children_user - before.children_system
+            seconds.append(spent)
+        assert min(seconds) <= limit * SLOWER, (arguments, seconds)
+        assert ("10000 steps, " if arguments[0] == "ls" else "1000 steps and ") in out
+    for step in range(1, 4):
+        sp.Store(ten_thousand).drop(step)
+    store = sp.Store(ten_thousand)
+    assert fastest(lambda: store.gc(sp.Retention(last=9990)), 1) <= 3 * SLOWER
+    assert len(store.steps()) == 9990
+
+
 # -------------------------------------------------------------------------------------------- retention and garbage
 
 
@@ -358,6 +424,7 @@ def test_the_limits_of_a_container_count(version: int, tmp_path: Path, monkeypat
         found = {"CGROUPS": tmp_path, "OWN_CGROUPS": tmp_path / "own", "MEMINFO": tmp_path / "meminfo"}[name]
         monkeypatch.setattr(memory_limit, name, str(found))
     assert memory_limit.available_memory() == 50 * 1024
+    assert memory_limit.total_memory() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def limit(where: Path, most: Any, used: int, cache: int) -> None:
         for name, value in zip(names, (most, used), strict=True):
@@ -368,10 +435,70 @@ def test_the_limits_of_a_container_count(version: int, tmp_path: Path, monkeypat
     assert memory_limit.available_memory() == 50 * 1024
     limit(folder.parent, 20000, 9000, 1000)
     assert memory_limit.available_memory() == 12000
+    assert memory_limit.total_memory() == 20000
     limit(folder, 10000, 9500, 400)
     assert memory_limit.available_memory() == 900
     limit(folder, 10000, 11000, 0)
     assert memory_limit.available_memory() == 0
+
+
+CONTAINER = Path("/sys/fs/cgroup/memory") if Path("/sys/fs/cgroup/memory").is_dir() else Path("/sys/fs/cgroup")
+
+
+@contextlib.contextmanager
+def container(nbytes: int) -> Iterator[Path]:
+    """A memory cgroup of this machine with a limit; the test is skipped if none can be made."""
+    own = Path("/proc/self/cgroup").read_text().splitlines()
+    path = next((line.split(":", 2)[2] for line in own if ":memory:" in line or line.startswith("0::")), "/")
+    folder = Path(f"{CONTAINER}{path}", f"shrinkpoint-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+        version_1 = folder / "memory.limit_in_bytes"
+        (version_1 if version_1.exists() else folder / "memory.max").write_text(str(nbytes))
+    except OSError as e:
+        pytest.skip(f"no container can be made here: {e}")
+    try:
+        yield folder
+    finally:
+        end = time.monotonic() + 30
+        while (folder / "cgroup.procs").read_text() and time.monotonic() < end:
+            time.sleep(0.1)
+        folder.rmdir()
+
+
+@linux
+def test_a_container_too_small_for_a_snapshot_is_an_error_instead_of_a_kill(tmp_path: Path) -> None:
+    """A real limit, above which the kernel kills; the zeros take no memory before they are copied."""
+    with container(1 << 30) as folder:
+        done = script(
+            """
+            import os, sys
+            open(f"{sys.argv[1]}/cgroup.procs", "w").write(str(os.getpid()))
+            import numpy as np, shrinkpoint as sp
+            from shrinkpoint.codec.state.leaves import check_memory
+            store = sp.Store(sys.argv[2])
+            with sp.Saver(store) as saver:
+                saver.save(1, {"weight": np.arange(9.0)}).result()
+                try:
+                    saver.save(2, {"weight": np.zeros(1 << 28, np.float32)})
+                except MemoryError as error:
+                    print(error)
+                saver.save(3, {"weight": np.arange(9.0)}).result()
+            print(store.steps())
+            try:
+                check_memory(1 << 30 | 1, "a file")
+            except sp.CorruptDataError as error:
+                print(error)
+            """,
+            folder,
+            tmp_path,
+        )
+    assert done.returncode == 0, done.stderr
+    first, steps, limit = done.stdout.splitlines()
+    assert "1073741824" in first
+    assert "bytes are available" in first
+    assert steps == "[1, 3]"
+    assert limit == "a file: needs 1073741825 bytes, this machine or container has 1073741824"
 
 
 def test_a_snapshot_beyond_the_limit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,12 +58,14 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     cells = [[printable(c) for c in row] for row in rows]
     names = [c.removeprefix(">") for c in columns]
     widths = [max(len(name), *(len(row[i]) for row in cells), 0) for i, name in enumerate(names)]
-    for row in [names, *cells]:
-        parts = [
-            cell.rjust(width) if column.startswith(">") else cell.ljust(width)
-            for column, cell, width in zip(columns, row, widths, strict=True)
-        ]
-        typer.echo("  ".join(parts).rstrip())
+    placed = [
+        (str.rjust if column.startswith(">") else str.ljust, w) for column, w in zip(columns, widths, strict=True)
+    ]
+    lines = [
+        "  ".join([place(cell, width) for (place, width), cell in zip(placed, row, strict=True)]).rstrip()
+        for row in [names, *cells]
+    ]
+    typer.echo("\n".join(lines))  # at once: each call flushes
 
 
 def _is_terminal() -> bool:
