@@ -12,7 +12,7 @@ ROOMS = ("kernels", "codec", "search", "store", "trainers", "")
 SIDE_BY_SIDE = {"search", "store"}
 CODEC = ("state", "evidence", "format", "entropy", "lossless", "moments", "weights", "embeddings", "bundles")
 """Folders of the codec from below. What they all stand on, and what puts them together, lies beside them."""
-GROUND = {"errors", "extras", "arithmetic", "base", "registry", "parallel", "device_batches"}
+GROUND = {"errors", "extras", "arithmetic", "base", "registry", "parallel", "device_batches", "memory_limit"}
 """Modules of the codec that its folders stand on; the others are above all folders."""
 
 Module = tuple[str, ...]
