@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import CorruptDataError
 
-CONVERTER = "f27b8a38a4be"
+CONVERTER = "66d567f34a6f"
 """The last commit of development: its `restore` converts them."""
 
 
