@@ -18,7 +18,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -81,6 +81,7 @@ class Searching:
         batches: of the held-out set, that `evaluate` sees.
         every: checkpoints from one search to the next.
         ahead: code weights ahead of their drift, in trials and in stored checkpoints.
+        by: "loss" or "accuracy": what may degrade by the threshold.
     """
 
     threshold: float
@@ -88,6 +89,28 @@ class Searching:
     batches: int = 5
     every: int = 5
     ahead: bool = False
+    by: str = "loss"
+
+
+def quality(run: Run, batches: int, by: str) -> Callable[[State], float]:
+    """Return the function that a search evaluates: mean loss, or accuracy, of a restored state.
+
+    Args:
+        run: of the workload; its own model stays as it is.
+        batches: of the held-out set, the first ones.
+        by: "loss" or "accuracy".
+    """
+    probe = run.workload.model().to(run.device).eval()
+    chosen = run.workload.held_out()[:batches]
+
+    @torch.no_grad()
+    def evaluate(restored: State) -> float:
+        probe.load_state_dict(restored["model"])
+        if by == "accuracy":
+            return run.accuracy(batches, probe)
+        return statistics.fmean(float(run.loss(batch, probe)) for batch in chosen)
+
+    return evaluate
 
 
 _numbers = itertools.count()
@@ -143,16 +166,10 @@ class InStore:
         how = self.searching
         if how is None:
             return self.store.cfg
-        probe = run.workload.model().to(run.device).eval()
-        batches = run.workload.held_out()[: how.batches]
-
-        @torch.no_grad()
-        def evaluate(restored: State) -> float:
-            probe.load_state_dict(restored["model"])
-            return statistics.fmean(float(run.loss(batch, probe)) for batch in batches)
-
+        evaluate = quality(run, how.batches, how.by)
         earlier = self.store.earlier(state, run.step) if how.ahead else None
-        options = sp.SearchOptions(cube=how.cube, earlier=earlier, direction="lower", progress=False)
+        direction = "higher" if how.by == "accuracy" else "lower"
+        options = sp.SearchOptions(cube=how.cube, earlier=earlier, direction=direction, progress=False)
         found = sp.search(
             state, evaluate, how.threshold, prev=self.head, last=self.last, grads=grads, kinds=kinds, options=options
         )
@@ -279,6 +296,8 @@ class Outcome:
         restore: seconds a restore.
         evaluations: of a search, in total.
         unmet: searches that found nothing good enough and took lossless.
+        accuracy: share of right predictions on the held-out set at the end; NaN where the task has none.
+        accuracy_lost: accuracy lost by storing and restoring, in percent of it, mean over restores.
     """
 
     degradation: float
@@ -295,6 +314,8 @@ class Outcome:
     restore: float
     evaluations: int = 0
     unmet: int = 0
+    accuracy: float = math.nan
+    accuracy_lost: float = math.nan
 
 
 def kills(steps: int, failures: int, spacing: int) -> list[int]:
@@ -387,11 +408,24 @@ def _running_least(trace: dict[int, float]) -> list[tuple[int, float]]:
     return found
 
 
-def uninterrupted(workload: Workload, seed: int) -> float:
-    """Held-out loss at the end of a training that nothing happens to."""
+@dataclass(frozen=True)
+class End:
+    """Held-out loss and accuracy (NaN where the task has none) at the end of a training."""
+
+    loss: float
+    accuracy: float
+
+
+def end_of(workload: Workload, seed: int) -> End:
+    """Return how a training ends that nothing happens to."""
     run = Run(workload, seed)
     run.train(workload.steps)
-    return run.held_out_loss()
+    return End(run.held_out_loss(), run.accuracy())
+
+
+def uninterrupted(workload: Workload, seed: int) -> float:
+    """Held-out loss at the end of a training that nothing happens to."""
+    return end_of(workload, seed).loss
 
 
 def warm_up(workload: Workload, seed: int, system: System, spacing: int) -> None:
@@ -446,6 +480,8 @@ def endure(
     noted = {step // spacing * spacing for step in due}
     sizes: list[Size] = []
     trace: dict[int, float] = {}
+    right: dict[int, float] = {}
+    missed: list[float] = []
     changes, reworks, stale = [], [], []
     pending: _Rework | None = None
     run = Run(workload, seed)
@@ -471,6 +507,7 @@ def endure(
                 system.begin(run)
                 loss = probe(run, batches)
                 changes.append(100 * (loss / trace[run.step] - 1))
+                missed.append(100 * (1 - run.accuracy(batches) / right[run.step]))
                 stale.append(behind(trace, run.step, loss) - behind(trace, run.step, trace[run.step]))
                 pending = _Rework(goal, run.step)
             elif run.step % spacing == 0:
@@ -478,6 +515,8 @@ def endure(
                     sizes.append(system.save(run))
                 if run.step in noted or run.step // spacing % every == 0:
                     trace[run.step] = probe(run, batches)
+                if run.step in noted:
+                    right[run.step] = run.accuracy(batches)
         if pending:
             reworks.append(run.step - pending.since)
     finally:
@@ -500,4 +539,6 @@ def endure(
         restore=statistics.fmean(clock.seconds["restore"]),
         evaluations=getattr(system, "evaluations", 0),
         unmet=getattr(system, "unmet", 0),
+        accuracy=run.accuracy(),
+        accuracy_lost=statistics.fmean(missed),
     )

@@ -5,7 +5,8 @@ several seeds; the same over schedules several times as long, and over a larger 
 through `sp.search`; each part of the codec off in turn (`ablation.py`); fine-tuning from a compressed model
 (`transfer.py`, its section 9.2); time and memory against the size of the state (`cost.py`). `--only MLP` takes one
 model, `--only "MLP failures"` one part of it: failures, thresholds, ablation; `--only "MLP failures rate"` some of its
-systems; `--only "embedding long"` a long schedule, "GPT wider" the larger model; "transfer" and "cost" are the rest.
+systems; `--only "embedding long"` a long schedule, "GPT wider" the larger model; "table 5" ends by accuracy
+(`accuracy.py`); "transfer" and "cost" are the rest.
 """
 
 from __future__ import annotations
@@ -293,7 +294,7 @@ class Model:
 
 def run(options: Options) -> list[Row]:
     """All rows; a few of one small model with `--quick`."""
-    from . import ablation, large, transfer
+    from . import ablation, accuracy, large, transfer
 
     rows: list[Row] = []
     with threads(1):
@@ -305,6 +306,7 @@ def run(options: Options) -> list[Row]:
             if study.ablation and options.wanted(f"{name} ablation"):
                 rows += ablation.rows(model, study, options)
         rows += targets(rows)
+        rows += accuracy.rows(options)
         rows += transfer.rows(options)
     return rows + large.rows(options)
 

@@ -46,6 +46,7 @@ class Workload:
         rate: largest learning rate; a short warm-up, then a cosine to a tenth of it.
         half: the forward pass in bfloat16 (autocast); weights, gradients and moments stay float32.
         device: of its runs, unless they say otherwise.
+        right: which predictions of a model on a batch are right; None: accuracy is not defined for the task.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Workload:
     rate: float
     half: bool = False
     device: str = "cpu"
+    right: Callable[[nn.Module, Any], Tensor] | None = None
 
     @property
     def parameters(self) -> int:
@@ -148,6 +150,27 @@ class Run:
         self.step = state["step"]
 
     @torch.no_grad()
+    def accuracy(self, batches: int | None = None, model: nn.Module | None = None) -> float:
+        """Return the share of held-out predictions that are right; NaN where the task has none.
+
+        Args:
+            batches: of the held-out set, the first ones; None: all.
+            model: another one than the run's own, on the run's device.
+        """
+        right, model = self.workload.right, self.model if model is None else model
+        if right is None:
+            return math.nan
+        was_training = model.training
+        model.eval()
+        found = []
+        for batch in self.workload.held_out()[:batches]:
+            here = torch.utils._pytree.tree_map(lambda x: x.to(self.device), batch)
+            with deterministic(self.device):
+                found.append(right(model, here).flatten())
+        model.train(was_training)
+        return float(torch.cat(found).double().mean())
+
+    @torch.no_grad()
     def held_out_loss(self) -> float:
         """Mean loss over the held-out set."""
         self.model.eval()
@@ -207,6 +230,10 @@ def _text_held_out(context: int, windows: int, batch: int) -> list[Tensor]:
     return list(torch.split(_corpus().held_out_windows(windows, context), batch))
 
 
+def _right_byte(model: nn.Module, windows: Tensor) -> Tensor:
+    return torch.eq(model(windows[:, :-1]).argmax(-1), windows[:, 1:])
+
+
 def gpt(layers: int = 4, width: int = 128, heads: int = 4, steps: int = 900) -> Workload:
     """A byte-level GPT (0.8 M parameters by default) on the standard library's sources.
 
@@ -220,6 +247,7 @@ def gpt(layers: int = 4, width: int = 128, heads: int = 4, steps: int = 900) -> 
         lambda: _text_held_out(_CONTEXT, _WINDOWS, 64),
         steps,
         2e-3,
+        right=_right_byte,
     )
 
 
@@ -244,6 +272,7 @@ def gpt_large(
         steps,
         4e-4,
         half=True,
+        right=_right_byte,
     )
 
 
@@ -284,6 +313,10 @@ def _digits_held_out() -> list[tuple[Tensor, Tensor]]:
         noise = torch.from_numpy(rng.standard_normal(x.shape, dtype=np.float32))
         batches.append((x + 0.3 * noise, labels[:_HELD_OUT_DIGITS]))
     return batches
+
+
+def _right_class(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.eq(model(batch[0]).argmax(1), batch[1])
 
 
 def _classified(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -329,17 +362,17 @@ class SmallViT(nn.Module):
 
 def cnn(steps: int = 900) -> Workload:
     """A CNN of 0.23 M parameters on scikit-learn's digits."""
-    return Workload("CNN", _cnn, _digits_batch, _classified, _digits_held_out, steps, 2e-3)
+    return Workload("CNN", _cnn, _digits_batch, _classified, _digits_held_out, steps, 2e-3, right=_right_class)
 
 
 def mlp(steps: int = 900) -> Workload:
     """A three-layer perceptron of 0.3 M parameters on scikit-learn's digits."""
-    return Workload("MLP", _mlp, _digits_batch, _classified, _digits_held_out, steps, 2e-3)
+    return Workload("MLP", _mlp, _digits_batch, _classified, _digits_held_out, steps, 2e-3, right=_right_class)
 
 
 def vit(steps: int = 900) -> Workload:
     """A vision transformer of 0.2 M parameters on scikit-learn's digits."""
-    return Workload("ViT", SmallViT, _digits_batch, _classified, _digits_held_out, steps, 1e-3)
+    return Workload("ViT", SmallViT, _digits_batch, _classified, _digits_held_out, steps, 1e-3, right=_right_class)
 
 
 # ---------------------------------------------------------------------------------------------------- embeddings

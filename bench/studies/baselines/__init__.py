@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .adaptive import Adaptive
 from .base import Baseline, Saved, State
 from .deltadnn import DeltaDNN
 from .excp import ExCP
@@ -19,6 +20,7 @@ BASELINES: dict[str, Callable[[], Baseline]] = {
     "QD-compressor": QDCompressor,
     "ExCP": ExCP,
     "Delta-DNN": DeltaDNN,
+    "Adaptive": Adaptive,
     "GOBO": Gobo,
     "SCAR": Scar,
     "TOPN": TopN,

@@ -1,0 +1,254 @@
+"""Inshrinkerator's table 5 by accuracy: trainings killed ten times, fixed presets against searched settings.
+
+The paper searches for a configuration before every checkpoint and gives the change of the final *accuracy* (of the loss
+for its GPT-2). Here each system ends with both. "Fixed" systems keep one configuration; those "searched at each
+checkpoint" take the smallest that passes a threshold of the loss or of the accuracy on a part of the held-out set, with
+the search spaces of the paper's tables 9 to 11. Every system has a base every 20 checkpoints. `python -m bench training
+--only "table 5"` runs all of it, `--only "table 5 MLP 900 steps"` one training, without commas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import shrinkpoint as sp
+
+from ..harness import Options, Row
+from . import workloads
+from .baselines import Baseline, State
+from .baselines.adaptive import Adaptive
+from .baselines.parts import parts
+from .baselines.qd import QDCompressor, wanted_bins
+from .faults import End, InStore, Outcome, Peer, Reshuffled, Searching, Size, System, end_of, endure, quality, warm_up
+from .systems.spaces import Adaptive as AdaptiveSpace
+from .systems.spaces import Uniform as UniformSpace
+from .training import OWN_CUBE, PAPER_CUBE, over_seeds
+from .workloads import Run, Workload
+
+PREFIX = "table 5, "
+FAILURES = 10
+BASE_EVERY = 20
+THRESHOLDS = (0.01, 0.05)
+BY = ("loss", "accuracy")
+OTHER_BATCHES = "no compression, other batches"
+
+Make = Callable[["Study"], System]
+Rung = tuple[tuple[float, ...], Baseline]
+"""A baseline's place in its space, and the baseline."""
+Ladder = Callable[[State], Iterator[Rung]]
+"""The configurations of a baseline for a state, by ascending bins."""
+
+
+def adaptive_ladder(_: State) -> Iterator[Rung]:
+    """Table 11: even bins in a range narrowed by a greedy search."""
+    space = AdaptiveSpace()
+    for place in itertools.product(space.bins, space.steps, space.ratios):
+        yield place, Adaptive(*place)
+
+
+def uniform_ladder(state: State) -> Iterator[Rung]:
+    """Table 10: even bins by a layer's entropy, between two limits."""
+    space = UniformSpace()
+    weights = parts(state).of("weight")
+    wanted = [(wanted_bins(part.values), part.values.size) for part in weights]
+    found: dict[tuple[int, ...], Rung] = {}
+    for least, most in itertools.product(space.least, space.most):
+        if least <= most:
+            system = QDCompressor(least, most)
+            bins = [system.within(count) for count, _ in wanted]
+            mean = sum(b * size for b, (_, size) in zip(bins, wanted, strict=True)) / sum(size for _, size in wanted)
+            found.setdefault(tuple(bins), ((mean,), system))
+    return iter(sorted(found.values(), key=lambda rung: rung[0]))
+
+
+class SearchedPeer(Peer):
+    """A baseline whose configuration is searched for at each checkpoint, never more aggressive than before.
+
+    Args:
+        ladder: its configurations.
+        threshold: degradation a checkpoint may have, relative.
+        by: "loss" or "accuracy".
+        batches: of the held-out set, for the search.
+    """
+
+    def __init__(self, ladder: Ladder, threshold: float, by: str, batches: int) -> None:
+        super().__init__(None, BASE_EVERY)
+        self.ladder, self.threshold, self.by, self.batches = ladder, threshold, by, batches
+        self.floor: tuple[float, ...] = ()
+        self.evaluations = self.unmet = 0
+
+    def save(self, run: Run) -> Size:
+        """Search, then store with the choice."""
+        state = run.state()
+        evaluate = quality(run, self.batches, self.by)
+        exact, sign = evaluate(state), -1 if self.by == "accuracy" else 1
+        previous = None if len(self.chain) == self.base_every else self.previous
+        self.evaluations += 1
+        for place, baseline in self.ladder(state):
+            if place < self.floor:
+                continue
+            self.baseline = baseline
+            restored = baseline.decode(baseline.encode(state, previous), previous)
+            self.evaluations += 1
+            if sign * (evaluate(restored) / exact - 1) <= self.threshold:
+                self.floor = place
+                break
+        else:
+            self.unmet += 1
+        return super().save(run)
+
+
+def _fixed(config: Callable[[], sp.Config], *, grads: bool = False) -> Make:
+    return lambda study: InStore(config(), grads=grads, spacing=study.spacing)
+
+
+def _searched(config: Callable[[], sp.Config], threshold: float, by: str, **how: Any) -> Make:
+    cube, grads = (PAPER_CUBE, True) if config is sp.presets.inshrinkerator else (OWN_CUBE, False)
+
+    def make(study: Study) -> System:
+        searching = Searching(threshold, cube, study.batches, every=1, by=by, **how)
+        return InStore(config(), grads=grads, spacing=study.spacing, searching=searching)
+
+    return make
+
+
+def _searched_peer(ladder: Ladder, threshold: float, by: str) -> Make:
+    return lambda study: SearchedPeer(ladder, threshold, by, study.batches)
+
+
+def _name(system: str, threshold: float, by: str) -> str:
+    return f"{system}, searched at each checkpoint for {100 * threshold:g} % of the {by}"
+
+
+SYSTEMS: dict[str, Make] = {
+    "Inshrinkerator, fixed, 16 bins": _fixed(sp.presets.inshrinkerator, grads=True),
+    "Inshrinkerator, fixed, 32 bins": _fixed(lambda: sp.presets.inshrinkerator(32), grads=True),
+    **{
+        _name("Inshrinkerator", t, by): _searched(sp.presets.inshrinkerator, t, by)
+        for by, t in itertools.product(BY, THRESHOLDS)
+    },
+    "Config(), fixed": _fixed(sp.Config),
+    **{_name("Config()", t, by): _searched(sp.Config, t, by) for by, t in itertools.product(BY, THRESHOLDS)},
+    **{
+        _name(name, t, by): _searched_peer(ladder, t, by)
+        for (name, ladder), (t, by) in itertools.product(
+            (("Adaptive", adaptive_ladder), ("Uniform", uniform_ladder)), ((0.05, "loss"), (0.05, "accuracy"))
+        )
+    },
+    OTHER_BATCHES: lambda _: Reshuffled(),
+}
+
+
+@dataclass(frozen=True)
+class Study:
+    """One training of the table.
+
+    Args:
+        make: the workload.
+        steps: of its schedule.
+        spacing: steps from one checkpoint to the next.
+        seeds: how many.
+        batches: of the held-out set, for searches and for losses along the way.
+    """
+
+    make: Callable[[], Workload]
+    steps: int
+    spacing: int
+    seeds: int
+    batches: int = 5
+
+    @property
+    def workload(self) -> Workload:
+        """What is trained."""
+        return dataclasses.replace(self.make(), steps=self.steps)
+
+
+STUDIES = {
+    "MLP, 900 steps": Study(workloads.mlp, 900, 10, 3),
+    "MLP, 3,600 steps": Study(workloads.mlp, 3600, 40, 2),
+    "CNN, 900 steps": Study(workloads.cnn, 900, 10, 2, batches=3),
+    "ViT, 3,600 steps": Study(workloads.vit, 3600, 40, 1, batches=2),
+    "GPT, 900 steps": Study(workloads.gpt, 900, 10, 1, batches=2),
+}
+QUICK = Study(workloads.mlp, 80, 10, 1, batches=2)
+QUICK_FAILURES = 2
+
+COLUMNS: tuple[tuple[str, str, Callable[[Outcome, End], float]], ...] = (
+    ("accuracy lost at the end", "%", lambda o, exact: 100 * (1 - o.accuracy / exact.accuracy)),
+    ("degradation of the loss at the end", "%", lambda o, _: o.degradation),
+    ("accuracy lost at a restore", "%", lambda o, _: o.accuracy_lost),
+    ("loss change at a restore", "%", lambda o, _: o.at_restore),
+    ("weights, all checkpoints", "x", lambda o, _: o.weights),
+    ("whole state, all checkpoints", "x", lambda o, _: o.whole),
+    ("weights, smallest checkpoint", "x", lambda o, _: o.peak_weights),
+    ("seconds a save", "s", lambda o, _: o.save),
+    ("runtime overhead", "%", lambda o, _: o.overhead),
+)
+
+
+def rows(options: Options) -> list[Row]:
+    """All rows; with `--quick` those of a short training, where asked for."""
+    studies = STUDIES if not options.quick else {"MLP, quick": QUICK} if options.only is not None else {}
+    found: list[Row] = []
+    for name, study in studies.items():
+        exact: dict[int, End] = {}
+        for system, make in SYSTEMS.items():
+            if options.wanted(f"{PREFIX}{name} {system}".replace(",", "")):
+                found += options.done(_of_system(name, study, system, make, exact, options))
+    return found
+
+
+def _of_system(name: str, study: Study, system: str, make: Make, exact: dict[int, End], options: Options) -> list[Row]:
+    options.seeds.update(range(study.seeds))
+    options.say(f"{PREFIX}{name}, {system}")
+    workload, failures = study.workload, QUICK_FAILURES if options.quick else FAILURES
+    warm_up(workload, 0, make(study), study.spacing)
+    outcomes = []
+    for seed in range(study.seeds):
+        if seed not in exact:
+            exact[seed] = end_of(workload, seed)
+        outcomes.append(
+            endure(
+                workload,
+                seed,
+                make(study),
+                failures=failures,
+                exact=exact[seed].loss,
+                spacing=study.spacing,
+                batches=study.batches,
+                every=3,
+            )
+        )
+    return _rows((f"{PREFIX}{name}, {system}", workload), outcomes, exact, _about(study, outcomes, exact, failures))
+
+
+def _about(study: Study, outcomes: Sequence[Outcome], exact: Mapping[int, End], failures: int) -> str:
+    """Return the note of all rows of a system."""
+    whole, killed = (statistics.fmean(found) for found in zip(*_accuracies(outcomes, exact), strict=True))
+    loss = statistics.fmean(exact[seed].loss for seed in range(len(outcomes)))
+    about = f"seeds 0 to {len(outcomes) - 1}; {study.steps:,} steps, a checkpoint every {study.spacing}"
+    about += f", killed {failures} times; accuracy {100 * whole:.2f} % uninterrupted, {100 * killed:.2f} % killed"
+    about += f"; loss {loss:.4f} uninterrupted"
+    if any(o.evaluations for o in outcomes):
+        calls, unmet = (sum(getattr(o, what) for o in outcomes) for what in ("evaluations", "unmet"))
+        about += f"; {calls} calls of evaluate on {study.batches} batches, {unmet} searches found nothing that passes"
+    return about
+
+
+def _accuracies(outcomes: Sequence[Outcome], exact: Mapping[int, End]) -> list[tuple[float, float]]:
+    return [(exact[seed].accuracy, outcome.accuracy) for seed, outcome in enumerate(outcomes)]
+
+
+def _rows(about: tuple[str, Workload], outcomes: Sequence[Outcome], exact: Mapping[int, End], note: str) -> list[Row]:
+    (name, workload), made = about, []
+    for label, unit, of in COLUMNS:
+        values = [of(outcome, exact[seed]) for seed, outcome in enumerate(outcomes)]
+        mean, said = statistics.fmean(values), f"{over_seeds(values)}; {note}"
+        row = f"{name}: {label}"
+        made.append(Row(row, workload.where, workload.parameters, mean, unit, None, None, None, None, None, said))
+    return made
