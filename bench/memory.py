@@ -75,7 +75,7 @@ def child() -> None:
     source, parameters, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     with np.load(source) as stored:
         arrays = {name: stored[name] for name in stored.files}
-    pair = _from_pools(arrays)
+    pair = pair_of(arrays)
     small = drawn_state(pair, 200_000)
     warm = sp.compress(small.before)
     sp.compress(small.after, warm)
@@ -98,7 +98,7 @@ def child() -> None:
     print(json.dumps({"extra": extra, "raw": raw, "how": how}))
 
 
-def _from_pools(arrays: dict[str, Any]) -> Pair:
+def pair_of(arrays: dict[str, Any]) -> Pair:
     """A pair whose pools are the given ones."""
     states: list[dict[str, Any]] = [{"model": {}, "optimizer": {}}, {"model": {}, "optimizer": {}}]
     for name, values in arrays.items():
