@@ -224,7 +224,7 @@ def one_thread_clock() -> Clock:
 
 
 _BENCH = """
-blosc2 constriction dahuffman ddsketch faiss kmeans1d lmzip matplotlib moonclip pcodec sklearn zipnn
+blosc2 constriction dahuffman ddsketch faiss kmeans1d lmzip matplotlib moonclip pcodec sklearn z4ai zipnn
 """
 _MAKES = {
     "bench": frozenset(_BENCH.split()),

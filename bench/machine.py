@@ -19,6 +19,7 @@ PACKAGES = (
     "zstandard",
     "blake3",
     "xxhash",
+    "z4ai",
     "zipnn",
     "pcodec",
     "blosc2",

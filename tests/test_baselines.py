@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shrinkpoint.bench.studies.baselines import BASELINES, Baseline, Saved, State
+from shrinkpoint.bench.studies.baselines.adaptive import Adaptive
 from shrinkpoint.bench.studies.baselines.deltadnn import DeltaDNN
 from shrinkpoint.bench.studies.baselines.excp import ExCP
 from shrinkpoint.bench.studies.baselines.gobo import Gobo, _gaps, _places, centroids
@@ -130,7 +131,7 @@ def test_pure(make: Callable[[], Baseline]) -> None:
 
 
 CITED = re.compile(
-    r"^[A-Z]\.( [A-Z]\.)* [A-Z][a-z]+(, ([A-Z]\. )+[A-Z][a-z]+)+: [A-Z].{20,}, (ICML|ICCD|ICPP|MICRO) 20[12]\d\b"
+    r"^[A-Z]\.( [A-Z]\.)* [A-Z][a-z]+(, ([A-Z]\. )+[A-Z][a-z]+)+: [A-Z].{20,}, (ICML|ICCD|ICPP|MICRO|NSDI) 20[12]\d\b"
     r"|BitSnap, section \d\.\d: '.{40,}'$"
 )
 """Authors, title, venue and year; or the place in one of the papers that has it as a yardstick, with its words."""
@@ -372,3 +373,20 @@ def test_the_wheel_has_no_studies_and_no_bench_needs_them() -> None:
         "sys.exit(any('bench.studies.' in name or 'bench.evidence' in name for name in sys.modules))",
     )
     assert subprocess.run([sys.executable, "-c", "; ".join(lines)], check=False).returncode == 0
+
+
+def test_adaptive_packs_its_levels_and_keeps_to_its_range() -> None:
+    for bins in (8, 32, 256):
+        exact, saved, restored = chain(Adaptive(bins), 1)[0]
+        size = sum(math.prod(SHAPES[name]) for name in CODED)
+        assert len(saved.weights) <= size * (bins.bit_length() - 1) / 8 + 16 * len(CODED)
+        for name in CODED[:2]:
+            found, x = restored["model"][name], exact["model"][name]
+            assert found.unique().numel() <= bins
+            step = float(found.max() - found.min()) / (bins - 1)
+            inside = (x >= found.min()) & (x <= found.max())
+            assert float((found - x)[inside].abs().max()) <= 0.51 * step
+    with pytest.raises(BadArgumentError, match="power of two"):
+        Adaptive(12)
+    with pytest.raises(BadArgumentError, match="walked"):
+        Adaptive(16, walked=1.0)

@@ -153,7 +153,7 @@ def machine() -> str:
     """What the results were measured with, and at which commits."""
     document = documents("systems.json")["systems.json"] | {"rows": measured()}
     about, versions = document["machine"], document["versions"]
-    names = ("torch", "numpy", "numba", "zstandard", "zipnn", "pcodec", "blosc2", "moonclip", "lmzip")
+    names = ("torch", "numpy", "numba", "zstandard", "zipnn", "pcodec", "blosc2", "moonclip", "lmzip", "z4ai")
     packages = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
     cpu = f"{about['cpu']}, {about['cores']} cores, {about['gpu'] or 'no GPU'}, Python {about['python']}"
     counts = ", ".join(f"`{commit}`: {count}" for commit, count in commits(document).most_common())

@@ -1,8 +1,9 @@
 """The bench `scale`: the shard of one rank of a large model, chains of 10,000 steps, a search by eight processes.
 
 The shard is that of a state of 175 billion parameters on 1,000 ranks: 175 million parameters with AdamW's moments,
-drawn in blocks from a small GPT that is trained here. Each of its measurements has a fresh process. The chain saves a small state 10,000 times, so that what counts is the store, not the codec. The eight processes
-meet over gloo and search for one configuration as `Store.save` callers on eight ranks do.
+drawn in blocks from a small GPT that is trained here; each of its measurements has a fresh process. The chain saves a
+small state 10,000 times, so that what counts is the store, not the codec. The eight processes meet over gloo and search
+for one configuration, as eight ranks of a training do.
 """
 
 from __future__ import annotations

@@ -38,8 +38,9 @@ class Adaptive:
     walked: float = 0.5
     name: str = "Adaptive"
     source: str = (
-        "A. Eisenman and others: Check-N-Run, NSDI 2022, section 5.2; on dense layers as in Inshrinkerator, section "
-        "8.2 and table 11"
+        "A. Eisenman, K. Matam, S. Ingram, D. Mudigere, R. Krishnamoorthi, K. Nair, M. Smelyanskiy, M. Annavaram: "
+        "Check-N-Run: a Checkpointing System for Training Deep Learning Recommendation Models, NSDI 2022; on dense "
+        "layers as in Inshrinkerator, section 8.2 and table 11"
     )
     left_open: str = (
         "one range a layer (a row of a table in Check-N-Run); codes are packed without an entropy coder; moments are "

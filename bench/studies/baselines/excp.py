@@ -114,8 +114,8 @@ class ExCP:
         kept: Mask = size > np.float32(self.beta * float(size.mean(dtype=np.float64)))
         return kept
 
-    def _encode(self, x: Floats, kept: Mask) -> bytes:
-        """Values that are not kept become zero; centers are sorted, and code 0 is zero."""
+    def quantized(self, x: Floats, kept: Mask) -> tuple[Floats, npt.NDArray[np.uint8]]:
+        """Return the sorted centers and each value's code; what is not kept has code 0, which is zero."""
         values = x[kept & (x != 0)]
         codebook = np.zeros(0, np.float32)
         if values.size:
@@ -128,6 +128,10 @@ class ExCP:
         if codebook.size:
             # The kernel's levels 0 and 1 are for pruned and protected values; there are neither.
             codes[kept & (x != 0)] = assign(values, Thresholds(), codebook) - 1
+        return codebook, codes
+
+    def _encode(self, x: Floats, kept: Mask) -> bytes:
+        codebook, codes = self.quantized(x, kept)
         packed = pack_bits(codes, self.bits)
         return self._compressed(_CODED, [bytes([codebook.size]), codebook.tobytes(), packed.tobytes()])
 

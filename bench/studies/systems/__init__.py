@@ -10,11 +10,12 @@ from .bitsnap import EXPERIMENTS as _BITSNAP
 from .inshrinkerator import EXPERIMENTS as _INSHRINKERATOR
 from .lc import EXPERIMENTS as _LC
 from .lossless import EXPERIMENTS as _LOSSLESS
+from .priorart import EXPERIMENTS as _PRIOR_ART
 from .rows import EXPERIMENTS as _ROWS
 from .table import Experiment
 
 TITLE = "the published systems' tables on small trainings, the papers' figures beside ours"
-EXPERIMENTS: tuple[Experiment, ...] = (*_INSHRINKERATOR, *_LC, *_ROWS, *_BITSNAP, *_LOSSLESS)
+EXPERIMENTS: tuple[Experiment, ...] = (*_INSHRINKERATOR, *_LC, *_ROWS, *_BITSNAP, *_LOSSLESS, *_PRIOR_ART)
 _Bar = tuple[str, float, float | None]
 
 

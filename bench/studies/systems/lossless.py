@@ -130,6 +130,20 @@ def _lmzip(model: Model, before: Model | None) -> int:
         return Path(archive).stat().st_size - size
 
 
+def _z4ai(model: Model, before: Model | None) -> int:
+    z4ai = library("z4ai")
+    now, dtype = _patterns(model), "fp32" if next(iter(model.values())).element_size() == 4 else "bf16"
+    data = now.tobytes()
+    if before is None:
+        packed = z4ai.compress(data, dtype=dtype, threads=1)
+        _checked(data, z4ai.decompress(packed), "z4ai")
+    else:
+        old = _patterns(before).tobytes()
+        packed = z4ai.compress_delta(data, old, dtype=dtype, threads=1)
+        _checked(data, z4ai.decompress_delta(packed, old), "z4ai")
+    return len(packed)
+
+
 PEERS: dict[str, Peer] = {
     "zstd -19": _smaller(_zstd),
     "zipnn": _smaller(_zipnn),
@@ -137,6 +151,7 @@ PEERS: dict[str, Peer] = {
     "blosc2": _smaller(_blosc2),
     "moonclip": _own(_moonclip, "its own difference, files of whole pages"),
     "lmzip": _own(_lmzip, "its own difference to what the archive holds"),
+    "z4ai": _own(_z4ai, "its own difference"),
 }
 
 

@@ -1,0 +1,163 @@
+"""Prior art: chains of whole states next to ExCP and to Kim and Belyaev, and entropy coders of the same codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import zstandard
+
+import shrinkpoint as sp
+from shrinkpoint.codec.entropy import in_context
+from shrinkpoint.kernels.bitpack import pack_bits
+
+from ...devices import threads
+from ...harness import CheckFailed, Options, Row
+from .. import workloads
+from ..baselines.excp import ExCP, paired
+from ..baselines.kimbelyaev import KimBelyaev, coded_size
+from ..baselines.parts import Parts, parts
+from ..workloads import Run, State
+from .table import Experiment, row
+
+_LENGTH, _APART = 6, 10
+
+
+@dataclass(frozen=True)
+class Last:
+    """The last delta of a chain.
+
+    Args:
+        weights, whole: stored bytes.
+        restored: the state that it gives.
+    """
+
+    weights: int
+    whole: int
+    restored: State
+
+
+Chain = Callable[[list[State], Any], Last]
+
+
+def _own(config: sp.Config) -> Chain:
+    def last(states: list[State], kinds: Any) -> Last:
+        prev = None
+        for state in states:
+            prev = sp.compress(state, prev, config, kinds=kinds)
+        if prev is None:
+            raise CheckFailed("no states")
+        rows = [one for one in prev.summary() if one.path.startswith("model/")]
+        return Last(sum(one.stored_bytes for one in rows), prev.nbytes, sp.decompress(prev))
+
+    return last
+
+
+def _excp(states: list[State], _: Any) -> Last:
+    system, previous, saved = ExCP(), None, None
+    for state in states:
+        saved = system.encode(state, previous)
+        previous = system.decode(saved, previous)
+    if saved is None or previous is None:
+        raise CheckFailed("no states")
+    return Last(len(saved.weights), saved.nbytes, previous)
+
+
+def _kim_belyaev(states: list[State], _: Any) -> Last:
+    system, previous, saved = KimBelyaev(), None, None
+    for state in states:
+        saved = system.encode(state, previous)
+        previous = system.decode(saved, previous)
+    if saved is None or previous is None:
+        raise CheckFailed("no states")
+    return Last(len(saved.weights), saved.nbytes, previous.state)
+
+
+SYSTEMS: dict[str, Chain] = {
+    "exact_weights": _own(sp.presets.exact_weights()),
+    "Config()": _own(sp.Config()),
+    "compact": _own(sp.presets.compact()),
+    "ExCP": _excp,
+    "Kim and Belyaev": _kim_belyaev,
+}
+
+
+def compared(name: str, options: Options) -> list[Row]:
+    """Rows of the last delta of a chain by each system, and of coders of the same codes."""
+    workload = workloads.mlp(100) if options.quick else workloads.gpt(steps=360)
+    run = Run(workload, 0)
+    first = workload.steps * 6 // 10
+    states = []
+    with threads(1):
+        for number in range(_LENGTH):
+            run.train(first + _APART * number)
+            states.append(run.state())
+        kinds = sp.kinds(run.model, run.optimizer)
+        exact = run.held_out_loss()
+        where = f"{workload.name}, {_LENGTH} checkpoints {_APART} steps apart, the last at step {run.step}"
+        rows = []
+        for system, chain in SYSTEMS.items():
+            options.say(f"{name}: {system}")
+            found = chain(states, kinds)
+            rows += _of_system(name, system, found, states[-1], run, exact, where)
+        return rows + _coders(name, states, where)
+
+
+def _of_system(name: str, system: str, found: Last, state: State, run: Run, exact: float, where: str) -> list[Row]:
+    errors = _errors(state, found.restored)
+    run.restore(found.restored)
+    change = 100 * (run.held_out_loss() / exact - 1)
+    said = ", ".join(f"{what} {value:.3g}" for what, value in errors.items())
+    note = f"{where}; relative l2 error: {said}; held-out loss {change:+.3g} % at once"
+    tensors = [x for x in torch.utils._pytree.tree_leaves(state) if isinstance(x, torch.Tensor)]
+    whole, weights = sum(x.nbytes for x in tensors), sum(x.nbytes for x in state["model"].values())
+    size = run.workload.parameters
+    return [
+        row(name, f"{system}, whole state, late delta", whole / found.whole, "x", size=size, note=note),
+        row(name, f"{system}, weights, late delta", weights / found.weights, "x", size=size, note=note),
+    ]
+
+
+def _errors(exact: State, restored: State) -> dict[str, float]:
+    """Relative l2 error of weights and of moments, all arrays of a role together."""
+    sums: dict[str, list[float]] = {}
+    for a, b in zip(parts(exact).arrays, parts(restored).arrays, strict=True):
+        if a.role != "state" and a.spec.dtype == "float32":
+            found = sums.setdefault(f"{a.role}s", [0.0, 0.0])
+            found[0] += float(np.square(a.values.astype(np.float64) - b.values).sum())
+            found[1] += float(np.square(a.values.astype(np.float64)).sum())
+    return {role: (wrong / total) ** 0.5 for role, (wrong, total) in sums.items()}
+
+
+def _coders(name: str, states: list[State], where: str) -> list[Row]:
+    """Bits of the same codes by each coder: ExCP's codes of the last residuals, the ones before as contexts."""
+    how, last, size, bits = ExCP(), {}, 0, dict.fromkeys(("packed, zstandard", "Kim and Belyaev", "ours"), 0)
+    for before, state in ((states[-3], states[-2]), (states[-2], states[-1])):
+        old, now = _weights(parts(before)), parts(state)
+        for weight, _, second in paired(now):
+            residual = weight.values - old[weight.key]
+            kept = np.ones(residual.size, np.bool_) if second is None else how.kept_residual(residual, second.values)
+            _, codes = how.quantized(residual, kept)
+            if weight.key in last:
+                size += codes.size
+                packed = zstandard.ZstdCompressor(how.level).compress(pack_bits(codes, how.bits).tobytes())
+                bits["packed, zstandard"] += 8 * len(packed)
+                bits["Kim and Belyaev"] += 8 * coded_size(codes, last[weight.key], weight.spec)
+                columns = codes.size // weight.spec.shape[0]
+                bits["ours"] += 8 * len(in_context(codes, last[weight.key], 16, 1.0, columns)[0].done())
+            last[weight.key] = codes
+    note = f"{where}; ExCP's 4-bit codes of exact residuals, in the context of the residuals' codes before them"
+    return [
+        row(name, f"coder of the same codes, {coder}", count / size, "bits", size=size, note=note)
+        for coder, count in bits.items()
+    ]
+
+
+def _weights(found: Parts) -> dict[str, Any]:
+    return {part.key: part.values for part in found.arrays if part.role == "weight"}
+
+
+EXPERIMENTS = (Experiment("Prior art", compared),)
