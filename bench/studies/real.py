@@ -29,6 +29,7 @@ from ..devices import threads
 from ..harness import Options, Row
 from ..plot import Bars, draw
 from ..whole_states import check_errors
+from . import continued
 from .harm.settings import LEVELS
 from .systems.lossless import PEERS
 
@@ -225,7 +226,16 @@ def run(options: Options) -> list[Row]:
             if wanted:
                 options.say(file.name)
                 rows += options.done(_of_file(file, wanted))
+        rows += _continued(options)
     return rows
+
+
+def _continued(options: Options) -> list[Row]:
+    """Rows of the training that goes on, where its package is installed."""
+    try:
+        return continued.rows(read(FILES[0].path), options)
+    except ImportError:
+        return []  # its other rows say so
 
 
 def _of_file(file: File, wanted: list[str]) -> list[Row]:
