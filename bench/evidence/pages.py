@@ -13,7 +13,7 @@ from functools import partial
 from shrinkpoint.kernels.errors import BadArgumentError
 
 from ..studies import training, workloads
-from . import catalogue, frameworks, levels, parts, ratios, results, speeds, systems, trainings
+from . import catalogue, frameworks, levels, parts, ratios, results, scale, speeds, systems, table5, trainings
 
 PAGES = (
     "README.md",
@@ -57,6 +57,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "costs": trainings.costs,
     "coders": trainings.coders,
     "transfer": trainings.transferred,
+    "table 5": table5.short,
+    "table 5 all": table5.table,
+    "continued": table5.going_on,
+    "shard": scale.shard,
+    "scale": scale.others,
     "manifest": results.manifest,
     "real": parts.real,
     "flips": parts.flips,

@@ -149,6 +149,20 @@ def _scientific(what: str) -> tuple[str, str] | None:
     return _last(what) if ", " in what else None
 
 
+_SAME_CODES = "coder of the same codes, "
+
+
+def _prior_art(what: str) -> tuple[str, str] | None:
+    """System, against what of the late delta."""
+    system, _, part = what.removesuffix(", late delta").partition(", ")
+    return None if what.startswith(_SAME_CODES) else (system, f"{part}, x")
+
+
+def _same_codes(what: str) -> tuple[str, str] | None:
+    """A line a coder."""
+    return (what.removeprefix(_SAME_CODES), "bits a code") if what.startswith(_SAME_CODES) else None
+
+
 def machine() -> str:
     """What the results were measured with, and at which commits."""
     document = documents("systems.json")["systems.json"] | {"rows": measured()}
@@ -173,6 +187,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": partial(pivot, "LC-Checkpoint sizes of its steps", _last, peers=True),
     "buckets": partial(beside, "LC-Checkpoint weight of a bucket"),
     "failure": partial(beside, "LC-Checkpoint cost of a failure"),
+    "overhead": partial(beside, "LC-Checkpoint overhead"),
+    "exponents": partial(beside, "LC-Checkpoint exponents"),
     "quantizers": partial(pivot, "Check-N-Run error of the quantizers", _first, peers=False),
     "greedy": partial(pivot, "Check-N-Run greedy search", _searched, peers=False),
     "latency": partial(pivot, "Check-N-Run greedy search", _latency, peers=False),
@@ -186,6 +202,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparsified": partial(beside, "BitSnap loss of sparsified states"),
     "resumed": partial(beside, "BitSnap loss after a restore"),
     "score": partial(pivot, "BitSnap quality score", _first, peers=False),
+    "prior art": partial(pivot, "Prior art", _prior_art, peers=False),
+    "same codes": partial(pivot, "Prior art", _same_codes, peers=False),
     "exact": exact,
     "machine": machine,
 }

@@ -1,0 +1,79 @@
+"""Tables of `bench training --only "table 5"` and of the real training that goes on."""
+
+from __future__ import annotations
+
+import re
+
+from ..studies import continued
+from ..studies.accuracy import PREFIX
+from .cells import NONE, Json, markdown, number, spread
+from .results import by_place, rows_of
+
+_SEARCHED = re.compile(r"(.+), searched at each checkpoint for (\S+) % of the (\w+)")
+_ORDER = ("Inshrinkerator", "Config()", "Adaptive", "Uniform", "no compression")
+
+
+def measured() -> dict[str, dict[str, Json]]:
+    """Rows by training and system, and by what they say."""
+    return by_place(rows_of("training-table-5-*.json"), PREFIX)
+
+
+def _split(place: str) -> tuple[str, str]:
+    """Training and system: the training ends with "steps".
+
+    Example:
+        >>> _split("MLP, 3,600 steps, Config(), fixed")
+        ('MLP, 3,600 steps', 'Config(), fixed')
+    """
+    training, _, system = place.partition(" steps, ")
+    return f"{training} steps", system
+
+
+def table() -> str:
+    """Accuracy and loss at the end, and the ratio of the weights, a line a training and system."""
+    lines = []
+    for place, rows in measured().items():
+        training, system = _split(place)
+        accuracy, loss, weights = (
+            rows.get(label)
+            for label in (
+                "accuracy lost at the end",
+                "degradation of the loss at the end",
+                "weights, all checkpoints",
+            )
+        )
+        ratio = NONE if weights is None else f"{number(weights['value'])} x"
+        lines.append([training, system, spread(accuracy), spread(loss), ratio])
+    return markdown(["", "", "accuracy lost, %", "loss, %", "weights"], lines)
+
+
+def short() -> str:
+    """Return the same for the page: accuracy lost and ratio of the weights, a column a training."""
+    cells: dict[str, dict[str, str]] = {}
+    trainings: dict[str, None] = {}
+    for place, rows in measured().items():
+        training, system = _split(place)
+        accuracy, weights = (rows.get(label) for label in ("accuracy lost at the end", "weights, all checkpoints"))
+        if accuracy is None or weights is None or accuracy["value"] is None:
+            continue
+        trainings[training] = None
+        searched = _SEARCHED.fullmatch(system)
+        name = f"{searched[1]}, searched, {searched[2]} % of the {searched[3]}" if searched else system
+        cells.setdefault(name, {})[training] = f"{accuracy['value']:+.2f} %, {number(weights['value'])} x"
+    names = sorted(cells, key=lambda name: next(i for i, start in enumerate(_ORDER) if name.startswith(start)))
+    lines = [[name, *(cells[name].get(training, NONE) for training in trainings)] for name in names]
+    return markdown(["accuracy lost; weights", *trainings], lines)
+
+
+def going_on() -> str:
+    """Loss and accuracy of the real training that went on, by level."""
+    lines = [
+        [
+            name,
+            spread(rows.get("loss at the end")),
+            spread(rows.get("accuracy lost at the end")),
+            NONE if (ratio := rows.get("whole state, all checkpoints")) is None else f"{number(ratio['value'])} x",
+        ]
+        for name, rows in by_place(rows_of("real-continued.json"), continued.NAME).items()
+    ]
+    return markdown(["", "loss at the end, %", "accuracy lost, points", "whole state"], lines)
