@@ -549,6 +549,29 @@ def test_the_page_is_made_from_the_results() -> None:
     assert pages.regenerated(text.replace("| MLP", "| changed")) == text, "run python -m bench.evidence"
 
 
+def test_every_item_of_the_papers_has_a_file_a_test_and_a_status() -> None:
+    """The lists name files that exist, and what is not done says why."""
+    text = (results.HOME / "docs" / "systems.md").read_text(encoding="utf-8")
+    lists = re.findall(r"^\| item .*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert len(lists) == 4
+    items = [[cell.strip() for cell in line.strip("|").split("|")] for part in lists for line in part.splitlines()]
+    found: dict[str, int] = {}
+    for item, code, test, _row, status in items:
+        for cell, folder in ((code, ""), (test, "tests/")):
+            for name in re.findall(r"`([^`]+)`", cell):
+                assert (results.HOME / folder / name).exists(), f"{item}: {name}"
+        kind = status.split(":")[0].split(";")[0].split(",")[0].split(" ")[0]
+        found[kind] = found.get(kind, 0) + 1
+        if kind == "done":
+            assert code, f"{item} is done by no file"
+            assert test, f"{item} is tested by none"
+        else:
+            assert len(status.split()) > 1 or status.startswith("["), f"{item} gives no reason"
+    stated = re.search(r"(\d+) entries, (\d+) done and (\d+) partly", text)
+    assert stated is not None
+    assert [len(items), found["done"], found["partly"]] == [int(n) for n in stated.groups()]
+
+
 def test_the_committed_results_have_every_experiment() -> None:
     names = {row["row"].partition(": ")[0] for row in papers.measured()}
     assert names == {one.name for one in systems.EXPERIMENTS}

@@ -62,6 +62,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "continued": table5.going_on,
     "shard": scale.shard,
     "scale": scale.others,
+    "computed": scale.computed,
     "manifest": results.manifest,
     "real": parts.real,
     "flips": parts.flips,

@@ -20,8 +20,8 @@ def shard() -> str:
         for what in ("compress base", "compress delta", "restore base"):
             cells = []
             for label in ("seconds", "extra memory", "ratio"):
-                row = rows.get(f"{what}: {label}")
-                cells.append("" if row is None else figure(row))
+                measured = rows.get(f"{what}: {label}")
+                cells.append("" if measured is None else figure(measured))
             ratio = rows.get(f"{what}: ratio")
             every = "" if ratio is None else ratio["note"].split(";")[0].rpartition(": ")[2].partition(" for ")[0]
             lines.append([level, what, *cells, every])
@@ -36,3 +36,39 @@ def others() -> str:
             peer = "" if row["peer"] is None else f"{number(row['peer_value'])} ({row['peer']})"
             lines.append([row["row"], figure(row) if row["value"] is not None else NONE, peer])
     return markdown(["", "measured", "next to it"], lines)
+
+
+PAPER_MODELS = {"ResNet-152": 60.2e6, "BERT Base": 110e6, "ViT L32": 306.5e6, "GPT-2 Medium": 335e6}
+"""Parameters of Inshrinkerator's models, its table 3."""
+_STATE, _INTERVAL = 12, 1800.0
+"""Bytes a parameter of float32 weights with AdamW's moments; seconds between checkpoints, Check-N-Run's interval."""
+
+
+def _rate(name: str, device: str) -> float | None:
+    """Bytes a second of the codec on a large state."""
+    found = [
+        row["value"]
+        for row in rows_of("codec.json")
+        if row["row"] == name and row["device"] == device and row["size"] > 5e7 and row["value"] is not None
+    ]
+    return 1e6 * found[0] if found else None
+
+
+def computed() -> str:
+    """Seconds of a save and of one round of a search for the paper's models, as shares of 30 minutes.
+
+    Nothing of it was run: seconds are bytes over the measured rates of one thread, without evaluations.
+    """
+    compress, decompress = (
+        _rate(f"{what} delta, default, drawn", "cpu, 1 thread") for what in ("compress", "decompress")
+    )
+    lines = []
+    for name, parameters in PAPER_MODELS.items():
+        if compress is None or decompress is None:
+            lines.append([name, NONE, NONE, NONE, NONE])
+            continue
+        save = _STATE * parameters / compress
+        trial = save + _STATE * parameters / decompress
+        shares = [100 * seconds / _INTERVAL for seconds in (save + trial, trial)]
+        lines.append([name, *(f"{number(s)} s" for s in (save, trial)), *(f"{number(share)} %" for share in shares)])
+    return markdown(["computed", "a save", "a trial", "both, of 30 min", "save in the background"], lines)

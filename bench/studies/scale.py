@@ -105,17 +105,15 @@ def shard_child() -> None:
         sp.compress(small.after, warm, config)
         sp.decompress(sp.Checkpoint.from_bytes(warm.to_bytes()))
         state = data.drawn_state(pair, parameters)
-        calls = {
-            "compress base": lambda: sp.compress(state.before, cfg=config),
-            "compress delta": lambda parent=None: sp.compress(state.after, parent, config),
-            "restore base": lambda parent=None: sp.decompress(parent),
-        }
-        call: Callable[[], Any] = calls["compress base"]
-        if what != "compress base":
-            parent = sp.compress(state.before, cfg=config)
-            if what == "restore base":
-                parent = sp.Checkpoint.from_bytes(parent.to_bytes())
-            call = lambda: calls[what](parent)  # type: ignore[call-arg]  # noqa: E731
+        parent = None if what == "compress base" else sp.compress(state.before, cfg=config)
+        if parent is not None and what == "restore base":
+            parent = sp.Checkpoint.from_bytes(parent.to_bytes())
+
+        def call() -> Any:
+            if what == "restore base" and parent is not None:
+                return sp.decompress(parent)
+            return sp.compress(state.before if parent is None else state.after, parent, config)
+
         kept: list[Any] = []
         begin = time.process_time()
         extra, how = memory.peak(lambda: kept.append(call()))
@@ -142,7 +140,7 @@ def chain(options: Options) -> list[Row]:
 
     count, name = QUICK_STEPS if options.quick else STEPS, _chain_name(options)
     rng = np.random.default_rng(0)
-    state = {"model": {"layer.weight": rng.standard_normal((64, 64), dtype=np.float32)}, "step": 0}
+    state: dict[str, Any] = {"model": {"layer.weight": rng.standard_normal((64, 64), dtype=np.float32)}, "step": 0}
     saves: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         store = sp.Store(folder)

@@ -431,6 +431,7 @@ def embedding(steps: int = 900) -> Workload:
         _click_held_out,
         steps,
         5e-3,
+        right=lambda model, batch: torch.eq(model(batch[0]).squeeze(1) > 0, batch[1] > 0),
     )
 
 

@@ -166,7 +166,7 @@ def _contexts(last: Codes | None, spec: LeafSpec) -> npt.NDArray[np.int64]:
     return found.reshape(-1)
 
 
-@numba.njit(cache=False)  # type: ignore[untyped-decorator]
+@numba.njit(cache=False)
 def _encode(codes: Codes, contexts: npt.NDArray[np.int64], out: Codes) -> int:
     models = np.full((256 * 3, 256), _ONE // 2, np.int64)
     low, width, size = np.uint64(0), np.uint64(0xFFFFFFFF), 0
@@ -203,7 +203,7 @@ def _encode(codes: Codes, contexts: npt.NDArray[np.int64], out: Codes) -> int:
     return size
 
 
-@numba.njit(cache=False)  # type: ignore[untyped-decorator]
+@numba.njit(cache=False)
 def _decode(data: Codes, contexts: npt.NDArray[np.int64], codes: Codes) -> int:
     models = np.full((256 * 3, 256), _ONE // 2, np.int64)
     code, width, at = np.uint64(0), np.uint64(0xFFFFFFFF), 0

@@ -536,17 +536,13 @@ def overhead(name: str, options: Options) -> list[Row]:
     g = torch.Generator().manual_seed(4)
     places = torch.stack([torch.randint(n, (ratings,), generator=g) for n in (_BIG_USERS, _BIG_ITEMS)], dim=1)
     values = torch.randn(ratings, generator=g)
-    model = nn.ParameterDict(
-        {
-            n: nn.Parameter(torch.randn(k, _BIG_RANK, generator=g) / 6)
-            for n, k in (("users", _BIG_USERS), ("items", _BIG_ITEMS))
-        }
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=30.0)
+    shapes = (("users", _BIG_USERS), ("items", _BIG_ITEMS))
+    model = {name: nn.Parameter(torch.randn(rows, _BIG_RANK, generator=g) / 6) for name, rows in shapes}
+    optimizer = torch.optim.SGD(model.values(), lr=30.0)
     chain = OurChain(sp.presets.lc_checkpoint(3))
     spent: dict[str, list[float]] = {"train": [], "save": []}
     with threads(1):
-        chain.save({"model": dict(model.state_dict())})
+        chain.save({"model": {key: value.detach().clone() for key, value in model.items()}})
         for iteration in range(2 if options.quick else 6):
             begin = time.process_time()
             for chosen in torch.split(torch.randperm(ratings, generator=g), 2000):
@@ -555,12 +551,12 @@ def overhead(name: str, options: Options) -> list[Row]:
                 F.mse_loss(found, values[chosen]).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             middle = time.process_time()
-            chain.save({"model": {key: value.clone() for key, value in model.state_dict().items()}})
+            chain.save({"model": {key: value.detach().clone() for key, value in model.items()}})
             if iteration:  # the first save pays for compilation
                 spent["train"].append(middle - begin)
                 spent["save"].append(time.process_time() - middle)
     train, save = (statistics.median(spent[what]) for what in ("train", "save"))
-    size, value = sum(p.numel() for p in model.parameters()), 100 * save / train
+    size, value = sum(p.numel() for p in model.values()), 100 * save / train
     note = (
         f"an iteration {train:.2f} s of processor, a save {1e3 * save:.0f} ms, medians of {len(spent['train'])}; "
         f"{ratings:,} drawn ratings of {_BIG_USERS:,} users and {_BIG_ITEMS:,} items, rank {_BIG_RANK}; the paper: "

@@ -134,7 +134,8 @@ def _errors(exact: State, restored: State) -> dict[str, float]:
 
 def _coders(name: str, states: list[State], where: str) -> list[Row]:
     """Bits of the same codes by each coder: ExCP's codes of the last residuals, the ones before as contexts."""
-    how, last, size, bits = ExCP(), {}, 0, dict.fromkeys(("packed, zstandard", "Kim and Belyaev", "ours"), 0)
+    how, size, bits = ExCP(), 0, dict.fromkeys(("packed, zstandard", "Kim and Belyaev", "ours"), 0)
+    last: dict[str, Any] = {}
     for before, state in ((states[-3], states[-2]), (states[-2], states[-1])):
         old, now = _weights(parts(before)), parts(state)
         for weight, _, second in paired(now):

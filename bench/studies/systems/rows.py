@@ -48,15 +48,6 @@ class AdagradRun(Run):
         found: Floats = torch.cat([w.detach() for n, w in self.model.named_parameters() if "tables" in n]).numpy()
         return found
 
-    @torch.no_grad()
-    def accuracy(self) -> float:
-        """Share of held-out samples whose click is predicted."""
-        found = [
-            ((self.model(ids).squeeze(1) > 0) == (clicked > 0)).double().mean()
-            for ids, clicked in self.workload.held_out()
-        ]
-        return float(torch.stack(found).mean())
-
     def kinds(self) -> dict[str, Any]:
         """Which arrays are tables."""
         return sp.kinds(self.model, self.optimizer)

@@ -1,0 +1,150 @@
+"""`bench training --only "table 5"` and `bench scale`: what is searched, what is counted, what the tables say."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.bench.devices import threads
+from shrinkpoint.bench.evidence import scale as scale_tables
+from shrinkpoint.bench.evidence import table5
+from shrinkpoint.bench.harness import Options
+from shrinkpoint.bench.studies import accuracy, continued, scale, workloads
+from shrinkpoint.bench.studies.baselines.qd import QDCompressor
+from shrinkpoint.bench.studies.faults import end_of, quality
+from shrinkpoint.bench.studies.workloads import Run, State, Workload
+
+
+def short(steps: int = 40) -> Workload:
+    return dataclasses.replace(workloads.mlp(), steps=steps)
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    with threads(1):
+        found = Run(short(), 0)
+        found.train(40)
+        return found
+
+
+def test_accuracy_is_the_share_of_right_answers(run: Run) -> None:
+    wrong = sum(int((run.model(x).argmax(1) != labels).sum()) for x, labels in workloads.mlp().held_out()[:3])
+    assert run.accuracy(3) == pytest.approx(1 - wrong / 1500)
+    assert end_of(short(), 0).accuracy == run.accuracy()
+    assert run.model.training
+    blind = dataclasses.replace(short(), right=None)
+    assert Run(blind, 0).accuracy() != Run(blind, 0).accuracy()  # NaN: not defined
+
+
+def test_a_search_sees_loss_or_accuracy_of_what_is_restored(run: Run) -> None:
+    state = run.state()
+    other: State = {**state, "model": {k: torch.zeros_like(v) for k, v in state["model"].items()}}
+    with threads(1):
+        by_loss, by_accuracy = quality(run, 2, "loss"), quality(run, 2, "accuracy")
+        assert by_accuracy(state) == run.accuracy(2) > 2 * by_accuracy(other)
+        assert by_loss(state) < by_loss(other)
+
+
+def test_ladders_ascend() -> None:
+    state = Run(short(), 0).state()
+    for ladder in (accuracy.adaptive_ladder, accuracy.uniform_ladder):
+        places = [place for place, _ in ladder(state)]
+        assert places == sorted(places)
+        assert len(places) > 5
+    assert len(list(accuracy.adaptive_ladder(state))) == 6 * 4 * 5
+    assert all(isinstance(system, QDCompressor) for _, system in accuracy.uniform_ladder(state))
+
+
+@pytest.mark.parametrize(("threshold", "met"), [(10.0, True), (1e-9, False)])
+def test_a_searched_baseline_takes_the_first_that_passes_and_never_a_coarser_one_later(
+    run: Run, threshold: float, met: bool
+) -> None:
+    system = accuracy.SearchedPeer(accuracy.uniform_ladder, threshold, "loss", 1)
+    with threads(1):
+        size = system.save(run)
+        first, calls = system.floor, system.evaluations
+        system.save(run)
+    assert (system.unmet == 0) is met
+    rungs = len(list(accuracy.uniform_ladder(run.state())))
+    if met:
+        assert (calls, system.evaluations) == (2, 4)
+        assert system.floor >= first == next(accuracy.uniform_ladder(run.state()))[0]
+    else:
+        assert calls == rungs + 1  # all were tried, and the finest is taken
+    assert size.raw_weights > 2 * size.weights
+
+
+def test_rows_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: accuracy.SYSTEMS[name] for name in ("Config(), fixed", accuracy.OTHER_BATCHES)}
+    monkeypatch.setattr(accuracy, "SYSTEMS", few)
+    rows = accuracy.rows(Options(quick=True, only="table 5"))
+    assert len(rows) == len(few) * len(accuracy.COLUMNS)
+    assert {row.row.partition(", quick, ")[2].partition(": ")[0] for row in rows} == set(few)
+    by_name = {row.row: row for row in rows}
+    exact = f"table 5, MLP, quick, {accuracy.OTHER_BATCHES}"
+    assert by_name[f"{exact}: accuracy lost at a restore"].value == 0
+    assert by_name[f"{exact}: weights, all checkpoints"].value == 1
+    assert "uninterrupted" in rows[0].note
+    assert accuracy.rows(Options(quick=True)) == []
+
+
+def test_a_system_s_name_says_what_it_is() -> None:
+    for name in accuracy.SYSTEMS:
+        assert "fixed" in name or "searched at each checkpoint for" in name or name == accuracy.OTHER_BATCHES
+    assert {"Inshrinkerator, fixed, 32 bins", "Config(), fixed"} < set(accuracy.SYSTEMS)
+
+
+def test_the_short_table_has_a_column_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(name: str, value: float) -> dict[str, Any]:
+        return {"row": f"table 5, {name}", "value": value, "note": f"{value:+.2f}; seeds"}
+
+    rows = []
+    for training, lost in (("MLP, 900 steps", 1.2), ("MLP, 3,600 steps", 0.6)):
+        system = f"{training}, Adaptive, searched at each checkpoint for 5 % of the loss"
+        rows += [row(f"{system}: accuracy lost at the end", lost), row(f"{system}: weights, all checkpoints", 8.0)]
+    monkeypatch.setattr(table5, "rows_of", lambda _: rows)
+    assert table5.short().splitlines() == [
+        "| accuracy lost; weights | MLP, 900 steps | MLP, 3,600 steps |",
+        "|---|---|---|",
+        "| Adaptive, searched, 5 % of the loss | +1.20 %, 8 x | +0.60 %, 8 x |",
+    ]
+
+
+def test_computed_shares_follow_from_the_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("compress delta, default, drawn", "decompress delta, default, drawn")
+    rows = [{"row": n, "device": "cpu, 1 thread", "size": 1e8, "value": 1000.0} for n in names]
+    monkeypatch.setattr(scale_tables, "rows_of", lambda _: rows)
+    monkeypatch.setattr(scale_tables, "PAPER_MODELS", {"a": 150e6})  # 1.8 GB: 1.8 s each way
+    assert scale_tables.computed().splitlines()[-1] == "| a | 1.8 s | 3.6 s | 0.3 % | 0.2 % |"
+    monkeypatch.setattr(scale_tables, "rows_of", lambda _: [])
+    assert "not measured" in scale_tables.computed()
+
+
+def test_a_chain_of_many_steps() -> None:
+    rows = {row.row.partition(": ")[2]: row for row in scale.chain(Options(quick=True))}
+    assert {"shrinkpoint ls", "steps(), same store", "gc to the newest 10"} < set(rows)
+    assert "10 steps left" in rows["gc to the newest 10"].note
+    assert all(row.value is not None and row.value > 0 for row in rows.values())
+
+
+def test_the_encoder_learns_and_goes_on_exactly_from_a_state() -> None:
+    with threads(1):
+        torch.manual_seed(0)
+        model = continued.Encoder()
+        fresh = {"model_state": model.state_dict()}
+        fresh["optimizer_state"] = torch.optim.Adam(model.parameters(), lr=1e-4).state_dict()
+        run = continued.Training(fresh, 0)
+        run.train(4)
+        blob = sp.compress(run.state(), cfg=sp.presets.lossless()).to_bytes()
+        run.train(6)
+        again = continued.Training(sp.decompress(sp.Checkpoint.from_bytes(blob)), 0)
+        again.step = 4
+        again.train(6)
+    for a, b in zip(run.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert continued.drawn(0, 1).shape == (8, 4, 60, 40)
+    assert not torch.equal(continued.drawn(0, 1), continued.drawn(0, 2))
