@@ -1,4 +1,4 @@
-"""`bench training --only "table 5"` and `bench scale`: what is searched, what is counted, what the tables say."""
+"""Inshrinkerator's table 5 by accuracy, `bench scale`, and the real training that goes on."""
 
 from __future__ import annotations
 

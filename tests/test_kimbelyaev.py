@@ -1,4 +1,4 @@
-"""The baseline of Kim and Belyaev: what it codes comes back, and its contexts help."""
+"""The baseline of Kim and Belyaev: its codes come back, and its contexts help."""
 
 from __future__ import annotations
 

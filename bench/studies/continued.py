@@ -1,4 +1,4 @@
-"""A real training that goes on: Resemblyzer's speaker encoder from its own optimizer state, killed twice.
+"""A real training that goes on: Resemblyzer's encoder from its own Adam state.
 
 The file that the package ships holds weights and Adam's moments after 1,564,501 steps. Its recordings are not shipped,
 so training goes on with drawn spectrograms: a speaker is a spectral envelope, an utterance the envelope under moving
@@ -39,7 +39,7 @@ State = dict[str, Any]
 
 
 class Encoder(nn.Module):
-    """Three LSTM layers and a linear one, with scale and offset of similarities, named as in the file."""
+    """Three LSTM layers, a linear one, scale and offset of similarities; names as in the file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Encoder(nn.Module):
         self.linear = nn.Linear(256, 256)
 
     def forward(self, frames: Tensor) -> Tensor:
-        """float32 [speakers, utterances, frames, bands] -> similarities [speakers * utterances, speakers]."""
+        """[speakers, utterances, frames, bands] -> similarities [utterances of all, speakers]."""
         speakers, utterances = frames.shape[:2]
         hidden = torch.relu(self.linear(self.lstm(frames.flatten(0, 1))[1][0][-1]))
         found = F.normalize(hidden, dim=1).view(speakers, utterances, -1)
@@ -64,7 +64,7 @@ class Encoder(nn.Module):
 
 
 def drawn(seed: int, number: int) -> Tensor:
-    """Return spectrograms of speakers that differ a little: [speakers, utterances, frames, bands]."""
+    """Return drawn spectrograms: [speakers, utterances, frames, bands]."""
     g = torch.Generator().manual_seed(1_000_003 * seed + number)
     voices = torch.randn(64, _BANDS, generator=torch.Generator().manual_seed(seed))
     chosen = torch.randperm(64, generator=g)[:_SPEAKERS]
@@ -126,7 +126,7 @@ def _cloned(state: State) -> State:
 
 @dataclass(frozen=True)
 class End:
-    """How a training ended: held-out loss and accuracy, and raw over stored bytes of its checkpoints."""
+    """Held-out loss and accuracy at the end, raw over stored bytes of all checkpoints."""
 
     loss: float
     accuracy: float

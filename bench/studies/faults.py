@@ -296,7 +296,7 @@ class Outcome:
         restore: seconds a restore.
         evaluations: of a search, in total.
         unmet: searches that found nothing good enough and took lossless.
-        accuracy: share of right predictions on the held-out set at the end; NaN where the task has none.
+        accuracy: share of right predictions on the held-out set at the end; NaN for a task without accuracy.
         accuracy_lost: accuracy lost by storing and restoring, in percent of it, mean over restores.
     """
 
@@ -410,7 +410,7 @@ def _running_least(trace: dict[int, float]) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True)
 class End:
-    """Held-out loss and accuracy (NaN where the task has none) at the end of a training."""
+    """Held-out loss and accuracy (NaN for a task without accuracy) at the end of a training."""
 
     loss: float
     accuracy: float

@@ -1,4 +1,4 @@
-"""The bench `scale`: the shard of one rank of a large model, chains of 10,000 steps, a search by eight processes.
+"""The bench `scale`: one rank's shard of a large model, a long chain, a search by 8 ranks.
 
 The shard is that of a state of 175 billion parameters on 1,000 ranks: 175 million parameters with AdamW's moments,
 drawn in blocks from a small GPT that is trained here; each of its measurements has a fresh process. The chain saves a
@@ -90,7 +90,7 @@ def shard(options: Options) -> list[Row]:
 
 
 def shard_child() -> None:
-    """Measure one thing in this process: arguments are the pools, parameters, what, and the level."""
+    """Measure in this process; arguments: pools, parameters, what, level."""
     import shrinkpoint as sp
 
     from ..devices import threads
@@ -247,7 +247,7 @@ def _searched(world: int, steps: int) -> dict[str, Any]:
 
 
 def ranks_child() -> None:
-    """Search on one rank; arguments are the folder, the number of ranks, training steps, and the rank."""
+    """Search on one rank; arguments: folder, number of ranks, training steps, rank."""
     import dataclasses
 
     import torch

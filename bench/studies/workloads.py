@@ -151,7 +151,7 @@ class Run:
 
     @torch.no_grad()
     def accuracy(self, batches: int | None = None, model: nn.Module | None = None) -> float:
-        """Return the share of held-out predictions that are right; NaN where the task has none.
+        """Return the share of held-out predictions that are right; NaN for a task without accuracy.
 
         Args:
             batches: of the held-out set, the first ones; None: all.

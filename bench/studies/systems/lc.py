@@ -531,7 +531,7 @@ _BIG_USERS, _BIG_ITEMS, _BIG_RANK, _BIG_RATINGS = 20_000, 10_000, 32, 1_000_000
 
 
 def overhead(name: str, options: Options) -> list[Row]:
-    """Section 4.5: processor time of a save after each iteration, against that of the iterations."""
+    """Section 4.5: processor time of a save after each iteration, in percent of it."""
     ratings = _BIG_RATINGS // 50 if options.quick else _BIG_RATINGS
     g = torch.Generator().manual_seed(4)
     places = torch.stack([torch.randint(n, (ratings,), generator=g) for n in (_BIG_USERS, _BIG_ITEMS)], dim=1)
@@ -568,7 +568,7 @@ def overhead(name: str, options: Options) -> list[Row]:
 
 
 def exponents(name: str, options: Options) -> list[Row]:
-    """Figure 2: how many exponents cover nearly all elements of a last convolution and of its differences."""
+    """Figure 2: the number of exponents that cover nearly all elements of a convolution."""
     with threads(1):
         run = Training(TASKS["LeNet"](), 0)
         for _ in range(3 if options.quick else 50):

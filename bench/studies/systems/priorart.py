@@ -1,4 +1,4 @@
-"""Prior art: chains of whole states next to ExCP and to Kim and Belyaev, and entropy coders of the same codes."""
+"""Prior art: ExCP, Kim and Belyaev on whole states; entropy coders of the same codes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _errors(exact: State, restored: State) -> dict[str, float]:
 
 
 def _coders(name: str, states: list[State], where: str) -> list[Row]:
-    """Bits of the same codes by each coder: ExCP's codes of the last residuals, the ones before as contexts."""
+    """Bits of ExCP's codes by each coder, with the residuals' codes before as contexts."""
     how, size, bits = ExCP(), 0, dict.fromkeys(("packed, zstandard", "Kim and Belyaev", "ours"), 0)
     last: dict[str, Any] = {}
     for before, state in ((states[-3], states[-2]), (states[-2], states[-1])):
