@@ -76,6 +76,8 @@ def test_every_published_table_has_an_experiment() -> None:
         "LC-Checkpoint sizes of its steps",
         "LC-Checkpoint weight of a bucket",
         "LC-Checkpoint cost of a failure",
+        "LC-Checkpoint overhead",
+        "LC-Checkpoint exponents",
         *(f"Check-N-Run {what}" for what in ("error of the quantizers", "greedy search", "modified rows", "restores")),
         "Check-N-Run policies",
         "Check-N-Run row tracker",
@@ -84,6 +86,7 @@ def test_every_published_table_has_an_experiment() -> None:
         "BitSnap error by model size",
         "BitSnap loss of sparsified states",
         "lossless ratio",
+        "Prior art",
     }
     assert wanted == set(names)
     assert lc.SEEDS >= 20
