@@ -612,7 +612,7 @@ def test_all_ranks_reach_the_same_version(tmp_path: Path) -> None:
     for version in (2, 5, 5, 3, 6, 1):
         assert subscriber.update(version=version) == version
         assert same(served, states[version])
-    with pytest.raises(CorruptDataError, match="version 7 can be read: version 7 is missing"):
+    with pytest.raises(CorruptDataError, match="version 7 cannot be read: version 7 is missing"):
         subscriber.update(version=7)
     with pytest.raises(BadArgumentError, match="version"):
         subscriber.update(version=-1)
@@ -812,3 +812,18 @@ def test_a_store_that_loses_files(tmp_path: Path, lost: str) -> None:
     if lost == "data":  # a receiver that is new finds no base
         with pytest.raises(CorruptDataError):
             sp.Subscriber(tmp_path, {"w": torch.zeros(3000)}).update()
+
+
+def test_names_of_every_kind(tmp_path: Path) -> None:
+    names = ["", "a", "a/b", "a.b", "/", "ü", "0", "\n", "~1", "a\\b"]
+    now = {name: torch.full((5,), float(i)) for i, name in enumerate(names)}
+    served = {name: torch.zeros(5) for name in names}
+    publisher = sp.Publisher(tmp_path)
+    publisher.publish(1, now)
+    subscriber = sp.Subscriber(tmp_path, served)
+    assert subscriber.update() == 1
+    assert same(served, now)
+    now = step(now, 0.2, 1)
+    publisher.publish(2, now)
+    assert subscriber.update() == 2
+    assert same(served, now)

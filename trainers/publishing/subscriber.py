@@ -38,6 +38,7 @@ class Staged:
         fetch_seconds: time to read and check the files.
         stage_seconds: time to find positions and values.
         pause_seconds: time in which the model was written, with the lock held.
+        from_base: whether the first file was a base.
     """
 
     version: int
@@ -47,6 +48,7 @@ class Staged:
     fetch_seconds: float
     stage_seconds: float
     pause_seconds: float
+    from_base: bool
 
 
 class Subscriber:
@@ -260,8 +262,8 @@ class Subscriber:
             self._warn(versions[0], self._at.version, problems)
             return None
         kind = CorruptDataError if problems else MissingParentError
-        what = "no version" if wanted is None else f"version {wanted}"
-        raise kind(f"{self._files.path('versions')}: {what} can be read: {_shown(problems)}")
+        what = "no version can" if wanted is None else f"version {wanted} cannot"
+        raise kind(f"{self._files.path('versions')}: {what} be read: {_shown(problems)}")
 
     def _holds(self, version: int) -> bool:
         return self._at is not None and self._at.version == version and self._is_there(self._at)
@@ -323,7 +325,8 @@ class Subscriber:
         changed = sum(int(patch.values.shape[0]) for patch in patches)
         nbytes = sum(ckpt.nbytes for ckpt in links)
         version = chain[-1][0]
-        report = Staged(version.version, len(links), nbytes, changed, fetched - begin, staged - fetched, 0.0)
+        from_base = not links[0].is_delta
+        report = Staged(version.version, len(links), nbytes, changed, fetched - begin, staged - fetched, 0.0, from_base)
         return version, patches, report
 
     def _records(self, ckpt: Checkpoint, version: Version) -> dict[str, ArrayRecord]:

@@ -1,0 +1,195 @@
+"""Folders that inference engines read hold the published tensors, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+import zstandard
+from safetensors.torch import load_file, save_file
+
+import shrinkpoint as sp
+from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, MissingParentError
+from shrinkpoint.trainers.publishing import subscriber as module
+from shrinkpoint.trainers.publishing.checkpoint_folder import MARKER, CheckpointFolder
+from shrinkpoint.trainers.publishing.delta_folders import DeltaFolders
+
+from .test_publishing import same, state, step
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+def marked(folder: Path) -> Any:
+    return json.loads((folder / MARKER).read_text())["version"]
+
+
+@pytest.mark.parametrize("there", ["nothing", "two files"])
+def test_a_folder_follows(tmp_path: Path, there: str) -> None:
+    now, folder = state(), tmp_path / "folder"
+    publisher = sp.Publisher(tmp_path / "url")
+    publisher.publish(1, now)
+    if there == "two files":
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        names = list(now)
+        for i, own in enumerate((names[:5], names[5:])):
+            save_file({n: torch.zeros_like(now[n]) for n in own}, folder / f"model-{i}.safetensors")
+    follower = CheckpointFolder(tmp_path / "url", folder)
+    for version in range(1, 4):
+        assert follower.update() == version == follower.version == marked(folder)
+        assert same(loaded(folder), now)
+        now = step(now, 0.01, version)
+        publisher.publish(version + 1, now)
+    again = CheckpointFolder(tmp_path / "url", folder)
+    assert again.version == 3  # by its hash
+    assert again.update(version=4) == 4
+    assert same(loaded(folder), now)
+    assert there == "nothing" or (folder / "config.json").read_text() == "{}"
+
+
+def test_a_folder_without_its_marker_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"a": torch.randn(3000), "b": torch.randn(3000)}
+    publisher, folder = sp.Publisher(tmp_path / "url"), tmp_path / "folder"
+    publisher.publish(1, now)
+    follower = CheckpointFolder(tmp_path / "url", folder)
+    follower.update()
+    now = step(now, 0.01, 1)
+    publisher.publish(2, now)
+    real, calls = module._write, []
+
+    def failing(tensor: torch.Tensor, patch: Any) -> None:
+        calls.append((folder / MARKER).exists())
+        if len(calls) == 2:
+            raise RuntimeError("stopped")
+        real(tensor, patch)
+
+    monkeypatch.setattr(module, "_write", failing)
+    with pytest.raises(RuntimeError, match="stopped"):
+        follower.update()
+    assert calls == [False, False]
+    assert not (folder / MARKER).exists()
+    monkeypatch.setattr(module, "_write", real)
+    again = CheckpointFolder(tmp_path / "url", folder)
+    assert again.version is None
+    assert again.update() == marked(folder) == 2
+    assert same(loaded(folder), now)
+
+
+def test_folders_that_cannot_be_followed(tmp_path: Path) -> None:
+    with pytest.raises(MissingParentError, match="nothing has been published"):
+        CheckpointFolder(tmp_path / "url", tmp_path / "folder")
+    sp.Publisher(tmp_path / "url").publish(1, {"w": torch.ones(4)})
+    folder = tmp_path / "folder"
+    save_file({"w": torch.zeros(5)}, folder / "model.safetensors")
+    with pytest.raises(BadArgumentError, match=r"float32 \(5,\) is here"):
+        CheckpointFolder(tmp_path / "url", folder).update()
+    assert not loaded(folder)["w"].any()
+    save_file({"w": torch.zeros(4)}, folder / "other.safetensors")
+    with pytest.raises(BadArgumentError, match="w is in another file"):
+        CheckpointFolder(tmp_path / "url", folder)
+    for blob in (b"", b"\xff" * 20, b"\x02" + bytes(7) + b"[]", (folder / "other.safetensors").read_bytes()[:-1]):
+        (folder / "other.safetensors").write_bytes(blob)
+        with pytest.raises(CorruptDataError, match=r"other\.safetensors"):
+            CheckpointFolder(tmp_path / "url", folder)
+
+
+def pull(local: dict[str, torch.Tensor], source: Path, start: int, target: int) -> None:
+    """Read numbered folders as slime's documentation describes them."""
+    for number in range(start + 1, target + 1):
+        folder = source / f"weight_v{number:06d}"
+        index_file = folder / "model.safetensors.index.json"
+        if not index_file.exists():
+            local.clear()
+            local.update(loaded(folder))
+            continue
+        index = json.loads(index_file.read_text())
+        assert int(index["metadata"]["base_version"]) == number - 1
+        assert int(index["metadata"]["version"]) == number
+        assert index["metadata"]["delta_encoding"] == "overwrite"
+        for file in folder.glob("*.safetensors"):
+            blob = file.read_bytes()
+            length = int.from_bytes(blob[:8], "little")
+            checksums = json.loads(blob[8 : 8 + length])["__metadata__"]
+            for name, packed in load_file(file).items():
+                assert index["weight_map"][name] == file.name
+                data = np.frombuffer(zstandard.ZstdDecompressor().decompress(packed.numpy().tobytes()), np.uint8)
+                count = int.from_bytes(data[:4].tobytes(), "little")
+                own = local[name].reshape(-1).view(torch.uint8).numpy()
+                own[np.frombuffer(data[4 : 4 + 4 * count].tobytes(), "<u4")] = data[4 + 4 * count :]
+                assert xxhash.xxh3_128_hexdigest(own) == checksums[name]
+
+
+def test_numbered_folders(tmp_path: Path) -> None:
+    now, local = state(), dict[str, torch.Tensor]()
+    publisher, source = sp.Publisher(tmp_path / "url"), tmp_path / "source"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    publisher.publish(10, now)
+    folders = DeltaFolders(tmp_path / "url", source, model=tmp_path / "model")
+    at = 0
+    for version in (20, 30, 40):
+        number = folders.update()
+        assert folders.update() == number == at + 1  # nothing new, no folder
+        pull(local, source, at, number)
+        assert same(local, now)
+        at, now = number, step(now, 0.01, version)
+        publisher.publish(version, now)
+    folders = DeltaFolders(tmp_path / "url", source, model=tmp_path / "model")  # a new process: a whole checkpoint
+    assert folders.version is None
+    assert folders.update() == 4
+    pull(local, source, at, 4)
+    assert same(local, now)
+    whole = sorted(p.parent.name for p in source.glob("*/config.json"))
+    assert whole == ["weight_v000001", "weight_v000004"]
+    sizes = [sum(p.stat().st_size for p in (source / f"weight_v{n:06d}").iterdir()) for n in (1, 2)]
+    assert sizes[1] < sizes[0] / 4
+
+
+def test_a_copy_that_was_damaged_gives_a_whole_folder(tmp_path: Path) -> None:
+    """Changes against a damaged copy would not lead from the folder before to the version."""
+    now, local = {"w": torch.randn(3000)}, dict[str, torch.Tensor]()
+    publisher = sp.Publisher(tmp_path / "url")
+    publisher.publish(1, now)
+    folders = DeltaFolders(tmp_path / "url", tmp_path / "source")
+    pull(local, tmp_path / "source", 0, folders.update())
+    later = {"w": now["w"].clone()}
+    later["w"][:5] += 1
+    folders._copy.tensors["w"].data[0] = later["w"][0]
+    publisher.publish(2, later)
+    pull(local, tmp_path / "source", 1, folders.update())
+    assert same(local, later)
+
+
+def test_a_folder_that_could_not_be_written_is_followed_by_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shrinkpoint.trainers.publishing import delta_folders
+
+    now, local = {"w": torch.randn(3000)}, dict[str, torch.Tensor]()
+    publisher, source = sp.Publisher(tmp_path / "url"), tmp_path / "source"
+    publisher.publish(1, now)
+    folders = DeltaFolders(tmp_path / "url", source)
+    folders.update()
+    now = step(now, 0.01, 1)
+    publisher.publish(2, now)
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(delta_folders.os, "rename", full)
+        with pytest.raises(OSError, match="no space"):
+            folders.update()
+    with pytest.raises(CorruptDataError):
+        folders.update(7)
+    assert folders.update() == 2
+    assert (source / "weight_v000002" / "model.safetensors").exists()
+    pull(local, source, 0, 2)
+    assert same(local, now)

@@ -1,0 +1,206 @@
+"""The engine for vLLM, against stand-ins with the interface of vLLM 0.33."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import shrinkpoint as sp
+from shrinkpoint.codec.errors import CorruptDataError
+
+WEIGHTS = "vllm.distributed.weight_transfer"
+LOADER = "vllm.model_executor.model_loader"
+
+
+class Patch(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: torch.Tensor
+    indices: torch.Tensor | None = None
+
+
+class Base:
+    """What vLLM's base class does: it keeps the model, and makes update information of a dict."""
+
+    init_info_cls: Any
+    update_info_cls: Any
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
+        self.model, self.device, self.model_config = model, device, vllm_config.model_config
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        self.receive_weights(self.update_info_cls(**info))  # type: ignore[attr-defined]
+
+
+class Registry:
+    engines: dict[str, Any] = {}  # noqa: RUF012
+
+    @classmethod
+    def register_engine(cls, name: str, engine: Any) -> None:
+        cls.engines[name] = engine
+
+
+class Rank(nn.Module):
+    """Its rows of q, k and v in one parameter, as vLLM keeps them."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.fails = rank, False
+        self.qkv = nn.Parameter(torch.zeros(24, 16, dtype=torch.bfloat16))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, w in weights:
+            i = "qkv".index(name)
+            own = self.qkv.data[8 * i : 8 * i + 8]
+            new = w[8 * self.rank : 8 * self.rank + 8]
+            own.copy_(torch.where(new.isnan(), own, new) if self.patching else new)
+            if self.fails:
+                raise RuntimeError("out of memory")
+
+    patching = False
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    log: list[str] = []
+
+    def load_patches(model: Rank, patches: list[Patch]) -> None:
+        log.append("patches")
+        model.patching = True
+        try:
+            for patch in patches:
+                assert patch.indices is not None
+                whole = torch.full((patch.shape[0] * patch.shape[1],), float("nan"), dtype=patch.dtype)
+                whole[patch.indices] = patch.values
+                model.load_weights([(patch.name, whole.view(patch.shape))])
+        finally:
+            model.patching = False
+
+    modules = {
+        f"{WEIGHTS}.base": {
+            "WeightTransferEngine": Base,
+            **dict.fromkeys(("WeightTransferInitInfo", "WeightTransferUpdateInfo"), object),
+        },
+        f"{WEIGHTS}.factory": {"WeightTransferEngineFactory": Registry},
+        f"{LOADER}.checkpoint_weight_patch": {
+            "CheckpointWeightPatch": Patch,
+            "load_checkpoint_weight_patches": load_patches,
+        },
+        f"{LOADER}.reload": {
+            "initialize_layerwise_reload": lambda _: log.append("begin"),
+            "finalize_layerwise_reload": lambda *_: log.append("end"),
+        },
+    }
+    for name in ("vllm", "vllm.distributed", WEIGHTS, "vllm.model_executor", LOADER, *modules):
+        made = ModuleType(name)
+        made.__path__ = []
+        for key, value in modules.get(name, {}).items():
+            setattr(made, key, value)
+        monkeypatch.setitem(sys.modules, name, made)
+    monkeypatch.delitem(sys.modules, "shrinkpoint.trainers.publishing.vllm_engine", raising=False)
+    importlib.import_module("shrinkpoint.trainers.publishing.vllm_engine")
+    yield SimpleNamespace(log=log, engine=Registry.engines["shrinkpoint"])
+    sys.modules.pop("shrinkpoint.trainers.publishing.vllm_engine", None)
+
+
+def engine_of(vllm: SimpleNamespace, url: Path, rank: int, quantization: str | None = None) -> Any:
+    config = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization))
+    engine = vllm.engine(None, config, torch.device("cpu"), Rank(rank))
+    engine.init_transfer_engine(engine.init_info_cls(url=str(url)))
+    return engine
+
+
+def holds(engine: Any, state: dict[str, torch.Tensor]) -> bool:
+    rank = engine.model.rank
+    expected = torch.cat([state[name][8 * rank : 8 * rank + 8] for name in "qkv"])
+    return torch.equal(engine.model.qkv.data.view(torch.int16), expected.view(torch.int16))
+
+
+def moved(state: dict[str, torch.Tensor], value: float = 1.0) -> dict[str, torch.Tensor]:
+    made = {name: w.clone() for name, w in state.items()}
+    for w in made.values():
+        w.view(-1)[::50] = value
+    return made
+
+
+@pytest.fixture
+def start() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {name: torch.randn(16, 16, generator=g).bfloat16() for name in "qkv"}
+
+
+def test_ranks_reach_the_version_that_is_given(
+    vllm: SimpleNamespace, tmp_path: Path, start: dict[str, torch.Tensor]
+) -> None:
+    publisher, states = sp.Publisher(tmp_path), {1: start}
+    publisher.publish(1, start)
+    engines = [engine_of(vllm, tmp_path, rank) for rank in range(2)]
+    for version, value in ((2, 1.0), (3, -0.0), (4, float("nan")), (5, 2.0)):
+        states[version] = moved(states[version - 1], value)
+        publisher.publish(version, states[version])
+    expected = {1: ["begin", "end"], 2: ["patches"], 3: ["patches"], 4: ["begin", "end"], 5: ["patches"]}
+    for version, calls in expected.items():
+        for engine in engines:
+            vllm.log.clear()
+            engine.start_weight_update()
+            engine.update_weights({"version": version})
+            engine.finish_weight_update()
+            assert holds(engine, states[version])
+            assert vllm.log == calls  # patches cannot say NaN
+    with pytest.raises(CorruptDataError):
+        engines[0].update_weights({"version": 6})
+    assert holds(engines[0], states[5])
+    states[6] = moved(states[5], 3.0)
+    publisher.publish(6, states[6])
+    vllm.log.clear()
+    engines[0].update_weights({"version": 6})
+    assert vllm.log == ["patches"]
+    assert holds(engines[0], states[6])
+
+
+def test_quantized_models_load_everything(
+    vllm: SimpleNamespace, tmp_path: Path, start: dict[str, torch.Tensor]
+) -> None:
+    publisher = sp.Publisher(tmp_path)
+    publisher.publish(1, start)
+    engine = engine_of(vllm, tmp_path, 0, quantization="fp8")
+    engine.update_weights({"version": 1})
+    publisher.publish(2, moved(start))
+    engine.update_weights({"version": 2})
+    assert vllm.log == ["begin", "end"] * 2
+
+
+@pytest.mark.parametrize("when", ["patches", "whole", "damaged copy"])
+def test_after_a_failure_everything_is_loaded(
+    vllm: SimpleNamespace, tmp_path: Path, start: dict[str, torch.Tensor], when: str
+) -> None:
+    publisher = sp.Publisher(tmp_path)
+    publisher.publish(1, start)
+    engine = engine_of(vllm, tmp_path, 1)
+    if when != "whole":
+        engine.update_weights({"version": 1})
+    now = moved(start)
+    publisher.publish(2, now)
+    if when == "damaged copy":
+        engine._copy.tensors["v"].data[:] = now["v"]  # the change to v is not found against this
+    else:
+        engine.model.fails = True
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.update_weights({"version": 2})
+        engine.model.fails = False
+    vllm.log.clear()
+    engine.update_weights({"version": 2})
+    assert vllm.log == ["begin", "end"]
+    assert holds(engine, now)
+    engine.shutdown()
+    with pytest.raises(RuntimeError, match="comes before"):
+        engine.update_weights({"version": 2})

@@ -1,0 +1,164 @@
+"""A folder of safetensors files that follows a `Publisher`, for inference engines.
+
+SGLang loads such a folder when `/update_weights_from_disk` is called with its path.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from ...codec.errors import BadArgumentError, CorruptDataError
+from ..model_folder import PathLike
+from .host_copy import published_tensors
+from .subscriber import Subscriber
+
+MARKER = "shrinkpoint-version.json"
+"""File that names the version of a folder; it is missing while the folder is written."""
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "C64": torch.complex64,
+}
+_LONGEST_HEADER = 100 << 20
+
+
+class CheckpointFolder:
+    """Bring the safetensors files of a folder to published versions, in place.
+
+    Nothing may read the folder during an update: the file `shrinkpoint-version.json` is missing then, and after an
+    update that was interrupted; the next update begins from a base.
+
+    Args:
+        url: the URL of the `Publisher`.
+        folder: has safetensors files with the published names, dtypes and shapes; without such files, one is made.
+            Other files, as the configuration and the tokenizer, are left as they are.
+
+    Raises:
+        BadArgumentError: a folder whose tensors cannot be mapped.
+    """
+
+    def __init__(self, url: str | os.PathLike[str], folder: PathLike) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not any(self.folder.glob("*.safetensors")):
+            _write_new(self.folder / "model.safetensors", published_tensors(url))
+        self._maps: list[mmap.mmap] = []
+        tensors: dict[str, torch.Tensor] = {}
+        for path in sorted(self.folder.glob("*.safetensors")):
+            mapped, own = _mapped(path)
+            twice = next((name for name in own if name in tensors), None)
+            if twice is not None:
+                raise BadArgumentError(f"{path}: {twice} is in another file as well")
+            tensors |= own
+            self._maps.append(mapped)
+        self._subscriber = Subscriber(url, tensors)
+        if self.version is None:
+            (self.folder / MARKER).unlink(missing_ok=True)
+
+    @property
+    def version(self) -> int | None:
+        """The version that the folder holds; None if it is not known."""
+        return self._subscriber.version
+
+    def update(self, version: int | None = None) -> int | None:
+        """Bring the folder to the newest or a given version, durably.
+
+        Returns:
+            The version that the folder now holds; None where nothing has been published.
+
+        Raises: what `Subscriber.update` raises; the folder is as it was.
+        """
+        marker, held = self.folder / MARKER, self._subscriber
+        reached = held.update(version=version, lock=_Removed(marker))
+        if reached is not None and not marker.exists():
+            for mapped in self._maps:
+                mapped.flush()
+            _write_marker(marker, reached)
+        return reached
+
+
+class _Removed:
+    """A lock that removes a file durably before the commit."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        self._path.unlink(missing_ok=True)
+        _sync(self._path.parent)
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+
+def _write_marker(path: Path, version: int) -> None:
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        json.dump({"version": version}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _sync(path.parent)
+
+
+def _write_new(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    os.replace(temporary, path)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _mapped(path: Path) -> tuple[mmap.mmap, dict[str, torch.Tensor]]:
+    """A safetensors file in memory, shared with the file, and its tensors there."""
+    with path.open("r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 8:
+            raise CorruptDataError(f"{path}: {size} bytes, not a safetensors file")
+        mapped = mmap.mmap(file.fileno(), 0)
+    (length,) = struct.unpack("<Q", mapped[:8])
+    if length > min(_LONGEST_HEADER, size - 8):
+        raise CorruptDataError(f"{path}: a header of {length} bytes in a file of {size}")
+    try:
+        header = json.loads(mapped[8 : 8 + length])
+        header.pop("__metadata__", None)
+        return mapped, {name: _tensor(mapped, 8 + length, own) for name, own in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        raise CorruptDataError(f"{path}: its header does not fit: {e!r:.200}") from None
+
+
+def _tensor(mapped: mmap.mmap, data: int, entry: dict[str, Any]) -> torch.Tensor:
+    dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])), entry["data_offsets"]
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not 0 <= begin <= end <= len(mapped) - data or end - begin != nbytes or any(n < 0 for n in shape):
+        raise ValueError(f"{shape} of {entry['dtype']} at {begin} to {end}")
+    if nbytes == 0:
+        return torch.zeros(shape, dtype=dtype)
+    raw = np.frombuffer(mapped, np.uint8, nbytes, data + begin)
+    return torch.from_numpy(raw).view(dtype).reshape(shape)
