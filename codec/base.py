@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from .errors import BadArgumentError
-from .registry import missing, package_of
+from .other_packages import missing, package_of
 
 if TYPE_CHECKING:
     from .evidence.entries import Entry
@@ -93,6 +93,42 @@ class Stored:
     note: str = ""
     sibling: int | None = None
     decoded: Callable[[], Array] | None = None
+
+
+Decoder: TypeAlias = (
+    "Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Reference | None, Array | None], Reference]"
+)
+"""From spec, metadata, pieces, the parent's reference, and the result of `Stream.beside` for the sibling."""
+Restater: TypeAlias = (
+    "Callable[[LeafSpec, dict[str, Any], Reference, Reference | None], tuple[dict[str, Any], Sequence[Piece]]]"
+)
+"""From spec, metadata, the reference to encode again and the new parent's reference: new metadata and pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A stream format: its decoder and its properties.
+
+    Args:
+        decode: function that makes an array's reference from its pieces.
+        codec: id of the codec that writes it, unless the record names another.
+        restate: function that encodes a reference against another parent, or on its own. None: no delta is coded
+            against such an array, so that a resolved checkpoint does not keep its reference.
+        beside: function that computes the decoder's last argument from the decoded values and the spec of the sibling
+            that the record names. None: no array is named.
+        is_wide: whether a reference takes as much memory as the array; else about a byte an element.
+    """
+
+    decode: Decoder
+    codec: str
+    restate: Restater | None = None
+    beside: Callable[[Array, LeafSpec], Array] | None = None
+    is_wide: bool = False
+
+    @property
+    def has_deltas(self) -> bool:
+        """Whether later checkpoints are coded against such an array."""
+        return self.restate is not None
 
 
 class Codec(Protocol):

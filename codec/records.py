@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .bundles.grouping import MOST_BYTES
+from .bundles.joined import MOST_BYTES
 from .bundles.streams import BUNDLE_STREAMS
 from .errors import CorruptDataError
 from .evidence.reasons import REASONS
 from .format.columns import from_gaps
-from .registry import missing, package_of
+from .other_packages import missing, package_of
 from .state.leaves import LeafSpec, spec_from_header
 from .streams import STREAMS, Stream
 

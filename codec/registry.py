@@ -12,18 +12,14 @@ It is imported when a configuration or a file first names the codec.
 from __future__ import annotations
 
 import re
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
-from typing import TYPE_CHECKING, Any, TypeVar
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
 
+from .base import Codec, Stream
 from .errors import BadArgumentError, MissingCodecError
+from .other_packages import GROUP, package_of
 
-if TYPE_CHECKING:
-    from .base import Codec
-    from .streams import Stream
-
-GROUP = "shrinkpoint.codecs"
 T = TypeVar("T")
-_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,99})\.[\w.-]{1,100}")
 
 
 class Table(dict[str, T]):
@@ -61,7 +57,7 @@ def register(codec: type[Codec]) -> type[Codec]:
     """
     name = codec.id
     streams: dict[str, Stream] = getattr(codec, "streams", {})
-    if not _NAME.fullmatch(name):
+    if not package_of(name):
         raise BadArgumentError(f"codec {codec.__qualname__}: its id must be PACKAGE.NAME, not {name!r}")
     if CODECS.get(name, codec) is not codec:
         raise BadArgumentError(f"codec {name}: the class {CODECS[name].__qualname__} has this id already")
@@ -71,28 +67,6 @@ def register(codec: type[Codec]) -> type[Codec]:
     CODECS[name] = codec
     STREAMS.update(streams)
     return codec
-
-
-def package_of(name: str) -> str:
-    """Return the package that a name of a codec or stream begins with, or "".
-
-    Example:
-        >>> package_of("my-codecs.rounded"), package_of("quantize")
-        ('my-codecs', '')
-    """
-    match = _NAME.fullmatch(name)
-    return match[1] if match else ""
-
-
-def missing(name: str, path: str = "") -> MissingCodecError:
-    """Return the error for an unknown name of another package that the array at `path` needs."""
-    package = package_of(name)
-    try:
-        found = f"{package} {version(package)} is installed, and has no such entry point in the group {GROUP}"
-    except PackageNotFoundError:
-        found = "it is not installed"
-    where = f"{path}: " if path else ""
-    return MissingCodecError(f"{where}{name!r} is a codec of the package {package!r}: {found}")
 
 
 def _load(name: str) -> bool:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from .base import Reference
+from .base import Stream as Stream
 from .deduplication import decode_copy
 from .embeddings.rows import Rows, decode_rows, restate_rows
-from .format.fields import Piece
 from .lossless.changed import Changed, decode_changed, restate_changed
 from .lossless.exact import Exact, decode_bytes, restate_bytes
 from .moments.clusters import Clusters, decode_clusters
@@ -22,37 +17,6 @@ from .weights.exponent import ExponentDelta, decode_exponent, restate_exponent
 from .weights.levels import decode_levels, restate_levels
 from .weights.quantize import Quantize
 from .weights.uniform_quantizer import decode_multiples, restate_multiples
-
-Decoder = Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Reference | None, Array | None], Reference]
-"""From spec, metadata, pieces, the parent's reference, and the result of `Stream.beside` for the sibling."""
-Restater = Callable[[LeafSpec, dict[str, Any], Reference, Reference | None], tuple[dict[str, Any], Sequence[Piece]]]
-"""From spec, metadata, the reference to encode again and the new parent's reference: new metadata and pieces."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """A format.
-
-    Args:
-        decode: function that makes an array's reference from its pieces.
-        codec: id of the codec that writes it, unless the record names another.
-        restate: function that encodes a reference against another parent, or on its own. None: no delta is coded
-            against such an array, so that a resolved checkpoint does not keep its reference.
-        beside: function that computes the decoder's last argument from the decoded values and the spec of the sibling
-            that the record names. None: no array is named.
-        is_wide: whether a reference takes as much memory as the array; else about a byte an element.
-    """
-
-    decode: Decoder
-    codec: str
-    restate: Restater | None = None
-    beside: Callable[[Array, LeafSpec], Array] | None = None
-    is_wide: bool = False
-
-    @property
-    def has_deltas(self) -> bool:
-        """Whether later checkpoints are coded against such an array."""
-        return self.restate is not None
 
 
 def _as_it_is(values: Array, _: LeafSpec) -> Array:

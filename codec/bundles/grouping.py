@@ -16,15 +16,13 @@ from ..moments.secondmoment import SecondMoment, matrix_shape
 from ..weights.planning import SMALL
 from ..weights.quantize import Quantize
 from .exact import exact_together
-from .joined import Together
+from .joined import MOST_BYTES, Together
 from .levels import levels_together
 from .moments import first_moments_together, log_buckets_together, second_moments_together
 
 if TYPE_CHECKING:
     from ..plan import ArrayPlan
 
-MOST_BYTES = 1 << 20
-"""Most raw bytes of a bundle, and so the most that is decoded to read one of its arrays."""
 FEWEST = 8
 """Least number of arrays that are coded together; in a smaller group each array has a stream of its own."""
 _GRID_DTYPES = ("float32", "bfloat16")

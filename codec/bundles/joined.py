@@ -16,6 +16,9 @@ from ..lossless.reference import BytesReference
 from ..moments.logbuckets import ValuesReference
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
 
+MOST_BYTES = 1 << 20
+"""Most raw bytes of a bundle, and so the most that is decoded to read one of its arrays."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredBundle:
