@@ -12,7 +12,7 @@ from shrinkpoint.bench import __main__ as command
 from shrinkpoint.bench import machine, store
 from shrinkpoint.bench.__main__ import BENCHMARKS, LARGE, STATEFUL, main
 from shrinkpoint.bench.harness import Case, Job, Options, Peer, Row, run_cases, wall_clock
-from shrinkpoint.bench.studies import training
+from shrinkpoint.bench.studies import endurance, training
 
 HOME = Path(__file__).parents[1]
 
@@ -120,12 +120,12 @@ def test_trainings_are_kept_as_they_come(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def outcomes(*_: Any) -> list[Any]:
         before.append(len(options.measured))
-        names = training.Outcome.__dataclass_fields__
-        return [training.Outcome(**dict.fromkeys(names, 0))]
+        names = endurance.Outcome.__dataclass_fields__
+        return [endurance.Outcome(**dict.fromkeys(names, 0))]
 
-    monkeypatch.setattr(training.Model, "outcomes", outcomes)
+    monkeypatch.setattr(endurance.Model, "outcomes", outcomes)
     rows = training.run(options)
-    assert before == [len(training.COLUMNS) * n for n in range(len(training.QUICK.systems or ()))]
+    assert before == [len(endurance.COLUMNS) * n for n in range(len(endurance.QUICK.systems or ()))]
     assert options.measured == rows
     assert options.seeds == {0}
 

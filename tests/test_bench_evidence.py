@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shrinkpoint.bench.evidence import cells, pages, parts, pictures, provenance, results, trainings
-from shrinkpoint.bench.studies import training
+from shrinkpoint.bench.studies import endurance
 
 HOME = Path(__file__).parents[1]
 
@@ -183,6 +183,6 @@ def test_the_page_names_what_is_beaten(monkeypatch: pytest.MonkeyPatch, tmp_path
         "| MLP | weights | `Config()`, searched for 0.1%: 3 x, +2.00 % | QD-compressor: 15 x, -0.10 % |"
     ]
     assert "MLP, 10 failures: settings beaten on both axes, weights | 1 settings" in trainings.targets()
-    stale = training.targets(trainings.measured())[1]
+    stale = endurance.targets(trainings.measured())[1]
     result(tmp_path, "training-c.json", [row(stale.row, value=0.0, target=stale.target, met=True, note="stale")])
     assert "stale" not in trainings.targets()

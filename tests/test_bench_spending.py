@@ -11,7 +11,7 @@ import pytest
 
 from shrinkpoint.bench.evidence import ratios, speeds, spending, trainings
 from shrinkpoint.bench.harness import Row
-from shrinkpoint.bench.studies import training
+from shrinkpoint.bench.studies import endurance
 
 
 def row(name: str, device: str, value: float | None, **more: Any) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_speeds_have_their_copy_of_memory_and_their_commit(results: Any) -> None
 
 
 def killed(model: str, system: str, loss: float | None, size: int = 200_000) -> list[dict[str, Any]]:
-    label = training.COLUMNS[0][0]
+    label = endurance.COLUMNS[0][0]
     found = [row(f"{model}, 10 failures, {system}: {label}", ONE, loss, size=size, unit="%", note="")]
     found.append(row(f"{model}, 10 failures, {system}: weights, all checkpoints", ONE, 30.0, size=size, unit="x"))
     return [*found, row(f"{model}, 10 failures, {system}: runtime overhead", ONE, 12.5, size=size, unit="%")]
@@ -114,7 +114,7 @@ def test_ours_stand_beside_what_was_published(results: Any) -> None:
     results("training-x.json", [*ten, *killed("MLP", "default, searched for 1.0%", None)])
     lines = trainings.published().splitlines()
     assert lines[2].startswith("| Inshrinkerator, ResNet-152 | +0.50 % | 39.09 x | 0.35 % |")
-    assert lines[2 + len(training.PUBLISHED) :] == [
+    assert lines[2 + len(endurance.PUBLISHED) :] == [
         "| MLP: 24 bins | +1.00 % | 30 x | 12.5 % |",
         "| MLP: `Config()`, searched for 1.0% | not measured | 30 x | 12.5 % |",
         "| MLP, 3,600 steps: 24 bins, rate 0.0005 | +2.00 % | 30 x | 12.5 % |",

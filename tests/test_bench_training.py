@@ -19,7 +19,7 @@ from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import __main__ as command
 from shrinkpoint.bench.evidence import pages, parts, results, trainings
 from shrinkpoint.bench.harness import Options, Row, is_red
-from shrinkpoint.bench.studies import ablation, faults, training, transfer, workloads
+from shrinkpoint.bench.studies import ablation, endurance, faults, training, transfer, workloads
 from shrinkpoint.bench.studies.faults import InStore, Outcome, Peer, Uncompressed, behind, endure, kills, uninterrupted
 from shrinkpoint.bench.studies.workloads import Run, State, Workload
 from shrinkpoint.codec.errors import BadArgumentError
@@ -248,7 +248,7 @@ def test_nothing_stays_in_memory() -> None:
 
 
 def test_a_searched_system_changes_its_configuration() -> None:
-    searching = faults.Searching(0.05, training.OWN_CUBE, batches=1, every=2)
+    searching = faults.Searching(0.05, endurance.OWN_CUBE, batches=1, every=2)
     with threads(1):
         system = InStore(sp.Config(), searching=searching)
         run = Run(short(), 0)
@@ -297,11 +297,11 @@ def test_a_baseline_is_kept_in_chains_of_its_restored_states() -> None:
     assert not torch.equal(again["model"]["1.weight"], weight)
 
 
-@pytest.mark.parametrize("name", training.BASELINES)
+@pytest.mark.parametrize("name", endurance.BASELINES)
 def test_the_real_baselines_fit(name: str) -> None:
     pytest.importorskip("shrinkpoint.bench.studies.baselines")
     with threads(1):
-        system, run = training.SYSTEMS[name](5), Run(short(), 0)
+        system, run = endurance.SYSTEMS[name](5), Run(short(), 0)
         system.begin(run)
         for step in (3, 6):
             run.train(step)
@@ -316,23 +316,23 @@ def test_the_real_baselines_fit(name: str) -> None:
 # ---------------------------------------------------------------------------------------------------- rows
 
 
-def model() -> training.Model:
-    return training.Model(short())
+def model() -> endurance.Model:
+    return endurance.Model(short())
 
 
 def test_what_claims_to_be_exact_and_is_not_is_red() -> None:
-    study = training.Study(1)
-    rows = training.of_system(model(), "lossless", [outcome(degradation=1e-9)], 10, study)
+    study = endurance.Study(1)
+    rows = endurance.of_system(model(), "lossless", [outcome(degradation=1e-9)], 10, study)
     assert all(is_red(row) and row.value is None for row in rows)
-    rows = training.of_system(model(), "lossless", [outcome(degradation=0.0, at_restore=0.0)], 10, study)
+    rows = endurance.of_system(model(), "lossless", [outcome(degradation=0.0, at_restore=0.0)], 10, study)
     assert not any(is_red(row) for row in rows)
-    rows = training.of_system(model(), "default", [outcome(degradation=2.0), outcome(degradation=1.0)], 10, study)
+    rows = endurance.of_system(model(), "default", [outcome(degradation=2.0), outcome(degradation=1.0)], 10, study)
     assert not any(is_red(row) for row in rows)
     assert (rows[0].value, rows[0].note.split(";")[0]) == (1.5, "+1.50 (+1.00 ... +2.00)")
 
 
 def rows_of(found: dict[str, list[Outcome]]) -> list[Row]:
-    return [r for name, of in found.items() for r in training.of_system(model(), name, of, 10, training.Study(1))]
+    return [r for name, of in found.items() for r in endurance.of_system(model(), name, of, 10, endurance.Study(1))]
 
 
 def test_targets_take_the_best_that_degrades_little_enough() -> None:
@@ -341,18 +341,18 @@ def test_targets_take_the_best_that_degrades_little_enough() -> None:
         "rate 0.004": [outcome(degradation=0.5, weights=81.0, whole=95.0)],
         "rate 0.01": [outcome(degradation=0.9, weights=200.0, whole=200.0)],
         "inshrinkerator": [outcome(degradation=0.0, weights=41.0, whole=4.0)],
-        training.YARDSTICK: [outcome(degradation=-0.3, weights=500.0, whole=500.0)],
+        endurance.YARDSTICK: [outcome(degradation=-0.3, weights=500.0, whole=500.0)],
         "lossless": [outcome(degradation=0.0, at_restore=0.0, weights=600.0, whole=600.0)],
     }
-    rows = training.targets(rows_of(found))
+    rows = endurance.targets(rows_of(found))
     assert [(row.value, row.met) for row in rows] == [(81.0, True), (1.0, False), (95.0, True), (0.0, True)]
     assert rows[1].note == "default by inshrinkerator"
     assert rows[3].note == "none by any of inshrinkerator"
     assert "rate 0.004: +0.50 %" in rows[0].note
     assert "-0.30 %" in rows[0].note
-    none = training.targets(rows_of({"default": [outcome(degradation=0.51)]}))
+    none = endurance.targets(rows_of({"default": [outcome(degradation=0.51)]}))
     assert [(row.value, row.met) for row in none] == [(None, False), (None, False)]
-    assert training.targets(rows_of({"inshrinkerator": [outcome()]}))[0].row.endswith("beaten on both axes, weights")
+    assert endurance.targets(rows_of({"inshrinkerator": [outcome()]}))[0].row.endswith("beaten on both axes, weights")
 
 
 def test_searched_systems_and_the_ablation_beat_and_are_beaten() -> None:
@@ -371,7 +371,7 @@ def test_searched_systems_and_the_ablation_beat_and_are_beaten() -> None:
     )
     rows += variant("own, all parts", 45.0, 3.0) + variant("own, no protection", 1.0, 9.0)
     rows += variant("published, conditional coder", 50.0, 1.9)
-    weights, whole = (r for r in training.targets(rows) if "beaten" in r.row)
+    weights, whole = (r for r in endurance.targets(rows) if "beaten" in r.row)
     assert (weights.value, weights.met) == (2.0, False)
     assert weights.note == (
         "default, searched for 0.1% by inshrinkerator, searched for 0.1%, ablation, published, conditional coder; "
@@ -379,69 +379,72 @@ def test_searched_systems_and_the_ablation_beat_and_are_beaten() -> None:
     )
     assert (whole.value, whole.met) == (0.0, True)
     assert "QD-compressor" in whole.note
-    assert [training.is_target(dataclasses.asdict(r)) for r in (weights, rows[0])] == [True, False]
-    again = training.targets([*rows, *training.targets(rows)])  # of the rows of a whole document, targets among them
-    assert again == training.targets(rows)
+    assert [endurance.is_target(dataclasses.asdict(r)) for r in (weights, rows[0])] == [True, False]
+    again = endurance.targets([*rows, *endurance.targets(rows)])  # of the rows of a whole document, targets among them
+    assert again == endurance.targets(rows)
 
 
 def test_the_range_over_seeds_is_read_from_the_note() -> None:
-    several = {"value": 1.5, "note": f"{training.over_seeds([-1.0, 4.0])}; seeds 0 to 1"}
-    assert training.interval(several) == (-1.0, 4.0)
-    assert training.interval({"value": 0.7, "note": f"{training.over_seeds([0.7])}; seed 0"}) == (0.7, 0.7)
+    several = {"value": 1.5, "note": f"{endurance.over_seeds([-1.0, 4.0])}; seeds 0 to 1"}
+    assert endurance.interval(several) == (-1.0, 4.0)
+    assert endurance.interval({"value": 0.7, "note": f"{endurance.over_seeds([0.7])}; seed 0"}) == (
+        0.7,
+        0.7,
+    )
 
 
 def test_a_missing_baseline_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: int) -> Any:
         raise ImportError("No module named 'shrinkpoint.bench.studies.baselines'")
 
-    monkeypatch.setattr(training, "SYSTEMS", {"QD-compressor": missing})
-    study = training.Study(1, ("QD-compressor",))
+    monkeypatch.setattr(endurance, "SYSTEMS", {"QD-compressor": missing})
+    study = endurance.Study(1, ("QD-compressor",))
     with threads(1):
-        rows = training._failures(model(), study, Options(quick=True))
+        rows = endurance.failures_of(model(), study, Options(quick=True))
     assert [(row.value, row.met) for row in rows] == [(None, None)]
     assert rows[0].note.startswith("not measured: ")
 
 
 def test_quick_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "QUICK", training.Study(1, ("default", "lossless"), steps=40))
+    monkeypatch.setattr(endurance, "QUICK", endurance.Study(1, ("default", "lossless"), steps=40))
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     assert main(["training", "--quick", "--json", str(out), "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 2 * len(training.COLUMNS)
+    assert len(rows) == 2 * len(endurance.COLUMNS)
     values = {row["row"]: row["value"] for row in rows}
     assert values["MLP, 3 failures, lossless: degradation at the end"] == 0.0
     assert values["MLP, 3 failures, default: weights, all checkpoints"] > 5
-    assert training.table(rows, 3)["MLP"]["default"]["rework"]["unit"] == "steps"
+    assert endurance.table(rows, 3)["MLP"]["default"]["rework"]["unit"] == "steps"
     assert "training" in NAMES
 
 
 def test_a_long_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "STUDIES", {})
+    monkeypatch.setattr(endurance, "STUDIES", {})
     name = "rate 0.004, 12 bins, bases every 100"
-    monkeypatch.setattr(training, "FURTHER", {"MLP long": training.Study(1, (name,), steps=120)})
+    monkeypatch.setattr(endurance, "FURTHER", {"MLP long": endurance.Study(1, (name,), steps=120)})
     rows = training.run(Options(only="MLP long failures"))
-    assert len(rows) == len(training.COLUMNS) + 2  # nobody to be beaten by
+    assert len(rows) == len(endurance.COLUMNS) + 2  # nobody to be beaten by
     assert rows[0].row == f"MLP long, 10 failures, {name}: degradation at the end"
     assert "120 steps, a checkpoint every 10" in rows[0].note
     assert rows[-1].row.startswith("MLP long, 10 failures: ")
-    assert set(training.table(rows)["MLP long"]) == {name}
+    assert set(endurance.table(rows)["MLP long"]) == {name}
 
 
 def test_every_system_of_the_plan_is_there() -> None:
     wanted = {"default", "rate 0.0005", "rate 0.002", "inshrinkerator", "lc_checkpoint", "check_n_run", "bitsnap"}
-    wanted |= {"lossless", "QD-compressor", "naive 8-bit", "ExCP", "no compression", training.YARDSTICK}
-    assert wanted <= set(training.SYSTEMS)
-    assert list(training.STUDIES) == ["MLP", "embedding", "CNN", "ViT", "GPT"]
-    for study in training.STUDIES.values():
-        assert set(study.systems or ()) | set(study.few) <= set(training.SYSTEMS)
-    for name, study in training.FURTHER.items():
-        assert name.partition(" ")[0] in training.STUDIES
-        assert set(study.systems or ()) <= set(training.SYSTEMS) | set(training.RARE_BASES)
-        made = training._workload(name, study)
+    wanted |= {"lossless", "QD-compressor", "naive 8-bit", "ExCP", "no compression", endurance.YARDSTICK}
+    assert wanted <= set(endurance.SYSTEMS)
+    assert list(endurance.STUDIES) == ["MLP", "embedding", "CNN", "ViT", "GPT"]
+    for study in endurance.STUDIES.values():
+        assert set(study.systems or ()) | set(study.few) <= set(endurance.SYSTEMS)
+    for name, study in endurance.FURTHER.items():
+        assert name.partition(" ")[0] in endurance.STUDIES
+        assert set(study.systems or ()) <= set(endurance.SYSTEMS) | set(endurance.RARE_BASES)
+        made = endurance.workload_of(name, study)
         usual = workloads.WORKLOADS[name.partition(" ")[0]]()
         assert made.steps > usual.steps or made.parameters > 10 * usual.parameters
-    assert {name for t in training.THRESHOLDS for name in training.searched(t)} == {
+    assert {name for t in endurance.THRESHOLDS for name in endurance.searched(t)} == {
         system.format(f"searched for {threshold}%")
         for system in ("default, {}", "default, {}, ahead", "inshrinkerator, {}")
         for threshold in ("0.1", "1.0", "5.0")
@@ -451,22 +454,22 @@ def test_every_system_of_the_plan_is_there() -> None:
 def test_every_system_of_the_plan_has_results() -> None:
     """A figure of every column, of every system that a study names; of thresholds and ablation, too."""
     rows = trainings.measured()
-    found = {failures: training.table(rows, failures) for failures in training.FAILURES}
+    found = {failures: endurance.table(rows, failures) for failures in endurance.FAILURES}
     lacking = []
-    for name, study in (training.STUDIES | training.FURTHER).items():
-        systems = study.systems or tuple(training.SYSTEMS)
+    for name, study in (endurance.STUDIES | endurance.FURTHER).items():
+        systems = study.systems or tuple(endurance.SYSTEMS)
         asked = [(10, s) for s in systems] + [(n, s) for n in (5, 20) for s in study.few]
-        asked += [(10, s) for t in training.THRESHOLDS for s in training.searched(t) if study.thresholds]
+        asked += [(10, s) for t in endurance.THRESHOLDS for s in endurance.searched(t) if study.thresholds]
         for failures, system in asked:
             columns = found[failures].get(name, {}).get(system, {})
-            values = [columns.get(label, {}).get("value") for label, _, _ in training.COLUMNS]
+            values = [columns.get(label, {}).get("value") for label, _, _ in endurance.COLUMNS]
             lacking += [(name, failures, system)] if None in values else []
     ablated = {row["row"].partition(": ")[0] for row in rows if row["value"] is not None}
     lacking += [("MLP", 10, name) for name in ablation.variants() if f"MLP ablation, {name}" not in ablated]
     assert set(lacking) == NOT_RUN
 
 
-NOT_RUN = {("CNN", 10, s) for t in training.THRESHOLDS for s in training.searched(t)}
+NOT_RUN = {("CNN", 10, s) for t in endurance.THRESHOLDS for s in endurance.searched(t)}
 """Not run for want of time; the page says so. This must only shrink."""
 
 
@@ -523,7 +526,7 @@ def test_a_part_that_is_kept_exact_is_exact() -> None:
 
 def test_coders_on_the_same_levels() -> None:
     with threads(1):
-        bits = ablation.coded(training.Model(short()), 4)
+        bits = ablation.coded(endurance.Model(short()), 4)
     assert set(bits) == {f"{c}, codebook {p}" for c in ablation.CODERS for p in ("refit", "kept")}
     assert bits["conditional, codebook kept"] < bits["conditional, codebook refit"]
     assert bits["conditional, codebook kept"] < bits["Huffman of differences, codebook kept"]
@@ -629,8 +632,8 @@ def test_an_unknown_table_is_refused() -> None:
 
 
 def test_tables_of_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    rows = training.of_system(model(), "rate 0.004, one base", [outcome(weights=81.25)], 10, training.Study(1))
-    rows += training.of_system(model(), "lossless", [outcome(degradation=1.0)], 10, training.Study(1))
+    rows = endurance.of_system(model(), "rate 0.004, one base", [outcome(weights=81.25)], 10, endurance.Study(1))
+    rows += endurance.of_system(model(), "lossless", [outcome(degradation=1.0)], 10, endurance.Study(1))
     document = {"machine": {}, "versions": {}, "commit": "abc", "rows": [dataclasses.asdict(r) for r in rows]}
     (tmp_path / "training-mlp.json").write_text(json.dumps(document), encoding="utf-8")
     monkeypatch.setattr(results, "RESULTS", tmp_path)
@@ -648,12 +651,12 @@ def test_long_schedules_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     assert trainings.killed_long() == "*not measured*"
     for name, system in (("MLP long", "default"), ("GPT long", "rate 0.004, 12 bins, bases every 100"), ("MLP", "x")):
-        of = training.Model(dataclasses.replace(short(), name=name))
-        rows = training.of_system(of, system, [outcome(weights=81.25)], 10, training.Study(1))
+        of = endurance.Model(dataclasses.replace(short(), name=name))
+        rows = endurance.of_system(of, system, [outcome(weights=81.25)], 10, endurance.Study(1))
         document = {"machine": {}, "versions": {}, "commit": "abc", "rows": [dataclasses.asdict(r) for r in rows]}
         (tmp_path / f"training-{name}.json").write_text(json.dumps(document), encoding="utf-8")
     header, _, first, second = trainings.killed_long().splitlines()
-    steps = [f"{training.FURTHER[name].steps:,} steps" for name in ("MLP long", "GPT long")]
+    steps = [f"{endurance.FURTHER[name].steps:,} steps" for name in ("MLP long", "GPT long")]
     assert header == f"| loss at the end; weights, whole state | MLP, {steps[0]} | GPT, {steps[1]} |"
     assert first == "| 24 bins | +1.00 %; 81.2 x, 1 x | not measured |"
     assert second == "| 12 bins, rate 0.004, bases every 100 | not measured | +1.00 %; 81.2 x, 1 x |"

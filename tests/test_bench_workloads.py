@@ -14,7 +14,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.harness import Options, Row
-from shrinkpoint.bench.studies import faults, large, training, workloads
+from shrinkpoint.bench.studies import endurance, faults, large, training, workloads
 from shrinkpoint.bench.studies.faults import InStore, Uncompressed, endure, uninterrupted
 from shrinkpoint.bench.studies.workloads import Run, State, Workload
 from shrinkpoint.store import session
@@ -137,17 +137,17 @@ def test_what_is_compiled_at_first_use_is_not_timed() -> None:
 
 
 @pytest.fixture
-def study(monkeypatch: pytest.MonkeyPatch) -> training.Study:
+def study(monkeypatch: pytest.MonkeyPatch) -> endurance.Study:
     """Two systems on the CPU."""
     monkeypatch.setattr(large, "device", lambda: "cpu")
-    return training.Study(1, ("default", "no compression"), spacing=SPACING)
+    return endurance.Study(1, ("default", "no compression"), spacing=SPACING)
 
 
 def named(rows: list[Row]) -> dict[str, Row]:
     return {row.row: row for row in rows}
 
 
-def test_rows_of_a_large_training(study: training.Study, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_large_training(study: endurance.Study, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large.Pace, "steps", lambda *_: 24)
     rows = named(large.of_workload(tiny(), Options(), study))
     exact = rows["GPT large, 10 failures, no compression: degradation at the end"]
@@ -156,12 +156,12 @@ def test_rows_of_a_large_training(study: training.Study, monkeypatch: pytest.Mon
     ratio = rows["GPT large, 10 failures, default: whole state, all checkpoints"]
     assert ratio.value is not None
     assert ratio.value > 4
-    for column, _, _ in training.COLUMNS:
+    for column, _, _ in endurance.COLUMNS:
         assert rows[f"GPT large, 10 failures, default: {column}"].value is not None
     assert rows["GPT large, 10 failures: whole state at <= 0.5 % degradation"].met in (True, False)
 
 
-def test_the_limit_decides_how_long_the_schedule_is(study: training.Study, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_decides_how_long_the_schedule_is(study: endurance.Study, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def steps(self: large.Pace, seconds: float, failures: int, spacing: int, most: int) -> int:
@@ -176,7 +176,7 @@ def test_the_limit_decides_how_long_the_schedule_is(study: training.Study, monke
     assert rest == [10, SPACING, 400]
 
 
-def test_what_the_time_does_not_suffice_for_says_so(study: training.Study, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_time_does_not_suffice_for_says_so(study: endurance.Study, monkeypatch: pytest.MonkeyPatch) -> None:
     found = named(large.of_workload(tiny(), Options(minutes=1e-6), study))
     row = found["GPT large, 10 failures, default: degradation at the end"]
     assert (row.value, row.met) == (None, None)
@@ -202,7 +202,7 @@ def test_without_a_gpu_there_is_a_row_that_says_so() -> None:
 
 def test_every_system_of_it_is_one_of_the_bench() -> None:
     assert large.STUDY.systems is not None
-    assert set(large.STUDY.systems) <= set(training.SYSTEMS | training.RARE_BASES)
+    assert set(large.STUDY.systems) <= set(endurance.SYSTEMS | endurance.RARE_BASES)
 
 
 # ---------------------------------------------------------------------------------------------------- on a GPU

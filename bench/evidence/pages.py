@@ -12,7 +12,7 @@ from functools import partial
 
 from shrinkpoint.kernels.errors import BadArgumentError
 
-from ..studies import training, workloads
+from ..studies import endurance, workloads
 from . import catalogue, frameworks, levels, parts, ratios, results, scale, speeds, systems, table5, trainings
 
 PAGES = (
@@ -31,7 +31,7 @@ PAGES = (
 )
 _BLOCK = re.compile(r"(<!-- table ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 _AIMS = ("kernels", "codec", "search", "store", "saver", "systems")
-_KILLED = (*training.STUDIES, *training.FURTHER, *workloads.LARGE)
+_KILLED = (*endurance.STUDIES, *endurance.FURTHER, *workloads.LARGE)
 TABLES: dict[str, Callable[[], str]] = {
     "demo": parts.demo,
     "speed": speeds.speed,
@@ -76,7 +76,9 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"level {name}": partial(levels.level, name) for name in ("default", "compact")},
     **{f"aims {bench}": partial(parts.aims, bench) for bench in _AIMS},
     **{f"failures {model}": partial(trainings.failures, model) for model in _KILLED},
-    **{f"ablation {model}": partial(trainings.ablations, model) for model, s in training.STUDIES.items() if s.ablation},
+    **{
+        f"ablation {model}": partial(trainings.ablations, model) for model, s in endurance.STUDIES.items() if s.ablation
+    },
     **{f"systems {name}": made for name, made in systems.TABLES.items()},
 }
 

@@ -9,8 +9,8 @@ from shrinkpoint.demo.picture import draw as demo_picture
 
 from .. import kernels
 from ..harness import Row
+from ..studies import endurance, workloads
 from ..studies import ratio as bench_ratio
-from ..studies import training, workloads
 from . import levels, ratios, spending, trainings
 from .results import HOME, documents, rows_of
 
@@ -28,10 +28,10 @@ def pictures() -> dict[str, Callable[[Path], object]]:
     if speeds:
         found["kernels.png"] = lambda path: kernels.plot(speeds, path)
     rows = trainings.measured()
-    if trainings.by_model(rows, training.FAILURES[0]):
-        apart = (*training.FURTHER, *workloads.LARGE)
+    if trainings.by_model(rows, endurance.FAILURES[0]):
+        apart = (*endurance.FURTHER, *workloads.LARGE)
         short = [row for row in rows if row["row"].partition(", ")[0] not in apart]
-        found["training.png"] = lambda path: training.plot(short, path)
+        found["training.png"] = lambda path: endurance.plot(short, path)
     spent = {name: rows_of(f"{name}.json") for name in ("codec", "saver")}
     if all(spent.values()):
         found["cost.png"] = lambda path: spending.picture(spent["codec"], spent["saver"], path)

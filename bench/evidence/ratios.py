@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 
 from ..harness import Row
+from ..studies import endurance
 from ..studies import ratio as bench_ratio
-from ..studies import training
 from ..studies.lossypeers import LOSSY
 from ..studies.outcomes import PUBLISHED, RUINED, System, lost_later, medians, percent, setting_of
 from . import trainings
@@ -55,8 +55,8 @@ def chains() -> str:
 def lacks() -> str:
     """Name the small models without `bench ratio`, and their losses after ten kills."""
     there = {row["row"].partition(": ")[0].partition(", ")[0] for row in measured()}
-    killed_ten_times = trainings.by_model(trainings.measured(), training.FAILURES[0])
-    label = training.COLUMNS[0][0]
+    killed_ten_times = trainings.by_model(trainings.measured(), endurance.FAILURES[0])
+    label = endurance.COLUMNS[0][0]
     said = []
     for model, systems in killed_ten_times.items():
         found = [systems.get(s, {}).get(label, {}) for s in ("default", "rate 0.0005")]

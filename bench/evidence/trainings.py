@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..studies import ablation, training
+from ..studies import ablation, endurance
 from .cells import NONE, Json, aimed, markdown, number, order, shown, spread, system_name
 from .results import by_place, rows_of
 
@@ -28,40 +28,40 @@ def measured() -> list[Json]:
 
 
 def by_model(
-    rows: Sequence[Json], failures: int, studies: Iterable[str] = training.STUDIES
+    rows: Sequence[Json], failures: int, studies: Iterable[str] = endurance.STUDIES
 ) -> dict[str, dict[str, dict[str, Json]]]:
     """Columns of each system, by model and system, of the trainings with so many failures."""
-    found = training.table(rows, failures)
+    found = endurance.table(rows, failures)
     return {name: found[name] for name in studies if name in found}
 
 
 def failures(model: str) -> str:
     """Every system of one model with ten failures."""
-    systems = by_model(measured(), training.FAILURES[0], [model]).get(model, {})
+    systems = by_model(measured(), endurance.FAILURES[0], [model]).get(model, {})
     lines = [
         [system_name(system), *(show(columns.get(label)) for _, label, show in _TABLE)]
         for system, columns in sorted(systems.items(), key=lambda found: order(found[0]))
-        if not training.is_searched(system)
+        if not endurance.is_searched(system)
     ]
     return markdown(["", *(title for title, _, _ in _TABLE)], lines)
 
 
 def killed() -> str:
     """Ratios and degradation with ten failures, a line a system that was run on all models."""
-    models = by_model(measured(), training.FAILURES[0])
+    models = by_model(measured(), endurance.FAILURES[0])
     names = [
         system
         for system in dict.fromkeys(s for systems in models.values() for s in systems)
-        if not training.is_searched(system) and all(system in systems for systems in models.values())
+        if not endurance.is_searched(system) and all(system in systems for systems in models.values())
     ]
     return _killed(models, sorted(names, key=order))
 
 
 def killed_long() -> str:
     """Return the same table for longer schedules and the larger model."""
-    models = by_model(measured(), training.FAILURES[0], training.FURTHER)
+    models = by_model(measured(), endurance.FAILURES[0], endurance.FURTHER)
     names = sorted({s for systems in models.values() for s in systems}, key=order)
-    return _killed({training.title(name): systems for name, systems in models.items()}, names)
+    return _killed({endurance.title(name): systems for name, systems in models.items()}, names)
 
 
 def _killed(models: Mapping[str, Mapping[str, Mapping[str, Json]]], names: Sequence[str]) -> str:
@@ -70,7 +70,7 @@ def _killed(models: Mapping[str, Mapping[str, Mapping[str, Json]]], names: Seque
         line = [system_name(system)]
         for systems in models.values():
             columns = systems.get(system, {})
-            found = [columns.get(label, {}).get("value") for label in (*_RATIOS, training.COLUMNS[0][0])]
+            found = [columns.get(label, {}).get("value") for label in (*_RATIOS, endurance.COLUMNS[0][0])]
             x, y, loss = found
             line.append(NONE if None in found else f"{loss:+.2f} %; {number(x)} x, {number(y)} x")
         lines.append(line)
@@ -80,10 +80,10 @@ def _killed(models: Mapping[str, Mapping[str, Mapping[str, Json]]], names: Seque
 def counts() -> str:
     """Degradation with 5, 10 and 20 failures."""
     rows = measured()
-    by_count = {n: by_model(rows, n) for n in sorted(training.FAILURES)}
-    label = training.COLUMNS[0][0]
+    by_count = {n: by_model(rows, n) for n in sorted(endurance.FAILURES)}
+    label = endurance.COLUMNS[0][0]
     lines = []
-    for model in training.STUDIES:
+    for model in endurance.STUDIES:
         several = [n for n in by_count if model in by_count[n]]
         if len(several) < 2:
             continue
@@ -96,9 +96,9 @@ def counts() -> str:
 def thresholds() -> str:
     """Systems whose configuration is searched for under a threshold per checkpoint."""
     lines = []
-    for model, systems in by_model(measured(), training.FAILURES[0]).items():
+    for model, systems in by_model(measured(), endurance.FAILURES[0]).items():
         for system, columns in systems.items():
-            if training.is_searched(system):
+            if endurance.is_searched(system):
                 about = next(p for p in columns["degradation at the end"]["note"].split("; ") if "evaluate" in p)
                 lines.append([model, system, *(show(columns.get(label)) for _, label, show in _TABLE[:6]), about])
     return markdown(["", "", *(title for title, _, _ in _TABLE[:6]), ""], lines)
@@ -107,9 +107,9 @@ def thresholds() -> str:
 def targets() -> str:
     """Return the targets of `bench training`, made again from the rows of all files."""
     rows = measured()
-    made = [dataclasses.asdict(row) for row in training.targets(rows)]
+    made = [dataclasses.asdict(row) for row in endurance.targets(rows)]
     known = {row["row"] for row in made}
-    others = [r for r in rows if r["target"] is not None and not (training.is_target(r) and r["row"] in known)]
+    others = [r for r in rows if r["target"] is not None and not (endurance.is_target(r) and r["row"] in known)]
     return aimed([*made, *others])
 
 
@@ -117,20 +117,20 @@ def beaten() -> str:
     """Settings of ours that another system beats in ratio and in loss, with the figures of both."""
     rows = measured()
     lines = []
-    for row in training.targets(rows):
-        model, _, what = row.row.partition(training.TARGET)
+    for row in endurance.targets(rows):
+        model, _, what = row.row.partition(endurance.TARGET)
         if row.met is not False or not what.startswith("settings beaten"):
             continue
         column = f"{what.rpartition(', ')[2]}, all checkpoints"
-        standing = training.standing(rows, model)
-        for ours, others in training.beaten_on(standing, column).items():
+        standing = endurance.standing(rows, model)
+        for ours, others in endurance.beaten_on(standing, column).items():
             by = "; ".join(_point(s, standing[s], column) for s in others)
             lines.append([model, what.rpartition(", ")[2], _point(ours, standing[ours], column), by])
     return markdown(["", "", "ours", "beaten by"], lines) if lines else "None."
 
 
 def _point(system: str, columns: Mapping[str, Json], column: str) -> str:
-    loss = columns[training.COLUMNS[0][0]]["value"]
+    loss = columns[endurance.COLUMNS[0][0]]["value"]
     return f"{system_name(system)}: {number(columns[column]['value'])} x, {loss:+.2f} %"
 
 
@@ -138,13 +138,13 @@ def published() -> str:
     """Return the paper's figures and ours: the default, the rates, and searched settings."""
     lines = [
         [f"Inshrinkerator, {name}", f"{loss:+.2f} %", f"{times:g} x", "not stated" if over is None else f"{over:g} %"]
-        for name, (loss, times, over) in training.PUBLISHED.items()
+        for name, (loss, times, over) in endurance.PUBLISHED.items()
     ]
-    for model, systems in by_model(measured(), training.FAILURES[0], training.STUDIES | training.FURTHER).items():
-        title = training.title(model) if model in training.FURTHER else model
-        for system in sorted(filter(training.is_own, systems), key=order):
+    for model, systems in by_model(measured(), endurance.FAILURES[0], endurance.STUDIES | endurance.FURTHER).items():
+        title = endurance.title(model) if model in endurance.FURTHER else model
+        for system in sorted(filter(endurance.is_own, systems), key=order):
             loss, weights, over = (
-                systems[system].get(label) for label in (training.COLUMNS[0][0], _RATIOS[0], "runtime overhead")
+                systems[system].get(label) for label in (endurance.COLUMNS[0][0], _RATIOS[0], "runtime overhead")
             )
             change = NONE if loss is None or loss["value"] is None else f"{loss['value']:+.2f} %"
             lines.append([f"{title}: {system_name(system)}", change, shown(weights, " x"), shown(over, " %")])
@@ -153,8 +153,8 @@ def published() -> str:
 
 def costs() -> str:
     """Processor milliseconds a save and a restore, and overhead, of each model's systems."""
-    rows = by_model(measured(), training.FAILURES[0])
-    names = dict.fromkeys(s for systems in rows.values() for s in systems if not training.is_searched(s))
+    rows = by_model(measured(), endurance.FAILURES[0])
+    names = dict.fromkeys(s for systems in rows.values() for s in systems if not endurance.is_searched(s))
     lines = []
     for system in names:
         line = [system_name(system)]

@@ -28,7 +28,7 @@ from .faults import InStore, Searching
 from .workloads import Run
 
 if TYPE_CHECKING:
-    from .training import Make, Model, Study
+    from .endurance import Make, Model, Study
 
 RATE = 0.002
 PRUNED = 0.1
@@ -68,7 +68,7 @@ class Variant:
 
 def variants() -> dict[str, Variant]:
     """All variants by name; the first of each system is the whole of it."""
-    from .training import OWN_CUBE
+    from .endurance import OWN_CUBE
 
     return {
         f"{OWN}, all parts": Variant(own),
@@ -96,7 +96,7 @@ def variants() -> dict[str, Variant]:
 
 def rows(model: Model, study: Study, options: Options) -> list[Row]:
     """Bits and loss of every variant, and of the coders on the same levels."""
-    from .training import DEVICE, over_seeds
+    from .endurance import DEVICE, over_seeds
 
     found: list[Row] = []
     name, size = model.workload.name, model.size

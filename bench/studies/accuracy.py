@@ -24,10 +24,10 @@ from .baselines import Baseline, State
 from .baselines.adaptive import Adaptive
 from .baselines.parts import parts
 from .baselines.qd import QDCompressor, wanted_bins
+from .endurance import OWN_CUBE, PAPER_CUBE, over_seeds
 from .faults import End, InStore, Outcome, Peer, Reshuffled, Searching, Size, System, end_of, endure, quality, warm_up
 from .systems.spaces import Adaptive as AdaptiveSpace
 from .systems.spaces import Uniform as UniformSpace
-from .training import OWN_CUBE, PAPER_CUBE, over_seeds
 from .workloads import Run, Workload
 
 PREFIX = "table 5, "

@@ -201,7 +201,7 @@ def _of_system(
     before: dict[int, tuple[float, float]],
     steps: int,
 ) -> list[Row]:
-    from .training import over_seeds
+    from .endurance import over_seeds
 
     losses = [100 * (end.loss / exact[seed][0] - 1) for seed, end in enumerate(ends)]
     points = [100 * (exact[seed][1] - end.accuracy) for seed, end in enumerate(ends)]

@@ -20,8 +20,7 @@ import torch
 from ..devices import threads
 from ..harness import Options, Row
 from . import workloads
-from .faults import Outcome
-from .training import (
+from .endurance import (
     BOUND,
     EXACT,
     FAILURES,
@@ -35,8 +34,9 @@ from .training import (
     of_system,
     targets,
 )
-from .training import _measure as measured
-from .training import _missing as missing_row
+from .endurance import _measure as measured
+from .endurance import _missing as missing_row
+from .faults import Outcome
 from .workloads import Run, Workload
 
 MINUTES = 30.0

@@ -29,7 +29,7 @@ from .. import machine
 from ..__main__ import result
 from ..evidence.provenance import MARK, ON
 from ..harness import Row
-from . import ratio, training, workloads
+from . import endurance, ratio, workloads
 from .outcomes import TABLE, System, outcome_of, summary_rows, to_json
 
 Json = dict[str, Any]
@@ -117,7 +117,7 @@ def replaced(old: Json, new: Sequence[Json]) -> Json:
     Raises:
         BadArgumentError: a newer one is of other versions, which the result could not say.
     """
-    rows = _experiments(row for row in old["rows"] if not training.is_dropped(row))
+    rows = _experiments(row for row in old["rows"] if not endurance.is_dropped(row))
     for document in new:
         # A package that one machine lacks took no part in the rows of both.
         both = (old["versions"].keys() & document["versions"].keys()) - {"shrinkpoint"}
@@ -129,10 +129,10 @@ def replaced(old: Json, new: Sequence[Json]) -> Json:
         marked = [_marked(row, document["commit"]) for row in document["rows"]]
         rows |= _experiments([row | {"note": f"{row['note']}{where}"} for row in marked])
     together = [row for found in rows.values() for row in found]
-    if any(map(training.is_target, together)):
-        measured = [row for row in together if not training.is_target(row)]
+    if any(map(endurance.is_target, together)):
+        measured = [row for row in together if not endurance.is_target(row)]
         at = machine.commit()
-        together = [*measured, *(_marked(dataclasses.asdict(row), at) for row in training.targets(measured))]
+        together = [*measured, *(_marked(dataclasses.asdict(row), at) for row in endurance.targets(measured))]
     return {**old, "rows": together}
 
 

@@ -104,7 +104,7 @@ def _row(row: str, size: int, value: float | None, unit: str, note: str, **more:
 
 def of_subject(subject: Subject, options: Options) -> list[Row]:
     """Ratio, loss straight after restore, and loss after fine-tuning, for each system."""
-    from .training import over_seeds
+    from .endurance import over_seeds
 
     found = []
     state = {"model": subject.weights}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shrinkpoint.bench.evidence import levels
-from shrinkpoint.bench.studies import training
+from shrinkpoint.bench.studies import endurance
 from shrinkpoint.bench.studies.harm.families import FAMILIES
 
 HOME = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def rows(pattern: str) -> list[dict[str, Any]]:
     return [row for path in sorted(RESULTS.glob(f"{pattern}.json")) for row in document(path.stem)["rows"]]
 
 
-TRAINED = training.table(rows("training*"))
+TRAINED = endurance.table(rows("training*"))
 """Model -> system -> column -> row, of trainings with ten failures."""
 END, WHOLE = "degradation at the end", "whole state, all checkpoints"
 FINER = "rate 0.02, 10 bins, finer moments, bases every 100"
@@ -46,7 +46,7 @@ def of(model: str, system: str, column: str) -> float:
 
 def seeds(model: str, system: str) -> tuple[float, float]:
     """Least and greatest degradation over the seeds."""
-    return training.interval(TRAINED[model][system][END])
+    return endurance.interval(TRAINED[model][system][END])
 
 
 def alternatives() -> Iterator[str]:

@@ -1,0 +1,613 @@
+"""Trainings that are killed and restored compressed: systems, studies, their rows, targets and picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import shrinkpoint as sp
+from shrinkpoint.searching.cube import Cube
+
+from ..harness import Options, Row
+from . import workloads
+from .faults import (
+    InStore,
+    Outcome,
+    Peer,
+    Reshuffled,
+    Searching,
+    System,
+    Uncompressed,
+    endure,
+    uninterrupted,
+    warm_up,
+)
+from .workloads import Workload
+
+DEVICE = "cpu, 1 thread"
+YARDSTICK = "no compression, other batches"
+EXACT = ("no compression", "lossless")
+"""What must end where the uninterrupted training does, to the bit."""
+OWN = ("default", "rate")
+"""What the names of this project's own settings begin with."""
+ONE_BASE = sp.ChainPolicy(base_every=None)
+RARE = sp.ChainPolicy(base_every=100)
+
+Make = Callable[[int], System]
+"""A new system, for checkpoints at so many steps from each other."""
+
+
+def _config(make: Callable[[], sp.Config], *, grads: bool = False, searching: Searching | None = None) -> Make:
+    return lambda spacing: InStore(make(), grads=grads, spacing=spacing, searching=searching)
+
+
+def _often_killed(bins: int, step: float = 1.25, octaves: float = 3, rate: float = 0.02) -> Make:
+    """Return coarse weights coded ahead of their drift, with finer first moments.
+
+    "Finer moments" are a grid of 1 and second moments in cells of one octave, which whole states can afford.
+    """
+    moments = (("*/exp_avg", sp.FirstMoment(step=step)), ("*/exp_avg_sq", sp.SecondMoment(octaves=octaves)))
+    rules = (("weight", sp.Quantize(bins=bins)), *moments)
+    return _config(lambda: sp.Config(rules, rate=rate, chain=RARE))
+
+
+def _baseline(name: str) -> Make:
+    def make(_: int) -> System:
+        from .baselines import BASELINES
+
+        return Peer(BASELINES[name]())
+
+    return make
+
+
+BASELINES = ("QD-compressor", "naive 8-bit", "ExCP")
+SYSTEMS: dict[str, Make] = {
+    "default": _config(sp.Config),
+    "rate 0.0005": _config(lambda: sp.Config(rate=0.0005)),
+    "rate 0.002": _config(lambda: sp.Config(rate=0.002)),
+    "rate 0.002, 16 bins": _config(lambda: sp.Config([("weight", sp.Quantize(bins=16))], rate=0.002)),
+    "rate 0, 12 bins, ahead": _config(lambda: sp.Config([("weight", sp.Quantize(bins=12))], ahead=True)),
+    "rate 0.02, 12 bins, first moments 1.25, bases every 100": _often_killed(12),
+    "rate 0.02, 10 bins, first moments 1.25, bases every 100": _often_killed(10),
+    "rate 0.02, 10 bins, finer moments, bases every 100": _often_killed(10, 1.0, 1),
+    "rate 0.0005, one base": _config(lambda: sp.Config(rate=0.0005, chain=ONE_BASE)),
+    "inshrinkerator": _config(sp.presets.inshrinkerator, grads=True),
+    "inshrinkerator, one base": _config(lambda: sp.presets.inshrinkerator(chain=ONE_BASE), grads=True),
+    "lc_checkpoint": _config(sp.presets.lc_checkpoint),
+    "check_n_run": _config(sp.presets.check_n_run),
+    "bitsnap": _config(sp.presets.bitsnap),
+    "lossless": _config(sp.presets.lossless),
+    **{name: _baseline(name) for name in BASELINES},
+    "no compression": lambda _: Uncompressed(),
+    YARDSTICK: lambda _: Reshuffled(),
+}
+"""The systems. "One base": no base after the first, as in the paper; otherwise every 20 checkpoints."""
+
+
+def _coarse(rate: float, bins: int) -> Make:
+    return _config(lambda: sp.Config([("weight", sp.Quantize(bins=bins))], rate=rate, chain=RARE))
+
+
+RARE_BASES: dict[str, Make] = {
+    "rate 0.004, 12 bins, bases every 100": _coarse(0.004, 12),
+    "rate 0.01, 12 bins, bases every 100": _coarse(0.01, 12),
+    "rate 0.002, 12 bins, finer moments, bases every 100": _often_killed(12, 1.0, 1, 0.002),
+    "rate 0.005, 10 bins, finer moments, bases every 100": _often_killed(10, 1.0, 1, 0.005),
+}
+"""Of `FURTHER` alone. Chains of hundreds of checkpoints, of which bases take more than late deltas do, have fewer bases
+and fewer bins. A model that saves more at a rate, and loses more by it, has lower ones."""
+
+THRESHOLDS = (0.001, 0.01, 0.05)
+OWN_CUBE = Cube(
+    bins=(8, 12, 16, 24, 32, 64, 128),
+    prune=(0.0,),
+    metric=("magnitude",),
+    protect=(0.0005,),
+    rate=(0.0, 0.0005, 0.001, 0.002, 0.004),
+)
+"""The space of the default: its coder over bins and rates."""
+PAPER_CUBE = Cube(system="inshrinkerator")
+
+
+def searched(threshold: float) -> dict[str, Make]:
+    """Return the systems whose configuration is searched for at each checkpoint."""
+    return {
+        f"default, searched for {threshold:.1%}": _config(sp.Config, searching=Searching(threshold, OWN_CUBE)),
+        f"default, searched for {threshold:.1%}, ahead": _config(
+            sp.Config, searching=Searching(threshold, OWN_CUBE, ahead=True)
+        ),
+        f"inshrinkerator, searched for {threshold:.1%}": _config(
+            sp.presets.inshrinkerator, grads=True, searching=Searching(threshold, PAPER_CUBE)
+        ),
+    }
+
+
+@dataclass(frozen=True)
+class Study:
+    """How much of one model is run: the whole of it takes CPU minutes, not hours.
+
+    Args:
+        seeds: of the failures.
+        systems: of the failures; None: all.
+        few: systems run with 5 and 20 failures, too.
+        thresholds: seeds of the searched systems; 0: none.
+        ablation: seeds of the ablation; 0: none.
+        spacing: steps from one checkpoint to the next.
+        batches: of the held-out set, for losses along the way.
+        every: checkpoints from one of these losses to the next.
+        steps: length of the schedule; None: the workload's own.
+        make: the training; None: the workload of the name's first word.
+    """
+
+    seeds: int
+    systems: tuple[str, ...] | None = None
+    few: tuple[str, ...] = ()
+    thresholds: int = 0
+    ablation: int = 0
+    spacing: int = 10
+    batches: int = 2
+    every: int = 1
+    steps: int | None = None
+    make: Callable[[], Workload] | None = None
+
+
+_FEW = ("default", "rate 0.0005", "inshrinkerator")
+_OFTEN_KILLED = tuple(name for name in SYSTEMS if "moments" in name)
+_SHORT = (
+    "default",
+    "rate 0.0005",
+    "rate 0.002, 16 bins",
+    "rate 0, 12 bins, ahead",
+    "rate 0.0005, one base",
+    *_OFTEN_KILLED,
+    "inshrinkerator",
+    "lc_checkpoint",
+    "check_n_run",
+    "QD-compressor",
+    "ExCP",
+    YARDSTICK,
+)
+_SHORTEST = (
+    "default",
+    "rate 0.0005",
+    "rate 0.002, 16 bins",
+    *_OFTEN_KILLED,
+    "inshrinkerator",
+    "QD-compressor",
+    YARDSTICK,
+)
+STUDIES = {
+    "MLP": Study(6, None, _FEW, thresholds=3, ablation=2),
+    "embedding": Study(4, _SHORT),
+    "CNN": Study(6, _SHORT, thresholds=1),
+    "ViT": Study(3, _SHORT),
+    "GPT": Study(2, _SHORTEST, batches=1, every=3),
+}
+_COARSE = (*[name for name in RARE_BASES if "moments" not in name], _OFTEN_KILLED[0])
+_WIDER_SYSTEMS = ("default", *[name for name in RARE_BASES if "moments" in name], *_OFTEN_KILLED, YARDSTICK)
+_LONG_SYSTEMS = ("default", *_COARSE, "inshrinkerator, one base", "QD-compressor", YARDSTICK)
+FURTHER = {
+    "MLP long": Study(3, ("default", *_COARSE, "QD-compressor", YARDSTICK), batches=1, steps=3600),
+    "MLP longer": Study(2, (*_COARSE, YARDSTICK), batches=1, every=3, steps=10_800),
+    "embedding long": Study(2, _LONG_SYSTEMS, batches=1, every=3, steps=4500),
+    "GPT long": Study(1, ("default", *_COARSE, YARDSTICK), batches=1, every=3, steps=1800),
+    "GPT wider": Study(1, _WIDER_SYSTEMS, batches=1, every=3, make=workloads.gpt_wider),
+}
+"""Schedules several times as long, with as many failures: a restore weighs less, as it does in trainings of days. And a
+model that is ten times the size of the others."""
+QUICK = Study(1, ("default", "rate 0.0005", "inshrinkerator", "lossless", YARDSTICK), steps=120)
+FAILURES = (10, 5, 20)
+QUICK_FAILURES = 3
+
+COLUMNS = (
+    ("degradation at the end", "degradation", "%"),
+    ("loss change at a restore", "at_restore", "%"),
+    ("rework", "rework", "steps"),
+    ("staleness", "staleness", "steps"),
+    ("weights, all checkpoints", "weights", "x"),
+    ("whole state, all checkpoints", "whole", "x"),
+    ("weights, smallest checkpoint", "peak_weights", "x"),
+    ("whole state, smallest checkpoint", "peak_whole", "x"),
+    ("late weight deltas", "weight_bits", "bits"),
+    ("seconds a save", "save", "s"),
+    ("runtime overhead", "overhead", "%"),
+    ("seconds a restore", "restore", "s"),
+)
+
+BOUND = 0.5
+"""Percent of degradation at which ratios are wanted."""
+WANTED = 80.0
+PUBLISHED = {
+    "ResNet-152": (0.50, 39.09, 0.35),
+    "ViT L32": (-0.46, 26.19, 0.51),
+    "BERT Base": (0.80, 29.25, 0.58),
+    "GPT-2 M": (0.61, 29.81, 0.32),
+    "ResNet-152, threshold 1 %": (0.0, 21.82, None),
+}
+"""Inshrinkerator, table 5 and figure 1, at 5 % unless named: degradation %, ratio of the weights, overhead %."""
+
+
+def over_seeds(values: Sequence[float]) -> str:
+    """Mean, and the range over several seeds.
+
+    Example:
+        >>> over_seeds([1.0, 2.0]), over_seeds([0.5])
+        ('+1.50 (+1.00 ... +2.00)', '+0.50')
+    """
+    spread = f" ({min(values):+.2f} ... {max(values):+.2f})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):+.2f}{spread}"
+
+
+@dataclass
+class Model:
+    """A workload, and what its uninterrupted trainings ended with, by seed."""
+
+    workload: Workload
+    exact: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Parameters."""
+        return self.workload.parameters
+
+    def outcomes(
+        self, make: Make, seeds: Sequence[int], failures: int, spacing: int, batches: int, every: int = 1
+    ) -> list[Outcome]:
+        """One outcome a seed, after a warm-up; `spacing`, `batches` and `every` as `Study` has them."""
+        found = []
+        warm_up(self.workload, min(seeds, default=0), make(spacing), spacing)
+        for seed in seeds:
+            if seed not in self.exact:
+                self.exact[seed] = uninterrupted(self.workload, seed)
+            found.append(
+                endure(
+                    self.workload,
+                    seed,
+                    make(spacing),
+                    failures=failures,
+                    exact=self.exact[seed],
+                    spacing=spacing,
+                    batches=batches,
+                    every=every,
+                )
+            )
+        return found
+
+
+def title(name: str) -> str:
+    """Return the column title of a study of `FURTHER`: model, size if another, steps.
+
+    Example:
+        >>> title("MLP long"), title("GPT wider")
+        ('MLP, 3,600 steps', 'GPT, 10.7 M, 900 steps')
+    """
+    made = workload_of(name, FURTHER[name])
+    size = f"{made.parameters / 1e6:.1f} M, " if FURTHER[name].make else ""
+    return f"{name.partition(' ')[0]}, {size}{made.steps:,} steps"
+
+
+def workload_of(name: str, study: Study) -> Workload:
+    """What a study trains, with the study's name and length."""
+    made = (study.make or workloads.WORKLOADS[name.partition(" ")[0]])()
+    return dataclasses.replace(made, name=name, steps=study.steps or made.steps)
+
+
+def failures_of(model: Model, study: Study, options: Options) -> list[Row]:
+    rows: list[Row] = []
+    for failures in (QUICK_FAILURES,) if options.quick else FAILURES if study.few else FAILURES[:1]:
+        chosen = SYSTEMS if failures in (10, QUICK_FAILURES) else {name: SYSTEMS[name] for name in study.few}
+        if study.systems is not None:
+            chosen = {name: make for name, make in (chosen | RARE_BASES).items() if name in study.systems}
+        chosen = {
+            name: make for name, make in chosen.items() if options.wanted(f"{model.workload.name} failures {name}")
+        }
+        found, missing = _measure(model, study, chosen, study.seeds, failures, options)
+        for name, outcomes in found.items():
+            rows += of_system(model, name, outcomes, failures, study)
+        rows += [_missing(model, name, failures, why) for name, why in missing.items()]
+    return rows
+
+
+def thresholds_of(model: Model, study: Study, options: Options) -> list[Row]:
+    rows: list[Row] = []
+    for threshold in THRESHOLDS:
+        found, _ = _measure(model, study, searched(threshold), study.thresholds, FAILURES[0], options)
+        for name, outcomes in found.items():
+            rows += of_system(model, name, outcomes, FAILURES[0], study)
+    return rows
+
+
+def _measure(
+    model: Model, study: Study, systems: Mapping[str, Make], seeds: int, failures: int, options: Options
+) -> tuple[dict[str, list[Outcome]], dict[str, str]]:
+    """Return outcomes by system, and reasons for missing ones."""
+    options.seeds.update(range(seeds))
+    found, missing = {}, {}
+    for name, make in systems.items():
+        options.say(f"{model.workload.name}, {failures} failures, {name}")
+        of = range(1 if name in EXACT else seeds)
+        try:
+            found[name] = model.outcomes(make, of, failures, study.spacing, study.batches, study.every)
+            options.done(of_system(model, name, found[name], failures, study))
+        except ImportError as error:
+            missing[name] = f"not measured: {error}"
+    return found, missing
+
+
+def _row_name(model: Model, name: str, failures: int, label: str) -> str:
+    return f"{model.workload.name}, {failures} failures, {name}: {label}"
+
+
+def _missing(model: Model, name: str, failures: int, why: str) -> Row:
+    label, _, unit = COLUMNS[0]
+    row = _row_name(model, name, failures, label)
+    return Row(row, model.workload.where, model.size, None, unit, None, None, None, None, None, why)
+
+
+def of_system(model: Model, name: str, outcomes: Sequence[Outcome], failures: int, study: Study) -> list[Row]:
+    """Return one row a column: mean over the seeds, range in the note."""
+    steps = model.workload.steps
+    about = f"seeds 0 to {len(outcomes) - 1}; {steps} steps, a checkpoint every {study.spacing}"
+    if any(o.evaluations for o in outcomes):
+        calls, unmet = (sum(getattr(o, what) for o in outcomes) for what in ("evaluations", "unmet"))
+        about += f"; {calls} calls of evaluate, {unmet} searches took lossless"
+    wrong = name in EXACT and any(o.degradation or o.at_restore for o in outcomes)
+    if wrong:
+        about = f"CHECK FAILED: {name} does not end where the uninterrupted training does; {about}"
+    rows = []
+    for label, what, unit in COLUMNS:
+        values = [getattr(o, what) for o in outcomes]
+        note = about if wrong else f"{over_seeds(values)}; {about}"
+        value = None if wrong else statistics.fmean(values)
+        row = _row_name(model, name, failures, label)
+        rows.append(Row(row, model.workload.where, model.size, value, unit, None, None, None, None, None, note))
+    return rows
+
+
+def is_own(system: str) -> bool:
+    """Whether it is a setting of this project's own, of those that lose something."""
+    return system.startswith(OWN)
+
+
+def is_searched(system: str) -> bool:
+    """Whether its configuration was searched for under a threshold."""
+    return "searched for" in system
+
+
+TARGET = f", {FAILURES[0]} failures: "
+_AXES = (("weights", "weights, all checkpoints"), ("whole state", "whole state, all checkpoints"))
+
+
+def targets(rows: Sequence[Any]) -> list[Row]:
+    """Return targets: the ratio within a loss, and settings of ours that others beat.
+
+    Everything that was measured of a model with ten failures counts: failures, thresholds, and of the ablation our
+    settings as a whole and every variant of the published one. Means are compared, over whichever seeds there are.
+
+    Args:
+        rows: `Row`s or their JSON, of one run or of all.
+    """
+    found = []
+    for name, systems in table(rows).items():
+        any_row = next(iter(next(iter(systems.values())).values()))
+        where, size = any_row["device"], any_row["size"]
+        every = standing(rows, name)
+        own = {s: c for s, c in systems.items() if is_own(s)}
+        for label, column in _AXES:
+            found += _at_the_bound((name, where, size), own, systems.get(YARDSTICK), (label, column))
+            others = [s for s in every if is_other(s) and _standing(every[s], column)]
+            if not others:
+                continue
+            beaten = beaten_on(every, column)
+            row = f"{name}{TARGET}settings beaten on both axes, {label}"
+            note = "; ".join(f"{s} by {', '.join(by)}" for s, by in beaten.items())
+            note = note or f"none by any of {', '.join(others)}"
+            count = float(len(beaten))
+            found.append(Row(row, where, size, count, "settings", None, None, None, "<= 0 settings", not beaten, note))
+    return found
+
+
+def is_target(row: Mapping[str, Any]) -> bool:
+    """Whether a row in a JSON document is one of `targets`."""
+    return TARGET in row["row"]
+
+
+def is_dropped(row: Mapping[str, Any]) -> bool:
+    """Whether a row in a JSON document is of a system that is compared no more.
+
+    Example:
+        >>> [is_dropped({"row": f"MLP, 10 failures, {of}: rework"}) for of in ("default", "best guess")]
+        [False, True]
+    """
+    _, failures, system = row["row"].partition(": ")[0].partition(" failures, ")
+    return bool(failures) and not is_searched(system) and system not in SYSTEMS | RARE_BASES
+
+
+def is_other(system: str) -> bool:
+    """Whether it is somebody else's lossy system."""
+    return not is_own(system) and not system.startswith("ablation, own") and system not in (*EXACT, YARDSTICK)
+
+
+def standing(rows: Sequence[Any], model: str) -> dict[str, dict[str, Any]]:
+    """Return rows by system and column of everything that was killed ten times."""
+    return {**table(rows).get(model, {}), **_ablated(rows, model)}
+
+
+def beaten_on(systems: Mapping[str, Mapping[str, Any]], column: str) -> dict[str, list[str]]:
+    """Return our settings that other systems beat, in means, with those systems.
+
+    Args:
+        systems: as `standing` has them.
+        column: label of the ratio.
+    """
+    points = {s: point for s, columns in systems.items() if (point := _standing(columns, column))}
+    found = {}
+    for system, (ratio, loss) in points.items():
+        if is_other(system) or system in (*EXACT, YARDSTICK):
+            continue
+        by = [s for s, (x, y) in points.items() if is_other(s) and x > ratio and y < loss]
+        if by:
+            found[system] = by
+    return found
+
+
+def _standing(columns: Mapping[str, Any], column: str) -> tuple[float, float] | None:
+    """Ratio and degradation; None where either was not measured."""
+    ratio, loss = (columns.get(label, {}).get("value") for label in (column, COLUMNS[0][0]))
+    return None if ratio is None or loss is None else (ratio, loss)
+
+
+def _ablated(rows: Sequence[Any], model: str) -> dict[str, dict[str, Any]]:
+    """Return the ablation's systems: ours with all parts, and the published variants."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        plain = row if isinstance(row, dict) else dataclasses.asdict(row)
+        where, _, label = plain["row"].partition(": ")
+        name, _, variant = where.partition(" ablation, ")
+        if name == model and (variant == "own, all parts" or variant.startswith("published, ")):
+            found.setdefault(f"ablation, {variant}", {})[label] = plain
+    return found
+
+
+def _at_the_bound(
+    model: tuple[str, str, int],
+    own: Mapping[str, Mapping[str, Any]],
+    yardstick: Mapping[str, Any] | None,
+    axis: tuple[str, str],
+) -> list[Row]:
+    """Return the largest ratio of ours that loses little enough."""
+    (name, where, size), (label, column) = model, axis
+    points = {s: point for s, columns in own.items() if (point := _standing(columns, column))}
+    if not points:
+        return []
+    best = max((s for s, (_, loss) in points.items() if loss <= BOUND), key=lambda s: points[s][0], default=None)
+    value = points[best][0] if best else None
+    note = f"{best}: {_degradation(own[best])}" if best else "no setting degrades so little"
+    if yardstick is not None and yardstick[COLUMNS[0][0]]["value"] is not None:
+        note += f"; other batches after each restore, exact states: {_degradation(yardstick)}"
+    met = value is not None and value >= WANTED
+    row = f"{name}{TARGET}{label} at <= {BOUND:g} % degradation"
+    return [Row(row, where, size, value, "x", None, None, None, f">= {WANTED:g} x", met, note)]
+
+
+def _degradation(columns: Mapping[str, Any]) -> str:
+    """Mean and range over the seeds, as the note of the row begins."""
+    return f"{columns[COLUMNS[0][0]]['note'].split(';')[0]} %"
+
+
+def table(rows: Sequence[Any], failures: int = 10) -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows of trainings as model -> system -> column's label -> row.
+
+    Args:
+        rows: `Row`s or their JSON.
+        failures: of the trainings.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        plain = row if isinstance(row, dict) else dataclasses.asdict(row)
+        where, _, label = plain["row"].partition(": ")
+        model, _, rest = where.partition(f", {failures} failures, ")
+        if rest and label:
+            found.setdefault(model, {}).setdefault(rest, {})[label] = plain
+    return found
+
+
+def plot(rows: Sequence[Any], path: Path) -> None:
+    """Draw loss against ratio, and milliseconds a save.
+
+    A column a model, a row for weights and one for the whole state.
+
+    Raises:
+        BadArgumentError: Matplotlib is not installed, or there is nothing to draw.
+    """
+    from shrinkpoint.kernels.errors import BadArgumentError
+
+    from ..plot import pyplot
+
+    models = {
+        name: {system: columns for system, columns in systems.items() if not is_searched(system)}
+        for failures in (FAILURES[0], QUICK_FAILURES)
+        for name, systems in table(rows, failures).items()
+    }
+    if not models:
+        raise BadArgumentError("no rows of trainings with failures to draw; take `--only failures`")
+    plt = pyplot()
+    markers = dict(zip(dict.fromkeys(s for systems in models.values() for s in systems), cycle(_MARKERS), strict=False))
+    figure, axes = plt.subplots(
+        3,
+        len(models),
+        figsize=(4.0 * len(models), 13.0),
+        height_ratios=(1.0, 1.0, 1.3),
+        layout="constrained",
+        squeeze=False,
+    )
+    drawn: dict[str, Any] = {}
+    for column, (name, systems) in enumerate(models.items()):
+        for axis, label in zip(axes[:2, column], ("weights", "whole state"), strict=True):
+            drawn |= _scatter(axis, systems, f"{label}, all checkpoints", markers)
+            axis.set_xlabel(f"{label}: times smaller")
+        axes[0][column].set_title(name, loc="left")
+        _saves(axes[2][column], systems)
+    axes[0][0].set_ylabel("held-out loss at the end, change in %")
+    axes[1][0].set_ylabel("held-out loss at the end, change in %")
+    figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=min(6, 2 * len(models)), fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+_MARKERS = "os^vDPX<>hp*d"
+_LABEL = 32
+"""Characters of a line next to a bar: long names would take the width from all panels of their column."""
+_COLORS = {"own": "#2a6f97", "other": "#b5651d", "exact": "#8a8f98"}
+
+
+def _color(system: str) -> str:
+    return _COLORS["own" if is_own(system) else "exact" if system in (*EXACT, YARDSTICK) else "other"]
+
+
+def interval(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the least and greatest value over the seeds from the note of a row.
+
+    Example:
+        >>> interval({"value": 1.5, "note": "+1.50 (+1.00 ... -2.00); two seeds"})
+        (1.0, -2.0)
+    """
+    found = re.match(r"[-+.\d]+ \(([-+.\d]+) \.\.\. ([-+.\d]+)\)", row["note"])
+    return (float(found[1]), float(found[2])) if found else (row["value"], row["value"])
+
+
+def _scatter(
+    axis: Any, systems: Mapping[str, Mapping[str, Any]], label: str, markers: Mapping[str, str]
+) -> dict[str, Any]:
+    """The points of a panel; by system, for the legend."""
+    found = {}
+    for system, columns in systems.items():
+        x, y = (columns.get(what, {}).get("value") for what in (label, COLUMNS[0][0]))
+        if x is None or y is None:
+            continue
+        axis.plot([x, x], interval(columns[COLUMNS[0][0]]), color=_color(system), linewidth=0.8)
+        style = {"color": _color(system), "markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.5}
+        (found[system],) = axis.plot(x, y, markers[system], linestyle="none", **style)
+    axis.axhline(0, color="#999999", linewidth=0.6)
+    axis.axhline(BOUND, color="#999999", linewidth=0.6, linestyle=":")
+    axis.set_xscale("log")
+    axis.margins(x=0.08)
+    axis.spines[["top", "right"]].set_visible(False)
+    return found
+
+
+def _saves(axis: Any, systems: Mapping[str, Mapping[str, Any]]) -> None:
+    label = "seconds a save"
+    bars = {s: 1e3 * c[label]["value"] for s, c in systems.items() if c.get(label, {}).get("value") is not None}
+    axis.barh(range(len(bars)), list(bars.values()), color=[_color(s) for s in bars], height=0.7)
+    axis.set_yticks(range(len(bars)), [textwrap.fill(name, _LABEL) for name in bars], fontsize=6)
+    axis.invert_yaxis()
+    axis.set_xlabel("processor milliseconds a save")
+    axis.spines[["top", "right"]].set_visible(False)
