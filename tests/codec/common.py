@@ -18,6 +18,7 @@ import zstandard
 import shrinkpoint as sp
 from shrinkpoint import codec
 from shrinkpoint.codec.format.columns import from_columns, to_columns
+from shrinkpoint.codec.format.container import EPOCH
 from shrinkpoint.codec.state.subclass import is_wrapper, taken_apart
 
 _PREFIX = struct.Struct("<8sIIQQII")
@@ -136,7 +137,7 @@ def put_together(
         len(stored),
         len(plain) if plain_length is None else plain_length,
         len(chunks) if count is None else count,
-        0,
+        EPOCH,
     )
     return b"".join([prefix, xxhash.xxh3_128(prefix + stored + table).digest(), stored, table, *chunks])
 

@@ -54,7 +54,7 @@ def test_sizes_and_errors_are_those_of_compressing(system: str, delta: bool) -> 
             for path, n in true.items()
         ) / sum(true.values())
         assert found.error == pytest.approx(met, rel=0.06)
-    assert np.abs(np.array(ratios) - 1).max() < 0.02
+    assert np.abs(np.array(ratios) - 1).max() < 0.025
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
