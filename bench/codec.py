@@ -250,7 +250,8 @@ def scaling(real: Pair, options: Options) -> list[Row]:
     for width, count in ((512, 38), (2048, 4)):
         label = f"{width} x {width}"
         names = [f"compress base, default, {label}", *([SCALING] if width == 2048 else [])]
-        if options.quick or not any(map(options.wanted, names)):
+        wanted = [options.wanted(name) for name in names]  # each is asked, so that it is listed
+        if options.quick or not any(wanted):
             continue
         pair = data.drawn_shapes(real, {f"layers.{i}.weight": (width, width) for i in range(count)})
         speeds = []
