@@ -245,7 +245,7 @@ def plans(real: Pair, drawn: Pair, *, quick: bool) -> list[Plan]:
 
 
 def scaling(real: Pair, options: Options) -> list[Row]:
-    """Rows of a base of many and of few arrays on one and two threads; the gain of the second thread."""
+    """Rows of bases on one and two threads, of many and of few arrays."""
     rows: list[Row] = []
     for width, count in ((512, 38), (2048, 4)):
         label = f"{width} x {width}"

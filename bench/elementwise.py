@@ -85,11 +85,10 @@ def as_oracle(
     full: tuple[Any, ...] | None = None,
     named: Mapping[str, Any] | None = None,
     first: int | None = None,
-    others: list[Peer] | None = None,
     width: int = 4,
     note: str = "",
 ) -> Job:
-    """Return the job of a kernel that gives the oracle's result, bit for bit, on the first part of its arrays.
+    """Return the job of a kernel whose result is compared with the oracle's, bit for bit.
 
     Args:
         at: where it is measured.
@@ -100,7 +99,6 @@ def as_oracle(
         full: the oracle's arguments after the arrays, which have no defaults; None: the same settings.
         named: arguments by name, of both.
         first: length of that part along the first axis; None: the usual prefix.
-        others: peers in addition to the copy.
         width: bytes of an element.
         note: for the row.
     """
@@ -114,7 +112,7 @@ def as_oracle(
         same(name, function(*(x[:part] for x in arrays), *settings, **by_name), expected)
         return f"{part:,} {'rows' if values[0].ndim > 1 else 'elements'} = oracle"
 
-    return at.job(lambda: function(*arrays, *settings, **by_name), check, moves, others, width=width, note=note)
+    return at.job(lambda: function(*arrays, *settings, **by_name), check, moves, width=width, note=note)
 
 
 def cases(device: Device, sample: Sample, n: int) -> list[Case]:
@@ -250,7 +248,7 @@ def assign(at: Place) -> Job:
     bounds = boundaries(codebook, "float32").astype(np.float32)
     others = peers.bucketing(at.device, at.device.array(values), bounds, values)
     full, named = (limits, codebook.astype(np.float64)), {"gradient": None}
-    return as_oracle(at, "quantizer.assign", (values,), (limits, codebook), 5, full=full, named=named, others=others)
+    return as_oracle(at, "quantizer.assign", (values,), (limits, codebook), 5, full=full, named=named).next_to(others)
 
 
 def assign_gradient(at: Place) -> Job:
@@ -331,7 +329,7 @@ def unsettled_elements(at: Place) -> Job:
 def split(at: Place) -> Job:
     old, new = at.sample.levels_before(at.n), at.sample.levels_after(at.n)
     others = peers.sorting(at.device, at.device.array(old))
-    return as_oracle(at, "levels.split_by_level", (new, old), (LEVELS,), 3, others=others)
+    return as_oracle(at, "levels.split_by_level", (new, old), (LEVELS,), 3).next_to(others)
 
 
 def merge(at: Place) -> Job:

@@ -117,6 +117,10 @@ class Job:
     peers: Sequence[Peer]
     note: str = ""
 
+    def next_to(self, others: Sequence[Peer]) -> Job:
+        """Return the same job with further peers."""
+        return dataclasses.replace(self, peers=[*self.peers, *others])
+
 
 @dataclass(frozen=True)
 class Case:

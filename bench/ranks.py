@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +27,38 @@ def measure(world: int, parameters: int) -> dict[str, Any]:
     Raises:
         ValueError: a process failed; its last words are in the message.
     """
+    code = f"from {__name__} import child; child()"
+    found: dict[str, Any] = run_ranks(code, world, [str(parameters)], seconds=600)[0]
+    return found
+
+
+def run_ranks(code: str, world: int, arguments: Sequence[str], *, seconds: float) -> list[Any]:
+    """Run code in a process a rank, and return what each printed last, as JSON.
+
+    Args:
+        code: of the processes; their arguments are a new folder, `world`, the further `arguments`, and the rank.
+        world: number of processes.
+        arguments: further arguments of all.
+        seconds: time limit.
+
+    Raises:
+        ValueError: a process failed; its last words are in the message.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        code = f"from {__name__} import child; child()"
-        command = [sys.executable, "-c", code, folder, str(world), str(parameters)]
+        command = [sys.executable, "-c", code, folder, str(world), *arguments]
         running = [
             subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for rank in range(world)
         ]
         try:
-            said = [process.communicate(timeout=600) for process in running]
+            said = [process.communicate(timeout=seconds) for process in running]
         finally:
             for process in running:
                 process.kill()
-        for process, (_, error) in zip(running, said, strict=True):
-            if process.returncode:
-                raise ValueError(error[-2000:] or f"status {process.returncode}")
-        found: dict[str, Any] = json.loads(said[0][0].splitlines()[-1])
-    return found
+    for process, (_, error) in zip(running, said, strict=True):
+        if process.returncode:
+            raise ValueError(error[-2000:] or f"status {process.returncode}")
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
 def child() -> None:

@@ -26,7 +26,7 @@ def available_memory() -> int | None:
 
 
 def total_memory() -> int | None:
-    """Return the bytes of memory that this process could take if nothing else took any; None if unknown."""
+    """Return the bytes of memory that this process could take alone; None if unknown."""
     return min((size for size in (_installed(), *_cgroups(_limit)) if size is not None), default=None)
 
 
@@ -45,7 +45,7 @@ def _available() -> int | None:
 
 
 def _cgroups(found: Callable[[str, tuple[str, str, str]], int | None]) -> Iterator[int]:
-    """What was found for each memory cgroup with a limit, from this process's own up to the root."""
+    """Yield a result for each memory cgroup with a limit, from the process's own to the root."""
     with contextlib.suppress(OSError, ValueError):
         with open(OWN_CGROUPS, encoding="utf-8") as file:
             lines = [line.rstrip("\n").split(":", 2) for line in file]

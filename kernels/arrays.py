@@ -64,7 +64,7 @@ def back_end(x: Array, subject: str) -> Any:
 
 @lru_cache(None)
 def compiled_back_end(subject: str, name: str = "cpu") -> ModuleType:
-    """Return `kernels.cpu.SUBJECT` itself, whose functions may also write to given memory; or another back end's."""
+    """Return the module of a back end, whose functions may also write to given memory."""
     return importlib.import_module(f"{__package__}.{name}.{subject}")
 
 

@@ -325,9 +325,10 @@ class Store:
         return self._newest(patterns, count, is_final=True)
 
     def wait_for_saves(self) -> None:
-        """Wait for the saves that Savers of this process have in flight to this store; their errors are theirs.
+        """Wait for saves to this store that Savers of this process have in flight.
 
-        A StoreWarning names a worker that is stopped, see `Saver`: its save is not waited for.
+        Errors of those saves are raised by their Savers. A StoreWarning names a worker that is stopped, see `Saver`:
+        its save is not waited for.
         """
         try:
             EXIT_CLEANUP.wait_for(one_name(self.url))

@@ -1,4 +1,4 @@
-"""Compilation of kernels before the first save needs them, on states like those of a training."""
+"""Compilation of kernels before the first save needs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHAPE = (256, 512)
 
 
 def sample_states(convert: Callable[[NpArray], Any]) -> Iterator[dict[str, Any]]:
-    """Yield successive states of a model with an embedding, matrices, a norm, and AdamW's moments.
+    """Yield successive states of a model that is trained with AdamW.
 
     Args:
         convert: what makes an array of the wanted library and dtype of a NumPy array (float32).

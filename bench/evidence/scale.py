@@ -55,7 +55,7 @@ def _rate(name: str, device: str) -> float | None:
 
 
 def computed() -> str:
-    """Seconds of a save and of one round of a search for the paper's models, as shares of 30 minutes.
+    """Seconds of a save and a search round of the paper's models, as shares of 30 minutes.
 
     Nothing of it was run: seconds are bytes over the measured rates of one thread, without evaluations.
     """

@@ -1,4 +1,4 @@
-"""Inshrinkerator's table 5 by accuracy: trainings killed ten times, fixed presets against searched settings.
+"""Inshrinkerator's table 5 by accuracy: fixed presets against searched settings.
 
 The paper searches for a configuration before every checkpoint and gives the change of the final *accuracy* (of the loss
 for its GPT-2). Here each system ends with both. "Fixed" systems keep one configuration; those "searched at each
@@ -67,7 +67,9 @@ def uniform_ladder(state: State) -> Iterator[Rung]:
 
 
 class SearchedPeer(Peer):
-    """A baseline whose configuration is searched for at each checkpoint, never more aggressive than before.
+    """A baseline whose configuration is searched for at each checkpoint.
+
+    A choice is never more aggressive than the one before.
 
     Args:
         ladder: its configurations.

@@ -1,4 +1,4 @@
-"""Trainings that are killed and restored compressed: systems, studies, their rows, targets and picture."""
+"""Trainings that are killed and restored: systems, studies, rows, targets, picture."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from .. import data, memory
 from ..harness import Options, Row
+from ..ranks import run_ranks
 
 TITLE = "one rank's shard of 175 billion parameters, a chain of 10,000 steps, a search by 8 ranks"
 SHARD, SHARDS = 175_000_000, 1000
@@ -223,22 +224,8 @@ def ranks(options: Options) -> list[Row]:
 
 def _searched(world: int, steps: int) -> dict[str, Any]:
     """Run the search by `world` processes, and check that all found the same."""
-    with tempfile.TemporaryDirectory() as folder:
-        code = f"from {__name__} import ranks_child; ranks_child()"
-        command = [sys.executable, "-c", code, folder, str(world), str(steps)]
-        running = [
-            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for rank in range(world)
-        ]
-        try:
-            said = [process.communicate(timeout=1200) for process in running]
-        finally:
-            for process in running:
-                process.kill()
-    for process, (_, error) in zip(running, said, strict=True):
-        if process.returncode:
-            raise ValueError(error[-2000:] or f"status {process.returncode}")
-    answers = [json.loads(out.splitlines()[-1]) for out, _ in said]
+    code = f"from {__name__} import ranks_child; ranks_child()"
+    answers = run_ranks(code, world, [str(steps)], seconds=1200)
     points = [[answer[what]["point"] for what in ("first checkpoint", "next checkpoint")] for answer in answers]
     if any(one != points[0] for one in points):
         raise ValueError(f"the ranks chose different points: {points}")
