@@ -80,7 +80,7 @@ def distortion(x: Array, y: Array) -> Distortion:
 
 
 def distortion_many(x: Array, y: Array, ends: np.ndarray[Any, np.dtype[np.int64]]) -> list[Distortion]:
-    """`distortion` of each of several arrays that stand one after another.
+    """Return the `distortion` of each of several arrays joined end to end.
 
     Args:
         x: [n] on the host, of a dtype as in `distortion`.

@@ -28,13 +28,13 @@ DEVICES = ("cpu", "cuda")
 
 
 def is_torch(x: Array) -> bool:
-    """Whether x is a torch tensor; torch is not imported to find out."""
+    """Return whether x is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
 def on_gpu(x: Array) -> bool:
-    """Whether x lives on a CUDA device (torch, CuPy or JAX)."""
+    """Return whether x is on a CUDA device (torch, CuPy or JAX)."""
     if isinstance(x, np.ndarray):
         return False
     if is_torch(x):

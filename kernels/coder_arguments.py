@@ -85,7 +85,7 @@ def host_memory(out: Array, n: int, dtype: str) -> NumPy:
 
 
 class _Memory:
-    """Lends memory to NumPy and keeps its owner."""
+    """Owner of memory that NumPy reads through the array interface."""
 
     def __init__(self, interface: dict[str, Any], owner: Any) -> None:
         self.__array_interface__ = interface

@@ -72,7 +72,7 @@ def compile_at_once() -> None:
 
 
 class _Functions:
-    """The functions of a module; each is replaced by its compiled form once that pays."""
+    """The functions of a kernel module, replaced by compiled forms once compilation pays."""
 
     def __init__(self, subject: str) -> None:
         self._subject = subject
@@ -128,7 +128,7 @@ def _work(given: list[Any]) -> int:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether x is exactly a NumPy array or a tensor of PyTorch, not of a subclass."""
+    """Return whether x is exactly a NumPy array or a torch tensor, not a subclass."""
     torch = sys.modules.get("torch")
     return type(x) is np.ndarray or (torch is not None and type(x) is torch.Tensor)
 

@@ -39,7 +39,7 @@ def width_of(dtype: str) -> int:
 
 
 def ordered_by_sign(dtype: str) -> bool:
-    """Whether patterns of `dtype` are sign and magnitude (floats) instead of two's complement."""
+    """Return whether patterns of `dtype` are sign and magnitude instead of two's complement."""
     return ("float" in dtype) and dtype != "float8_e8m0fnu"
 
 
@@ -171,7 +171,7 @@ def undifference(
     dtype: str | None = None,
     out: Array | None = None,
 ) -> Array:
-    """Return the current array from its difference to `previous`; inverse of `difference`.
+    """Return the current array from `previous` and the `difference` to it.
 
         method "xor":         u = diff ^ u_previous
         method "arithmetic":  u = key((key(u_previous) + unzigzag(diff)) mod 2**W)      (key is its own inverse)

@@ -99,7 +99,7 @@ def distortion(x: Array, y: Array) -> Distortion:
 
 @njit_in_place
 def _finite_many(x: Any, y: Any, ends: Any, error: Any, norm: Any, out: Any) -> None:
-    """`_finite` of each array that ends at `ends`; its three results are a row of `out`."""
+    """Write the three results of `_finite` for each joined array to a row of `out`."""
     start = 0
     for m in range(ends.size):
         error[:] = 0.0

@@ -299,7 +299,7 @@ def _join(categories: NumPy, data: NumPy, available: int, bits: Any, values: Num
 
 @njit_in_place
 def _join_wide(categories: NumPy, words: NumPy, available: int, bits: Any, values: NumPy) -> Any:
-    """Do the same for values of 64 bits, one after another."""
+    """Join 64-bit values one by one; return the bits used, -1 if too few are available."""
     one, sixty, six = np.uint64(1), np.uint64(63), np.uint64(6)
     shift = np.uint64(bits)
     at = np.uint64(0)

@@ -87,9 +87,9 @@ def put_classes(
     positions: Any,
     values: Any,
 ) -> Any:
-    """Do the same for several classes.
+    """Apply changes of several classes; return whether the ranks are valid.
 
-    A word of elements is copied when it is looked at, after its changes were made: around the cache if `streams`.
+    Each word of elements is copied after its changes are made, with `streams` by stores that bypass the cache.
     """
     one, zero = np.uint64(1), np.uint64(0)
     kind = previous.dtype.type

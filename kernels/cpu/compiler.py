@@ -51,12 +51,12 @@ class HelperLibrary(EntryLibrary):
 
     @property
     def codegen(self) -> Any:
-        """The code generator, without the address that only machine code has."""
+        """Code generator that does not write the environment of a callable function."""
         return _WithoutAddress(self._codegen)
 
 
 class _WithoutAddress:
-    """A code generator of a function without an address."""
+    """Code generator of a helper function, which Python cannot call by an address."""
 
     def __init__(self, codegen: Any) -> None:
         self._codegen = codegen
@@ -65,7 +65,7 @@ class _WithoutAddress:
         return getattr(self._codegen, name)
 
     def set_env(self, name: str, environment: Any) -> None:
-        """Do nothing: the environment, which exceptions need, is that of the caller."""
+        """Do nothing: exceptions use the environment of the calling function."""
 
 
 class EntryCompiler(Compiler):

@@ -155,7 +155,7 @@ def _sum_lanes(raw: Any, out: Any) -> None:
 
 @njit_in_place
 def _keep_by(u: Any, product: Any, magnitude: Any, low: Any, high: Any, out: Any) -> None:
-    """Copy u where its product is within the limits, else write a NaN, which is never kept.
+    """Copy each pattern of u whose product is within the limits; write NaN for the others.
 
     `out = u` where `low <= (product & magnitude) < high`, else all bits 1.
     """
@@ -165,7 +165,7 @@ def _keep_by(u: Any, product: Any, magnitude: Any, low: Any, high: Any, out: Any
 
 
 def is_few(size: int, lanes: int) -> bool:
-    """Whether counting `size` patterns directly in buckets is faster than in lanes (measured)."""
+    """Return whether direct counts of `size` patterns were measured faster than counts in lanes."""
     return size < max(lanes // 2, BLOCK)
 
 

@@ -114,12 +114,12 @@ def _exact(x: Any, w: Any, sums: Any, cut: Any, codes: Any) -> None:
 
 @njit_inline
 def _priced(weight: Any, moment: Any, price: float, best: Any, number: Any, queue: Any, since: Any) -> int:
-    """Return the number of codes of the best codebook at a price for each code.
+    """Find the codebook with the largest gain if each code costs `price`; return its size.
 
-    Its gain less its price is `best[m]`.
+    `best[m]` becomes its gain less the price of its codes.
 
-    The last cluster of the first j points begins after some i < j. Each i is best for one stretch of j, and later ones
-    are for later stretches: those that come wait in `queue` with the j they are best from (`since`).
+    The last cluster of the first j points begins after some i < j. Each i is best for one range of j, and larger i
+    are best for later ranges. `queue` holds the i whose ranges have not ended, and `since` the first j of each range.
     """
     m = weight.size - 1
     best[0], number[0] = 0.0, 0

@@ -166,7 +166,7 @@ if INTERPRETED:
     stream_word = copy_word
 
     def barrier() -> None:
-        """Nothing is written around the cache."""
+        """Do nothing: uncompiled code has no stores that bypass the cache."""
 
     def ones(x: Any) -> Any:
         """The number of set bits."""

@@ -145,7 +145,7 @@ def _near(
 ) -> Any:
     """Encode or decode `value` in 1 ... highest by its distance from `near`.
 
-    0 if decoded bytes give a number outside.
+    Return 0 if decoded bytes give a number out of range.
     """
     out = np.int64(0)
     other, coder = _bit(coder, data, models, equal, np.int64(value != near))
@@ -486,7 +486,7 @@ def _close(coder: Coder, data: NumPy) -> Int:
 
 @njit_inline
 def _is_close(coder: Coder, data: NumPy) -> Int:
-    """Whether the bytes read so far are those that `_close` writes here (canonical form).
+    """Return whether the bytes read so far are those that `_close` writes (canonical form).
 
     The number read is `code` above the lower end of the range, which determines the last 32 bits of that end and the
     number written. A code is beyond the range only if it was so from the start.

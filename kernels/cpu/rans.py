@@ -105,7 +105,7 @@ def _round_rows(counts: NumPy, total: Int, out: NumPy, work: NumPy) -> None:
 
 @njit_in_place
 def _survey(counts: NumPy) -> Any:
-    """Extremes of the counts, and sum and number of those not the greatest of their row."""
+    """Return least and greatest count, and sum and number of all but each row's greatest."""
     least, greatest, others, present = counts[0, 0], counts[0, 0], np.int64(0), np.int64(0)
     for row in range(counts.shape[0]):
         peak = counts[row, 0]

@@ -58,7 +58,7 @@ def _collect(
     copy_to: Array | None,
     dtype: str,
 ) -> tuple[SparseDelta, np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-    """The changes, and their positions and new patterns in memory that is larger."""
+    """Return the changes, and buffers that begin with their positions and new patterns."""
     c, p = _readable(current), _readable(previous)
     copy = c[:0] if copy_to is None else _writable(copy_to)
     signed, xor = ordered_by_sign(dtype), method == "xor"
@@ -192,7 +192,7 @@ def _apply(
     positions: np.ndarray[Any, Any],
     values: np.ndarray[Any, Any],
 ) -> None:
-    """Write to `out`, or where that is empty to `positions` and `values`."""
+    """Write the changed array to `out`, or if `out` is empty, `positions` and `values`."""
     ranks, changes = compiled(delta.ranks), compiled(delta.changes)
     signed, xor = ordered_by_sign(dtype), method == "xor"
     if not edges:

@@ -47,12 +47,12 @@ _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
 def _vector(kind: Any, value: int, lanes: int = LANES) -> Any:
-    """The same constant in all lanes."""
+    """Return a constant vector with the same value in all lanes."""
     return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
 
 
 def _memory(context: Any, builder: Any, signature: Any, arguments: Any, number: int) -> Any:
-    """Where the array of this argument begins."""
+    """Return the address of the first element of an array argument."""
     return context.make_array(signature.args[number])(context, builder, arguments[number]).data
 
 
@@ -69,7 +69,7 @@ def _store(builder: Any, vector: Any, data: Any, index: Any) -> None:
 
 
 def _gather(builder: Any, data: Any, indices: Any, bits: int, lanes: int) -> Any:
-    """Load an element for each lane; as fast one by one as by the processor's own instruction."""
+    """Load one element for each lane by index; the gather instruction would not be faster."""
     out = ir.Constant(ir.VectorType(ir.IntType(bits), lanes), ir.Undefined)
     for k in range(lanes):
         lane = ir.Constant(_I32, k)
@@ -111,7 +111,7 @@ def _put(builder: Any, words: Any, mask: Any, data: Any, index: Any) -> None:
 
 
 def _take(builder: Any, mask: Any, data: Any, index: Any) -> Any:
-    """Load words for the lanes of a mask, one after another; the other lanes hold anything."""
+    """Load words for the lanes of a mask, one after another; other lanes are undefined."""
     if HAS_PACKING:
         return _packing(builder, "expand", _load(builder, data, index, 16), mask)
     out = ir.Constant(ir.VectorType(_I16, LANES), ir.Undefined)
@@ -131,7 +131,7 @@ def _with_context(context: Any, builder: Any, signature: Any, arguments: Any, nu
 
 
 def _variable(builder: Any, value: Any) -> Any:
-    """A variable of the function with this first value; LLVM keeps it in a register."""
+    """Allocate a variable with an initial value; LLVM keeps it in a register."""
     return cgutils.alloca_once_value(builder, value)  # type: ignore[no-untyped-call]
 
 
@@ -362,7 +362,7 @@ def _decode(words: NumPy, at: Int, contexts: Any, table: NumPy, states: NumPy, o
 
 @njit_in_place
 def _tables(frequencies: NumPy, decoding: bool, encoder: NumPy, decoder: NumPy) -> None:
-    """Fill the entries of the encoder, or of the decoder; both come as zeros.
+    """Fill the tables of the encoder or of the decoder; they are zero before.
 
     Of the encoder, by context and symbol: reciprocal | f << 32 | start << 45 | k << 58, so that for a state x < f << 19
     `x // f` is exactly `x * reciprocal >> (31 + k)`: the reciprocal `2**(31 + k) / f`, rounded up, exceeds the

@@ -343,7 +343,7 @@ def plan(architectures: tuple[int, ...] = ARCHITECTURES, *, every: bool = False)
 
 
 def _is_full(build: Build) -> bool:
-    """Whether unaligned loads may need more registers than the GPU has.
+    """Return whether unaligned loads may need more registers than the GPU has.
 
     They take one instruction and one address per element.
     """

@@ -148,7 +148,7 @@ def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Arr
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A slice of tensor `number` with its thresholds as patterns; at most SLICE elements."""
+    """At most SLICE elements of one tensor, with the thresholds as bit patterns."""
 
     number: int
     x: torch.Tensor

@@ -137,7 +137,7 @@ def scatter_kernel(base_ptr, values_ptr, bits_ptr, ends_ptr, counts_ptr, n: tl.i
 
 
 def _marked(bits: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Marked elements per block, cumulative, and in all; waits for the device once."""
+    """Return cumulative counts of marked elements by block, and the total; waits once."""
     blocks = MOVE.programs(n)
     counts = torch.empty(blocks, dtype=torch.int32, device=bits.device)
     if blocks == 0:

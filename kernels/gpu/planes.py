@@ -143,7 +143,7 @@ def undifference_kernel(
     FLOAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Inverse of `difference_kernel`."""
+    """Compute the current patterns from the result of `difference_kernel`."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     low: tl.constexpr = (1 << (WIDTH - 1)) - 1

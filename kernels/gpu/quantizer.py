@@ -173,7 +173,7 @@ def _patterns(t: torch.Tensor) -> torch.Tensor:
 
 
 def _protected_before(levels: torch.Tensor, codes: int, protected: int | None) -> Any:
-    """Protected elements up to and including each block, as int64.
+    """Number of protected elements up to and including each block, int64.
 
     Checks the levels, which waits for the device once.
     """

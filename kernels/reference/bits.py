@@ -58,7 +58,7 @@ def from_bits(bits: Array, dtype: str) -> Array:
 
 
 def sign_and_magnitude(x: Array) -> tuple[Array, Array]:
-    """Whether the sign bit is set (bool), and the pattern without it (int64, >= 0)."""
+    """Return the sign bit of each float (bool), and its pattern without sign (int64, >= 0)."""
     width = format_named(dtype_name(x)).width
     bits = to_bits(x)
     return (bits >> (width - 1)) & 1 == 1, bits & ((1 << (width - 1)) - 1)

@@ -79,9 +79,9 @@ def _orthogonal(vectors: NpArray) -> NpArray:
 
 
 def _inverse_root(gram: list[list[int]]) -> list[list[float] | None]:
-    """For each vector, return the combination of those up to it orthogonal to all before.
+    """Return the combinations that make the vectors of a Gram matrix orthogonal, one by one.
 
-    None where nothing is left.
+    A vector that depends linearly on those before it gives None.
 
     Cholesky's factorization of the Gram matrix and the inverse of its triangle, in plain floats.
     """
@@ -109,5 +109,5 @@ def _inverse_root(gram: list[list[int]]) -> list[list[float] | None]:
 
 
 def _total(terms: Iterable[float]) -> float:
-    """The sum, rounded after each term: `sum` itself does so up to Python 3.11 only."""
+    """Return the sum, rounded after each term as `sum` does up to Python 3.11."""
     return reduce(add, terms, 0.0)

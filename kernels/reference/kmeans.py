@@ -194,7 +194,7 @@ def _gain(best: float, lever: float, mass: float) -> float:
 
 
 def _priced(weight: list[float], moment: list[float], price: float) -> tuple[float, int]:
-    """What the best codebook gains where each code costs `price`, less its price, and its codes."""
+    """Return the largest gain less `price` for each code, and the codebook's size."""
     m = len(weight) - 1
     best, number = [0.0] * (m + 1), [0] * (m + 1)
 

@@ -41,7 +41,7 @@ def _decide(x: Array, thresholds: Thresholds, gradient: Array | None) -> tuple[A
 
 
 def kept(x: Array, thresholds: Thresholds, gradient: Array | None) -> Array:
-    """Whether an element is neither pruned nor protected."""
+    """Return a mask (bool) of the elements that are neither pruned nor protected."""
     protected, pruned = _decide(x, thresholds, gradient)
     return ~(protected | pruned)
 

@@ -27,7 +27,7 @@ class _Models:
 
 
 class _Coder(Protocol):
-    """Write the given bits, or read bits and ignore the given ones.
+    """Interface of encoder and decoder: `split` codes one bit with a probability of zero.
 
     One walk over the data serves both directions.
     """
@@ -76,7 +76,7 @@ class _Decoder:
 
 
 class _Walk:
-    """Building blocks of the tables: plain bits, small counts, numbers near another."""
+    """Coder of plain bits, small counts, and numbers near a known number."""
 
     def __init__(self, coder: _Coder) -> None:
         self.coder, self.models = coder, _Models()

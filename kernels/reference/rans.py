@@ -129,14 +129,14 @@ def rans_encode(
 
 
 def _pop(x: int, row: list[int], starts: list[int], precision: int) -> tuple[int, int] | None:
-    """Take the last symbol out of a state: the symbol and the state without it; None for damaged bytes."""
+    """Take the last symbol out of a state; return symbol and new state, None for damage."""
     slot = x % 2**precision
     s = next((s for s in range(len(row)) if starts[s] <= slot < starts[s] + row[s]), None)
     return None if s is None else (s, row[s] * (x >> precision) + slot - starts[s])
 
 
 def _encode_wide(symbols: list[int], contexts: list[int], model: Model) -> list[int]:
-    """The same with 64 states: rows of 16 symbols, last to first, each in ascending order."""
+    """Encode with 64 states: rows of 16 symbols, last row first, ascending within a row."""
     states, words = [WIDE_START] * WIDE_STATES, []
     for first in reversed(range(0, len(symbols), ROW)):
         for i in range(first, min(first + ROW, len(symbols))):
