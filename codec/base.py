@@ -28,7 +28,7 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An array to encode: its flat values, and further facts about it.
+    """An array to encode: its flat values, and its properties.
 
     Args:
         path: keys joined by "/".
@@ -127,7 +127,7 @@ class Stream:
 
     @property
     def has_deltas(self) -> bool:
-        """Whether later checkpoints are coded against such an array."""
+        """Return whether later checkpoints can store differences to arrays of this format."""
         return self.restate is not None
 
 
@@ -137,7 +137,7 @@ class Codec(Protocol):
     id: ClassVar[str]
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[Any]:
-        """Look at all arrays this codec will encode together (global thresholds); one plan an array."""
+        """Return a plan for each array, after a look at all arrays of this codec."""
         ...
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: Any) -> Stored:
@@ -150,13 +150,13 @@ Prepare: TypeAlias = Callable[[Sequence[Leaf], Sequence[Reference | None]], Sequ
 
 
 def to_json(codec: Codec) -> dict[str, Any]:
-    """A codec as plain JSON: its id and its fields."""
+    """Return a codec as plain JSON: its id and its fields."""
     fields = dataclasses.asdict(codec)  # type: ignore[call-overload]
     return {"id": codec.id, **fields}
 
 
 def from_json(table: Mapping[str, type[Codec]], data: Any) -> Codec:
-    """The codec that `to_json` wrote.
+    """Return the codec that `to_json` described.
 
     Raises:
         BadArgumentError: an unknown id or field.

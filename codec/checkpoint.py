@@ -105,7 +105,7 @@ class Checkpoint:
 
     @own_arithmetic()
     def __init__(self, data: bytes | Ranged, memory: dict[str, Reference] | None, claimed: str = "") -> None:
-        """Use `compress` or `from_bytes`; this only takes bytes apart.
+        """Read the header of a file; use `compress` or `from_bytes` instead.
 
         The content hash of a file that is only partly available cannot be computed: it is the one that is claimed.
         """
@@ -230,12 +230,12 @@ class Checkpoint:
 
     @property
     def is_delta(self) -> bool:
-        """Whether a parent is needed to read it from its bytes."""
+        """Return whether decoding the bytes needs a parent."""
         return self.parent_id is not None
 
     @property
     def is_resolved(self) -> bool:
-        """Whether it can be the parent of a delta."""
+        """Return whether this checkpoint can be the parent of a delta."""
         return self._memory is not None or not self.is_delta
 
     @property
@@ -260,11 +260,11 @@ class Checkpoint:
 
     @property
     def records(self) -> tuple[ArrayRecord, ...]:
-        """What the header says of each array."""
+        """Records of the arrays in the header."""
         return self._records
 
     def summary(self) -> list[Row]:
-        """One row an array: path, codec, raw bytes, stored bytes, bits an element, achieved error."""
+        """Return one row for each array: path, codec, sizes, achieved error, and the reason."""
         return [
             Row(
                 r.path,
@@ -284,7 +284,7 @@ class Checkpoint:
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled and copied as its bytes, and what the next delta needs."""
+        """Pickle or copy the checkpoint as its bytes and its references."""
         return Checkpoint, (self.to_bytes(), self._memory)
 
     def __repr__(self) -> str:
@@ -331,14 +331,14 @@ class Checkpoint:
         return other
 
     def _references(self, number: int, prev: Checkpoint | None) -> dict[str, Reference]:
-        """The memory of each array of a bundle, by its key."""
+        """Return the reference of each array of a bundle, by key."""
         members = [self._records[i] for i in self._bundles[number].members]
         return dict(zip((r.key for r in members), self.joined_of(number, prev).split(), strict=True))
 
     def joined_of(
         self, number: int, prev: Checkpoint | None = None, siblings: Mapping[int, Array] | None = None
     ) -> Joined:
-        """Decode the arrays of a bundle, from memory where they are there, else from its pieces.
+        """Decode the arrays of a bundle, or join their references that are in memory.
 
         Args:
             number: of the bundle.
@@ -380,7 +380,7 @@ class Checkpoint:
 
     @own_arithmetic()
     def values_of(self, record: ArrayRecord, prev: Checkpoint | None = None, sibling: Array | None = None) -> Array:
-        """The decoded values of one array, flat; arguments as `reference_of` has them."""
+        """Return the decoded flat values of one array; arguments as in `reference_of`."""
         known = self._memory or {}
         reference = self.reference_of(record, prev, sibling)
         if isinstance(reference, BytesReference) and record.key not in known and record.bundle is None:
@@ -388,7 +388,7 @@ class Checkpoint:
         return reference.values(record.spec)
 
     def pieces_of(self, record: ArrayRecord) -> list[memoryview]:
-        """The bytes of one array, or of its whole bundle, their checksums verified."""
+        """Return the pieces of an array, or of its whole bundle, with verified checksums."""
         return self._pieces(record.stretch)
 
     def _pieces(self, stretch: Stretch) -> list[memoryview]:
@@ -397,18 +397,18 @@ class Checkpoint:
 
     @property
     def bundles(self) -> tuple[Bundle, ...]:
-        """What the header says of arrays that were coded together."""
+        """Records of the bundles in the header."""
         return self._bundles
 
     def units(self, wanted: Collection[ArrayRecord]) -> list[tuple[ArrayRecord, ...]]:
-        """These arrays as they are decoded: each alone, those of a bundle together."""
+        """Group array records into units of decoding: single arrays and bundles."""
         found: dict[Any, list[ArrayRecord]] = {}
         for record in wanted:
             found.setdefault(record.key if record.bundle is None else record.bundle, []).append(record)
         return [tuple(unit) for unit in found.values()]
 
     def _memories(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> dict[str, Reference]:
-        """Decode the memory of these arrays, those without a sibling first."""
+        """Decode the references of these arrays."""
 
         def one(unit: tuple[ArrayRecord, ...]) -> dict[str, Reference]:
             first = unit[0]
@@ -424,7 +424,7 @@ class Checkpoint:
 
     @own_arithmetic()
     def decode(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> None:
-        """Decode these arrays for `reference_of` and keep the result; fetch only their pieces."""
+        """Decode these arrays, keep their references, and fetch only their pieces."""
         check_memory(sum(r.spec.nbytes for r in wanted), "what was asked for")
         self._body.fetch((r.stretch.offset, r.stretch.nbytes) for r in wanted)
         for with_sibling in (False, True):
@@ -432,7 +432,7 @@ class Checkpoint:
             self._memory = (self._memory or {}) | self._memories(now, prev)
 
     def with_needed(self, keys: Collection[str]) -> list[ArrayRecord]:
-        """Return the arrays at these places, and those decoded along with them.
+        """Return the records of the arrays with these keys, and of those that decoding needs.
 
         Those are siblings and the other members of a bundle.
         """
@@ -446,12 +446,12 @@ class Checkpoint:
         return {i for bundle in bundles for i in self._bundles[bundle].members}
 
     def let_go(self) -> None:
-        """Forget what `decode` decoded and fetched; the header stays."""
+        """Free the references and the fetched bytes; the header stays."""
         self._memory = self._last = None
         self._body.forget()
 
     def record_at(self, key: str) -> ArrayRecord | None:
-        """The array at a place of the tree."""
+        """Return the record with this key, or None."""
         return self._by_key.get(key)
 
     def parent_reference(self, key: str, spec: LeafSpec) -> Reference | None:
@@ -493,7 +493,7 @@ def check_parent(ckpt: Checkpoint, prev: Checkpoint) -> Checkpoint:
 
 
 def check_resolved(prev: Any) -> Checkpoint:
-    """`prev` if it can be a parent."""
+    """Return `prev` if it can be a parent; raise an error otherwise."""
     if not isinstance(prev, Checkpoint):
         hint = "; a configuration goes to cfg=" if type(prev).__qualname__ == "Config" else ""
         raise BadArgumentError(f"prev must be a Checkpoint, not {type(prev).__qualname__}{hint}")
@@ -554,7 +554,7 @@ Unit = tuple[int, ...]
 
 
 def _jobs(ckpt: Checkpoint) -> list[list[Unit]]:
-    """Return jobs of units; an array follows its sibling in the same job."""
+    """Group units into jobs; an array is in the job of its sibling, after it."""
     records = ckpt.records
     units = [bundle.members for bundle in ckpt.bundles]
     units += [(i,) for i, record in enumerate(records) if record.bundle is None]
@@ -585,7 +585,7 @@ class _Reader:
         self.named = {record.sibling for record in ckpt.records}
 
     def decode(self, job: Sequence[Unit]) -> dict[int, Array]:
-        """The arrays of a job as the user gets them, by number."""
+        """Return the restored arrays of a job, by number."""
         built: dict[int, Array] = {}
         known: dict[int, Array] = {}
         for unit in job:
@@ -601,7 +601,7 @@ class _Reader:
         return built
 
     def _straight(self, number: int, built: dict[int, Array]) -> bool:
-        """Decode an exact array into memory of the caller; False where that cannot be done."""
+        """Decode an exact array into the caller's array; return False if that is impossible."""
         record, prev = self.ckpt.records[number], self.prev
         if number not in self.targets or number in self.named or record.key in (self.ckpt._memory or {}):
             return False

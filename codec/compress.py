@@ -68,7 +68,7 @@ def compress(
 
 @own_arithmetic()
 def compress_inputs(inputs: Inputs, cfg: Config, prepare: Mapping[Codec, Prepare] | None = None) -> Checkpoint:
-    """Compress inputs that are taken apart already.
+    """Compress checked and flattened arguments of `compress`.
 
     Args:
         inputs: the arguments of `compress`.

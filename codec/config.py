@@ -66,7 +66,7 @@ class Rule:
             object.__setattr__(self, "dtypes", named)
 
     def matches(self, path: str, spec: LeafSpec, kind: Kind) -> bool:
-        """Whether the rule is for this array."""
+        """Return whether the rule applies to this array."""
         if self.dtypes is not None and spec.dtype not in self.dtypes:
             return False
         if self.match in ROLES:
@@ -105,7 +105,7 @@ _GLANCE = 2000
 
 @dataclass(frozen=True, slots=True)
 class ChainPolicy:
-    """When `Store` takes a base, and what a delta is against.
+    """Policy that decides when `Store` saves a base, and which parent a delta has.
 
     Args:
         base_every: a base every so many checkpoints, 1 (only bases) or more; default 20. None: no such rule.
@@ -133,7 +133,7 @@ class ChainPolicy:
 
 
 def is_lossless(codec: Codec) -> bool:
-    """Whether a codec keeps every bit of any array."""
+    """Return whether a codec keeps every bit of any array."""
     return isinstance(codec, Exact) or (isinstance(codec, Rows) and codec.lossless)
 
 

@@ -1,4 +1,4 @@
-"""Exact copies of other arrays of a state: half-precision copies of master weights, clones.
+"""Exact copies within a state: half-precision copies of master weights, and clones.
 
 Such an array is stored as the number of the other, its original: reading it is a cast. Where the original is stored
 with loss the copy becomes the cast of the restored values, so the two belong together as before.
@@ -27,7 +27,7 @@ _LEAST = 4096
 
 
 def copies(leaves: Sequence[Leaf], codecs: Sequence[Codec]) -> dict[int, int]:
-    """For each array that is a copy, the number of its original.
+    """Return the number of the original for each array that is a copy.
 
     Of equal arrays the first is the original, of casts the wider one. A copy is taken only where it loses nothing that
     storing it by its own codec would have kept: the original is stored exactly, or both by the same codec.
@@ -54,13 +54,13 @@ def copies(leaves: Sequence[Leaf], codecs: Sequence[Codec]) -> dict[int, int]:
 
 
 def _casts(spec: LeafSpec) -> tuple[str, ...]:
-    """The dtypes a copy of such an array may have; NumPy knows no bfloat16."""
+    """Return the dtypes that a copy of an array may have; NumPy has no bfloat16."""
     casts = _HALVES.get(spec.dtype, (spec.dtype,))
     return casts if spec.library == "torch" else tuple(dtype for dtype in casts if dtype != "bfloat16")
 
 
 def _firsts(leaves: Sequence[Leaf]) -> list[Array]:
-    """The first elements of each array, on the host; from a GPU in one copy for all of a dtype."""
+    """Return the first elements of each array on the host; one transfer per GPU and dtype."""
     found = [leaf.flat[:_GLANCE] for leaf in leaves]
     groups: dict[tuple[Any, Any], list[int]] = {}
     for i, first in enumerate(found):
@@ -137,7 +137,7 @@ def store_copy(copy: Leaf, original: Leaf, number: int, decoded: Array | None) -
 
 
 def keeps_promise(stored: Stored, copy: Leaf, original: Leaf, codec: Codec) -> bool:
-    """Whether a copy keeps the error bound of its codec, including its own rounding."""
+    """Return whether a copy is within the error bound of its codec, rounding included."""
     if stored.measure == "exact":
         return True
     target = getattr(codec, "max_error", None)
@@ -149,7 +149,7 @@ def keeps_promise(stored: Stored, copy: Leaf, original: Leaf, codec: Codec) -> b
 def decode_copy(
     spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Array | None
 ) -> ValuesReference:
-    """The stream format "copy"."""
+    """Decode the stream format "copy"."""
     if sibling is None or pieces or not _castable(spec):
         raise CorruptDataError(f"copy: {spec.dtype} has none, or its original is missing")
     flat = cast(sibling, spec)

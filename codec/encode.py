@@ -24,7 +24,7 @@ from .streams import STREAMS
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Encoded arrays.
+    """Encoded arrays and bundles of a plan.
 
     Args:
         arrays: stored arrays by number; members of bundles have no pieces.

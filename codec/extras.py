@@ -1,4 +1,4 @@
-"""What the optional parts need, as a command that installs it.
+"""Commands that install the packages of optional features.
 
 The packages are named themselves: `shrinkpoint[...]` would ask an index for a name that this project has not there.
 """

@@ -44,7 +44,7 @@ class Inputs:
     def of(
         state: Any, prev: Checkpoint | None, kinds: Mapping[str, Any] | None, grads: Any = None, earlier: Any = None
     ) -> Inputs:
-        """Take a state apart; the arguments are those of `compress`, and so are the errors."""
+        """Check and flatten the arguments of `compress`."""
         if prev is not None:
             check_resolved(prev)
         check_kinds(kinds)
@@ -61,7 +61,7 @@ class Inputs:
         return [None if self.prev is None else self.prev.parent_reference(leaf.key, leaf.spec) for leaf in leaves]
 
     def part(self, numbers: Sequence[int]) -> Inputs:
-        """Return some of the arrays, each with the evidence from the whole state.
+        """Return the inputs with only some of the arrays; evidence is that of the whole state.
 
         Args:
             numbers: of the arrays, ascending.

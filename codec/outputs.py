@@ -58,7 +58,7 @@ def _is_writable(target: Any) -> bool:
 
 
 def host_memory(target: Array) -> NpArray | None:
-    """The bytes of an output, to be written to; None where it is not on the host."""
+    """Return the writable bytes of an output array; None if it is not on the host."""
     if is_torch(target):
         if target.device.type != "cpu" or not target.numel():
             return None
@@ -67,7 +67,7 @@ def host_memory(target: Array) -> NpArray | None:
 
 
 def decoded_into(record: ArrayRecord, pieces: Sequence[memoryview], parent: Reference | None, target: Array) -> bool:
-    """Decode an exact array straight into its output; False where that cannot be done."""
+    """Decode an exact array into its output; return False if that is impossible."""
     memory = host_memory(target)
     if record.stream != "bytes" or memory is None:
         return False

@@ -62,7 +62,7 @@ def set_threads(n: int | None) -> None:
 
 
 def _from_environment() -> int:
-    """What the environment says; 0 where it says nothing."""
+    """Return the number of threads set in the environment; 0 if none is set."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return 0
@@ -74,7 +74,7 @@ def _from_environment() -> int:
 
 
 class Stopped(Exception):
-    """Work was given up because it was asked to."""
+    """Work was stopped by request."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ _ESCAPED = re.compile(r"\[([*?[])\]")
 
 
 def check_patterns(paths: Any) -> tuple[str, ...]:
-    """One glob or several as a tuple; BadArgumentError for anything else."""
+    """Return one glob or several as a tuple; raise BadArgumentError for anything else."""
     patterns = (paths,) if isinstance(paths, str) else paths
     if not isinstance(patterns, (list, tuple)) or not patterns or not all(isinstance(p, str) and p for p in patterns):
         raise BadArgumentError(f"paths is {paths!r}; it must be a shell glob over paths, or several in a list")
@@ -99,7 +99,7 @@ def check_parent_named(ckpt: Checkpoint, below: Checkpoint) -> None:
 
 
 def select(nodes: Sequence[Any], patterns: Sequence[str]) -> list[Any]:
-    """The nodes of the tree that is left when only leaves whose path matches are kept.
+    """Return the nodes of the tree with only the leaves whose paths match.
 
     Args:
         nodes: of a whole tree, in preorder, as `tree.unflatten` takes them.
@@ -159,7 +159,7 @@ def _only_path(pattern: str) -> str | None:
 
 
 def _places(nodes: Sequence[Any]) -> tuple[list[int], list[str | None]]:
-    """For each node the number of the container it is in, and for leaves the path."""
+    """Return the number of each node's container, and the path of each leaf."""
     above: list[int] = []
     paths: list[str | None] = []
     spelled = tree._Spelled(CorruptDataError)
@@ -187,5 +187,5 @@ def _places(nodes: Sequence[Any]) -> tuple[list[int], list[str | None]]:
 
 
 def _opened(node: Any) -> tuple[str, Any]:
-    """Tag and body of a node; "" for plain scalars."""
+    """Return tag and body of a node; the tag of a plain scalar is ""."""
     return next(iter(node.items())) if isinstance(node, dict) else ("", None)

@@ -1,4 +1,4 @@
-"""The plan of a checkpoint: what becomes of each array, before anything is encoded.
+"""The plan of a checkpoint: codec, parent and evidence of each array, before encoding.
 
 `compress`, `search` and the DCP writer call the same `plan`. Evidence, codecs, parents, moment pairs, importance and
 copies are found here and nowhere else.
@@ -63,7 +63,7 @@ class UnknownArraysWarning(ShrinkpointWarning):
 
 @dataclass(frozen=True, slots=True)
 class ArrayPlan:
-    """What becomes of one array.
+    """Plan of one array: evidence, codec, parent, moment pair, and copy of.
 
     Args:
         leaf: its values, and what its codec gets along with them.
@@ -139,7 +139,7 @@ def _read(inputs: Inputs) -> Arrays:
 
 
 def _with_companions(inputs: Inputs, leaves: list[Leaf], codecs: Sequence[Codec]) -> list[Leaf]:
-    """The leaves, with gradient and earlier values of each weight that is quantized."""
+    """Add gradient and earlier values to the leaf of each weight that is quantized."""
     gradient_of = entries(inputs.grads, inputs.arrays)
     earlier_of = entries({} if inputs.past_weights is None else inputs.past_weights.weights, inputs.arrays)
     found = []
@@ -252,7 +252,7 @@ def with_importance(leaves: list[Leaf], wanted: Sequence[bool]) -> list[Leaf]:
 
 
 def to_place_of(values: Any, flat: Any) -> Any:
-    """Return values in the library and on the device of a weight."""
+    """Return values in the library of a weight and on its device."""
     if is_torch(flat):
         import torch
 

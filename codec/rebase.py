@@ -77,7 +77,7 @@ def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Restated:
-    """An array or a bundle over another parent.
+    """An array or a bundle encoded against another parent.
 
     Args:
         meta: the stream's metadata.
@@ -93,7 +93,7 @@ class _Restated:
 
 
 def _restated(row: dict[str, Any], made: _Restated) -> dict[str, Any]:
-    """A record of the header with other pieces."""
+    """Return a header record with new metadata and pieces."""
     new = {k: v for k, v in row.items() if k not in ("m", "p")} | {"b": [len(piece) for piece in made.pieces]}
     if made.meta:
         new["m"] = made.meta

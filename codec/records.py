@@ -103,7 +103,7 @@ class ArrayRecord:
 
     @property
     def delta(self) -> bool:
-        """Whether decoding needs the parent's memory of the same array."""
+        """Return whether decoding needs the parent's reference of the same array."""
         return self.stretch.delta
 
     @property
@@ -247,7 +247,7 @@ def _shares(bundles: Sequence[Bundle], specs: Sequence[LeafSpec]) -> dict[int, i
 
 
 def _sibling_fits(number: Any, stream: str, streams: Sequence[str]) -> bool:
-    """Whether a record names a valid sibling, and does so only if its stream needs one.
+    """Return whether the sibling in a record is valid, and is there only if needed.
 
     The sibling itself must not need one, so that references never form a cycle.
     """

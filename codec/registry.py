@@ -70,7 +70,7 @@ def register(codec: type[Codec]) -> type[Codec]:
 
 
 def _load(name: str) -> bool:
-    """Import the codec that an entry point declares for this name; whether there is one."""
+    """Import the codec that an entry point declares for a name; return whether one exists."""
     if not package_of(name):
         return False
     for point in entry_points(group=GROUP):
@@ -81,7 +81,7 @@ def _load(name: str) -> bool:
 
 
 def _class_of(point: EntryPoint) -> type[Codec]:
-    """The class of an entry point, which must have its name and be of its package."""
+    """Return the codec class of an entry point, whose name must begin with its package."""
     package = point.dist.name if point.dist is not None else ""
     where = f"entry point {point.name} = {point.value} of the package {package!r}"
     if _plain(package_of(point.name)) != _plain(package):
@@ -97,5 +97,5 @@ def _class_of(point: EntryPoint) -> type[Codec]:
 
 
 def _plain(package: str) -> str:
-    """A package's name as indexes compare it."""
+    """Return a package name in normal form, as package indexes compare names."""
     return re.sub(r"[-_.]+", "-", package).lower()

@@ -1,4 +1,4 @@
-"""Exact arrays coded together."""
+"""Exact arrays that are coded together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .joined import Joined, JoinedBytes, Pieces, StoredBundle, Together, join_by
 
 
 def exact_together(leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Together:
-    """Encode exact arrays of one dtype together."""
+    """Encode exact arrays of one dtype as one bundle."""
     specs = [leaf.spec for leaf in leaves]
     before = join_bytes(parents, specs)
     source = joined_bytes([leaf.flat for leaf in leaves])

@@ -103,7 +103,7 @@ def _key(leaf: Leaf, codec: Codec, parent: Reference | None) -> Hashable | None:
 
 
 def can_follow(p: ArrayPlan) -> bool:
-    """Whether a first moment may be coded in a bundle, together with others of the same group."""
+    """Return whether a first moment may be coded in a bundle with others of its group."""
     codec = p.codec
     return isinstance(codec, FirstMoment) and p.leaf.spec.dtype in _GRID_DTYPES and 0 < p.leaf.spec.nbytes <= SMALL
 

@@ -80,7 +80,7 @@ class JoinedLevels:
         return as_bytes(values)
 
     def shifts(self) -> NpArray:
-        """Of each array, the number of its first codebook entry that is not negative; int64."""
+        """Number of each array's first codebook entry that is not negative, int64."""
         return np.array([_shift(r.codebook, r.multiples) for r in self.references])
 
 
@@ -136,7 +136,7 @@ def levels_together(
 
 
 def _with_parts(joined: JoinedLevels) -> list[LevelsReference]:
-    """The references with their levels as parts of the joined ones, which are held once."""
+    """Return references whose levels are views of the joined levels."""
     return [
         LevelsReference(levels, r.codebook, r.protected, r.thresholds, r.drift_gain, r.multiples)
         for levels, r in zip(parts(joined.levels, joined.specs), joined.references, strict=True)

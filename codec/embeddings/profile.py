@@ -31,7 +31,7 @@ def sample_sizes(rows: Sequence[int]) -> list[int]:
 
 
 def evenly(rows: int, count: int) -> NpArray:
-    """`count` row numbers below `rows`, evenly spaced."""
+    """Return `count` evenly spaced row numbers below `rows`."""
     return (2 * np.arange(count, dtype=np.int64) + 1) * rows // (2 * count) if count else np.empty(0, np.int64)
 
 

@@ -34,7 +34,7 @@ the row's largest magnitude means that its quantizer has lost it."""
 
 @dataclass(frozen=True, order=True, slots=True)
 class Style:
-    """How rows are kept: a quantizer and its width; `RAW` is the row itself.
+    """Storage of a row: a quantizer and its width; `RAW` is the row itself.
 
     Args:
         method: one of `METHODS`, or "raw".
@@ -50,7 +50,7 @@ class Style:
 
     @property
     def numbers(self) -> int:
-        """How many float32 numbers a record begins with."""
+        """Number of float32 values at the start of a record."""
         if self.method == "raw":
             return 0
         # A symmetric range is known by its lower end.
@@ -58,7 +58,7 @@ class Style:
 
     @property
     def fineness(self) -> int:
-        """Bits an element, the row itself being finer than any code."""
+        """Bits per element of the codes; more than any code for raw rows."""
         return self.bits or 64
 
     def length(self, columns: int, itemsize: int) -> int:
@@ -99,7 +99,7 @@ class RowsReference:
         return from_bytes(data.reshape(-1), spec)
 
     def decoded(self, spec: LeafSpec) -> NpArray:
-        """The bytes of the rows, uint8 [R, bytes of a row]."""
+        """Return the bytes of the rows, uint8 [R, bytes of a row]."""
         columns = row_length(spec)
         out = np.empty((self.style.size, columns * spec.itemsize), np.uint8)
         for style, at, records in self.groups():
@@ -108,12 +108,12 @@ class RowsReference:
         return out
 
     def groups(self) -> list[tuple[Style, NpArray, NpArray]]:
-        """Each style with the numbers of its rows, ascending, and their records."""
+        """Return each style with the ascending numbers of its rows, and their records."""
         at = [np.flatnonzero(self.style == number) for number in range(len(self.table))]
         return list(zip(self.table, at, self.records, strict=True))
 
     def split(self, step: int) -> list[RowsReference]:
-        """Memories of `step` rows each (the last may have fewer), without a copy of any record."""
+        """Split into references of `step` rows each, without a copy of any record."""
         starts = range(0, self.style.size, step)
         if len(starts) <= 1:
             return [self] * len(starts)
@@ -129,7 +129,7 @@ class RowsReference:
         ]
 
     def take(self, rows: NpArray) -> RowsReference:
-        """The memory of these rows, ascending numbers."""
+        """Return the reference of some rows, given by ascending numbers."""
         records = []
         for number, group in enumerate(self.records):
             rank = np.cumsum(self.style == number) - 1
@@ -143,7 +143,7 @@ def row_length(spec: LeafSpec) -> int:
 
 
 def all_of(style: Style, records: NpArray) -> RowsReference:
-    """The memory of rows that are all of one style."""
+    """Return the reference of rows that all have one style."""
     return RowsReference((style,), np.zeros(records.shape[0], np.uint8), (records,))
 
 
@@ -166,7 +166,7 @@ def joined(parts: Sequence[RowsReference]) -> RowsReference:
 
 
 def replaced(before: RowsReference, at: NpArray, by: RowsReference) -> RowsReference:
-    """`before` with its rows `at` (ascending numbers) those of `by`."""
+    """Return `before` with the rows at ascending numbers `at` replaced by those of `by`."""
     table = tuple(sorted({*before.table, *by.table}))
     style = _renumbered(before, table)
     style[at] = _renumbered(by, table)
@@ -189,14 +189,14 @@ def replaced(before: RowsReference, at: NpArray, by: RowsReference) -> RowsRefer
 
 
 def _renumbered(memory: RowsReference, table: tuple[Style, ...]) -> NpArray:
-    """The styles of its rows as numbers in another table, which has all of those in use."""
+    """Return the style of each row as a number in another table of styles."""
     number = np.array([table.index(s) if s in table else 0 for s in memory.table], np.uint16)
     out: NpArray = number[memory.style]
     return out
 
 
 def same_records(memory: RowsReference, other: RowsReference) -> NpArray:
-    """bool [R]: which rows are kept to the bit as in the other memory, which has as many rows."""
+    """Return bool [R]: whether each row has the same style and record in both references."""
     same = np.zeros(memory.style.size, bool)
     for number, style in enumerate(memory.table):
         if style not in other.table:
@@ -247,7 +247,7 @@ def quantized(x: Array, spec: LeafSpec, style: Style) -> tuple[NpArray, NpArray]
 
 
 def dequantized(records: NpArray, style: Style, columns: int) -> NpArray:
-    """float32 [R, D]: the values of records of one style other than "raw"."""
+    """Return the values, float32 [R, D], of records of one style other than "raw"."""
     numbers, codes = opened(records, style, columns)
     values: NpArray
     if style.method == "kmeans":
@@ -263,7 +263,7 @@ def dequantized(records: NpArray, style: Style, columns: int) -> NpArray:
 
 
 def opened(records: NpArray, style: Style, columns: int) -> tuple[NpArray, NpArray]:
-    """Numbers float32 [R, n] and codes uint8 [R, D] of records of one style other than "raw"."""
+    """Split records into float32 numbers [R, n] and codes uint8 [R, D]; the style is not "raw"."""
     head = 4 * style.numbers
     numbers = np.ascontiguousarray(records[:, :head]).view("<f4")
     padded = -(-columns // 8) * 8
@@ -284,7 +284,7 @@ def pack_codes(codes: Array, bits: int) -> NpArray:
 
 
 def picked(x: Array, rows: NpArray) -> Array:
-    """The rows of x with these ascending numbers; x itself where that is all of them."""
+    """Return the rows of x with these ascending numbers; x itself if these are all."""
     if rows.size == x.shape[0]:
         return x
     if is_torch(x):

@@ -78,7 +78,7 @@ class SeenRows(RowsReference):
 
 
 def width_for(restores: float) -> int:
-    """Bits an element for a run that resumes from quantized checkpoints so many times.
+    """Return the bits per element for a run with this expected number of restores.
 
     Example:
         >>> [width_for(n) for n in (0, 1, 2, 3, 4, 20, 21, 1000)]
@@ -184,7 +184,7 @@ class Rows:
 
     @property
     def lossless(self) -> bool:
-        """Whether every bit is kept."""
+        """Return whether every bit is kept."""
         return self.bits is None
 
     def for_restores(self, restores: int) -> Rows:
@@ -265,14 +265,14 @@ def _row_bytes(spec: LeafSpec) -> int:
 
 
 def _has_rows(leaf: Leaf) -> bool:
-    """Whether an array is coded by rows: weight matrices, and optimizer entries of embeddings."""
+    """Return whether an array is coded by rows: weight matrices and embedding optimizer entries."""
     if not leaf.spec.size or not leaf.spec.shape or leaf.spec.dtype not in DTYPES:
         return False
     return len(leaf.spec.shape) == 2 if leaf.kind.role == "weight" else leaf.kind.layer == "embedding"
 
 
 def marked_rows(bits: Any, rows: int, path: str) -> NpArray | None:
-    """bool [rows] of a packed bit vector; None for None.
+    """Unpack a bit vector to bool [rows]; return None for None.
 
     Raises:
         BadArgumentError: it is not a bit vector of so many rows (a table that was resized).
@@ -289,12 +289,12 @@ def marked_rows(bits: Any, rows: int, path: str) -> NpArray | None:
 
 
 def _rows_of(leaf: Leaf) -> Array:
-    """The values as a matrix, rows along the first axis."""
+    """Return the values as a matrix, rows along the first axis."""
     return leaf.flat.reshape(leaf.spec.shape[0], row_length(leaf.spec))
 
 
 def _sample(leaf: Leaf, count: int) -> NpArray:
-    """Evenly spaced rows, float32 on the host."""
+    """Return evenly spaced rows as float32 on the host."""
     rows = picked(_rows_of(leaf), evenly(leaf.spec.shape[0], count))
     with np.errstate(over="ignore"):
         wide = float_values(as_bytes(rows.reshape(-1)), leaf.spec).astype(np.float32)
@@ -302,13 +302,13 @@ def _sample(leaf: Leaf, count: int) -> NpArray:
 
 
 def _beside(memory: RowsReference, spec: LeafSpec, x: Array) -> Array:
-    """The decoded rows of a memory in the library and on the device of x."""
+    """Return the decoded rows of a reference in the library and on the device of x."""
     flat = from_bytes(memory.decoded(spec).reshape(-1), spec)
     return flat.to(x.device).reshape(x.shape) if is_torch(x) else flat.reshape(x.shape)
 
 
 def _equal(x: Array, y: Array) -> NpArray:
-    """bool [R]: which rows of two matrices are the same to the bit."""
+    """Return bool [R]: whether the rows of two matrices are bit-identical."""
     if is_torch(x):
         import torch
 
@@ -321,7 +321,7 @@ def _equal(x: Array, y: Array) -> NpArray:
 
 
 def _settled(x: Array, spec: LeafSpec, before: RowsReference, least: int) -> NpArray:
-    """Which rows quantize to their parent's codes, with a style not coarser than `least`."""
+    """Return bool [R]: whether each row quantizes to its parent's record of a fine enough style."""
     done = np.zeros(before.style.size, bool)
     for style, at, records in before.groups():
         if at.size and style != RAW and style.fineness >= least:
@@ -332,7 +332,7 @@ def _settled(x: Array, spec: LeafSpec, before: RowsReference, least: int) -> NpA
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A chunk of rows: reference, error, fingerprints, and number of unmarked changed rows."""
+    """Result for a chunk of rows: reference, error, hashes, and number of missing marks."""
 
     memory: RowsReference
     met: Distortion
@@ -399,7 +399,7 @@ def _quantize_chunk(
 
 
 def fingerprints(x: Array) -> NpArray:
-    """int64 [R] on the host: 64 bits of each row, which another row has by a chance of 2**-64.
+    """Return a hash of 64 bits for each row, int64 [R] on the host.
 
     Each word is multiplied by an odd number of its place and stirred, so that no two changes cancel out by habit, as
     two flipped signs would in a plain sum; then all are added up.
@@ -429,7 +429,7 @@ def fingerprints(x: Array) -> NpArray:
 
 
 def _stirred(words: Array) -> Array:
-    """Words whose high bits have gone into the low ones twice, in place; a bijection."""
+    """Mix high bits into low bits, in place; a bijection of 64-bit words."""
     words ^= (words >> 32) & 0xFFFFFFFF
     words *= _STIR
     words ^= (words >> 29) & 0x7FFFFFFFF
@@ -438,13 +438,13 @@ def _stirred(words: Array) -> Array:
 
 @functools.lru_cache(maxsize=32)
 def _factors(count: int) -> NpArray:
-    """Odd numbers, int64 [count], always the same."""
+    """Return fixed pseudorandom odd numbers, int64 [count]."""
     drawn: NpArray = np.random.default_rng(0).integers(-(2**63), 2**63, count, dtype=np.int64, endpoint=False) | 1
     return drawn
 
 
 def _kept(x: Array, spec: LeafSpec, style: Style) -> RowsReference:
-    """The memory of rows in one style; those it cannot hold as they are."""
+    """Quantize rows in one style; rows that it cannot represent are stored raw."""
     records, lost = quantized(x, spec, style)
     memory = all_of(style, records)
     if not lost.any():
@@ -523,7 +523,7 @@ def _parent_bytes(known: RowsReference | None, spec: LeafSpec) -> NpArray | None
 
 
 def _parent_codes(known: RowsReference | None, style: Style, columns: int) -> tuple[NpArray | None, NpArray | None]:
-    """Bytes of the numbers and the codes of the parent's rows, where some are of the same style.
+    """Return numbers and codes of the parent's rows of this style as bytes, or None.
 
     Rows of another style have numbers 0 and, as a code that no row has, 2**bits. At 8 bits codes have no context: it
     would tell next to nothing.
@@ -545,7 +545,7 @@ def _parent_codes(known: RowsReference | None, style: Style, columns: int) -> tu
 
 
 def _write_array(out: Writer, data: NpArray, spec: LeafSpec, parent: NpArray | None, coder: str) -> None:
-    """Bytes of an array as they are, or as a chunk of the stream "bytes" where that is smaller."""
+    """Write the bytes of an array plainly, or as a chunk of the stream "bytes" if smaller."""
     flat = np.ascontiguousarray(data).reshape(-1)
     if coder != "published":
         chunk = encode_chunk(flat, spec, parent)
@@ -575,7 +575,7 @@ def decode_rows(
     parent: Reference | None,
     sibling: Array | None = None,
 ) -> RowsReference:
-    """The stream format "rows"."""
+    """Decode the stream format "rows"."""
     if not spec.shape or not spec.size or spec.dtype not in DTYPES:
         raise CorruptDataError(f"rows: {spec.dtype} {spec.shape} has none")
     rows = spec.shape[0]
@@ -658,7 +658,7 @@ def _read_chunk(
 def restate_rows(
     spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Metadata and pieces that decode to this memory, as a base or over another parent's memory."""
+    """Encode a reference as a base or against another parent; return metadata and pieces."""
     if not isinstance(memory, RowsReference):
         raise BadArgumentError(f"rows: a {type(memory).__qualname__} holds no rows")
     before = parent if isinstance(parent, RowsReference) and parent.style.size == memory.style.size else None

@@ -28,7 +28,7 @@ def encode(
     numbers: bool = False,
     heights: Sequence[int] | None = None,
 ) -> bytes:
-    """Code symbols without a context, by whichever coder is smallest.
+    """Code symbols without a parent, with the coder that gives the smallest result.
 
     Args:
         symbols: uint8, shape (n,); n is not stored.
@@ -53,7 +53,7 @@ def encode(
 def encode_levels(
     levels: U8, size: int, parent: U8 | None, parent_size: int, coder: str, columns: int = 0, start: int = 0
 ) -> bytes:
-    """Code levels, as a delta against the parent's levels where there are any.
+    """Code levels, as a delta if the parent's levels are given.
 
     Args:
         levels: uint8, shape (n,), values below `size`.
@@ -128,7 +128,7 @@ def in_context(
 
 
 def _plain_may_win(counts: I64, bits: float, cost: float) -> bool:
-    """Whether symbols with these counts may take at most `cost` bytes without their context."""
+    """Return whether coding without context may take at most `cost` bytes."""
     n = int(counts.sum())
     if n - int(counts.max()) <= min(FEW, n // 2):
         return bits / 8 + 2 < cost

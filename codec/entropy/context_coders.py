@@ -32,7 +32,7 @@ _SIGN = np.uint8(128)
 
 
 def by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start: int, size: float) -> Writer | None:
-    """Code symbols in the context of their place's class and of `context`; None if not smaller.
+    """Code symbols in the context of their position's class; None if that is not smaller.
 
     Args:
         symbols: uint8, shape (n,).
@@ -61,7 +61,7 @@ def by_place(symbols: U8, context: U8 | None, counts: I64, columns: int, start: 
 def by_product(
     symbols: U8, columns: int, start: int, size: float, heights: Sequence[int] | None = None
 ) -> Writer | None:
-    """Code symbols for signed numbers in the context of products' predictions and place classes.
+    """Code signed numbers in the context of a low-rank prediction; None if not smaller.
 
     Args:
         symbols: as in `by_place`.
@@ -98,7 +98,7 @@ def by_product(
 
 
 def _factors_each(symbols: U8, columns: int, heights: Sequence[int]) -> list[Factors | None]:
-    """Factors of each of several matrices; of none where those of a few are of no use."""
+    """Return the factors of each matrix; all None if a few matrices gain nothing."""
     ends = list(accumulate(rows * columns for rows in heights))
     some = range(0, len(heights), -(-len(heights) // _TRIED))
     if not any(factors_of(symbols[ends[i] - heights[i] * columns : ends[i]], columns, 0) for i in some):
@@ -107,7 +107,7 @@ def _factors_each(symbols: U8, columns: int, heights: Sequence[int]) -> list[Fac
 
 
 def _predicted(factors: Sequence[Factors | None], sizes: Sequence[int]) -> U8:
-    """What products predict for each symbol of one matrix after another."""
+    """Return the predicted half steps of all symbols, one matrix after another."""
     found: U8 = np.full(sum(sizes), HALF_STEPS, np.uint8)
     begin = 0
     for own, size in zip(factors, sizes, strict=True):
@@ -118,7 +118,7 @@ def _predicted(factors: Sequence[Factors | None], sizes: Sequence[int]) -> U8:
 
 
 def decode_places(data: Reader, n: int, context: U8 | None) -> U8:
-    """What `by_place` wrote after its method, uint8 (n,)."""
+    """Decode the symbols that `by_place` coded, uint8 (n,)."""
     columns, phase, rows = _read_place(data, n)
     contexts = data.varint()
     if not 1 <= contexts <= 256:
@@ -134,7 +134,7 @@ def decode_places(data: Reader, n: int, context: U8 | None) -> U8:
 
 
 def decode_products(data: Reader, n: int) -> U8:
-    """What `by_product` wrote after its method, uint8 (n,)."""
+    """Decode the symbols that `by_product` coded, uint8 (n,)."""
     columns, phase, rows = _read_place(data, n)
     count = data.varint()
     if not 1 <= count <= rows:
@@ -177,7 +177,7 @@ def _read_factors(data: Reader, shapes: Sequence[tuple[int, int]]) -> list[np.nd
 
 
 def _in_classes(head: Writer, symbols: U8, contexts: U8, rows: int, size: float) -> Writer | None:
-    """Code symbols in contexts below `rows`, which the head describes.
+    """Code symbols in contexts below `rows` and append them to `head`.
 
     Returns None if that does not save at least half a percent of `size` bytes.
     """
@@ -210,7 +210,7 @@ def _write_classes(out: Writer, places: Places | None) -> None:
 
 
 def _read_place(data: Reader, n: int) -> tuple[int, int, int]:
-    """Columns, column of the first symbol, rows."""
+    """Read the number of columns, the column of the first symbol, and the number of rows."""
     columns, phase = data.varint(), data.varint()
     if not 1 <= columns <= n or phase >= columns:
         raise CorruptDataError(f"places: {n} symbols in {columns} columns from {phase}")

@@ -61,7 +61,7 @@ class Factors:
     shift: int
 
     def classes(self, n: int) -> NpArray:
-        """uint8, shape (n,): the predicted half steps, within `HALF_STEPS`, plus these."""
+        """Return predicted half steps, clipped at `HALF_STEPS` and increased by it, uint8 (n,)."""
         found: NpArray = product_classes(self.rows, self.columns, n, self.phase, shift=self.shift, most=HALF_STEPS)
         return found
 
@@ -76,7 +76,7 @@ def signed(symbols: NpArray) -> NpArray:
 
 
 def expected(classes: NpArray) -> NpArray:
-    """int8: the number that each class (uint8) predicts, halves upwards."""
+    """Return the number that each class predicts, int8; halves are rounded up."""
     numbers = classes + np.uint8(1)
     numbers >>= np.uint8(1)
     numbers -= np.uint8(HALF_STEPS // 2)
@@ -135,7 +135,7 @@ def factors_each(symbols: NpArray, columns: int, heights: Sequence[int]) -> list
 
 
 def _rounded(sums: NpArray, basis: NpArray, power: float, n: int, phase: int) -> Factors | None:
-    """Factors along the directions of a basis that are worth their bits.
+    """Return rounded factors along the directions that save more bits than they cost.
 
     Args:
         sums: int64 [rows, r], products of the rows with the basis.
@@ -163,7 +163,7 @@ def _rounded(sums: NpArray, basis: NpArray, power: float, n: int, phase: int) ->
 
 
 def _promising(symbols: NpArray, columns: int, phase: int, rank: int, lines: int) -> bool:
-    """Whether directions fitted to half of a sample save bytes on its other half.
+    """Return whether directions fitted to half of a sample save bytes on the other half.
 
     The same rows would not tell: few of them have directions of their own by chance.
     """
@@ -177,7 +177,7 @@ def _promising(symbols: NpArray, columns: int, phase: int, rank: int, lines: int
 
 
 def _promising_ones(matrices: NpArray, rank: int) -> list[int]:
-    """Which of several matrices of one shape `_promising` holds for."""
+    """Return the numbers of the matrices for which `_promising` holds."""
     count, height, columns = matrices.shape
     if height < _TELLING:
         return list(range(count))
@@ -195,23 +195,23 @@ def _promising_ones(matrices: NpArray, rank: int) -> list[int]:
 
 
 def _power(numbers: NpArray) -> float:
-    """Their mean square."""
+    """Return the mean square of the numbers."""
     return float((numbers.astype(np.int16) ** 2).sum(dtype=np.int64)) / numbers.size
 
 
 def _norms(basis: NpArray) -> NpArray:
-    """The squared length of each direction."""
+    """Return the squared length of each direction."""
     found: NpArray = (basis.astype(np.int64) ** 2).sum(axis=0)
     return found
 
 
 def _clipped(symbols: NpArray) -> NpArray:
-    """Their numbers, as near to 0 as `_CLIP`."""
+    """Return the signed numbers of symbols, clipped at `_CLIP`."""
     return signed(np.minimum(symbols, np.uint8(2 * _CLIP) + (symbols & np.uint8(1))))
 
 
 def _energies(sums: NpArray, norms: NpArray) -> NpArray:
-    """The squared length of the part of a matrix in each direction, from its products with them."""
+    """Return the squared length of a matrix's component in each direction."""
     small, shift = _within(sums, 20)
     found: NpArray = (small**2).sum(axis=0) * 4.0**shift / np.maximum(norms, 1)
     return found
@@ -226,7 +226,7 @@ def _sample(symbols: NpArray, columns: int, phase: int, size: int, least: int = 
 
 
 def _directions(values: NpArray, columns: int, rank: int) -> NpArray:
-    """int8 [columns, rank]: about the strongest directions of the rows."""
+    """Return the approximately strongest directions of the rows, int8 [columns, rank]."""
     basis = _signs(columns, rank)
     for _ in range(_ROUNDS):
         rows = _shortened(row_products(values, basis))
@@ -251,14 +251,14 @@ def _directions_each(matrices: NpArray, rank: int) -> NpArray:
 
 
 def _shortened(vectors: NpArray) -> NpArray:
-    """int8 [..., n, r]: each vector as long as `TOP` allows."""
+    """Scale each vector to the largest length that `TOP` allows, int8 [..., n, r]."""
     largest = np.maximum(np.abs(vectors).max(axis=-2, keepdims=True, initial=0), 1).astype(np.float64)
     shortened: NpArray = np.rint(vectors * (TOP / largest)).astype(np.int8)
     return shortened
 
 
 def _signs(lines: int, rank: int) -> NpArray:
-    """int8 [lines, rank] of +1 and -1, always the same.
+    """Return fixed pseudorandom signs +1 and -1, int8 [lines, rank].
 
     Source: Steele, Lea and Flood 2014, the mixing function of SplittableRandom.
     """
@@ -268,13 +268,13 @@ def _signs(lines: int, rank: int) -> NpArray:
 
 
 def _within(sums: NpArray, bits: int) -> tuple[NpArray, int]:
-    """Integers shifted to the right until they have no more bits than that; and by how much."""
+    """Shift integers right until they fit in `bits` bits; also return the shift."""
     shift = max(0, int(np.abs(sums).max(initial=0)).bit_length() - bits)
     return sums >> shift, shift
 
 
 def _worth(energies: NpArray, power: float, n: int, lines: int) -> list[int]:
-    """The directions that save more bits than their factors take, the strongest first.
+    """Return the directions that save more bits than their factors cost, strongest first.
 
     Of n numbers of variance s, a direction of energy E takes E / n away: n / 2 log2(s / (s - E / n)) bits. Its factors
     take what normal numbers in eighths do.

@@ -1,4 +1,4 @@
-"""Symbols alone: of several coders the smallest, without a context and wherever they stand."""
+"""Coding of symbols without a context, by the smallest of several coders."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NOISE = 8 / SLACK
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to write symbols that is known well enough to say how long it is.
+    """A coder for given symbols, with the size of its result.
 
     Args:
         method: its number.
@@ -44,7 +44,7 @@ class Candidate:
     write: Callable[[Writer], None]
 
     def done(self) -> Writer:
-        """All of it."""
+        """Return the complete stream, method byte included."""
         out = Writer()
         out.byte(self.method)
         self.write(out)
@@ -92,7 +92,7 @@ def coded(symbols: U8) -> Writer:
 
 
 def sample(n: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
-    """What takes the same small share of every array of n elements: short stretches all over it."""
+    """Return a function that takes the same small sample of any array of n elements."""
     if n <= SAMPLE:
         return lambda x: x
     length = SAMPLE // PARTS
@@ -101,12 +101,12 @@ def sample(n: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
 
 
 def encode_plain(symbols: U8, counts: I64) -> Writer:
-    """The same where it is known how often each symbol occurs, int64 [256]."""
+    """Code symbols with known counts, int64 [256], by the coder with the smallest result."""
     return smallest(symbols, counts)[0].done()
 
 
 def encode_huffman(symbols: U8) -> bytes:
-    """Huffman alone, as the published system codes a base."""
+    """Code symbols by Huffman only, as the published system codes a base."""
     counts = counts_of(symbols)
     if np.count_nonzero(counts) <= 1:
         return encode_plain(symbols, counts).done()
@@ -156,7 +156,7 @@ def _exceptions(symbols: U8, peak: int) -> Candidate:
 
 
 def decode_plain(data: memoryview, n: int) -> U8:
-    """Decode n symbols of a stream that is itself coded without context and place.
+    """Decode n symbols of a stream that may not contain context or position coding.
 
     What other streams are made of is read by this: else hostile bytes nest as deep as they are long.
 
@@ -167,14 +167,14 @@ def decode_plain(data: memoryview, n: int) -> U8:
 
 
 def plain_decoder(method: int) -> Callable[[Reader, int], U8]:
-    """What decodes a method without context and place."""
+    """Return the decoder of a method without context and position."""
     if method not in _DECODERS:
         raise CorruptDataError(f"symbols: method {method} is unknown, or not for a stream inside another")
     return _DECODERS[method]
 
 
 def decoded(data: memoryview, n: int, decoder_of: Callable[[int], Callable[[Reader, int], U8]]) -> U8:
-    """The n symbols of a stream, no more and no less, by what decodes its method."""
+    """Decode exactly n symbols with the decoder of the stream's method."""
     reader = Reader(data, "symbols")
     symbols = decoder_of(reader.byte())(reader, n)
     reader.end()

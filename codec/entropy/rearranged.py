@@ -32,7 +32,7 @@ def encode_rearranged(levels: U8, size: int, parent: U8, parent_size: int) -> by
 
 
 def decode_rearranged(data: Reader, n: int, context: U8, contexts: int) -> U8:
-    """What `encode_rearranged` wrote after its method, uint8 (n,)."""
+    """Decode the symbols that `encode_rearranged` coded, uint8 (n,)."""
     buffer = data.varint()
     if not 2 <= buffer <= 256 or buffer < contexts:
         raise CorruptDataError(f"rearranged: a cyclic buffer of {buffer} levels")

@@ -36,7 +36,7 @@ _FAR = 8
 
 
 def _halves() -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Bounds between half octaves, 2**((2 k - 1) / 4); by roots, which all machines round alike."""
+    """Return the bounds between half octaves, 2**((2 k - 1) / 4), the same on all machines."""
     quarter = math.sqrt(math.sqrt(2.0))
     bounds = [math.ldexp(quarter if k % 2 else 1.0 / quarter, k // 2) for k in range(1 - _FARTHEST, _FARTHEST + 1)]
     return np.array(bounds)
@@ -72,7 +72,7 @@ class Places:
 
 
 def columns_of(shape: Sequence[int], parts: int = 1) -> int:
-    """Columns of an array as a matrix, its first axis against the rest; 0 for one of fewer axes.
+    """Return the columns of an array as a matrix with its first axis as rows, else 0.
 
     Args:
         shape: of the array.
@@ -155,11 +155,11 @@ def populations(n: int, columns: int, phase: int, rows: int) -> tuple[I64, I64]:
 
 
 def _mass(rows: I64, columns: I64) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """How many places have each sum of classes."""
+    """Return the number of positions for each sum of row class and column class."""
     return np.convolve(np.bincount(rows).astype(np.float64), np.bincount(columns).astype(np.float64))
 
 
 def _span(mass: np.ndarray[Any, np.dtype[np.float64]]) -> int:
-    """Classes that all but `_WITHOUT` of the places have, half of those left out on either side."""
+    """Return the number of central classes that hold all but `_WITHOUT` of the positions."""
     share = np.cumsum(mass) / mass.sum()
     return int(np.searchsorted(share, 1 - _WITHOUT / 2)) - int(np.searchsorted(share, _WITHOUT / 2)) + 1

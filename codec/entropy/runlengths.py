@@ -36,7 +36,7 @@ def encode_published(symbols: U8) -> bytes:
 
 
 def decode_published(data: Reader, n: int) -> U8:
-    """What `encode_published` wrote after its method, uint8 (n,)."""
+    """Decode the symbols that `encode_published` coded, uint8 (n,)."""
     count, size = data.varint(), data.varint()
     if not 1 <= size <= min(count, 1 << 16) or not count <= 2 * n:
         raise CorruptDataError(f"run lengths: {count} tokens, {size} of them different, for {n} values")

@@ -41,12 +41,12 @@ _A_TIE = 0.5
 
 
 def array(data: memoryview) -> U8:
-    """Bytes as symbols, not copied."""
+    """View bytes as symbols, without a copy."""
     return np.frombuffer(data, np.uint8)
 
 
 def counts_of(symbols: U8) -> I64:
-    """How often each of the 256 symbols occurs."""
+    """Count each of the 256 symbols."""
     if symbols.size < _BINCOUNT:
         return np.bincount(symbols, minlength=256)
     counts: I64 = joint_counts(np.zeros(symbols.size, np.uint8), symbols, 2, 256)[0]
@@ -127,7 +127,7 @@ class Table:
         return wide._widened() if wide is not None and wide.cost + WIDE <= fast * found.cost else found
 
     def _widened(self) -> Table:
-        """The same with 64 states."""
+        """Switch to 64 states."""
         self.states = WIDE_STATES
         self.cost += WIDE
         return self
@@ -151,7 +151,7 @@ def rans_bytes(counts: I64) -> float:
 
 
 def read_rans(data: Reader, contexts: U8 | None, n_contexts: int, n: int) -> U8:
-    """What `Table.write` wrote, uint8 (n,)."""
+    """Decode the symbols that `Table.write` coded, uint8 (n,)."""
     form = data.byte()
     states, precision = (WIDE_STATES, WIDE_PRECISION) if form == WIDE_STATES else (STATES, form)
     symbols = data.varint()

@@ -1,4 +1,4 @@
-"""Evidence: what an array of a state is, and what says so.
+"""Evidence: the role of each array of a state, and its source.
 
 An array may be stored with loss only if there is evidence of its kind (`Evidence`). In this order:
 

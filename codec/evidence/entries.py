@@ -1,4 +1,4 @@
-"""Entries of optimizers: whose they are, in every layout that occurs.
+"""Optimizer entries: the parameter and role of each, in every layout of optimizer states.
 
 torch, nested          optimizer/state/0/exp_avg, optimizer/state/fc.weight/exp_avg
 torch, flattened       optimizer/state.fc.weight.exp_avg
@@ -42,13 +42,13 @@ class Entry(NamedTuple):
 
     @property
     def owner(self) -> tuple[str, str]:
-        """What all entries of one parameter have in common."""
+        """Key that all entries of one parameter share."""
         return self.above, self.parameter
 
 
 @dataclass(slots=True)
 class Outline:
-    """What the containers of a state say, apart from its arrays.
+    """The structure of a state's containers, without its arrays.
 
     Args:
         orders: for each path of an optimizer in torch's layout, the parameters of its groups in order.
@@ -146,7 +146,7 @@ def entries_of(paths: Sequence[str], outline: Outline) -> list[Entry | None]:
 
 
 def _tails(paths: Iterable[str]) -> set[str]:
-    """All paths and their tails."""
+    """Return all paths and their tails: the path without its first keys."""
     found = set()
     for path in paths:
         found.add(path)
@@ -157,7 +157,7 @@ def _tails(paths: Iterable[str]) -> set[str]:
 
 
 def _of_tree(parts: list[str], entry: Entry, tails: set[str]) -> Entry:
-    """The entry, with the parameter whose path ends as the entry's does."""
+    """Return the entry with the parameter whose path ends as the entry's path does."""
     if parts[-1] in _COUNTS:
         return entry
     for at in range(entry.optimizer.count("/") + 2, len(parts)):
@@ -195,7 +195,7 @@ def parse(path: str, optimizers: Collection[str] = ()) -> Entry | None:
 
 
 def _root(parts: list[str]) -> str:
-    """The path down to the first key that holds an optimizer, with its numbers; else ""."""
+    """Return the path of the optimizer above an entry, with its numbers; "" without one."""
     for at in range(len(parts) - 1):
         if OPTIMIZER.match("/".join(parts[at:])):
             end = at + 1

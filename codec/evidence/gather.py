@@ -1,4 +1,4 @@
-"""Evidence of all arrays of a state, gathered once for everything that asks.
+"""Evidence of all arrays of a state, gathered once for all that use it.
 
 An array may be stored with loss only if one of these shows its kind, in this order: a rule of the user that names it
 by path (`codec.config`), `kinds=`, the structure of the state (an optimizer's entry belongs to it), or a name and shape
@@ -30,7 +30,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What an array is, and what says so.
+    """The role of an array, and the source of that knowledge.
 
     Args:
         kind: layer type and role. Without evidence the role is "state".
@@ -50,13 +50,13 @@ class Evidence:
 
     @property
     def may_be_lossy(self) -> bool:
-        """Whether the array may change without a rule that names it by path."""
+        """Return whether the array may change without a rule that names it by path."""
         return bool(self.source) and not self.is_bound and self.kind.role != "state"
 
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """The arrays of a state, as evidence is gathered of them.
+    """The arrays of a state, as the input of `gather`.
 
     Args:
         paths: of all arrays.
@@ -115,7 +115,7 @@ def _role(entry: Entry, shape: tuple[int, ...], kind: Kind | None) -> str:
 
 
 def _given(arrays: Arrays, entries: Mapping[int, Entry], kinds: Mapping[str, Any] | None) -> list[Kind | None]:
-    """The kind that `kinds=` has for each array; None if no entry fits.
+    """Return the kind that `kinds=` gives for each array; None if no entry matches.
 
     Several arrays may end in one name: a copy of each weight, or layers of another model. Where their numbers of axes
     differ, nobody can say which is meant.
@@ -200,7 +200,7 @@ def _of_parameter(
 
 
 def _bound(evidence: Evidence, spec: LeafSpec, spoilt: str) -> Evidence:
-    """The evidence, with the reason if the array must stay exact under every rule."""
+    """Return the evidence, marked as exact if no rule may make the array lossy."""
     kind = evidence.kind
     moment = kind.role.endswith("moment")
     least = TINY_MOMENT if moment else TINY
@@ -218,7 +218,7 @@ def _bound(evidence: Evidence, spec: LeafSpec, spoilt: str) -> Evidence:
 
 
 def _spoilt(arrays: Arrays, entries: Mapping[int, Entry], roles: Mapping[int, str], matches: Matches) -> dict[int, str]:
-    """The moments whose values or surroundings contradict their names, with the reason."""
+    """Return the moments whose values or entries contradict their names, with the reason."""
     spoilt = unpaired_roots(entries, roles, lambda v, m: _is_variance(arrays, v, m))
     moments = [i for i, role in roles.items() if role.endswith("moment") and arrays.specs[i].dtype in FORMATS]
 
@@ -247,13 +247,13 @@ def _wrong_values(flat: Any, role: str) -> str:
 
 
 def _extremes(flat: Any) -> tuple[float, float]:
-    """The smallest and the largest value; NaN if there is one."""
+    """Return the smallest and the largest value; NaN if the array contains NaN."""
     with np.errstate(invalid="ignore"):
         return float(flat.min()), float(flat.max())
 
 
 def _is_variance(arrays: Arrays, second: int, first: int) -> bool:
-    """Whether `v >= m**2` for all elements, to what rounding to bfloat16 may have done."""
+    """Return whether `v >= m**2` for all elements, within the rounding of bfloat16."""
     specs = arrays.specs[second], arrays.specs[first]
     if specs[0].shape != specs[1].shape or {spec.dtype for spec in specs} - FORMATS.keys():
         return False
@@ -268,5 +268,4 @@ def _is_variance(arrays: Arrays, second: int, first: int) -> bool:
 
 
 def _wide(x: Any) -> Any:
-    """As float64, in its library."""
     return x.double() if is_torch(x) else x.astype(np.float64)

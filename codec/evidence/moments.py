@@ -51,7 +51,7 @@ def guess(path: str, spec: LeafSpec) -> Kind:
 
 
 def is_update(first: Entry, kind: Kind, second: Entry) -> bool:
-    """Whether a first moment over the root of a second one is the optimizer's update.
+    """Return whether m / sqrt(v) of two entries is the optimizer's update.
 
     Args:
         first: entry of the first moment.

@@ -84,23 +84,23 @@ def layer_of(path: str, spec: LeafSpec) -> str:
 
 
 def is_norm(name: str) -> bool:
-    """Whether a name is that of a norm or its statistics."""
+    """Return whether a name is that of a norm or its statistics."""
     return _NORM.search(name) is not None
 
 
 def is_bias(name: str) -> bool:
-    """Whether a last name is that of a bias."""
+    """Return whether a last name is that of a bias."""
     return _BIAS.search(name) is not None
 
 
 def is_attention(name: str) -> bool:
-    """Whether a name is that of an attention layer's projection."""
+    """Return whether a name is that of an attention layer's projection."""
     return _ATTENTION.search(name) is not None
 
 
 @lru_cache(_KNOWN)
 def has_weight_name(path: str) -> bool:
-    """Whether the last name is one that only weights of layers have.
+    """Return whether the last name is one that only weights of layers have.
 
     Example:
         >>> [has_weight_name(p) for p in ("fc.weight", "rnn.weight_ih_l0", "freqs", "vq.codebook.weight")]
@@ -112,13 +112,13 @@ def has_weight_name(path: str) -> bool:
 
 @lru_cache(_KNOWN)
 def is_codebook(path: str) -> bool:
-    """Whether an array belongs to a vector quantizer, by its path."""
+    """Return whether a path is that of a vector quantizer's array."""
     return _CODEBOOK.search(path) is not None
 
 
 @lru_cache(_KNOWN)
 def is_other_part(path: str) -> bool:
-    """Whether an array stands in a part that holds no weights: a loader, a scheduler.
+    """Return whether a path is in a part without weights, such as a loader or scheduler.
 
     Example:
         >>> is_other_part("more/replay/weight"), is_other_part("model/position.weight")
@@ -129,7 +129,7 @@ def is_other_part(path: str) -> bool:
 
 @lru_cache(_KNOWN)
 def is_average(path: str) -> bool:
-    """Whether an array stands in an average or a late copy of the model, by its keys.
+    """Return whether a path is in an average or a delayed copy of the model.
 
     Example:
         >>> is_average("ema/fc.weight"), is_average("model/fc.weight")
@@ -144,7 +144,7 @@ def _near_root(pattern: re.Pattern[str], path: str) -> bool:
 
 
 def could_be_matrix(spec: LeafSpec) -> bool:
-    """Whether an array has the shape of a layer's weights: two axes of 16 or more.
+    """Return whether a shape is that of a layer's weights: two axes of 16 or more.
 
     A table of points or splats has one short record a row, and an error in it moves a point.
     """

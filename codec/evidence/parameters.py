@@ -38,7 +38,7 @@ class Matches:
 
 @dataclass(slots=True)
 class _Optimizer:
-    """The parameters of one optimizer, by number or name, in the order they stand in the state.
+    """The parameters of one optimizer, by number or name, in the order of the state.
 
     Args:
         path: of the optimizer.
@@ -51,7 +51,7 @@ class _Optimizer:
     shapes: dict[str, set[Shape]]
 
     def shape(self, parameter: str) -> Shape | None:
-        """The shape of a parameter, where its entries agree on it."""
+        """Return the shape of a parameter if all its entries agree on it, else None."""
         found = self.shapes[parameter]
         return next(iter(found)) if len(found) == 1 else None
 
@@ -110,7 +110,7 @@ def _optimizers(entries: Mapping[int, tuple[Entry, Shape]]) -> list[_Optimizer]:
 
 
 def _plain(name: str) -> str:
-    """A name with dots between all its parts, without the prefixes of wrappers."""
+    """Return a name with dots between all its parts, without the prefixes of wrappers."""
     plain = name.replace("/", ".")
     while (shorter := _WRAPPERS.sub(r"\1", plain).replace("..", ".").lstrip(".")) != plain:
         plain = shorter
@@ -118,7 +118,7 @@ def _plain(name: str) -> str:
 
 
 def _by_name(optimizer: _Optimizer, candidates: Mapping[int, tuple[str, Shape]]) -> tuple[dict[str, int], list[str]]:
-    """The array of each named parameter, and the parameters found in another shape only."""
+    """Return the array of each named parameter, and parameters found in other shapes only."""
     wanted = {_plain(parameter): parameter for parameter in optimizer.shapes}
     named: dict[str, list[int]] = {}
     for i, (path, _) in candidates.items():
@@ -141,7 +141,7 @@ def _by_name(optimizer: _Optimizer, candidates: Mapping[int, tuple[str, Shape]])
 def _by_order(
     optimizers: list[_Optimizer], candidates: Mapping[int, tuple[str, Shape]], outline: Outline
 ) -> Iterable[tuple[int, tuple[str, str]]]:
-    """The arrays of numbered parameters, by one optimizer each, then by all others together."""
+    """Yield numbered parameters' arrays, matched by one optimizer or several together."""
     left = []
     for optimizer in optimizers:
         fitting = [m for group in _trees(optimizer.path, candidates) if (m := _fit([optimizer], group, outline))]
@@ -157,7 +157,7 @@ def _by_order(
 
 
 def _trees(optimizer: str, candidates: Mapping[int, tuple[str, Shape]]) -> list[dict[int, Shape]]:
-    """The groups of arrays that an optimizer may train: each part next to it, and all."""
+    """Return the groups of arrays that an optimizer may train: sibling subtrees, and all."""
     parts = optimizer.split("/") if optimizer else []
     while parts and _INDEX.fullmatch(parts[-1]):
         parts.pop()
@@ -181,7 +181,7 @@ def _trees(optimizer: str, candidates: Mapping[int, tuple[str, Shape]]) -> list[
 
 
 def _agrees(shape: Shape, entries: set[Shape]) -> bool:
-    """Whether entries of these shapes may be a parameter's: its shape, or its factors."""
+    """Return whether entries of these shapes fit a parameter: its shape, or its factors."""
     if shape in entries:
         return True
     try:
@@ -193,7 +193,7 @@ def _agrees(shape: Shape, entries: set[Shape]) -> bool:
 def _fit(
     optimizers: Sequence[_Optimizer], group: Mapping[int, Shape], outline: Outline
 ) -> list[tuple[int, tuple[str, str]]]:
-    """The owner of each array, where number and shapes of all parameters agree; else nothing."""
+    """Return the owner of each array if number and shapes of all parameters agree, else nothing."""
     if len(optimizers) == 1 and (order := outline.orders.get(optimizers[0].path)):
         one, arrays = optimizers[0], list(group.items())
         if len(order) == len(arrays):

@@ -1,4 +1,4 @@
-"""Reasons that a file names by number.
+"""Reasons that files store as numbers.
 
 They are part of format version 1, which has exactly these: a file numbers its own texts from the end of this list on.
 One more here would change what older files say.

@@ -14,7 +14,7 @@ Chunk = tuple[memoryview, slice]
 def chunks_of(
     what: str, pieces: Sequence[memoryview], size: int, needed: int, *, step: int, head: bool = False
 ) -> list[Chunk]:
-    """Each piece with its part of 0 ... size - 1, in order.
+    """Return each piece with its range of 0 ... size - 1, in order.
 
     Args:
         what: the stream format, for messages.

@@ -52,7 +52,7 @@ def _digest(*parts: Bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything in a file is: the header, and each chunk's offset, length and checksum."""
+    """Layout of a file: its header, and each chunk's offset, length and checksum."""
 
     header: dict[str, Any]
     starts: tuple[int, ...]
@@ -158,7 +158,7 @@ def _header(stored: memoryview, plain_len: int) -> dict[str, Any]:
 
 
 class Body:
-    """The chunks of a file; a chunk is checked when one of its pieces is first asked for."""
+    """The chunks of a file; each is checked when one of its pieces is first read."""
 
     def __init__(self, data: Source, where: Layout) -> None:
         self._data = data

@@ -28,7 +28,7 @@ class Writer:
         return self._before + len(self._out)
 
     def byte(self, value: int) -> None:
-        """One unsigned byte."""
+        """Write one unsigned byte."""
         self._out.append(value)
 
     def varint(self, value: int) -> None:
@@ -39,7 +39,7 @@ class Writer:
         self._out.append(value)
 
     def raw(self, data: Bytes | np.ndarray[Any, Any] | Writer) -> None:
-        """Bytes as they are; their number must follow from the context."""
+        """Write bytes without their length."""
         if isinstance(data, Writer):
             for part in data.parts():
                 self.raw(part)
@@ -74,7 +74,7 @@ Piece = bytes | Writer
 
 
 def parts_of(piece: Piece) -> tuple[Bytes, ...]:
-    """A piece as the buffers it is held in."""
+    """Return the buffers that a piece consists of."""
     return piece.parts() if isinstance(piece, Writer) else (piece,)
 
 
@@ -92,14 +92,14 @@ class Reader:
         return len(self._data) - self._at
 
     def raw(self, n: int) -> memoryview:
-        """The next n bytes, without a copy."""
+        """Read the next n bytes, without a copy."""
         if n < 0 or n > self.left:
             raise CorruptDataError(f"{self._what}: {n} bytes wanted, {self.left} left")
         self._at += n
         return self._data[self._at - n : self._at]
 
     def byte(self) -> int:
-        """One unsigned byte."""
+        """Read one unsigned byte."""
         return self.raw(1)[0]
 
     def varint(self) -> int:
@@ -121,10 +121,10 @@ class Reader:
         return self.raw(self.varint())
 
     def rest(self) -> memoryview:
-        """All bytes that are left."""
+        """Read all remaining bytes, without a copy."""
         return self.raw(self.left)
 
     def end(self) -> None:
-        """Nothing may be left."""
+        """Raise CorruptDataError unless all bytes were read."""
         if self.left:
             raise CorruptDataError(f"{self._what}: {self.left} bytes too many")

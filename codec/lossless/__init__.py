@@ -1,1 +1,1 @@
-"""Arrays to the bit: alone, against their parent, as a copy of another array."""
+"""Exact storage: an array alone, against its parent, or as a copy of another array."""

@@ -29,7 +29,7 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def encode_addends(after: NpArray, before: NpArray, spec: LeafSpec) -> bytes | None:
-    """The levels and addends that take `before` to `after`.
+    """Encode the levels and addends that turn `before` into `after`.
 
     Args:
         after: uint8, bytes of an array of `spec.dtype` (float16, bfloat16, float32, float64), 4 M elements at most.
@@ -144,7 +144,7 @@ def _fewest(new: NpArray, old: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArra
 
 
 def _heaviest(weight: NpArray, start: NpArray, stop: NpArray) -> NpArray:
-    """Return the position of the first largest weight of each range; of an empty one, its start."""
+    """Return the position of the first maximum of each range; for an empty one, its start."""
     # best[k][i] is the place of the largest weight in i ... i + 2**k - 1.
     best = [np.arange(weight.size)]
     longest = int((stop - start).max(initial=1))

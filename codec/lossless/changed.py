@@ -56,7 +56,7 @@ class Changed:
         check_field(self, "coder", choice, ("smallest", "published"))
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Nothing to look at."""
+        """Return None for each array: this codec needs no plans."""
         return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
@@ -97,7 +97,7 @@ def _chunks(data: NpArray, spec: LeafSpec, parent: Reference | None, coder: str)
 
 
 def _values(data: NpArray, spec: LeafSpec, coder: str, start: int | None) -> Writer:
-    """Values, a stretch of the array from its element `start` on, or (None) from all over it."""
+    """Encode values that begin at element `start`, or (None) come from all over the array."""
     if coder != "published":
         return encode_chunk(data, spec, None, start)
     out = Writer()
@@ -115,7 +115,7 @@ def _full(data: NpArray, spec: LeafSpec, coder: str, start: int) -> Writer:
 
 
 def _masked(data: NpArray, before: NpArray, spec: LeafSpec, coder: str, start: int) -> _Chunk:
-    """A chunk against its parent, in full where that is smaller."""
+    """Encode a chunk as mask and changed values, or in full if that is smaller."""
     width = f"<u{spec.itemsize}"
     new = data.view(width)
     mask = changed_mask(new, before.view(width))
@@ -136,7 +136,7 @@ def _masked(data: NpArray, before: NpArray, spec: LeafSpec, coder: str, start: i
 def restate_changed(
     spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[Writer]]:
-    """The same bytes against another parent, see `codec.rebase`."""
+    """Encode the same bytes as a base or against another parent."""
     data = memory.data if isinstance(memory, BytesReference) else as_bytes(memory.values(spec))
     return meta, [c.piece for c in _chunks(data, spec, parent, "smallest")]
 
@@ -148,7 +148,7 @@ def decode_changed(
     parent: Reference | None,
     sibling: Array | None = None,
 ) -> BytesReference:
-    """The stream format "changed"."""
+    """Decode the stream format "changed"."""
     return decode_parts("changed", spec, pieces, parent, CHUNK * spec.itemsize, _decode_part)
 
 

@@ -29,7 +29,7 @@ _CONTEXTS, _LEAST, _STRIDE = 64, 256, 16
 
 
 def encode_differences(u: NpArray, before: NpArray, layout: Layout, kind: int) -> Writer:
-    """Code float patterns against as many of the parent.
+    """Code float patterns as differences to the parent's patterns.
 
     Args:
         u: unsigned patterns, shape (n,).
@@ -82,7 +82,7 @@ def difference_bits(steps: NpArray, before: NpArray, layout: Layout) -> tuple[fl
 
 
 def _contexts(before: NpArray, layout: Layout, kind: int) -> tuple[NpArray, int]:
-    """The context of each element, and how many there are.
+    """Return the context of each element, and the number of contexts.
 
     MAGNITUDE: exponents from the lowest up, joined until they hold a 64th of the elements, and 256 of them; counted on
     every 16th element where there are many.
@@ -102,7 +102,7 @@ def _contexts(before: NpArray, layout: Layout, kind: int) -> tuple[NpArray, int]
 
 @lru_cache(maxsize=4)
 def _upper_bits(upper: int) -> NpArray:
-    """The upper four bits of the mantissa, by those and the `upper` bits before them."""
+    """Return the table that maps upper pattern bits to the upper four mantissa bits."""
     table = np.tile(np.arange(16, dtype=np.uint8), 1 << upper)
     table.flags.writeable = False
     return table

@@ -55,7 +55,7 @@ _NEAR = 1.06
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Store every bit. Deltas are taken where they are smaller.
+    """Store every bit, as a delta if that is smaller.
 
     Example:
         >>> Exact()
@@ -65,7 +65,7 @@ class Exact:
     id: ClassVar[str] = "exact"
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Nothing to look at."""
+        """Return None for each array: this codec needs no plans."""
         return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
@@ -149,7 +149,7 @@ def pieces_of(data: NpArray, spec: LeafSpec, parent: Reference | None) -> list[W
 def restate_bytes(
     spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[Writer]]:
-    """The same bytes against another parent, see `codec.rebase`."""
+    """Encode the same bytes as a base or against another parent."""
     data = memory.data if isinstance(memory, BytesReference) else as_bytes(memory.values(spec))
     return meta, pieces_of(data, spec, parent)
 
@@ -186,7 +186,7 @@ def _encode_plain(data: NpArray) -> Writer:
 
 
 def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None = None) -> Writer:
-    """Code bytes of items of a dtype against as many bytes of the parent, or on their own.
+    """Encode bytes of items of a dtype, alone or against the parent's bytes.
 
     `data` must not change before the writer's `done`.
 
@@ -202,7 +202,7 @@ def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: i
 def _encode(
     data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None, copy_to: NpArray | None
 ) -> tuple[Writer, bool]:
-    """Do as `encode_chunk`; also return whether `copy_to` received the bytes.
+    """Encode a chunk as `encode_chunk` does; return whether `copy_to` received the bytes.
 
     It receives nothing if nothing changed.
     """
@@ -232,7 +232,7 @@ def _encode(
 
 
 def _same(data: NpArray, before: NpArray) -> bool:
-    """Whether two stretches hold the same bytes; what differs mostly does so early."""
+    """Return whether two byte arrays are equal."""
     return np.array_equal(data[:_EARLY], before[:_EARLY]) and np.array_equal(data, before)
 
 
@@ -271,7 +271,7 @@ def _difference_or_xor(current: NpArray, before: NpArray) -> tuple[int, dict[int
 
 
 def _planes_bits(planes: NpArray) -> float:
-    """Bits that byte planes of a sample take, about."""
+    """Estimate the bits that the byte planes of a sample take."""
     count, n = planes.shape
     counts = joint_counts(np.repeat(np.arange(count, dtype=np.uint8), n), planes.reshape(-1), max(2, count), 256)
     return entropy.sampled_bits(counts)
@@ -330,7 +330,7 @@ def decode_bytes(
     parent: Reference | None,
     sibling: Array | None = None,
 ) -> BytesReference:
-    """The stream format "bytes"."""
+    """Decode the stream format "bytes"."""
     return decode_parts("exact", spec, pieces, parent, CHUNK * 4, decode_chunk)
 
 
@@ -350,7 +350,7 @@ DecodePart = Callable[[memoryview, NpArray, LeafSpec, NpArray | None], None]
 
 
 def parent_bytes(parent: Reference | None, spec: LeafSpec) -> NpArray | None:
-    """The parent's restored bytes, where it has any of the right number."""
+    """Return the parent's restored bytes if their number is right, else None."""
     return parent.data if isinstance(parent, BytesReference) and parent.data.size == spec.nbytes else None
 
 

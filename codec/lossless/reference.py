@@ -1,4 +1,4 @@
-"""What the next delta of an exact array needs: its bytes, or the parent's and what changed."""
+"""References of exact arrays: the bytes, or the parent's bytes and the changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BytesReference:
 
 
 class PatchedReference(BytesReference):
-    """The parent's bytes and what changed; joined when they are first asked for.
+    """The parent's bytes and the changes, which are applied at the first access.
 
     They are joined in the parent's memory if nothing else refers to it any more, as in a run whose checkpoints follow
     one another; else in a copy.
@@ -59,14 +59,14 @@ class PatchedReference(BytesReference):
             return self._bytes
 
     def _is_alone(self) -> bool:
-        """Whether the memory belongs to the array, and only this object refers to the array."""
+        """Return whether the memory belongs to the array, and only this object refers to it."""
         alone = _referrers(self) <= _ALONE  # first: the flags refer to the array, too
         flags = self._bytes.flags
         return alone and bool(flags.owndata and flags.writeable)
 
 
 def _referrers(reference: PatchedReference) -> int:
-    """Count the references to the parent's bytes, with those that counting takes."""
+    """Count the references to the parent's bytes, including those of the count itself."""
     return sys.getrefcount(reference._bytes) if hasattr(sys, "getrefcount") else sys.maxsize
 
 

@@ -31,7 +31,7 @@ _LEAST = 2048
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the fields of a float pattern are.
+    """Positions of the fields of a float pattern.
 
     Args:
         width: bits of the pattern.
@@ -59,7 +59,7 @@ LAYOUTS = {
 
 
 def encode_scaled(u: NpArray, layout: Layout, columns: int, start: int) -> Writer:
-    """Code float patterns.
+    """Code float patterns without a parent.
 
     Args:
         u: unsigned patterns, shape (n,).
@@ -106,7 +106,7 @@ def _in_scale(top: NpArray, layout: Layout, columns: int, start: int) -> Writer 
 
 
 def _halves(sums: NpArray, numbers: NpArray, steps: int) -> NpArray:
-    """Means in half octaves, rounded."""
+    """Return means in half octaves, rounded."""
     octaves = numbers.astype(np.int64) * steps
     halves: NpArray = (4 * sums + octaves) // (2 * octaves)
     return halves

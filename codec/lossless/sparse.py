@@ -63,7 +63,7 @@ _ORDERED = {1: "float8_e5m2", 2: "float16", 4: "float32", 8: "float64"}
 
 @dataclass(frozen=True, slots=True)
 class Patterns:
-    """How the items of an array are compared.
+    """Width, order and mantissa of the patterns of an array's items.
 
     Args:
         width: bytes; of a complex number, of its parts.
@@ -77,7 +77,7 @@ class Patterns:
 
     @staticmethod
     def of(spec: LeafSpec) -> Patterns | None:
-        """None for items of a width that no number has."""
+        """Return the patterns of an array's items; None if no number has their width."""
         width = spec.itemsize // 2 if spec.dtype.startswith("complex") else spec.itemsize
         if width not in _ORDERED:
             return None
@@ -85,13 +85,13 @@ class Patterns:
         return Patterns(width, f"uint{8 * width}" if mantissa is None else _ORDERED[width], mantissa)
 
     def view(self, data: NpArray) -> NpArray:
-        """Bytes as unsigned patterns."""
+        """View bytes as unsigned patterns."""
         return data.view(f"<u{self.width}")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a comparison found.
+    """Result of a comparison of an array with its parent.
 
     Args:
         changes: their number; None where there were too many to collect.
@@ -191,7 +191,7 @@ def located_edges(data: NpArray, before: NpArray, spec: LeafSpec, nbytes: int) -
 
 
 def _edges(sampled: NpArray, how: Patterns, share: float, n: int) -> tuple[int, ...]:
-    """Edges of classes by exponents, as many as so many changes pay for."""
+    """Return edges of classes by exponents, as many as the number of changes justifies."""
     most = min(int(share * n / _FEW), MOST_EDGES + 1)
     if how.mantissa is None or most < 2:
         return ()
@@ -251,7 +251,7 @@ def _shorter(delta: SparseDelta, new: NpArray, old: NpArray) -> tuple[SparseDelt
 
 
 def _bits(changes: NpArray) -> float:
-    """Bits that these changes take, about: the entropy of one byte, the width of others."""
+    """Estimate the bits of changes: entropy for single bytes, else the width of each."""
     if changes.dtype.itemsize == 1:
         counts = np.bincount(changes, minlength=256)
         shares = counts[counts > 0] / changes.size
@@ -291,7 +291,7 @@ def _in_class(symbols: NpArray, counts: Any) -> Writer:
 
 
 def _from_class(data: memoryview, counts: Any) -> NpArray:
-    """What `_in_class` wrote."""
+    """Decode the symbols that `_in_class` coded."""
     total = int(counts.sum())
     if counts.size == 1:
         return entropy.decode(data, total)
@@ -311,7 +311,7 @@ def _large_counts(counts: Any, symbols: NpArray) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """A sparse stream that was read, its numbers checked as far as possible without the parent.
+    """Contents of a sparse stream, checked as far as possible without the parent.
 
     Args:
         delta: the changes.

@@ -78,7 +78,7 @@ class Clusters:
         check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Nothing to look at."""
+        """Return None for each array: this codec needs no plans."""
         return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
@@ -155,7 +155,7 @@ def decode_clusters(
     parent: Reference | None,
     sibling: Array | None = None,
 ) -> ValuesReference:
-    """The stream format "clusters"."""
+    """Decode the stream format "clusters"."""
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"clusters: {spec.dtype} has none")
     chunks = chunks_of("clusters", pieces, spec.nbytes, spec.nbytes, step=CHUNK * spec.itemsize)

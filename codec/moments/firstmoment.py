@@ -84,7 +84,7 @@ class FirstMoment:
         check_field(self, "max_error", or_none, number, 0, 1, open_low=True)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Nothing to look at."""
+        """Return None for each array: this codec needs no plans."""
         return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
@@ -107,7 +107,7 @@ class FirstMoment:
         return LARGEST_ERROR if self.max_error is None else self.max_error
 
     def narrower(self, step: float, error: float) -> float | None:
-        """The step to try after one that gave an array this relative L2 error.
+        """Return the step to try next after a step that gave this relative L2 error.
 
         None: the error is within the bound. Infinite: no step will do.
         """
@@ -120,7 +120,7 @@ class FirstMoment:
         return float(step * 2.0 ** (-eighths / 8))
 
     def _on_grid(self, leaf: Leaf, sibling: Array, step: float) -> tuple[float, Stored | None]:
-        """Round to grid points `step` apart; return the error, and None if it misses the target.
+        """Round to grid points `step` apart; return the error, and the result if it is in bounds.
 
         The error is infinite if too many elements are off the grid.
         """
@@ -163,7 +163,7 @@ class FirstMoment:
 
 
 def _in_another_unit(leaf: Leaf, square: Array) -> bool:
-    """Whether the size of m differs so much from sqrt(v) that m cannot be a mean of gradients.
+    """Return whether m is too small compared with sqrt(v) to be a mean of gradients.
 
     An average with a beta of 0.999 of mere noise is 1/45 of it; so `_SMALLEST` is below all that Adam makes.
     """
@@ -177,14 +177,14 @@ def _in_another_unit(leaf: Leaf, square: Array) -> bool:
 
 
 def is_in_another_unit(first: float, second: float) -> bool:
-    """Whether moments of these squared norms, m's and that of sqrt(v), do not belong together."""
+    """Return whether squared norms of m and sqrt(v) show that they do not belong together."""
     return 0 < first < _SMALLEST**2 * second
 
 
 def decode_grid(
     spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Array | None
 ) -> ValuesReference:
-    """The stream format "grid"."""
+    """Decode the stream format "grid"."""
     if spec.dtype not in ("float32", "bfloat16") or not pieces or sibling is None:
         raise CorruptDataError(f"grid: {spec.dtype} has none, or its second moment is missing")
     head = Reader(pieces[0], "grid")

@@ -65,7 +65,7 @@ def check_limits(codec: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LogBuckets:
-    """Keep every value to a relative error.
+    """Store floats as log buckets, with a bound for the relative error of each value.
 
     Args:
         alpha: largest |x~ - x| / |x|, in [2**-17, 0.5]; default 0.25. It is rounded down to a power of two.
@@ -88,7 +88,7 @@ class LogBuckets:
         check_limits(self)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Nothing to look at."""
+        """Return None for each array: this codec needs no plans."""
         return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
@@ -140,7 +140,7 @@ class LogBuckets:
 
 
 def _largest_finite(flat: Array) -> float:
-    """The largest magnitude that is a number; 0 where none is."""
+    """Return the largest finite magnitude; 0 without one."""
     x = on_host(flat)
     return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
 

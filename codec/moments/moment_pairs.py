@@ -1,4 +1,4 @@
-"""Pairs of moments: which first moment has its update's second moment in the same state."""
+"""Pairs of moments: a first moment and the second moment of the same parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many steps an optimizer has taken, as it counts them itself.
+"""Number of steps that an optimizer has taken, from its own counters.
 
 A store's numbers may count epochs, samples or checkpoints. What a lost first moment costs is steps of its optimizer.
 """
@@ -18,7 +18,7 @@ _BELOW = ("iteration", "iterations")
 
 
 def counting(paths: Iterable[str]) -> list[str]:
-    """Those of the paths at which an optimizer counts its steps.
+    """Return the paths at which an optimizer counts its steps.
 
     Example:
         >>> counting(["step", "optimizer/state/0/step", "optimizer/state/0/exp_avg_sq", "data/count"])
@@ -40,7 +40,7 @@ def counting(paths: Iterable[str]) -> list[str]:
 
 
 def steps_taken(paths: Iterable[str], value: Callable[[str], float | None]) -> float | None:
-    """The largest count; parameters that had no gradient are behind.
+    """Return the largest step count; parameters without gradients have lower ones.
 
     Args:
         paths: of all arrays.

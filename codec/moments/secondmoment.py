@@ -91,7 +91,7 @@ class SecondMoment:
         check_limits(self)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Nothing to look at."""
+        """Return None for each array: this codec needs no plans."""
         return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
@@ -115,7 +115,7 @@ class SecondMoment:
     def _rank_one(
         self, leaf: Leaf, parent: Reference | None, shape: tuple[int, int], octaves: float
     ) -> tuple[Stored, Distortion]:
-        """As a matrix, with cells of so many octaves; and how far it is from it."""
+        """Encode as rank one with cells of `octaves` octaves; also return the distortion."""
         before = _rank_one(parent, leaf.spec)
         indices = tuple(bucket_index(f, FACTOR_BITS) for f in factors(leaf.flat, leaf.spec, shape))
         rows, columns = map(factor_values, indices)
@@ -155,7 +155,7 @@ class SecondMoment:
 def _without(
     part: tuple[Array, NpArray, NpArray, Array], beyond: NpArray, leaf: Leaf, start: int
 ) -> tuple[Array, NpArray, NpArray, Array]:
-    """A chunk's symbols, sums, counts and escaped values with some symbols escaped, too."""
+    """Escape some symbols of a chunk; return its symbols, sums, counts and escaped values."""
     symbols, sums, counts, _ = part
     x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
     symbols[placed_with(beyond, symbols)[symbols.long() if on_gpu(symbols) else symbols]] = NO_RESIDUAL
@@ -184,7 +184,7 @@ class RankOneReference:
     escaped: NpArray
 
     def escapes(self) -> list[NpArray]:
-        """The escaped values of each chunk."""
+        """Return the escaped values of each chunk."""
         if not self.escaped.size:
             return [self.escaped] * -(-self.symbols.size // CHUNK)
         starts = range(0, self.symbols.size, CHUNK)
@@ -215,7 +215,7 @@ def _rank_one(parent: Reference | None, spec: LeafSpec) -> RankOneReference | No
 def _rank_one_pieces(
     memory: RankOneReference, before: RankOneReference | None, counts: Sequence[NpArray] = ()
 ) -> list[bytes]:
-    """The table and the chunks; `counts` of each chunk's symbols, where they are known."""
+    """Return the pieces: one with factors and table, and one for each chunk."""
     head = Writer()
     head.block(pack_factors(memory.rows, None if before is None else before.rows))
     head.block(pack_factors(memory.columns, None if before is None else before.columns))
@@ -234,7 +234,7 @@ def _rank_one_pieces(
 def restate_rank_one(
     spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """The same symbols and factors against another parent, see `codec.rebase`."""
+    """Encode the same symbols and factors as a base or against another parent."""
     if not isinstance(memory, RankOneReference):
         raise BadArgumentError("rank one: the memory of another stream cannot be restated")
     return meta, _rank_one_pieces(memory, _rank_one(parent, spec))
@@ -271,7 +271,7 @@ def factors(flat: Array, spec: LeafSpec, shape: tuple[int, int]) -> tuple[NpArra
 
 
 def factor_values(index: NpArray) -> NpArray:
-    """Factors, float32, of their log buckets, int32, as `bucket_index` counts them."""
+    """Return float32 factors from their log buckets, int32 as in `bucket_index`."""
     values: NpArray = bucket_value(index, FACTOR_BITS, "float32")
     return values
 
@@ -314,7 +314,7 @@ def read_factors(data: memoryview, n: int, before: NpArray | None) -> NpArray:
 def decode_rank_one(
     spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Array | None
 ) -> RankOneReference:
-    """The stream format "rank-one"."""
+    """Decode the stream format "rank-one"."""
     shape = matrix_shape(spec)
     if shape is None:
         raise CorruptDataError(f"rank one: {spec.dtype} {spec.shape} is no matrix of it")

@@ -20,12 +20,12 @@ from .logbuckets import ValuesReference
 
 
 def as_float32(flat: Array, spec: LeafSpec) -> Array:
-    """Values as float32, on their GPU or as NumPy; exact for the dtypes `matrix_shape` admits."""
+    """Return values as float32, on their GPU or as NumPy."""
     return flat.float() if on_gpu(flat) else float_values(as_bytes(flat), spec)
 
 
 def placed_with(x: Array, flat: Array) -> Array:
-    """An array on the GPU of another, or as NumPy on the host where that is."""
+    """Return an array on the GPU of another array, or as NumPy if that is on the host."""
     if not on_gpu(flat):
         return on_host(x)
     import torch
@@ -34,7 +34,7 @@ def placed_with(x: Array, flat: Array) -> Array:
 
 
 def room_beside(flat: Array, spec: LeafSpec) -> Array:
-    """Room for decoded values, where the values are."""
+    """Return an empty array for decoded values, on the device of the original values."""
     return flat.new_empty(spec.size) if on_gpu(flat) else from_bytes(np.empty(spec.nbytes, np.uint8), spec)
 
 
@@ -52,19 +52,19 @@ def put(room: Array, start: int, part: Array) -> None:
 
 
 def as_stored(values: Array, spec: LeafSpec) -> Array:
-    """float32 values in the array's dtype, where they are."""
+    """Convert float32 values to the array's dtype, on the same device."""
     if on_gpu(values):
         return values.bfloat16() if spec.dtype == "bfloat16" else values
     return from_bytes(rounded(values, spec), spec)
 
 
 def escapes_of(x: Array, symbols: Array, escape: int, counts: NpArray) -> Array:
-    """The values without a symbol of their own, in order."""
+    """Return the values whose symbol is the escape symbol, in order."""
     return x[symbols == escape] if counts[escape] else x[:0]
 
 
 def with_escapes(values: Array, symbols: Array, escape: int, escaped: Array) -> Array:
-    """The values with those put back that `escapes_of` took out."""
+    """Put the escaped values back at the positions of the escape symbol."""
     if len(escaped):
         values[symbols == escape] = escaped
     return values
@@ -85,7 +85,7 @@ def pack_table(table: NpArray) -> bytes:
 
 
 def read_table(data: Reader) -> NpArray:
-    """float32 [256]: what `pack_table` wrote; raises CorruptDataError."""
+    """Read a table that `pack_table` wrote, float32 [256]; raises CorruptDataError."""
     count = data.varint()
     if count > 256:
         raise CorruptDataError(f"moment: a table of {count} values")
@@ -128,7 +128,7 @@ def pack_chunk(
 
 
 def read_chunk(piece: memoryview, n: int, escape: int, before: NpArray | None = None) -> tuple[NpArray, NpArray]:
-    """The n symbols and the escaped values that `pack_chunk` wrote; raises CorruptDataError."""
+    """Read n symbols and the escaped values of a chunk; raises CorruptDataError."""
     data = Reader(piece, "moment")
     symbols = entropy.decode(data.block(), n, before, 256)
     count = data.varint()

@@ -38,7 +38,7 @@ def to_bfloat16(values: NpArray) -> NpArray:
 
 
 def from_bfloat16(patterns: NpArray, spec: LeafSpec) -> NpArray:
-    """bfloat16 patterns as bytes of the array's dtype, new ones."""
+    """Convert bfloat16 patterns to the array's dtype; return new bytes."""
     if spec.dtype == "bfloat16":
         return patterns.copy().view(np.uint8)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):

@@ -22,7 +22,7 @@ _SHIFT, _WORD = 5, (1 << 64) - 1
 
 
 def is_crowded(keys: Sequence[Any], *, few: int = FEW, most: int = MOST) -> bool:
-    """Whether a dict of these keys, inserted in this order, takes more than `most` steps a key.
+    """Return whether a dict with these keys takes more than `most` steps per key.
 
     The table of CPython's dict is walked as it does: slot `h mod 2**k` first, then `i -> 5 i + p + 1` with the hash's
     higher bits shifted into p; it grows when two thirds are taken.

@@ -43,7 +43,7 @@ _UNKNOWN_MEMORY = 1 << 46
 
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
-    """Everything about an array but its values.
+    """Library, dtype and shape of an array.
 
     `dtype` is the library's name of it (`bfloat16`), or NumPy's typestring where the name would lose something (`>f4`).
     """
@@ -69,7 +69,7 @@ class LeafSpec:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a leaf is an array: torch, NumPy (including scalars), or any array-API array."""
+    """Return whether a value is an array: torch, NumPy (including scalars) or array-API."""
     return isinstance(value, (np.ndarray, np.generic)) or is_torch(value) or hasattr(value, "__array_namespace__")
 
 
@@ -206,13 +206,13 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a tensor is spread over processes (a DTensor), without importing what those need."""
+    """Return whether a tensor is a DTensor, without importing torch.distributed."""
     distributed = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(value, distributed.DTensor)
 
 
 def local_part(value: Any) -> Any:
-    """This process's part of a sharded tensor; any other as it is."""
+    """Return this process's part of a sharded tensor; return other values unchanged."""
     return value.to_local() if is_sharded(value) else value
 
 
@@ -258,7 +258,7 @@ def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
 
 
 def as_bytes(flat: Array) -> NpArray:
-    """The bytes of a flat array on the host, as uint8, without a copy where it is there already."""
+    """Return the bytes of a flat array on the host as uint8, without a copy if possible."""
     if is_torch(flat):
         torch = _torch()
         if flat.numel() == 0:
@@ -270,7 +270,7 @@ def as_bytes(flat: Array) -> NpArray:
 
 
 def on_host(x: Array) -> NpArray:
-    """A torch tensor or NumPy array as NumPy."""
+    """Return a torch tensor or NumPy array as NumPy."""
     host: NpArray = x.cpu().numpy() if is_torch(x) else x
     return host
 
@@ -287,7 +287,7 @@ def blocks(size: int, wanted: int, length: int = 1024) -> Any:
 
 
 def taken(flat: Array, at: Any) -> Array:
-    """The elements at some places (int64, or a slice), on the host, in the library of the array."""
+    """Return the elements at some positions (int64 or a slice), on the host."""
     if not is_torch(flat):
         return np.ascontiguousarray(flat[at])
     if isinstance(at, slice):
@@ -296,7 +296,7 @@ def taken(flat: Array, at: Any) -> Array:
 
 
 def largest(flat: Array) -> float:
-    """The largest magnitude; 0 of an empty array, NaN where one is in it."""
+    """Return the largest magnitude; 0 for an empty array, NaN if the array contains NaN."""
     return max(float(flat.max()), -float(flat.min())) if flat.shape[0] else 0.0
 
 
@@ -342,7 +342,7 @@ def _text(x: NpArray) -> np.bytes_ | np.str_:
 
 
 def spec_from_header(library: Any, dtype: Any, shape: Any) -> LeafSpec:
-    """A spec read from a file, with everything checked that a hostile file could lie about."""
+    """Check and return the spec of an array from a file's header."""
     known = isinstance(library, str) and library in LIBRARIES
     if not known or not isinstance(dtype, str) or len(dtype) > 40 or not isinstance(shape, list):
         raise CorruptDataError(f"header: no array of {str(library)[:40]!r}, {str(dtype)[:40]!r}")
@@ -360,7 +360,7 @@ def spec_from_header(library: Any, dtype: Any, shape: Any) -> LeafSpec:
 
 
 def check_memory(nbytes: int, what: str) -> None:
-    """Refuse to allocate more memory than this process may ever take, even if a header is right about its size."""
+    """Raise CorruptDataError for more memory than this process may ever allocate."""
     if nbytes <= _NEVER_TOO_LARGE:
         return
     limit = total_memory()

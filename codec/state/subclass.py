@@ -23,13 +23,13 @@ class Wrapper(dict[str, Any]):
 
 
 def is_wrapper(value: Any) -> bool:
-    """Whether a leaf is a tensor subclass of this kind; PyTorch's own (DTensor) are not."""
+    """Return whether a value is a tensor subclass from outside PyTorch."""
     kind = type(value)
     return not kind.__module__.startswith("torch.") and is_torch(value) and hasattr(kind, "__tensor_flatten__")
 
 
 def taken_apart(value: Any, path: str) -> Wrapper:
-    """A tensor subclass as a tree of plain tensors and scalars.
+    """Return a tensor subclass as a tree of plain tensors and scalars.
 
     Raises:
         UnsupportedLeafError: its context holds what cannot be stored without pickle.
@@ -48,7 +48,7 @@ def taken_apart(value: Any, path: str) -> Wrapper:
 
 
 def put_together(parts: Wrapper, path: str) -> Any:
-    """The tensor subclass again, from all its `PARTS`.
+    """Rebuild a tensor subclass from its `PARTS`.
 
     Raises:
         UnsupportedLeafError: its class is not imported here, or refuses the stored parts.

@@ -67,11 +67,11 @@ class Place:
     exact: bool = False
 
     def path(self) -> str:
-        """Keys joined by "/", for people and rules."""
+        """Return the keys joined by "/", as users and rules write them."""
         return "/".join(_name(p.name) for p in self._line())
 
     def key(self) -> str:
-        """Unique even where paths are not: the typed keys."""
+        """Return the typed keys, which are unique even if paths are not."""
         return "\x1f".join(_json(p.node) for p in self._line())
 
     def _line(self) -> list[Place]:
@@ -94,7 +94,7 @@ def _name(key: Any) -> str:
 
 
 class _Spelled:
-    """Paths and keys of a tree, refused once they would take more memory than any honest tree's."""
+    """Paths and keys of a tree, with a limit on their total memory."""
 
     def __init__(self, error: type[Exception]) -> None:
         self._left = MAX_PATHS
@@ -133,7 +133,7 @@ def encode_scalar(value: Any, place: Place) -> Json:
 
 
 def _hint(value: Any) -> str:
-    """For modules, optimizers, schedulers, and for the containers of JAX: what to pass instead."""
+    """Return advice on how to pass a module, optimizer, scheduler or JAX container; else ""."""
     if callable(getattr(value, "state_dict", None)):
         return "; pass its state_dict()"
     made = isinstance(value, tuple) or (is_dataclass(value) and not isinstance(value, type))

@@ -34,7 +34,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How codebooks are fitted.
+    """Settings for fitting a codebook.
 
     Args:
         bins: entries, 2 to 254.
@@ -85,7 +85,7 @@ class Cells:
 
     @staticmethod
     def of(histogram: Histogram, offset: float = 0.0, *, sharp: bool = False) -> Cells:
-        """The buckets of a signed histogram that are not empty."""
+        """Return the buckets of a signed histogram that are not empty."""
         present = np.flatnonzero(histogram.counts[:-1])
         return Cells(histogram.values()[present], histogram.counts[present], histogram.bits, offset, sharp)
 
@@ -103,7 +103,7 @@ class Cells:
         return quantization_loss(self.local * scale, self.counts.astype(np.float64), self.placed(codebook) * scale)
 
     def placed(self, codebook: Floats) -> Floats:
-        """Entries as distances from `offset`."""
+        """Return entries as distances from `offset`."""
         return codebook - self.offset if self.offset else codebook
 
     def restored(self, entries: Floats) -> Floats:
@@ -119,7 +119,7 @@ BLURRED = 0.05
 
 
 def too_coarse(cells: Cells, codebook: Floats) -> bool:
-    """Whether the sketch is too coarse for a codebook: its own error is as large as the loss."""
+    """Return whether the sketch's own error is as large as the codebook's loss."""
     if codebook.size == 0 or cells.local.size == 0:
         return False
     scale = unit(float(np.abs(cells.values).max()))
@@ -127,7 +127,7 @@ def too_coarse(cells: Cells, codebook: Floats) -> bool:
 
 
 class Lost(NamedTuple):
-    """Shares of the elements that err by as much as they are, as if they had become zero.
+    """Shares of the elements whose error is as large as if they were set to zero.
 
     Args:
         counted: of those that are not negligible: at least a millionth of the root mean square.
@@ -174,7 +174,7 @@ def variance(histogram: Histogram) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The weighted k-means that `fit` rests on.
+    """The weighted k-means problem of `fit`.
 
     Args:
         centers: float64 [m], ascending.
@@ -193,7 +193,7 @@ class Problem:
     start: Floats | None = None
 
     def solve(self) -> Floats:
-        """The entries, ascending, on the host."""
+        """Return the codebook entries, ascending, on the host."""
         codes: Floats = weighted_kmeans(
             self.centers, self.weights, self.bins, method=self.method, initial=self.start, seed=self.seed
         )
@@ -270,7 +270,7 @@ def uniform(cells: Cells, weights: Floats, bins: int) -> Floats:
 
 
 def step_of(error: float, scale: float, low: float, high: float) -> float:
-    """The step of multiples that err so much, and are at most `MOST` from low to high.
+    """Return the step of multiples with this mean squared error, wide enough for `MOST` entries.
 
     Args:
         error: mean squared error of values times `scale`.
@@ -297,7 +297,7 @@ def multiples(low: float, high: float, step: float) -> Floats:
 
 
 def fit(sketch: Histogram | Cells, how: Fit, parent: Floats | None, codes: Floats | None = None) -> tuple[Floats, str]:
-    """A codebook for the elements counted in a signed histogram.
+    """Fit a codebook to the elements counted in a signed histogram.
 
     Args:
         sketch: of the elements to quantize.

@@ -34,7 +34,7 @@ _NONE = Distortion(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Distances:
-    """Distances between weights w, restored weights w~ and past weights; those of chunks add up.
+    """Distances between weights w, restored weights w~ and past weights; `+` adds chunks.
 
     Args:
         met: of w~ as an approximation of w.
@@ -92,5 +92,5 @@ class Distances:
 
 
 def coarse(gain: float) -> float:
-    """In range, and so coarse that the order in which distortions are summed decides nothing."""
+    """Clip a gain to its range and round it to a multiple of `1 / GAIN_STEPS`."""
     return round(GAIN_STEPS * min(LARGEST_GAIN, max(0.0, gain))) / GAIN_STEPS

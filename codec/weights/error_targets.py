@@ -70,7 +70,7 @@ class Density:
 
     @staticmethod
     def of(cells: Cells) -> Density:
-        """Of a sketch of at least one element."""
+        """Return the density of a sketch with at least one element."""
         values = cells.values
         scale = math.ldexp(1.0, max(-1000, min(1000, -math.frexp(float(np.abs(values).max()))[1])))
         local = cells.local * scale
@@ -80,7 +80,7 @@ class Density:
         return Density(middle - half, middle + half, cells.counts.astype(np.float64), scale)
 
     def below(self, threshold: float) -> tuple[Density, Density]:
-        """Those of a smaller magnitude than a bucket's edge, and the others."""
+        """Split the elements at a magnitude, the edge of a bucket: smaller ones, and the others."""
         small = np.abs(self.low + self.high) < 2 * threshold * self.scale
         parts = (Density(self.low[k], self.high[k], self.counts[k], self.scale) for k in (small, ~small))
         return next(parts), next(parts)
@@ -135,7 +135,7 @@ class Choice:
 
 
 def expected(density: Density, threshold: float, codebook: Floats, exactly: bool) -> Choice:
-    """What nearest levels of a codebook will take, and err.
+    """Return the expected size and error of the nearest levels of a codebook.
 
     Args:
         density: of all elements that are not pruned.
@@ -158,7 +158,7 @@ def expected(density: Density, threshold: float, codebook: Floats, exactly: bool
 
 
 def _rounding(protected: Density) -> float:
-    """Sum of squared errors of elements rounded to bfloat16."""
+    """Return the squared error of rounding elements to bfloat16."""
     _, exponent = np.frexp(0.5 * (protected.low + protected.high))
     return float((protected.counts * np.ldexp(1.0, 2 * (exponent - 8))).sum()) / 12
 

@@ -103,7 +103,7 @@ class ExponentDelta:
         check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Nothing to look at: every array has its own buckets."""
+        """Return None for each array: this codec needs no plans."""
         return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
@@ -179,7 +179,7 @@ def _of_differences(spec: LeafSpec) -> LeafSpec:
 
 
 def _minus(data: NpArray, before: NpArray, spec: LeafSpec) -> Array:
-    """data - before, given as bytes, rounded once; bfloat16 has an infinity for NaN."""
+    """Return the rounded difference of two arrays of bytes; bfloat16 has infinity for NaN."""
     wide, n = _of_differences(spec), data.size // spec.itemsize
     out = np.empty(n * wide.itemsize, np.uint8)
     with np.errstate(all="ignore"):
@@ -199,7 +199,7 @@ def _addends(promotion: Promotion, spec: LeafSpec) -> NpArray:
 
 
 def _distortion(data: NpArray, restored: NpArray, spec: LeafSpec, scale: float) -> Distortion:
-    """Of the values in `restored` against those in `data`, both times a power of two."""
+    """Return the distortion of `restored`, with both arrays scaled by a power of two."""
     met = Distortion(0.0, 0.0, 0.0)
     for part in blocks(data.size // spec.itemsize, spec):
         x, y = float_values(data[part], spec), float_values(restored[part], spec)
@@ -213,7 +213,7 @@ def _distortion(data: NpArray, restored: NpArray, spec: LeafSpec, scale: float) 
 def _encode_levels(
     levels: NpArray, addends: NpArray, tables: tuple[bytes, ...], coder: str
 ) -> tuple[list[bytes], tuple[bytes, ...], str]:
-    """Pieces, the code tables in use afterwards, and a word on where the table came from."""
+    """Encode levels; return pieces, the new code tables, and the source of the one used."""
     out = Writer()
     out.byte(LEVELS)
     out.varint(addends.size)
@@ -259,7 +259,7 @@ def _huffman(levels: NpArray, lengths: NpArray) -> bytes:
 
 
 def _code_table(counts: NpArray, tables: tuple[bytes, ...]) -> tuple[NpArray, bool]:
-    """Code lengths by rank, and whether they are the cached ones for as many buckets."""
+    """Return code lengths by rank, and whether they come from a cached table."""
     fresh = np.sort(huffman_lengths(counts.astype(np.int64)))
     cost = float((counts * fresh).sum()) / 8 + len(pack_lengths(fresh))
     for table in tables:
@@ -404,7 +404,7 @@ def decode_exponent(
 def restate_exponent(
     spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[Piece]]:
-    """The same restored array and code tables against another parent, see `codec.rebase`."""
+    """Encode the same restored array and code tables against another parent."""
     if not isinstance(memory, BytesReference):
         raise BadArgumentError("exponent: the memory of another stream cannot be restated as exponent buckets")
     tables = memory.tables if isinstance(memory, ExponentReference) else ()

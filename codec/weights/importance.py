@@ -25,7 +25,7 @@ _BLOCK = 1 << 14
 
 
 def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
-    """For each weight that has one, the number of its second moment.
+    """Return the number of the second moment of each weight that has one.
 
     By the parameter's name where `kinds` or the path tells it (`state/fc.weight/exp_avg_sq`, optax's `nu/fc/w`); else
     by order among the arrays of one shape, where there are as many second moments as weights.

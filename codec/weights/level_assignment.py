@@ -28,7 +28,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The results of a chunk apart from its levels."""
+    """The results of a chunk except its levels."""
 
     protected: NpArray
     distances: Distances
@@ -65,7 +65,7 @@ def _coded(
     scale: float,
     gain: float,
 ) -> tuple[LevelsReference, Distortion, float]:
-    """Do as `assigned`, with a gain; also return by how much it was too large, or 0."""
+    """Assign levels as `assigned` does, with a gain; also return the gain's overshoot, or 0."""
     levels = np.empty(leaf.spec.size, np.uint8)
     native = codebook_array(codebook, leaf.spec)
     # Prices are compared in float32: values beyond its range stay at the nearest levels.
@@ -104,7 +104,7 @@ def _coded(
 
 
 def _where_protected(x: Array, levels: Array) -> Array:
-    """The elements of level 1, in order."""
+    """Return the protected elements (level 1), in order."""
     if not is_torch(x) or on_gpu(x):
         return x[levels == 1]
     import torch

@@ -61,7 +61,7 @@ class LevelsReference:
         return uniform_of(self.codebook, spec) if self.multiples is None else self.multiples
 
     def has_codebook_of(self, other: LevelsReference) -> bool:
-        """Whether another reference has the same codebook."""
+        """Return whether another reference has the same codebook."""
         if self.multiples is not None and other.multiples is not None:
             return self.multiples == other.multiples and self.codebook.size == other.codebook.size
         return np.array_equal(self.codebook, other.codebook)
@@ -79,12 +79,12 @@ class LevelsReference:
 
 
 def compatible_parent(parent: Reference | None, spec: LeafSpec) -> LevelsReference | None:
-    """The parent where levels of an array can be a delta against it."""
+    """Return the parent if levels of this array can be a delta against it, else None."""
     return parent if isinstance(parent, LevelsReference) and parent.levels.size == spec.size else None
 
 
 def _beside(levels: NpArray, other: Array) -> Array:
-    """Levels in the library of `other`."""
+    """Return levels in the library of `other`."""
     if is_torch(other):
         import torch
 
@@ -124,7 +124,7 @@ def level_chunks(memory: LevelsReference, spec: LeafSpec, before: LevelsReferenc
 def restate_levels(
     spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """The same levels, codebook and protected values against another parent, see `codec.rebase`."""
+    """Encode the same levels and codebook as a base or against another parent."""
     if not isinstance(memory, LevelsReference):
         raise BadArgumentError("levels: the memory of another stream cannot be restated as levels")
     before = compatible_parent(parent, spec)
@@ -132,7 +132,7 @@ def restate_levels(
 
 
 def references(memory: LevelsReference, spec: LeafSpec, before: LevelsReference | None) -> bytes:
-    """The first piece: what the levels refer to."""
+    """Encode the first piece: codebook and protected values."""
     out = Writer()
     out.varint(memory.codebook.size)
     if before is not None and memory.has_codebook_of(before):
@@ -175,7 +175,7 @@ def multiples_of(first: int, size: int, step: float, spec: LeafSpec) -> NpArray:
 
 
 def widened(codebook: Array) -> NpArray:
-    """Values on the host, of any float dtype, as float64."""
+    """Return values of any float dtype as float64 on the host."""
     with np.errstate(invalid="ignore"):
         wide: NpArray = codebook.double().numpy() if is_torch(codebook) else codebook.astype(np.float64)
     return wide
@@ -213,7 +213,7 @@ def decode_levels(
     parent: Reference | None,
     sibling: Array | None = None,
 ) -> LevelsReference:
-    """The stream format "levels"."""
+    """Decode the stream format "levels"."""
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"levels: {spec.dtype} has none")
     before = compatible_parent(parent, spec)
@@ -264,7 +264,7 @@ def read_thresholds(values: Any) -> Thresholds:
 
 
 def read_gain(steps: Any) -> float:
-    """An gain from its number of steps; raises CorruptDataError."""
+    """Return a gain from its number of steps; raises CorruptDataError."""
     if type(steps) is not int or not 0 <= steps <= LARGEST_GAIN * GAIN_STEPS:
         raise CorruptDataError("levels: no gain")
     return steps / GAIN_STEPS

@@ -43,19 +43,19 @@ class Filled:
 
     @staticmethod
     def of(histogram: Histogram) -> Filled:
-        """Those of a histogram."""
+        """Return the buckets of a histogram that are in use."""
         used = histogram.counts.nonzero()[0]
         counts = histogram.counts[used]
         return Filled(used.astype(np.int32), counts, histogram.bits, histogram.format, histogram.signed)
 
     def histogram(self) -> Histogram:
-        """The histogram again."""
+        """Return the histogram with all buckets."""
         return _together([self])[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """What the partition needs to know of one array.
+    """Histograms of one array, from which thresholds are computed.
 
     Args:
         layer: its layer type.
@@ -69,22 +69,22 @@ class Sketch:
 
     @staticmethod
     def of(layer: str, signed: Histogram, sensitivity: Histogram | None = None) -> Sketch:
-        """From histograms."""
+        """Return the sketch of an array from its histograms."""
         return Sketch(layer, Filled.of(signed), None if sensitivity is None else Filled.of(sensitivity))
 
     @property
     def signed(self) -> Histogram:
-        """The histogram of its values."""
+        """Return the histogram of the values."""
         return self.values.histogram()
 
     @property
     def sensitivity(self) -> Histogram | None:
-        """The histogram of its sensitivity."""
+        """Return the histogram of the sensitivity, or None."""
         return None if self.products is None else self.products.histogram()
 
 
 def _together(parts: Iterable[Filled]) -> list[Histogram]:
-    """Their sums, one for each format, resolution and signedness."""
+    """Add up histograms of the same format, resolution and signedness."""
     totals: dict[tuple[int, str, bool], np.ndarray[Any, np.dtype[np.int64]]] = {}
     for part in parts:
         key = part.bits, part.format, part.signed
@@ -95,7 +95,7 @@ def _together(parts: Iterable[Filled]) -> list[Histogram]:
 
 
 def magnitudes(parts: Iterable[Filled]) -> Histogram:
-    """The magnitudes counted by one or more, together."""
+    """Return the sum of several histograms as a histogram of magnitudes."""
     return merge(*_same_bits([histogram.magnitude() for histogram in _together(parts)]))
 
 
@@ -117,7 +117,7 @@ def lower_threshold(histogram: Histogram, budget: float) -> float:
 
 
 def _same_bits(histograms: list[Histogram]) -> list[Histogram]:
-    """Magnitude histograms at the finest resolution among them.
+    """Return magnitude histograms at the finest resolution among them.
 
     One is coarser only where its dtype has no more mantissa bits: its buckets hold one value each, their lower bounds,
     and moving them to a finer grid is exact.
@@ -144,7 +144,7 @@ def _empty(name: str, bits: int) -> Histogram:
 
 
 def protection(sketches: Sequence[Sketch], fraction: float) -> tuple[float, float]:
-    """Thresholds (magnitude, sensitivity) that protect the top `fraction` of all weights."""
+    """Return thresholds (magnitude, sensitivity) that protect the top `fraction` of weights."""
     values = magnitudes(s.values for s in sketches)
     products = [s.products for s in sketches if s.products is not None]
     budget = fraction * values.total
@@ -154,7 +154,7 @@ def protection(sketches: Sequence[Sketch], fraction: float) -> tuple[float, floa
 
 
 def pruning(sketches: Sequence[Sketch], fraction: float, metric: str) -> dict[str, tuple[float, float]]:
-    """Thresholds (magnitude, sensitivity) below which weights are pruned, by layer type."""
+    """Return thresholds (magnitude, sensitivity) for pruning, by layer type."""
     table: dict[str, tuple[float, float]] = {}
     for layer in sorted({s.layer for s in sketches} - {"embedding"}):
         group = [s for s in sketches if s.layer == layer]

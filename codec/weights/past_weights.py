@@ -22,7 +22,7 @@ _MOST = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PastWeights:
-    """Weights as they were some time ago, and when that was, for `compress(earlier=)`.
+    """Weights of an earlier time and their distance in steps, for `compress(earlier=)`.
 
     Args:
         weights: a tree with the keys of the weights (or the tails of their paths), any float dtype.
@@ -51,7 +51,7 @@ class PastWeights:
 
 
 def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], earlier: PastWeights | None) -> list[Leaf]:
-    """Return the leaves; weights with a known drift get the part that their first moments lose.
+    """Add to weights with a known drift the part that their first moments lose.
 
     A moment that is restored as zero is a step that is not taken, nine of them in the end. On a grid of step s (in
     units of sqrt(v)) about s**2 / (1 + s**2) of that is lost (measured, docs/decisions/drift.md).

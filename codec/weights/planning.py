@@ -49,7 +49,7 @@ class Limits:
     prune: Mapping[str, tuple[float, float]]
 
     def of(self, layer: str) -> Thresholds:
-        """Those of arrays of a layer type."""
+        """Return the thresholds of arrays of a layer type."""
         return Thresholds(*self.protect, *self.prune.get(layer, (0.0, 0.0)))
 
 
@@ -73,7 +73,7 @@ class Plan:
 
     @cached_property
     def cells(self) -> Cells:
-        """The elements that are neither pruned nor protected."""
+        """Return the counts of the elements that are neither pruned nor protected."""
         return _cells_of(self.sketch, self.thresholds) if self.kept is None else self.kept
 
 
@@ -86,7 +86,7 @@ def check_gradients(codec: Quantize, leaves: Sequence[Leaf]) -> None:
 
 
 def sketched(codec: Quantize, leaves: Sequence[Leaf]) -> list[Sketch]:
-    """Histograms of the values of each array and, where there is a gradient, of its sensitivity."""
+    """Return histograms of the values and, with a gradient, of the sensitivity of each array."""
 
     small = [i for i, leaf in enumerate(leaves) if _is_small(leaf)]
     others = [i for i, leaf in enumerate(leaves) if not _is_small(leaf)]
@@ -96,7 +96,7 @@ def sketched(codec: Quantize, leaves: Sequence[Leaf]) -> list[Sketch]:
 
 
 def _is_small(leaf: Leaf) -> bool:
-    """Whether an array is sketched together with others, by the buckets that it uses."""
+    """Return whether an array is sketched together with others."""
     return (
         leaf.spec.nbytes <= SMALL and leaf.spec.dtype == "float32" and leaf.gradient is None and not on_gpu(leaf.flat)
     )
@@ -130,7 +130,7 @@ def _large_sketches(codec: Quantize, leaves: Sequence[Leaf]) -> list[Sketch]:
 
 
 def _bits(codec: Quantize) -> int:
-    """Of sketches in float64; those of narrower formats are capped at their mantissas."""
+    """Return the sub-bucket bits of float64 sketches; narrower formats may have fewer."""
     return bits_for(codec.alpha, FORMATS["float64"])
 
 
@@ -140,12 +140,12 @@ def limits(codec: Quantize, sketches: Sequence[Sketch], before: Thresholds | Non
 
 
 def thresholds_before(parents: Sequence[Reference | None]) -> Thresholds | None:
-    """The parents' thresholds, which the first quantized one knows; None where none is."""
+    """Return the parent's thresholds from its first quantized array, or None."""
     return next((p.thresholds for p in parents if isinstance(p, LevelsReference)), None)
 
 
 def pruning_limits(codec: Quantize, sketches: Sequence[Sketch]) -> dict[str, tuple[float, float]]:
-    """Pruning thresholds by layer type."""
+    """Return pruning thresholds by layer type."""
     return pruning(sketches, codec.prune, codec.prune_metric) if codec.prune else {}
 
 
@@ -167,12 +167,12 @@ def protection_limits(codec: Quantize, sketches: Sequence[Sketch], before: Thres
 
 
 def chooses(codec: Quantize) -> bool:
-    """Whether the error target chooses step and protection, not the bins alone."""
+    """Return whether the error target also chooses step and protection."""
     return codec.max_error is not None and codec.solver == "uniform"
 
 
 def fit_for(codec: Quantize, leaf: Leaf) -> Fit:
-    """How the codebook of an array is fitted."""
+    """Return the settings for fitting the codebook of an array."""
     bins = codec.embedding_bins if codec.embedding_bins and leaf.kind.layer == "embedding" else codec.bins
     return Fit(bins, codec.sigma, codec.solver, codec.policy, codec.trigger, codec.seed)
 
@@ -212,7 +212,7 @@ def _cells_of(sketch: Sketch, thresholds: Thresholds) -> Cells:
 
 
 def _kept(codec: Quantize, leaves: Sequence[Leaf], thresholds: Sequence[Thresholds]) -> list[Cells | None]:
-    """The elements of each array that are neither pruned nor protected, where it has a gradient."""
+    """Count the elements neither pruned nor protected of each array with a gradient."""
 
     def some(numbers: list[int]) -> list[Cells]:
         counted = kept_histogram_many(

@@ -20,7 +20,7 @@ from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
 
 
 def _round(data: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArray]:
-    """bfloat16 patterns of values (0 where not held), and which are held."""
+    """Return bfloat16 patterns of values, and whether bfloat16 can represent each value."""
     values = float_values(data, spec)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         nearest = bfloat16_patterns(values.astype(np.float32))

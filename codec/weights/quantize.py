@@ -181,7 +181,7 @@ class Quantize:
         return Stored("levels", metadata(memory), pieces, memory, found.error, "relative L2", found.note)
 
     def quantized(self, leaf: Leaf, parent: Reference | None, plan: Plan) -> Quantized | Stored:
-        """Quantize one array to levels; what no codebook serves comes encoded in another way."""
+        """Quantize one array to levels, or encode it otherwise if no codebook suits it."""
         before = compatible_parent(parent, leaf.spec)
         scale = unit(largest_of(plan.sketch.signed))
         target = np.inf if self.max_error is None else rounded_error(self.max_error, up=False)
@@ -258,5 +258,5 @@ class Quantize:
 
 
 def _protected_share(plan: Plan) -> float:
-    """The part of an array's finite elements that is protected for its magnitude."""
+    """Return the share of an array's finite elements protected for their magnitude."""
     return share_at_or_above(plan.sketch.signed.magnitude(), plan.thresholds.protect_magnitude)

@@ -34,7 +34,7 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class _Sketches:
-    """The elements of several arrays that are neither pruned nor protected, by buckets.
+    """Buckets of the elements of several arrays that are neither pruned nor protected.
 
     Args:
         member: int64 [k], number of the array of each bucket.
@@ -85,7 +85,7 @@ class _Codebooks:
 def quantized_many(
     codec: Quantize, leaves: Sequence[Leaf], parents: Sequence[Reference | None], plans: Sequence[Plan]
 ) -> dict[int, Quantized]:
-    """Quantize the ordinary ones of many small arrays; return the results by number.
+    """Quantize those of many small arrays that need no special treatment.
 
     Args:
         codec: the same for all.
@@ -143,7 +143,7 @@ class _Some:
         self.limit = plans[0].thresholds.protect_magnitude
 
     def quantized(self) -> dict[int, Quantized]:
-        """Quantize the arrays whose values are ordinary, too."""
+        """Quantize the arrays whose values need no special treatment."""
         sketches = _sketches([plan.sketch.values for plan in self.plans], self.limit)
         used = np.diff(sketches.ends, prepend=0)
         fits = used > self.bins

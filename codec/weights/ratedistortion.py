@@ -83,13 +83,13 @@ def _pairs(previous: Array, levels: Array, shape: tuple[int, int]) -> NpArray:
 
 
 def _stricter(bounds: NpArray, others: NpArray) -> NpArray:
-    """Whether new bounds (`settled_bounds`) are stricter than the old ones, per pair of levels."""
+    """Return for each pair of levels whether new bounds are stricter than old ones."""
     outside: NpArray = (bounds[..., :2] > others[..., :2]).any(-1) | (bounds[..., 2] < others[..., 2])
     return outside | (bounds[..., 3] > others[..., 3])
 
 
 def _share(whole: Unsettled, bounds: NpArray) -> float:
-    """The share of the first elements that is not within the bounds."""
+    """Return the share of the first elements that is outside the bounds."""
     few = slice(max(1, whole.x.shape[0] // _PROBED))
     importance = None if whole.importance is None else whole.importance[few]
     found = unsettled(whole.x[few], whole.levels[few], whole.previous[few], bounds, importance)

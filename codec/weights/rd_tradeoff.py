@@ -1,4 +1,4 @@
-"""What a bit is worth to the rate-distortion encoder in each of several arrays."""
+"""The price of a bit for the rate-distortion encoder, in each of several arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .importance import mean_root
 
 @dataclass(frozen=True, slots=True)
 class Trade:
-    """What the rate-distortion encoder weighs: `importance * error**2 + price * bits`.
+    """Terms of the rate-distortion cost: `importance * error**2 + price * bits`.
 
     Args:
         price: of a bit; 0: every weight gets its nearest level.

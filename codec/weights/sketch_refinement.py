@@ -76,7 +76,7 @@ def fit_closely(
 
 
 def finer(leaf: Leaf, thresholds: Thresholds, cells: Cells, number: int) -> Cells | None:
-    """The elements that are quantized, counted more finely; None where that cannot be.
+    """Count the quantized elements in finer buckets; return None if that is impossible.
 
     Args:
         leaf: the array.
@@ -108,7 +108,7 @@ def finer(leaf: Leaf, thresholds: Thresholds, cells: Cells, number: int) -> Cell
 
 
 def _rounded(offset: float, leaf: Leaf) -> float:
-    """To the array's own format: differences of values near each other are then exact."""
+    """Round to the array's format, so that differences of nearby values are exact."""
     wide = np.float64 if leaf.spec.dtype == "float64" else np.float32
     with np.errstate(over="ignore"):
         return float(wide(offset))

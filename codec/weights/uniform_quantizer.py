@@ -122,7 +122,7 @@ def store_multiples(leaf: Leaf, parent: Reference | None, target: float) -> Stor
 def restate_multiples(
     spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[Writer]]:
-    """The same multiples against another parent, see `codec.rebase`."""
+    """Encode the same multiples as a base or against another parent."""
     if not isinstance(memory, MultiplesReference):
         raise BadArgumentError("multiples: the memory of another stream cannot be restated")
     width = memory.numbers.itemsize
@@ -132,7 +132,7 @@ def restate_multiples(
 
 
 def _comparable(parent: Reference | None, step: float, width: int, size: int) -> BytesReference | None:
-    """The parent's multiples in this width, where they are of the same step."""
+    """Return the parent's multiples in this width if their step is the same, else None."""
     if not isinstance(parent, MultiplesReference) or parent.step != step or parent.numbers.size != size:
         return None
     own = parent.numbers.itemsize
