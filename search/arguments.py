@@ -78,14 +78,14 @@ class SearchArguments:
 
     @property
     def cube(self) -> Cube:
-        """The configurations to choose from."""
+        """Return the configurations to choose from."""
         if self.options.cube is not None:
             return self.options.cube
         return Cube() if self.last is None else self.last.cube
 
     @property
     def allowed(self) -> float:
-        """The degradation that a checkpoint may have.
+        """Return the degradation that a checkpoint may have.
 
         It is the threshold, or a share of the part of the threshold that earlier restores have not used.
         """
@@ -99,13 +99,13 @@ class SearchArguments:
 
     @property
     def is_spent(self) -> bool:
-        """Whether restores have left less than `evaluate` can distinguish from zero."""
+        """Return whether past restores have used up the threshold, within the noise of `evaluate`."""
         if self.last is None or self.options.expected_restores is None or not self.last.spent:
             return False
         return self.allowed <= max(self.last.spread, _NEGLIGIBLE * self.threshold)
 
     def fingerprints(self) -> dict[str, str]:
-        """A hash of each argument that decides which points are tried."""
+        """Return a hash of each argument that decides which points are tried."""
         names = ("direction", "baseline", "expected_restores", "steps", "relax", "budget")
         return {name: repr(getattr(self.options, name)) for name in names} | {
             "threshold": repr(self.threshold),
@@ -212,5 +212,5 @@ def _check(arguments: SearchArguments) -> None:
 
 
 def hashed(text: str) -> str:
-    """A text in 32 hexadecimal digits, for comparison."""
+    """Return the hash of a text as 32 hexadecimal digits."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

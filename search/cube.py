@@ -106,7 +106,7 @@ class Point:
         return level + quantized * math.log2(self.bins) + 16 * self.protect
 
     def at_least(self, other: Point) -> bool:
-        """Whether quality is expected to be at least the other's: no axis is more aggressive.
+        """Return whether no axis is more aggressive than the other point's.
 
         This is a partial order: of two points each may be more aggressive along another axis. Points of different
         pruning metrics are only comparable where one of them prunes nothing.
@@ -208,7 +208,7 @@ class Cube:
         return len(self.bins) * len(self.prune) * len(self.metric) * len(self.protect) * len(self.rate)
 
     def __iter__(self) -> Iterator[Point]:
-        """Every point, the smallest expected checkpoint first; ties in the order of the axes.
+        """Iterate over all points, smallest expected checkpoint first.
 
         All of them have the largest number of entries for embeddings.
         """
@@ -217,7 +217,7 @@ class Cube:
         return iter(sorted(points, key=Point.expected_bits))
 
     def __contains__(self, point: object) -> bool:
-        """Whether a point lies on the axes; the metric counts only where something is pruned."""
+        """Return whether a point is in the cube; the metric counts only with pruning."""
         return (
             isinstance(point, Point)
             and point.system == self.system
@@ -244,7 +244,7 @@ class Cube:
         return total
 
     def neighbours(self, point: Point, steps: int, *, relax: bool = False) -> list[Point]:
-        """The points within a number of steps, the point itself first, none more aggressive than it.
+        """Return the points within a number of steps, the point itself first.
 
         Args:
             point: the center.
@@ -289,10 +289,10 @@ def _place(axis: tuple[float, ...], value: float) -> int:
 
 
 def same(a: Point, b: Point) -> bool:
-    """Whether two points are the same configuration; without pruning the metric is ignored."""
+    """Return whether two points are the same configuration."""
     return normal(a) == normal(b)
 
 
 def normal(point: Point) -> Point:
-    """The canonical point of a configuration that is in the cube more than once."""
+    """Return the point with the default metric if nothing is pruned."""
     return dataclasses.replace(point, metric="magnitude") if point.prune == 0.0 else point

@@ -90,7 +90,7 @@ class Known:
 
 
 def _trend(candidates: Sequence[Candidate]) -> Floats:
-    """[n, 4]: the terms of the linear trend."""
+    """Return the terms of the linear trend, [n, 4]."""
     rows = []
     for c in candidates:
         by_magnitude = c.point.metric == "magnitude"
@@ -100,7 +100,7 @@ def _trend(candidates: Sequence[Candidate]) -> Floats:
 
 
 def _places(candidates: Sequence[Candidate]) -> Floats:
-    """[n, 6]: positions of points in the cube, in units of the correlation length."""
+    """Return the positions of points in the cube, [n, 6], in units of the correlation length."""
     rows = []
     for c in candidates:
         p = c.point
@@ -125,7 +125,7 @@ def _mean(candidates: Sequence[Candidate]) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class _Prior:
-    """The distribution of the trials before they are seen.
+    """The model's prior distribution of the trials.
 
     Args:
         mean, precision: [n], [n, n] of ln L; the precision is the inverse of its covariance.
@@ -143,7 +143,7 @@ class _Prior:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """The likeliest explanation of the trials for one s.
+    """The most likely parameters of the model for one value of s.
 
     Args:
         swing: s.
@@ -163,7 +163,7 @@ def _inverse(matrix: Any) -> Floats:
 
 
 def _products(a: Sequence[Candidate], b: Sequence[Candidate]) -> Floats:
-    """[a, b]: covariance of the signed part for s = 1, without its independent part."""
+    """Return the covariance [a, b] of the signed part for s = 1, without its independent part."""
     length = max((c.pattern.size for c in (*a, *b) if c.pattern is not None), default=0)
     none = np.zeros(length, np.float32)
     left, right = (np.array([none if c.pattern is None else c.pattern for c in x]) for x in (a, b))
@@ -173,7 +173,7 @@ def _products(a: Sequence[Candidate], b: Sequence[Candidate]) -> Floats:
 
 
 def _signed(candidates: Sequence[Candidate]) -> Floats:
-    """[n, n]: covariance of the signed part for s = 1."""
+    """Return the covariance [n, n] of the signed part for s = 1."""
     covariance = _products(candidates, candidates)
     own = [c.error if c.pattern is None else _OWN * covariance[i, i] for i, c in enumerate(candidates)]
     covariance[np.diag_indices(len(candidates))] += np.array(own) + 1e-12
@@ -195,7 +195,7 @@ def _prior(known: Sequence[Known], floor: float) -> _Prior:
 
 
 def _fitted(prior: _Prior, swing: float) -> _Fit:
-    """Laplace's approximation of ln L of the trials, D - L being normal.
+    """Fit ln L of the trials by Laplace's approximation, with D - L normally distributed.
 
     Source: Rasmussen and Williams, "Gaussian Processes for Machine Learning" (2006), section 3.4.
     """
@@ -237,7 +237,7 @@ def _exp(x: Floats) -> Floats:
 
 
 def _fits(known: Sequence[Known], floor: float) -> tuple[list[_Fit], Floats]:
-    """The explanation of the trials for each s, with its probability."""
+    """Return the fit of the model to the trials for each s, with its probability."""
     prior = _prior(known, floor)
     fits = [_fitted(prior, s) for s in _SWINGS]
     logs = np.array([f.log_weight for f in fits])
@@ -246,7 +246,7 @@ def _fits(known: Sequence[Known], floor: float) -> tuple[list[_Fit], Floats]:
 
 
 def swing(known: Sequence[Known], floor: float) -> float:
-    """Expected s: the signed part of a point's degradation has a deviation of about s sqrt(E).
+    """Return the expected s: the signed part of a degradation deviates by about s sqrt(E).
 
     Args:
         known: trials so far.
@@ -282,7 +282,7 @@ def _on_one_thread(function: Callable[P, Floats]) -> Callable[P, Floats]:
 
 @_on_one_thread
 def draws(candidates: Sequence[Candidate], known: Sequence[Known], floor: float) -> Floats:
-    """[SAMPLES, n]: degradations of the candidates, drawn from the model given the trials.
+    """Return degradations of the candidates, [SAMPLES, n], drawn from the fitted model.
 
     Args:
         candidates: what to predict.
@@ -320,12 +320,12 @@ def draws(candidates: Sequence[Candidate], known: Sequence[Known], floor: float)
 
 
 def degradations(candidates: Sequence[Candidate], known: Sequence[Known], floor: float) -> Floats:
-    """Expected degradation (median) of each candidate; arguments as for `draws`."""
+    """Return the expected (median) degradation of each candidate."""
     median: Floats = np.median(draws(candidates, known, floor), axis=0)
     return median
 
 
 def chances(candidates: Sequence[Candidate], known: Sequence[Known], threshold: float, floor: float) -> Floats:
-    """Probability of each candidate to pass, by the model alone; other arguments as for `draws`."""
+    """Return the probability of each candidate to pass, by the model alone."""
     share: Floats = (draws(candidates, known, floor) <= threshold).mean(axis=0)
     return share

@@ -1,4 +1,4 @@
-"""The better direction of quality: given, known, or inferred from states beyond use."""
+"""The better direction of quality: given, known, or inferred from destroyed states."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Direction:
                 self._known, self.is_given = last.direction, last.direction_given
 
     def doubt(self) -> str | None:
-        """Forget a direction that was only inferred at the last search, and return it."""
+        """Forget a direction that was inferred at the last search, and return it."""
         self._was_in_vain = False
         known, self._known = self._known, None
         return known
 
     def _asked(self, found: Sequence[Trial]) -> list[Trial]:
-        """The trials of points beyond use, in their fixed order, up to the first that is not tried."""
+        """Return the trials of points beyond use, in order, up to the first that was not tried."""
         tried = {t.point: t for t in found}
         asked = itertools.takewhile(lambda t: t is not None, map(tried.get, self._beyond_use))
         return [t for t in asked if t is not None]
@@ -67,19 +67,19 @@ class Direction:
         return self._beyond_use[len(asked)]
 
     def is_probed(self, found: Sequence[Trial]) -> bool:
-        """Whether a state compressed beyond use has been tried."""
+        """Return whether a state compressed beyond use was tried."""
         return bool(self._asked(found))
 
     def no_numbers(self, found: Sequence[Trial]) -> list[Point]:
-        """The points beyond use whose quality was NaN."""
+        """Return the points beyond use whose quality was NaN."""
         return [t.point for t in self._asked(found) if t.point is not None and t.quality is None]
 
     def in_vain(self, found: Sequence[Trial]) -> bool:
-        """Whether the quality of all points beyond use was NaN, now or at the last search."""
+        """Return whether all points beyond use gave NaN, now or at the last search."""
         return self._was_in_vain or len(self.no_numbers(found)) == len(self._beyond_use)
 
     def is_apart(self, point: Point) -> bool:
-        """Whether a point was tried only to infer the direction and does not belong to the cube."""
+        """Return whether a point outside the cube was tried only to infer the direction."""
         return dataclasses.replace(point, system=_BEYOND_USE[0].system) in _BEYOND_USE and point not in self._cube
 
     def inferred(self, found: Sequence[Trial], scale: Scale, allowed: float) -> tuple[str | None, str]:

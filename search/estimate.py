@@ -75,7 +75,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a point asks of an array: its codebook, its thresholds, and the price of a bit."""
+    """Settings of a point for one array: codebook, thresholds, and the price of a bit."""
 
     how: Fit
     limit: Thresholds
@@ -84,7 +84,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """An array of a unit, with what its points share.
+    """An array of a unit, with the data that all points share.
 
     Args:
         number: of the array.
@@ -171,7 +171,7 @@ class Estimator:
         return [self._found[c] for c in codecs]
 
     def _limits(self, codec: Quantize) -> Limits:
-        """Thresholds over all arrays; those of pruning do not depend on those of protection."""
+        """Return the thresholds over all arrays, cached for protection and for pruning."""
         if codec.protect not in self._protect:
             self._protect[codec.protect] = protection_limits(codec, self._sketches, thresholds_before(self._parents))
         key = codec.prune, codec.prune_metric
@@ -180,7 +180,7 @@ class Estimator:
         return Limits(self._protect[codec.protect], self._prune[key])
 
     def _trades(self, codec: Quantize, decided: Limits) -> list[Trade]:
-        """The price of a bit in each array."""
+        """Return the price of a bit in each array."""
         if not codec.rate:
             return [Trade(0.0)] * len(self._leaves)
         if self._roots is None:
@@ -198,7 +198,7 @@ class Estimator:
         limits: Sequence[Limits],
         slopes: Sequence[Sequence[Trade]],
     ) -> tuple[NpArray, NpArray]:
-        """[codecs, 3]: bytes, error and its pruned part of all arrays that a unit represents; and patterns.
+        """Return bytes, error and error by pruning of a unit, [codecs, 3], and error patterns.
 
         Both errors are multiplied by the number of elements.
         """
@@ -223,7 +223,7 @@ class Estimator:
         return _Member(i, self._leaves[i], part, self._parents[i], places)
 
     def _quantized(self, member: _Member, asked: _Asked, codec: Quantize) -> _Quantized:
-        """Levels of the sample of an array, and their errors."""
+        """Quantize the sample of an array; return its levels and errors."""
         part, limit, size = member.part, asked.limit, member.leaf.spec.size
         if limit not in member.histograms:
             member.histograms[limit] = self._histogram(member.number, limit)
@@ -245,7 +245,7 @@ class Estimator:
         found: Sequence[_Quantized],
         codec: Quantize,
     ) -> float:
-        """Bytes of all arrays that a unit represents, without their records."""
+        """Return the bytes of all arrays that a unit represents, without their records."""
         if unit.count:
             each = zip(members, found, strict=True)
             samples = [sampled_levels(q.levels, q.codebook, m.part, m.leaf.spec) for m, q in each]
@@ -268,7 +268,7 @@ class Estimator:
         return few if few is not None and few.size <= most else None
 
     def _histogram(self, i: int, limit: Thresholds) -> Histogram:
-        """Histogram of the values that are neither pruned nor protected.
+        """Return the histogram of the values that are neither pruned nor protected.
 
         It covers the whole array if gradients are not used, and else the sample.
         """
@@ -292,7 +292,7 @@ def _codebook(
 
 
 def _levels(part: Sample, limit: Thresholds, codebook: NpArray, trade: Trade) -> NpArray:
-    """Levels of the sample, as the codec chooses them."""
+    """Return the levels of the sample, chosen as by the codec."""
     before = part.before
     own = assign(part.wanted, limit, codebook, gradient=part.gradient)
     if trade.price and codebook.size:
@@ -311,7 +311,7 @@ def _places(size: int, count: int) -> NpArray:
 
 
 def _error(levels: NpArray, part: Sample, codebook: NpArray) -> tuple[NpArray, float, float]:
-    """Errors of a sample, their relative square sum, and its part from pruned weights."""
+    """Return errors of a sample, their relative square sum, and its part from pruning."""
     table = np.concatenate([np.zeros(2), part.unit * codebook]).astype(part.wide.dtype)
     off = part.wide - table[levels]
     off[levels == 1] = 0

@@ -63,7 +63,7 @@ def search_exhaustively(space: Space, stale: Sequence[Trial], *, soon: bool) -> 
 
 
 def _left_out(candidates: Sequence[Candidate], trials: Trials, floor: float, stale: Sequence[Trial]) -> dict[str, int]:
-    """Number of points that were never tried, by reason."""
+    """Return the number of points that were never tried, by reason."""
     known = trials.known(stale)
     state = open_points(candidates, known, trials.allowed, _TOLERANCE, floor)
     seen = {normal(t.point) for t in trials.tried if t.point is not None}

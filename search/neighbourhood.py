@@ -59,7 +59,7 @@ def search_neighbourhood(space: Space, last: SearchResult, steps: int, *, relax:
 
 
 def _twin(space: Space, origin: Point, last: SearchResult) -> Point | None:
-    """The same point under the other metric, if that is worth a trial.
+    """Return the point with the other metric, or None if it is not worth a trial.
 
     It is not if it was not better at a recent search, or is expected to fail.
     """
@@ -72,7 +72,7 @@ def _twin(space: Space, origin: Point, last: SearchResult) -> Point | None:
 
 
 def _queue(space: Space, points: Sequence[Point], stale: Sequence[Trial]) -> tuple[list[Point], dict[str, int]]:
-    """The neighbours worth a trial, by decreasing ratio, and the number of others by reason."""
+    """Return the neighbours worth a trial, by decreasing ratio, and counts of others by reason."""
     trials = space.trials
     candidates = trials.candidates(points)
     kept = undominated(candidates)

@@ -1,4 +1,4 @@
-"""Which points to try next, from draws of the degradation model and the order of the cube.
+"""Choice of the next points to try, from the degradation model and the order of the cube.
 
 The draws show which points are likely to pass together, and so which are worth the remaining trials. The order of the
 cube adds two rules: a point that clearly fails excludes all more aggressive points, and a point that passes excludes
@@ -38,7 +38,7 @@ The degradation is above this multiple of the threshold, and this number of devi
 
 
 def milder(a: Candidate, b: Candidate) -> bool:
-    """Whether quality at `a` is expected to be at least that at `b`.
+    """Return whether `a` is at least as mild as `b` by the cube and by predicted error.
 
     This holds by the order of the cube and by predicted error.
 
@@ -49,7 +49,7 @@ def milder(a: Candidate, b: Candidate) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """The candidates that the trials leave open.
+    """Candidates that the trials have not decided.
 
     Args:
         ruled_out: which candidates are more aggressive than one that clearly failed.
@@ -88,7 +88,7 @@ def open_points(
 
 
 def undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates that no other candidate matches in both size and mildness, smallest first."""
+    """Return candidates without another that is milder and not larger, smallest first."""
     ordered = sorted(candidates, key=lambda c: c.nbytes)
     kept: list[Candidate] = []
     for c in ordered:
@@ -98,7 +98,7 @@ def undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates without those equal in size and error to a milder one, smallest first."""
+    """Return candidates without a milder one of equal size and error, smallest first."""
     kept: dict[tuple[float, float], list[Candidate]] = {}
     for c in candidates:
         same = kept.setdefault((c.nbytes, c.error), [])
@@ -162,7 +162,7 @@ def next_trials(
 
 
 def _most_saving(saved: Floats, count: int, least: float) -> list[int]:
-    """Columns that maximize the mean over rows of their largest entry, chosen greedily.
+    """Choose columns greedily that maximize the mean over rows of their largest entry.
 
     Args:
         saved: [draws, n] saving of each candidate, 0 where it fails.

@@ -62,6 +62,6 @@ class ProgressReport:
             self._bar.update(self._task, advance=1, description=trial.reason)
 
     def say(self, text: str, *, warn: bool = False) -> None:
-        """Log a line; a warning is shown even where logging is not set up."""
+        """Log a line, as a warning if `warn`, unless the report is silent."""
         if not self._silent:
             LOG.log(logging.WARNING if warn else logging.INFO, "%s", text)

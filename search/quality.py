@@ -59,7 +59,7 @@ class Scale:
     direction: str | None
 
     def degradation(self, quality: float | None) -> float:
-        """Relative loss of quality; infinite for None (not a number) and for infinities.
+        """Return the relative loss of quality; infinite for None (not a number) and infinities.
 
         Example:
             >>> Scale(0.8, 0.0, "higher").degradation(0.76)  # doctest: +ELLIPSIS
@@ -73,7 +73,7 @@ class Scale:
         return change if self.direction == "lower" else -change
 
     def inferred(self, quality: float, beyond: float) -> str | None:
-        """The direction in which a state that is surely worse differs; None: not enough.
+        """Return the better direction, given the quality of a destroyed state; None if unclear.
 
         Args:
             quality: of a state compressed beyond use; may be infinite.

@@ -139,12 +139,12 @@ class SearchResult:
 
     @property
     def is_exhaustive(self) -> bool:
-        """Whether the whole cube was searched."""
+        """Return whether the whole cube was searched."""
         return self.method == "exhaustive"
 
     @property
     def within_spread(self) -> bool:
-        """Whether the choice's degradation is within the spread of `evaluate`."""
+        """Return whether the choice's degradation is within the spread of `evaluate`."""
         return self.degradation is not None and abs(self.degradation) <= self.spread
 
     def restored(self) -> SearchResult:
@@ -223,7 +223,7 @@ def _read(value: Any) -> Any:
 
 
 def essence(found: SearchResult) -> str:
-    """All fields of a result that are compared, as text."""
+    """Return all compared fields of a result as text."""
     data = found.to_json()
     for part in (data, *data["trials"]):
         for f in dataclasses.fields(SearchResult if part is data else Trial):
@@ -233,7 +233,7 @@ def essence(found: SearchResult) -> str:
 
 
 def outcome(trials: Sequence[Trial]) -> list[Any]:
-    """The fields of trials that are equal on all processes of a group, as plain JSON.
+    """Return the fields of trials that are equal on all processes, as plain JSON.
 
     These are the values exchanged and their consequences. Each process makes its own estimates, whose last bits may
     depend on its processor.
@@ -262,7 +262,7 @@ def _fields(data: Any, kind: type[Any], what: str) -> dict[str, Any]:
 
 
 def _fits(annotation: str, value: Any) -> bool:
-    """Whether a value has the type of a field, if that is a plain one."""
+    """Return whether a value has the type of a field; true for fields of other than plain types."""
     kind = _KINDS.get(annotation.removesuffix(" | None"))
     if kind is None or (value is None and annotation.endswith("None")):
         return True

@@ -50,7 +50,7 @@ class Sample:
 
     @property
     def half(self) -> NpArray:
-        """Positions of every other block."""
+        """Return the positions of every other block."""
         places = np.arange(self.wide.size)
         half: NpArray = places[places // BLOCK % 2 == 0]
         return half
@@ -82,7 +82,7 @@ def sample(leaf: Leaf, before: LevelsReference | None, total: int) -> Sample:
 
 
 def held_of(memory: LevelsReference, at: NpArray | slice, spec: LeafSpec) -> LevelsReference:
-    """The parent's levels and protected values at these positions, which must ascend."""
+    """Return the parent's levels and protected values at ascending positions."""
     levels = np.ascontiguousarray(memory.levels[at])
     protected = np.flatnonzero(memory.levels == 1)
     among = np.arange(memory.levels.size)[at][levels == 1]
@@ -91,14 +91,14 @@ def held_of(memory: LevelsReference, at: NpArray | slice, spec: LeafSpec) -> Lev
 
 
 def energy(x: NpArray) -> float:
-    """Sum of squares, in float64."""
+    """Return the sum of squares in float64."""
     wide = x.astype(np.float64)
     return float(np.square(wide, out=wide).sum())  # not with BLAS, whose sums depend on the number of threads
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Arrays that are coded together, or one array, and what they represent.
+    """Sampled arrays, coded alone or as one bundle, and their share of all arrays.
 
     Args:
         members: numbers of the arrays that are looked at.
@@ -114,7 +114,7 @@ class Unit:
 
 
 def chosen_units(leaves: Sequence[Leaf], scales: Sequence[float], bundles: Sequence[Sequence[int]]) -> list[Unit]:
-    """Choose the arrays that represent all: about `GROUPS` that are coded alone, and as many of bundles.
+    """Choose about `GROUPS` arrays coded alone, and arrays of bundles, to represent all.
 
     Args:
         leaves: the arrays.
@@ -139,7 +139,7 @@ def chosen_units(leaves: Sequence[Leaf], scales: Sequence[float], bundles: Seque
 
 
 def _spread_out(items: list[T], most: int) -> list[T]:
-    """Up to so many items, evenly spaced."""
+    """Return up to `most` items, evenly spaced."""
     if len(items) <= most:
         return items
     return [items[(2 * k + 1) * len(items) // (2 * most)] for k in range(most)]

@@ -51,12 +51,12 @@ class SearchInputs:
     def of(
         state: Any, prev: Checkpoint | None, grads: Any, kinds: Mapping[str, Any] | None, earlier: Any = None
     ) -> SearchInputs:
-        """The arguments are those of `compress`, and so are the errors."""
+        """Flatten and check the arguments; raise the errors of `compress`."""
         return SearchInputs(state, grads, Inputs.of(state, prev, kinds, grads, earlier))
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this process has only a part of some array."""
+        """Return whether this process has only a part of some array."""
         return any(is_sharded(node.value) for node in self.opened.arrays)
 
     def watch(self) -> WatchedInputs:
@@ -64,7 +64,7 @@ class SearchInputs:
         return WatchedInputs.of(self.state, self.grads)
 
     def fingerprints(self, watched: WatchedInputs) -> dict[str, str]:
-        """A hash of each argument, equal on two processes that have the same arguments.
+        """Return a hash of each argument, equal on processes with the same arguments.
 
         Values of sharded arrays are not hashed, because each process has its own part.
         """
@@ -93,7 +93,7 @@ class TreeHashes:
 
     @staticmethod
     def of(value: Any, name: str) -> TreeHashes:
-        """Hash a tree; `name` is put in front of all paths."""
+        """Hash the arrays of a tree; paths begin with `name`."""
         nodes, unique = tie(*tree.flatten(value, is_array))
 
         def one(node: tree.ArrayNode) -> tuple[str, str, str, bool]:
@@ -106,11 +106,11 @@ class TreeHashes:
 
     @property
     def shared(self) -> list[Any]:
-        """The part that is equal on all processes: of sharded arrays shape and dtype only."""
+        """Return the data that are equal on all processes: layouts, and hashes of unsharded arrays."""
         return [self.nodes, [(path, layout if apart else digest) for path, digest, layout, apart in self.arrays]]
 
     def unlike(self, now: TreeHashes, name: str) -> str | None:
-        """The path of the first difference to another tree; None: equal.
+        """Return the path of the first difference to another tree, or None.
 
         Where only the structure differs, it is `name`.
         """
@@ -134,11 +134,11 @@ class WatchedInputs:
 
     @staticmethod
     def of(state: Any, grads: Any) -> WatchedInputs:
-        """Hash their present values."""
+        """Hash the present values of state and gradients."""
         return WatchedInputs(TreeHashes.of(state, ""), None if grads is None else TreeHashes.of(grads, "grads/"))
 
     def unlike(self, now: WatchedInputs) -> str | None:
-        """Path of the first difference, or None."""
+        """Return the path of the first difference, or None."""
         path = self.state.unlike(now.state, "")
         if path is None and self.grads is not None and now.grads is not None:
             path = self.grads.unlike(now.grads, "grads/")
@@ -146,7 +146,7 @@ class WatchedInputs:
 
 
 def _places(nodes: Sequence[Any]) -> dict[str, str]:
-    """The value at each path as text, the deepest path first."""
+    """Return the value at each path as text, the deepest path first."""
     found: dict[str, str] = {}
 
     def array(number: int, place: Any) -> None:
@@ -241,17 +241,17 @@ class SearchState:
         return SearchState(opened, inputs.is_sharded, numbers, small, chosen, parents, point.codec(), point.system, cfg)
 
     def config(self, point: Point) -> Config:
-        """The configuration of a point, with which the state is stored as it was evaluated."""
+        """Return the configuration of a point, as it is evaluated and stored."""
         return point.config(ahead=self.opened.past_weights is not None)
 
     def without_drift(self) -> SearchState:
-        """The same without past values: weights are coded where they are."""
+        """Return the search state without past weights, so that no array is coded ahead."""
         leaves = [dataclasses.replace(leaf, earlier=None) for leaf in self.leaves]
         return dataclasses.replace(self, leaves=leaves, opened=dataclasses.replace(self.opened, past_weights=None))
 
     @property
     def leads(self) -> bool:
-        """Whether some array is coded ahead of its drift.
+        """Return whether some array is coded ahead of its drift.
 
         This requires an earlier delta that has estimated the drift.
         """
@@ -261,12 +261,12 @@ class SearchState:
 
     @property
     def sensitive(self) -> bool:
-        """Whether pruning by sensitivity is possible: every array to prune has its gradient."""
+        """Return whether every array to prune has a gradient, so that sensitivity is known."""
         return all(leaf.gradient is not None for leaf in self.leaves if leaf.kind.layer != "embedding")
 
     @property
     def has_embeddings(self) -> bool:
-        """Whether the number of bins for embeddings changes anything."""
+        """Return whether the number of bins for embeddings changes any array."""
         return any(leaf.kind.layer == "embedding" for leaf in self.leaves)
 
     @property
@@ -275,7 +275,7 @@ class SearchState:
         return sum(leaf.spec.size for leaf in self.leaves)
 
     def exact(self) -> Any:
-        """The state itself in the form of a restored one: fresh arrays in host memory, bit-exact."""
+        """Return a bit-exact copy of the state, in the form of a restored state."""
 
         def one(node: tree.ArrayNode) -> Array:
             spec, flat = read_leaf(node.value, node.path)
@@ -285,7 +285,7 @@ class SearchState:
         return tree.unflatten(self.opened.nodes, lambda number, _place: made[number], rebuild=True)
 
     def _rest(self, rate: float) -> tuple[Checkpoint, list[int]]:
-        """Compress the arrays that are the same at every point with this rate; with their numbers."""
+        """Compress the arrays that are equal at all points with this rate; also return numbers."""
         chosen = set(self.quantized)
         numbers = [i for i in range(len(self.opened.arrays)) if i not in chosen]
         cfg = dataclasses.replace(self.others, rate=rate)
@@ -313,7 +313,7 @@ class SearchState:
         return frozenset(self.small) - frozenset(self.quantized)
 
     def rest_nbytes(self, rate: float) -> int:
-        """Bytes of all arrays that are the same at every point with this rate, and of the header."""
+        """Return the bytes of arrays that are equal at all points with this rate, and of the header."""
         if rate not in self._sizes:
             self._sizes[rate] = (self._rest(rate) if rate else self._taken_over)[0].nbytes
         return self._sizes[rate]

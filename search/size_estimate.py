@@ -31,7 +31,7 @@ _PRIME = 7919
 def nbytes_of_header(
     leaves: Sequence[Leaf], limits: Limits, is_delta: bool, bundles: Sequence[Sequence[int]] = ()
 ) -> int:
-    """Bytes of the records of these arrays and bundles in a header, with made-up lengths and errors.
+    """Return the bytes of header records, with made-up lengths and errors.
 
     Args:
         leaves: the arrays.
@@ -73,13 +73,13 @@ def nbytes_of_header(
 
 
 def nbytes_of_codebook(codebook: NpArray, before: LevelsReference | None, spec: LeafSpec) -> int:
-    """Bytes of the codebook part, which precedes protected values and levels."""
+    """Return the bytes of the codebook part, which precedes protected values and levels."""
     parent = None if before is None else LevelsReference(_NOTHING, before.codebook, _NOTHING, _ANY)
     return len(references(LevelsReference(_NOTHING, codebook, _NOTHING, _ANY), spec, parent))
 
 
 def nbytes_of_protected(levels: NpArray, part: Sample, spec: LeafSpec) -> float:
-    """Bytes of the protected values of the array, estimated from the levels of its sample."""
+    """Estimate the bytes of an array's protected values from its sample's levels."""
     none = nbytes_of_codebook(np.empty(0), None, spec)
 
     def one(at: NpArray | slice) -> int:
@@ -96,14 +96,14 @@ SampledLevels = tuple[LeafSpec, LevelsReference]
 
 
 def sampled_levels(levels: NpArray, codebook: NpArray, part: Sample, spec: LeafSpec) -> SampledLevels:
-    """The sample of an array as what the codec writes of an array: levels, codebook and protected values."""
+    """Return the levels, codebook and protected values of a sample, as the codec stores them."""
     held = held_values(part.x[levels == 1], spec)
     whole = spec if part.scale == 1.0 else LeafSpec(spec.library, spec.dtype, (levels.size,))
     return whole, LevelsReference(levels, codebook, held, _ANY)
 
 
 def nbytes_of_bundle(samples: Sequence[SampledLevels], parts: Sequence[Sample], unit: Unit) -> float:
-    """Bytes of a bundle, estimated from the samples of some of its arrays.
+    """Estimate the bytes of a bundle from the samples of some of its arrays.
 
     Args:
         samples: of these arrays.
@@ -133,7 +133,7 @@ def nbytes_of_bundle(samples: Sequence[SampledLevels], parts: Sequence[Sample], 
 
 
 def nbytes_of_levels(levels: NpArray, size: int, part: Sample, coder: str, columns: int = 0) -> float:
-    """Bytes of the levels of the array, estimated from those of its sample.
+    """Estimate the bytes of an array's levels from those of its sample.
 
     Counts ignore rows and columns, which a sample does not have: estimates of deltas are up to 9 % too large for an MLP
     or a CNN, and 12 to 33 % for an embedding model, whose rows differ most. All points are affected alike.

@@ -67,7 +67,7 @@ class Space:
         return _LIKELY if self.trials.at_once == 1 else HOPELESS
 
     def has(self, point: Point) -> bool:
-        """Whether the neighbourhood of a point can be searched."""
+        """Return whether the neighbourhood of a point can be searched."""
         return point.system == self.cube.system and (point.prune == 0.0 or point.metric in self.cube.metric)
 
     def round(self, points: Sequence[Point], stale: Sequence[Trial]) -> list[Trial]:
@@ -96,7 +96,7 @@ class Space:
         return [t for t in trials.tried if t.point in asked]
 
     def keeps_mildest(self, stale: Sequence[Trial]) -> bool:
-        """Whether the mildest point of the cube passes: it is tried, unless it was before."""
+        """Return whether the mildest point of the cube passes; try it if it was not tried."""
         mildest = normal(max(self.cube, key=Point.expected_bits))
         tried = [t for t in self.trials.tried if t.point == mildest]
         if not tried and self.left > 0:
@@ -113,7 +113,7 @@ class Space:
             self.trials.round([point], [None])
 
     def can_tell(self, last: SearchResult | None) -> bool:
-        """Whether the result of `evaluate` depends on the state.
+        """Return whether the result of `evaluate` depends on the state.
 
         If no trial shows it, a state compressed beyond use is tried.
 

@@ -69,14 +69,14 @@ class Trials:
         self.notes: list[str] = []
 
     def _take(self, search_state: SearchState) -> None:
-        """Use this state from now on, and drop the estimates of the former one."""
+        """Replace the search state, and drop the estimates of the former one."""
         self.search_state = search_state
         self._estimate = Estimator(search_state.leaves, search_state.parents, search_state.codec)
         self._candidates: dict[Point, Candidate] = {}
 
     @property
     def is_ahead(self) -> bool:
-        """Whether some weights are coded ahead of their drift."""
+        """Return whether some weights are coded ahead of their drift."""
         return self.search_state.leads
 
     def without_drift(self) -> None:
@@ -88,22 +88,22 @@ class Trials:
 
     @property
     def tried(self) -> list[Trial]:
-        """Trials of points with the present way of coding weights."""
+        """Return the trials with the present setting of drift prediction."""
         return [t for t in self.found if t.point is not None and t.ahead == self.is_ahead]
 
     @property
     def at_once(self) -> int:
-        """Trials per round: one per process, or one where processes hold parts of the state."""
+        """Return the trials per round: one per process, or one if arrays are sharded."""
         return 1 if self.search_state.is_sharded else self._processes.size
 
     @property
     def passing(self) -> list[Trial]:
-        """Passing trials of points that may be chosen."""
+        """Return the passing trials of points that may be chosen."""
         return [t for t in self.tried if t.passed and t.point is not None and not self.direction.is_apart(t.point)]
 
     @property
     def has_seen_itself(self) -> bool:
-        """Whether `evaluate` was called with the state itself."""
+        """Return whether `evaluate` was called with the state itself."""
         return any(t.point is None for t in self.found)
 
     def baseline(self, last: SearchResult | None, direction: str | None, given: float | None) -> None:
@@ -257,7 +257,7 @@ class Trials:
 
     @property
     def can_be_destroyed(self) -> bool:
-        """Whether compression beyond use changes the state.
+        """Return whether compression beyond use changes the state.
 
         A state of zeros or of few distinct values may not change.
         """
@@ -266,11 +266,11 @@ class Trials:
 
     @property
     def is_probed(self) -> bool:
-        """Whether a state compressed beyond use has been tried."""
+        """Return whether a state compressed beyond use has been tried."""
         return self.direction.is_probed(self.found)
 
     def blind(self, last: SearchResult | None) -> list[int]:
-        """Ranks whose `evaluate` returned the same number for every state.
+        """Return the ranks whose `evaluate` returned the same number for every state.
 
         A state compressed beyond use is included. If one process has seen a single number only, all processes evaluate
         such a state in a separate round, because results of other processes do not show that this one loads the state.
@@ -290,17 +290,17 @@ class Trials:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether the direction is only known from the last search, where it was inferred."""
+        """Return whether the direction is only known because the last search inferred it."""
         return self.scale.direction is not None and not self.direction.is_given and not self.is_probed
 
     @property
     def beyond(self) -> float:
-        """Relative difference of quality that is not chance."""
+        """Return the relative difference of quality that is too large for chance."""
         return max(self.allowed, SURELY, 3 * self.scale.spread)
 
     @property
     def gain(self) -> float:
-        """Relative gain of the best trial over the state itself."""
+        """Return the relative gain of the best trial over the state itself."""
         tried = (t for t in self.found if t.point is not None and not self.direction.is_apart(t.point))
         return max((-t.degradation for t in tried), default=0.0)
 
@@ -362,12 +362,12 @@ class Trials:
 
 
 def _is_silent(trials: Sequence[Trial], rank: int) -> bool:
-    """Whether the process has seen one number only."""
+    """Return whether the process got the same number for all states."""
     return len({t.quality for t in trials if t.rank == rank}) == 1
 
 
 def _apart(a: float, b: float) -> float:
-    """The ratio of the larger to the smaller magnitude; infinite where the signs differ."""
+    """Return the ratio of larger to smaller magnitude; infinite for different signs."""
     low, high = sorted((abs(a), abs(b)))
     return math.inf if a * b <= 0 else high / low
 
