@@ -1,4 +1,4 @@
-"""The steps of a store: which there are, and committing one."""
+"""The catalog of a store: its steps by manifest, and the commit of a step."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Catalog:
         raise CorruptDataError(f"step {step}: its manifest is listed but cannot be read")
 
     def settled(self, step: int, work: Callable[[Entry], T]) -> T:
-        """Read a step; again if compaction has moved it to other files meanwhile.
+        """Read a step, and read it again if compaction moved it to other files meanwhile.
 
         Raises:
             MissingParentError: one of its files is missing, or the step itself.

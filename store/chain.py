@@ -20,7 +20,7 @@ _FEW = 4
 
 
 def _guarded(files: Files, step: int, name: str, work: Callable[[], T]) -> T:
-    """Do something with a data file; errors name the step and the path."""
+    """Call `work` on a data file; its errors name the step and the path."""
     path = files.path(f"{FOLDER}/{name}")
     try:
         return work()
@@ -153,7 +153,7 @@ def forest(entries: Iterable[Entry]) -> list[Node]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file that was read: its checkpoint, or the reason why it could not be used."""
+    """A file that was read: its checkpoint, or the reason why it is unusable."""
 
     node: Node
     checkpoint: Checkpoint | None

@@ -1,4 +1,4 @@
-"""The chain head: the checkpoint that the next delta builds on."""
+"""The chain head: the checkpoint that is the parent of the next delta."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .policy import Size, wants_base
 
 @dataclass(frozen=True, slots=True)
 class ChainHead:
-    """What the next delta builds on.
+    """The parent of the next delta, and the checkpoint saved or loaded last.
 
     Args:
         checkpoint: the future parent, resolved.
@@ -31,7 +31,7 @@ class ChainHead:
 
     @staticmethod
     def at(policy: ChainPolicy, manifest: Manifest, ckpt: Checkpoint, base: Checkpoint) -> ChainHead:
-        """Return the head after reading a chain: its end or its base, as the policy says."""
+        """Return the head after a chain was read: its end or its base, as the policy says."""
         if policy.against == "previous" or base is ckpt:
             return ChainHead(ckpt, manifest, manifest)
         return ChainHead(base, _of_base(manifest, base), manifest)
@@ -45,21 +45,21 @@ class ChainHead:
 
     @property
     def base_size(self) -> Size:
-        """The size of the chain's base, if its state was as large as the parent's."""
+        """Return the size of the chain's base if its state was as large as the parent's."""
         return Size(self.last.base_nbytes, self.checkpoint.raw_nbytes)
 
     @property
     def carried(self) -> int:
-        """Bytes of the arrays that must be decoded before a delta over it."""
+        """Bytes of the arrays that must be decoded before a delta against this head."""
         return self.manifest.carried + carried_by(self.checkpoint)
 
     def next(self, policy: ChainPolicy) -> ChainHead | None:
-        """Return itself; None if a base is due."""
+        """Return this head, or None if a base is due."""
         raw = self.checkpoint.raw_nbytes
         return None if wants_base(policy, self.last, 1.0 + (self.carried / raw if raw else 0.0)) else self
 
     def now(self, files: Files, catalog: Catalog) -> ChainHead | None:
-        """Return it with the files that the store has for it now; None if it was removed."""
+        """Return the head with its present files, or None if it was removed."""
         try:
             entry = catalog.get(self.manifest.step)
         except (CorruptDataError, NewerFormatError):
@@ -96,7 +96,7 @@ def manifest_over(head: ChainHead | None, step: int, ckpt: Checkpoint, metric: f
 
 
 def _of_base(manifest: Manifest, base: Checkpoint) -> Manifest:
-    """The manifest of a chain's base, from one above it: its own may be removed."""
+    """Make the manifest of a chain's base, because its own may be removed."""
     file = manifest.chain[-1]
     size = base.nbytes
     return Manifest(

@@ -47,7 +47,7 @@ def child_environment(threads: int) -> dict[str, str]:
 
 
 def _module_folders() -> list[str]:
-    """Where this process finds modules, with the current folder for ""."""
+    """Return the folders where this process finds modules."""
     found = [entry for entry in sys.path if isinstance(entry, str)]
     if "" in found:
         here = ""

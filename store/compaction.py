@@ -84,7 +84,7 @@ class _Live:
 
 
 class Compaction:
-    """One run over a store.
+    """One compaction run over a store.
 
     Args:
         files: of the store.
@@ -125,7 +125,7 @@ class Compaction:
         return sorted(self._changed)
 
     def _entries(self) -> dict[int, Entry]:
-        """The steps that may be moved: not those with an unreadable manifest, nor sharded ones."""
+        """Return the steps that may be moved: readable and not sharded ones."""
         entries, self.problems = self._catalog.readable()
         return {step: entry for step, entry in entries.items() if not entry.manifest.shards}
 
@@ -148,7 +148,7 @@ class Compaction:
         return sorted(self._changed)
 
     def _go_on(self, entries: dict[int, Entry]) -> None:
-        """Give steps whose parent was moved its new files as parents; only headers are read."""
+        """Update the parents of steps whose parent was moved; only headers are read."""
         for step in sorted(entries):
             m = entries[step].manifest
             below = entries.get(int(m.parents[0][:12])) if m.parents else None
@@ -193,7 +193,7 @@ class Compaction:
             below.update((child, (live, is_moved)) for child in found.node.children.values())
 
     def _over(self, root: Node) -> set[Node]:
-        """The nodes of steps over the bound, and the nodes below them."""
+        """Return the nodes of steps over the bound, and the nodes below them."""
         found: set[Node] = set()
         for node in reversed(list(root.below())):
             is_over = node.entry is not None and node.entry.manifest.restore_cost > self._max_cost
@@ -202,7 +202,7 @@ class Compaction:
         return found
 
     def _base_for(self, root: Node) -> int | None:
-        """The base of the numbers of a tree's steps; None if the bound allows no delta."""
+        """Return the base of the numbers of a tree's steps; None if no delta is allowed."""
         deepest, share = 0, LEAST_SHARE
         stack = [(root, 0)]
         while stack:
@@ -235,7 +235,7 @@ class Compaction:
         return (*kept, _Live(number, ckpt, manifest))
 
     def _restated(self, manifest: Manifest, ckpt: Checkpoint, parent: _Live | None) -> Manifest:
-        """Return the step's manifest over another parent, after its data file is durable."""
+        """Rebase a step on another parent, make its data file durable, and return its manifest."""
         chain = parent.manifest.chain if parent is not None else ()
         carried = parent.carried if parent is not None else 0
         if ckpt.parent_id == (parent.checkpoint.identity if parent is not None else None):
@@ -251,7 +251,7 @@ class Compaction:
 
 
 def _is_prefix(low: int, number: int, base: int) -> bool:
-    """Whether clearing the lowest digits of a number gives `low`."""
+    """Return whether clearing the lowest digits of a number gives `low`."""
     while number > low:
         number = without_lowest_digit(number, base)
     return number == low

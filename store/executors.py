@@ -32,7 +32,7 @@ _PATIENCE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the first save of an executor builds on.
+    """The parent of an executor's first save.
 
     Args:
         step: which.
@@ -84,7 +84,7 @@ class Executor(Protocol):
         ...
 
     def is_stopped(self) -> bool:
-        """Whether it does nothing until a signal lets it continue."""
+        """Return whether the executor is stopped until a signal lets it continue."""
         ...
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class ProcessExecutor:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Return whether the worker process runs."""
         return self._process.poll() is None
 
     def hand(self, step: int, snapshot: Snapshot, origin: Origin | None) -> None:
@@ -282,7 +282,7 @@ class ProcessExecutor:
 
 
 def _warnings(answer: dict[str, Any], when: str) -> list[Warned]:
-    """The worker's warnings; raises its error, if there was one."""
+    """Return the worker's warnings; raise its error if there was one."""
     warned = [(str(c), str(m)) for c, m in answer.pop("warnings", [])]
     if "error" in answer:
         raise _rebuilt(answer, when)
@@ -290,7 +290,7 @@ def _warnings(answer: dict[str, Any], when: str) -> list[Warned]:
 
 
 def _rebuilt(answer: dict[str, Any], when: str) -> BaseException:
-    """The worker's error, of the same type if that is the library's or a plain one."""
+    """Rebuild the worker's error, with its type if that is known here."""
     kind, message = answer["error"], answer["message"]
     known = getattr(errors, kind, None) if kind in errors.__all__ else None
     plain = getattr(builtins, kind, None)

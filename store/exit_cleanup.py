@@ -21,7 +21,7 @@ class Work(Protocol):
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller runs in the thread that does the work."""
+        """Return whether the caller runs in the thread that does the work."""
         ...
 
     def wait(self) -> None:

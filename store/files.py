@@ -26,7 +26,7 @@ _OF_THE_FILE = {
 
 
 class StoreWarning(ShrinkpointWarning):
-    """A condition of a store that its user should know, and that is not an error."""
+    """A condition of a store that its user should know, but that is not an error."""
 
 
 class Files(Protocol):
@@ -52,7 +52,7 @@ class Files(Protocol):
         ...
 
     def exists(self, name: str) -> bool:
-        """Whether a file exists."""
+        """Return whether a file exists."""
         ...
 
     def list(self, folder: str) -> Sequence[str]:
@@ -76,7 +76,7 @@ class Files(Protocol):
         ...
 
     def modified(self, name: str) -> float:
-        """When a file was written, in seconds by the clock of the storage."""
+        """Return when a file was written, in seconds by the clock of the storage."""
         ...
 
     def stamp(self, name: str) -> object:
@@ -85,7 +85,7 @@ class Files(Protocol):
 
 
 def is_damage(error: OSError, *, local: bool) -> bool:
-    """Whether a reading error means damaged data rather than unreachable storage.
+    """Return whether a reading error means damaged data rather than unreachable storage.
 
     Busy storage, too many open files and an unreachable host say nothing about the data, and neither does an unknown
     error code of an object store, which s3fs reports as EIO.

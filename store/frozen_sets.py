@@ -93,7 +93,7 @@ def _unmarked(own: Files, sets: dict[int, Entry], tags: dict[str, int]) -> set[i
 
 
 def _needed(files: Files, entries: Iterable[Entry], digests: set[str]) -> set[str]:
-    """Return those of some hashes that a step has among its plain values.
+    """Return the hashes that occur among the plain values of any step.
 
     Raises:
         ShrinkpointError: a step cannot be read.

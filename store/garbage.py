@@ -113,7 +113,7 @@ def take_back(files: Files, catalog: Catalog, lock: Lock, file: str) -> None:
 
 
 def _garbage(files: Files, folder: str, needed: set[str]) -> list[str]:
-    """Temporary files of a folder, and data files that no step needs."""
+    """Return a folder's temporary files, and the data files that no step needs."""
     return [
         f"{folder}/{name}"
         for name in files.list(folder)
@@ -122,7 +122,7 @@ def _garbage(files: Files, folder: str, needed: set[str]) -> list[str]:
 
 
 def _kept(files: Files, retention: Retention, entries: Mapping[int, Entry]) -> set[int]:
-    """The steps to keep. A damaged step must not be kept in the place of an intact one."""
+    """Return the steps to keep; a damaged step never takes the place of an intact one."""
     intact: dict[int, float | None] = {step: e.manifest.metric for step, e in entries.items()}
     damaged: set[int] = set()
     known: dict[str, bool] = {}
@@ -139,7 +139,7 @@ def _kept(files: Files, retention: Retention, entries: Mapping[int, Entry]) -> s
 
 
 def _is_intact(files: Files, manifest: Manifest, known: dict[str, bool]) -> bool:
-    """Whether a step's files are intact; each file is read once, see `known`.
+    """Return whether a step's files are intact, reading each file only once.
 
     Of a sharded step, which no single process could read in time, the files of the ranks need only exist.
     """
@@ -155,7 +155,7 @@ def _is_intact(files: Files, manifest: Manifest, known: dict[str, bool]) -> bool
 
 
 def is_whole(files: Files, name: str) -> bool:
-    """Whether a data file exists, has no damage, and is the one that its name says."""
+    """Return whether a data file exists, is intact, and matches its name."""
     try:
         found = Checkpoint.from_bytes(files.read(f"{DATA}/{name}"))
         return name.endswith(f"-{found.id[:16]}.spt")

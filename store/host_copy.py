@@ -49,7 +49,7 @@ def copy(pieces: Sequence[Piece]) -> None:
 
 
 def _shares(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces in groups of about the same size; large ones are split."""
+    """Divide pieces into groups of about the same size; large pieces are split."""
     parts = [
         (target + i, source + i, min(_PART, size - i)) for target, source, size in pieces for i in range(0, size, _PART)
     ]

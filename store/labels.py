@@ -37,7 +37,7 @@ def pin_name(step: int) -> str:
 
 
 def _names(files: Files) -> list[str]:
-    """The names of all tags, readable or not."""
+    """Return the names of all tags, readable or not."""
     found = (file.removesuffix(".json") for file in files.list(TAGS) if file.endswith(".json"))
     return [name for name in found if _TAG.fullmatch(name)]
 
@@ -101,7 +101,7 @@ def tag_data(step: int) -> bytes:
 
 
 def meant(files: Files, catalog: Catalog, step: object) -> int:
-    """Return the step of a number or tag, which must exist.
+    """Return the step number for a number or tag, which must exist.
 
     Raises:
         BadArgumentError: it does not exist.

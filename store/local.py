@@ -80,11 +80,11 @@ class LocalFiles:
             return os.fstat(fd).st_size
 
     def exists(self, name: str) -> bool:
-        """Whether a file exists."""
+        """Return whether a file exists."""
         return os.path.lexists(self.path(name))
 
     def modified(self, name: str) -> float:
-        """When a file was written, in seconds by the clock of its file system."""
+        """Return when a file was written, in seconds by the clock of its file system."""
         return os.lstat(self.path(name)).st_mtime
 
     def stamp(self, name: str) -> object:
@@ -134,7 +134,7 @@ class LocalFiles:
         return True
 
     def _holds(self, name: str, data: bytes) -> bool:
-        """Whether a file that existed a moment ago has these bytes; it may be removed again."""
+        """Return whether a file has these bytes; False if it was removed meanwhile."""
         try:
             return self.read(name) == data
         except FileNotFoundError:

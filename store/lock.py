@@ -266,7 +266,7 @@ class ObjectLock:
         return alive
 
     def _is_stale(self, name: str, now: str) -> bool:
-        """Whether an object is `STALE` seconds older than one written just now."""
+        """Return whether an object is `STALE` seconds older than a new one."""
         try:
             then: Any = self._files.modified(name)
         except FileNotFoundError:

@@ -16,7 +16,7 @@ from .store import Store
 
 @dataclass(frozen=True, slots=True)
 class Maintenance:
-    """The maintenance that was asked for.
+    """The maintenance that was requested.
 
     Args:
         compact: restore cost of a step, in multiples of a base, above which chains are compacted; None: never.
@@ -40,7 +40,7 @@ class Maintenance:
 
 
 class Maintainer:
-    """Does the work, each time as far as there is time for it.
+    """Maintenance of a store in the time between saves.
 
     Args:
         store: of the saves.

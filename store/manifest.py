@@ -64,7 +64,7 @@ class Manifest:
 
     @property
     def chain(self) -> tuple[str, ...]:
-        """Data files that it is decoded from, its own first."""
+        """Data files for decoding this step, its own first."""
         return (self.file, *self.parents)
 
     @property
@@ -85,7 +85,7 @@ class Manifest:
 
     @property
     def is_delta(self) -> bool:
-        """Whether it needs files of other steps."""
+        """Return whether the step needs files of other steps."""
         return len(self.files) > len(self.own_files)
 
     @property
@@ -179,5 +179,5 @@ def parse_name(name: str) -> tuple[int, int] | None:
 
 
 def is_data(name: str) -> bool:
-    """Whether a name is that of a data file."""
+    """Return whether a name is that of a data file."""
     return _DATA.fullmatch(name) is not None

@@ -142,7 +142,7 @@ class MemoryCopies:
         return 0
 
     def drop(self, steps: Sequence[int]) -> None:
-        """Remove some steps: damaged ones, or those that not all ranks have."""
+        """Remove the copies of some steps."""
         with contextlib.suppress(OSError), self._locked(create=False):
             self._write([e for e in self._index() if e[0] not in steps])
 
@@ -152,7 +152,7 @@ class MemoryCopies:
 
     @contextlib.contextmanager
     def _locked(self, *, create: bool) -> Iterator[None]:
-        """One process at a time changes the folder."""
+        """Hold the lock of the folder, so that one process at a time changes it."""
         for folder in (user_folder(), self.folder):
             if create:
                 with contextlib.suppress(FileExistsError):
@@ -166,7 +166,7 @@ class MemoryCopies:
             os.close(fd)
 
     def _index(self) -> Index:
-        """The steps held; a damaged index holds none."""
+        """Return the steps that have copies; none if the index is damaged."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             _check_private(user_folder(), self.folder)
             with open(f"{self.folder}/{_INDEX}", "rb") as f:
@@ -195,7 +195,7 @@ def _check_private(*folders: str) -> None:
 
 
 def _room() -> int:
-    """Bytes that can be put into shared memory."""
+    """Return the bytes that can be put into shared memory."""
     found = os.statvfs(SHARED)
     free = found.f_bavail * found.f_frsize
     available = available_memory()

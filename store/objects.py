@@ -18,7 +18,7 @@ _MISTAKES = (TypeError, ValueError, AttributeError, NotImplementedError, ImportE
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often, and after how long, a failed request is repeated.
+    """Number and delays of the attempts at a request.
 
     Args:
         attempts: requests at most, 1 or more; default 6.
@@ -78,12 +78,12 @@ class ObjectFiles:
         return int(self._retry(lambda: self.fs.info(self.path(name)))["size"])
 
     def modified(self, name: str) -> float:
-        """When an object was written, in seconds by the clock of the storage."""
+        """Return when an object was written, in seconds by the clock of the storage."""
         self.fs.invalidate_cache()
         return float(self._retry(lambda: self.fs.modified(self.path(name))).timestamp())
 
     def stamp(self, name: str) -> object:
-        """None: a request takes as long as reading."""
+        """Return None: a request takes as long as reading the object."""
         return None
 
     def sizes(self, folder: str) -> dict[str, int]:
@@ -134,14 +134,14 @@ class ObjectFiles:
         return placed or self._retry(lambda: self._holds(name, data))
 
     def _holds(self, name: str, data: bytes) -> bool:
-        """Whether an object that existed a moment ago has these bytes; it may be removed again."""
+        """Return whether an object has these bytes; False if it was removed meanwhile."""
         try:
             return bytes(self.fs.cat_file(self.path(name))) == data
         except FileNotFoundError:
             return False
 
     def exists(self, name: str) -> bool:
-        """Whether an object exists."""
+        """Return whether an object exists."""
         return self._retry(lambda: self._exists(name))
 
     def _exists(self, name: str) -> bool:

@@ -90,7 +90,7 @@ class Obstore:
         return found
 
     def exists(self, path: str) -> bool:
-        """Whether an object exists."""
+        """Return whether an object exists."""
         try:
             self.info(path)
         except FileNotFoundError:

@@ -14,7 +14,7 @@ _WORTH = 0.99
 
 
 def wants_base(policy: ChainPolicy, last: Manifest, restore_cost: float) -> bool:
-    """Whether the checkpoint after `last` must be a base.
+    """Return whether the checkpoint after `last` must be a base.
 
     The size predictor compares the bytes of the next i + 1 checkpoints if the first is a base and they grow as since
     the last base, `1 + S1 + ... + Si`, with the least they take as deltas, `(i + 1) Si`; sizes are in multiples of the
@@ -55,7 +55,7 @@ class Size:
 
 
 def is_pointless(delta: Size, base: Size) -> bool:
-    """Whether a delta saves less than a hundredth of the bytes of a base.
+    """Return whether a delta saves less than a hundredth of a base's bytes.
 
     With a mask of one bit per value, as in BitSnap, this is so if over 15/16 of the 16-bit values changed. The
     hundredth allows for the few arrays (norms, counters) that are coded differently. Below 64 KiB the answer is no:

@@ -82,7 +82,7 @@ def newest_common_step(store: Store, group: Any = None, *, drop: bool = False) -
 
 
 def _in_order(store: Store) -> list[int]:
-    """Steps in the order of `load`: those that a run left behind come last."""
+    """Return the steps in the order of `load`: those that a run left behind come last."""
     try:
         return store.candidates()
     except CorruptDataError as e:
@@ -101,7 +101,7 @@ def _newest_intact(store: Store, steps: list[int]) -> int:
 
 
 def _told(work: Callable[[], int], group: Any, does: str = "look for its newest step") -> list[int]:
-    """The results of `work` on every rank; if it raises on one, all raise."""
+    """Return the results of `work` on every rank; raise on all if it raises on one."""
     error: Exception | None = None
     step = _FAILED
     try:
@@ -133,14 +133,14 @@ def _is_distributed() -> bool:
 
 
 def _own(group: Any) -> int:
-    """The index of this process in gathered lists."""
+    """Return the index of this process in gathered lists."""
     import torch.distributed as dist
 
     return dist.get_rank(group) if _is_distributed() else 0
 
 
 def _gathered(numbers: list[int], group: Any) -> list[list[int]]:
-    """The same number of numbers from every rank."""
+    """Gather lists of numbers, of equal length, from all ranks."""
     import torch
     import torch.distributed as dist
 

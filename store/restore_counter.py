@@ -57,12 +57,12 @@ def copy(source: Files, target: Files) -> None:
 
 
 def _records(files: Files) -> list[bytes]:
-    """The bytes of each record, in order; its token makes each unique."""
+    """Return the bytes of each record, in order; its token makes each unique."""
     return [files.read(f"{FOLDER}/{name}") for name in sorted(files.list(FOLDER)) if _NAME.fullmatch(name)]
 
 
 def _path(files: Files, number: int) -> str:
-    """The name of a record; a number of over nine digits would not be found."""
+    """Return the path of a record; a number of over nine digits would not be found."""
     if number > _MOST:
         last = files.path(f"{FOLDER}/{_MOST:09d}.json")
         raise CorruptDataError(f"{last}: a run is not restored so often; remove it")

@@ -1,4 +1,4 @@
-"""Which steps are kept when garbage is collected."""
+"""The steps that garbage collection keeps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Retention:
         check_field(self, "largest", flag)
 
     def kept(self, metrics: Mapping[int, float | None]) -> set[int]:
-        """The steps to keep of those given with their metrics (None: not measured)."""
+        """Return the steps to keep, given the metric of each (None: not measured)."""
         steps = sorted(metrics)
         keep = set(steps[-self.last :])
         if self.every is not None:

@@ -1,4 +1,4 @@
-"""Records of runs that went back to an older step: which steps they left behind.
+"""Rewinds: records of the steps that a run left behind by going back to an older step.
 
 A run that goes back to step 50 of 100 and saves 60 and 70 has two ends. Neither step numbers nor clocks show which one
 is current, but the first save after going back knows, and records it before its step exists:
@@ -32,7 +32,7 @@ _WITHOUT = "remove it once you know which steps are wanted: without it load() ta
 
 @dataclass(frozen=True, slots=True)
 class Rewind:
-    """One occasion on which steps were left behind.
+    """Record of the steps that one rewind left behind.
 
     Args:
         file: name of the record.
@@ -49,7 +49,7 @@ class Rewind:
     left: Mapping[int, str]
 
     def is_followed(self, steps: Mapping[int, str]) -> bool:
-        """Whether any of these steps (with identities) was saved after the others were left behind."""
+        """Return whether any of these steps was saved after the rewind."""
         return any(step >= self.step and self.left.get(step) != identity for step, identity in steps.items())
 
     @property
@@ -79,16 +79,16 @@ class Loaded:
 
     @staticmethod
     def of(catalog: Catalog, step: int) -> Loaded:
-        """Return it with the steps that are above it now."""
+        """Return the loaded step with the steps that are above it now."""
         return Loaded(step, frozenset(s for s in catalog.steps() if s > step))
 
     def replayed(self, step: int) -> Loaded:
-        """Return it after a step was saved again with the same bits: the run repeats itself."""
+        """Return the record after the run saved a step again with the same bits."""
         return Loaded(max(step, self.step), self.above.difference([step]))
 
 
 def is_there(catalog: Catalog, manifest: Manifest) -> bool:
-    """Whether exactly this checkpoint exists already."""
+    """Return whether this checkpoint is already the committed one of its step."""
     with contextlib.suppress(CorruptDataError, NewerFormatError):
         present = catalog.get(manifest.step)
         return present is not None and present.manifest.identity == manifest.identity
@@ -124,7 +124,7 @@ def going_back(
 
 
 def _identities(catalog: Catalog, steps: Iterable[int]) -> dict[int, str]:
-    """Step -> identity of the steps that exist and can be read."""
+    """Return step -> identity for the steps that exist and can be read."""
     generations = catalog.generations()
     found: dict[int, str] = {}
     for step in sorted(set(steps) & generations.keys()):
@@ -201,7 +201,7 @@ def _read(files: Files, name: str) -> Rewind | None:
 
 
 def come_back(files: Files, step: int, identity: str) -> None:
-    """Remove a checkpoint from the records: the same one is saved again."""
+    """Remove a checkpoint from the records, because the same one is saved again."""
     with contextlib.suppress(CorruptDataError):
         for found in read(files):
             if found.left.get(step) == identity:

@@ -114,7 +114,7 @@ class _Handed:
 
     @property
     def is_durable(self) -> bool:
-        """Whether it is done, and neither failed nor cancelled."""
+        """Return whether the save is done, and neither failed nor cancelled."""
         return self.future.done() and self.future.exception() is None and self.future.result().status == "saved"
 
 
@@ -213,7 +213,7 @@ class _Runner:
             self._ended(self.maintaining)
 
     def _ended(self, future: Future[Any], timeout: float | None = None) -> bool:
-        """Whether some work ended in time.
+        """Return whether some work ended in time.
 
         Raises:
             ChildProcessError: the worker has been stopped for `STOPPED` seconds, and may stay so forever.
@@ -248,7 +248,7 @@ class _Runner:
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller is the thread itself: a callback of a future."""
+        """Return whether the caller runs in this thread, in a callback of a future."""
         return threading.current_thread() is self._thread
 
     def check_elsewhere(self, what: str) -> None:
@@ -398,7 +398,7 @@ class Saver:
         return runner
 
     def _turn(self) -> contextlib.AbstractContextManager[Any]:
-        """Entered before the lock: a callback does not wait for a thread that closes the saver."""
+        """Return a context to enter before the lock, so that callbacks never deadlock with `close`."""
         if self._runner is None or not self._runner.is_here:
             return contextlib.nullcontext()
         while not self._lock.acquire(timeout=0.05):
@@ -410,12 +410,12 @@ class Saver:
 
     @property
     def _is_closed(self) -> bool:
-        """Also at exit, by `ExitCleanup`."""
+        """Return whether the saver is closed, by `close` or by `ExitCleanup`."""
         return self._closed or (self._runner is not None and self._runner.ended)
 
     @property
     def _is_foreign(self) -> bool:
-        """Whether it belongs to the parent process; a thread there may have held the lock."""
+        """Return whether the saver belongs to the parent of this forked process."""
         return self._pid != os.getpid()
 
     def _check_own(self) -> None:
@@ -424,7 +424,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight."""
+        """Return whether a save is in flight."""
         return self._runner is not None and self._runner.busy
 
     @property
@@ -518,7 +518,7 @@ class Saver:
         self._known = set() if kinds is None else set(kinds)
 
     def _origin(self, step: int) -> Origin | None:
-        """What a new worker builds on: the last save of its predecessor, or the store's head.
+        """Return the parent of a new worker's first save, or of one after a rewind.
 
         Any worker builds on the latter where the run has gone back: the store has loaded a step since the newest save,
         and this save's step is not above that one's. (A step that is loaded only to be inspected is followed by a
@@ -632,7 +632,7 @@ class Saver:
                 error.add_note(f"Step {result.step} was in flight to {self.store.url}: it is {result.status}.")
 
     def _ready(self) -> _Runner:
-        """The running worker; errors since the last call are raised first."""
+        """Return the running worker; errors since the last call are raised first."""
         if self._is_closed:
             raise BadArgumentError("the saver is closed")
         runner = self._runner
@@ -642,7 +642,7 @@ class Saver:
         return runner
 
     def _raise(self, runner: _Runner, stacklevel: int = 5) -> None:
-        """Raise the error of a finished save, or that the worker has died."""
+        """Raise the error of a finished save, or an error if the worker has died."""
         if runner.busy:
             return
         error = runner.take_error(stacklevel)

@@ -32,7 +32,7 @@ from .weight_average import WeightAverage, arrays_by_path, needs_average
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What `Store.save` did: the step, the path of its file, and the checkpoint (resolved)."""
+    """Result of `Store.save`: step, path of the file, and the resolved checkpoint."""
 
     step: int
     path: str
@@ -55,11 +55,11 @@ class Saved:
 
     @property
     def is_delta(self) -> bool:
-        """Whether it was stored as a delta."""
+        """Return whether the step was stored as a delta."""
         return self.checkpoint.is_delta
 
     def summary(self) -> list[Row]:
-        """One row per array."""
+        """Return one row per array."""
         return self.checkpoint.summary()
 
 
@@ -114,7 +114,7 @@ class Session:
         self.head = self._average = None
 
     def next_head(self) -> ChainHead | None:
-        """What the next save builds on; None: a base is due."""
+        """Return the parent of the next save; None: a base is due."""
         head = None if self.head is None else self.head.now(self._files, self._catalog)
         return None if head is None else head.next(self._cfg.chain)
 
@@ -123,7 +123,7 @@ class Session:
         return self._average_from(self.next_head()).earlier(state, step)
 
     def _average_from(self, head: ChainHead | None) -> WeightAverage:
-        """The average so far, else one that begins with what the next save builds on."""
+        """Return the average so far, or a new one that begins with the next parent."""
         if self._average is None:
             self._average = WeightAverage() if head is None else WeightAverage(head.checkpoint, head.manifest.step)
         return self._average
@@ -131,12 +131,12 @@ class Session:
     # ---------------------------------------------------------------------------------------------------- restores
 
     def count_restores(self) -> int:
-        """How often the run was restored, by any process."""
+        """Return how often the run was restored, by any process."""
         self._restores = restore_counter.count(self._files)
         return self._restores
 
     def add_restore(self, step: int) -> None:
-        """Count one more, of this step."""
+        """Count a restore of this step."""
         self._restores = restore_counter.add(self._files, step, self._restores or 0)
 
     # ------------------------------------------------------------------------------------------------------ saving
@@ -238,7 +238,7 @@ class Session:
         return ckpt, head if ckpt.is_delta else None
 
     def _for_restores(self, asked: Config) -> Config:
-        """A configuration with the number of restores filled in, where it depends on that."""
+        """Return the configuration with the number of restores, if it depends on that."""
         if not any(hasattr(rule.codec, "for_restores") for rule in asked.rules):
             return asked
         known = self._restores or 0

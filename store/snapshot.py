@@ -97,7 +97,7 @@ class Arena:
 
     @property
     def stop(self) -> bool:
-        """Set by the owner of the arena to ask the other process to stop its work."""
+        """Flag by which the owner of the arena asks the other process to stop its work."""
         return self._map is not None and self._map[0] != 0
 
     @stop.setter
@@ -251,7 +251,7 @@ def plan(trees: Mapping[str, Any]) -> Plan:
 
 
 def _plain_tensor(t: Any) -> tuple[Any, ...] | None:
-    """Address, dtype, shape and strides of a plain tensor in host memory, or None.
+    """Return address, dtype, shape and strides of a plain tensor on the host, or None.
 
     Most arrays of a state are such tensors, and `read_leaf`, which handles all kinds, takes five times as long.
     """
@@ -269,7 +269,7 @@ def _plain_tensor(t: Any) -> tuple[Any, ...] | None:
 
 
 def _spec_of(plain: tuple[Any, ...], known: dict[Any, LeafSpec]) -> LeafSpec:
-    """The spec of such a tensor as from `read_leaf`; equal ones share one."""
+    """Return the spec of a plain tensor, as `read_leaf` does; equal ones share one."""
     kind = plain[1:3]
     spec = known.get(kind)
     if spec is None:

@@ -232,7 +232,7 @@ class Store:
 
     @property
     def head(self) -> ChainHead | None:
-        """What the next delta builds on, set by `save`, `load` and `follow`; None: a base is next."""
+        """Parent of the next delta, set by `save`, `load` and `follow`; None: a base is next."""
         return self.session.head
 
     @property
@@ -400,7 +400,7 @@ class Store:
             warnings.warn(message, RestoreNotCountedWarning, stacklevel=4)
 
     def _resolve(self, step: int) -> tuple[Entry, Checkpoint, Checkpoint]:
-        """A step's manifest, its checkpoint (resolved) and the base of its chain."""
+        """Return a step's manifest, its resolved checkpoint, and the base of its chain."""
         return self._catalog.settled(step, lambda e: (e, *resolve(self._copies or self._files, e.manifest)))
 
     # ---------------------------------------------------------------------------------------------------- checking
@@ -452,7 +452,7 @@ class Store:
         return moved
 
     def _exists(self) -> bool:
-        """Whether the folder exists: housekeeping must not create it. Other storage has no folders."""
+        """Return whether the folder exists; true for storage without folders."""
         return not self._files.local or os.path.isdir(self._files.root)
 
     def gc(self, retention: Retention | None = None, *, timeout: float = 60.0, dry_run: bool = False) -> list[str]:
@@ -644,7 +644,7 @@ class Store:
         )
 
     def _all_manifests(self) -> dict[int, Manifest]:
-        """The manifests of all steps.
+        """Return the manifests of all steps.
 
         Raises:
             CorruptDataError, NewerFormatError: one cannot be read.

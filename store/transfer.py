@@ -19,7 +19,7 @@ from .manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The source or target of a copy."""
+    """Source or target of a copy."""
 
     url: str
     files: Files
@@ -127,7 +127,7 @@ def _copy_step(source: Files, manifest: Manifest, target: Side, sound: set[str])
 
 
 def _is_sound(files: Files, name: str) -> bool:
-    """Whether a file exists and matches its name."""
+    """Return whether a file exists and matches its name."""
     path = f"{FOLDER}/{name}"
     with contextlib.suppress(FileNotFoundError):
         return files.exists(path) and _is_named(name, files.read(path))

@@ -1,4 +1,4 @@
-"""Paths and fsspec URLs: their files, and whether two of them are the same place."""
+"""Paths and fsspec URLs: how to open them, and whether two of them are the same place."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def without_client(url: str) -> str:
 
 
 def is_of_this_process(url: str) -> bool:
-    """Whether a URL is in this process's memory, where no other process finds it."""
+    """Return whether a URL is in this process's memory, which no other process finds."""
     *_, lowest = _chained(fsspec.core.url_to_fs(without_client(url))[0])
     return isinstance(lowest, MemoryFileSystem)
 

@@ -57,7 +57,7 @@ def _wrong_shards(files: Files, entry: Entry, known: dict[str, bool]) -> str:
 
 
 def _still_wrong(files: Files, catalog: Catalog, entry: Entry, problem: ShrinkpointError) -> str:
-    """Why a step is damaged; "" if it was only moved or removed since its manifest was read."""
+    """Return why a step is damaged; "" if it was only moved or removed meanwhile."""
     step = entry.manifest.step
     try:
         now = catalog.get(step)

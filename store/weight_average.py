@@ -35,7 +35,7 @@ _BLOCK = (1 << 15) - 1
 
 
 def needs_average(cfg: Config) -> bool:
-    """Whether a configuration codes weights ahead of their drift: by default if a rate is set."""
+    """Return whether weights are coded ahead of their drift: by default if a rate is set."""
     if cfg.ahead is not None or cfg.chain.against == "base":
         return bool(cfg.ahead)
     return cfg.rate > 0 or any(isinstance(r.codec, Quantize) and (r.codec.rate or 0) > 0 for r in cfg.rules)
@@ -55,18 +55,18 @@ class _Clock:
 
     @staticmethod
     def of(arrays: Mapping[str, Array], step: float | None) -> _Clock:
-        """From the optimizer's count in a state, or else the step given."""
+        """Return the clock at the optimizer's step count in a state, or else at `step`."""
         counted = steps_taken(arrays, lambda path: _number(arrays[path]))
         return _Clock(step) if counted is None else _Clock(counted, counted=True)
 
     def until(self, now: _Clock) -> float | None:
-        """Steps from here; None where they are unknown or not positive."""
+        """Return the steps until `now`; None if unknown or not positive."""
         if self.step is None or now.step is None or self.counted is not now.counted:
             return None
         return now.step - self.step if now.step > self.step else None
 
     def moved(self, now: _Clock) -> _Clock:
-        """A tenth of the way towards another step; all of it where the distance is unknown."""
+        """Return the clock a tenth of the way towards `now`; all of it if the distance is unknown."""
         if self.step is None or now.step is None or self.counted is not now.counted:
             return now
         return _Clock(self.step + _SHARE * (now.step - self.step), now.counted)
@@ -159,7 +159,7 @@ class WeightAverage:
                 self._means[record.path] = now.reshape(record.spec.shape)
 
     def _fitting(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """The averages of the arrays that still have the same shape."""
+        """Return the averages of the arrays that still have the same shape."""
         return {path: mean for path, mean in self._means.items() if _shape(arrays.get(path)) == _shape(mean)}
 
 
@@ -182,7 +182,7 @@ def arrays_by_path(state: Any) -> Mapping[str, Array]:
 
 
 def _number(x: Array) -> float | None:
-    """The value of an array of one element; None for other arrays, and for sharded ones."""
+    """Return the value of an array of one element; None for other and sharded arrays."""
     return float(x.reshape(())) if _shape(x) in ((), (1,)) and not is_sharded(x) else None
 
 
@@ -192,7 +192,7 @@ def _shape(x: Array) -> tuple[int, ...] | None:
 
 @np.errstate(over="ignore")
 def _copied(flat: Array) -> Array:
-    """A copy in float32."""
+    """Copy values in float32."""
     if not is_torch(flat):
         return flat.astype("float32")
     import torch
@@ -204,7 +204,7 @@ def _copied(flat: Array) -> Array:
 
 @np.errstate(over="ignore", invalid="ignore")
 def _moved(mean: Array, flat: Array) -> Array:
-    """The updated mean; it restarts where a value was not finite, which no mean would forget."""
+    """Update the mean by the new values, in place; it restarts where it is not finite."""
     block = CHUNK if on_gpu(flat) else _BLOCK
     for start in range(0, mean.shape[0], block):
         own, new = mean[start : start + block], flat[start : start + block]

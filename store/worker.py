@@ -30,7 +30,7 @@ _KNOWN_MODULES = ("builtins", "shrinkpoint.codec.errors", "shrinkpoint.kernels.e
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """An error as plain values."""
+    """Return an error as plain values."""
     kind = next((c.__name__ for c in type(error).__mro__ if c.__module__ in _KNOWN_MODULES), "Exception")
     return {
         "error": kind,
@@ -43,7 +43,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 class _Parent:
-    """The trainer: its messages, or its end. A forked child of it may hold the socket open."""
+    """The connection to the trainer: its messages, and the end of its process."""
 
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self._sock, self._pid = sock, pid
@@ -57,7 +57,7 @@ class _Parent:
                 self._poll.register(self._pidfd, select.POLLIN)
 
     def next(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Wait for its next message; None once there will be no more."""
+        """Wait for the trainer's next message; return None after its end."""
         while True:
             ready = [fd for fd, _ in self._poll.poll(5000 if self._pidfd is not None else 500)]
             if self._sock.fileno() in ready:
@@ -69,7 +69,7 @@ class _Parent:
                 return None
 
     def is_calling(self) -> bool:
-        """Whether a message is waiting, or none will come any more."""
+        """Return whether a message is waiting, or the trainer has ended."""
         return bool(self._poll.poll(0)) or os.getppid() != self._pid
 
     def answer(self, message: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ def _maintain(maintainer: Maintainer | None, arena: Arena, parent: _Parent) -> d
 
 
 def _recorded(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
-    """The result of some work, its error and its warnings, as plain values."""
+    """Return the result of some work, its error and its warnings as plain values."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
