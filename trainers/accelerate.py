@@ -26,7 +26,7 @@ _STAND_IN = 1 << 12
 
 
 class CompressedStates:
-    """The hooks of one Accelerator; `remove` takes them off again. Made by `compress_states`."""
+    """The hooks of one Accelerator, as `compress_states` returns them."""
 
     def __init__(self, accelerator: Any, saver: Saver | Store, frozen: str | None = None) -> None:
         self.accelerator = accelerator
@@ -76,7 +76,7 @@ class CompressedStates:
             self._clear()
 
     def _load_state(self, *args: Any, **keywords: Any) -> Any:
-        """Run `load_state`; afterwards, even after an error, optimizers use their own methods again.
+        """Run `load_state`, and then restore the optimizers' own methods, even after an error.
 
         The main process saves, and the others may not look before it has. The next save raises the error of a failed
         one: a load can still use the folders that exist, and no process is left waiting.
@@ -117,7 +117,7 @@ class CompressedStates:
         preemption.finish(self.store, step, lambda: self.accelerator.save_state(output_dir), self.wait)
 
     def _once(self, thing: Any, name: str, replacement: Callable[..., Any]) -> None:
-        """Replace the next call of a method; Accelerate's hooks cover models only."""
+        """Replace the next call of a method, because Accelerate's hooks cover models only."""
 
         def stand_in(*args: Any, **keywords: Any) -> Any:
             del thing.__dict__[name]
@@ -127,7 +127,7 @@ class CompressedStates:
         self._stand_ins.append((thing, name))
 
     def _clear(self) -> None:
-        """Take away the stand-ins that Accelerate did not call: it stopped before."""
+        """Remove replacements of methods that Accelerate did not call."""
         for thing, name in self._stand_ins:
             thing.__dict__.pop(name, None)
         self._stand_ins = []
@@ -164,7 +164,7 @@ class CompressedStates:
             self._once(one, "state_dict", lambda: {"shrinkpoint": POINTER})
 
     def _rotate(self, store: Store, output_dir: str) -> None:
-        """Follow Accelerate's `total_limit`, which has removed folders by now."""
+        """Remove steps whose folders Accelerate's `total_limit` has removed."""
         project = self.accelerator.project_configuration
         if not project.automatic_checkpoint_naming or project.total_limit is None:
             return
@@ -256,7 +256,7 @@ def _remove_cut_off(home: str) -> None:
 
 
 def _is_cut_off(folder: str) -> bool:
-    """Whether a folder without a pointer is that of an interrupted save."""
+    """Return whether a folder without a pointer file comes from an interrupted save."""
     path = os.path.join(folder, "optimizer.bin")
     if not os.listdir(folder):
         return True

@@ -88,7 +88,7 @@ def at(state: Mapping[str, Any], place: Place) -> Any:
 
 
 def has(state: Mapping[str, Any], place: Place) -> bool:
-    """Whether there is a value at a place."""
+    """Return whether there is a value at a place."""
     for name in place:
         if not isinstance(state, Mapping) or name not in state:
             return False

@@ -48,7 +48,7 @@ def refuse_keep(saver: Saver) -> Saver:
 
 
 def check_compact(compact: float | None, *, background: bool) -> float | None:
-    """Refuse a bound that nobody would keep, or none.
+    """Check the bound for compaction between saves; raise BadArgumentError if it has no use.
 
     Raises:
         BadArgumentError: saves are not in the background, or it is out of range.
@@ -82,7 +82,7 @@ class Background:
         self._busy = False
 
     def parent(self) -> Checkpoint | None:
-        """What the next save will be a delta against, as `Store.parent`, once nothing is in flight.
+        """Parent of the next save, as `Store.parent`, once nothing is in flight.
 
         None too where that was removed since: only the worker still has it.
 
@@ -126,7 +126,7 @@ class Background:
         future.add_done_callback(lambda saved: self._finish(saved, path, before))
 
     def then(self, work: Callable[[], object]) -> None:
-        """Call `work` when the save in flight is durable, or at once; not if the save fails.
+        """Call `work` when the save in flight is durable, or at once; never if the save fails.
 
         It comes before what the saver does between saves, or instead of the rest of that: what removes steps would
         wait for a compaction.
@@ -139,7 +139,7 @@ class Background:
         work()
 
     def wait(self) -> None:
-        """Until nothing is in flight.
+        """Wait until nothing is in flight.
 
         Raises:
             ChildProcessError: the saver's worker is stopped, see `Saver`; the save is still in flight.
@@ -161,7 +161,7 @@ class Background:
                 self._saver.close()
 
     def _finish(self, future: Future[SaveResult], path: PathLike, before: Pointer | None) -> None:
-        """What the saver's thread does when a save is done, well or not."""
+        """Write the pointer file of a finished save, then make the waiting calls."""
         key, error = key_of(fsspec.core.url_to_fs(os.fspath(path))[1]), None
         done = in_flight[key].done
         try:

@@ -156,7 +156,7 @@ def store_once(store: Store, model: nn.Module, found: Frozen) -> None:
         return True
 
     def mark(target: Store, step: int) -> None:
-        """Write the tag, whose age is the time since the last use."""
+        """Write the tag again, so that its age is the time since the last use."""
         target.tag(tag_of(found.digest), step)
         _marked[target.url, tag_of(found.digest)] = time.monotonic()
 

@@ -35,7 +35,7 @@ class Average:
         self._like = parameter if is_sharded(parameter) else None
 
     def add(self, gradient: Tensor, beta: float, scale: float, batch: int) -> None:
-        """One more batch.
+        """Add the gradient of one more batch.
 
         Args:
             gradient: on the host, multiplied by `scale`.
@@ -66,7 +66,7 @@ class Average:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this process has only a part of it."""
+        """Return whether this process has only a part of the parameter."""
         return self._like is not None
 
     def read(self, which: str) -> Tensor:
@@ -81,7 +81,7 @@ class Average:
 
 
 class Transfer:
-    """Adder of gradients to averages: at once from the CPU, from a GPU while training goes on.
+    """Worker that adds gradients to averages: CPU at once, GPU while training goes on.
 
     On a GPU a gradient is copied to pinned memory on a stream of its own, without the host waiting, and a thread forms
     the average once the copy is there. Each parameter has one pinned buffer, so that the host waits only where its
@@ -147,7 +147,7 @@ class Transfer:
         self._copied.clear()
 
     def _fold_copied(self, work: Sequence[tuple[Any, ...]], beta: float, batch: int) -> None:
-        """What the thread does: wait for the copies, then average."""
+        """Wait for the copies in the thread, then average."""
         with torch.no_grad():
             for done, copied, scale, skipped in work:
                 done.synchronize()
@@ -164,13 +164,13 @@ class Transfer:
             average.add(gradient, beta, factor, batch)
 
     def wait(self) -> None:
-        """Wait until all that was started is in the averages."""
+        """Wait until all gradients handed over are in the averages."""
         futures, self._futures = self._futures, []
         for future in futures:
             future.result()
 
     def close(self) -> None:
-        """Finish, and end the thread."""
+        """Wait for all gradients, and end the thread."""
         self.wait()
         if self._thread is not None:
             self._thread.shutdown()

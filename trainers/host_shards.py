@@ -25,7 +25,7 @@ def on_host(local: Tensor, like: Any) -> DTensor:
 
 
 def _whole(local: Tensor, spec: DTensorSpec, *, grad_placements: Any = None) -> Tensor:
-    """All of it, on the device of the mesh; a collective."""
+    """Gather the whole tensor on the device of the mesh; a collective."""
     there = DTensor.from_local(
         local.to(spec.mesh.device_type),
         spec.mesh,

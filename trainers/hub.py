@@ -38,7 +38,7 @@ from .model_folder import (
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What `save_pretrained` wrote.
+    """Result of `save_pretrained`.
 
     Args:
         path: the folder.
@@ -61,7 +61,7 @@ class Transfer:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every bit comes back."""
+        """Return whether every bit of the weights is kept."""
         return all(row.measure == "exact" for row in self.rows)
 
 
@@ -109,7 +109,7 @@ def save_pretrained(
 
 
 def _name(made: Path, target: Path) -> None:
-    """Give a folder its name, durably."""
+    """Rename a folder durably."""
     sync_folder(str(made))
     os.replace(made, target)
     sync_folder(str(target.parent))
@@ -221,7 +221,7 @@ def _restore_folder(source: ModelFolder, result: Path) -> None:
 
 
 def _folder_of(model_or_folder: Any, scratch: Path) -> ModelFolder:
-    """The model's folder; of a model in memory one is written to `scratch`."""
+    """Return the model's folder; a model in memory is written to `scratch`."""
     if isinstance(model_or_folder, (str, os.PathLike)):
         return ModelFolder(model_or_folder)
     scratch.mkdir()
@@ -240,7 +240,7 @@ def _folder_of(model_or_folder: Any, scratch: Path) -> ModelFolder:
 
 
 def _into(model: torch.nn.Module, source: ModelFolder) -> torch.nn.Module:
-    """Load into a module; tied weights are in the file once."""
+    """Load tensors into a module; tied weights are in the file once."""
     tensors = source.all()
     state = model.state_dict()
     places: dict[Any, list[str]] = {}

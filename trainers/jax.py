@@ -31,7 +31,7 @@ _ORDER = (jax.numpy.bool_, jax.numpy.unsignedinteger, jax.numpy.signedinteger, j
 
 
 def nested(tree: Any) -> dict[str, Any]:
-    """A pytree as nested dicts by name, which `compress` and `Store.save` take.
+    """Return a pytree as nested dicts by name, which `compress` and `Store.save` take.
 
     Names are dictionary keys, attributes and positions: `opt_state/0/mu/dense/kernel`. Empty containers and None have
     no leaf and are left out; `fitted` has them from the tree it is given.
@@ -66,7 +66,7 @@ def nested(tree: Any) -> dict[str, Any]:
 
 
 def names(tree: Any, *, what: str = "the tree") -> list[str]:
-    """The names of a pytree's leaves, as paths of the nested dicts that `nested` makes of it.
+    """Return the names of a pytree's leaves, as paths in the result of `nested`.
 
     Args:
         tree: a pytree of anything.
@@ -117,7 +117,7 @@ def fitted(plain: Any, like: Any, *, what: str = "like", partial: bool = False) 
 
 
 def _flat(tree: Any, what: str) -> dict[tuple[str, ...], Any]:
-    """Leaves by their names."""
+    """Return the leaves by their names."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     found = {tuple(_name(key) for key in path): leaf for path, leaf in leaves}
     if len(found) != len(leaves):
@@ -126,7 +126,7 @@ def _flat(tree: Any, what: str) -> dict[tuple[str, ...], Any]:
 
 
 def _name(key: Any) -> str:
-    """As Orbax has them."""
+    """Return the name of a key in a pytree path, as Orbax writes it."""
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -134,12 +134,12 @@ def _name(key: Any) -> str:
 
 
 def _is_key(leaf: Any) -> bool:
-    """Whether it is a typed key (`jax.random.key`), which has no values but those of its data."""
+    """Return whether a leaf is a typed random key (`jax.random.key`)."""
     return hasattr(leaf, "dtype") and bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def _data(key: Any) -> Any:
-    """What a typed key is stored as: shape and dtype."""
+    """Return shape and dtype of the array as which a typed key is stored."""
     return jax.eval_shape(jax.random.key_data, key)
 
 
@@ -151,7 +151,7 @@ def _whole(leaf: Any) -> Any:
 
 
 def _problem(saved: Any, wanted: Any, what: str) -> str:
-    """Why a leaf cannot stand for another, or ""."""
+    """Return why a saved leaf cannot replace a wanted one, or ""."""
     is_key = _is_key(wanted)
     saved, wanted = (_data(leaf) if _is_key(leaf) else leaf for leaf in (saved, wanted))
     before, now = np.shape(saved), tuple(getattr(wanted, "shape", ()))
@@ -180,12 +180,12 @@ def _rank(dtype: Any) -> int:
 
 
 def _has(dtype: Any) -> bool:
-    """Whether JAX, as it is configured, has arrays of a dtype."""
+    """Return whether JAX, as configured, has arrays of a dtype."""
     return bool(jax.dtypes.canonicalize_dtype(dtype) == dtype)
 
 
 def _placed(saved: Any, wanted: Any) -> Any:
-    """A leaf of the wanted type, dtype and sharding."""
+    """Return a leaf with the wanted type, dtype and sharding."""
     if not hasattr(wanted, "shape"):
         return type(wanted)(saved)
     if _is_key(wanted):

@@ -77,7 +77,7 @@ Module = TypeVar("Module")
 
 
 class CompressedIO(CheckpointIO):  # type: ignore[misc]
-    """Lightning's checkpoint plugin: saves to a store next to its files, as deltas.
+    """Checkpoint plugin for Lightning that saves to a store, as deltas.
 
     `dir/epoch=1-step=20.ckpt` is a small file that points into the store `dir/shrinkpoint`. Removing it (`save_top_k`)
     removes its checkpoint there; others that are coded against it stay readable. A checkpoint that Lightning wrote
@@ -130,7 +130,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         return self._stores[url]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
-        """Called by Lightning."""
+        """Save a checkpoint to the store and write its pointer file; called by Lightning."""
         if storage_options is not None:
             raise BadArgumentError("storage_options: there are none; give a URL as dirpath")
         if _is_temporary(path):
@@ -159,7 +159,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         return {place: self.grads for place in ("state_dict", "current_model_state") if place in state}
 
     def parent(self, path: PathLike) -> Checkpoint | None:
-        """What a save to this path will be a delta against; None: it will be a base.
+        """Return the parent of a save to this path; None: it will be a base.
 
         Raises:
             Exception: what the save in flight raised.
@@ -169,7 +169,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         return store.parent if saver is None else saver.parent()
 
     def parent_of_all(self, path: PathLike, team: ProcessGroup) -> Checkpoint | None:
-        """Return the first process's `parent` on all processes, which read it from storage.
+        """Return the first process's `parent` on all processes, read from storage there.
 
         None too where it was removed meanwhile, and only the first process still has it.
 
@@ -227,7 +227,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
     def load_checkpoint(
         self, path: PathLike, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Called by Lightning. A compressed checkpoint needs no pickle."""
+        """Load a checkpoint without pickle if it is compressed; called by Lightning."""
         if _is_temporary(path):
             fs, name = fsspec.core.url_to_fs(os.fspath(path))
             kept: dict[str, Any] = _moved(decompress(Checkpoint.from_bytes(fs.cat_file(name))), map_location)
@@ -245,7 +245,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         return found
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Called by Lightning: `ModelCheckpoint(save_top_k=...)`."""
+        """Remove a checkpoint's file and its step; called by Lightning."""
         saver = None if _is_temporary(path) else self._savers.get(self._store(path).url)
         if saver is None:
             _remove(path)
@@ -310,7 +310,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         return next((plugin for plugin in plugins(trainer.strategy) if isinstance(plugin, CompressedIO)), None)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Called by Lightning."""
+        """Check the plugins, and give them the kinds and the search; called by Lightning."""
         self._failed = False
         threads = of_both("lightning.pytorch", "plugins.io", "AsyncCheckpointIO")
         if self.search is not None and any(isinstance(p, threads) for p in plugins(trainer.strategy)):
@@ -339,7 +339,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             self._restored = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Called by Lightning, once a checkpoint is loaded."""
+        """Install signal handlers and start the tracker; called after a checkpoint is loaded."""
         if self.preemption is not None:
             # Lightning's handler of SIGTERM talks to the other processes, which may not have got the signal.
             self.preemption.install()
@@ -349,14 +349,14 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Called by Lightning, which counts a step that AMP skips, too."""
+        """Report the step count to the tracker; Lightning also counts steps that AMP skips."""
         if self._tracker is not None:
             self._tracker.at(trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Called by Lightning."""
+        """Save and exit if a scheduler's signal has come; called by Lightning."""
         if self.preemption is None:
             return
         io_plugin = self._io(trainer)
@@ -368,7 +368,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Called by Lightning."""
+        """Give gradient averages to the plugin; called by Lightning."""
         io_plugin = self._io(trainer)
         if io_plugin is not None and self._tracker is not None:
             self._tracker.at(trainer.global_step)
@@ -428,11 +428,11 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         return found if team is None else agreed(team, found)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Called by Lightning."""
+        """Remove the gradient tracker at the end of training; called by Lightning."""
         self._close(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Called by Lightning."""
+        """Remove the gradient tracker, and let later saves avoid collectives; called by Lightning."""
         # The others may be gone: a checkpoint that is saved now (`OnExceptionCheckpoint`) must not wait for them.
         self._failed = True
         self._close(trainer)
@@ -456,7 +456,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         return own | {"rng": (not self._failed and from_all(mine)) or [mine]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called by Lightning, on all processes."""
+        """Restore the search result and random numbers; called on all processes."""
         before = state_dict.get("search")
         if self.search is not None and before is not None:
             self.found = SearchResult.from_json(json.loads(before)).restored()
@@ -473,7 +473,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
 
 
 def load_from_checkpoint(cls: type[Module], path: PathLike, **keywords: Any) -> Module:
-    """`Model.load_from_checkpoint` for compressed checkpoints: that method knows no plugins.
+    """Load a module class from a compressed checkpoint, as `Model.load_from_checkpoint` does.
 
     Args:
         cls: a LightningModule or LightningDataModule class.
@@ -500,7 +500,7 @@ def _options_of(search: Callable[..., SearchResult]) -> SearchOptions:
 
 
 def _is_temporary(path: PathLike) -> bool:
-    """Whether Lightning only puts a model back as it was by this file, and removes it then."""
+    """Return whether a file is one by which Lightning itself restores a model."""
     return _TEMPORARY.fullmatch(os.path.basename(os.fspath(path))) is not None
 
 
@@ -522,7 +522,7 @@ def _torch_load(path: PathLike, map_location: Any, weights_only: bool | None) ->
 
 
 def _moved(tree: Any, map_location: Any) -> Any:
-    """Tensors on the device that is asked for; they were loaded to the CPU."""
+    """Move tensors from the CPU to the requested device."""
     if map_location is None or callable(map_location):
         return tree
     device = map_location.get("cpu", "cpu") if isinstance(map_location, dict) else map_location

@@ -21,7 +21,7 @@ _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
 def of_both(folder: str, module: str, name: str) -> tuple[type, ...]:
-    """A class of Lightning from each copy of it that is installed.
+    """Return a class of Lightning from each installed copy of Lightning.
 
     `lightning.pytorch` and `pytorch_lightning` are two copies of one library. The package `lightning` brings both, and
     a Trainer of the one takes nothing that is of the other.
@@ -36,7 +36,7 @@ def of_both(folder: str, module: str, name: str) -> tuple[type, ...]:
 
 
 def plugins(strategy: Any) -> list[Any]:
-    """What saves for a strategy: wrappers (`AsyncCheckpointIO` and its like) first."""
+    """Return the checkpoint plugins of a strategy, outer wrappers first."""
     found: list[Any] = [strategy.checkpoint_io]
     while (inner := getattr(found[-1], "checkpoint_io", None)) is not None:
         found.append(inner)
@@ -83,7 +83,7 @@ def watch(plugin: type) -> None:
 
 
 def _connect(connect: Callable[..., None], strategy: Any, model: Any) -> None:
-    """Report hyperparameters that cannot be stored now, and not at the first save."""
+    """Report hyperparameters that cannot be stored before training, not at the first save."""
     connect(model)
     trainer = getattr(model, "_trainer", None)
     if trainer is None or trainer.state.fn != "fit":
@@ -99,7 +99,7 @@ def _connect(connect: Callable[..., None], strategy: Any, model: Any) -> None:
 
 
 def _setup(setup: Callable[..., None], strategy: Any, trainer: Any) -> None:
-    """Refuse what saves by itself."""
+    """Refuse a strategy that saves by itself."""
     whole = getattr(strategy, "_save_distributed_checkpoint", None) is False  # of ModelParallelStrategy alone
     if trainer.state.fn == "fit" and not whole:
         raise BadArgumentError(
@@ -112,14 +112,14 @@ def _setup(setup: Callable[..., None], strategy: Any, trainer: Any) -> None:
 def _load(
     load: Callable[..., dict[str, Any]], strategy: Any, checkpoint_path: PathLike, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """Let it read a raw file, which is there for that long."""
+    """Let the strategy load a raw file, which is written for the time of the call."""
     with _raw(strategy, strategy.broadcast(checkpoint_path)) as raw:
         return load(checkpoint_path, weights_only) if raw is None else load(raw, False)
 
 
 @contextlib.contextmanager
 def _raw(strategy: Any, path: PathLike) -> Iterator[str | None]:
-    """Write a checkpoint as `torch.save` does, next to its file; None: it is raw already."""
+    """Write a checkpoint as `torch.save` does, for the time of the context; None if it is raw."""
     raw, error, written = os.fspath(path) + ".raw", None, ""
     try:
         try:
@@ -143,6 +143,6 @@ def _raw(strategy: Any, path: PathLike) -> Iterator[str | None]:
 
 
 def _teardown(teardown: Callable[[], None], strategy: Any) -> None:
-    """Its own leaves the plugin's out."""
+    """Tear down the strategy and its plugin, which Lightning leaves out."""
     teardown()
     strategy.checkpoint_io.teardown()

@@ -150,11 +150,11 @@ class Loader:
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: plain values and generator states."""
+        """Return the position as plain values and generator states."""
         return {"epoch": self.epoch, "batch": self.batch, "start": self._start, **_shape(self.batches)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at a position: the next iteration begins with the batch after it.
+        """Continue at a position: the next iteration begins with the batch after it.
 
         Raises:
             BadArgumentError: not what `state_dict` gives, or of a loader whose batches are others.
@@ -199,7 +199,7 @@ class _Order:
         self._ahead = _AHEAD if type(inner) in _INDEPENDENT else 1
 
     def begin(self, seed: int, skip: int) -> None:
-        """Seed the next iteration, and let it pass over so many."""
+        """Seed the next iteration, and skip this many items."""
         outside = _streams()
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
@@ -244,7 +244,7 @@ def _set_streams(streams: Streams) -> None:
 
 
 def _rebuilt(loader: DataLoader[Any], order: _Order, generator: torch.Generator) -> DataLoader[Any]:
-    """The same loader over another sampler."""
+    """Return the same loader with another sampler."""
     sampling: dict[str, Any] = {"batch_sampler": order}
     if loader.batch_sampler is None:
         sampling = {"sampler": order, "batch_size": None}
@@ -264,7 +264,7 @@ def _rebuilt(loader: DataLoader[Any], order: _Order, generator: torch.Generator)
 
 
 def _samplers(batches: Any) -> Iterator[Any]:
-    """A loader and the samplers within it."""
+    """Yield a loader and the samplers within it."""
     yield batches
     for name in ("sampler", "batch_sampler"):
         sampler = getattr(batches, name, None)
@@ -276,7 +276,7 @@ def _samplers(batches: Any) -> Iterator[Any]:
 
 
 def _generators(batches: Any) -> list[torch.Generator]:
-    """The generators that a loader's order depends on, each once."""
+    """Return the generators that a loader's order depends on, each once."""
     found = [getattr(one, "generator", None) for one in _samplers(batches)]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
@@ -288,7 +288,7 @@ def _set_epoch(batches: Any, epoch: int) -> None:
 
 
 def _shape(batches: Any) -> dict[str, Any]:
-    """What the batches of an epoch depend on, as far as it can be asked for: plain values."""
+    """Return the properties that determine the batches of an epoch, as plain values."""
     inner = {id(s): type(s).__qualname__ for s in _samplers(batches) if s is not batches}
     return {
         "length": _length(batches),

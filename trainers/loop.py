@@ -34,7 +34,7 @@ LOG = logging.getLogger("shrinkpoint.trainers")
 
 
 class RanksChangedWarning(ShrinkpointWarning):
-    """Random number generators and data positions start again: another number of processes."""
+    """The number of processes changed, so random numbers and data positions start again."""
 
 
 class PartNotRestoredWarning(ShrinkpointWarning):
@@ -60,7 +60,7 @@ def save(
     metric: float | None = None,
     cfg: Config | None = None,
 ) -> Future[SaveResult] | Saved | None:
-    """Save the whole state of a training run: what `resume` restores.
+    """Save the whole state of a training run, for `resume`.
 
     With several processes (DDP, FSDP2, tensor parallelism) all of them must call it; rank 0 saves, after the state was
     gathered in its memory. For states larger than that, use `torch.distributed.checkpoint` with this package's
@@ -220,7 +220,7 @@ def resume(
         return found
 
     def light(state: dict[str, Any]) -> dict[str, Any]:
-        """The state without the parts that modules and optimizers distribute themselves."""
+        """Return the state without the parts that modules and optimizers distribute themselves."""
         return {k: v for k, v in auxiliary.without_modules(state).items() if k not in ("model", "optimizer")}
 
     state = on_rank_0(load, light, "nothing was resumed")
@@ -231,7 +231,7 @@ def resume(
         digest = digest_of(into.model, [name for name in kept_out.names if name in models.names_of(into.model)])
 
         def add_frozen() -> None:
-            """Read the frozen parameters where the model does not have them, on rank 0."""
+            """Read the frozen parameters on rank 0 if the model does not have them."""
             if digest != kept_out.digest:
                 found = load_frozen(_store_of(saver), kept_out)
                 lines = [line for line in models.mismatches(into.model, found) if not line.endswith("checkpoint")]

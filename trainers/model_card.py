@@ -28,7 +28,7 @@ class Stored(Protocol):
 
 
 def has_section(card: bytes) -> bool:
-    """Whether a card already has the section of a compressed model."""
+    """Return whether a card already has the section of a compressed model."""
     return _BEGIN.encode() in card
 
 

@@ -45,7 +45,7 @@ class ModelFolder:
         self._open: tuple[Path, Tensors] | None = None
 
     def read(self, file: Path) -> tuple[dict[str, str], Tensors]:
-        """Metadata and tensors of one file."""
+        """Return metadata and tensors of one file."""
         path = self.folder / file
         if file in self.raw:
             return _read_safetensors(path)
@@ -64,7 +64,7 @@ class ModelFolder:
         return _check_state(state, path)
 
     def all(self) -> Tensors:
-        """Every tensor.
+        """Return all tensors of the folder.
 
         Raises:
             BadArgumentError: two files have one of the same name.
@@ -136,12 +136,12 @@ def base_parent(base: Tensors, wanted: Mapping[str, Sort]) -> Checkpoint:
 
 
 def sort_of(tensor: torch.Tensor) -> Sort:
-    """A tensor's dtype and shape, as two tensors that may stand for each other have them."""
+    """Return dtype and shape of a tensor, which are equal for interchangeable tensors."""
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
 def _keys(ckpt: Checkpoint) -> dict[str, Sort]:
-    """Names of a compressed file's tensors, with dtype and shape."""
+    """Return dtype and shape of a compressed file's tensors, by name."""
     return {r.path.removeprefix("tensors/"): (r.spec.dtype, r.spec.shape) for r in ckpt.records}
 
 
@@ -182,7 +182,7 @@ def _safetensors_names(path: Path) -> list[str]:
 
 
 def _walk(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """Files below a folder; not those of hidden folders, where tools keep their caches.
+    """Yield the files below a folder, except in hidden folders, where tools keep caches.
 
     Raises:
         BadArgumentError: an entry is a link to nothing or to a folder that it is in, or neither a file nor a folder.
@@ -218,7 +218,7 @@ def refuse_within(target: PathLike, *folders: Path) -> None:
 
 
 def new_folder(path: PathLike) -> Path:
-    """A folder to be made: new, or empty."""
+    """Check that a folder is new or empty, and create its parents."""
     try:
         target = Path(path).absolute()
     except TypeError:

@@ -36,11 +36,11 @@ _HOW = {"foreach", "fused", "capturable", "differentiable"}
 
 
 class StateMismatchWarning(ShrinkpointWarning):
-    """With `strict=False`: the checkpoint and the model differ in some parts."""
+    """The checkpoint and the model differ in some parts, with `strict=False`."""
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model within wrappers that only put a prefix before its names."""
+    """Return the model without wrappers that only put a prefix before its names."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -51,12 +51,12 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def _target(model: nn.Module) -> nn.Module:
-    """The model that torch is asked about: it sees through every wrapper but this one."""
+    """Return the model to pass to torch, which handles all wrappers except DataParallel."""
     return model.module if isinstance(model, nn.DataParallel) else model
 
 
 def optimizers_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """One optimizer or several as a tuple.
+    """Return one optimizer or several as a tuple.
 
     Raises:
         BadArgumentError: something else is among them.
@@ -127,7 +127,7 @@ def _held(model: nn.Module, options: StateDictOptions | None = None) -> dict[str
 
 
 def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Moments and parameter groups of all optimizers, by the names of the model's parameters.
+    """Return moments and parameter groups of all optimizers, by parameter name.
 
     Raises:
         BadArgumentError: an optimizer has a parameter that is not the model's, or that another one has too.
@@ -155,7 +155,7 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
 
 
 def _first(names: Sequence[Sequence[str]]) -> str:
-    """What stands for an optimizer: the name of its first parameter."""
+    """Return the name of an optimizer's first parameter, which identifies the optimizer."""
     return next((name for group in names for name in group), "")
 
 
@@ -209,7 +209,7 @@ def whole(tree: Any) -> Any:
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The names of an optimizer's parameters, group by group."""
+    """Return the names of an optimizer's parameters, group by group."""
     table = {id(p): name for name, p in reversed(list(bare(model).named_parameters()))}
     names = []
     for number, group in enumerate(optimizer.param_groups):
@@ -240,7 +240,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 def optimizer_mismatches(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], saved: Mapping[str, Any], classes: Sequence[str]
 ) -> list[str]:
-    """The same for optimizers: their classes, and the parameters of each group."""
+    """Return a line for each difference between saved and present optimizers."""
     lines = []
     mine = [type(one).__qualname__ for one in optimizers]
     if list(classes) != mine:
@@ -256,7 +256,7 @@ def optimizer_mismatches(
 
 
 def refuse_or_warn(lines: Sequence[str], strict: bool, where: str, stacklevel: int) -> None:
-    """Raise what does not fit as one error, or warn of it."""
+    """Raise all mismatches as one error, or warn of them."""
     if not lines:
         return
     shown = listed(lines)
@@ -291,7 +291,7 @@ def _fits(saved: Any, mine: Any) -> bool:
 
 
 def resized(model: nn.Module, saved: Mapping[str, Any]) -> set[str]:
-    """Names of parameters and buffers that have another shape in a saved model state."""
+    """Return the names of parameters and buffers whose shape differs in a saved state."""
     shapes = _shapes(model)
     return {n for n, v in saved.items() if n in shapes and isinstance(v, torch.Tensor) and v.shape != shapes[n][0]}
 
@@ -345,7 +345,7 @@ def _unstepped(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
 
 
 def _settings(names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """For each group of parameters the saved settings of the group that held the first of them."""
+    """Return for each group the saved settings of the group that held its first parameter."""
     table = {name: group for group in saved for name in group["params"]}
     return [next((table[name] for name in group if name in table), {}) for group in names]
 
@@ -421,7 +421,7 @@ def _number(value: Any) -> Any:
 
 
 def _schedulers(scheduler: Any) -> Iterator[Any]:
-    """A scheduler and those within it."""
+    """Yield a scheduler and those within it."""
     if scheduler is not None:
         yield scheduler
         for inner in getattr(scheduler, "_schedulers", ()):
@@ -429,7 +429,7 @@ def _schedulers(scheduler: Any) -> Iterator[Any]:
 
 
 def _entry_fits(entry: Any, shape: torch.Size) -> bool:
-    """Whether an optimizer's entry fits the shape of a parameter."""
+    """Return whether an optimizer's entry fits the shape of a parameter."""
     values = [v for k, v in entry.items() if k.startswith("exp_avg") or k == "momentum_buffer"]
     return all(not isinstance(v, torch.Tensor) or v.ndim != len(shape) or v.shape == shape for v in values)
 

@@ -1,4 +1,4 @@
-"""Hooks of torch that live as long as their object, and nested optimizer steps."""
+"""Hooks of torch that end with their object's life, and nested optimizer steps."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Nesting:
         return found
 
     def leave(self, parameters: Sequence[Any]) -> Sequence[Any]:
-        """The step over these that was entered last has ended; returns what `enter` did."""
+        """End the last step entered over these parameters; return the same as `enter`."""
         mine = self._under_way.get(threading.get_ident())
         if mine:
             mine.pop()
@@ -80,7 +80,7 @@ class Nesting:
         return self._outermost(parameters)
 
     def clear(self) -> None:
-        """Forget all steps: none is to be seen any more."""
+        """Forget all steps that are in progress."""
         self._under_way.clear()
 
     def _outermost(self, parameters: Sequence[Any]) -> Sequence[Any]:

@@ -78,12 +78,12 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         self._wrote = False
 
     def save(self, directory: Any, args: CompressedSave) -> None:
-        """Called by Orbax's synchronous Checkpointer."""
+        """Save and wait until the checkpoint is durable; called by Orbax's synchronous Checkpointer."""
         for commit in self._begin(directory, args):
             commit.result()
 
     async def async_save(self, directory: Any, args: CompressedSave) -> list[_Commit]:
-        """Called by Orbax, on all processes."""
+        """Start a save; called by Orbax on all processes."""
         return self._begin(directory, args)
 
     def _begin(self, directory: Any, args: CompressedSave) -> list[_Commit]:
@@ -105,7 +105,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         return [_Commit(self.saver, future)]
 
     def finalize(self, directory: Any) -> None:
-        """Called by Orbax on one process when all is durable, before it renames the folder."""
+        """Write the pointer file of a durable save, before Orbax renames the folder."""
         name, future = self._pending or ("", Future())
         if name != str(directory):
             raise BadArgumentError(f"{directory}: not what was saved last; a handler and its store are of one item")
@@ -119,7 +119,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
             )
 
     def restore(self, directory: Any, args: CompressedRestore | None = None) -> Any:
-        """Called by Orbax, on all processes.
+        """Restore a checkpoint; called by Orbax on all processes.
 
         Raises:
             BadArgumentError: not a checkpoint of this handler; it does not fit `item`.
@@ -143,7 +143,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
             raise BadArgumentError(f"{path}: {e}") from None
 
     def metadata(self, directory: Any) -> Any:
-        """Called by Orbax: return shapes and dtypes as nested dicts.
+        """Return shapes and dtypes as nested dicts; called by Orbax.
 
         That is an item to restore to: all comes back as it was saved, in NumPy arrays where JAX does not have the dtype
         now (float64 without `jax_enable_x64`). No array is read for it.
@@ -170,7 +170,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         )
 
     def close(self) -> None:
-        """Called by Orbax when the manager is closed."""
+        """Remove unreferenced steps when Orbax closes the manager."""
         # A job that only reads leaves alone what another is writing.
         if self._wrote and not jax.process_index():
             self._follow()
@@ -200,7 +200,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
 @ocp.args.register_with_handler(CompressedHandler, for_save=True)
 @dataclass
 class CompressedSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What to save.
+    """Arguments of a save: the pytree, gradients and kinds.
 
     Args:
         item: a pytree of arrays (JAX, NumPy) and plain scalars. Its names, for rules, are its keys, attributes and
@@ -217,7 +217,7 @@ class CompressedSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
 @ocp.args.register_with_handler(CompressedHandler, for_restore=True)
 @dataclass
 class CompressedRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """How to restore.
+    """Arguments of a restore: the wanted structure.
 
     Args:
         item: a pytree of the structure that was saved, of `jax.ShapeDtypeStruct` (or arrays) and scalars: what comes
@@ -234,7 +234,7 @@ class CompressedRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class _Commit:
-    """A save in flight, as Orbax waits for it."""
+    """A save in flight, in the form in which Orbax waits for it."""
 
     saver: Saver | Store
     future: Future[SaveResult]
@@ -249,5 +249,5 @@ class _Commit:
 
 
 def _real(path: Any) -> str:
-    """A folder by the name that it has only one of; URLs as they are."""
+    """Return the real path of a folder, without links; a URL unchanged."""
     return str(path) if "://" in str(path) else os.path.realpath(path)

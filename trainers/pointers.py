@@ -50,7 +50,7 @@ class Coming:
     done: Future[None]
 
     def wait(self) -> None:
-        """Wait until it is done.
+        """Wait until the save is done.
 
         Raises:
             ChildProcessError: the saver's worker is stopped, see `Saver`.
@@ -65,7 +65,7 @@ in_flight: dict[str, Coming] = {}
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """What a pointer file says.
+    """Contents of a pointer file.
 
     Args:
         store: path or URL of the store; a relative path is relative to the file's folder.
@@ -78,13 +78,13 @@ class Pointer:
     identity: str
 
     def to_bytes(self) -> bytes:
-        """JSON."""
+        """Return the contents of the file as JSON."""
         fields = {"format": _FORMAT, "version": 1, "store": self.store, "step": self.step, "identity": self.identity}
         return (json.dumps(fields) + "\n").encode()
 
 
 def key_of(name: str) -> str:
-    """What `in_flight` calls a file: links to one that is not there yet are that one."""
+    """Return the key of a file in `in_flight`: its path without links."""
     return os.path.realpath(name)
 
 
@@ -112,7 +112,7 @@ def read_pointer(path: PathLike) -> Pointer | None:
 
 
 def _read(fs: Any, name: str, path: PathLike) -> Pointer | None:
-    """As it is now."""
+    """Read a pointer file as it is now."""
     try:
         if not fs.isfile(name) or fs.size(name) > _LARGEST:
             return None
@@ -162,12 +162,12 @@ def point_to(path: PathLike, store: Store, step: int, identity: str, before: Poi
 
 
 def kinds_within(state: Any, kinds: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return those kinds of a module that belong to arrays of a framework's state."""
+    """Return the kinds that belong to arrays of a framework's state."""
     return kinds_for(kinds, (node.path for node in flatten(state, is_array)[1])) if kinds else kinds
 
 
 def grads_within(state: Any, grads: Any) -> Any:
-    """The same of a module's gradients; None where none is left."""
+    """Return the gradients that belong to arrays of a framework's state, or None."""
     if grads is None:
         return None
     found = {node.path: node.value for node in flatten(grads, is_array)[1]}
@@ -175,7 +175,7 @@ def grads_within(state: Any, grads: Any) -> Any:
 
 
 def next_step(store: Store) -> int:
-    """The number after the store's last."""
+    """Return the number after the store's last step."""
     steps = store.steps()
     return steps[-1] + 1 if steps else 0
 
@@ -203,7 +203,7 @@ def drop_replaced(path: PathLike, store: Store, before: Pointer | None) -> None:
 
 
 def is_shared(path: PathLike, pointer: Pointer) -> bool:
-    """Whether another file (a link or a copy) points to the same step.
+    """Return whether another file (a link or a copy) points to the same step.
 
     The files of its folder are read, and those of its name in the folders next to it. Saves are not waited for: a file
     that is being saved in the background points to its former step until the new one exists.
@@ -248,7 +248,7 @@ def store_of(path: PathLike, pointer: Pointer, cfg: Config | None = None) -> Sto
 
 
 def is_same(store: Store, other: Store) -> bool:
-    """Whether two are one store, however its URL is spelled."""
+    """Return whether two stores are the same store, however their URLs are spelled."""
     return one_name(store.url) == one_name(other.url)
 
 
@@ -259,7 +259,7 @@ def load_at(
     store: Store | None = None,
     first: bool | None = None,
 ) -> Any:
-    """The state that a file points to.
+    """Load the state that a file points to.
 
     Args:
         path: the pointer file.
@@ -289,7 +289,7 @@ def load_at(
 
 
 def steps_in_use(store: Store, paths: Iterable[PathLike]) -> set[int]:
-    """The steps of a store that some of these files point to."""
+    """Return the steps of a store that some of these files point to."""
     found = set()
     for path in paths:
         pointer = read_pointer(path)
@@ -299,7 +299,7 @@ def steps_in_use(store: Store, paths: Iterable[PathLike]) -> set[int]:
 
 
 def drop(store: Store, steps: Iterable[int]) -> None:
-    """Remove steps that nothing points to any more, and what only they needed."""
+    """Remove unprotected steps that no file points to, and the files that only they needed."""
     gone = sorted(set(steps) & set(store.steps()) - set(store.pins()) - set(store.tags().values()))
     if gone:
         store.drop(*gone)

@@ -43,7 +43,7 @@ class Preempted(SystemExit):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to do in the time left.
+    """The decision how to use the remaining time.
 
     Args:
         what: "save" (a new save), "running" (wait for the save in flight) or "last" (exit at once).
@@ -96,7 +96,7 @@ def choose(
 
 
 def _longest(timing: SaveTiming, is_delta: bool | None) -> float | None:
-    """Return the seconds that a save of a type may take; None: nothing was measured."""
+    """Return the seconds that a save of a type may take; None: not measured."""
     known = [timing.expected(kind) for kind in ((True, False) if is_delta is None else (is_delta,))]
     return max((seconds for seconds in known if seconds is not None), default=None)
 
@@ -188,7 +188,7 @@ class Preemption:
 
     @property
     def requested(self) -> bool:
-        """Whether this process has got a signal."""
+        """Return whether this process has received a signal."""
         return self._when is not None
 
     def agreed(self) -> float | None:
@@ -241,7 +241,7 @@ class Preemption:
     def finish(
         self, store: Store, step: int, save: Callable[[], object], wait: Callable[[], object], *, same: bool = False
     ) -> None:
-        """Do the same as `check` with another way to save, for adapters and other loops.
+        """Save and exit as `check` does, with another way to save, for adapters and other loops.
 
         Args:
             store: whose measured seconds decide.
@@ -315,7 +315,7 @@ def _device() -> torch.device:
 
 
 def _quietly(wait: Callable[[], object]) -> None:
-    """Wait, and report an error of an older save without raising it."""
+    """Wait, and log the error of an older save instead of raising it."""
     try:
         wait()
     except Exception as e:
@@ -329,7 +329,7 @@ def _choose(store: Store, step: int | None, left: float) -> Choice:
 
 
 def _is_delta(store: Store, ahead: int) -> bool | None:
-    """Whether the save `ahead` of the newest durable one will be a delta; None: unknown."""
+    """Return whether the save `ahead` of the newest durable one is a delta; None: unknown."""
     with contextlib.suppress(ShrinkpointError, OSError):
         steps, every = store.steps(), store.cfg.chain.base_every
         since = store.describe(steps[-1]).since_base + ahead if steps else ahead - 1

@@ -22,7 +22,7 @@ def world() -> int:
 
 
 def rank() -> int:
-    """This process's number among them."""
+    """Number of this process among those that train together."""
     return dist.get_rank() if world() > 1 else 0
 
 
@@ -49,7 +49,7 @@ def on_all(work: Callable[[], A], brief: Callable[[A], B]) -> tuple[A, list[B]]:
 
 
 def from_all(mine: Any) -> list[Any]:
-    """What each process has, on rank 0; nothing on the others."""
+    """Gather a value of each process on rank 0; return an empty list on the others."""
     if world() == 1:
         return [mine]
     everyone: list[Any] | None = [None] * world() if rank() == 0 else None
@@ -59,7 +59,7 @@ def from_all(mine: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def explaining(what: str) -> Iterator[None]:
-    """Say what became of it where torch reports that another process is gone or does not answer."""
+    """Add a note to torch's errors about another process that is gone or does not answer."""
     try:
         yield
     except RuntimeError as e:
@@ -106,7 +106,7 @@ def on_rank_0(work: Callable[[], Any], light: Callable[[Any], Any], otherwise: s
 
 
 def _as_told(name: str, text: str, errno: int | None) -> Exception:
-    """Return an error of another process, with its class where that is known here.
+    """Return an error of another process, with its class if that is known here.
 
     It does not travel itself: those of storage libraries may hold what cannot, or take more than a text.
     """

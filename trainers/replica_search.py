@@ -71,7 +71,7 @@ def _digest(node: ArrayNode) -> str:
 
 
 def agreed(team: ProcessGroup, found: SearchResult) -> SearchResult:
-    """What a search found, where all processes have found that; a collective.
+    """Check that all processes found the same, and return it; a collective.
 
     Raises:
         ShrinkpointError: they have not: it was not given the `group`.

@@ -107,7 +107,7 @@ class _Table:
         return torch.zeros(self.rows, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
 
     def _unknown(self, rows: torch.Tensor) -> bool:
-        """Whether there are rows among these that are not marked."""
+        """Return whether some of these rows are not marked."""
         unknown = rows & ~self.recent.to(rows.device)
         if self.never is not None:
             unknown[self.never] = rows[self.never]
@@ -158,7 +158,7 @@ class _Table:
         self.all_recent = True
 
     def settle(self, snapshot: int, base: bool) -> None:
-        """Everything up to a snapshot is in a checkpoint."""
+        """Record that all marks up to a snapshot are in a checkpoint."""
         covered = self._nothing()
         for bits in self.pending[: snapshot + 1]:
             covered = _either(covered, bits)
@@ -167,7 +167,7 @@ class _Table:
         del self.pending[: snapshot + 1]
 
     def touched(self) -> tuple[Bits, Bits]:
-        """Since the base and since the last checkpoint, as packed bits."""
+        """Return the rows touched since the base and since the last checkpoint, as packed bits."""
         return self._since(self.base), self._since(self.last)
 
     def _since(self, bits: Bits | None) -> Bits:
@@ -185,7 +185,7 @@ def _either(a: Bits | None, b: Bits | None) -> Bits | None:
 
 @torch.no_grad()
 def _with_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """bool [R]: which rows of a dense gradient are not zero; those with a NaN are not."""
+    """Return bool [R]: rows with a nonzero gradient; rows that contain NaN are not included."""
     flat = gradient.reshape(gradient.shape[0], -1)
     if not flat.shape[1]:
         return torch.zeros(flat.shape[0], dtype=torch.bool, device=flat.device)
@@ -207,7 +207,7 @@ class _Hook:
 
 
 class _LookUp(_Hook):
-    """Marks the rows of a look-up."""
+    """Hook that marks the rows of a look-up."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
         table, weight = self._table, module._parameters["weight"]
@@ -303,7 +303,7 @@ class RowTracker:
         self._unhook = weakref.finalize(self, remove, handles)
 
     def _look(self) -> list[tuple[str, nn.Module, Any]]:
-        """The tables of the module as they are now, and which parameters are something else's, too."""
+        """Return the module's present tables, and note parameters that are used elsewhere too."""
         found: list[tuple[str, nn.Module, Any]] = []
         self._elsewhere = {}
         for prefix, sub in self._module.named_modules():
@@ -355,7 +355,7 @@ class RowTracker:
             self._read(own)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer has stepped; by a closure, it made the gradients within the step."""
+        """Mark rows after an optimizer's step if a closure made the gradients within it."""
         tables = self._tables_of(optimizer)
         own = self._nesting.leave(tables) if tables else ()
         if closure_of(args, kwargs) is not None:
@@ -372,7 +372,7 @@ class RowTracker:
         return found[1]
 
     def _read(self, tables: Sequence[_Table]) -> None:
-        """Mark what the gradients say, once for a step within another."""
+        """Mark the rows with gradients, once for a step within another."""
         everywhere = world() > 1 if tables else False
         for table in tables:
             table.stepped = True
@@ -438,7 +438,7 @@ class RowTracker:
         return found
 
     def _reason(self, table: _Table, optimizers: Named) -> str:
-        """Why other rows than those looked up may change, or ""."""
+        """Return why other rows than those looked up may change, or ""."""
         if id(table.weight) in self._elsewhere:
             return f"also the parameter {self._elsewhere[id(table.weight)]}"
         if not optimizers or not table.weight.requires_grad:
@@ -454,7 +454,7 @@ class RowTracker:
         return next((why for one, group in groups if (why := _moves_other_rows(one, group))), "")
 
     def saved(self, base: bool, *, kinds: Mapping[str, Kind] | None = None) -> None:
-        """The state of a snapshot is committed: rows touched before it are in the checkpoint.
+        """Record that the state of a snapshot is committed, with all rows touched before it.
 
         Args:
             base: whether it was stored as a base (`not Saved.is_delta`).
@@ -497,7 +497,7 @@ class RowTracker:
             self.saved(not save.is_delta, kinds=taken)
 
     def _settle_done(self) -> None:
-        """Take note of the saves in the background that have ended."""
+        """Record the background saves that have ended."""
         done = [pair for pair in self._waiting if pair[0].done()]
         self._waiting = [pair for pair in self._waiting if not pair[0].done()]
         for future, taken in done:
@@ -574,7 +574,7 @@ def _named(optimizer: Any) -> Named:
 
 
 def _entries(module: nn.Module, optimizers: Named) -> Iterator[tuple[str, tuple[Kind, Any]]]:
-    """Kind and value of each optimizer entry, by the tail of its path."""
+    """Return kind and value of each optimizer entry, by the tail of its path."""
     weights = set(kinds_of(module))
     places = [place for place, _ in optimizers]
     for place, one in optimizers:
@@ -595,7 +595,7 @@ def _rows(value: Any) -> int:
 
 
 def _moves_other_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
-    """Why an optimizer changes rows whose gradient is zero, or ""."""
+    """Return why an optimizer changes rows whose gradient is zero, or ""."""
     name = type(optimizer).__name__
     if type(optimizer) not in (torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad):
         return f"{name} may move rows that have no gradient"

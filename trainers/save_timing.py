@@ -1,4 +1,4 @@
-"""How long the last saves of this process to each store took, and which save is in flight."""
+"""Durations of this process's last saves to each store, and the save in flight."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class SensitivityTracker:
         return self._read("mean", shards_only)
 
     def squares(self) -> dict[str, Tensor] | None:
-        """The averages of g**2 by parameter name, as `grads`.
+        """Return the averages of g**2 by parameter name, as `grads` does.
 
         Raises:
             BadArgumentError: the tracker was not asked to keep them.
@@ -190,7 +190,7 @@ class SensitivityTracker:
         return self._read("square")
 
     def at(self, done: int) -> None:
-        """Say how many batches the run has done: what the tracker goes on counting from.
+        """Set the number of batches that the run has done, from which the tracker counts on.
 
         `trainers.save(sensitivity=)` and the adapters call it. In a loop of your own call it for each batch if there
         are batches without an optimizer's step, as where `GradScaler` skips one that is not fused, or more steps than
@@ -330,7 +330,7 @@ class SensitivityTracker:
         return None
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The step is done."""
+        """End the record of an optimizer's step."""
         followed = self._followed.get(optimizer)
         if followed is not None and followed.parameters:
             self._nesting.leave(followed.parameters)
@@ -351,7 +351,7 @@ class SensitivityTracker:
         return known is not None and known() is parameter
 
     def _follow(self, optimizer: Optimizer) -> _Followed:
-        """The parameters of an optimizer that are this model's, and what counts their batches.
+        """Find the model's parameters in an optimizer, and the clock that counts their batches.
 
         Parameters are counted, not optimizers: a new one goes on from where the last one was. Optimizers of
         different parameters each count their own, for some step more often than others.

@@ -20,7 +20,7 @@ Generator: TypeAlias = torch.Generator | np.random.Generator | random.Random
 
 
 class Stateful(Protocol):
-    """What torch modules, optimizers and schedulers have in common."""
+    """Objects with `state_dict` and `load_state_dict`, such as modules and schedulers."""
 
     def state_dict(self) -> Any: ...
 
@@ -164,7 +164,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 def plain(tree: Any) -> Any:
-    """Return the same tree in dict, list and tuple only."""
+    """Convert a tree to dicts, lists and tuples only."""
     if isinstance(tree, Mapping):
         return {key: plain(value) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -188,7 +188,7 @@ def _byte_tensor(array: Any) -> torch.Tensor:
 
 
 def _numpy_state(tree: Any) -> Any:
-    """Return the state with plain arrays, from any type of array."""
+    """Return the state with NumPy arrays, from any type of array."""
     if isinstance(tree, Mapping):
         return {key: _numpy_state(value) for key, value in tree.items()}
     return tree if isinstance(tree, str | int | float) else np.asarray(tree)

@@ -1,4 +1,4 @@
-"""Whether saved arrays fit those of a model, said as one list before anything is changed."""
+"""Comparison of saved arrays with those of a model, before any value is changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 20
 def differences(
     saved: Mapping[str, Any], mine: Mapping[str, Any], *, names: bool = True, dtypes: bool = False
 ) -> list[str]:
-    """What two tables of arrays do not agree on, a line each; nothing where they fit.
+    """Return a line for each difference between two tables of arrays.
 
     Args:
         saved: name -> array (or anything else, which fits), of the checkpoint.
@@ -73,12 +73,12 @@ def _copy(value: Any) -> Any:
 
 
 def listed(lines: Sequence[str]) -> str:
-    """The first lines below each other, and how many more there are."""
+    """Return the first lines joined, and the number of further lines."""
     return "\n  ".join(lines[:_SHOWN]) + (f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
 
 
 def refuse(lines: Sequence[str], where: str) -> None:
-    """Raise what does not fit as one error.
+    """Raise all mismatches as one error.
 
     Raises:
         BadArgumentError: there are such lines.

@@ -108,7 +108,7 @@ class TrainingState:
         """
 
         def local() -> tuple[int, Sequence[torch.optim.Optimizer], AuxiliaryState, dict[str, Any], Any]:
-            """The part of the state that this process has without the others."""
+            """Return the part of the state that this process has without communication."""
             optimizers, auxiliary = self.optimizers, self.auxiliary
             self.check()
             own = auxiliary.states()
@@ -171,7 +171,7 @@ class TrainingState:
 
 
 def is_training_tree(tree: Any) -> bool:
-    """Whether a stored tree is one that `TrainingState.tree` made."""
+    """Return whether a stored tree was made by `TrainingState.tree`."""
     if not isinstance(tree, dict) or type(tree.get("step")) is not int or not isinstance(tree.get("model"), dict):
         return False
     ranks = tree.get("ranks")

@@ -109,7 +109,7 @@ class CompressedCheckpoints:
     _limit: int | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **keywords: Any) -> Any:
-        """As Trainer's."""
+        """Train as Trainer does, then make the last save durable."""
         check_compact(self.compact, background=self.background)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_complete(self.args.output_dir) or True
@@ -151,7 +151,7 @@ class CompressedCheckpoints:
             raise BadArgumentError(f"compressed checkpoints do not work with {', '.join(found)}; use Trainer's own")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Called by Trainer."""
+        """Save the weights to the store; called by Trainer."""
         if output_dir is None or not _CHECKPOINT.fullmatch(os.path.basename(output_dir)):
             super()._save(output_dir, state_dict)  # type: ignore[misc]
             return
@@ -182,7 +182,7 @@ class CompressedCheckpoints:
         return f"{config.base_model_name_or_path or 'the base model'}{f'@{revision}' if revision else ''}"
 
     def _args_as_given(self) -> Any:
-        """The arguments, with the limit that is kept from Trainer while it saves."""
+        """Return the arguments with the limit that is hidden from Trainer during a save."""
         found = copy.copy(self.args)
         found.save_total_limit = found.save_total_limit or self._limit
         return found
@@ -193,7 +193,7 @@ class CompressedCheckpoints:
         return processing if processing is not None else getattr(trainer.data_collator, "tokenizer", None)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Called by Trainer, after `_save`."""
+        """Save the optimizer and the scheduler, after `_save`; called by Trainer."""
         self._refuse_foreign()
         if not self.args.should_save:
             return
@@ -223,7 +223,7 @@ class CompressedCheckpoints:
         self._saver.save(pointer, state, kinds=table)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Called by Trainer; what its rotation removed is removed from the store as well."""
+        """Save a checkpoint, and remove from the store what Trainer's rotation removed."""
         above: Any = super()
         limit = self.args.save_total_limit
         if not (self.background and limit):
@@ -249,7 +249,7 @@ class CompressedCheckpoints:
         return above._finalize_training(*args, **keywords)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Called by Trainer."""
+        """Load the weights of a checkpoint folder; called by Trainer."""
         pointer = os.path.join(resume_from_checkpoint, POINTER)
         if read_pointer(pointer) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
@@ -272,7 +272,7 @@ class CompressedCheckpoints:
         trainer._issue_warnings_after_load(result)
 
     def _load_best_model(self) -> None:
-        """Called by Trainer, on all processes."""
+        """Load the weights of the best checkpoint; called by Trainer on all processes."""
         self._settle()
         if self.background:
             self.accelerator.wait_for_everyone()
@@ -284,7 +284,7 @@ class CompressedCheckpoints:
         self._load_weights(self._bare(), load_at(pointer, _MODEL), pointer, store)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Called by Trainer."""
+        """Load the optimizer and the scheduler; called by Trainer."""
         pointer = None if checkpoint is None else os.path.join(checkpoint, POINTER)
         if pointer is None or read_pointer(pointer) is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
@@ -316,12 +316,12 @@ class CompressCallback(TrainerCallback):  # type: ignore[misc]
         self._store: Store | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Called by Trainer."""
+        """Refuse `load_best_model_at_end`, which needs raw files; called by Trainer."""
         if args.load_best_model_at_end:
             raise BadArgumentError("load_best_model_at_end reads raw files; use the mixin CompressedCheckpoints")
 
     def on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Called by Trainer, after a checkpoint was written."""
+        """Compress the checkpoint that Trainer has written; called by Trainer."""
         if not args.should_save:
             return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -368,7 +368,7 @@ def newest_complete(folder: PathLike) -> str | None:
 
 
 def _is_complete(folder: str) -> bool:
-    """Whether weights and trainer state are in a folder; the latter is what Trainer writes last."""
+    """Return whether weights and trainer state, which Trainer writes last, are in a folder."""
     try:
         with open(os.path.join(folder, "trainer_state.json"), "rb") as file:
             json.load(file)
@@ -472,7 +472,7 @@ class PreemptionCallback(TrainerCallback):  # type: ignore[misc]
         self._choice: Choice | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
-        """Called by Trainer."""
+        """Ask Trainer to save if a scheduler's signal has come; called by Trainer."""
         left = self.preemption.agreed()
         if left is None:
             return control
@@ -484,7 +484,7 @@ class PreemptionCallback(TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Called by Trainer, after a checkpoint was written or handed over."""
+        """Exit after the save that `on_step_end` requested; called by Trainer."""
         if self._choice is not None:
             self.preemption.leave(self._store(args), state.global_step, self._choice, wait_for_files)
 

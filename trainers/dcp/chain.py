@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def open_folder(path: str | os.PathLike[str] | None) -> Files:
-    """The files of a checkpoint.
+    """Open the files of a checkpoint folder.
 
     Raises:
         BadArgumentError: no path, or no such kind of URL.
@@ -32,7 +32,7 @@ def open_folder(path: str | os.PathLike[str] | None) -> Files:
 
 
 def read_index(files: Files, rank: int | None = None) -> Index:
-    """The metadata of a checkpoint.
+    """Read the metadata of a checkpoint.
 
     Raises:
         MissingParentError: a completed checkpoint does not exist.
@@ -50,7 +50,7 @@ def read_index(files: Files, rank: int | None = None) -> Index:
 
 
 def _guarded(files: Files, file: RankFile, name: str, work: Callable[[], T]) -> T:
-    """Do something with a container; what goes wrong is said with the rank and the path."""
+    """Call `work` on a container; its errors name the rank and the path."""
     path = files.path(f"{FOLDER}/{name}")
     try:
         return work()

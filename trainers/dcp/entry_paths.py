@@ -30,7 +30,7 @@ _BY_ENTRY = re.compile(r"(?:([^.]*optim[^.]*)\.)?state\.(exp_avg_sq|exp_avg|mome
 
 
 def place(fqn: str, path: Sequence[str | int] | None) -> Place:
-    """Keys under which an entry's shard stands.
+    """Return the keys of an entry's shard in the container's tree.
 
     Args:
         fqn: fully qualified name of the entry.
@@ -56,12 +56,12 @@ def place(fqn: str, path: Sequence[str | int] | None) -> Place:
 
 
 def key_of(keys: Sequence[str]) -> str:
-    """The codec's unique name of a place (`ArrayRecord.key`)."""
+    """Return the codec's unique key of a place (`ArrayRecord.key`)."""
     return "\x1f".join(json.dumps(key) for key in keys)
 
 
 def numbered(keys: Place, ordinal: int) -> Place:
-    """The place of an entry's shard number `ordinal` in one container."""
+    """Return the place of an entry's shard number `ordinal` in one container."""
     return (f"@{ordinal}", *keys) if ordinal else keys
 
 
@@ -85,7 +85,7 @@ def insert(tree: dict[str, Any], keys: Place, value: Any, fqn: str) -> None:
 
 
 def kinds_of(shards: Mapping[Place, Any], values: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Kinds for `compress`: those given, and what a guess by path would miss.
+    """Return the kinds for `compress`: the given ones, and those that paths do not show.
 
     Optimizer entries other than known moments are exact, however their names were flattened; so are arrays inside of
     values that are not tensors.
@@ -108,7 +108,7 @@ def kinds_of(shards: Mapping[Place, Any], values: Mapping[str, Any], given: Mapp
 
 
 def check_named(given: Mapping[str, Any] | None, names: Iterable[str]) -> None:
-    """Refuse kinds none of whose keys is the path of a tensor of any rank.
+    """Raise BadArgumentError if no key of the kinds is the path of a tensor of any rank.
 
     Only planners know where a name is to be cut into keys, so that dots and slashes are one here.
 

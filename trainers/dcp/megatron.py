@@ -57,11 +57,11 @@ class CompressedSave(SaveShardedStrategy):  # type: ignore[misc]
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """No: they are Megatron-Core's pickles."""
+        """Return False: these objects are Megatron-Core's pickles."""
         return False
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Called by Megatron-Core."""
+        """Save a sharded state; called by Megatron-Core."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
         by_key, _, _ = theirs._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
@@ -76,11 +76,11 @@ class CompressedLoad(theirs.TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """No: they are Megatron-Core's pickles."""
+        """Return False: these objects are Megatron-Core's pickles."""
         return False
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        """Called by Megatron-Core."""
+        """Load a sharded state; called by Megatron-Core."""
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -107,11 +107,11 @@ class CompressedLoad(theirs.TorchDistLoadShardedStrategy):  # type: ignore[misc]
         return super().load_tensors_metadata(checkpoint_dir, found)
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
-        """Called by Megatron-Core: the same, there being nothing else in these files."""
+        """Return the metadata of all sharded entries, which are tensors only."""
         return self.load_tensors_metadata(checkpoint_dir)
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
-        """Refused: a checkpoint's files are never changed.
+        """Refuse to remove tensors, because a checkpoint's files are never changed.
 
         Raises:
             NotImplementedError: always.

@@ -1,4 +1,4 @@
-"""The metadata of a distributed checkpoint: JSON that says which file holds which shard.
+"""Metadata of a distributed checkpoint: the file and place of each shard, as JSON.
 
     {"checksum": XXH3-128 of the rest, "format": "shrinkpoint-dcp", "version": 1,
      "world": ranks that saved, "partial": whether the shards need not cover the tensors,
@@ -65,13 +65,13 @@ def data_name(rank: int, identity: str) -> str:
 
 
 def is_data(name: str, rank: int | None = None) -> bool:
-    """Whether a name is that of a container, or of one of a rank's."""
+    """Return whether a name is that of a container, of `rank` if that is given."""
     return _NAME.fullmatch(name) is not None and (rank is None or name.startswith(f"{rank:06d}-"))
 
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What one rank wrote.
+    """The container that one rank wrote, with its chain.
 
     Args:
         rank: which.
@@ -111,7 +111,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor is cut into shards."""
+    """The shards of a tensor."""
 
     shards: tuple[Shard, ...]
 
@@ -122,7 +122,7 @@ class Layout:
 
     @cached_property
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """As torch has them."""
+        """The shards as torch's chunk metadata."""
         return [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.sizes)) for s in self.shards]
 
     def problem(self, size: Offsets, partial: bool) -> str:
@@ -138,7 +138,7 @@ class Layout:
         return ""
 
     def overlap(self) -> bool:
-        """Whether two of the shards share an element."""
+        """Return whether two of the shards share an element."""
         filled = [s for s in self.shards if math.prod(s.sizes)]
         if len(filled) < 2 or not filled[0].sizes:
             return len(filled) > 1
@@ -177,7 +177,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Index:
-    """Everything a reader needs to know: files, layouts, entries."""
+    """The metadata of a checkpoint: files, layouts, entries."""
 
     world: int
     partial: bool
@@ -186,7 +186,7 @@ class Index:
     entries: dict[str, Entry] = field(repr=False)
 
     def of_rank(self, rank: int) -> tuple[RankFile | None, dict[tuple[str, Offsets], Offsets]]:
-        """What one rank saved: its file, and the sizes of its shards by name and offsets."""
+        """Return one rank's file, and the sizes of its shards by name and offsets."""
         number = next((i for i, f in enumerate(self.files) if f.rank == rank), None)
         if number is None:
             return None, {}
@@ -216,7 +216,7 @@ class Index:
         return Metadata(table, planner_data=paths or None, storage_data=self)
 
     def to_bytes(self) -> bytes:
-        """The metadata file."""
+        """Return the contents of the metadata file."""
         entries = {}
         for fqn, e in self.entries.items():
             row: dict[str, Any] = {} if e.path is None else {"p": list(e.path)}
@@ -294,7 +294,7 @@ def build(metadata: Metadata, files: Sequence[RankFile]) -> Index:
 def _rows(
     fqn: str, sizes: Mapping[Offsets, Offsets], written: Sequence[tuple[Offsets, int]], files: Sequence[RankFile]
 ) -> tuple[tuple[Offsets, Offsets, int], ...]:
-    """Offsets, sizes and file of each shard of an entry; of empty ones at one place, the first."""
+    """Return offsets, sizes and file of each shard of an entry, without repeated empty shards."""
     ranks: dict[Offsets, int] = {}
     rows = []
     for offsets, number in written:
@@ -312,7 +312,7 @@ def _rows(
 
 
 def _shards(rows: Any) -> tuple[Shard, ...]:
-    """Shards of one layout, those of one file counted in order."""
+    """Return the shards of one layout; those of one file are counted in order."""
     seen: dict[int, int] = {}
     shards = []
     for offsets, sizes, number in rows:

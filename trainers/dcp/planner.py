@@ -1,4 +1,4 @@
-"""A load planner that says everything that does not fit at once, or loads what does."""
+"""A load planner that reports all mismatches at once, or loads the entries that fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...codec.errors import BadArgumentError, ShrinkpointWarning
 
 
 class PartialLoadWarning(ShrinkpointWarning):
-    """A load that need not be complete left entries as they were."""
+    """A load that may be partial left entries unchanged."""
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -36,7 +36,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.strict = strict
 
     def create_local_plan(self) -> LoadPlan:
-        """torch's plan of what fits."""
+        """Return torch's plan for the entries that fit."""
         problems = self._problems()
         if problems:
             unused = sorted(set(self._stored()) - set(self.state_dict))

@@ -64,7 +64,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this can be a path or a URL of a file system that is installed."""
+        """Return whether this is a path, or a URL of an installed file system."""
         try:
             open_folder(checkpoint_id)
         except BadArgumentError:
@@ -73,11 +73,11 @@ class Reader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The path or step that is loaded next; "" if that is not known yet."""
+        """The path or step that is loaded next; "" if unknown."""
         return self.path or ("" if self.step is None else str(self.step))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The next load is of `checkpoint_id`, with a store a step; None: of the same again."""
+        """Let the next load be of `checkpoint_id`; None: of the same checkpoint again."""
         self._index = None
         if checkpoint_id is not None and self.store is not None:
             target = StoreSteps(self.store)
@@ -88,7 +88,7 @@ class Reader(StorageReader):
             self.path = os.fspath(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata, or with `rank=` that of a rank that saved for itself.
+        """Read the metadata, with `rank=` that of a rank that saved alone.
 
         Raises:
             MissingParentError: a complete checkpoint does not exist.
@@ -113,11 +113,11 @@ class Reader(StorageReader):
         self._index = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, and in it the step of a store."""
+        """Return the plan, with the step of a store in it."""
         return plan if self.store is None else dataclasses.replace(plan, storage_data=self.step)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are.
+        """Return the plans unchanged.
 
         Raises:
             BadArgumentError: the newest step is not the same for all ranks, because another job is saving.
@@ -151,7 +151,7 @@ class Reader(StorageReader):
 
 
 def _source(index: Index, item: ReadItem) -> tuple[int, Shard | None]:
-    """The file that an item is read from, and for tensors the shard."""
+    """Return the file of an item, and for tensors the shard."""
     fqn, offset = item.storage_index.fqn, item.storage_index.offset
     entry = index.entries.get(fqn)
     if entry is None:
@@ -169,7 +169,7 @@ def _source(index: Index, item: ReadItem) -> tuple[int, Shard | None]:
 
 
 class _Source:
-    """One rank's container, as far as it is read."""
+    """One rank's container, opened as far as it was read."""
 
     def __init__(self, files: Files, index: Index, file: RankFile) -> None:
         self._files, self._index, self._file = files, index, file
@@ -205,7 +205,7 @@ class _Source:
                     _copy(array, item, planner)
 
     def _number(self, fqn: str, shard: Shard) -> int:
-        """The number of the array that is a shard."""
+        """Return the number of the array that holds a shard."""
         entry = self._index.entries[fqn]
         number = self._numbers.get(key_of(numbered(place(fqn, entry.path), shard.ordinal)))
         record = None if number is None else self._top.records[number]
@@ -267,7 +267,7 @@ class _Source:
 
 
 def _copy(array: Any, item: ReadItem, planner: LoadPlanner) -> None:
-    """Copy the asked part of a decoded shard to where it belongs."""
+    """Copy the requested part of a decoded shard to its target."""
     for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         array = array.narrow(dim, offset, length)
     target = planner.resolve_tensor(item).detach()

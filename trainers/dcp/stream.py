@@ -64,7 +64,7 @@ class Lossless(StreamTransformExtension):
 
     @staticmethod
     def from_descriptor(version: str) -> Lossless:
-        """Called by torch's reader."""
+        """Return the transform for a stored name and version; called by torch's reader."""
         if version != str(VERSION):
             raise CorruptDataError(f"shrinkpoint.lossless: version {version[:20]}; this reader knows {VERSION}")
         return Lossless()
@@ -85,7 +85,7 @@ class Lossless(StreamTransformExtension):
 
 
 class _Compressing(io.RawIOBase):
-    """Collects blocks and writes each compressed."""
+    """Stream that collects blocks and writes each compressed."""
 
     def __init__(self, output: IO[bytes], level: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where a `Writer` saves to: a folder for each checkpoint, or the steps of a store."""
+"""The target of a `Writer`: a folder for each checkpoint, or the steps of a store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INDEX = "index"
 
 
 class Target(Protocol):
-    """Where a writer saves to, and where its parents are.
+    """Interface of a writer's target, which also has the parents of deltas.
 
     A *place* is one checkpoint: the path of a folder, or the number of a step as text.
     """
@@ -58,7 +58,7 @@ class Target(Protocol):
         ...
 
     def exists(self, place: str, alone: int | None) -> bool:
-        """Whether a place has a checkpoint."""
+        """Return whether a place has a checkpoint."""
         ...
 
     def index(self, place: str, alone: int | None) -> Index:

@@ -30,7 +30,7 @@ from ...kernels.quantizer import Thresholds
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One rank's summary of the weights of one codec.
+    """Sketches of one rank's weights of one codec.
 
     Args:
         sketches: one of the magnitudes of each layer type.
@@ -42,7 +42,7 @@ class Summary:
 
 
 class Weights:
-    """The weights of a rank that codecs with global thresholds are for, sketched.
+    """Sketches of a rank's weights whose codecs have global thresholds.
 
     Args:
         state: what will be compressed.
@@ -71,7 +71,7 @@ class Weights:
             self.summaries[codec] = Summary(_by_layer(found), thresholds_before([one.parent for one in plans_of_codec]))
 
     def under(self, decided: Mapping[Quantize, Limits]) -> dict[Codec, Prepare]:
-        """What plans these weights under those thresholds, in place of each codec's own `prepare`."""
+        """Return functions that plan these weights under the given thresholds, by codec."""
         return {codec: partial(self._plans, codec, decided[codec]) for codec in self.sketches}
 
     def _plans(
@@ -81,13 +81,13 @@ class Weights:
 
 
 def _by_layer(sketches: Sequence[Sketch]) -> tuple[Sketch, ...]:
-    """The magnitudes of all arrays of a layer type in one sketch: what travels."""
+    """Merge the sketches of each layer type to one, which is sent to other ranks."""
     layers = dict.fromkeys(s.layer for s in sketches)
     return tuple(Sketch.of(layer, magnitudes(s.values for s in sketches if s.layer == layer)) for layer in layers)
 
 
 def decide(summaries: Sequence[Mapping[Quantize, Summary]]) -> dict[Quantize, Limits]:
-    """Thresholds of every codec over the summaries of all ranks, in the order of the ranks."""
+    """Compute the thresholds of every codec from the summaries of all ranks."""
     decided = {}
     for codec in dict.fromkeys(codec for of_rank in summaries for codec in of_rank):
         received = [of_rank[codec] for of_rank in summaries if codec in of_rank]
@@ -98,7 +98,7 @@ def decide(summaries: Sequence[Mapping[Quantize, Summary]]) -> dict[Quantize, Li
 
 
 def agree(mine: Mapping[Quantize, Summary] | Exception, group: Any) -> dict[Quantize, Limits]:
-    """Thresholds over all ranks of a process group; all of them must call it.
+    """Compute thresholds over all ranks of a process group; a collective.
 
     Args:
         mine: what this rank tells, or the error it met on the way there: it is then raised here, and another one that

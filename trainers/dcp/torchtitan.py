@@ -35,7 +35,7 @@ class CompressedCheckpoints:
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """As torchtitan's, through a `Writer`."""
+        """Save as torchtitan does, through a `Writer`."""
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
         above: Any = super()

@@ -49,7 +49,7 @@ class ParentNotUsedWarning(ShrinkpointWarning):
 
 @dataclass(frozen=True, slots=True)
 class _Parent:
-    """What a rank's next delta is against.
+    """The parent of a rank's next delta.
 
     Args:
         checkpoint: resolved.
@@ -71,13 +71,13 @@ class _Parent:
 
     @property
     def base_size(self) -> Size:
-        """What a base takes, about."""
+        """Return the approximate size of a base."""
         return self.whole or Size(self.file.chain[-1][1], self.checkpoint.raw_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Together:
-    """What the coordinator tells all ranks: how many save together.
+    """Message of the coordinator to all ranks: the number of ranks that save together.
 
     Nothing that may differ from save to save: where torch caches plans, some ranks have an earlier one.
     """
@@ -176,7 +176,7 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this can be a path or a URL of a file system that is installed."""
+        """Return whether this is a path, or a URL of an installed file system."""
         try:
             open_folder(checkpoint_id)
         except BadArgumentError:
@@ -185,11 +185,11 @@ class Writer(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the next save goes; "" where that is not known yet."""
+        """The path or step of the next save; "" if unknown."""
         return self.target.place or ""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The next save goes to `checkpoint_id`; None: to where the last one went.
+        """Let the next save go to `checkpoint_id`; None: to the target of the last one.
 
         Raises:
             BadArgumentError: a save by this writer is in flight in another thread.
@@ -199,7 +199,7 @@ class Writer(StorageWriter):
             self.target.move(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take note of the rank, and whether ranks talk to each other.
+        """Record the rank, and whether ranks communicate.
 
         Raises:
             BadArgumentError: a save by this writer is in flight in another thread.
@@ -212,15 +212,15 @@ class Writer(StorageWriter):
         self.target.begin(is_coordinator=is_coordinator, alone=self._alone)
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what planners know of this storage."""
+        """Return the metadata of this storage for planners."""
         return StorageMeta(checkpoint_id=self.target.place)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, and in them for all ranks alike how many they are.
+        """Return the plans, each with the number of ranks that save together.
 
         Raises:
             BadArgumentError: `kinds` names no tensor of any rank.
@@ -232,7 +232,7 @@ class Writer(StorageWriter):
         return [dataclasses.replace(plan, storage_data=_Together(len(plans))) for plan in plans]
 
     def _agrees(self, plan: SavePlan) -> bool:
-        """Whether the ranks agree on thresholds before they compress; the same on all of them.
+        """Return whether all ranks compute common thresholds before they compress.
 
         Not where this thread may not use the process group: training may be using the default one in another.
         """
@@ -309,7 +309,7 @@ class Writer(StorageWriter):
         metadata.storage_meta = self.storage_meta()
 
     def _claim(self, target: Any) -> None:
-        """Take the writer for a save of this thread.
+        """Reserve the writer for a save of this thread.
 
         Raises:
             BadArgumentError: another thread is saving by it. Where both went on, the one would be written to the
@@ -328,13 +328,13 @@ class Writer(StorageWriter):
 
     @property
     def _alone(self) -> int | None:
-        """This rank, where ranks do not talk to each other; else None."""
+        """Return this rank if ranks do not communicate, else None."""
         return None if self._collective else self._rank
 
     def _state(
         self, plan: SavePlan, planner: SavePlanner
     ) -> tuple[dict[str, Any], dict[tuple[str, Offsets], Offsets], dict[str, Any]]:
-        """This rank's items as a nested dict, the sizes of its shards, and kinds."""
+        """Return this rank's items as a nested dict, the sizes of its shards, and kinds."""
         paths: Mapping[str, Any] = getattr(planner, "mappings", None) or {}
         seen: dict[str, int] = {}
         tensors: dict[Place, Any] = {}
@@ -363,7 +363,7 @@ class Writer(StorageWriter):
     # ---- its chain
 
     def _parent_for(self, shards: Mapping[tuple[str, Offsets], Offsets]) -> _Parent | None:
-        """Return the parent of this save, its containers where the save needs them; None: a base."""
+        """Return the parent of this save, with its containers in place; None: a base."""
         head = self._last()
         asked = head is None
         if head is None:
@@ -382,7 +382,7 @@ class Writer(StorageWriter):
         return head
 
     def _last(self) -> _Parent | None:
-        """What this object's last save left, in whichever process that was."""
+        """Return the result of this writer's last save, also if another process made it."""
         return _kept.get(self._token) if self._travelled else self._head
 
     def _trail(self, head: _Parent | None, shards: Mapping[tuple[str, Offsets], Offsets]) -> WeightAverage | None:
@@ -446,7 +446,7 @@ class Writer(StorageWriter):
 
 
 def _is_saving(thread: int | None, writer: Writer) -> bool:
-    """Whether a thread is within one of torch's saves by a writer.
+    """Return whether a thread is within one of torch's saves by a writer.
 
     A writer is not informed that a save has failed on another rank; only the coordinator's is informed of its end.
     """
@@ -487,7 +487,7 @@ def _describe(rank: int, name: str, ckpt: Checkpoint, head: _Parent | None) -> R
 
 
 def _wants_base(policy: ChainPolicy, head: _Parent) -> bool:
-    """Whether the next save of this rank is a base, by the policy of stores."""
+    """Return whether the next save of this rank is a base, by the policy of stores."""
     last, raw = head.last, head.checkpoint.raw_nbytes
     known = Manifest(
         last.rank,
@@ -506,7 +506,7 @@ def _wants_base(policy: ChainPolicy, head: _Parent) -> bool:
 
 
 def _fits(parent: Mapping[tuple[str, Offsets], Offsets], shards: Mapping[tuple[str, Offsets], Offsets]) -> bool:
-    """Whether at least half of the elements were in the parent at the same place."""
+    """Return whether at least half of the elements were in the parent at the same place."""
     same = sum(math.prod(sizes) for key, sizes in shards.items() if parent.get(key) == sizes)
     return 2 * same >= sum(math.prod(sizes) for sizes in shards.values())
 

@@ -136,7 +136,7 @@ def _sync(folder: Path) -> None:
 
 
 def _mapped(path: Path) -> tuple[mmap.mmap, dict[str, torch.Tensor]]:
-    """A safetensors file in memory, shared with the file, and its tensors there."""
+    """Map a safetensors file into memory; return the mapping and its tensors."""
     with path.open("r+b") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:

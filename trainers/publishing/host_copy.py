@@ -1,4 +1,4 @@
-"""A copy of the published tensors on the host, for engines that convert their weights."""
+"""A host copy of the published tensors, for engines that convert their weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def published_tensors(url: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 class Change(NamedTuple):
-    """What an update changed in a tensor.
+    """The changes of one update in one tensor.
 
     Args:
         name: of the tensor.

@@ -29,7 +29,7 @@ LARGEST = 10**12 - 1
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One published version.
+    """Properties of a published version.
 
     Args:
         version: its number.

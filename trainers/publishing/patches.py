@@ -28,7 +28,7 @@ _DENSE = 4
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """What changes in a stretch of a tensor.
+    """The changes in a part of a tensor.
 
     Args:
         name: of the tensor in the receiver's state dict.
@@ -44,7 +44,7 @@ class Patch:
 
 
 def encode(data: NpArray, before: NpArray | None, spec: LeafSpec, sliced: bool) -> list[Writer]:
-    """Encode a tensor given as bytes, against the version before it or alone; return its pieces.
+    """Encode a tensor given as bytes, alone or against its last version; return its pieces.
 
     Args:
         data: uint8.
@@ -73,7 +73,7 @@ def encode(data: NpArray, before: NpArray | None, spec: LeafSpec, sliced: bool) 
 
 
 def stage(part: Part, links: Sequence[tuple[Checkpoint, ArrayRecord]]) -> list[Patch]:
-    """What several links, one after another, change in a tensor; nothing is written.
+    """Combine the changes of successive links in a tensor, without writing them.
 
     Args:
         part: the tensor.
@@ -99,7 +99,7 @@ def stage(part: Part, links: Sequence[tuple[Checkpoint, ArrayRecord]]) -> list[P
 
 
 def _whole(part: Part, spec: LeafSpec, before: NpArray, pieces: Sequence[memoryview], start: int) -> list[Patch]:
-    """The patch of one stretch of a whole tensor."""
+    """Return the patch of one part of a whole tensor."""
     item = spec.itemsize
     changed = [p for p in pieces if bytes(p[:1]) != bytes([UNCHANGED])]
     if not changed:
@@ -120,7 +120,7 @@ def _whole(part: Part, spec: LeafSpec, before: NpArray, pieces: Sequence[memoryv
 
 
 def _slice(part: Part, spec: LeafSpec, links: Sequence[Sequence[memoryview]]) -> list[Patch]:
-    """The patches of a slice: the local tensor is changed in a copy, link after link."""
+    """Return the patches of a slice: the links are applied to a copy of the local tensor."""
     assert part.where is not None
     item, shape, where = spec.itemsize, spec.shape, part.where
     kind = np.dtype(f"<u{item}") if item in (1, 2, 4, 8) else np.dtype(f"V{item}")
@@ -152,7 +152,7 @@ def _slice(part: Part, spec: LeafSpec, links: Sequence[Sequence[memoryview]]) ->
 
 
 def _meets(shape: tuple[int, ...], where: tuple[tuple[int, int], ...], first: int, count: int) -> bool:
-    """Whether elements first ... first + count - 1 may be in a slice, by its first axis."""
+    """Return whether elements first ... first + count - 1 may overlap a slice."""
     if not shape:
         return True
     row = math.prod(shape[1:]) or 1
@@ -195,7 +195,7 @@ def write(tensor: torch.Tensor, patch: Patch) -> None:
 
 
 def of_one(tensor: torch.Tensor, patches: Sequence[Patch]) -> Iterator[tuple[NpArray, torch.Tensor]]:
-    """Positions and values of patches, values in the tensor's dtype."""
+    """Return positions and values of patches, values in the tensor's dtype."""
     for patch in patches:
         positions = patch.positions
         if positions is None:

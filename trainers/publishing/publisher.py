@@ -31,7 +31,7 @@ class PublishConflictError(ShrinkpointError):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What `Publisher.publish` did.
+    """Result of `Publisher.publish`.
 
     Args:
         version: its number.
@@ -177,7 +177,7 @@ class Publisher:
         return [v for v in found if v is not None]
 
     def _is_repeated(self, version: int, state_is: str) -> bool:
-        """Whether this very version is there already; raises where the number is taken."""
+        """Return whether exactly this version exists; raise an error if its number is taken."""
         newest, last = self.newest, self._last
         if last is not None and newest != last.version:
             mine = last.version
@@ -198,7 +198,7 @@ class Publisher:
         )
 
     def _read_back(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the newest version for the last one if it can be read and has tensors like these."""
+        """Continue from the newest version if it can be read and has the same tensors."""
         self._may_read_back = False
         newest = self.newest
         if newest is None:
@@ -222,7 +222,7 @@ class Publisher:
     def _file(
         self, data: dict[str, NpArray], specs: dict[str, LeafSpec], hashes: dict[str, str] | None
     ) -> tuple[bytes, str]:
-        """A checkpoint file of these tensors and its identity; a delta if hashes are given."""
+        """Return a checkpoint file of these tensors and its identity; a delta if hashes are given."""
         pieces, records = [], []
         for name, own in data.items():
             before = None

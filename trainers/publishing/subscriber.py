@@ -28,7 +28,7 @@ from .tensors import Part, check_dense, hash_of, host_bytes, parts_of, sharing, 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What the last update did.
+    """Result of the last update.
 
     Args:
         version: that the model was brought to.
@@ -176,14 +176,14 @@ class Subscriber:
         return [v for v in found if v is not None]
 
     def _read(self, version: int) -> Version | None:
-        """A version's JSON file; None where it is gone or damaged."""
+        """Read a version's JSON file; None if it is missing or damaged."""
         try:
             return Version.from_bytes(self._files.read(version_name(version)), version)
         except (OSError, CorruptDataError):
             return None
 
     def _bound(self) -> dict[str, Part]:
-        """The model's tensors as they are now."""
+        """Return the model's tensors as they are now."""
         model = self._model
         tensors = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
         tensors = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
@@ -204,7 +204,7 @@ class Subscriber:
         return all(part.where is None for part in self._parts.values())
 
     def _recognised(self, mine: str | None = None) -> Version | None:
-        """The published version that the model holds, by hash; None for a model with slices."""
+        """Return the published version that the model holds, by hash; None for slices."""
         if not self._is_whole():
             return None
         versions = sorted(self._versions(), reverse=True)
@@ -215,14 +215,14 @@ class Subscriber:
         return next((v for v in read if v is not None and v.state == mine), None)
 
     def _versions_of_tensors(self) -> dict[str, tuple[int, int]]:
-        """What changes when a tensor is written to in place, or its memory replaced."""
+        """Return values that differ after a tensor is written to or its memory is replaced."""
         return {
             name: (0 if part.tensor.is_inference() else part.tensor._version, part.tensor.data_ptr())
             for name, part in self._parts.items()
         }
 
     def _find_changes(self, verify: bool) -> None:
-        """Find out whether the model still holds the version that it was brought to."""
+        """Check whether the model still holds the version of the last update."""
         parts = self._bound()
         if _places(parts) != _places(self._parts):  # tensors were replaced, as by load_state_dict(assign=True)
             self._shared = sharing(parts)
@@ -236,7 +236,7 @@ class Subscriber:
         self._marks = marks
 
     def _stage(self, wanted: int | None, verify: bool) -> tuple[Version, list[Patch], Staged] | None:
-        """The version to reach and what changes; None where the model holds it."""
+        """Return the version to reach and its patches; None if the model already holds it."""
         wanted = None if wanted is None else integer("version", wanted, 0, LARGEST)
         self._find_changes(verify=False)
         versions = sorted(self._versions(), reverse=True) if wanted is None else [wanted]
@@ -277,7 +277,7 @@ class Subscriber:
         return self._read(at.version) == at
 
     def _chains(self, number: int, problems: list[str]) -> Iterator[list[tuple[Version, str, int]]]:
-        """Ways to a version, the smaller first: deltas from what the model holds, or from a base."""
+        """Yield ways to a version, the smaller first: from the model's version, or from a base."""
         deltas: list[tuple[Version, str, int]] = []
         base: list[tuple[Version, str, int]] | None = None
         at: int | None = number
@@ -330,7 +330,7 @@ class Subscriber:
         return version, patches, report
 
     def _records(self, ckpt: Checkpoint, version: Version) -> dict[str, ArrayRecord]:
-        """The record of each tensor; raises BadArgumentError where names, dtypes or shapes differ."""
+        """Return the record of each tensor; raise BadArgumentError for any mismatch."""
         published = {record.path: record for record in ckpt.records}
         lines, found = [], {}
         for name, part in self._parts.items():
@@ -400,7 +400,7 @@ def _expected(part: Part, published: LeafSpec) -> LeafSpec:
 
 
 def _places(parts: Mapping[str, Part]) -> dict[str, tuple[int, torch.dtype, torch.Size, torch.device]]:
-    """Where the tensors are."""
+    """Return the memory address, dtype, shape and device of each tensor."""
     return {name: (p.tensor.data_ptr(), p.tensor.dtype, p.tensor.shape, p.tensor.device) for name, p in parts.items()}
 
 

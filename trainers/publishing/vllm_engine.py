@@ -29,14 +29,14 @@ _PATCHED = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass
 class PublishedInitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ignore]
-    """What `init_weight_transfer_engine` is given: `{"url": ...}`, the URL of the publisher."""
+    """Argument of `init_weight_transfer_engine`: `{"url": ...}`, the publisher's URL."""
 
     url: str
 
 
 @dataclass
 class PublishedUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc, unused-ignore]
-    """What `update_weights` is given: `{"version": ...}`, the same for all workers."""
+    """Argument of `update_weights`: `{"version": ...}`, the same for all workers."""
 
     version: int
 
@@ -84,7 +84,7 @@ class PublishedWeightsEngine(WeightTransferEngine):  # type: ignore[misc, unused
         self._model_is_copy = True
 
     def _patched(self, changes: list[Change]) -> bool:
-        """Give changes to vLLM's loader of patches; False where it does not take them."""
+        """Give changes to vLLM's patch loader; return False if it cannot take them."""
         if not changes:
             return True
         if getattr(self.model_config, "quantization", None) is not None:
@@ -124,7 +124,7 @@ class PublishedWeightsEngine(WeightTransferEngine):  # type: ignore[misc, unused
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Give up the copy."""
+        """Free the copy."""
         self._copy, self._model_is_copy = None, False
 
 
