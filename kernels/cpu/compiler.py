@@ -1,4 +1,4 @@
-"""How Numba compiles the kernels: each entry point as a whole, with all that it calls.
+"""Numba compilers for kernels: each entry point is compiled together with all that it calls.
 
 Numba gives every compiled function machine code of its own, including the small ones that only other compiled functions
 call. Here a helper remains LLVM code until it is part of an entry point, and an entry point that creates no array is

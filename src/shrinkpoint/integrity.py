@@ -87,7 +87,7 @@ def seal_path(path: Path) -> Path:
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether a folder or file has a seal; the file itself may be missing."""
+    """Return whether a folder or file has a seal; the file itself may be missing."""
     return seal_path(path).is_file()
 
 

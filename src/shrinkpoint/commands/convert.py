@@ -86,7 +86,7 @@ def compress(
 def _placed(
     sources: Sequence[Path], target: str, in_store: InStore, parents: list[Path] | None
 ) -> dict[int, Path] | None:
-    """The sources by step, or None where the target is a single file.
+    """Return the sources by step, or None if the target is a single file.
 
     Raises:
         BadArgumentError: options that contradict each other or the target.

@@ -70,7 +70,7 @@ def _nowhere(*_parts: object) -> None:
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether a folder looks like a distributed checkpoint."""
+    """Return whether a folder looks like a distributed checkpoint."""
     return (path / METADATA).is_file()
 
 
@@ -123,7 +123,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _ours(folder: Path) -> tuple[Any, Any]:
-    """Reader and metadata of a folder that shrinkpoint's storage writer wrote."""
+    """Return reader and metadata of a folder that shrinkpoint's storage writer wrote."""
     from ..trainers.dcp import Reader
 
     reader = Reader(folder)
@@ -134,7 +134,7 @@ def _ours(folder: Path) -> tuple[Any, Any]:
 
 
 def _theirs(folder: Path) -> tuple[Any, Any]:
-    """Reader and metadata of a folder that torch's storage writer wrote."""
+    """Return reader and metadata of a folder that torch's storage writer wrote."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     metadata = _metadata(folder)

@@ -26,7 +26,7 @@ SHOWN = 40
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two checkpoints: its arrays, decoded one at a time, and its plain values.
+    """A checkpoint to compare: its arrays, decoded one at a time, and its plain values.
 
     Args:
         arrays: path -> spec, stored bytes (None for other formats), and a function that returns the flat values.
@@ -200,7 +200,7 @@ def _of_state(state: Any) -> Side:
 
 
 def _named(items: Any, names: Callable[[Any], tuple[str, str]]) -> Iterator[tuple[str, Any]]:
-    """Each item under its path, or under its unique key where two items have the same path."""
+    """Return each item under its path, or under its unique key if its path is not unique."""
     from collections import Counter
 
     times = Counter(names(item)[0] for item in items)

@@ -81,7 +81,7 @@ def write_file(target: Path, force: bool, write: Callable[[Path], object]) -> No
 
 
 def write_folder(target: Path, force: bool, write: Callable[[Path], object]) -> None:
-    """As `write_file`, for a folder: `write(path)` creates it with all its files, synced."""
+    """Write a folder completely or not at all; `write(path)` creates and syncs its files."""
     check_free(target, force)
     temporary = _temporary(target)
     former: Path | None = None
@@ -119,7 +119,7 @@ def _temporary(target: Path) -> Path:
 
 
 def is_spt(path: Path) -> bool:
-    """Whether a file is a shrinkpoint checkpoint file."""
+    """Return whether a file is a shrinkpoint checkpoint file."""
     from ..codec.format.container import MAGIC
 
     if not os.path.isfile(path):

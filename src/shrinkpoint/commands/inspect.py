@@ -283,7 +283,7 @@ def verify(
 
 
 def _is_checkpoint_file(source: str) -> bool:
-    """Whether it is a checkpoint file, or should be one by its name."""
+    """Return whether a path is a checkpoint file, or has the name of one."""
     from ..integrity import is_sealed
     from .files import is_spt
 

@@ -69,7 +69,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 def _is_terminal() -> bool:
-    """Whether standard error is a terminal; it is None if it was closed (`2>&-`)."""
+    """Return whether standard error is a terminal; it may be closed (`2>&-`)."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 

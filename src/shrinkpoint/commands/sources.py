@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 def is_url(text: str) -> bool:
-    """Whether the text is an fsspec URL rather than a local path."""
+    """Return whether the text is an fsspec URL rather than a local path."""
     return "://" in text or "::" in text
 
 
 def is_store(text: str) -> bool:
-    """Whether it is a URL, or a folder with the steps of a store."""
+    """Return whether the text is a URL, or the path of a folder with a store's steps."""
     return is_url(text) or os.path.isdir(os.path.join(text, "steps"))
 
 

@@ -52,7 +52,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """One demo run. Build it with `demo_config`, which fills in the defaults and checks them."""
+    """Settings of one demo run, made and checked by `demo_config`."""
 
     out: Path
     steps: int
@@ -76,7 +76,7 @@ class Job:
     store: str | None = None
 
     def with_store(self, store: Path, preset: str) -> Job:
-        """The same job, saving its checkpoints."""
+        """Return the job with a store, so that it saves its checkpoints."""
         return replace(self, store=str(store), preset=preset)
 
     def to_json(self) -> str:

@@ -1,4 +1,4 @@
-"""When to kill the trainer: at random times, once in the middle of a save."""
+"""Times at which the trainer is killed: random ones, and one in the middle of a save."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Killer:
 
     @property
     def aims_at_save(self) -> bool:
-        """Whether the next kill is meant for the middle of a save."""
+        """Return whether the next kill is meant for the middle of a save."""
         return bool(self._plan) and self._plan[0][1]
 
     def learn(self, event: Mapping[str, Any], seconds: float) -> None:

@@ -73,7 +73,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
 
     def advance(self) -> float:
-        """One training step; returns its loss."""
+        """Make one training step and return its loss."""
         value = loss(self.model, self.batches.next())
         self.optimizer.zero_grad()
         value.backward()  # type: ignore[no-untyped-call]

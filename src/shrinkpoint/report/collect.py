@@ -51,7 +51,7 @@ class Error:
 
 
 class Choice(NamedTuple):
-    """How arrays of one kind are stored.
+    """The storage of arrays of one kind: codec, stream and reason.
 
     Args:
         kind: category of the arrays.
@@ -70,7 +70,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One step.
+    """Properties of one step.
 
     Args:
         step: its number.
@@ -106,7 +106,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One array of the step whose histograms are shown."""
+    """An array of the step whose histograms are shown."""
 
     record: ArrayRecord
     category: str
