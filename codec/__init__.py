@@ -13,7 +13,7 @@
     lossless                 exact coding: byte planes, differences, sparse changes
     entropy                  symbols to bytes
     format                   the container and its fields
-    evidence                 what an array is, and what says so
+    evidence                 the role of each array, and its source
     state                    trees and their leaves
     base, parallel, ...      what a codec is; work on several cores or one GPU; errors
 

@@ -38,10 +38,10 @@ class Leaf:
         flat: values.
         gradient: gradient average of the same size, where one was given.
         sibling: of a first moment, the *decoded* second moment of the same parameter (float32 on the host), if any.
-        importance: of a weight, the second moment of the same parameter, flat, where the state holds one; else the
-            square of its gradient, where there is one.
-        earlier: of a weight, the values it had some time ago, flat, where they were given.
-        lead: part of the way from there that it would still go, were its first moment restored as it is.
+        importance: of a weight, the second moment of the same parameter, flat, if the state holds it; else the square
+            of its gradient, if that is given.
+        earlier: of a weight, its past values, flat, if they are given.
+        lead: further movement that an exact first moment would cause, as a part of the way since `earlier`.
         touched: packed bits, 1 for each row that may have changed since the parent; None: not known.
         entry: the optimizer entry that the array is, or None.
     """
@@ -79,9 +79,9 @@ class Stored:
         memory: for a later delta; None where this codec makes none.
         error: achieved error (0.0 when exact), in the measure `measure`.
         measure: "exact", "relative L2" or "relative" (largest |x~ - x| / |x|).
-        note: why the codec did something else than asked, or "".
+        note: why the codec deviated from its configuration, or "".
         sibling: number of the other array that decoding needs, or None.
-        decoded: makes the values a reader will see, where that is cheaper than decoding the pieces.
+        decoded: function that returns the restored values, if that is cheaper than decoding the pieces.
     """
 
     stream: str
@@ -141,7 +141,7 @@ class Codec(Protocol):
         ...
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: Any) -> Stored:
-        """Encode one array, as a delta against `parent` where it is not None and that pays."""
+        """Encode one array, as a delta against `parent` if that is given and makes it smaller."""
         ...
 
 

@@ -47,8 +47,8 @@ class Row:
         measure: what `error` is: "exact", "relative L2", or "relative" (largest |x~ - x| / |x|).
         dtype: dtype of the array.
         shape: its shape.
-        note: what the codec has to say: why a codebook was refit, why an array is exact though it was not asked, that
-            next to nothing of it is restored (a relative L2 error of 0.9 or more).
+        note: remarks of the codec: why a codebook was refit, why an array is exact although a lossy codec was asked
+            for, or that the array is mostly lost (a relative L2 error of 0.9 or more).
         why: the rule or the evidence that chose the codec, or why the array is exact.
     """
 
@@ -199,7 +199,7 @@ class Checkpoint:
         return ckpt
 
     def to_bytes(self) -> bytes:
-        """The file: what `from_bytes` reads."""
+        """Return the file, as `from_bytes` reads it."""
         return self._data if isinstance(self._data, bytes) else bytes(self._data[:])
 
     @property
@@ -296,10 +296,10 @@ class Checkpoint:
     def reference_of(
         self, record: ArrayRecord, prev: Checkpoint | None = None, sibling: Array | None = None
     ) -> Reference:
-        """Decode one array, from memory if possible, else from its pieces; a delta needs `prev`.
+        """Decode one array, or return its reference from memory; a delta needs `prev`.
 
-        `sibling` are the decoded values of the array that the record names, where they are known. Of a bundle all
-        arrays are decoded, and kept until one of another bundle is asked for.
+        `sibling` holds the decoded values of the array that the record names, if they are known. All arrays of a
+        bundle are decoded together, and kept until an array of another bundle is requested.
         """
         if self._memory is not None and record.key in self._memory:
             return self._memory[record.key]
@@ -343,7 +343,7 @@ class Checkpoint:
         Args:
             number: of the bundle.
             prev: the parent, for a delta.
-            siblings: decoded flat values, by number, of arrays that the records name, where they are known.
+            siblings: decoded flat values, by number, of arrays that the records name, if they are known.
         """
         bundle = self._bundles[number]
         members, stretch = [self._records[i] for i in bundle.members], bundle.stretch

@@ -35,14 +35,14 @@ def compress(
         prev: the parent, resolved: the result is then a delta against it. None: a base.
         cfg: the codec of each array, error targets and the rate; default `Config()`.
         grads: gradient averages for sensitivity, a tree with the keys of the weights (or the tails of their paths).
-            With `Config.rate`, and no second moments in the state, their squares stand in for these.
+            With `Config.rate`, their squares replace second moments that the state does not have.
         kinds: `{path: layer type or Kind}`, as `kinds(module, optimizer)` gives it. Without it, an array changes only
             if a rule names it, an optimizer entry belongs to it, or its name and shape are those of a layer's weights
             (`docs/lossy-or-exact.md`). Paths that the state does not have are ignored, unless all are missing.
-        earlier: the weights as they were ten checkpoints ago or so, or a slow average of them: a tree with their keys
-            (or the tails of their paths), or `PastWeights`, which also say when that was. Levels that the encoder keeps
-            to save bits lag behind the training; so each weight is extrapolated along its change since then
-            (`codec.weights.drift_gain`). `Store` and `Saver` keep the average themselves.
+        earlier: the weights of about ten checkpoints ago, or a slow average of them: a tree with their keys (or the
+            tails of their paths), or `PastWeights`, which also gives the number of steps since then. Levels that the
+            encoder keeps to save bits lag behind the training, so each weight is extrapolated along its change since
+            then (`codec.weights.drift_gain`). `Store` and `Saver` keep the average themselves.
 
     Returns:
         A resolved checkpoint.
@@ -107,7 +107,7 @@ def compress_inputs(inputs: Inputs, cfg: Config, prepare: Mapping[Codec, Prepare
 
 
 def record_of(planned: ArrayPlan, stored: Stored, note: str, reason: int, *, is_bundled: bool) -> dict[str, Any]:
-    """The header record of an array; fields that have their default value are left out."""
+    """Return the header record of an array, without fields that have their default value."""
     spec, stream = planned.leaf.spec, STREAMS[stored.stream]
     record: dict[str, Any] = {"d": spec.dtype, "s": list(spec.shape), "y": reason}
     if not is_bundled:
@@ -132,7 +132,7 @@ def record_of(planned: ArrayPlan, stored: Stored, note: str, reason: int, *, is_
 
 
 def bundle_record(bundle: StoredBundle) -> dict[str, Any]:
-    """The header record of a bundle."""
+    """Return the header record of a bundle."""
     record: dict[str, Any] = {
         "f": bundle.stream,
         "a": gaps(bundle.members),

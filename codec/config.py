@@ -100,7 +100,7 @@ def warn_of_unmatched(rules: Sequence[Rule], paths: Sequence[str]) -> None:
 
 
 _GLANCE = 2000
-"""Paths that are compared with a rule that matches none of them."""
+"""Number of paths that are compared with a rule without a match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +108,13 @@ class ChainPolicy:
     """Policy that decides when `Store` saves a base, and which parent a delta has.
 
     Args:
-        base_every: a base every so many checkpoints, 1 (only bases) or more; default 20. None: no such rule.
+        base_every: number of checkpoints from one base to the next, 1 (only bases) or more; default 20. None: no limit.
         against: "previous" (linear chain) or "base".
-        predictor: "size": a base when the checkpoints to come are predicted to be no larger, all together, with a new
-            base than as further deltas (Check-N-Run, section 5.1). None: no such rule.
-        max_restore_cost: a base when restoring would otherwise decode more than so many times the bytes of a base, in
-            [1, 1e6]; every delta below costs at most 1 (its quantized and exact arrays are decoded, its moments are
-            not). None: no such rule.
+        predictor: "size": save a base when the next checkpoints are predicted to be no larger in total with a new base
+            than as further deltas (Check-N-Run, section 5.1). None: no prediction.
+        max_restore_cost: save a base when restoring would otherwise decode more than this multiple of a base's bytes,
+            in [1, 1e6]. Every delta of the chain costs at most 1: its quantized and exact arrays are decoded, its
+            moments are not. None: no limit.
         only_smaller: a base wherever a delta would save less than a hundredth of one, as after a jump; default True.
     """
 

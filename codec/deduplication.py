@@ -29,8 +29,8 @@ _LEAST = 4096
 def copies(leaves: Sequence[Leaf], codecs: Sequence[Codec]) -> dict[int, int]:
     """Return the number of the original for each array that is a copy.
 
-    Of equal arrays the first is the original, of casts the wider one. A copy is taken only where it loses nothing that
-    storing it by its own codec would have kept: the original is stored exactly, or both by the same codec.
+    Of equal arrays the first is the original; of casts the wider one. An array is stored as a copy only if its own
+    codec would not keep more: the original is stored exactly, or both have the same codec.
     """
     able = [
         i
@@ -123,7 +123,7 @@ def store_copy(copy: Leaf, original: Leaf, number: int, decoded: Array | None) -
         copy: the copy.
         original: its original.
         number: of the original.
-        decoded: the original as it will be restored; None where that is to the bit.
+        decoded: the original as it will be restored; None if that is bit-exact.
     """
     note = f"a copy of {original.path}"
     if decoded is None:

@@ -112,7 +112,7 @@ class _Encoder:
         return self.planned[number].codec.encode(leaf, self.planned[number].parent, self.prepared[number])
 
     def _encode(self, arrays: Sequence[tuple[int, Leaf]], found: Encoded) -> None:
-        """Encode arrays, several together; encode those alone that no bundle takes."""
+        """Encode arrays in bundles, and those that belong to no bundle alone."""
         done: dict[int, Stored | None] = {}
         if len(arrays) > 1:
             numbers = [i for i, _ in arrays]

@@ -1,4 +1,4 @@
-"""All errors and warnings: those of the kernels, and those of checkpoints."""
+"""All errors and warnings of kernels and checkpoints."""
 
 from __future__ import annotations
 

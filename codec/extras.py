@@ -1,6 +1,6 @@
 """Commands that install the packages of optional features.
 
-The packages are named themselves: `shrinkpoint[...]` would ask an index for a name that this project has not there.
+The commands name the packages: for `shrinkpoint[...]` pip would look for this project on an index, where it is not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ EXTRAS = {
     "orbax": ("orbax-checkpoint>=0.11.20",),
     "report": ("matplotlib>=3.8",),
 }
-"""The optional dependencies of pyproject.toml, but for those of tests, benches and the site."""
+"""The optional dependencies of pyproject.toml, except those for tests, benchmarks and the site."""
 
 
 def install(extra: str) -> str:

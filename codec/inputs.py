@@ -27,8 +27,8 @@ class Inputs:
         kinds: as given.
         grads: gradients by path.
         past_weights: earlier values of the weights by path; None: not given.
-        evidence: of each array, where it was gathered from a larger state than this one; None: not gathered yet.
-        is_whole: whether this is all that the caller saves; of a part nothing is missing that the rules name.
+        evidence: of each array, if it was gathered from a larger state than this one; None: not gathered yet.
+        is_whole: whether this is the caller's whole state. In a part, rules without a match cause no warning.
     """
 
     nodes: list[Any]
@@ -57,7 +57,7 @@ class Inputs:
         return Inputs(*tie(nodes, found), prev, kinds, gradients, earlier)
 
     def parents(self, leaves: Sequence[Leaf]) -> list[Reference | None]:
-        """Return what a delta of each of these arrays is coded against."""
+        """Return the reference that a delta of each array is coded against, or None."""
         return [None if self.prev is None else self.prev.parent_reference(leaf.key, leaf.spec) for leaf in leaves]
 
     def part(self, numbers: Sequence[int]) -> Inputs:

@@ -22,7 +22,7 @@ def outputs_of(out: Any, records: Sequence[ArrayRecord]) -> dict[int, Array]:
     """Return the array of `out` for each record, by its number.
 
     Args:
-        out: a tree with an array at the place of each record; what else it holds is not looked at.
+        out: a tree with an array at the place of each record; other values are ignored.
         records: of the checkpoint.
 
     Raises:

@@ -134,7 +134,7 @@ def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
     numbers = itertools.count()
 
     def run() -> None:
-        """Process items until none is left or an error occurs; the first error is among those kept."""
+        """Process items until all are done or an error occurs; keep the first error."""
         token = _inside.set(True)
         try:
             with subnormal_numbers():

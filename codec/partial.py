@@ -1,4 +1,4 @@
-"""Some arrays of a checkpoint, and of its parents no more than those need."""
+"""Decoding of some arrays of a checkpoint, and of only the parent arrays that they need."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def select(nodes: Sequence[Any], patterns: Sequence[str]) -> list[Any]:
     above, paths = _places(nodes)
     keep = [False] * len(nodes)
     used = set()
-    # Names may be as many as paths: they are looked up, not tried one by one.
+    # Patterns without wildcards may be as many as paths, so they are looked up, not tried one by one.
     named = {name: p for p in patterns if (name := _only_path(p)) is not None}
     globs = [p for p in patterns if _only_path(p) is None]
     for i, path in enumerate(paths):

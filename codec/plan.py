@@ -45,7 +45,7 @@ _MUCH = 0.2
 
 
 class UnknownArraysWarning(ShrinkpointWarning):
-    """Much of a state stays exact because nothing says what its arrays are.
+    """Much of a state stays exact because the role of its arrays is unknown.
 
     Args:
         message: the arrays, and the arguments that make them lossy.
@@ -66,13 +66,13 @@ class ArrayPlan:
     """Plan of one array: evidence, codec, parent, moment pair, and copy of.
 
     Args:
-        leaf: its values, and what its codec gets along with them.
-        evidence: what the array is, and what says so.
+        leaf: its values, and further inputs of its codec.
+        evidence: the role of the array, and the source of that knowledge.
         codec: the codec that will encode it, with the targets of the configuration.
         why: the rule or the evidence that chose the codec.
-        parent: what a delta is coded against; None for a base.
+        parent: reference that a delta is coded against; None for a base.
         pair: of a first moment, the number of its second moment; else None.
-        original: number of the array that this one is a copy of; None: of none.
+        original: number of the array that this one is a copy of; None: not a copy.
     """
 
     leaf: Leaf
@@ -99,7 +99,7 @@ def plan(inputs: Inputs, cfg: Config) -> list[ArrayPlan]:
     arrays = _read(inputs)
     paths = arrays.paths
     evidence = gather(inputs.nodes, arrays, inputs.kinds) if inputs.evidence is None else inputs.evidence
-    # Over a base, if over anything, the rows touched since the base are those that count.
+    # For a parent that is a base, the rows touched since the base count.
     touched = touched_rows(paths, inputs.kinds, inputs.prev is None or not inputs.prev.is_delta)
     leaves: list[Leaf] = []
     codecs: list[Codec] = []
@@ -169,7 +169,7 @@ def _companion(leaf: Leaf, entry: Callable[[str], tuple[str, Any] | None], name:
 
 
 def _warn_of_unknown(leaves: Sequence[Leaf], evidence: Sequence[Evidence], whys: Sequence[str], cfg: Config) -> None:
-    """Warn if much of a state stays exact because nothing says what its arrays are."""
+    """Warn if much of a state stays exact because the role of its arrays is unknown."""
     total, unknown = 0, []
     for leaf, known, why in zip(leaves, evidence, whys, strict=True):
         total += leaf.spec.nbytes if leaf.spec.dtype in FORMATS else 0
@@ -200,7 +200,7 @@ def _warn_of_unknown(leaves: Sequence[Leaf], evidence: Sequence[Evidence], whys:
 
 
 def remark(planned: ArrayPlan, cfg: Config, kinds: Mapping[str, Any] | None) -> str:
-    """Return a note on an array that is exact where that may surprise; else "".
+    """Return a note if it may surprise that an array is exact, else "".
 
     A table may be an embedding, under rules that quantize embeddings by rows.
     """
@@ -230,7 +230,8 @@ def with_targets(codec: Codec, cfg: Config) -> Codec:
 def with_importance(leaves: list[Leaf], wanted: Sequence[bool]) -> list[Leaf]:
     """Return the leaves, with the second moment of each weight that is coded at a rate.
 
-    Where none of them has one, the squares of the gradients that were given: an estimate of the same, from few batches.
+    If no weight has one, the squares of the given gradients replace them: an estimate of second moments from few
+    batches.
 
     Args:
         leaves: all arrays of a state.

@@ -141,9 +141,9 @@ def bitsnap(
         clusters: for optimizer states, 1 to 16; default 16.
         max_cached_iteration: a base every so many checkpoints, 1 or more; default 10. Deltas are against the base.
         master: patterns of the paths of float32 arrays that are the optimizer's own copies of weights, which the paper
-            counts as optimizer states; () if they are to be exact. "known" (default): what stands below a key such as
-            "optimizer", or is called as Megatron, DeepSpeed and Apex call it ("master_params",
-            "fp32_from_fp16_params"), unless it stands below a key such as "model". Of another dtype none is.
+            counts as optimizer states; () if they must be exact. "known" (default): float32 arrays below a key such as
+            "optimizer", or with the names that Megatron, DeepSpeed and Apex use ("master_params",
+            "fp32_from_fp16_params"), except below a key such as "model".
 
     Raises:
         BadArgumentError: a value out of range.

@@ -1,4 +1,4 @@
-"""Codecs by id and stream formats by name, those of other packages included.
+"""Codecs by id and stream formats by name, also of other packages.
 
 A codec of another package has the id `PACKAGE.NAME`, and its streams have that name or `PACKAGE.NAME.MORE`, so that a
 file says which package reads it. The package declares the codec as an entry point:

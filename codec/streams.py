@@ -1,4 +1,4 @@
-"""Stream formats by name: their decoders and their properties."""
+"""Table of the stream formats by name, with decoders and properties."""
 
 from __future__ import annotations
 

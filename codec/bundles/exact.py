@@ -36,7 +36,7 @@ def decode_exact(
 
 
 def restate_exact(joined: Joined, before: Joined | None) -> Pieces:
-    """Code the bytes of a bundle again, against another parent or on their own."""
+    """Encode the bytes of a bundle as a base or against another parent."""
     assert isinstance(joined, JoinedBytes)
     parent = None if before is None else BytesReference(before.data())
     return {}, pieces_of(joined.joined, joined_spec(joined.specs), parent)

@@ -1,4 +1,4 @@
-"""Arrays joined end to end, and the references that decoding them together leaves behind."""
+"""Arrays joined end to end, and the joined references that decoding them returns."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def joined_spec(specs: Sequence[LeafSpec]) -> LeafSpec:
 
 
 def ends_of(specs: Sequence[LeafSpec]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return where the elements of each array end; int64."""
+    """Return the end of each array in the joined elements, int64."""
     return np.cumsum([spec.size for spec in specs], dtype=np.int64)
 
 

@@ -144,7 +144,7 @@ def _with_parts(joined: JoinedLevels) -> list[LevelsReference]:
 
 
 def _metadata(references: Sequence[LevelsReference]) -> dict[str, Any]:
-    """Return the metadata: distinct thresholds, which of them each array has, nonzero gains."""
+    """Return the metadata: distinct thresholds, their number for each array, nonzero gains."""
     limits = [thresholds_as_json(r.thresholds) for r in references]
     different = list(dict.fromkeys(map(tuple, limits)))
     meta: dict[str, Any] = {"t": [list(t) for t in different]}
@@ -171,7 +171,7 @@ def _shifted(levels: NpArray, specs: Sequence[LeafSpec], shifts: NpArray, *, bac
 
 
 def level_pieces(joined: JoinedLevels, before: JoinedLevels | None) -> list[bytes]:
-    """Return the two pieces of a bundle: what the levels refer to, and the levels."""
+    """Return the two pieces of a bundle: codebooks with protected values, and levels."""
     specs = joined.specs
     symbols = _shifted(joined.levels, specs, joined.shifts())
     old = None if before is None else _shifted(before.levels, specs, before.shifts())
@@ -181,14 +181,14 @@ def level_pieces(joined: JoinedLevels, before: JoinedLevels | None) -> list[byte
 
 
 def restate_levels_together(joined: Joined, before: Joined | None) -> Pieces:
-    """Code a bundle of levels again, against another parent or on their own."""
+    """Encode the levels of a bundle as a base or against another parent."""
     assert isinstance(joined, JoinedLevels)
     pieces = level_pieces(joined, before if isinstance(before, JoinedLevels) else None)
     return _metadata(joined.references), pieces
 
 
 def _references(joined: JoinedLevels, before: JoinedLevels | None) -> bytes:
-    """Return the first piece: codebooks and protected values."""
+    """Encode the first piece: codebooks and protected values."""
     spec = joined.specs[0]
     modes, sizes, firsts, steps, explicit = [], [], [], [], []
     predicted = []

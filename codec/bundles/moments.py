@@ -131,7 +131,7 @@ def join_rank_one(references: Sequence[Reference | None], specs: Sequence[LeafSp
 def second_moments_together(
     codec: SecondMoment, leaves: Sequence[Leaf], parents: Sequence[Reference | None]
 ) -> Together:
-    """Encode second moments of one dtype together; either all or none of them are matrices."""
+    """Encode second moments of one dtype together; all or none are matrices."""
     specs = [leaf.spec for leaf in leaves]
     leaf = joined_leaf(leaves)
     if matrix_shape(specs[0]) is None:
@@ -197,7 +197,7 @@ def _rank_one_pieces(joined: JoinedRankOne, before: JoinedRankOne | None, counts
 
 
 def restate_rank_one_together(joined: Joined, before: Joined | None) -> Pieces:
-    """Code symbols and factors again, against another parent or on their own."""
+    """Encode symbols and factors as a base or against another parent."""
     assert isinstance(joined, JoinedRankOne)
     return {}, _rank_one_pieces(joined, before if isinstance(before, JoinedRankOne) else None, None)
 

@@ -55,7 +55,7 @@ from .row_reference import (
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ENOUGH = ((1, 2), (3, 3), (20, 4), (math.inf, 8))
-"""(restores, width): with codes of that width a run stays within 0.01 % of accuracy up to so many restores."""
+"""(restores, width): with codes of `width` bits, up to this number of restores cost at most 0.01 % of accuracy."""
 _PLAIN, _CODED = 0, 1
 _CONTEXT_BITS = 4
 _STIR = 0x2545F4914F6CDD1D
@@ -125,19 +125,19 @@ def code_width(name: str, value: Any, also: str = "") -> int:
 class Rows:
     """Quantize each row of a matrix over its own range; a delta holds only changed rows.
 
-    A row counts as unchanged where its values are the parent's, or where it quantizes to what the parent holds. Rows
-    that are not finite, and tables whose rows would not get smaller, are kept as they are. Optimizer entries are coded
-    row by row only where they belong to an embedding; others, and weights that are not matrices, are exact.
+    A row counts as unchanged if its values equal the parent's, or if it quantizes to the codes of the parent. Rows
+    that are not finite, and tables whose rows would not get smaller, are stored raw. Optimizer entries are coded row
+    by row only if they belong to an embedding; others, and weights that are not matrices, are exact.
 
     Args:
-        bits: width of a code, 2, 3, 4 or 8; "auto": by `expected_restores`; None: rows as they are, to the bit.
+        bits: width of a code, 2, 3, 4 or 8; "auto": by `expected_restores`; None: raw rows, bit-exact.
         method: "adaptive" (the greedy search; at 8 bits plain "asymmetric" is enough and is used instead),
             "asymmetric", "symmetric" or "kmeans" (15 iterations).
         num_bins: steps that the greedy search cuts a row's range into, 1 to 4096; None: picked on a sample.
         ratio: share of the range it walks through, in (0, 1]; None: picked on a sample.
         expected_restores: how often the run is expected to resume, at least 0. It picks the width of "auto" (1: 2 bits,
             up to 3: 3, up to 20: 4, else 8), and beyond it `for_restores` falls back to 8 bits.
-        coder: "smallest" or "published" (bit-packed codes, float32 numbers and masks as they are).
+        coder: "smallest" or "published" (bit-packed codes; float32 numbers and masks without entropy coding).
         max_error: relative L2 error an array may have, in (0, 1); raises the width where needed. None:
             `Config.max_rel_error`.
 
@@ -275,7 +275,7 @@ def marked_rows(bits: Any, rows: int, path: str) -> NpArray | None:
     """Unpack a bit vector to bool [rows]; return None for None.
 
     Raises:
-        BadArgumentError: it is not a bit vector of so many rows (a table that was resized).
+        BadArgumentError: the bit vector has another number of rows (the table was resized).
     """
     if bits is None:
         return None
@@ -371,7 +371,7 @@ def _quantize(
 def _quantize_chunk(
     x: Array, spec: LeafSpec, style: Style, before: RowsReference | None, seen: NpArray | None, touched: NpArray | None
 ) -> _Part:
-    # Rows as they are, are compared by their values, which tell it exactly.
+    # Raw rows need no hash: they are compared by their values.
     prints = None if style == RAW else fingerprints(x)
     if before is None:
         memory = _kept(x, spec, style)
@@ -401,11 +401,12 @@ def _quantize_chunk(
 def fingerprints(x: Array) -> NpArray:
     """Return a hash of 64 bits for each row, int64 [R] on the host.
 
-    Each word is multiplied by an odd number of its place and stirred, so that no two changes cancel out by habit, as
-    two flipped signs would in a plain sum; then all are added up.
+    Each word is multiplied by an odd number that depends on its column, and mixed; then all words of a row are added
+    up. So two changes do not cancel out systematically, as two flipped signs would in a plain sum. Two different rows
+    have the same hash with a probability of about 2**-64.
 
     Args:
-        x: [R, D] NumPy or torch, on any device; formed where it is.
+        x: [R, D] NumPy or torch, on any device, where the hashes are computed.
     """
     columns = x.shape[1]
     itemsize = x.element_size() if is_torch(x) else x.dtype.itemsize
@@ -525,8 +526,8 @@ def _parent_bytes(known: RowsReference | None, spec: LeafSpec) -> NpArray | None
 def _parent_codes(known: RowsReference | None, style: Style, columns: int) -> tuple[NpArray | None, NpArray | None]:
     """Return numbers and codes of the parent's rows of this style as bytes, or None.
 
-    Rows of another style have numbers 0 and, as a code that no row has, 2**bits. At 8 bits codes have no context: it
-    would tell next to nothing.
+    Rows of another style have numbers 0 and the code 2**bits, which no row has. Codes of 8 bits get no context, which
+    would save almost nothing.
     """
     if known is None or style not in known.table:
         return None, None

@@ -32,11 +32,11 @@ def encode(
 
     Args:
         symbols: uint8, shape (n,); n is not stored.
-        counts: int64 [256], how often each occurs, where that is known.
-        columns: of the matrix that the symbols are a part of in C order; 0 (default): of none.
+        counts: int64 [256], number of each symbol, if known.
+        columns: of the matrix that the symbols are a part of in C order; 0 (default): not part of a matrix.
         start: number of the first symbol in it; default 0.
         numbers: symbols 1, 2, 3, ... stand for 0, -1, 1, ..., which products may predict; default False.
-        heights: rows of each of several matrices of so many columns that the symbols are of; None: they are of one.
+        heights: number of rows of each matrix, if the symbols are several matrices with `columns` columns; None: one.
     """
     if counts is None and not columns:
         return coded(symbols).done()
@@ -62,7 +62,7 @@ def encode_levels(
         parent_size: number of levels of the parent.
         coder: "smallest", "fast" (up to half a percent larger where that decodes faster), or "published"
             (Inshrinkerator: Huffman for a base, one group per parent level with run lengths and Huffman for a delta).
-        columns: of the matrix that the levels are a part of in C order; 0 (default): of none.
+        columns: of the matrix that the levels are a part of in C order; 0 (default): not part of a matrix.
         start: number of the first level in it; default 0.
     """
     if coder == "published":
@@ -99,7 +99,7 @@ def in_context(
         return out, alone
     rare = rare_encode(symbols, context) if changes <= min(FEW, symbols.size // 2) else None
     cost, table, plain = math.inf if rare is None else float(rare.size), None, None
-    # What a stream with a table takes at least: none is made that loses to the symbols without their context.
+    # Lower bound of a stream with a table: no table is made that is larger than coding without context.
     least = least_stream(counts)
     if slack * least < cost:
         if _plain_may_win(total, alone, least):
@@ -132,7 +132,7 @@ def _plain_may_win(counts: I64, bits: float, cost: float) -> bool:
     n = int(counts.sum())
     if n - int(counts.max()) <= min(FEW, n // 2):
         return bits / 8 + 2 < cost
-    # Its entropy and a table are the least it takes: where that is more, none need be made.
+    # Entropy and table are a lower bound; if that is larger than `cost`, no table need be made.
     return bits / 8 + least_table(np.flatnonzero(counts)) < cost and Table.best(counts[None, :]).cost <= cost
 
 

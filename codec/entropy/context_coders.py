@@ -24,7 +24,7 @@ from .table import I64, U8, Table, least_stream, read_rans
 _WORTH_PLACES = 512
 """Bytes below which classes of places are not tried."""
 _BESIDE_PRODUCTS = 8
-"""Most classes of places in addition to predictions from products; more classes gain nothing with these."""
+"""Most classes of places that are combined with predictions from products; more classes gain nothing."""
 _TRIED = 3
 """Matrices that are tried to decide whether several have useful factors."""
 _SIGN = np.uint8(128)

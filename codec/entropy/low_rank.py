@@ -28,20 +28,20 @@ NpArray = np.ndarray[Any, Any]
 
 RANK = 8
 HALF_STEPS = 6
-"""Predictions of farther than so many half steps from 0 are of the same class."""
+"""Predictions of more than this number of half steps from 0 are in the same class."""
 CLASSES = 2 * HALF_STEPS + 1
 _CLIP = 8
-"""Numbers farther out count as this: few of them would else rule the directions."""
+"""Larger numbers are clipped to this, because otherwise few of them would determine the directions."""
 _SAMPLE, _ROWS = 1 << 18, 128
-"""Numbers whose rows the directions of the columns are sought in, and how many rows these are at least: from few rows
-of wide matrices they come out askew (12 % more bits at 256 x 16,384, 3 % at 1,024 x 4,096)."""
+"""Size of the sample in which directions are searched, and its least number of rows: few rows of wide matrices give
+poor directions (12 % more bits at 256 x 16,384, 3 % at 1,024 x 4,096)."""
 _GLANCE, _FIRST, _TELLING = 1 << 17, 2, 16
-"""Numbers, and directions, by which it is decided whether to look for more; rows of them that can tell."""
+"""Size of the sample and number of directions for the test whether more directions pay; its least number of rows."""
 _ROUNDS = 2
 _FINEST = 3
-"""Factors are multiples of 2**-3 at best; of coarser ones where their range needs it."""
+"""Factors are multiples of 2**-3, or of larger powers of two if their range needs it."""
 _NOISE = 1 / 12
-"""Variance of a number about the value that was rounded to it: what no prediction takes away."""
+"""Variance of a number about the value before rounding, which no prediction removes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def _rounded(sums: NpArray, basis: NpArray, power: float, n: int, phase: int) ->
 def _promising(symbols: NpArray, columns: int, phase: int, rank: int, lines: int) -> bool:
     """Return whether directions fitted to half of a sample save bytes on the other half.
 
-    The same rows would not tell: few of them have directions of their own by chance.
+    A test on the same rows would be too optimistic: a few rows always have common directions by chance.
     """
     rows = _clipped(_sample(symbols, columns, phase, _GLANCE)).reshape(-1, columns)
     if rows.shape[0] < _TELLING:

@@ -23,7 +23,7 @@ _SHORT, _MODEST = 2048, 4096
 _HIGH_ENTROPY = 2.5
 """Bits a symbol above which Huffman comes within half a percent of the entropy often enough to be tried."""
 SAMPLE, PARTS = 1 << 14, 64
-"""Elements of an array that are looked at to choose how to code it, in so many stretches."""
+"""Size of the sample from which the coder of an array is chosen, and its number of contiguous parts."""
 _MANY = 4 * SAMPLE
 _NOISE = 8 / SLACK
 """Bits a symbol from which storing is as good."""
@@ -66,7 +66,7 @@ def smallest(symbols: U8, counts: I64) -> tuple[Candidate, float]:
     found = [_stored(symbols), _packed(symbols, int(present[-1]).bit_length())]
     least = min(c.size for c in found)
     bits = entropy_bits(counts)
-    # What no table can win is not tried: noise (mantissas), and streams so short that a table costs more than it saves.
+    # No table is tried that cannot win: for noise (mantissas), and for streams shorter than a table.
     if SLACK * (bits / 8 + least_table(present)) < least:
         if symbols.size < _MODEST or bits > _HIGH_ENTROPY * symbols.size:
             found.append(_huffman(symbols, counts))
@@ -158,7 +158,7 @@ def _exceptions(symbols: U8, peak: int) -> Candidate:
 def decode_plain(data: memoryview, n: int) -> U8:
     """Decode n symbols of a stream that may not contain context or position coding.
 
-    What other streams are made of is read by this: else hostile bytes nest as deep as they are long.
+    Parts of other streams are decoded by this function, so that hostile bytes cannot nest streams deeply.
 
     Raises:
         CorruptDataError: the bytes are not such a stream.

@@ -1,9 +1,9 @@
-"""Classes of matrix positions by the deviation of the symbols in their row and column.
+"""Classes of matrix positions by how the symbols of their row and column deviate.
 
-Some rows and columns of a matrix change, or stand out, more than others: a unit that is hardly active has small first
-moments, the row of a frequent token more changed levels than that of a rare one. How much to expect at a place is
-nearly the product of what its row and what its column has (logarithms: a sum), so that one byte a row and one a column
-tell both sides how likely each symbol is at a place, before the first one.
+Some rows and columns of a matrix change more than others: an inactive unit has small first moments, and the row of a
+frequent token has more changed levels than that of a rare one. The expected size at a position is nearly the product
+of a row factor and a column factor (a sum of logarithms). So one byte a row and one a column give encoder and decoder
+the distribution of the symbol at each position in advance.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 MOST_CLASSES = 16
 _LEAST = 4096
-"""Symbols below which a table a class is never paid for."""
+"""Number of symbols below which one table for each class never pays."""
 _EACH = 512
-"""Symbols in each context on the mean that pay for its part of the table; two classes are tried with fewer."""
+"""Mean number of symbols in a context that pays for its part of the table; two classes are tried with fewer."""
 _FARTHEST = 8
-"""Half octaves that a row or a column may be off the mean."""
+"""Largest deviation of a row or a column from the mean, in half octaves."""
 _WITHOUT = 1 / 64
-"""Part of the places that need not have a class of their own."""
+"""Share of the positions that need no class of their own."""
 _ALIKE = 63 / 64
-"""Part of the places in one class from which the others do not pay."""
+"""Share of the positions in one class above which further classes do not pay."""
 _FAR = 8
-"""Largest distance from the expected symbol that counts; a larger one costs hardly more bits."""
+"""Distances from the expected symbol are clipped to this, because larger ones cost few bits more."""
 
 
 def _halves() -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -94,7 +94,7 @@ def classes_of(
     Args:
         symbols: uint8, shape (n,).
         origin: the most frequent symbol or, for each of them, the one that is expected.
-        columns: of the matrix, 0 where the symbols are of none.
+        columns: of the matrix; 0: the symbols are not part of a matrix.
         start: number of the first symbol in it.
         contexts: other contexts that symbols have, 1 or more.
         most: classes at most; default `MOST_CLASSES`.
@@ -129,8 +129,8 @@ def classes_of(
 def off_mean(sums: I64, numbers: I64, scale: float) -> I64:
     """Return the distance of each line's mean from the total mean, in half octaves.
 
-    Where there are far more lines than different sums (narrow matrices), each sum is looked up once for each length of
-    a line: the first and the last may be cut short, the others differ by two at most.
+    If there are far more lines than different sums (narrow matrices), each sum is computed once for each length of a
+    line. Only the first and the last line may be short; the lengths of the others differ by at most two.
     """
     most = int(sums.max()) + 1
     if sums.size <= 4 * most:

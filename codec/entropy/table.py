@@ -79,7 +79,7 @@ def least_stream(counts: I64) -> float:
 
 
 def sampled_bits(counts: I64) -> float:
-    """`entropy_bits` of a sample, corrected for what a sample's entropy lacks on average.
+    """Return the `entropy_bits` of a sample, corrected for the bias of small samples.
 
     Source: Miller 1955, Note on the bias of information estimates.
     """

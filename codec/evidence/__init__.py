@@ -4,7 +4,7 @@ An array may be stored with loss only if there is evidence of its kind (`Evidenc
 
     kind         `Kind`, the answer in one word; look-up of what the caller gave as `kinds=`
     module       `kinds(module, optimizer)`: what a torch module and its optimizers say
-    names        what a path says by itself: roles, layer types, places that never hold weights
+    names        roles and layer types by path alone, and places that never hold weights
     entries      entries of optimizers, in every layout that occurs
     moments      which entries are first and second moments, and which of them must stay exact
     parameters   which parameters the entries belong to

@@ -84,7 +84,7 @@ class Outline:
 
 
 _Link = tuple[Any, Any]
-"""A container's place: the link of the one that holds it, and its key. Paths are spelled only where they are needed."""
+"""A container's place: the link of the container above it, and its key. Paths are only formed when needed."""
 
 
 def _spell(link: _Link) -> str:
@@ -108,7 +108,7 @@ def _order(groups: Any) -> list[Any]:
 
 
 def entries_of(paths: Sequence[str], outline: Outline) -> list[Entry | None]:
-    """Return the entry at each path; None where no optimizer stands above it.
+    """Return the entry at each path; None outside of optimizers.
 
     Args:
         paths: of all arrays.
@@ -210,7 +210,7 @@ def _nested(parts: list[str], at: int, root: str, optimizers: Collection[str]) -
     where = "/".join(parts[: at + 1])
     if below[0] in KNOWN and root:
         return Entry(above, where, "/".join(below[1:]), below[0])
-    # A number, or a name with dots, is whole: what follows is an entry that is a container itself.
+    # A number or a name with dots is a complete parameter name, and the rest is an entry that is a container.
     parameter = below[0] if below[0].isdigit() or "." in below[0] else "/".join(below[:-1])
     name = below[-1]
     if root or above in optimizers or parameter.isdigit() or name in KNOWN:

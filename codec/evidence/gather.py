@@ -34,7 +34,7 @@ class Evidence:
 
     Args:
         kind: layer type and role. Without evidence the role is "state".
-        source: "kinds", "structure", "name", or "" if nothing says what the array is.
+        source: "kinds", "structure", "name", or "" without evidence.
         why: the evidence, or the reason for exact storage, in a few words for the summary.
         is_bound: whether the array stays exact even if a rule names it.
         is_unknown: whether it is exact only because it has no evidence.
@@ -117,8 +117,8 @@ def _role(entry: Entry, shape: tuple[int, ...], kind: Kind | None) -> str:
 def _given(arrays: Arrays, entries: Mapping[int, Entry], kinds: Mapping[str, Any] | None) -> list[Kind | None]:
     """Return the kind that `kinds=` gives for each array; None if no entry matches.
 
-    Several arrays may end in one name: a copy of each weight, or layers of another model. Where their numbers of axes
-    differ, nobody can say which is meant.
+    Several arrays may end in one name, such as copies of weights or layers of another model. If their numbers of axes
+    differ, the name is ambiguous, and only an array whose whole path is that name gets the kind.
     """
     if not kinds:
         return [None] * len(arrays.paths)

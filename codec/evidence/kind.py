@@ -33,7 +33,7 @@ class Kind:
         optimizer: class name of the optimizer; None: not known.
         rows: packed bits (uint8 NumPy, row i is bit i mod 8 of byte i div 8), 1 for each row that may have changed
             since the parent; None: not known. Comparing kinds ignores it.
-        rows_since_base: the same since the parent, where that is a base; None: `rows` is for any parent.
+        rows_since_base: `rows` for a parent that is a base; None: `rows` holds for any parent.
         shape: shape of the array; the kind holds for no array of another shape. None: any.
     """
 
@@ -78,8 +78,8 @@ def by_path(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
 def touched_rows(paths: Iterable[str], kinds: Mapping[str, Any] | None, over_base: bool) -> dict[str, Any]:
     """Return the known bits of rows that may have changed since the parent, by path.
 
-    Rows are known of one array only. Where several paths end in the same name (the weights, and an average of them,
-    which changes in other rows), they are known of none.
+    If several paths end in the same name, such as weights and an average of them, the bits are used for none of them,
+    because the average changes in other rows.
 
     Args:
         paths: of all arrays.

@@ -1,4 +1,4 @@
-"""`kinds`: what a torch module and its optimizers say of their arrays."""
+"""`kinds`: layer types and roles of arrays, from a torch module and its optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""First and second moments among the entries of optimizers, and those that must stay exact."""
+"""First and second moments among optimizer entries, and moments that must stay exact."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reasons that files store as numbers.
 
-They are part of format version 1, which has exactly these: a file numbers its own texts from the end of this list on.
-One more here would change what older files say.
+They are part of format version 1 and must not change: a file numbers its own texts from the end of this list, so a
+longer list would change the reasons in older files.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _NUMBERS = {reason: number for number, reason in enumerate(REASONS)}
 
 
 def numbered(reasons: list[str]) -> tuple[list[int], list[str]]:
-    """Return the number of each reason, and the texts that have no number of their own.
+    """Return the number of each reason, and the texts that have no fixed number.
 
     A number of `len(REASONS)` or more counts into the texts.
 

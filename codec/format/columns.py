@@ -49,7 +49,7 @@ def _column(values: list[Any]) -> Any:
 
 
 def from_columns(columns: Any, most: int) -> list[Record]:
-    """Return the records that `to_columns` was given.
+    """Return the records that `to_columns` stored as columns.
 
     Args:
         columns: the columns read from a file.

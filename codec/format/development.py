@@ -1,4 +1,4 @@
-"""Refusal of files that were written before release 0.1.0; the error names their converter."""
+"""Refusal of files from before release 0.1.0; the error names their converter."""
 
 from __future__ import annotations
 

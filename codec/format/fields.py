@@ -16,7 +16,7 @@ _LARGE = 1 << 12
 class Writer:
     """Byte buffer of fields; large fields are not copied and must not change until `done`.
 
-    What one writer holds can be appended to another without being put together first. Its length is in bytes.
+    A writer can be appended to another one without joining its parts first. Its length is in bytes.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Writer:
 
 
 Piece = bytes | Writer
-"""What a codec wrote of an array, put together already or not yet."""
+"""Coded bytes of an array or a part of it, joined or as a writer."""
 
 
 def parts_of(piece: Piece) -> tuple[Bytes, ...]:

@@ -3,7 +3,7 @@
 The addends of several deltas cannot be summed, because each addition rounded. But for an element that went from p to r
 the numbers s with round(p + s) = r are an interval, about as wide as a unit in the last place of r. The fewest points
 that meet all intervals are found greedily. They are far fewer than the elements, since the elements share the few
-addends that the deltas had. An element without such an s (p + s cannot give r in one step) is stored as it is.
+addends that the deltas had. An element without such an s (p + s cannot give r in one step) is stored raw.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..state.leaves import LeafSpec, NpArray
 
 BLOCK = 1 << 15
 MOST = (1 << 16) - 2
-"""Most addends of one chunk: a level is two bytes, 0 adds nothing, and the last marks elements stored as they are."""
+"""Most addends of one chunk: a level is two bytes, 0 adds nothing, and the last marks elements stored raw."""
 _INSIDE = 1 - 2.0**-10
 """Share of an interval that is used."""
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
@@ -63,7 +63,7 @@ def encode_addends(after: NpArray, before: NpArray, spec: LeafSpec) -> bytes | N
 
 
 def decode_addends(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray) -> None:
-    """Fill `out` with the bytes that `encode_addends` was given; raises CorruptDataError."""
+    """Fill `out` with the bytes that `encode_addends` coded; raises CorruptDataError."""
     width = f"<u{spec.itemsize}"
     data = Reader(piece, "addends")
     size = data.varint()

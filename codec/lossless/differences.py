@@ -1,11 +1,11 @@
 """Exact differences of floats, with sizes coded in the context of the parent's magnitude.
 
-The difference is that of the ordered patterns (`kernels.planes.difference`), in units of the last place. A step of
-training is about as large for a small weight as for a large one, so that it is the more units the smaller the weight:
-the parent's exponent predicts most of the size. The digits below the size's leading four bits are
-noise and are stored as they are (`kernels.categories`).
+Differences are those of the ordered patterns (`kernels.planes.difference`), in units of the last place. A training
+step is about as large for a small weight as for a large one, so it is more units for a small weight: the parent's
+exponent predicts most of the size. The bits below the leading four bits of the size are noise and are stored raw
+(`kernels.categories`).
 
-    byte: what the context is, block: categories of the zig-zag differences in that context, their extra bits
+    byte: kind of context, block: categories of the zig-zag differences in that context, their extra bits
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def encode_differences(u: NpArray, before: NpArray, layout: Layout, kind: int) -
 
 
 def decode_differences(data: Reader, before: NpArray, out: NpArray, layout: Layout) -> None:
-    """Fill `out` with the patterns that `encode_differences` was given; raises CorruptDataError."""
+    """Fill `out` with the patterns that `encode_differences` coded."""
     kind = data.byte()
     if kind not in (MAGNITUDE, MANTISSA):
         raise CorruptDataError(f"exact: context {kind} is unknown")

@@ -9,10 +9,10 @@ A chunk's first byte names the method:
     4 scaled       floats alone: `codec.lossless.scaled`
     5 sizes        floats against their parent: `codec.lossless.differences`
     6 xor          planes of the exclusive or with the parent's bit patterns: flags, packed fields, flipped signs
-    7 sparse       what changed since the parent, where that is little: `codec.lossless.sparse`
+    7 sparse       the changes since the parent, if they are few: `codec.lossless.sparse`
 
-A chunk is compared with its parent's while its changes are collected; where there are too many it is coded whole. Which
-of the other methods a large chunk takes against its parent, or a large chunk of floats at all, is found on a sample.
+A chunk is compared with its parent while its changes are collected; if there are too many, it is coded whole. A sample
+decides which of the other methods is used for a large chunk with a parent, and for a large chunk of floats.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class Exact:
 def copied_pieces(source: NpArray, spec: LeafSpec, parent: Reference | None) -> tuple[list[Writer], BytesReference]:
     """Encode an array given as bytes; return its pieces and the reference for the next delta.
 
-    Stored and remembered bytes are the same even if another thread writes to the array meanwhile: each part is copied
-    before it is coded, or equals the parent's part, which is then remembered. Where nothing changed, the
-    parent's reference is shared; where little changed, the changes are remembered instead of a copy.
+    Stored bytes and reference are equal even if another thread writes to the array meanwhile: each part is copied
+    before it is coded, or equals the parent's part, which the reference then shares. If nothing changed, the
+    reference is the parent's; if little changed, it holds the changes instead of a copy.
     """
     before = parent_bytes(parent, spec)
     if before is None:
@@ -194,7 +194,7 @@ def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: i
         data: uint8, any number of items, at least one.
         spec: of the array they are from.
         before: the parent's bytes of the same items, or None.
-        start: number of the first item in the array, where they are a stretch of it; None where they are not.
+        start: number of the first item in the array; None: the items are not contiguous.
     """
     return _encode(data, spec, before, start, None)[0]
 
@@ -370,7 +370,7 @@ def decode_parts(
 
 
 def decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:
-    """Fill `out` with the bytes that `encode_chunk` was given; raises CorruptDataError."""
+    """Fill `out` with the bytes that `encode_chunk` coded; raises CorruptDataError."""
     data = Reader(piece, "exact")
     method = data.byte()
     if method == PLAIN:

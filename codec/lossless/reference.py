@@ -29,12 +29,12 @@ class BytesReference:
 class PatchedReference(BytesReference):
     """The parent's bytes and the changes, which are applied at the first access.
 
-    They are joined in the parent's memory if nothing else refers to it any more, as in a run whose checkpoints follow
-    one another; else in a copy.
+    The changes are written to the parent's memory if nothing else refers to it, as in a run whose checkpoints follow
+    one another; otherwise to a copy.
 
     Args:
         before: uint8 [n], the parent's bytes.
-        patches: what changed.
+        patches: the changes.
     """
 
     __slots__ = ("_bytes", "_lock", "_patches")

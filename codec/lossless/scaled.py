@@ -1,9 +1,9 @@
 """Exact floats without a parent: byte planes, with exponents in the context of their scale.
 
-Patterns are rotated so that the uppermost byte holds the exponent (of float16: and three bits of the mantissa; of
-float64: the lower eight of its eleven bits) and the sign ends up among the lowest bits, with which it shares that
-nothing predicts it. The scale of a place is what one byte a row and one a column say of the mean exponent: weights and
-moments are nearly products of a row's and a column's scale. Arrays without rows have rows of 64 and no columns.
+Patterns are rotated so that the uppermost byte holds the exponent (for float16 with three bits of the mantissa, for
+float64 only the lower eight of its eleven bits). The sign moves to the lowest bits, which are as unpredictable as the
+sign. The scale of a position is its mean exponent, given by one byte a row and one a column, since weights and moments
+are nearly products of a row's and a column's scale. Arrays without rows have rows of 64 and no columns.
 
     varint number of columns C, 0 where the scale does not pay; if it does: varint column of the first element,
     block: classes of the rows, block: classes of the columns,
@@ -64,7 +64,7 @@ def encode_scaled(u: NpArray, layout: Layout, columns: int, start: int) -> Write
     Args:
         u: unsigned patterns, shape (n,).
         layout: of the float.
-        columns: of the matrix they are a part of, 0 where they are of none.
+        columns: of the matrix that they are a part of; 0: not part of a matrix.
         start: number of the first one in it.
     """
     planes = split_planes(u, layout.rotation)
@@ -113,7 +113,7 @@ def _halves(sums: NpArray, numbers: NpArray, steps: int) -> NpArray:
 
 
 def decode_scaled(data: Reader, out: NpArray, layout: Layout) -> None:
-    """Fill `out` with the patterns that `encode_scaled` was given; raises CorruptDataError."""
+    """Fill `out` with the patterns that `encode_scaled` coded; raises CorruptDataError."""
     width, n = data.varint(), out.size
     if width == 0:
         top = entropy.decode(data.block(), n)

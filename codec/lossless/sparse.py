@@ -1,8 +1,8 @@
 """Exact sparse deltas: positions and changes of the few changed elements of an array.
 
 Elements are in classes of their parent's magnitude (`kernels.sparse_delta`), and changes are coded class by class: the
-gap since the change before it in its class and a small difference are one symbol, the low digits of large gaps are
-stored as they are, and large differences follow as categories and digits.
+gap since the previous change in its class and a small difference are one symbol, the low bits of large gaps are
+stored raw, and large differences follow as categories and extra bits.
 
     byte: 0 arithmetic differences, 1 exclusive or; varint number of edges, varints: the edges;
     varints: changes in each class; a byte for each class: the shift of its gaps;
@@ -40,7 +40,7 @@ from ..state.leaves import LeafSpec, NpArray
 from .scaled import LAYOUTS
 
 MOST = 4
-"""At most one of so many elements may have changed; a reader refuses more."""
+"""At most one of this number of elements may have changed; a reader refuses more."""
 LONGEST = 1 << GAP_BITS
 """Elements of one stream at most, for the gaps."""
 _LIKELY = 0.17
@@ -94,11 +94,11 @@ class Found:
     """Result of a comparison of an array with its parent.
 
     Args:
-        changes: their number; None where there were too many to collect.
-        coded: what `read_sparse` reads; None where nothing changed, or too much.
-        is_number: whether differences are those of numbers, whose size says most. Wide integers may be sets of bits,
-            whose exclusive or takes less in planes.
-        located: positions and new patterns of the changes, where they were requested.
+        changes: number of changes; None if there were too many to collect.
+        coded: the stream for `read_sparse`; None if nothing or too much changed.
+        is_number: whether items are numbers, whose differences are small. Wide integers may be sets of bits, whose
+            exclusive or is smaller in planes.
+        located: positions and new patterns of the changes, if they were requested.
     """
 
     changes: int | None
@@ -116,20 +116,20 @@ def encode_sparse(
     classes: bool = True,
     located: tuple[int, ...] | None = None,
 ) -> Found | None:
-    """Code bytes against as many of the parent by their changes.
+    """Encode bytes by their changes against the parent's bytes, if they are few.
 
     Args:
         data: uint8, items of an array of `spec.dtype`.
         before: as many of the parent.
         spec: says the dtype.
         copy_to: as many bytes, which receive `data` in the same pass unless nothing changed.
-        classes: whether floats may be in classes of their parent's magnitude; without, a reader that has only some of
-            the parent's items finds the changes of those.
+        classes: whether floats may be in classes of their parent's magnitude; without classes, a reader that has only
+            some of the parent's items finds their changes.
         located: edges from `located_edges`; requests positions and new patterns. Together with the parent these equal
             the coded bytes, even if another thread writes to `data` meanwhile. No sample is taken.
 
     Returns:
-        None where the items have no width that is supported, or a sample has too many changes: then nothing was copied.
+        None if the width of the items is not supported or a sample has too many changes; nothing was copied then.
     """
     how = Patterns.of(spec)
     if how is None:
@@ -317,7 +317,7 @@ class Changes:
         delta: the changes.
         edges: between the classes.
         method: of the changes.
-        how: the items are compared.
+        how: the patterns of the items.
     """
 
     delta: SparseDelta
@@ -343,7 +343,7 @@ class Changes:
 
 
 def read_sparse(data: Reader, nbytes: int, spec: LeafSpec) -> Changes:
-    """Read what `encode_sparse` wrote.
+    """Read a stream that `encode_sparse` wrote.
 
     Args:
         data: where it begins; all of it is read.
@@ -351,7 +351,7 @@ def read_sparse(data: Reader, nbytes: int, spec: LeafSpec) -> Changes:
         spec: says the dtype.
 
     Raises:
-        CorruptDataError: it is not such a stream, or not of so many items.
+        CorruptDataError: it is not such a stream, or has another number of items.
     """
     how = Patterns.of(spec)
     if how is None:

@@ -49,7 +49,7 @@ ATTEMPTS = 8
 MOST_OFF_GRID = 0.01
 """Share of the elements that may be on no grid point."""
 NOTHING_LEFT = 0.99
-"""A grid with more relative L2 error than this holds next to nothing of the values: zeros have 1."""
+"""Relative L2 error above which a grid loses almost all of the values; zeros have 1."""
 _SMALLEST = 1 / 64
 """Norm of a first moment over that of the roots of its second one, below which the two do not belong together."""
 
@@ -58,16 +58,17 @@ _SMALLEST = 1 / 64
 class FirstMoment:
     """Store a first moment on a grid in units of the root of its second moment.
 
-    Without a second moment next to it (SGD, Lion), or where that is not enough (v = 0 and m not), it is stored as log
-    buckets; and so it is where the grid would hold next to nothing (a relative L2 error above 0.99) because m is not an
-    average of what v is made of (its norm below 1/64 of that of sqrt(v), as in some kinds of Adafactor).
+    A first moment is stored as log buckets instead in three cases: its parameter does not have a second moment (SGD,
+    Lion); the second moment does not give a grid (v = 0, but m is not 0); or the grid would lose almost all of it (a
+    relative L2 error above 0.99) because m and v are not averages of the same gradients (the norm of m is below 1/64
+    of that of sqrt(v), as in some kinds of Adafactor).
 
     Args:
         step: distance of grid points in units of m / sqrt(v), in (0, 16]; default 0.5.
         alpha: relative error for arrays without a second moment, see `LogBuckets`; default 0.25.
         max_error: relative L2 error the array may have, in (0, 1]: the widest step that keeps to it, no wider than
-            `step`, else log buckets, else exact. None (default): 0.5, or `Config.max_rel_error` where that is less. 1:
-            no bound, and a wide step may restore the array as zeros.
+            `step`, else log buckets, else exact. None (default): the lesser of 0.5 and `Config.max_rel_error`. 1: no
+            bound, so that a wide step may restore the array as zeros.
 
     Raises:
         BadArgumentError: a value out of range.

@@ -97,7 +97,7 @@ class LogBuckets:
         bits = bits_for(self.alpha, fmt)
         if self.max_error is None:
             return self._at(bits, leaf, parent)[0]
-        # One bit more halves the error: how many are needed follows from those of the first attempt.
+        # One more bit halves the error, so the number of bits follows from the error of the first attempt.
         bits = max(bits, math.ceil(math.log2(_LEAST_ERROR) - math.log2(self.max_error)))
         scale = unit(_largest_finite(leaf.flat)) if leaf.spec.dtype == "float64" else 1.0
         while bits <= min(_FINEST_BITS, fmt.mantissa):

@@ -1,6 +1,7 @@
 """Number of steps that an optimizer has taken, from its own counters.
 
-A store's numbers may count epochs, samples or checkpoints. What a lost first moment costs is steps of its optimizer.
+A store's step numbers may count epochs, samples or checkpoints, but the effect of a lost first moment is measured in
+steps of its optimizer.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ MOST = 100
 """Taken slots met for each key, on average, beyond which keys are refused. Numbers at random meet 2, multiples of a
 large power of two 40, the worst honest family tried (20,000 floats of 900 powers of two) 80."""
 FEW = 1024
-"""So many keys may be anything: at worst half a million steps."""
+"""This number of keys is never checked: at worst they take half a million steps."""
 _SHIFT, _WORD = 5, (1 << 64) - 1
 
 

@@ -42,7 +42,7 @@ MAX_PATHS = 1 << 27
 CROWDED = "the keys of a dict have hashes that collide; it would take quadratic time to build"
 
 
-# Neither is frozen, though nobody changes them: a state has thousands, and freezing takes half the time of a walk.
+# These classes are not frozen, although they never change: freezing takes half the time of a walk.
 @dataclass(slots=True)
 class ArrayNode:
     """An array in a tree: `path` for users and rules, and `key`, which is always unique.

@@ -54,7 +54,7 @@ class Fit:
 
 
 def largest_of(histogram: Histogram) -> float:
-    """Magnitude of the largest counted bucket of a signed histogram; 0 where nothing is counted."""
+    """Return the magnitude of the largest bucket in use of a signed histogram, or 0."""
     return float(np.abs(histogram.values()[np.flatnonzero(histogram.counts[:-1])]).max(initial=0.0))
 
 
@@ -182,7 +182,7 @@ class Problem:
         bins: most entries.
         method: "exact" or "kmeans++".
         seed: of kmeans++.
-        start: float64, ascending: where Lloyd's iteration starts; None: none is wanted.
+        start: float64, ascending: codebook from which Lloyd's iteration starts; None: no iteration.
     """
 
     centers: Floats

@@ -38,7 +38,7 @@ class Distances:
 
     Args:
         met: of w~ as an approximation of w.
-        drift: of earlier as an approximation of w; nothing where it is not known.
+        drift: of earlier as an approximation of w; zero if unknown.
         gone: of w~ as an approximation of earlier.
     """
 

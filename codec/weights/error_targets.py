@@ -39,7 +39,7 @@ _HELD = 0.98
 _AIMS = (1.0, 0.8, 0.5)
 """Shares of the error to aim at, tried in turn while the measured error is beyond the target."""
 _LITTLE = 0.02
-"""Share of the squared error allowed below which there is nothing to spend."""
+"""Share of the allowed squared error; if less than this is unused, no price is searched."""
 _SAMPLE, _CAREFUL, _TRIES = 1 << 15, 0.97, 3
 """Elements of the sample for a price; share of the available error that a partial sample may use; tries."""
 LADDER = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254)
@@ -223,7 +223,7 @@ def choices(
         limits: thresholds of pruning, and of protection by sensitivity.
         magnitudes: of all its elements.
         cells: those that are neither pruned nor protected.
-        few: all its values, where they are few.
+        few: all its distinct values if they are few, else None.
         before: the parent, or None.
         frozen: whether the parent's codebook is kept where it will do.
 

@@ -270,7 +270,7 @@ def _code_table(counts: NpArray, tables: tuple[bytes, ...]) -> tuple[NpArray, bo
 
 
 def with_table(tables: tuple[bytes, ...], table: bytes) -> tuple[bytes, ...]:
-    """Add a table to the cache; it replaces one with as many buckets, or the oldest if full."""
+    """Add a code table to the cache, in place of one of the same size or of the oldest."""
     return (*(t for t in tables if len(t) != len(table)), table)[-TABLES:]
 
 

@@ -1,9 +1,9 @@
 """Importance of each weight's error: the root of its second moment, if the state has one.
 
-Adam measures distance by `sum sqrt(v_i) d_i**2`: that is the geometry its steps are taken in, and on the trainings
-tried a better guide than `v` (the diagonal of the empirical Fisher matrix) or no weighting at all. Without second
-moments the gradients given for sensitivity are the next best: their squares, of a batch or a few. Only the encoder
-knows; a second moment taken for another weight's costs bytes or error, never a wrong value.
+Adam's steps measure distance by `sum sqrt(v_i) d_i**2`. In the trainings that were tried, this weighting was better
+than `v` (the diagonal of the empirical Fisher matrix) and than no weighting. Without second moments, the squares of the
+gradients given for sensitivity are used. Only the encoder needs the importance: a second moment of the wrong weight
+costs bytes or error, but never gives a wrong value.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _BLOCK = 1 << 14
 def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
     """Return the number of the second moment of each weight that has one.
 
-    By the parameter's name where `kinds` or the path tells it (`state/fc.weight/exp_avg_sq`, optax's `nu/fc/w`); else
-    by order among the arrays of one shape, where there are as many second moments as weights.
+    They are matched by the parameter's name if `kinds` or the path gives it (`state/fc.weight/exp_avg_sq`, optax's
+    `nu/fc/w`); else by order among the arrays of one shape, if it has equally many second moments and weights.
     """
     weights = [i for i, leaf in enumerate(leaves) if leaf.kind.role == "weight"]
     seconds: dict[tuple[str, str], int] = {}

@@ -1,4 +1,4 @@
-"""Assignment of levels to weights, ahead of the drift if it is known (`gain`)."""
+"""Assignment of levels to weights, ahead of the drift if a gain is given."""
 
 from __future__ import annotations
 
@@ -109,5 +109,5 @@ def _where_protected(x: Array, levels: Array) -> Array:
         return x[levels == 1]
     import torch
 
-    # A mask would be read twice, and slowly: hardly any element is protected.
+    # Positions are faster than a mask, which is read twice: very few elements are protected.
     return x[torch.from_numpy(np.flatnonzero(levels.numpy() == 1))]

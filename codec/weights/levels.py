@@ -37,7 +37,7 @@ GAIN_STEPS, LARGEST_GAIN = 256, 4.0
 
 @dataclass(frozen=True, slots=True)
 class LevelsReference:
-    """Levels (a byte an element), the codebook, the protected values: what the next delta needs.
+    """Reference of an array of levels: levels, codebook and protected values.
 
     Args:
         levels: uint8, shape (n,).
@@ -46,7 +46,7 @@ class LevelsReference:
         thresholds: those the levels were made with.
         drift_gain: how far ahead of the drift the next delta is coded, see `codec.weights.drift_gain`; a multiple of
             `1 / GAIN_STEPS` in [0, `LARGEST_GAIN`].
-        multiples: first multiple and step of the codebook, where they are known; None: not known.
+        multiples: first multiple and step of the codebook; None: unknown.
     """
 
     levels: NpArray

@@ -1,4 +1,4 @@
-"""Past weights, and the drift that first moments hold, by which an encoder may run ahead."""
+"""Past weights, and the drift in first moments, for coding weights ahead of their drift."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .importance import second_moments
 _COASTING = 9.0
 """Steps of the drift that a first moment holds: beta1 / (1 - beta1) at 0.9."""
 _MOST = 0.2
-"""Of a short way most is noise; no more than this part of any is added to it."""
+"""Largest part of the way that is added to it: most of a short way is noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class PastWeights:
 
     Args:
         weights: a tree with the keys of the weights (or the tails of their paths), any float dtype.
-        steps: optimizer steps from these weights to those of the state, > 0; of a slow average the mean. None: not
-            known, and what first moments lose is not made up for; default.
+        steps: optimizer steps from these weights to those of the state, > 0; for a slow average, their mean. None
+            (default): unknown, so that the loss of first moments is not compensated.
 
     Raises:
         BadArgumentError: `steps` is out of range.
@@ -53,8 +53,8 @@ class PastWeights:
 def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], earlier: PastWeights | None) -> list[Leaf]:
     """Add to weights with a known drift the part that their first moments lose.
 
-    A moment that is restored as zero is a step that is not taken, nine of them in the end. On a grid of step s (in
-    units of sqrt(v)) about s**2 / (1 + s**2) of that is lost (measured, docs/decisions/drift.md).
+    A first moment that is restored as zero would still have moved its weight by about nine steps. A grid of step s (in
+    units of sqrt(v)) loses about s**2 / (1 + s**2) of that movement (measured, docs/decisions/drift.md).
     """
     steps = None if earlier is None else earlier.steps
     if steps is None or all(leaf.earlier is None for leaf in leaves):

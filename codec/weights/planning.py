@@ -60,9 +60,9 @@ class Plan:
     Args:
         sketch: of the whole array.
         thresholds: of pruning and protection.
-        trade: what the rate-distortion encoder weighs.
-        kept: the elements that are neither pruned nor protected, where gradients decide; None: the sketch tells.
-        codes: the solution that the codebook rests on, where it was found together with others'; None: not yet.
+        trade: terms of the rate-distortion cost.
+        kept: counts of the elements neither pruned nor protected, if gradients decide that; None: see `sketch`.
+        codes: solution of the k-means problem, if it was solved together with others; None: not solved yet.
     """
 
     sketch: Sketch

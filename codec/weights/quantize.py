@@ -29,13 +29,14 @@ from .uniform_quantizer import store_multiples
 
 FINEST_SKETCH = 2.0**-13
 _LOST, _FINE, _STRICT, _RELATIVE = 0.5, 12, 0.1, 0.125
-"""Where more than this share of an array would be as good as zero, though at least so many bins or at most such an
-error were asked for, each of its elements is kept to this relative error instead. Weights of trained models lose 5 to
-15 % so, by 24 bins."""
+"""Share of lost elements (about zero after quantization), least bins or largest error target, and relative error: an
+array that would lose more than this share, with a configuration that fine, is stored with this relative error of each
+element instead. Weights of trained models lose 5 to 15 % with 24 bins."""
 _LOST_SINCE = 0.75
-"""The same where the parent is levels: heavy tails pass the half now and then, and each way costs as much as a base."""
+"""Share of lost elements if the parent has levels: arrays with heavy tails pass the lower share now and then, and each
+change of the codec costs as much as a base."""
 _STEP = 8
-"""A codebook is refit when its array's protected share passes a power of this times the share that was asked for."""
+"""A codebook is refit when its array's protected share passes a power of this times the configured share."""
 _FEW = 32
 """Fewer protected elements than these may come and go by chance."""
 
@@ -60,8 +61,8 @@ class Quantize:
     """Pruning, protection and quantization of float weights to codebook levels, also as deltas.
 
     Args:
-        bins: how fine, 2 to 254; default 64. The number of codebook entries; with "uniform" the error of the best
-            codebook of so many, for which 1.3 to 2.8 times as many equidistant entries are taken (at most 254).
+        bins: number of codebook entries, 2 to 254; default 64. With "uniform", the codebook has the error of the best
+            codebook with this number of entries, and 1.3 to 2.8 times as many equidistant entries (at most 254).
         embedding_bins: the same for embeddings; None: as `bins`.
         prune: fraction set to zero, per layer type, in [0, 1); default 0. Embeddings are never pruned.
         prune_metric: "magnitude" or "sensitivity" (|g w|; needs `grads`).
@@ -69,13 +70,13 @@ class Quantize:
         alpha: relative error of the sketch, in [2**-13, 1); default 0.01. Codebooks of arrays that need a finer one are
             fitted to a finer one, see `codec.weights.sketch_refinement`; not with "kmeans++", which is as published.
         sigma: weight of frequency against magnitude in the codebook, in [0, 1]; default 1 (frequency alone).
-        solver: "uniform" (default: equidistant entries, as many as it takes to err as the best `bins` would), "exact"
-            (the best `bins` entries) or "kmeans++"; see `codec.weights.codebook`. An array of whose elements more than
-            half would become as good as zero, for parts of it have very different scales, is kept in log buckets of a
-            relative error of 1/8 instead ("uniform"; 12 bins or more, or an error target of 0.1 or less); its note says
-            so. In a delta over levels it takes more than three quarters.
+        solver: "uniform" (default: equidistant entries with the error of the best `bins` entries), "exact" (the best
+            `bins` entries) or "kmeans++"; see `codec.weights.codebook`. With "uniform" and 12 bins or more, or an error
+            target of 0.1 or less, an array whose parts have very different scales is stored in log buckets with a
+            relative error of 1/8 instead, if more than half of its elements would become about zero (in a delta against
+            levels, more than three quarters); its note says so.
         policy: "frozen" (default), "refit", or "warm" (Lloyd's iteration from the parent's entries; not with "uniform",
-            which has but a step); see `codec.weights.codebook`.
+            whose codebook is a step only); see `codec.weights.codebook`.
         trigger: loss ratio at which a frozen codebook is refit, >= 1; default 1.05.
         coder: "smallest" (default) or "published" (run lengths and Huffman per group).
         seed: of kmeans++.
@@ -83,8 +84,8 @@ class Quantize:
             where `rate` is 0, lambda for each array, in place of `bins` and `protect`; with other solvers the bins
             alone. None: `Config.max_rel_error`.
         rate: lambda of the rate-distortion encoder, see `Config`, >= 0. None: `Config.rate`.
-        residual: what becomes of a float32 or float64 array whose target 254 bins miss. False (default): it is stored
-            exactly. True: it gets a second, residual level of codebook as fine as the target needs (`multiples`).
+        residual: storage of a float32 or float64 array whose target needs more than 254 bins. False (default): exact.
+            True: a second, residual codebook as fine as the target needs (`multiples`).
 
     Raises:
         BadArgumentError: a value out of range; the message names it and its limits.

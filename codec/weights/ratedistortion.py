@@ -17,11 +17,11 @@ from ..state.leaves import Array, NpArray, on_host
 
 ROUNDS = 3
 _AHEAD, _SLACK = 2.0, 0.5
-"""Factor on prices, and added bits, at which an element must be settled; later rounds hardly ever reopen it."""
+"""An element is settled if it keeps its level at prices higher by this factor and by these bits."""
 _MOST, _PROBED = 0.5, 16
 """Where more than this share of the first sixteenth is open, all elements are looked at."""
 _FEW = 32
-"""Where there are fewer elements than so many a pair of levels, bounds would cost more than they save."""
+"""Elements for each pair of levels below which bounds cost more than they save."""
 _STEPS = 4
 """Prices an octave that `dearest_price` chooses among."""
 _CHEAPEST, _DEAREST = -28, 16

@@ -19,8 +19,8 @@ class Trade:
 
     Args:
         price: of a bit; 0: every weight gets its nearest level.
-        mean: mean root of the second moment that is the importance; 0 where none is known.
-        scale: makes the importances of all arrays 1 on average.
+        mean: mean root of the second moment that gives the importance; 0 if unknown.
+        scale: factor that makes the mean importance of all arrays 1.
     """
 
     price: float

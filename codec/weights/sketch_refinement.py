@@ -60,7 +60,7 @@ def fit_closely(
         parent: as for `fit`.
         looked: how many times `cells` were refined already.
         codes: as for `fit`, of these cells.
-        few: all values of the array, where they are few: each then has an entry.
+        few: all distinct values of the array if they are few, so that each gets an entry; else None.
     """
     codebook, reason = fit(cells, how, parent, codes)
     if few is not None:
@@ -117,7 +117,8 @@ def _rounded(offset: float, leaf: Leaf) -> float:
 def held_codebook(codebook: NpArray, cells: Cells, how: Fit, spec: LeafSpec) -> NpArray:
     """Round the codebook to the array's dtype; use the best one if a uniform one loses too much.
 
-    Equidistant entries hardly further apart than the values of a 16-bit array fall now on one, now between two.
+    If equidistant entries are only a little farther apart than the values of a 16-bit array, some fall on a value, and
+    others between two values.
     """
     held = rounded_codebook(codebook, spec)
     if not cells.sharp or how.solver != "uniform":

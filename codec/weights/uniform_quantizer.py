@@ -5,7 +5,7 @@ entries as many as the target needs. Both are coded as exact integers are, a del
 
     x~ = i step,  i = round(x / step),  error <= step / 2 an element, step / sqrt(12) on average
 
-so a relative L2 target e allows step = e sqrt(12 mean(x**2)). A parent's step stays while it is hardly finer than that.
+so a relative L2 target e allows step = e sqrt(12 mean(x**2)). A parent's step is kept if it is only a little finer.
 
 Pieces: those of the exact stream for integers of `w` bytes, i + 2**(8 w - 1).
 """
@@ -84,7 +84,7 @@ def store_multiples(leaf: Leaf, parent: Reference | None, target: float) -> Stor
 
     Args:
         leaf: the array.
-        parent: what a delta is against, where it is of this stream.
+        parent: reference for a delta, used if it is of this stream.
         target: in (0, 1).
     """
     if leaf.spec.dtype not in _DTYPES:
