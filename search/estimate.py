@@ -26,7 +26,6 @@ from ..codec.weights.levels import MAX_BINS, LevelsReference, compatible_parent
 from ..codec.weights.partition import kept, upper_threshold
 from ..codec.weights.planning import (
     Limits,
-    fit_for,
     protection_limits,
     pruning_limits,
     sketched,
@@ -207,7 +206,7 @@ class Estimator:
         patterns = np.zeros((len(codecs), sum(one.places.size for one in members)), np.float32)
         counted: dict[Any, tuple[NpArray, NpArray]] = {}
         for row, pattern, codec, decided, of_all in zip(out, patterns, codecs, limits, slopes, strict=True):
-            asked = [_Asked(fit_for(codec, m.leaf), decided.of(m.leaf.kind.layer), of_all[m.number]) for m in members]
+            asked = [_Asked(codec.fit_for(m.leaf), decided.of(m.leaf.kind.layer), of_all[m.number]) for m in members]
             key = codec.coder, *asked
             if key not in counted:
                 found = [self._quantized(m, own, codec) for m, own in zip(members, asked, strict=True)]

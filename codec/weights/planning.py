@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,13 +21,11 @@ from ..device_batches import map_batches
 from ..errors import BadArgumentError
 from ..parallel import map_chunks
 from ..state.leaves import NpArray, on_host
-from .codebook import Cells, Fit, problem_of, solve_together
+from .codebook import Cells, problem_of, solve_together
 from .levels import LevelsReference, compatible_parent
 from .partition import Filled, Sketch, kept, magnitudes, protection, pruning, share_at_or_above
 from .rd_tradeoff import Trade, mean_roots, spread, trades
-
-if TYPE_CHECKING:
-    from .quantize import Quantize
+from .settings import QuantizeSettings
 
 SMALL = 1 << 17
 """Raw bytes up to which an array is coded with others."""
@@ -77,7 +74,7 @@ class Plan:
         return _cells_of(self.sketch, self.thresholds) if self.kept is None else self.kept
 
 
-def check_gradients(codec: Quantize, leaves: Sequence[Leaf]) -> None:
+def check_gradients(codec: QuantizeSettings, leaves: Sequence[Leaf]) -> None:
     """Refuse to prune arrays by sensitivity without gradients."""
     if codec.prune and codec.prune_metric == "sensitivity":
         for leaf in leaves:
@@ -85,7 +82,7 @@ def check_gradients(codec: Quantize, leaves: Sequence[Leaf]) -> None:
                 raise BadArgumentError(f"{leaf.path}: pruning by sensitivity needs its gradient in grads=")
 
 
-def sketched(codec: Quantize, leaves: Sequence[Leaf]) -> list[Sketch]:
+def sketched(codec: QuantizeSettings, leaves: Sequence[Leaf]) -> list[Sketch]:
     """Return histograms of the values and, with a gradient, of the sensitivity of each array."""
 
     small = [i for i, leaf in enumerate(leaves) if _is_small(leaf)]
@@ -102,7 +99,7 @@ def _is_small(leaf: Leaf) -> bool:
     )
 
 
-def _small_sketches(codec: Quantize, leaves: Sequence[Leaf]) -> list[Sketch]:
+def _small_sketches(codec: QuantizeSettings, leaves: Sequence[Leaf]) -> list[Sketch]:
     bits, found = min(_bits(codec), FORMATS["float32"].mantissa), []
     for begin in range(0, len(leaves), _TOGETHER):
         part = leaves[begin : begin + _TOGETHER]
@@ -116,7 +113,7 @@ def _small_sketches(codec: Quantize, leaves: Sequence[Leaf]) -> list[Sketch]:
     return found
 
 
-def _large_sketches(codec: Quantize, leaves: Sequence[Leaf]) -> list[Sketch]:
+def _large_sketches(codec: QuantizeSettings, leaves: Sequence[Leaf]) -> list[Sketch]:
     def some(numbers: list[int]) -> list[Sketch]:
         bits, known = _bits(codec), [i for i in numbers if leaves[i].gradient is not None]
         signed = log_histogram_many([leaves[i].flat for i in numbers], bits, signed=True)
@@ -129,12 +126,12 @@ def _large_sketches(codec: Quantize, leaves: Sequence[Leaf]) -> list[Sketch]:
     return map_batches(some, leaves)
 
 
-def _bits(codec: Quantize) -> int:
+def _bits(codec: QuantizeSettings) -> int:
     """Return the sub-bucket bits of float64 sketches; narrower formats may have fewer."""
     return bits_for(codec.alpha, FORMATS["float64"])
 
 
-def limits(codec: Quantize, sketches: Sequence[Sketch], before: Thresholds | None) -> Limits:
+def limits(codec: QuantizeSettings, sketches: Sequence[Sketch], before: Thresholds | None) -> Limits:
     """Return the thresholds over all arrays, from their sketches and the parent's thresholds."""
     return Limits(protection_limits(codec, sketches, before), pruning_limits(codec, sketches))
 
@@ -144,19 +141,21 @@ def thresholds_before(parents: Sequence[Reference | None]) -> Thresholds | None:
     return next((p.thresholds for p in parents if isinstance(p, LevelsReference)), None)
 
 
-def pruning_limits(codec: Quantize, sketches: Sequence[Sketch]) -> dict[str, tuple[float, float]]:
+def pruning_limits(codec: QuantizeSettings, sketches: Sequence[Sketch]) -> dict[str, tuple[float, float]]:
     """Return pruning thresholds by layer type."""
     return pruning(sketches, codec.prune, codec.prune_metric) if codec.prune else {}
 
 
-def protection_limits(codec: Quantize, sketches: Sequence[Sketch], before: Thresholds | None) -> tuple[float, float]:
+def protection_limits(
+    codec: QuantizeSettings, sketches: Sequence[Sketch], before: Thresholds | None
+) -> tuple[float, float]:
     """Return protection thresholds; old ones are kept while the protected share is about right.
 
     Under an error target each array has its own magnitude, and protection by sensitivity stays.
     """
     if not codec.protect:
         return (np.inf, np.inf)
-    if chooses(codec):
+    if codec.chooses_step:
         return (np.inf, protection(sketches, codec.protect)[1])
     if codec.policy == "frozen" and before is not None and not any(s.products for s in sketches):
         old = before.protect_magnitude
@@ -166,17 +165,6 @@ def protection_limits(codec: Quantize, sketches: Sequence[Sketch], before: Thres
     return protection(sketches, codec.protect)
 
 
-def chooses(codec: Quantize) -> bool:
-    """Return whether the error target also chooses step and protection."""
-    return codec.max_error is not None and codec.solver == "uniform"
-
-
-def fit_for(codec: Quantize, leaf: Leaf) -> Fit:
-    """Return the settings for fitting the codebook of an array."""
-    bins = codec.embedding_bins if codec.embedding_bins and leaf.kind.layer == "embedding" else codec.bins
-    return Fit(bins, codec.sigma, codec.solver, codec.policy, codec.trigger, codec.seed)
-
-
 def spreads(sketches: Sequence[Sketch], thresholds: Sequence[Thresholds]) -> list[float | None]:
     """Return the variance of the coded elements of each array, see `spread`."""
     pairs = list(zip(sketches, thresholds, strict=True))
@@ -184,7 +172,7 @@ def spreads(sketches: Sequence[Sketch], thresholds: Sequence[Thresholds]) -> lis
 
 
 def plans(
-    codec: Quantize,
+    codec: QuantizeSettings,
     leaves: Sequence[Leaf],
     parents: Sequence[Reference | None],
     sketches: Sequence[Sketch],
@@ -211,7 +199,7 @@ def _cells_of(sketch: Sketch, thresholds: Thresholds) -> Cells:
     return Cells.of(kept(sketch.signed, thresholds))
 
 
-def _kept(codec: Quantize, leaves: Sequence[Leaf], thresholds: Sequence[Thresholds]) -> list[Cells | None]:
+def _kept(codec: QuantizeSettings, leaves: Sequence[Leaf], thresholds: Sequence[Thresholds]) -> list[Cells | None]:
     """Count the elements neither pruned nor protected of each array with a gradient."""
 
     def some(numbers: list[int]) -> list[Cells]:
@@ -230,7 +218,7 @@ def _kept(codec: Quantize, leaves: Sequence[Leaf], thresholds: Sequence[Threshol
 
 
 def _codes(
-    codec: Quantize, leaves: Sequence[Leaf], parents: Sequence[Reference | None], planned: Sequence[Plan]
+    codec: QuantizeSettings, leaves: Sequence[Leaf], parents: Sequence[Reference | None], planned: Sequence[Plan]
 ) -> list[NpArray | None]:
     """Solve the exact problems of arrays on a GPU; None for others, which are solved when used."""
 
@@ -241,7 +229,7 @@ def _codes(
             for i in numbers:
                 before = compatible_parent(parents[i], leaves[i].spec)
                 problem = problem_of(
-                    planned[i].cells, fit_for(codec, leaves[i]), None if before is None else before.codebook
+                    planned[i].cells, codec.fit_for(leaves[i]), None if before is None else before.codebook
                 )
                 if problem is not None and problem.method == "exact" and problem.start is None:
                     problems[i] = problem

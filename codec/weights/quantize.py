@@ -9,10 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...kernels.arguments import check_field, choice, flag, integer, number, or_none
 from ...kernels.quantizer import Thresholds
 from ..base import Leaf, Reference, Stored, rounded_error
-from ..errors import BadArgumentError
 from ..lossless.exact import Exact
 from ..moments.logbuckets import FINEST, LogBuckets
 from ..state.leaves import LeafSpec, NpArray
@@ -22,12 +20,12 @@ from .error_targets import LADDER, choices, spent
 from .level_assignment import assigned
 from .levels import MAX_BINS, LevelsReference, compatible_parent, level_chunks, metadata, references
 from .partition import share_at_or_above
-from .planning import Plan, check_gradients, chooses, fit_for, limits, plans, sketched, thresholds_before
+from .planning import Plan, check_gradients, limits, plans, sketched, thresholds_before
 from .rd_tradeoff import Trade
+from .settings import QuantizeSettings
 from .sketch_refinement import few_values, fit_closely, held_codebook
 from .uniform_quantizer import store_multiples
 
-FINEST_SKETCH = 2.0**-13
 _LOST, _FINE, _STRICT, _RELATIVE = 0.5, 12, 0.1, 0.125
 """Share of lost elements (about zero after quantization), least bins or largest error target, and relative error: an
 array that would lose more than this share, with a configuration that fine, is stored with this relative error of each
@@ -57,7 +55,7 @@ class Quantized:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantize:
+class Quantize(QuantizeSettings):
     """Pruning, protection and quantization of float weights to codebook levels, also as deltas.
 
     Args:
@@ -93,49 +91,7 @@ class Quantize:
     Source: Inshrinkerator, sections 4 and 6.
     """
 
-    bins: int = 64
-    embedding_bins: int | None = None
-    prune: float = 0.0
-    prune_metric: str = "magnitude"
-    protect: float = 0.0005
-    alpha: float = 0.01
-    sigma: float = 1.0
-    solver: str = "uniform"
-    policy: str = "frozen"
-    trigger: float = 1.05
-    coder: str = "smallest"
-    seed: int = 0
-    max_error: float | None = None
-    rate: float | None = None
-    residual: bool = False
     id: ClassVar[str] = "quantize"
-
-    def __post_init__(self) -> None:
-        check_field(self, "bins", integer, 2, MAX_BINS)
-        check_field(self, "embedding_bins", or_none, integer, 2, MAX_BINS)
-        check_field(self, "prune", number, 0, 1, open_high=True)
-        check_field(self, "protect", number, 0, 1, open_high=True)
-        if self.prune + self.protect > 1:
-            raise BadArgumentError(f"prune + protect is {self.prune + self.protect:g}; it must be at most 1")
-        check_field(self, "alpha", number, FINEST_SKETCH, 1, open_high=True)
-        check_field(self, "sigma", number, 0, 1)
-        check_field(self, "trigger", number, 1, 1e9)
-        check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
-        check_field(self, "rate", or_none, number, 0, 1e6)
-        check_field(self, "residual", flag)
-        check_field(self, "seed", integer, 0, 2**63 - 1)
-        for name, allowed in (
-            ("prune_metric", ("magnitude", "sensitivity")),
-            ("solver", ("uniform", "exact", "kmeans++")),
-            ("policy", ("frozen", "warm", "refit")),
-            ("coder", ("smallest", "published")),
-        ):
-            check_field(self, name, choice, allowed)
-        if self.policy == "warm" and self.solver == "uniform":
-            raise BadArgumentError(
-                "policy 'warm' is for solver 'exact' or 'kmeans++': a step, which is all that 'uniform' (the default) "
-                "has, is not iterated; 'frozen' or 'refit' is needed"
-            )
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[Plan]:
         """Sketch every array, then take thresholds over all of them."""
@@ -186,7 +142,7 @@ class Quantize:
         before = compatible_parent(parent, leaf.spec)
         scale = unit(largest_of(plan.sketch.signed))
         target = np.inf if self.max_error is None else rounded_error(self.max_error, up=False)
-        is_fine = fit_for(self, leaf).bins >= _FINE if self.max_error is None else self.max_error <= _STRICT
+        is_fine = self.fit_for(leaf).bins >= _FINE if self.max_error is None else self.max_error <= _STRICT
         for thresholds, codebook, reason, may_err in self._attempts(leaf, plan, before):
             lost = lost_share(plan.cells, codebook) if self.solver == "uniform" else Lost(0.0, 0.0)
             parts_are_lost = lost.counted > (_LOST if before is None else _LOST_SINCE) and is_fine
@@ -214,7 +170,7 @@ class Quantize:
             return self._each_by_its_size(leaf, parent, lost.counted)
         if lost.nonzero > _LOST:
             note += f"; {lost.nonzero:.0%} of it are as good as zero"
-        if not trade.price and (chooses(self) or plan.trade.price):
+        if not trade.price and (self.chooses_step or plan.trade.price):
             memory, met, rate = spent(leaf, memory, met, before, goal, scale)
             note += f"; {np.mean(memory.levels == 1):.2g} protected, rate {rate:.2g}"
         return Quantized(memory, met.relative_l2, note)
@@ -236,9 +192,9 @@ class Quantize:
 
         With each come the reason and the error that levels may have.
         """
-        how = fit_for(self, leaf)
+        how = self.fit_for(leaf)
         few = few_values(leaf, plan.cells, how.bins) if self.coder == "smallest" else None
-        if chooses(self):
+        if self.chooses_step:
             magnitudes, keeps = plan.sketch.signed.magnitude(), self.policy == "frozen"
             target = self.max_error or 0.0
             yield from choices(leaf, target, plan.thresholds, magnitudes, plan.cells, few, before, keeps)

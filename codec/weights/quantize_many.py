@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,11 +22,9 @@ from ..state.leaves import NpArray, on_host
 from .codebook import BLURRED, FEW_BINS, FINER, MOST, NEGLIGIBLE
 from .levels import LevelsReference, compatible_parent
 from .partition import Filled
-from .planning import Plan, fit_for
+from .planning import Plan
 from .protected import held_values
-
-if TYPE_CHECKING:
-    from .quantize import Quantize, Quantized
+from .quantize import Quantize, Quantized
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -100,7 +98,7 @@ def quantized_many(
     groups: dict[tuple[int, float], list[int]] = {}
     for i, (leaf, before, plan) in enumerate(zip(leaves, befores, plans, strict=True)):
         if _is_ordinary(leaf, before, plan):
-            groups.setdefault((fit_for(codec, leaf).bins, plan.thresholds.protect_magnitude), []).append(i)
+            groups.setdefault((codec.fit_for(leaf).bins, plan.thresholds.protect_magnitude), []).append(i)
     for (bins, _), group in groups.items():
         if bins < FEW_BINS:
             continue
@@ -230,8 +228,6 @@ class _Some:
         return np.maximum(share, nonzero) > 0.5
 
     def _assigned(self, codebooks: _Codebooks, reasons: Sequence[str]) -> dict[int, Quantized]:
-        from .quantize import Quantized
-
         spec = self.leaves[0].spec
         x = np.concatenate([on_host(leaf.flat) for leaf in self.leaves])
         ends = np.cumsum([leaf.spec.size for leaf in self.leaves])

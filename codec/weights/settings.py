@@ -1,0 +1,75 @@
+"""The settings that quantize weights, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...kernels.arguments import check_field, choice, flag, integer, number, or_none
+from ..base import Leaf
+from ..errors import BadArgumentError
+from .codebook import Fit
+from .levels import MAX_BINS
+
+FINEST_SKETCH = 2.0**-13
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeSettings:
+    """Fields of `Quantize`, which documents them.
+
+    Raises:
+        BadArgumentError: a value out of range; the message names it and its limits.
+    """
+
+    bins: int = 64
+    embedding_bins: int | None = None
+    prune: float = 0.0
+    prune_metric: str = "magnitude"
+    protect: float = 0.0005
+    alpha: float = 0.01
+    sigma: float = 1.0
+    solver: str = "uniform"
+    policy: str = "frozen"
+    trigger: float = 1.05
+    coder: str = "smallest"
+    seed: int = 0
+    max_error: float | None = None
+    rate: float | None = None
+    residual: bool = False
+
+    def __post_init__(self) -> None:
+        check_field(self, "bins", integer, 2, MAX_BINS)
+        check_field(self, "embedding_bins", or_none, integer, 2, MAX_BINS)
+        check_field(self, "prune", number, 0, 1, open_high=True)
+        check_field(self, "protect", number, 0, 1, open_high=True)
+        if self.prune + self.protect > 1:
+            raise BadArgumentError(f"prune + protect is {self.prune + self.protect:g}; it must be at most 1")
+        check_field(self, "alpha", number, FINEST_SKETCH, 1, open_high=True)
+        check_field(self, "sigma", number, 0, 1)
+        check_field(self, "trigger", number, 1, 1e9)
+        check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
+        check_field(self, "rate", or_none, number, 0, 1e6)
+        check_field(self, "residual", flag)
+        check_field(self, "seed", integer, 0, 2**63 - 1)
+        for name, allowed in (
+            ("prune_metric", ("magnitude", "sensitivity")),
+            ("solver", ("uniform", "exact", "kmeans++")),
+            ("policy", ("frozen", "warm", "refit")),
+            ("coder", ("smallest", "published")),
+        ):
+            check_field(self, name, choice, allowed)
+        if self.policy == "warm" and self.solver == "uniform":
+            raise BadArgumentError(
+                "policy 'warm' is for solver 'exact' or 'kmeans++': a step, which is all that 'uniform' (the default) "
+                "has, is not iterated; 'frozen' or 'refit' is needed"
+            )
+
+    @property
+    def chooses_step(self) -> bool:
+        """Whether the error target determines step and protected share, in addition to the bins."""
+        return self.max_error is not None and self.solver == "uniform"
+
+    def fit_for(self, leaf: Leaf) -> Fit:
+        """Return the settings of the fit of an array's codebook."""
+        bins = self.embedding_bins if self.embedding_bins and leaf.kind.layer == "embedding" else self.bins
+        return Fit(bins, self.sigma, self.solver, self.policy, self.trigger, self.seed)
