@@ -52,7 +52,7 @@ def compiled(x: Array, dtype: type[np.generic] | None = None) -> np.ndarray[Any,
 
     Args:
         x: any array on the CPU.
-        dtype: what to convert it to, if it is anything else; default: as it is.
+        dtype: dtype to convert it to; default: no conversion.
     """
     found = to_numpy(x)
     if dtype is not None:

@@ -226,7 +226,7 @@ def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array 
 def log_histogram_many(
     xs: Sequence[Array], bits: int, *, signed: bool = False, gradients: Sequence[Array | None] | None = None
 ) -> list[Histogram]:
-    """Histograms of many arrays in one call, as `log_histogram` returns them.
+    """Return the `log_histogram` of each of many arrays, in one call.
 
     A GPU counts all arrays of a dtype in one launch, the CPU one array after another.
 
@@ -327,7 +327,7 @@ def kept_histogram_many(
     *,
     gradients: Sequence[Array | None] | None = None,
 ) -> list[Histogram]:
-    """Signed histograms of many arrays in one call, as `kept_histogram` returns them.
+    """Return the `kept_histogram` of each of many arrays, in one call.
 
     A GPU counts all arrays of a dtype in one launch, the CPU one array after another.
 

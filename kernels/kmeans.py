@@ -259,7 +259,7 @@ def weighted_kmeans_many(
     seed: int = 0,
     iterations: int = 50,
 ) -> list[Array]:
-    """Codebooks of many problems in one call, as `weighted_kmeans` returns them.
+    """Return the `weighted_kmeans` codebook of each of many problems, in one call.
 
     A GPU solves all problems in one launch, the CPU one after another.
 

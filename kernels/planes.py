@@ -182,8 +182,8 @@ def undifference(
         previous: as given to `difference`.
         method: as in `difference`.
         dtype: as in `difference`.
-        out: contiguous NumPy array to write the patterns to, unsigned, flat, as many and as wide as those of
-            `previous`; it may be `diff`. Only for NumPy arrays. Default: a new one.
+        out: contiguous flat NumPy array of unsigned integers for the patterns, of the size and width of `previous`; it
+            may be `diff`. Only for NumPy arrays. Default: a new one.
 
     Returns:
         `out`, or an array of the dtype and shape of `previous`.

@@ -253,7 +253,7 @@ def residual_symbols_many(
 
 
 def residual_values_many(symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, table: Factors) -> Array:
-    """`residual_values` of several whole matrices, one after another.
+    """Return the `residual_values` of several whole matrices, one after another.
 
     Args:
         symbols: uint8 [n] on the host.

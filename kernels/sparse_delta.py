@@ -294,7 +294,7 @@ def split_changes(delta: SparseDelta, shifts: Sequence[int]) -> tuple[Array, Arr
 def join_changes(
     counts: Any, shifts: Sequence[int], n: int, symbols: Array | bytes, extra: Array | bytes, large: Array
 ) -> SparseDelta:
-    """Join what `split_changes` has split.
+    """Rebuild the changes from the parts that `split_changes` returned.
 
     Args:
         counts: NumPy int64 [classes], number of changes in each class.
@@ -350,7 +350,7 @@ def wrong_changes(what: str) -> CorruptDataError:
 def _pair(
     current: Array, previous: Array, edges: Sequence[int], limit: int | None, method: str, dtype: str | None
 ) -> tuple[str, tuple[int, ...], int]:
-    """Check what two arrays are compared with; return dtype, edges and limit."""
+    """Check two arrays and the settings of their comparison; return dtype, edges and limit."""
     check_arrays(current=current, previous=previous)
     _same(current, previous, "current", "previous")
     if tuple(current.shape) != tuple(previous.shape):

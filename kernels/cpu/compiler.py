@@ -21,7 +21,7 @@ class EntryLibrary(JITCodeLibrary):
     """Code of a function that Python calls."""
 
     def _optimize_final_module(self) -> None:
-        """Optimize all at once; functions that are linked in may vanish into their callers."""
+        """Make linked functions internal, so that inlining can remove them, and optimize."""
         for function in self._final_module.functions:
             if not function.is_declaration and function.linkage == Linkage.linkonce_odr:
                 function.linkage = Linkage.internal
@@ -34,14 +34,14 @@ class EntryLibrary(JITCodeLibrary):
 
 
 class HelperLibrary(EntryLibrary):
-    """Code of a function that only compiled functions call: linked into them, never run alone."""
+    """Code of a function that only compiled functions call and that is linked into them."""
 
     def _optimize_functions(self, ll_module: Any) -> None:
-        """Leave functions as they are until they are part of a caller."""
+        """Leave functions unchanged until they are linked into a caller."""
         ll_module.data_layout = self._codegen._data_layout
 
     def finalize(self) -> None:
-        """Link the functions that this one calls, and nothing else."""
+        """Link only the functions that this one calls."""
         self._raise_if_finalized()  # type: ignore[no-untyped-call]
         for library in dict.fromkeys(self._linking_libraries):
             getattr(self, "_reload_init", set()).update(getattr(library, "_reload_init", ()))

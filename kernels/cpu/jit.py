@@ -36,7 +36,7 @@ def njit(function: F) -> F:
 
 
 def njit_in_place(function: F) -> F:
-    """Like `njit`, for a function that creates no array: it works in those that it is given.
+    """Compile as `njit` does a function that creates no arrays.
 
     It compiles in two thirds of the time, because it needs nothing of Numba's memory management.
     """
@@ -44,9 +44,9 @@ def njit_in_place(function: F) -> F:
 
 
 def njit_inline(function: F) -> F:
-    """Like `njit_in_place`, for a helper that only compiled functions of the same module call.
+    """Compile as `njit_in_place` does a helper that only functions of its module call.
 
-    It has no machine code of its own, and none is cached. Called from Python, it runs uncompiled.
+    It does not get its own machine code, in memory or in the cache. Called from Python, it runs uncompiled.
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return function

@@ -158,7 +158,7 @@ def _load_states(builder: Any, data: Any) -> list[Any]:
 
 
 def _store_states(builder: Any, variables: list[Any], data: Any) -> None:
-    """Store the variables of `_load_states` to where they came from."""
+    """Store the variables that `_load_states` loaded."""
     for k, variable in enumerate(variables):
         _store(builder, builder.load(variable), data, ir.Constant(_I64, LANES * k))
 
@@ -217,7 +217,7 @@ def _encode_blocks(
 def _decode_blocks(
     typing: Any, words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, whole: Any
 ) -> Any:
-    """Emit the decoder of whole blocks; return where the words read begin, -1 if too few."""
+    """Emit the decoder of whole blocks; return the start of the words read, or -1."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         wide = ir.VectorType(_I32, LANES)
@@ -289,7 +289,7 @@ def _encode_few(
 def _decode_few(
     words: NumPy, at: Int, contexts: Any, table: NumPy, states: NumPy, out: NumPy, start: Int, stop: Int
 ) -> Int:
-    """Decode symbols of one row, one by one; return where the words read so far begin."""
+    """Decode symbols of one row, one by one; return the start of the words read so far."""
     slots = (1 << PRECISION) - 1
     for i in range(start, stop):
         x = np.int64(states[i & 63])
@@ -345,7 +345,7 @@ def _encode(symbols: NumPy, contexts: Any, columns: Int, table: NumPy, words: Nu
 
 @njit_in_place
 def _decode(words: NumPy, at: Int, contexts: Any, table: NumPy, states: NumPy, out: NumPy) -> Int:
-    """Decode rows of 16, first to last; return where the words read begin, -1 if too few.
+    """Decode rows of 16, first to last; return the start of the words read, -1 if too few.
 
     The first 64 of `words` do not count: a step reads as many at most before it is noticed. Of `states` the first 64
     are states, and the others become 1 where a context has no symbols.
