@@ -1,4 +1,4 @@
-"""The arguments of a search, checked and compared between processes."""
+"""The arguments of a search, and their checks within and between processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NEGLIGIBLE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """The settings of a search that most callers leave at their defaults.
+    """Settings of a search, with defaults for most uses.
 
     Args:
         cube: the configurations to choose from; default the cube of `last`, else `Cube()`.

@@ -89,7 +89,7 @@ def _untried(config: Config, allowed: float, cube: Cube, method: str, note: str)
 
 
 def error_target_result(allowed: float, cube: Cube, *, ahead: bool) -> SearchResult:
-    """Return the result without `evaluate`, where bins follow from the error target."""
+    """Return the result of a search without `evaluate`, in which an error target sets bins."""
     mildest = max(cube, key=Point.expected_bits)
     config = dataclasses.replace(mildest, prune=0.0, rate=0.0).config(ahead=ahead)
     note = f"no evaluate: every array keeps a relative error of {allowed:g} with as few bins as possible"
@@ -103,13 +103,13 @@ def error_target_result(allowed: float, cube: Cube, *, ahead: bool) -> SearchRes
 
 
 def nothing_to_choose(allowed: float, cube: Cube, search_state: SearchState) -> SearchResult:
-    """Return the result where every point gives the same checkpoint."""
+    """Return the result if every point gives the same checkpoint."""
     note = "the cube would not change any array of the state"
     return _untried(search_state.others, allowed, cube, "nothing to choose", note)
 
 
 def budget_spent(last: SearchResult, allowed: float, cube: Cube) -> SearchResult:
-    """Return the result where restores have used up the threshold: lossless, without a trial."""
+    """Return a lossless result without trials, if restores have used up the threshold."""
     note = f"{last.restores} restores have taken {last.spent:.3%}: the rest of the threshold is too small to search"
     return dataclasses.replace(
         last, config=presets.lossless(), point=None, trials=(), met=False, method="budget spent", fell_back=False,

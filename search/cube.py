@@ -1,4 +1,4 @@
-"""The configuration cube: the points that a search may choose, and their orders."""
+"""The configuration cube: the points that a search may choose, and their order."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Direction:
         return dataclasses.replace(point, system=_BEYOND_USE[0].system) in _BEYOND_USE and point not in self._cube
 
     def inferred(self, found: Sequence[Trial], scale: Scale, allowed: float) -> tuple[str | None, str]:
-        """Return the direction with a note on it, or "" where there is nothing to note.
+        """Return the direction of quality, and a note on it or "".
 
         The direction is the given one, or the one inferred from the first state beyond use whose quality is a number,
         or the one of the last search. A gain beyond the threshold counts as chance if the state beyond use loses ten

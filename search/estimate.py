@@ -61,9 +61,9 @@ class Estimate:
     Args:
         nbytes: stored bytes of the arrays it changes.
         error: mean over their elements of the array's squared relative L2 error.
-        pruned: share of `error` that is pruned weights.
-        pattern: [k] float32, relative errors of some elements of every array. The product of those of two points is the
-            mean over arrays of <d, d'> / ||x||^2, where d and d' are their changes of an array x.
+        pruned: share of `error` that comes from pruned weights.
+        pattern: [k] float32, relative errors of some elements of every array. The product of the patterns of two points
+            is the mean over arrays of <d, d'> / ||x||^2, where d and d' are the points' changes of an array x.
     """
 
     nbytes: float

@@ -67,7 +67,7 @@ class ProcessGroup:
         return [other["result"] for other in messages]
 
     def fail(self, error: BaseException) -> None:
-        """Report an error outside `all` to the other processes, which wait in their next `all`."""
+        """Report an error outside of `all` to the processes that wait in their next `all`."""
         if self.size > 1 and not self._is_informed:
             with contextlib.suppress(RuntimeError):
                 self._exchange(json.dumps({"error": f"{type(error).__name__}: {error}"}))

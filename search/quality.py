@@ -20,7 +20,7 @@ def measured(evaluate: Evaluate, state: Any, what: str) -> float:
     Args:
         evaluate: the user's function; the global random generators are the same after the call.
         state: a restored state.
-        what: what the state is, for messages.
+        what: description of the state, for messages.
 
     Raises:
         BadArgumentError: it raised, or returned something other than a number.

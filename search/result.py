@@ -150,9 +150,9 @@ class SearchResult:
     def restored(self) -> SearchResult:
         """Return this result with one more restore, of a checkpoint compressed with `config`.
 
-        The restore adds to `spent`: `degradation`, if it is a loss; nothing, if `config` is lossless or there was
-        nothing to choose; `threshold`, where nothing was evaluated. The next search with `expected_restores` and the
-        returned result as `last` allows no more than the rest.
+        The restore adds to `spent`: `degradation`, if that is a loss; 0 if `config` is lossless or all points gave the
+        same checkpoint; `threshold` if nothing was evaluated. The next search with `expected_restores` and the returned
+        result as `last` allows only the remainder.
 
         Example:
             >>> import numpy as np

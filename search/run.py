@@ -131,7 +131,7 @@ def _search(trials: Trials, arguments: SearchArguments) -> SearchResult:
 
 
 def _chosen(space: Space, arguments: SearchArguments) -> tuple[Choice, str, bool]:
-    """Search the neighbourhood of the last choice, and the whole cube where that finds nothing."""
+    """Search the neighbourhood of the last choice, then the whole cube if nothing passes there."""
     last, choice, fell_back = arguments.last, None, False
     if last is not None and last.point is not None and space.has(last.point):
         choice = search_neighbourhood(space, last, arguments.options.steps, relax=arguments.options.relax)
@@ -149,7 +149,7 @@ def _chosen(space: Space, arguments: SearchArguments) -> tuple[Choice, str, bool
 
 
 def _agreed(processes: ProcessGroup, found: SearchResult) -> SearchResult:
-    """Check that all processes found the same, and return rank 0's result on all of them.
+    """Check that all processes found the same, and return rank 0's result.
 
     The next search needs the same result as `last` on every process.
     """

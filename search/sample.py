@@ -18,7 +18,7 @@ from ..kernels.extrapolation import extrapolate
 T = TypeVar("T")
 BLOCK = 1024
 SAMPLE = 1 << 19
-"""Number of elements sampled from a whole model; at least `LEAST` from each array that has so many."""
+"""Number of elements sampled from a whole model; at least `LEAST` from each array, or all of a smaller one."""
 LEAST = 1 << 12
 GROUPS = 24
 """Maximum number of arrays that represent all."""
@@ -101,10 +101,10 @@ class Unit:
     """Sampled arrays, coded alone or as one bundle, and their share of all arrays.
 
     Args:
-        members: numbers of the arrays that are looked at.
-        scale: number of elements that the unit represents, over those of the members.
+        members: numbers of the sampled arrays.
+        scale: elements that the unit represents, divided by the elements of the members.
         count: number of arrays of the bundle; 0 for an array that is coded alone.
-        times: number of elements that the unit represents, over those of the bundle; 1 for an array.
+        times: elements that the unit represents, divided by the elements of the bundle; 1 for an array.
     """
 
     members: tuple[int, ...]

@@ -191,8 +191,8 @@ class SearchState:
     """A state with its parent, and the arrays that the points of a cube encode differently.
 
     Args:
-        opened: the state with its parent and kinds, sharded arrays (DTensor) whole; gradients and past values are
-            those of `leaves`. Without past values nothing is coded ahead of a drift.
+        opened: the state with its parent and kinds, sharded arrays (DTensor) whole; `leaves` hold the gradients and
+            past values. Without past values no array is coded ahead of a drift.
         is_sharded: whether processes hold parts of some array.
         quantized: numbers of the arrays that the cube's codec encodes.
         small: numbers of arrays of few bytes that are not moments.

@@ -96,7 +96,7 @@ SampledLevels = tuple[LeafSpec, LevelsReference]
 
 
 def sampled_levels(levels: NpArray, codebook: NpArray, part: Sample, spec: LeafSpec) -> SampledLevels:
-    """Return the levels, codebook and protected values of a sample, as the codec stores them."""
+    """Return a sample's levels, codebook and protected values, as the codec stores them."""
     held = held_values(part.x[levels == 1], spec)
     whole = spec if part.scale == 1.0 else LeafSpec(spec.library, spec.dtype, (levels.size,))
     return whole, LevelsReference(levels, codebook, held, _ANY)
@@ -126,7 +126,7 @@ def nbytes_of_bundle(samples: Sequence[SampledLevels], parts: Sequence[Sample], 
         return float(refers + levels)
     if len(samples) == 1:
         return float(refers * unit.count + levels * elements / size)
-    # What every other array adds is what the rest adds, too: tables are written once.
+    # Each further array adds as much as an array of the second half of the samples: tables are written once.
     few_refer, few_levels, few = pieces(2)
     refers_of_one = (refers - few_refer) / (len(samples) // 2)
     return refers + more * refers_of_one + levels + (elements - size) * (levels - few_levels) / (size - few)

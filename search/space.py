@@ -21,7 +21,7 @@ Where processes try points at once, all neighbours that are not hopeless are tri
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The trial chosen (None: nothing passes), and counts of untried points by reason."""
+    """The chosen trial (None: nothing passes), and counts of untried points by reason."""
 
     trial: Trial | None
     discarded: dict[str, int]

@@ -107,7 +107,7 @@ class Trials:
         return any(t.point is None for t in self.found)
 
     def baseline(self, last: SearchResult | None, direction: str | None, given: float | None) -> None:
-        """Evaluate the state itself; more than once where its spread is not known yet.
+        """Evaluate the state itself, several times if the spread is unknown.
 
         Args:
             last: the last search, whose spread and direction hold until a trial contradicts them.
@@ -158,7 +158,7 @@ class Trials:
         self.judge()
 
     def candidates(self, points: Sequence[Point]) -> list[Candidate]:
-        """Sizes and errors expected of these points, with sizes corrected by the trials so far."""
+        """Return expected sizes and errors of points, with sizes corrected by the trials so far."""
         self._expect(points)
         off = [k.candidate.nbytes / self._candidates[k.candidate.point].nbytes for k in self.known()]
         factor = sum(off) / len(off) if off else 1.0
@@ -173,7 +173,7 @@ class Trials:
             self._candidates[point] = Candidate(point, nbytes, found.error, found.pruned, found.pattern)
 
     def known(self, stale: Sequence[Trial] = ()) -> list[Known]:
-        """The trials as the degradation model needs them; `stale` ones are of an earlier checkpoint."""
+        """Return the trials for the degradation model; `stale` ones are of an earlier checkpoint."""
         tried = [
             (t, normal(t.point)) for t in self.tried if t.point is not None and not self.direction.is_apart(t.point)
         ]
