@@ -26,7 +26,7 @@ def named(steps: Iterable[int]) -> str:
 
 
 def unknown(files: Files, what: str, steps: Sequence[int]) -> BadArgumentError:
-    """Return the error for a step or tag that does not exist, with those that do."""
+    """Return the error for a step or tag that does not exist, with the existing ones."""
     shown = f"it has {'... ' if len(steps) > 10 else ''}{', '.join(map(str, steps[-10:]))}" if steps else "it is empty"
     return BadArgumentError(f"{what} is not in {files.root}; {shown}")
 
@@ -181,7 +181,7 @@ class Catalog:
         return entries, problems
 
     def commit(self, manifest: Manifest) -> Entry:
-        """Create or replace a step in one atomic operation. An identical one is left as it is."""
+        """Create or replace a step in one atomic operation; leave an identical step unchanged."""
         known = self.recent().get(manifest.step, [])
         with contextlib.suppress(CorruptDataError, NewerFormatError):
             present = self.get(manifest.step, known[-1]) if known else None

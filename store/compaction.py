@@ -218,7 +218,7 @@ class Compaction:
         return digit_base(deepest, room) if room else None
 
     def _step(self, entry: Entry, ckpt: Checkpoint, live: tuple[_Live, ...], base: int | None) -> tuple[_Live, ...]:
-        """Move a step to its new parent; return the steps that those above it may have as parents."""
+        """Move a step to its new parent; return the steps that may be parents of later steps."""
         number = live[-1].number + 1 if live else 0
         parent = live[-1] if self._nearest and live else None
         if base is not None and number:

@@ -48,7 +48,7 @@ class Origin:
 
 
 class Executor(Protocol):
-    """Executes the saves of a `Saver`, one after another."""
+    """Interface of executors, which do the saves of a `Saver` one after another."""
 
     arena: Arena
     on_device: bool
@@ -88,12 +88,12 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything; nothing is in progress."""
+        """Free all resources; no save is in progress."""
         ...
 
 
 class ThreadExecutor:
-    """Saves in the calling thread only; GPU arrays are quantized on their device."""
+    """Executor in the calling thread; GPU arrays are quantized on their device."""
 
     on_device = True
 
@@ -137,7 +137,7 @@ class ThreadExecutor:
 
 
 class ProcessExecutor:
-    """Saves in a worker process that shares nothing with this one but the snapshot.
+    """Executor in a worker process, which shares only the snapshot with this process.
 
     Args:
         store: the store to save to.

@@ -74,7 +74,7 @@ class ExitCleanup:
         self._open.pop(work, None)
 
     def wait_for(self, url: str) -> None:
-        """Wait for the saves in flight to a store. Their errors are left for their own Savers.
+        """Wait for the saves in flight to a store; the Savers raise the errors.
 
         Raises:
             ChildProcessError: a worker is stopped, see `Work.wait`.
@@ -96,7 +96,7 @@ class ExitCleanup:
             self._finish(work)
 
     def _finish(self, work: Work) -> None:
-        """Close some work and show its error, which does not keep the others from being closed."""
+        """Close some work and show its error; an error does not stop the others from closing."""
         with self._turn:
             if work not in self._open:
                 return

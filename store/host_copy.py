@@ -28,7 +28,7 @@ _MANY = 4
 
 
 def copy(pieces: Sequence[Piece]) -> None:
-    """Copy pieces that do not overlap, on all cores if there are enough of them.
+    """Copy pieces that do not overlap, on all cores if there are enough pieces.
 
     Past the cache once `kernel` is loaded: measured 1.5 times as fast as `memmove`, array by array.
 

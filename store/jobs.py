@@ -31,7 +31,7 @@ def _kinds(tree: Mapping[str, Any]) -> dict[str, Any] | None:
 def perform(
     session: Session, step: int, snapshot: Snapshot, arena: Arena, stop: Callable[[], bool], *, alone: bool
 ) -> Saved | None:
-    """Save a snapshot; None where `stop()` became true before anything was written.
+    """Save a snapshot; return None if `stop()` was true before anything was written.
 
     Args:
         session: whose next step it becomes.
@@ -80,7 +80,7 @@ def outcome(saved: Saved | None) -> dict[str, Any]:
 
 
 def store_options(store: Store) -> dict[str, Any]:
-    """Return what `open_store` needs to open the same store again, as plain values."""
+    """Return the arguments for `open_store`, as plain values."""
     return {"url": store.url, "cfg": json.dumps(store.cfg.to_json()), "in_memory": store.in_memory}
 
 

@@ -44,8 +44,8 @@ class Manifest:
         base_nbytes: stored bytes of that base.
         spent: stored bytes of all checkpoints saved since it, this one included.
         metric: how good the model is, for retention, or None.
-        shards: name and bytes of the data files of a sharded step, which several processes wrote, and of those that
-            theirs are deltas over; `file` then says which array is where. Empty for a step of one process.
+        shards: name and bytes of the data files that several processes wrote for a sharded step, and of the files of
+            their parents; `file` is then the index of the arrays. Empty for a step of one process.
     """
 
     step: int

@@ -48,7 +48,7 @@ class InMemoryWarning(ShrinkpointWarning):
 
 
 def check_keep(keep: Any, url: str) -> int:
-    """Return `in_memory=`, or raise BadArgumentError if so many checkpoints cannot be kept."""
+    """Check `in_memory=`, the number of checkpoints to keep in memory."""
     kept = integer("in_memory", keep, 0, 1000)
     if kept and (fcntl is None or not os.path.isdir(SHARED)):
         raise BadArgumentError(f"in_memory is {kept}; this system has no {SHARED}, so it must be 0")
@@ -92,7 +92,7 @@ class MemoryCopies:
                 self._write(self._index())
 
     def put(self, step: int, file: str, needs: Sequence[str], data: bytes) -> bool:
-        """Hold a checkpoint; the oldest are removed beyond `keep`, and where memory is short.
+        """Hold a checkpoint; remove the oldest ones beyond `keep`, or if memory is short.
 
         Args:
             step: its training step.
@@ -101,7 +101,7 @@ class MemoryCopies:
             data: bytes of the file.
 
         Returns:
-            Whether it is held; an InMemoryWarning gives the reason where it is not.
+            Whether the checkpoint is held; if not, an InMemoryWarning gives the reason.
         """
         try:
             with self._locked(create=True):
@@ -203,9 +203,9 @@ def _room() -> int:
 
 
 class FilesWithCopies:
-    """The files of a store; data files are read from memory where an intact copy exists.
+    """The files of a store; data files are read from memory if an intact copy exists.
 
-    `hits` counts those that were.
+    `hits` counts the files that were read from memory.
     """
 
     def __init__(self, files: Files, copies: MemoryCopies) -> None:
@@ -231,7 +231,7 @@ class FilesWithCopies:
 
 
 def files_with_copies(files: Files, url: str) -> FilesWithCopies | None:
-    """The files of a store with the copies that memory still holds; None where it holds none."""
+    """Return a store's files with the copies in memory; None without any copy."""
     if fcntl is None or is_of_this_process(url):
         return None
     copies = MemoryCopies(url)

@@ -44,7 +44,7 @@ class Obstore:
         return path.removeprefix(f"{self._bucket}/")
 
     def _call(self, work: Any, *args: Any, **options: Any) -> Any:
-        """Call obstore, with Python's own errors where a retry is pointless."""
+        """Call obstore; raise Python's own errors if a retry is pointless."""
         errors = self._api.exceptions
         try:
             return work(self._store, *args, **options)

@@ -16,9 +16,9 @@ _WORTH = 0.99
 def wants_base(policy: ChainPolicy, last: Manifest, restore_cost: float) -> bool:
     """Return whether the checkpoint after `last` must be a base.
 
-    The size predictor compares the bytes of the next i + 1 checkpoints if the first is a base and they grow as since
-    the last base, `1 + S1 + ... + Si`, with the least they take as deltas, `(i + 1) Si`; sizes are in multiples of the
-    base. It is meant for deltas against the base, which grow; those of a linear chain hardly do.
+    The size predictor compares two sums for the next i + 1 checkpoints, in multiples of the base. If the first is a
+    base and the others grow as since the last base, they take `1 + S1 + ... + Si`; as deltas they take at least
+    `(i + 1) Si`. The predictor is meant for deltas against the base, which grow; deltas of a linear chain grow little.
 
     Args:
         policy: the chain policy.

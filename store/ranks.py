@@ -18,7 +18,7 @@ _MESSAGE = 1000
 
 
 def newest_common_step(store: Store, group: Any = None, *, drop: bool = False) -> int:
-    """Return the newest step that every rank can load; the same on all of them.
+    """Return the newest step that every rank can load; equal on all ranks.
 
     Each rank reports the newest step that it has intact, in memory or in storage (read and checked, as by `load`).
     While they differ, each rank goes back to its newest intact step up to the least of them, after an all-gather:

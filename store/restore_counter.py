@@ -46,7 +46,7 @@ def add(files: Files, step: int, known: int) -> int:
 
 
 def copy(source: Files, target: Files) -> None:
-    """Count the restores of the source in the target too, each once however often it is copied."""
+    """Count the source's restores in the target too, each only once."""
     there = set(_records(target))
     number = count(target)
     for data in _records(source):

@@ -10,13 +10,13 @@ from ..kernels.arguments import check_field, flag, integer, or_none
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Steps to keep; all others go, but for those that are pinned or tagged.
+    """Rules for the steps to keep; others are removed unless they are pinned or tagged.
 
     Args:
-        last: so many of the newest intact ones, 1 or more; default 1.
-        every: those whose number it divides, 1 or more; None: none.
-        best: so many of those with the best metric, 0 or more; default 0. Of equal ones the newest.
-        largest: whether a large metric is a good one; default False (a loss).
+        last: number of newest intact steps to keep, 1 or more; default 1.
+        every: keep the steps that are multiples of this number, 1 or more; None: no such rule.
+        best: number of steps with the best metric to keep, 0 or more; default 0. Among equal metrics the newest.
+        largest: whether a larger metric is better; default False (a loss).
 
     Example:
         >>> sorted(Retention(last=2, every=100, best=1).kept({90: None, 100: 0.5, 110: 0.3, 120: 0.4, 130: None}))

@@ -49,8 +49,8 @@ _NESTED = (
     "save between two steps"
 )
 _FRUITLESS = 2
-"""After so many workers in a row that died before they had saved anything, the next one starts a new chain: reading the
-old one may have killed them."""
+"""After this number of successive workers that died before their first save, the next one starts a new chain, because
+reading the old one may have killed them."""
 _LOOK = 1.0
 """Seconds between two looks at a worker that is waited for."""
 
@@ -317,13 +317,13 @@ class Saver:
         on_busy: what `save` does while a save is in flight: "wait" for it (default); "skip", so that the new state is
             not saved; "cancel" the older one if it is not compressed yet, and save the new one.
         mode: "process"; or "thread", in this process: its Python code then takes turns with the trainer's, and GPU
-            arrays are copied and quantized on their device. Default: a process, but a thread where the URL is in this
-            process's memory (`memory://`) and on Windows.
-        nice: how far the worker's priority is below the trainer's, 0 to 19; default 10.
-        threads: how many the worker computes with, default 1.
-        compact: shorten chains between saves: once restoring a step costs so many times the bytes of a base, chains of
-            over 2.5 are compacted (see `Store.compact`) and their former files removed; in [1, 1e6]. None (default):
-            never.
+            arrays are copied and quantized on their device. Default: a process, but a thread on Windows and if the URL
+            is in this process's memory (`memory://`).
+        nice: difference of the worker's priority to the trainer's, 0 to 19; default 10.
+        threads: number of threads of the worker, default 1.
+        compact: shorten chains between saves: once restoring a step costs this multiple of a base's bytes, chains that
+            cost more than 2.5 are compacted (see `Store.compact`), and their former files are removed; in [1, 1e6].
+            None (default): never.
         keep: remove all other steps between saves, see `Store.gc`; None (default): keep all. Adapters whose own files
             point to steps (Accelerate, Orbax) refuse it: they remove replaced steps themselves.
 

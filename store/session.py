@@ -81,7 +81,7 @@ class Session:
         """The step that was loaded; None from the first save on."""
         self._files, self._catalog, self._lock, self._cfg, self._copies = files, catalog, lock, cfg, copies
         self._average: WeightAverage | None = None
-        """Past weights; None: those of the head, once they are needed."""
+        """Past weights; None: not started, begins with the weights of the head."""
         self._left: set[int] = set()
         """Steps that were left behind and have been reported."""
         self._base_size: Size | None = None

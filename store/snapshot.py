@@ -58,7 +58,7 @@ class Arena:
             self._map = mmap.mmap(self.fd, self.size, flags=mmap.MAP_SHARED | populate)
 
     def reserve(self, nbytes: int) -> bool:
-        """Make room for so many bytes and the control bytes; return whether the memory was replaced.
+        """Make room for `nbytes` and the control bytes; return whether the memory was replaced.
 
         Raises:
             MemoryError: too little memory; the arena is unchanged.
@@ -155,10 +155,10 @@ class Plan:
         trees: name -> nodes (see `codec.state.tree`), array numbers counted through all trees.
         specs: of each array.
         values: of each array, contiguous; the live arrays themselves.
-        pointers: to each array's values in host memory; 0 where they are elsewhere.
+        pointers: to each array's values in host memory; 0 if they are elsewhere.
         sizes: of each array in bytes.
         offsets: of each array in the arena.
-        nbytes: of all of it.
+        nbytes: bytes of all arrays in the arena.
     """
 
     trees: dict[str, list[Any]]
@@ -204,7 +204,7 @@ class Snapshot:
 
 
 def plan(trees: Mapping[str, Any]) -> Plan:
-    """Flatten trees and lay them out; tied arrays once.
+    """Flatten trees and lay them out, with tied arrays only once.
 
     Args:
         trees: name -> dict, list or tuple, as for `compress`.

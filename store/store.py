@@ -44,7 +44,7 @@ class DiskUsage(NamedTuple):
 
     Args:
         steps: of the files of the steps that `steps()` lists.
-        total: of all data files: also those that chains need of removed steps, and garbage.
+        total: of all data files, including files of removed steps that chains need, and garbage.
     """
 
     steps: int
@@ -64,7 +64,7 @@ class RestoreNotCountedWarning(StoreWarning):
 
 
 _ATTEMPTS = 10
-"""How often `load` or `copy` lists the steps again while another process removes those that were listed."""
+"""Most attempts of `load` or `copy` to list the steps while another process removes listed steps."""
 
 
 class _Outdated(Exception):
@@ -207,22 +207,22 @@ class Store:
         When this returns, the step is durable; when it raises, nothing has changed. (An interrupt may come after the
         commit: `steps()` shows whether the step exists.)
 
-        The step becomes a delta against the checkpoint that this object saved or loaded last (or against its base, as
-        `cfg.chain` says), or a base; also a base where a delta would save almost nothing (`ChainPolicy.only_smaller`).
+        The step becomes a delta against the checkpoint that this object saved or loaded last (or against its base, see
+        `cfg.chain`), or a base, also if a delta would save almost nothing (`ChainPolicy.only_smaller`).
 
         A step below existing ones is saved with a StoreWarning that names them. If this object has loaded an older step
-        and continues from it, the higher ones are left behind: `load()` skips them from then on. Otherwise the step may
-        be an old one that is added late, and `load()` still takes the highest. `gc` keeps both ends.
+        and continues from it, the higher steps are left behind: `load()` skips them from then on. Otherwise the step
+        may be an old one that is added late, and `load()` still takes the highest. `gc` keeps both ends.
 
         Args:
-            step: training step, 0 to 10**12 - 1. An existing one is replaced in one atomic operation. Any growing
-                number will do: the optimizer's own count of steps is read from its state.
+            step: training step, 0 to 10**12 - 1. An existing step is replaced in one atomic operation. Any growing
+                number is allowed: the optimizer's own count of steps is read from its state.
             state: see `compress`.
             grads: see `compress`.
             kinds: see `compress`.
-            metric: how good the model is, finite, for `Retention(best=...)`; may be set later with `rate`.
-            cfg: how to compress this checkpoint, for example as `search` found it; default: the store's. When to take a
-                base is always decided by the store's own `cfg.chain`.
+            metric: quality of the model, finite, for `Retention(best=...)`; may be set later with `rate`.
+            cfg: configuration of this checkpoint, for example from `search`; default: the store's. The store's own
+                `cfg.chain` always decides when to take a base.
 
         Raises:
             BadArgumentError, UnsupportedLeafError: see `compress`.
@@ -239,7 +239,7 @@ class Store:
     def loaded(self) -> int | None:
         """The step that was loaded last, from which the next save continues; None after a save.
 
-        A save that finds exactly the same step in its place counts as loading it: the run repeats itself.
+        A save that finds exactly the same step already stored counts as loading it: the run repeats itself.
         """
         return None if self.session.loaded is None else self.session.loaded.step
 
@@ -253,10 +253,10 @@ class Store:
         return None if head is None else head.checkpoint
 
     def earlier(self, state: Any, step: int | None = None) -> PastWeights:
-        """Return past weights, a slow average of those that were saved, for `search(earlier=)`.
+        """Return past weights, a slow average of the saved ones, for `search(earlier=)`.
 
-        A save of this state is coded ahead of their drift where the configuration says so (`Config.ahead`). The next
-        save changes the arrays.
+        With `Config.ahead`, a save of this state is coded ahead of the drift since these weights. The next save changes
+        the arrays.
 
         Args:
             state: the state that will be saved.
@@ -416,7 +416,7 @@ class Store:
     def verify_labels(self) -> dict[str, str]:
         """Read all tags and records of runs that went back; return the damaged ones and the reasons.
 
-        They are not steps, which `verify` reads; but while one is damaged, `gc` removes nothing.
+        `verify` does not read them, because they are not steps; but while one is damaged, `gc` removes nothing.
         """
         return labels.unreadable(self._files) | rewinds.unreadable(self._files)
 
@@ -435,8 +435,8 @@ class Store:
             progress: called with (step, done, total) after each step.
 
         Returns:
-            The steps that are stored differently now, ascending. A NotCompactedWarning names those that cannot be read
-            and stay as they are.
+            The steps that are stored differently now, ascending. A NotCompactedWarning names the steps that cannot be
+            read and were not changed.
         """
         max_cost = number("max_cost", max_cost, 1, 1e6)
         progress = or_none("progress", progress, function)
@@ -458,21 +458,21 @@ class Store:
     def gc(self, retention: Retention | None = None, *, timeout: float = 60.0, dry_run: bool = False) -> list[str]:
         """Remove steps that a retention does not keep, then all files that no step needs.
 
-        A file that a step needs is never removed, even if the step that it was saved for is. Chains of kept steps begin
-        with files of removed ones: where these take over twice the bytes of the bases that would replace them, the
-        chains are compacted, so that space is freed.
+        A file that a step needs is never removed, even if its own step is removed. So chains of kept steps may begin
+        with files of removed steps. If these take over twice the bytes of the bases that would replace them, the chains
+        are compacted to free space.
 
         Nothing is removed while a manifest or tag cannot be read. Steps that are not intact do not count as kept and
-        are left alone. Where a run went back (see `save`), the retention is applied twice, once without the steps left
-        behind, and both results are kept. With `best` and no metric at all every step is kept, with a StoreWarning.
+        are not removed. If a run went back (see `save`), the retention is applied twice, once without the steps left
+        behind, and both results are kept. With `best`, and without any metric, every step is kept, with a StoreWarning.
 
         Frozen parameters that are stored once (`trainers.save`) are removed when no step needs them and no save has
         used them for a day.
 
         Args:
-            retention: what to keep; None: every step. Pinned and tagged steps are always kept.
+            retention: rules for the steps to keep; None: every step. Pinned and tagged steps are always kept.
             timeout: seconds to wait for savers to finish, 0 or more.
-            dry_run: remove nothing, return what would be. It waits for savers too: their files are not garbage.
+            dry_run: only return the names, remove nothing. It also waits for savers, whose files are not garbage.
 
         Returns:
             Names of the removed files.

@@ -101,7 +101,7 @@ def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]
         source: the files to copy from.
         manifest: of the step.
         target: the files to copy to.
-        sound: names of files that the target is known to have; those of the chain are added.
+        sound: names of files that the target is known to have; the files of the chain are added.
 
     Raises:
         CorruptDataError, MissingParentError: a file does not match its name, or is missing.

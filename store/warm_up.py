@@ -1,4 +1,4 @@
-"""Compilation of kernels before the first save needs them."""
+"""Compilation of kernels before the first save."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sample_states(convert: Callable[[NpArray], Any]) -> Iterator[dict[str, Any]]
 
 
 def warm_up(cfg: Config, convert: Callable[[NpArray], Any], stop: Callable[[], bool]) -> None:
-    """Load the kernels of saves; compile those that this machine has not compiled yet.
+    """Load the kernels of saves, and compile those that are not in the cache.
 
     Loading takes a second of processor time, and compiling about eleven.
 
@@ -67,7 +67,7 @@ def warm_up(cfg: Config, convert: Callable[[NpArray], Any], stop: Callable[[], b
     states = sample_states(convert)
     first, second = next(states), next(states)
     for parts in (("model",), ("model", "optimizer")):
-        # The model alone has kernels of its own: nothing says there how much each weight matters.
+        # A model without optimizer uses other kernels, because the importance of its weights is unknown.
         kinds = {f"model/{name}": Kind("linear") for name in first["model"]} if parts == ("model",) else None
         base = None
         for state in (first, second):

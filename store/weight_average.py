@@ -78,9 +78,10 @@ class WeightAverage:
     Each average is on the device of its weight.
 
     Args:
-        checkpoint: resolved; the average begins with its weights. None (default): with those of the first `follow`.
-        step: training step of these weights; None: unknown. Where the optimizer's state counts its own steps (`step`
-            next to a second moment), that count is used instead, here and below.
+        checkpoint: resolved; the average begins with its weights. None (default): with the weights of the first
+            `follow`.
+        step: training step of these weights; None: unknown. If the optimizer's state counts its own steps (`step` next
+            to a second moment), that count is used instead, here and below.
 
     Raises:
         BadArgumentError: `checkpoint` is not a Checkpoint, or `step` not a number.
@@ -173,7 +174,7 @@ class _Arrays(dict[str, Array]):
 
 
 def arrays_by_path(state: Any) -> Mapping[str, Array]:
-    """Return the arrays of a state by path; those that share a path are left out."""
+    """Return the arrays of a state by path, without arrays that share a path."""
     if isinstance(state, _Arrays):
         return state
     nodes = flatten(state, is_array)[1]
@@ -204,7 +205,7 @@ def _copied(flat: Array) -> Array:
 
 @np.errstate(over="ignore", invalid="ignore")
 def _moved(mean: Array, flat: Array) -> Array:
-    """Update the mean by the new values, in place; it restarts where it is not finite."""
+    """Update the mean by the new values, in place; a mean that is not finite starts again."""
     block = CHUNK if on_gpu(flat) else _BLOCK
     for start in range(0, mean.shape[0], block):
         own, new = mean[start : start + block], flat[start : start + block]

@@ -1,7 +1,7 @@
 """The worker process of a `Saver`: `python -m shrinkpoint.store.worker`.
 
-It is a fresh process, never a fork. It ends when its trainer tells it to or has ended; a save whose snapshot is
-complete is finished first. It ignores signals: they are meant for the trainer.
+It is a new process, never a fork. It ends on request of its trainer, or after the trainer has ended; a save whose
+snapshot is complete is finished first. It ignores signals, which are meant for the trainer.
 """
 
 from __future__ import annotations
