@@ -212,8 +212,9 @@ def compress_states(accelerator: Any, saver: Saver | Store, *, frozen: str | Non
     Args:
         accelerator: an `accelerate.Accelerator`.
         saver: where to, not inside the folder `checkpoints` of an automatically named project. A Store: `save_state`
-            returns when the checkpoint is durable. A Saver: as soon as training may go on; the pointer appears when the
-            checkpoint is durable, and the next `save_state` waits for that before Accelerate removes older folders.
+            returns when the checkpoint is durable. A Saver: `save_state` returns when the state is copied; the pointer
+            appears when the checkpoint is durable, and the next `save_state` waits for that before Accelerate removes
+            older folders.
         frozen: where frozen parameters are kept, see `TrainingState`; default None: in each checkpoint.
 
     Returns:

@@ -84,10 +84,10 @@ class Background:
     def parent(self) -> Checkpoint | None:
         """Parent of the next save, as `Store.parent`, once nothing is in flight.
 
-        None too where that was removed since: only the worker still has it.
+        None, too, if the parent was removed since, so that only the worker still has it.
 
         Raises:
-            Exception: what the save in flight raised.
+            Exception: the error of the save in flight.
         """
         self.wait()
         done = self._saver.last
@@ -128,8 +128,8 @@ class Background:
     def then(self, work: Callable[[], object]) -> None:
         """Call `work` when the save in flight is durable, or at once; never if the save fails.
 
-        It comes before what the saver does between saves, or instead of the rest of that: what removes steps would
-        wait for a compaction.
+        The saver's maintenance between saves starts after the call, or is stopped for it: otherwise a call that removes
+        steps would wait for a compaction.
         """
         with self._lock:
             if self._busy:
@@ -180,7 +180,7 @@ class Background:
             done.set_exception(error)
 
     def _next(self) -> Callable[[], object] | None:
-        """Return the next call, or None if nothing is left; later calls then run at once."""
+        """Return the next waiting call, or None; later calls are then made at once."""
         with self._lock:
             self._busy = bool(self._after)
             return self._after.pop(0) if self._after else None

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..codec.state.leaves import is_sharded, local_part
 
 _EVERY = 16
-"""After so many gradients an average is looked through for values that are not finite; at each would cost as much again
-as the averaging."""
+"""Number of gradients from one search for values that are not finite to the next; a search after each gradient would
+double the cost of averaging."""
 
 
 class Average:
@@ -58,7 +58,7 @@ class Average:
     def mend(self) -> None:
         """Reset the elements that are not finite."""
         for values in (self.mean, self.square):
-            # One pass that keeps nothing; where the sum is not finite, as that of large values may be, another.
+            # The sum takes one pass without memory. If it is not finite, which large values may cause, search again.
             if values is not None and not math.isfinite(float(values.sum())):
                 bad = ~values.isfinite()
                 self.not_finite += int(bad.sum())
@@ -81,11 +81,11 @@ class Average:
 
 
 class Transfer:
-    """Worker that adds gradients to averages: CPU at once, GPU while training goes on.
+    """Worker that adds gradients to averages, on a GPU without stopping the training.
 
-    On a GPU a gradient is copied to pinned memory on a stream of its own, without the host waiting, and a thread forms
-    the average once the copy is there. Each parameter has one pinned buffer, so that the host waits only where its
-    last gradient is not averaged yet: for as long as averaging takes longer than a whole training step.
+    On a GPU a gradient is copied to pinned memory on a separate stream, without the host waiting, and a thread computes
+    the average once the copy is complete. Each parameter has one pinned buffer, so the host waits only if the last
+    gradient of a parameter is not averaged yet, which happens if averaging takes longer than a training step.
     """
 
     def __init__(self) -> None:

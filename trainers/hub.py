@@ -81,8 +81,8 @@ def save_pretrained(
         cfg: how to compress; default `presets.lossless()`: every bit comes back.
 
     Raises:
-        BadArgumentError: no such folder, one without safetensors or with links to nothing or in a circle; a target that
-            is not empty, or within a folder that is read.
+        BadArgumentError: the folder does not exist, has no safetensors files, or has broken or circular links; the
+            target is not empty, or is within a folder that is read.
         CorruptDataError, MissingParentError: the base is compressed and not readable.
 
     Example:
@@ -131,8 +131,8 @@ def load_pretrained(
         The model; else the folder `to` as a Path; else the weights, `{name: tensor}`.
 
     Raises:
-        BadArgumentError: no such folder, or nothing compressed in it; `to` within a folder that is read; `model` and
-            `to` together; a model whose parameters are others.
+        BadArgumentError: the folder does not exist or has no compressed files; `to` is within a folder that is read;
+            `model` and `to` are both given; the model has other parameters.
         MissingParentError: the base is missing, or is not the one it was compressed against.
         CorruptDataError, NewerFormatError: the folder is not readable.
 

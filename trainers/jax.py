@@ -27,7 +27,7 @@ else:
         raise ImportError(f"this adapter needs JAX: {install('jax')}") from None
 
 _ORDER = (jax.numpy.bool_, jax.numpy.unsignedinteger, jax.numpy.signedinteger, jax.numpy.floating)
-"""Kinds of numbers: those of one are not converted to an earlier one, which would lose all of some of them."""
+"""Kinds of numbers. A number is never converted to an earlier kind, because that may lose its value."""
 
 
 def nested(tree: Any) -> dict[str, Any]:
@@ -86,17 +86,17 @@ def fitted(plain: Any, like: Any, *, what: str = "like", partial: bool = False) 
     """Return a plain tree in the containers of another; the inverse of `nested`.
 
     Args:
-        plain: what `nested` gave, after `decompress` or `Store.load`.
-        like: a pytree of arrays, `jax.ShapeDtypeStruct` and scalars: what comes back has its containers, dtypes and
-            shardings; without a sharding, on the default device. NumPy arrays come back where it has NumPy arrays, and
-            for a `ShapeDtypeStruct` of a dtype that JAX does not have now (int64, float64 and complex128 without
-            `jax_enable_x64`).
-        what: how messages call it.
+        plain: result of `nested`, after `decompress` or `Store.load`.
+        like: a pytree of arrays, `jax.ShapeDtypeStruct` and scalars. The result has its containers, dtypes and
+            shardings; without a sharding, arrays are on the default device. The result has NumPy arrays for NumPy
+            arrays, and for a `ShapeDtypeStruct` of a dtype that JAX does not have as configured (int64, float64 and
+            complex128 without `jax_enable_x64`).
+        what: name of `like` in messages.
         partial: ignore entries that are in `plain` alone; default False.
 
     Raises:
-        BadArgumentError: names, shapes or kinds of numbers differ, or a sharding is asked for in a dtype that JAX does
-            not have now; the message lists them.
+        BadArgumentError: names, shapes or kinds of numbers differ, or a sharding is requested for a dtype that JAX does
+            not have as configured; the message lists them.
 
     Example:
         >>> import collections

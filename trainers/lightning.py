@@ -80,22 +80,23 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
     """Checkpoint plugin for Lightning that saves to a store, as deltas.
 
     `dir/epoch=1-step=20.ckpt` is a small file that points into the store `dir/shrinkpoint`. Removing it (`save_top_k`)
-    removes its checkpoint there; others that are coded against it stay readable. A checkpoint that Lightning wrote
-    without the plugin is loaded as it is.
+    removes its checkpoint from the store; deltas against that checkpoint stay readable. A checkpoint that Lightning
+    wrote without the plugin is loaded as an ordinary one.
 
-    With `background=True` a `Saver` takes a copy, and training goes on at once. The file appears when its checkpoint is
-    durable, and only then is removed what Lightning removes after it: a run that is killed at any moment has one to go
-    on from. When `fit` returns, all of it is there. Lightning's `AsyncCheckpointIO` removes before it has saved.
+    With `background=True` a `Saver` copies the state, and training goes on at once. The file appears when its
+    checkpoint is durable, and older files that Lightning removes are removed only then. So a run that is killed at any
+    moment has a checkpoint to resume from. When `fit` returns, all checkpoints are durable. (Lightning's
+    `AsyncCheckpointIO` removes old files before the new one is saved.)
 
-    Of the sharded strategies FSDP2 is for it, `ModelParallelStrategy(save_distributed_checkpoint=False)`: the first
-    process gets the whole state. Those that save by themselves are refused when fitting begins.
+    The only supported sharded strategy is FSDP2, `ModelParallelStrategy(save_distributed_checkpoint=False)`: the first
+    process gets the whole state. Strategies that save by themselves are refused when fitting begins.
 
-    The files by which Lightning's tuner (`lr_find`, `scale_batch_size`) rolls a model back, and by which spawned
-    processes hand it over, are exact with any `cfg`, and gone afterwards.
+    The temporary files by which Lightning's tuner (`lr_find`, `scale_batch_size`) rolls a model back, and by which
+    spawned processes return it, are exact with any `cfg`.
 
     Args:
-        cfg: how to compress; default `Config()`.
-        background: whether training goes on meanwhile; default False.
+        cfg: configuration of the compression; default `Config()`.
+        background: whether training goes on during a save; default False.
         compact: in the background, shorten chains between saves, see `Saver`; default None: never.
 
     Raises:
@@ -150,7 +151,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
             saver.save(path, state, grads=grads, kinds=self.kinds, cfg=self.chosen)
 
     def gradients(self, state: dict[str, Any]) -> Any:
-        """Return gradient averages as `compress` takes them, by their places in the state.
+        """Return gradient averages by their paths in the state, for `compress`.
 
         With `WeightAveraging` and `EMAWeightAveraging` the averaged weights are saved in place of the weights.
         """
@@ -171,7 +172,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
     def parent_of_all(self, path: PathLike, team: ProcessGroup) -> Checkpoint | None:
         """Return the first process's `parent` on all processes, read from storage there.
 
-        None too where it was removed meanwhile, and only the first process still has it.
+        None, too, if the parent was removed meanwhile, so that only the first process still has it.
 
         Raises:
             MissingParentError: a process cannot read it.
@@ -256,24 +257,24 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
 class CompressedCheckpoints(Callback):  # type: ignore[misc]
     """Callback for `CompressedIO`: random numbers, layer types, sensitivity, preemption.
 
-    Lightning itself does not save random number generators. With them, those of each process, a run resumed from a
-    checkpoint at the end of an epoch computes the numbers of one that was not interrupted. Resumed by another number of
-    processes, the generators start from their seeds, and a RanksChangedWarning says so.
+    Lightning itself does not save random number generators. With the saved generators of each process, a run resumed
+    from a checkpoint at the end of an epoch computes the same numbers as an uninterrupted run. With another number of
+    processes the generators start from their seeds, and a RanksChangedWarning says so.
 
     Args:
         rng: save and restore the generators of torch, Python and NumPy; default True.
-        sensitivity: average gradients, for codecs that ask for `grads`, before every so many optimizer steps: those at
-            which checkpoints are saved. None (default): none.
-        search: chooses how each checkpoint is compressed, called with its state and `prev`, `last`, `grads` and `kinds`
-            as `sp.search` has them: `functools.partial(sp.search, evaluate=..., threshold=0.01)`. `evaluate` gets the
-            whole checkpoint as it would be restored, weights under "state_dict". The result goes into the checkpoint; a
-            run that resumes searches on from it, and the restore counts (`SearchResult.restored`). Under several
-            processes (DDP) all search the first one's state together, and `group` is given too; `evaluate` must not
-            talk to the others. Where the plugin's configuration is for it (`Config.ahead`, a rate) and it does not save
-            in the background, `earlier` is given, too: trials and checkpoints are coded ahead of the weights' drift.
-            None (default): all are compressed as `CompressedIO` says.
-        preemption: save `last-preempted.ckpt` next to the checkpoints and exit when a scheduler's signal has come; then
-            `fit(ckpt_path="last")` resumes from it. Its handlers replace those of Lightning. None (default): none.
+        sensitivity: number of optimizer steps from one checkpoint to the next, before which gradients are averaged for
+            codecs that need `grads`. None (default): no averages.
+        search: function that chooses the configuration of each checkpoint, such as
+            `functools.partial(sp.search, evaluate=..., threshold=0.01)`. It is called with the state and with `prev`,
+            `last`, `grads` and `kinds` of `sp.search`. `evaluate` gets the whole checkpoint as it would be restored,
+            with the weights under "state_dict". The result is stored in the checkpoint; a resumed run continues the
+            search from it, and the restore counts (`SearchResult.restored`). With several processes (DDP) all search
+            the first one's state together, and `group` is given too; `evaluate` must not communicate with the others.
+            If weights are coded ahead of their drift (`Config.ahead`, or a rate) and saves are not in the background,
+            `earlier` is given too. None (default): the configuration of `CompressedIO`.
+        preemption: save `last-preempted.ckpt` next to the checkpoints and exit after a scheduler's signal; then
+            `fit(ckpt_path="last")` resumes from it. Its handlers replace Lightning's. None (default): no handlers.
 
     Raises:
         BadArgumentError: when fitting begins, `search` without `CompressedIO`, or with it in an `AsyncCheckpointIO`,
@@ -505,7 +506,7 @@ def _is_temporary(path: PathLike) -> bool:
 
 
 def _remove(path: PathLike) -> None:
-    """Remove a checkpoint's file, and from its store what no other file points to."""
+    """Remove a checkpoint's file, and steps of its store that no other file points to."""
     pointer = read_pointer(path)
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     if fs.exists(name):

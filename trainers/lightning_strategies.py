@@ -24,7 +24,7 @@ def of_both(folder: str, module: str, name: str) -> tuple[type, ...]:
     """Return a class of Lightning from each installed copy of Lightning.
 
     `lightning.pytorch` and `pytorch_lightning` are two copies of one library. The package `lightning` brings both, and
-    a Trainer of the one takes nothing that is of the other.
+    a Trainer of one copy accepts no objects of the other.
     """
     found = []
     for place in (folder, _OTHER[folder]):

@@ -29,24 +29,24 @@ Streams: TypeAlias = tuple[torch.Tensor, Any, Any]
 
 
 class Loader:
-    """Counts the batches that a data loader hands out; its state is the position.
+    """Data loader that counts the batches it returns; its state is the position.
 
-    A batch is consumed once the loop has it; those that workers prefetched are not. Shuffling depends on one seed drawn
-    from the global generator (or the loader's own) at the start of each epoch, so the order of a resumed epoch is that
-    of the interrupted one. For a plain `DataLoader` over a map-style dataset the consumed batches are passed over in
-    the sampler, without loading them. Everything else (an `IterableDataset`, a list, a loader of another class) is
-    iterated from the start of the epoch and the consumed batches are dropped. The random numbers that loader workers
-    draw (augmentation) are others after a resume; with `num_workers=0` they are the same ones.
+    A batch is consumed once the loop has received it; prefetched batches are not. Shuffling depends on one seed drawn
+    from the global generator (or the loader's own) at the start of each epoch, so a resumed epoch has the order of the
+    interrupted one. For a plain `DataLoader` over a map-style dataset the consumed batches are skipped in the sampler,
+    without loading them. Everything else (an `IterableDataset`, a list, a loader of another class) is iterated from the
+    start of the epoch, and the consumed batches are dropped. After a resume, loader workers draw other random numbers
+    (augmentation); with `num_workers=0` the random numbers are the same.
 
-    An epoch that is left early has ended: the next iteration begins another.
+    An epoch that the loop leaves early has ended: the next iteration begins a new epoch.
 
     Args:
         batches: iterable that is iterated once an epoch. If its sampler has a method `set_epoch`
             (`DistributedSampler`), it is called with the epoch's number.
 
     Raises:
-        BadArgumentError: not iterable, an iterator that can be gone through only once, or a loader that hands batches
-            out in no fixed order (`in_order=False`).
+        BadArgumentError: not iterable, an iterator that can be used only once, or a loader without a fixed order of
+            batches (`in_order=False`).
 
     Example:
         >>> loader = Loader(DataLoader(list(range(6)), batch_size=2))

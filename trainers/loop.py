@@ -67,16 +67,17 @@ def save(
     storage.
 
     Args:
-        saver: a Saver: returns as soon as training may go on; or a Store: returns when the checkpoint is durable.
+        saver: a Saver, so that the call returns as soon as the state is copied; or a Store, so that it returns when the
+            checkpoint is durable.
         step: training steps done, 0 or more; also an integer of NumPy's or torch's.
         model: the module, or a `TrainingState` with all parts of the run; then leave out the next eight.
         optimizer, scheduler, scaler, ema, loader, generators, more, frozen: see `TrainingState`.
-        tracker: of the bare model's embedding rows: the rows it has marked go with the save, and it is informed of the
-            result. Only rank 0's counts.
-        sensitivity: its gradient averages go with the save; `step` must be in the unit of its `every`.
+        tracker: tracker of the bare model's embedding rows. Its marked rows are passed to the save, and it gets the
+            result. Only rank 0's tracker counts.
+        sensitivity: tracker whose gradient averages are passed to the save; `step` must be in the unit of its `every`.
         grads: parameter name -> gradient average, as `SensitivityTracker.grads()` returns it, instead of `sensitivity`.
         metric: see `Store.save`.
-        cfg: see `Store.save`. Only rank 0's counts.
+        cfg: see `Store.save`. Only rank 0's configuration counts.
 
     Returns:
         The result of `saver.save`; None on ranks other than 0.
@@ -158,9 +159,9 @@ def resume(
 ) -> int:
     """Load a checkpoint into freshly built parts; return the steps done.
 
-    An empty store is the beginning of a run: nothing is changed, and 0 is returned. With `presets.lossless()` the
-    resumed run computes exactly the numbers of an uninterrupted one. A save of this process to the same store that is
-    still in flight is waited for.
+    With an empty store, nothing is changed and 0 is returned: a run begins. With `presets.lossless()` the resumed run
+    computes exactly the same numbers as an uninterrupted one. The call waits for saves of this process to the same
+    store that are in flight.
 
     Args:
         saver, model, optimizer, scheduler, scaler, ema, loader, generators, more: as for `save`. Parts of the
@@ -170,11 +171,11 @@ def resume(
         step: that step (or tag) or an error; None: the newest intact one.
         strict: True: a model or optimizer whose parameters were renamed, resized or regrouped, or another optimizer
             class, is an error that lists the differences, and nothing is changed. False: the parts that fit are loaded,
-            other parameters keep their values and have no optimizer state, an optimizer of another class is left as it
-            is; a StateMismatchWarning lists them.
+            other parameters keep their values and have no optimizer state, an optimizer of another class is not
+            changed; a StateMismatchWarning lists them.
         rng: also set the global random number generators.
         keep: names of optimizer settings whose new values are kept, such as `("lr", "weight_decay")`. With "lr" and a
-            `scheduler` the schedule goes on from its position with the new base rate. Default: all are restored.
+            `scheduler` the schedule continues at its position with the new base rate. Default: all are restored.
 
     Raises:
         BadArgumentError: the checkpoint lacks a part that was given, or does not fit; `keep` names no setting.

@@ -114,10 +114,10 @@ class ModelFolder:
 
 
 def base_parent(base: Tensors, wanted: Mapping[str, Sort]) -> Checkpoint:
-    """The base's tensors as the parent of a checkpoint: those of the same name, dtype and shape.
+    """Return the base's tensors that fit in name, dtype and shape, as a parent checkpoint.
 
-    Its identity is a hash of these tensors, not of a compressed file: a delta made with one release of the codec is
-    readable with another, whether the given base is compressed or not. Nothing is encoded for it.
+    Its identity is a hash of these tensors, not of a compressed file. So a delta made with one release of the codec is
+    readable with another, whether the given base is compressed or not. The base is not encoded.
     """
     same = {name: t for name, t in sorted(base.items()) if wanted.get(name) == sort_of(t)}
     nodes, found = tree.flatten({"tensors": same}, is_array)

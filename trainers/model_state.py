@@ -269,7 +269,7 @@ def refuse_or_warn(lines: Sequence[str], strict: bool, where: str, stacklevel: i
 
 
 def set_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Put a saved state into a model; what does not fit in name or shape stays as it is.
+    """Load a saved state into a model, except entries of another name or shape.
 
     Under several processes rank 0 has the state and the others give an empty one.
     """
@@ -339,7 +339,7 @@ def set_optimizers(
 
 
 def _unstepped(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
-    """Return entries made before the first step: some optimizers need them all."""
+    """Return the optimizer's entries from before the first step, which some optimizers need."""
     state: dict[int, Any] = optimizer.state_dict()["state"]
     return {n: e for n, e in state.items() if "step" in e and float(e["step"]) == 0}
 

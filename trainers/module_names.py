@@ -1,4 +1,4 @@
-"""Names of parameters without what wrappers put before them."""
+"""Names of parameters without the prefixes of wrappers."""
 
 from __future__ import annotations
 

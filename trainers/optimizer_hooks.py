@@ -32,18 +32,18 @@ def weak(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def remove(handles: Sequence[Any]) -> None:
-    """Remove hooks by what registering them returned."""
+    """Remove hooks by their handles."""
     for handle in handles:
         handle.remove()
 
 
 class Nesting:
-    """Recognises optimizer steps that run within another step.
+    """Detection of optimizer steps that run within another step.
 
-    A wrapper's step (`ZeroRedundancyOptimizer`, or a subclass that says `super().step()`) calls the one of the
-    optimizer within, and torch's hooks see both. `enter` and `leave` are called by the hooks before and after each, in
-    pairs but for a step that raises. That one is known to be over at the next `enter`; until then nothing of it is kept
-    but numbers, so that its optimizer and weights can go.
+    A wrapper's step (`ZeroRedundancyOptimizer`, or a subclass that calls `super().step()`) calls the step of the inner
+    optimizer, and torch's hooks see both. The hooks call `enter` before and `leave` after each step; a step that raises
+    does not call `leave`, and the next `enter` removes it. Only numbers of a step are kept, so that its optimizer and
+    weights can be freed.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Nesting:
 
     def enter(self, parameters: Sequence[Any], ids: frozenset[int]) -> Sequence[Any]:
         """Enter a step; return its parameters that no step around it covers."""
-        # Torch's own function around `step`, which goes on until the step has ended, however it ends.
+        # The frame of torch's function around `step` exists until the step ends, also by an error.
         step: FrameType | None = sys._getframe()
         while step is not None and step.f_code.co_filename != optimizer.__file__:
             step = step.f_back

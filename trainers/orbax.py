@@ -43,16 +43,16 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
     """A checkpoint handler of one item of a `CheckpointManager`, or of a `Checkpointer`.
 
     `manager.save(step, args=CompressedSave(tree))` and `manager.restore(step, args=CompressedRestore(abstract_tree))`.
-    A step's folder appears, by Orbax's own atomic step, once its checkpoint is durable. What Orbax has removed
-    (`max_to_keep` and its like) leaves the store at the next save and when the manager that saved is closed; what later
-    deltas need of it stays. Arrays that are spread over several processes come together in each, and the first one
-    writes.
+    A step's folder appears once its checkpoint is durable, by Orbax's own atomic rename. Steps that Orbax has removed
+    (`max_to_keep` and similar options) are removed from the store at the next save and when the saving manager is
+    closed; data that later deltas need are kept. Arrays that are sharded over several processes are gathered in each,
+    and the first process writes.
 
     Args:
-        saver: where to: a store next to the step folders, of this item alone; steps that no folder points to go
-            from it. A Store: the checkpoint is durable when `manager.save` returns, and the folder follows. A Saver:
-            it returns as soon as the tree is copied; training may go on, and give its buffers away. The Saver is closed
-            by the caller.
+        saver: target: a store next to the step folders, for this item only; steps that no folder points to are removed
+            from it. With a Store, the checkpoint is durable when `manager.save` returns, and the folder follows. With a
+            Saver, `manager.save` returns as soon as the tree is copied, and training may change or donate its buffers.
+            The caller closes the Saver.
 
     Raises:
         BadArgumentError: no Saver and no Store; a Saver with `keep`, which would remove steps that folders point to.

@@ -60,7 +60,7 @@ class Coming:
 
 
 in_flight: dict[str, Coming] = {}
-"""Those of this process, by `key_of` their names."""
+"""Pointer files of this process whose checkpoints are being saved, by `key_of` their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class Pointer:
 
     Args:
         store: path or URL of the store; a relative path is relative to the file's folder.
-        step: which step of it.
-        identity: of the checkpoint there, so that another one of that number is not taken for it.
+        step: step in the store.
+        identity: of the checkpoint, so that another checkpoint of the same step is recognised.
     """
 
     store: str
@@ -147,7 +147,7 @@ def save_at(
 def point_to(path: PathLike, store: Store, step: int, identity: str, before: Pointer | None) -> Pointer:
     """Let a file point to a step that was saved for it, and drop the step it pointed to before.
 
-    Where the file cannot be written the step is dropped instead: nothing would ever name it.
+    If the file cannot be written, the new step is dropped, because no file would point to it.
     """
     try:
         pointer = write_pointer(path, store, step, identity)
@@ -205,8 +205,8 @@ def drop_replaced(path: PathLike, store: Store, before: Pointer | None) -> None:
 def is_shared(path: PathLike, pointer: Pointer) -> bool:
     """Return whether another file (a link or a copy) points to the same step.
 
-    The files of its folder are read, and those of its name in the folders next to it. Saves are not waited for: a file
-    that is being saved in the background points to its former step until the new one exists.
+    The other files in its folder are read, and the files of the same name in sibling folders. The call does not wait
+    for saves: a file that is being saved in the background points to its former step until the new one exists.
     """
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     fs.invalidate_cache()
@@ -220,7 +220,7 @@ def is_shared(path: PathLike, pointer: Pointer) -> bool:
         url = fs.unstrip_protocol(other)
         try:
             found = _read(fs, other, url)
-        except CorruptDataError:  # nobody can say what that one points to: nothing is removed
+        except CorruptDataError:  # its step is unknown, so no step may be removed
             return True
         if found is not None and found.step == pointer.step and one_name(store_of(url, found).url) == store:
             return True

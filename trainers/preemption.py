@@ -30,11 +30,11 @@ from .training_state import Optimizers, TrainingState
 
 LOG = logging.getLogger("shrinkpoint.trainers")
 MARGIN = 1.5
-"""A save is expected to take so many times the longest of the last ones: it must surely fit into the time left."""
+"""A save is started only if this multiple of the longest recent save fits into the time left."""
 
 
 class Preempted(SystemExit):
-    """Ends the process after a scheduler's signal; has the exit code and the step."""
+    """Exit of the process after a scheduler's signal; has the exit code and the step."""
 
     def __init__(self, code: int, step: int) -> None:
         super().__init__(code)
@@ -57,7 +57,7 @@ class Choice:
 def choose(
     timing: SaveTiming, step: int | None, left: float, types: tuple[bool | None, bool | None] = (None, None)
 ) -> Choice:
-    """Return what can surely be made durable in the time left.
+    """Return what will be durable in time: a new save, the save in flight, or the last one.
 
     A new save is tried if no save was measured yet: an interrupted save damages no other one.
 
@@ -102,12 +102,12 @@ def _longest(timing: SaveTiming, is_delta: bool | None) -> float | None:
 
 
 class Preemption:
-    """Saves and exits when a scheduler announces that it ends the process.
+    """Handler of a scheduler's signals: saves and exits before the process is killed.
 
-    A signal only sets a flag. At the next step boundary all processes of the run agree on it (any one of them may have
-    got the signal), save once, wait until the checkpoint is durable, and exit. Where the time left is too short by the
-    measured seconds of the last saves, they wait for the save in flight, or exit with the last durable step; the report
-    (logger `shrinkpoint.trainers`) says which. Put `check` at the end of each training step:
+    A signal only sets a flag. At the next step boundary all processes of the run agree on it (any of them may have
+    received the signal), save once, wait until the checkpoint is durable, and exit. If the time left is too short
+    according to the duration of the last saves, they wait for the save in flight, or exit with the last durable step;
+    the report (logger `shrinkpoint.trainers`) says which. Call `check` at the end of each training step:
 
         preemption = trainers.Preemption(grace=30)
         ...
@@ -119,8 +119,7 @@ class Preemption:
         signals: names or numbers; default SIGTERM (spot instances, Kubernetes, torchrun) and SIGUSR1 (Slurm's
             `--signal=USR1@60`).
         grace: seconds from the signal until the process is killed, above 0; default 30.
-        code: exit code, 0 to 255; default 75 (`EX_TEMPFAIL`: try again), which launchers take for a failure to
-            restart.
+        code: exit code, 0 to 255; default 75 (`EX_TEMPFAIL`: try again), which makes launchers restart the job.
         every: step boundaries from one agreement of the processes to the next, 1 or more; default 1. An agreement is
             an all-reduce of one number in the default group; it is left out if there is only one process. Where that
             group has NCCL only, each agreement waits for the GPU: `init_process_group("cpu:gloo,cuda:nccl")` avoids it.
@@ -262,7 +261,7 @@ class Preemption:
         self.leave(store, step, choice, wait)
 
     def choice(self, store: Store, step: int | None, left: float) -> Choice:
-        """Return what rank 0 chooses, on all processes."""
+        """Return rank 0's choice on all processes."""
         found: Choice = on_rank_0(lambda: _choose(store, step, left), lambda c: c, "no choice was sent")
         return found
 

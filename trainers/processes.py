@@ -108,7 +108,7 @@ def on_rank_0(work: Callable[[], Any], light: Callable[[Any], Any], otherwise: s
 def _as_told(name: str, text: str, errno: int | None) -> Exception:
     """Return an error of another process, with its class if that is known here.
 
-    It does not travel itself: those of storage libraries may hold what cannot, or take more than a text.
+    The error itself is not sent: errors of storage libraries may not be picklable, or need more arguments than a text.
     """
     known = getattr(errors, name, None) or getattr(builtins, name, None)
     if isinstance(known, type) and issubclass(known, Exception):

@@ -17,10 +17,10 @@ from ..searching.result import SearchResult
 
 
 def of_first(team: ProcessGroup, tree: Any, group: Any) -> Any:
-    """Return the first process's tree on all processes; send only what differs.
+    """Return the first process's tree on all processes; only differing values are sent.
 
-    Scalars, random number generators and buffers that no process tells the others of differ between replicas. A
-    collective; what goes wrong before anything is sent is an error on all.
+    Scalars, random number generators and buffers that are not synchronised differ between replicas. A collective; an
+    error before the first transfer is raised on all processes.
 
     Args:
         team: the processes.
@@ -43,7 +43,7 @@ def of_first(team: ProcessGroup, tree: Any, group: Any) -> Any:
 
     outlines = team.all(outline)
     nodes, first = outlines[0]
-    # What the others lack, as everybody can tell from the outlines.
+    # All processes compute from the outlines which arrays the others lack.
     held = [set(map(tuple, arrays)) for _, arrays in outlines]
     mine = {(key, digest): node.value for (key, digest), node in zip(outlines[team.rank][1], own, strict=True)}
     arrays = []

@@ -1,10 +1,10 @@
 """The rows of embedding tables that a run has touched since a checkpoint.
 
-Rows are marked in the forward pass, as the paper does it. That misses what moves without a look-up through the module:
-rows of other processes in a reduced gradient, gradients kept from step to step or over a save, tables read past their
-module. So gradients are read, too, as the optimizer is about to use them: at every step where several processes train,
-else at the first step after each save and then now and again, since a dense one is read from end to end; if a row is
-found there that nobody looked up, from then on at every step.
+Rows are marked in the forward pass, as in the paper. That misses rows that change without a look-up through the module:
+rows of other processes in a reduced gradient, gradients kept from step to step or over a save, tables read without
+their module. So gradients are read, too, before the optimizer's step: with several processes at every step; otherwise
+at the first step after each save and then from time to time, because a dense gradient must be read completely. If a
+row is found that was not looked up, gradients are read at every step from then on.
 
 Source: Check-N-Run, section 5.1.1.
 """
@@ -185,7 +185,7 @@ def _either(a: Bits | None, b: Bits | None) -> Bits | None:
 
 @torch.no_grad()
 def _with_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """Return bool [R]: rows with a nonzero gradient; rows that contain NaN are not included."""
+    """Return bool [R]: rows of a dense gradient that are not zero; NaN counts as not zero."""
     flat = gradient.reshape(gradient.shape[0], -1)
     if not flat.shape[1]:
         return torch.zeros(flat.shape[0], dtype=torch.bool, device=flat.device)
@@ -194,7 +194,7 @@ def _with_gradient(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _Hook:
-    """A hook whose copies and pickles do nothing."""
+    """Hook whose copies and pickles do nothing."""
 
     def __init__(self, table: _Table) -> None:
         self._table = table
@@ -240,26 +240,26 @@ def _ignore(*_: Any) -> None:
 
 
 class RowTracker:
-    """Marks the rows of embedding tables that training touches.
+    """Tracker of the embedding rows that training changes.
 
-    Those are the rows looked up in a forward pass that a gradient can follow (or in any, where `max_norm` changes rows
-    as they are read), and those with a gradient when the optimizer steps, wherever it came from: other processes, an
-    earlier batch, a look-up past the module. (Dense gradients of a single process are read at the first step after a
-    save and at every 64th, for that reads the whole table; at every step once a row turned up there.)
+    These are the rows looked up in a forward pass with gradients (or in any forward pass if `max_norm` changes rows as
+    they are read), and all rows with a gradient when the optimizer steps, for example from other processes, an earlier
+    batch, or a look-up without the module. (Dense gradients of a single process are read at the first step after a save
+    and at every 64th step, because that reads the whole table; at every step once such a row was found.)
 
-    Until the first save, and after a `load_state_dict`, every row counts as touched. A table of the same size in the
-    place of another is followed from the next `kinds` on, all of it touched.
+    Until the first save, and after a `load_state_dict`, every row counts as touched. A table that replaces another one
+    of the same size is tracked from the next `kinds` on, with all rows touched.
 
-    A table is compared row by row without marks (`untracked` says which and why) when it is also the weight of another
-    layer, or when its optimizer moves rows without a gradient: momentum, weight decay, and every optimizer but `SGD`,
-    `SparseAdam` and `Adagrad`. A row edited directly needs `forget()`. No mark is trusted: a row that changed without
-    one is stored all the same, and the summary's note counts such rows.
+    A table is compared row by row without marks if it is also the weight of another layer, or if its optimizer moves
+    rows without a gradient: with momentum or weight decay, and every optimizer except `SGD`, `SparseAdam` and
+    `Adagrad`. `untracked` names these tables and the reasons. After direct edits of rows call `forget()`. Marks are
+    checked: a changed row without a mark is stored, too, and the summary's note counts such rows.
 
     Args:
         module: the module that is trained.
-        optimizer: the optimizer, `{name in the state: optimizer}`, or several whose entries the state holds by the
-            parameters' names in one place, as that of `trainers.save` does. None: you vouch that it only changes
-            rows with a gradient, unless one is given to `kinds`.
+        optimizer: the optimizer, `{name in the state: optimizer}`, or several whose entries are in one place of the
+            state by the parameters' names, as in the state of `trainers.save`. None: the optimizer is assumed to
+            change only rows with a gradient, unless it is given to `kinds`.
 
     Raises:
         BadArgumentError: `module` is not a module, or `optimizer` not an optimizer.
@@ -296,7 +296,7 @@ class RowTracker:
         self._handles: list[Any] = []
         self._closed = False
         self._register()
-        # Weak, so that a tracker that nobody holds any more goes away and takes its hooks along.
+        # Weak references, so that a tracker without other references is freed and its hooks are removed.
         before, after, loaded = (weak(m) for m in (self._before_step, self._after_step, self._loaded))
         handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         handles += [one.register_load_state_dict_post_hook(loaded) for _, one in self._optimizers]
@@ -410,7 +410,7 @@ class RowTracker:
         self._check_tables()
         self._settle_done()
         table = self._kinds(optimizers)
-        # Beyond a few saves that nobody reported, rows go to the snapshot after: they are stored once more, not lost.
+        # After a few unreported saves, rows are counted to the next snapshot: they are stored once more, not lost.
         if len(self._pending) < _MOST_PENDING:
             for one in self._tables.values():
                 one.snapshot()
@@ -458,8 +458,8 @@ class RowTracker:
 
         Args:
             base: whether it was stored as a base (`not Saved.is_delta`).
-            kinds: what `kinds` returned for it. None: the oldest snapshot not yet reported, which is the right one when
-                saves are reported one by one, and loses nothing when some were not.
+            kinds: result of `kinds` for this save. None: the oldest snapshot not yet reported, which is right if all
+                saves are reported in order, and safe if some were not.
 
         Raises:
             BadArgumentError: there was no snapshot; the tracker is closed.
@@ -477,11 +477,11 @@ class RowTracker:
     def follow(self, save: Saved | Future[SaveResult], *, kinds: Mapping[str, Kind] | None = None) -> None:
         """Call `saved` when the result of a save is known.
 
-        A save that fails, or is skipped or cancelled, settles nothing: its rows belong to the next one.
+        After a save that failed, or was skipped or cancelled, its rows stay marked for the next save.
 
         Args:
             save: what `Store.save` or `Saver.save` returned.
-            kinds: what `kinds` returned for it. None: the newest snapshot.
+            kinds: result of `kinds` for this save. None: the newest snapshot.
 
         Raises:
             BadArgumentError: there was no snapshot; the tracker is closed.

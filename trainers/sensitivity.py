@@ -1,14 +1,14 @@
 """Sensitivity: gradient averages over the batches before a checkpoint, on the host.
 
-A gradient is read when the optimizer is about to step: then it is accumulated over micro-batches, averaged over
-processes (DDP, FSDP2), unscaled (AMP) and clipped, and a step that AMP skips is not recorded. Where `step` is given a
-closure (Lightning, LBFGS), it is read after the closure's first evaluation. A training loop that updates its weights by
-hand, without a `torch.optim` optimizer, is followed by post-accumulate hooks instead. On a GPU, reading is a copy to
-pinned memory that the host does not wait for, and a thread forms the average on the CPU. No gradient, parameter or
-random number generator is touched: the losses of a run are bit-identical with and without the tracker.
+A gradient is read just before the optimizer's step: it is then accumulated over micro-batches, averaged over processes
+(DDP, FSDP2), unscaled (AMP) and clipped, and a step that AMP skips is not recorded. If `step` is given a closure
+(Lightning, LBFGS), the gradient is read after the closure's first evaluation. For a training loop without a
+`torch.optim` optimizer, post-accumulate hooks are used instead. On a GPU, a gradient is copied to pinned memory without
+the host waiting, and a thread computes the average on the CPU. Gradients, parameters and random number generators are
+not changed: the losses of a run are bit-identical with and without the tracker.
 
-Batches are counted by the steps that are seen. Those that are not (steps that AMP skips) are known only to the training
-loop: `at` tells.
+Batches are counted by the optimizer's steps. Only the training loop knows of batches without a step (skipped by AMP);
+it reports them with `at`.
 """
 
 from __future__ import annotations
@@ -81,20 +81,19 @@ def batches_that_count(window: int, beta: float) -> int:
 
 
 class SensitivityTracker:
-    """Averages gradients before checkpoints, for `compress` and `search` (`grads=`).
+    """Averages of gradients before checkpoints, for `compress` and `search` (`grads=`).
 
     EMA_t = beta * g_t + (1 - beta) * EMA_(t-1), EMA_0 = 0, over the last `window` batches before every `every`-th; beta
-    weighs the newest gradient. The sensitivity of a weight is then |EMA w|. Of the window only those batches are read
-    that float32 can tell at its end: 13 at the default beta, see `batches_that_count`.
+    weighs the newest gradient. The sensitivity of a weight is then |EMA w|. Only the last batches of the window are
+    read, because earlier ones do not change the average in float32: 13 at the default beta, see `batches_that_count`.
 
-    Names are those of the bare model, without what DDP, `torch.compile` and their like put before them, as in
-    `trainers.save` and torch's `get_state_dict`. An element of an average that is not finite, as after one such
-    gradient, is reset to zero, at the latest when it is read; `not_finite` counts these, and a SensitivityWarning
-    says so. Another warning says that the averages are not of the batches just before, mostly because the loop has
-    counted batches in which no optimizer has stepped, see `at`.
+    Names are those of the bare model, without the prefixes of DDP, `torch.compile` and other wrappers, as in
+    `trainers.save` and torch's `get_state_dict`. An element of an average that is not finite is reset to zero, at the
+    latest when it is read; `not_finite` counts these elements, and a SensitivityWarning is issued. Another warning says
+    that the averages are outdated, mostly because the loop has counted batches without an optimizer's step, see `at`.
 
-    A parameter that is frozen at first is averaged from when it requires a gradient and an optimizer has it; without an
-    optimizer, make another tracker then. Complex parameters are left out, as all are that have no gradient.
+    A parameter that is frozen at first is averaged once it requires a gradient and belongs to an optimizer; without an
+    optimizer, create a new tracker then. Complex parameters and parameters without gradients are left out.
 
     Args:
         model: the module whose weights are saved, wrapped or not.
@@ -158,7 +157,7 @@ class SensitivityTracker:
         self._backwards = done - 1
         self._fired: set[int] = set()
         self._said: set[str] = set()
-        # Weak, so that a tracker nobody holds any more goes away and takes its hooks along.
+        # Weak references, so that a tracker without other references is freed and its hooks are removed.
         fired, before, after = (weak(m) for m in (self._accumulated, self._before_step, self._after_step))
         self._fire_handles: list[Any] = [
             p.register_post_accumulate_grad_hook(fired)  # type: ignore[no-untyped-call]
@@ -170,8 +169,9 @@ class SensitivityTracker:
     def grads(self, *, shards_only: bool = False) -> dict[str, Tensor] | None:
         """Return the averages by parameter name, on the host; None: no batch was recorded.
 
-        Those of sharded parameters (DTensor) are DTensors with the parameter's placement. Each process keeps its part
-        on the host: reading them whole, as `compress` does, is a collective and goes through the device one by one.
+        The averages of sharded parameters (DTensor) are DTensors with the parameter's placement. Each process keeps its
+        part on the host. Reading them whole, as `compress` does, is a collective that moves one after another through
+        the device.
 
         Args:
             shards_only: leave out the parameters that are not sharded: a process that does not save is needed for
@@ -311,7 +311,7 @@ class SensitivityTracker:
         if not own:
             return None
         if not self._stepped:
-            # What the parameters' hooks took for batches may have been micro-batches; from here on a step is a batch.
+            # The batches counted by the parameters' hooks may have been micro-batches; from here on a step is a batch.
             self._stepped = True
             self._drop(list(self._averages))
             self._passes.clear()
@@ -353,8 +353,8 @@ class SensitivityTracker:
     def _follow(self, optimizer: Optimizer) -> _Followed:
         """Find the model's parameters in an optimizer, and the clock that counts their batches.
 
-        Parameters are counted, not optimizers: a new one goes on from where the last one was. Optimizers of
-        different parameters each count their own, for some step more often than others.
+        Batches are counted for parameters, not for optimizers: a new optimizer continues the count of the last one.
+        Optimizers of different parameters have separate counts, because some step more often than others.
         """
         groups = optimizer.param_groups
         first = groups[0]["params"] if groups else ()
@@ -367,7 +367,7 @@ class SensitivityTracker:
         own = [p for g in groups for p in g["params"] if self._is_known(p)]
         clocks = list({id(c): c for p in own if (c := self._clocks.get(id(p))) is not None}.values())
         if own and (found is None or any(id(p) not in self._clocks for p in own)):
-            # A clock of its own, which those that had another follow from here on, too.
+            # A new clock, which replaces the former clocks of these parameters.
             newest = max(clocks, key=lambda clock: clock.done, default=None)
             if newest is None:
                 # Others may have stepped in this batch already.

@@ -1,7 +1,7 @@
 """The state of a training run as one plain tree, and back.
 
 Model, optimizer (moments and `step`), learning-rate scheduler, the random number generators of torch, Python and NumPy,
-and the position in the data. Only dict, list, tuple, scalars and arrays: nothing in it needs pickle.
+and the position in the data. The tree has only dicts, lists, tuples, scalars and arrays, so it needs no pickle.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def restore(
         The `position` given to `capture`.
 
     Raises:
-        BadArgumentError: the state lacks a part that is asked for; nothing has been changed then.
+        BadArgumentError: the state lacks a requested part; nothing was changed.
 
     Example:
         >>> a, b = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
@@ -149,9 +149,9 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set the global random number generators to what `capture_rng` found.
+    """Set the global random number generators to the state of `capture_rng`.
 
-    States of accelerators that this machine lacks are left out: a run may go on elsewhere.
+    States of accelerators that this machine does not have are ignored, because a run may continue on another machine.
     """
     torch.set_rng_state(_byte_tensor(state["torch"]))
     random.setstate(_python_tuple(state["python"]))

@@ -48,7 +48,7 @@ class TrainingState:
         generators: name -> generator that training draws from, in addition to the global ones.
         more: name -> any other object with a state.
         frozen: where the model's frozen parameters (those that do not require a gradient) are kept. None (default): in
-            each checkpoint. "once": once in the run's store. Any other text: nowhere; it names where they come from, a
+            each checkpoint. "once": once in the run's store. Any other text: not stored; the text names their source, a
             folder or a hub model with its revision. Their hash is in each checkpoint and is compared on resume.
 
     Example:
@@ -160,7 +160,7 @@ class TrainingState:
         return names
 
     def unused(self, tree: Mapping[str, Any]) -> list[str]:
-        """Return the names of stored parts that this state lacks, so that `resume` skips them."""
+        """Return the names of stored parts that `resume` skips because this state lacks them."""
         mine = {"model", *(place[0] for place in self.auxiliary.parts), *["optimizer"] * bool(self.optimizers)}
         names = [name for name in ("optimizer", "scheduler", "scaler", "ema") if name in tree and name not in mine]
         names += [f"more[{name!r}]" for name in tree.get("more", {}) if ("more", name) not in self.auxiliary.parts]

@@ -1,7 +1,7 @@
 """Transformers: a `Trainer` with compressed checkpoints.
 
-`class MyTrainer(CompressedCheckpoints, Trainer)` writes no raw weights or moments at all. Those who cannot subclass add
-`CompressCallback()`, which compresses what Trainer has written. Needs `transformers` and `accelerate`.
+`class MyTrainer(CompressedCheckpoints, Trainer)` writes no raw weights or moments. If subclassing is impossible, add
+`CompressCallback()`, which compresses the files that Trainer has written. Needs `transformers` and `accelerate`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ POINTER = "shrinkpoint.json"
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 _WEIGHTS = "model.safetensors"
 _MODEL = "[mf]*/*"
-"""Paths below `model`, and below `frozen` where a checkpoint has that: a glob that matches nothing is an error."""
+"""Paths below `model` and `frozen`: a glob of its own for `frozen` would be an error without such paths."""
 _ADAPTER = "adapter_model.safetensors"
 _PARTS = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt"}
 
@@ -70,13 +70,13 @@ class CompressedCheckpoints:
     With a PEFT model each checkpoint holds the adapters and their optimizer; the base model is named by its hub name or
     folder, and its hash is compared on resume.
 
-    With `background = True` a `Saver` takes a copy of the state, and training goes on at once. A folder is complete
-    once the pointer is in it, and only then is removed what `save_total_limit` lets go. When `train` returns, all is
-    durable. `resume_from_checkpoint=True` takes the newest folder that is complete, and warns of newer ones.
+    With `background = True` a `Saver` copies the state, and training goes on at once. A folder is complete once the
+    pointer is in it, and folders beyond `save_total_limit` are removed only then. When `train` returns, all checkpoints
+    are durable. `resume_from_checkpoint=True` takes the newest complete folder, and warns of newer ones.
 
     Attributes:
-        compression: how to compress, a class attribute or one set before training; default `Config()`.
-        background: whether training goes on meanwhile; default False.
+        compression: configuration, a class attribute or one set before training; default `Config()`.
+        background: whether training goes on during a save; default False.
         compact: in the background, shorten chains between saves, see `Saver`; default None: never.
         frozen: where frozen parameters are kept, see `TrainingState`; default None: in each checkpoint, but for a PEFT
             model by reference.
@@ -123,7 +123,7 @@ class CompressedCheckpoints:
         return found
 
     def _end(self, quiet: bool = False) -> None:
-        """Make the save in flight durable, and remove from the store what Trainer removed last."""
+        """Make the save in flight durable, and remove the steps whose folders Trainer has removed."""
         saver, self._saver = self._saver, None
         with contextlib.suppress(*[Exception] if quiet else []):
             if saver is not None:
@@ -243,7 +243,7 @@ class CompressedCheckpoints:
             self._saver.then(lambda: drop_unreferenced(Store(url)))
 
     def _finalize_training(self, *args: Any, **keywords: Any) -> Any:
-        """Finish saves before Trainer, which calls this, loads the best and removes the rest."""
+        """Finish saves before Trainer loads the best checkpoint and removes the others."""
         self._settle()
         above: Any = super()
         return above._finalize_training(*args, **keywords)
@@ -259,7 +259,7 @@ class CompressedCheckpoints:
         self._load_weights(target, load_at(pointer, _MODEL, store=store), pointer, store)
 
     def _load_weights(self, model: Any, state: Any, pointer: str, store: Store) -> None:
-        """Load as Trainer does: it warns of names that only one side has."""
+        """Load weights, with Trainer's warnings about names that only one side has."""
         weights, found = state["model"], Frozen.of_tree(state)
         if found is not None and digest_of(model, found.names) != found.digest:
             weights = weights | load_frozen(store, found)
@@ -350,8 +350,8 @@ class IncompleteCheckpointWarning(ShrinkpointWarning):
 def newest_complete(folder: PathLike) -> str | None:
     """Return the newest complete checkpoint folder of an `output_dir`, or None.
 
-    `trainer.train(resume_from_checkpoint=newest_complete(output_dir))` begins, or goes on. Folders whose save was cut
-    off are passed over; an IncompleteCheckpointWarning names those newer than the returned one.
+    `trainer.train(resume_from_checkpoint=newest_complete(output_dir))` starts or resumes a run. Folders of interrupted
+    saves are skipped; an IncompleteCheckpointWarning names those newer than the returned one.
     """
     home = os.fspath(folder)
     if not os.path.isdir(home):

@@ -34,7 +34,7 @@ def place(fqn: str, path: Sequence[str | int] | None) -> Place:
 
     Args:
         fqn: fully qualified name of the entry.
-        path: its path in the nested state where the planner tells it; None: it was flat.
+        path: its path in the nested state if the planner gives it; None: the state was flat.
 
     Example:
         >>> place("optim.state.fc.weight.exp_avg", ["optim", "state", "fc.weight", "exp_avg"])

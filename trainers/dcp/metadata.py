@@ -8,7 +8,7 @@
                       or {"p": path, "b": file}}}
 
 Entries of one shape and sharding share a layout, so that the size grows with the ranks times the *different* layouts
-plus the entries, not with ranks times entries. File names are bare names in `data/`: nothing leaves the folder.
+plus the entries, not with ranks times entries. File names are bare names in `data/`, so no path leaves the folder.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Offsets = tuple[int, ...]
 def metadata_name(rank: int | None = None) -> str:
     """Return the name of the file that commits a checkpoint, of all ranks or of one.
 
-    Trainers look for `.metadata` to tell complete checkpoints from others.
+    Trainers recognise complete checkpoints by `.metadata`.
     """
     return ".metadata" if rank is None else f"__{rank}.metadata"
 
@@ -77,7 +77,7 @@ class RankFile:
         rank: which.
         chain: (name, bytes) of the containers it is decoded from, its own first, the base last.
         raw_nbytes: bytes of its arrays.
-        carried: bytes of the arrays that have to be decoded below it before it can be.
+        carried: bytes of the arrays of its parents that must be decoded first.
         since_base: checkpoints saved since the base, 0 for the base itself.
         spent: stored bytes of the deltas since it, this one included.
         shards: (fully qualified name, offsets) of each shard, in order; empty in metadata that was read.
@@ -157,7 +157,7 @@ class Entry:
     """A tensor, or with `file` set, another value.
 
     Args:
-        path: in the nested state, or None where that was not known.
+        path: in the nested state, or None if it was unknown.
         dtype: name in torch.
         size: of the whole tensor.
         layout: number of its layout.
@@ -346,7 +346,7 @@ def parse(data: bytes, where: str) -> Index:
         where: its path, for messages.
 
     Raises:
-        CorruptDataError: truncated, altered, or none of ours (as torch's pickle).
+        CorruptDataError: truncated, altered, or of another format (such as torch's pickle).
         NewerFormatError: written by a newer version.
     """
     front = _FRONT.match(data)

@@ -21,7 +21,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     Args:
         strict: True (default): an entry of the state that the checkpoint lacks, or has in another size or kind, is an
-            error. False: such entries stay as they are, and a warning lists them.
+            error. False: such entries keep their values, and a warning lists them.
 
     Raises:
         BadArgumentError: (while planning) the state does not fit.
@@ -50,7 +50,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 del self.state_dict[fqn]
         if self.metadata is None:
             raise BadArgumentError("set_up_planner comes before create_local_plan")
-        # Not the inherited way: it takes entries that are left out for those of a checkpoint of torch 2.3.
+        # The inherited method would treat missing entries as a checkpoint of torch 2.3.
         return create_default_local_load_plan(self.state_dict, self.metadata, False)
 
     def _stored(self) -> dict[str, Any]:

@@ -36,10 +36,10 @@ arrays of 4 MiB, and 6,000 small arrays). But each container and batch needs a r
 
 
 class Reader(StorageReader):
-    """Reader of what `Writer` saved: `dcp.load(state, storage_reader=Reader(path))`.
+    """Reader of `Writer`'s checkpoints: `dcp.load(state, storage_reader=Reader(path))`.
 
-    Any number of ranks and any mesh may load what any other saved: each reads the shards that overlap with its own, one
-    batch after another. Nothing is unpickled that comes from the checkpoint.
+    The number of ranks and the mesh may differ from those of the save: each rank reads the shards that overlap with its
+    own, one batch after another. No data of the checkpoint are unpickled.
 
     Args:
         path: folder, fsspec URL, or `Store`; None: `checkpoint_id` of each load.

@@ -1,8 +1,8 @@
 """Protection and pruning thresholds over the shards of all ranks.
 
-Each rank counts its own weights in log buckets. Counts add up, so the histograms of all ranks together are those of the
-whole state, and one rank takes the thresholds from them for all. What travels is the counts of the buckets in use, for
-each codec and layer type: about 15 kB, for a model of any size.
+Each rank counts its own weights in log buckets. The sum of the histograms of all ranks is the histogram of the whole
+state, from which one rank computes the thresholds for all. Ranks send only the counts of the buckets in use, for each
+codec and layer type: about 15 kB, for a model of any size.
 
 Source: Inshrinkerator, sections 4.1 to 4.3 (global thresholds from mergeable sketches).
 """
@@ -101,8 +101,8 @@ def agree(mine: Mapping[Quantize, Summary] | Exception, group: Any) -> dict[Quan
     """Compute thresholds over all ranks of a process group; a collective.
 
     Args:
-        mine: what this rank tells, or the error it met on the way there: it is then raised here, and another one that
-            names this rank on the others.
+        mine: this rank's summaries, or its error. The error is raised here, and the other ranks raise one that names
+            this rank.
         group: the process group; None: the default one.
 
     Raises:

@@ -56,9 +56,9 @@ class _Parent:
         file: its container and those below it.
         place: of its checkpoint, see `Target`.
         shards: sizes of its shards by name and offsets.
-        last: what this rank saved last: the parent itself, or a delta over it.
-        whole: what a base of its last state took; None where none was made since the chain's own.
-        trail: of its weights, where they are aimed ahead.
+        last: file of this rank's last save: the parent itself, or a delta against it.
+        whole: size of a base of its last state; None: no base was made since the base of the chain.
+        trail: average of its weights, if they are coded ahead of their drift.
     """
 
     checkpoint: Checkpoint
@@ -79,7 +79,7 @@ class _Parent:
 class _Together:
     """Message of the coordinator to all ranks: the number of ranks that save together.
 
-    Nothing that may differ from save to save: where torch caches plans, some ranks have an earlier one.
+    It must be the same for all saves of a run: if torch caches plans, some ranks get the message of an earlier save.
     """
 
     ranks: int
@@ -92,17 +92,17 @@ _MOST_KEPT = 4
 _kept: dict[str, _Parent] = {}
 """Parents of writers that arrive again for each save: `async_save` in a process pickles its writer every time."""
 _places: dict[str, str] = {}
-"""Where each of them saved last: parents that are kept no longer are read from there."""
+"""Place of each writer's last save, from which a parent is read that is not in memory any more."""
 
 
 class Writer(StorageWriter):
     """Compressing writer: `dcp.save(state, storage_writer=Writer(path))`.
 
     Each rank writes one container of its own shards, a delta against its save before; rank 0 then writes the metadata,
-    which makes the checkpoint exist. Keep one writer for a run, let one save end before the next begins, and give each
-    checkpoint a folder of its own by `checkpoint_id`, or save to one folder again and again: the former checkpoint
-    stays whole until the new one is.
-    A folder does not need other folders: the parents of its deltas are linked (or if that fails, copied) into it.
+    which makes the checkpoint exist. Keep one writer for a run, and let one save end before the next begins. Give each
+    checkpoint its own folder by `checkpoint_id`, or save to one folder again and again: the former checkpoint stays
+    complete until the new one is complete. A folder does not need other folders: the parents of its deltas are linked
+    (or if that fails, copied) into it.
 
     With a `Store` each checkpoint is a step of it, whose number is the `checkpoint_id`. All steps share their files, so
     that a save to a bucket writes the new shards only; rank 0 commits the step, and `Store.gc`, `verify`, `tag`, `copy`
@@ -116,9 +116,9 @@ class Writer(StorageWriter):
             against it. None: of the one that is in the folder saved to, or that a `Reader` of this store has loaded.
         keep: with a store, which steps rank 0 keeps after each save, as `Store.gc` does; default all.
         kinds: `{path: layer type or Kind}`, as `shrinkpoint.kinds(model, optimizer)` gives it; default: by name.
-        process_group: what `dcp.save` or `dcp.async_save` is given: over it the ranks agree on thresholds. None: the
-            default group, in `dcp.save` and in `async_save` by a process. `async_save` by a thread then leaves each
-            rank to its own thresholds: only the caller knows which group that thread may use while training goes on.
+        process_group: the group given to `dcp.save` or `dcp.async_save`, over which ranks agree on thresholds. None:
+            the default group, in `dcp.save` and in `async_save` with a process. In `async_save` with a thread and None,
+            each rank uses its own thresholds, because that thread must not use the default group during training.
 
     Raises:
         BadArgumentError: an argument of a wrong kind; on saving, while another save by this writer is in flight, or
@@ -272,7 +272,7 @@ class Writer(StorageWriter):
 
             def against(prev: Checkpoint | None) -> Checkpoint:
                 inputs = Inputs.of(state, prev, kinds, earlier=earlier)
-                # Rules may name what other ranks hold.
+                # Rules may match arrays of other ranks only.
                 return compress_inputs(dataclasses.replace(inputs, is_whole=False), self.cfg, prepare)
 
             ckpt, whole = against(parent), None
@@ -296,8 +296,8 @@ class Writer(StorageWriter):
 
         Raises:
             BadArgumentError: the files of the ranks do not fit the plan; nothing is committed.
-            MissingParentError: another job saved to this folder meanwhile, and took a file for garbage; nothing is
-                committed, since that job has a checkpoint of its own here.
+            MissingParentError: another job saved to this folder meanwhile and removed a file; nothing is committed,
+                since the folder has that job's checkpoint.
             OSError: the metadata could not be written; nothing is committed.
         """
         ranks = [result.storage_data for of_rank in results for result in of_rank]

@@ -84,7 +84,7 @@ class CheckpointFolder:
         """Bring the folder to the newest or a given version, durably.
 
         Returns:
-            The version that the folder now holds; None where nothing has been published.
+            The version that the folder now holds; None if no version exists.
 
         Raises: what `Subscriber.update` raises; the folder is as it was.
         """

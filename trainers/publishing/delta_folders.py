@@ -128,7 +128,7 @@ class DeltaFolders:
 
 
 def encode(change: Change) -> bytes:
-    """The changed bytes of a tensor: their number, positions and values, by zstd-1."""
+    """Encode the changes of a tensor, their number, positions and values, by zstd-1."""
     size = change.values.element_size()
     old, new = (_bytes(values, size) for values in (change.before, change.values))
     differs = old != new

@@ -59,7 +59,7 @@ class Change(NamedTuple):
 
 
 class HostCopy(Subscriber):
-    """The published tensors on the host, and what each update changed in them.
+    """Host copy of the published tensors, with the changes of each update.
 
     Args:
         url: the URL of the `Publisher`; it must have a version.

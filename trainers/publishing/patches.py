@@ -23,7 +23,7 @@ from .tensors import Part, host_bytes
 STEP = 4 * CHUNK
 """Bytes of a piece."""
 _DENSE = 4
-"""A piece is staged whole if more than one of so many of its elements change."""
+"""A piece is staged whole if more than one element in this number changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def stage(part: Part, links: Sequence[tuple[Checkpoint, ArrayRecord]]) -> list[P
         links: a checkpoint and the tensor's record in it, the oldest first; the first one may be a base.
 
     Raises:
-        CorruptDataError: a link is damaged, or is not against what the tensor holds.
+        CorruptDataError: a link is damaged, or is a delta against other values than the tensor's.
     """
     spec = links[0][1].spec
     pieces = [ckpt.pieces_of(record) for ckpt, record in links]
@@ -163,7 +163,7 @@ def _meets(shape: tuple[int, ...], where: tuple[tuple[int, int], ...], first: in
 def _local_positions(
     shape: tuple[int, ...], where: tuple[tuple[int, int], ...], positions: NpArray
 ) -> tuple[NpArray, NpArray]:
-    """Return the flat positions within a slice of global positions, and a mask of those inside."""
+    """Convert global to flat local positions in a slice, with a mask of those inside."""
     rest, local, inside, scale = positions, np.zeros_like(positions), np.ones(positions.shape, bool), 1
     for size, (start, length) in zip(reversed(shape), reversed(where), strict=True):
         rest, index = np.divmod(rest, size)

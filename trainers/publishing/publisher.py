@@ -51,15 +51,15 @@ class Published:
 class Publisher:
     """Publish a model's versions to a folder or an object store.
 
-    The last version's tensors are kept on the host, once, to compare the next one with. After a restart they are read
-    back from the URL, so that receivers go on with deltas; where that fails (files are damaged, names or shapes are
-    others) the first version is a base. One thread publishes at a time.
+    One copy of the last version's tensors is kept on the host, to compare the next version with. After a restart it is
+    read back from the URL, so that receivers continue with deltas; if that fails (damaged files, other names or
+    shapes), the first version is a base. One thread publishes at a time.
 
     Args:
-        url: a path or any fsspec URL. Who can write there decides what receivers serve (docs/security.md).
-        base_every: a base is written every so many versions, and when the deltas since the last one are larger than it.
-            Receivers that are up to date still fetch the delta.
-        keep: versions that are kept, at least 1; those that a kept one needs are kept as well.
+        url: a path or any fsspec URL. Everyone with write access to it decides what receivers serve (docs/security.md).
+        base_every: number of versions from one base to the next; a base is also written when the deltas since the last
+            one are larger than it. Receivers that are up to date still fetch the delta.
+        keep: number of versions that are kept, at least 1; versions that a kept one needs are kept as well.
         sliced: let receivers take slices of the tensors (tensor and expert parallelism); deltas of floats are then up
             to a third larger.
 
@@ -270,7 +270,7 @@ class Publisher:
         self._kept, self._hashes = {}, {}
 
     def _remove_old(self) -> None:
-        """Remove versions beyond `keep` that no kept one needs; errors leave them to the next call."""
+        """Remove versions beyond `keep` that no kept version needs; errors delay that."""
         versions = sorted(self._versions())
         if len(versions) <= self._keep:
             return

@@ -54,20 +54,20 @@ class Staged:
 class Subscriber:
     """Bring a model to the newest published version, in place, again and again.
 
-    The model's own tensors are what deltas are applied to, so that no copy of it is kept. They are hashed at the start
+    Deltas are applied to the model's own tensors, so that no copy of it is kept. The tensors are hashed at the start
     and before each delta: a model that holds a published version is updated by deltas, any other by a base. Everything
-    is read, checked and staged before the first byte of the model changes; an update that fails leaves the model as it
-    was.
+    is read, checked and staged before the first byte of the model changes; an update that fails does not change the
+    model.
 
-    Updates from several threads run one after another. Other threads may run the model meanwhile if they hold `lock`
-    while they do.
+    Updates from several threads run one after another. Other threads may run the model during an update if they hold
+    `lock` while they do.
 
     Args:
         url: the URL of the `Publisher`.
         model: a module, or a mapping from names to tensors, contiguous, on any device. Its tensors may be replaced
             later. DTensors take their local part, and need versions published with `sliced=True`.
-        select: `{name: (published name, (slice, ...))}` for tensors that are a slice of a published one, as those of
-            tensor- and expert-parallel engines are; needs `sliced=True`. Default: names are equal and tensors whole.
+        select: `{name: (published name, (slice, ...))}` for tensors that are a slice of a published one, as in tensor-
+            and expert-parallel engines; needs `sliced=True`. Default: names are equal and tensors whole.
 
     Raises:
         BadArgumentError: a model without tensors, with tensors that are not contiguous or overlap in part, whose
@@ -119,12 +119,11 @@ class Subscriber:
             version: the version to reach, newer or older. Receivers that must agree, such as the ranks of one engine,
                 are given the same one. Default: the newest that can be read; a warning says why a newer one cannot.
             lock: entered once, while the model is written; may be entered again by the next update (`threading.Lock`).
-            verify: hash the model before a delta is applied, so that every change that others made to it is found.
-                Without, those changes are found that PyTorch counts (not those by way of `.data`, NumPy or shared
-                memory).
+            verify: hash the model before a delta is applied, so that every other change of the model is found. False:
+                only changes that PyTorch counts are found, not changes through `.data`, NumPy or shared memory.
 
         Returns:
-            The version that the model now holds; None where nothing has been published.
+            The version that the model now holds; None if no version exists.
 
         Raises:
             BadArgumentError: the published tensors are not the model's; the model is as it was.
@@ -144,8 +143,8 @@ class Subscriber:
     ) -> Iterator[tuple[str, NpArray, torch.Tensor]]:
         """Yield the changes to a version, for an engine that applies them itself.
 
-        Apply each to the model's tensors, and nothing else is written here. The model is taken to hold the new version
-        once the iterator is at its end; where that stops before, the next update begins from a base.
+        The caller applies each change to the model's tensors; this method writes nothing. When the iterator ends, the
+        model counts as holding the new version; if it is stopped before, the next update begins with a base.
 
         Args:
             version: as `update` has it.

@@ -32,12 +32,12 @@ class Part:
 
 
 def spec_of(tensor: torch.Tensor) -> LeafSpec:
-    """Library, dtype and shape of a tensor."""
+    """Return library, dtype and shape of a tensor."""
     return LeafSpec("torch", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def host_bytes(tensor: torch.Tensor) -> NpArray:
-    """The bytes of a tensor in C order; no copy if it is contiguous and on the CPU."""
+    """Return the bytes of a tensor in C order, without a copy if possible."""
     if tensor.numel() == 0:
         return np.empty(0, np.uint8)
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
@@ -73,14 +73,14 @@ def check_dense(tensors: Mapping[str, torch.Tensor], what: str) -> None:
 
 
 def hash_of(spec: LeafSpec, data: NpArray) -> str:
-    """A hash of dtype, shape and bytes."""
+    """Return a hash of dtype, shape and bytes."""
     h = xxhash.xxh3_128(f"{spec.dtype} {spec.shape}".encode())
     h.update(data.data)
     return str(h.hexdigest())
 
 
 def state_hash(hashes: Mapping[str, str]) -> str:
-    """A hash of all tensors by their hashes; the order of names does not matter."""
+    """Return a hash of all tensors from their hashes, independent of the order of names."""
     h = xxhash.xxh3_128()
     for name in sorted(hashes):
         h.update(f"{len(name)} {name} {hashes[name]}".encode())
@@ -88,7 +88,7 @@ def state_hash(hashes: Mapping[str, str]) -> str:
 
 
 def parts_of(tensors: Mapping[str, torch.Tensor], select: Mapping[str, Any] | None) -> dict[str, Part]:
-    """The parts that a receiver holds.
+    """Return the parts of tensors that a receiver holds.
 
     Args:
         tensors: its state dict.
@@ -119,7 +119,7 @@ def parts_of(tensors: Mapping[str, torch.Tensor], select: Mapping[str, Any] | No
 
 
 def sharing(parts: Mapping[str, Part]) -> list[list[str]]:
-    """Groups of names whose tensors are the same memory.
+    """Return groups of names whose tensors share memory.
 
     Raises:
         BadArgumentError: tensors overlap in part, or the same memory has two dtypes.
