@@ -124,7 +124,7 @@ def _placed(
 
 
 def steps_from_names(paths: Sequence[Path]) -> dict[int, Path]:
-    """The steps of files by their names, ascending.
+    """Return the steps of files by their names, ascending.
 
     A step is the number after the word step, iteration, checkpoint or epoch, the first of these that the name has, or
     the only number in the name.
@@ -189,7 +189,7 @@ def _check_steps(url: str, steps: Iterable[int], force: bool) -> None:
 
 
 def _root(state: Any, under: str) -> Any:
-    """The state as a tree: a single array is put into a dict, under its name."""
+    """Return the state as a tree; a single array becomes a dict with its name."""
     return state if isinstance(state, (dict, list, tuple)) else {under.rpartition("/")[2]: state}
 
 

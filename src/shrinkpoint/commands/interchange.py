@@ -23,7 +23,7 @@ _ENDINGS = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "pt", ".safetensor
 
 
 def format_of(target: Path, requested: str | None) -> str:
-    """The format of an output: as requested, otherwise by the suffix of its name."""
+    """Return the format of an output: as requested, otherwise by its suffix."""
     if requested is not None:
         if requested not in FORMATS:
             raise BadArgumentError(f"--to is {requested!r}; it must be one of {', '.join(FORMATS)}")
@@ -188,7 +188,7 @@ def _as_os_error(target: Path, kind: type[Exception]) -> Iterator[None]:
 
 
 def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tensors by path, and the tree around them as metadata unless it is a flat dict."""
+    """Return tensors by path, and the tree as metadata unless it is a flat dict."""
     import numpy as np
     import torch
 

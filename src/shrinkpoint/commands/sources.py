@@ -173,7 +173,7 @@ def resolved(path: Path, parents: Sequence[Path]) -> Checkpoint:
 
 
 def chain_of(ckpt: Checkpoint, path: Path, below: dict[str, Checkpoint]) -> Checkpoint:
-    """Resolve a checkpoint with those of its chain, by identity.
+    """Resolve a checkpoint with the other checkpoints of its chain, given by identity.
 
     Raises MissingParentError if one is missing.
     """
@@ -194,7 +194,7 @@ def chain_of(ckpt: Checkpoint, path: Path, below: dict[str, Checkpoint]) -> Chec
 
 
 def subtree(state: Any, under: str) -> Any:
-    """The part of a state at a path of keys joined by "/", as they are displayed.
+    """Return the part of a state at a displayed path of keys joined by "/".
 
     Raises:
         BadArgumentError: the part does not exist.

@@ -50,7 +50,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def parts_of(paths: Iterable[str]) -> list[str]:
-    """All paths and their parents, each once.
+    """Return all paths and their parents, each once.
 
     Example:
         >>> parts_of(["model/a", "model/b"])

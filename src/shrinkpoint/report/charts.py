@@ -117,7 +117,7 @@ def errors(run: Run) -> str:
 
 
 def quality(run: Run) -> str:
-    """The metric of the steps, and held-out losses of the demo; "" where neither exists."""
+    """Draw the metric of the steps and the demo's held-out losses; "" if neither exists."""
     rated = [(s.step, s.metric) for s in run.steps if s.metric is not None]
     if not rated and not run.curves:
         return ""

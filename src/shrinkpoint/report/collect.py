@@ -277,7 +277,7 @@ def _tensors(ckpt: Checkpoint | None) -> tuple[tuple[Tensor, ...], int]:
 
 
 def _curves(results: Path | None) -> dict[str, list[tuple[float, float]]]:
-    """Held-out losses that the demo measured; empty where the file is missing."""
+    """Return the held-out losses of the demo; empty if the file is missing."""
     if results is None or not results.is_file():
         return {}
     try:

@@ -199,7 +199,7 @@ def _choices(run: Run) -> list[str]:
 
 
 def merged(notes: Sequence[str]) -> str:
-    """Notes that differ in their numbers only as one note, with the range of each number.
+    """Merge notes that differ only in numbers to one note with the range of each number.
 
     Example:
         >>> merged(["1.5 % changed", "20 % changed", "3 % changed"])
