@@ -34,7 +34,7 @@ _NEXT_TO_NOTHING = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of `Checkpoint.summary()`: one array and how it is stored.
+    """A line of `Checkpoint.summary()`: one array and its storage.
 
     Args:
         path: keys joined by "/".
@@ -255,7 +255,7 @@ class Checkpoint:
 
     @property
     def header(self) -> Mapping[str, Any]:
-        """The header as it was read; not to be changed."""
+        """The header as it was read, which must not be changed."""
         return self._header
 
     @property
@@ -506,7 +506,7 @@ def check_resolved(prev: Any) -> Checkpoint:
 
 @own_arithmetic()
 def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = None) -> Any:
-    """The state a checkpoint holds: the same tree, keys, dtypes and shapes.
+    """Return the state that a checkpoint holds, with the same tree, keys, dtypes and shapes.
 
     Arrays come back in the library they were stored from; torch tensors on the CPU. Tied arrays are one array again.
 
@@ -572,7 +572,7 @@ def _jobs(ckpt: Checkpoint) -> list[list[Unit]]:
 
 
 class _Reader:
-    """Decodes the arrays of a checkpoint in jobs, each in any thread.
+    """Decoder of a checkpoint's arrays in jobs, each of which may run in any thread.
 
     Args:
         ckpt: the checkpoint.

@@ -243,7 +243,7 @@ class Config:
         return replace(self, rules=rules)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON; `from_json` gives an equal Config."""
+        """Return the configuration as plain JSON."""
         return {
             "rules": [[r.match, to_json(r.codec), *([] if r.dtypes is None else [list(r.dtypes)])] for r in self.rules],
             "max_rel_error": self.max_rel_error,
@@ -254,7 +254,7 @@ class Config:
 
     @staticmethod
     def from_json(data: Any) -> Config:
-        """The Config that `to_json` wrote; raises BadArgumentError for anything else."""
+        """Return the Config that `to_json` described; raise BadArgumentError for other values."""
         try:
             if set(data) != {"rules", "max_rel_error", "rate", "chain", "ahead"}:
                 raise BadArgumentError(f"no configuration: its fields are {sorted(map(str, data))}")

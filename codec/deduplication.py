@@ -106,7 +106,7 @@ def _same_bits(x: Array, y: Array) -> bool:
 
 
 def cast(flat: Array, spec: LeafSpec) -> Array:
-    """Values in the dtype of `spec`, rounded to nearest, ties to even."""
+    """Convert values to the dtype of `spec`, rounded to nearest, ties to even."""
     if is_torch(flat):
         import torch
 

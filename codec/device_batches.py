@@ -13,7 +13,7 @@ B = TypeVar("B")
 
 
 def batches(leaves: Sequence[Leaf]) -> list[list[int]]:
-    """Yield the array numbers of each call: all arrays of a GPU, or one array on the host."""
+    """Return the array numbers of each call: all arrays of a GPU, or one array on the host."""
     groups: dict[tuple[int, int] | int, list[int]] = {}
     for i, leaf in enumerate(leaves):
         groups.setdefault(device_of(leaf.flat) if on_gpu(leaf.flat) else i, []).append(i)

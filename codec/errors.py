@@ -21,7 +21,7 @@ class UnsupportedLeafError(ShrinkpointError, TypeError):
 
 
 class MissingParentError(ShrinkpointError, LookupError):
-    """A delta was given no parent, the wrong one, or one that is not resolved."""
+    """The parent of a delta is missing, wrong, or not resolved."""
 
 
 class MissingCodecError(ShrinkpointError, LookupError):

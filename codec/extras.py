@@ -19,7 +19,7 @@ EXTRAS = {
 
 
 def install(extra: str) -> str:
-    """The command for one extra; in a checkout `pip install '.[NAME]'` does the same.
+    """Return the command that installs one extra.
 
     Example:
         >>> install("lightning")

@@ -1,4 +1,4 @@
-"""The arguments of `compress`, taken apart and checked against each other."""
+"""The arguments of `compress`, flattened and checked against each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .weights.past_weights import PastWeights
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The arguments of `compress` without the configuration, taken apart.
+    """The arguments of `compress` without the configuration, flattened.
 
     Args:
         nodes: the tree in preorder; array nodes refer to `arrays`.

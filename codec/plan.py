@@ -63,7 +63,7 @@ class UnknownArraysWarning(ShrinkpointWarning):
 
 @dataclass(frozen=True, slots=True)
 class ArrayPlan:
-    """Plan of one array: evidence, codec, parent, moment pair, and copy of.
+    """Plan of one array: evidence, codec, parent, moment pair, and original of a copy.
 
     Args:
         leaf: its values, and further inputs of its codec.

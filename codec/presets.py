@@ -32,7 +32,7 @@ def inshrinkerator(
     seed: int = 0,
     chain: ChainPolicy | None = None,
 ) -> Config:
-    """Inshrinkerator / DynaQuant as published: k-means++, run lengths and Huffman per level.
+    """Return Inshrinkerator / DynaQuant as published: k-means++, run lengths and Huffman.
 
     Args:
         bins: codebook entries, 2 to 254; default 16.
@@ -80,7 +80,7 @@ def lc_checkpoint(
     second_moments: str = "relative",
     chain: ChainPolicy | None = None,
 ) -> Config:
-    """LC-Checkpoint as published: quantized differences, priority promotion, Huffman.
+    """Return LC-Checkpoint as published: quantized differences, priority promotion, Huffman.
 
     Weights and first moments (SGD's whole state) follow the paper. Adaptive optimizers, which it leaves to future work,
     also have second moments, where a difference that is not promoted leaves a value wrong by orders of magnitude under
@@ -184,7 +184,7 @@ def check_n_run(
     moment_bits: int | None = None,
     coder: str = "published",
 ) -> Config:
-    """Check-N-Run as published: changed embedding rows, quantized per row; other arrays exact.
+    """Return Check-N-Run as published: changed embedding rows, quantized; other arrays exact.
 
     Optimizer state of an embedding follows its rows: a delta holds the rows that changed. It is exact by default, for a
     row of second moments spans many powers of two, and an even grid rounds its small ones to the row's minimum, which

@@ -1,4 +1,4 @@
-"""`rebase`: the same checkpoint as a base, or as a delta over another parent."""
+"""`rebase`: storage of a checkpoint as a base or as a delta against another parent."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Arrays that were coded together.
+    """Record of arrays that were coded together.
 
     Args:
         members: their numbers.
@@ -56,7 +56,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class ArrayRecord:
-    """One array of a checkpoint, as its header describes it.
+    """Record of one array in the header of a checkpoint.
 
     Args:
         path: keys joined by "/".
@@ -108,7 +108,7 @@ class ArrayRecord:
 
     @property
     def format(self) -> Stream:
-        """The description of its stream format."""
+        """Description of the stream format."""
         return STREAMS[self.stretch.stream]
 
 

@@ -1,4 +1,4 @@
-"""Selection of the arrays that are coded together: small ones of one codec, role and dtype."""
+"""Selection of arrays to code together: small ones of one codec, role and dtype."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class StoredBundle:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The result of coding a group of arrays together.
+    """Result of coding a group of arrays together.
 
     Arrays are identified by their places in the group.
 
@@ -60,11 +60,11 @@ class Joined(Protocol):
     """The references of the arrays of a bundle, joined."""
 
     def split(self) -> list[Reference]:
-        """The reference of each array."""
+        """Return the reference of each array."""
         ...
 
     def data(self) -> NpArray:
-        """The bytes of all decoded values, one array after another; uint8."""
+        """Return the bytes of all decoded values, one array after another, uint8."""
         ...
 
 
@@ -73,7 +73,7 @@ Pieces = tuple[dict[str, Any], Sequence[Piece]]
 
 @dataclass(frozen=True, slots=True)
 class BundleStream:
-    """The format of a bundle.
+    """Stream format of a bundle: its decoder and its properties.
 
     Args:
         join: function that joins the references of arrays with these specs; returns None if one is of another stream.

@@ -50,7 +50,7 @@ from .joined import Joined, Pieces, StoredBundle, Together, ends_of, joined_spec
 
 @dataclass(frozen=True, slots=True)
 class JoinedLevels:
-    """Levels of arrays, one after another.
+    """References of arrays of levels, joined.
 
     Args:
         levels: uint8 [n].
@@ -89,7 +89,7 @@ def _within(first: int, step: float) -> bool:
 
 
 def _shift(codebook: NpArray, multiples: tuple[int, float] | None) -> int:
-    """Number of the first codebook entry that is not negative."""
+    """Return the number of the first codebook entry that is not negative."""
     return int(codebook.searchsorted(0.0)) if multiples is None else min(max(-multiples[0], 0), codebook.size)
 
 
@@ -155,7 +155,7 @@ def _metadata(references: Sequence[LevelsReference]) -> dict[str, Any]:
 
 
 def _shifted(levels: NpArray, specs: Sequence[LeafSpec], shifts: NpArray, *, back: bool = False) -> NpArray:
-    """Shift levels so that entry `shifts[i]` of array i has one level in all arrays; or back."""
+    """Shift levels so that entry `shifts[i]` of array i has one common level, or shift back."""
     by = (int(shifts.max()) - shifts) % MAX_CODES
     if not by.any():
         return levels

@@ -69,7 +69,7 @@ _FEWEST = 4
 
 @dataclass(frozen=True, slots=True)
 class JoinedRankOne:
-    """Second moments as rank one times a table's factors.
+    """References of second moments as rank one, joined, with one table of factors.
 
     Args:
         symbols: uint8 [n].

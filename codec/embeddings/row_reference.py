@@ -1,4 +1,4 @@
-"""Rows of a matrix as records: numbers and packed codes, each row in a style of its own.
+"""Rows of a matrix as records of numbers and packed codes, in one style for each row.
 
 A *record* holds a row: the float32 numbers of its quantizer, then its codes, bit-packed; or the row's own bytes. Rows
 of one *style* (quantizer and width) have records of one length and lie in one array, in the order of the rows, so a
@@ -62,7 +62,7 @@ class Style:
         return self.bits or 64
 
     def length(self, columns: int, itemsize: int) -> int:
-        """Bytes of a record: codes of eight columns end on a byte."""
+        """Bytes of a record; the codes of eight columns end on a byte."""
         if self.method == "raw":
             return columns * itemsize
         return 4 * self.numbers + -(-columns // 8) * self.bits
@@ -73,7 +73,7 @@ RAW = Style("raw")
 
 @dataclass(frozen=True, slots=True)
 class RowsReference:
-    """The rows of an array as records, which decode to its values and serve as delta reference.
+    """Reference of an array as row records, which decode to its values.
 
     Args:
         table: the styles in use, ascending.
@@ -86,7 +86,7 @@ class RowsReference:
     records: tuple[NpArray, ...]
 
     def values(self, spec: LeafSpec) -> Array:
-        """Dequantize."""
+        """Return the decoded values."""
         columns = row_length(spec)
         data = np.empty((self.style.size, columns * spec.itemsize), np.uint8)
         step = max(1, CHUNK // columns)
@@ -138,7 +138,7 @@ class RowsReference:
 
 
 def row_length(spec: LeafSpec) -> int:
-    """Elements of a row: rows go along the first axis."""
+    """Return the number of elements of a row, for rows along the first axis."""
     return spec.size // spec.shape[0]
 
 

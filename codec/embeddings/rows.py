@@ -65,7 +65,7 @@ _NODES = 10**15
 
 @dataclass(frozen=True, slots=True)
 class SeenRows(RowsReference):
-    """The reference after encoding, with a fingerprint of the values of each row.
+    """The reference after encoding, with a hash of the values of each row.
 
     A row whose fingerprint has not changed has not moved, and need not be quantized. A reference decoded from bytes
     has no fingerprints, and leads to the same deltas.
@@ -177,7 +177,7 @@ class Rows:
 
     @property
     def width(self) -> int | None:
-        """Bits an element; None: rows as they are."""
+        """Bits an element; None: raw rows."""
         if self.bits == "auto":
             return width_for(self.expected_restores or 0)
         return self.bits if isinstance(self.bits, int) else None
@@ -194,7 +194,7 @@ class Rows:
         return dataclasses.replace(self, bits=8, method="asymmetric" if self.method == "kmeans" else self.method)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[Style]:
-        """Choose the style of each array's rows: as given, of the parent, or by a sample."""
+        """Choose the style of each array's rows: the given one, the parent's, or by a sample."""
         width = self.width
         if width is None:
             return [RAW] * len(leaves)
@@ -500,7 +500,7 @@ def _write_chunk(spec: LeafSpec, memory: RowsReference, before: RowsReference | 
 
 
 def _coded(symbols: NpArray, coder: str) -> bytes:
-    """Code symbols without a context; "published" packs bits even if another way is smaller."""
+    """Code symbols without a context; "published" packs bits even if another coder is smaller."""
     top = int(symbols.max()) if symbols.size else 0
     if coder == "published" and top != int(symbols.min(initial=top)):
         width = top.bit_length()

@@ -75,7 +75,7 @@ def encode_levels(
 def in_context(
     symbols: U8, context: U8, contexts: int, slack: float = SLACK, columns: int = 0, start: int = 0
 ) -> tuple[Writer, float]:
-    """Code symbols in a context that both sides know, or without it if that is not larger.
+    """Code symbols in a context that the decoder knows, or alone if that is not larger.
 
     Args:
         symbols: uint8, shape (n,).

@@ -167,7 +167,7 @@ def _read_rank(data: Reader, size: int, columns: int) -> tuple[int, int]:
 
 
 def _read_factors(data: Reader, shapes: Sequence[tuple[int, int]]) -> list[np.ndarray[Any, np.dtype[np.int8]]]:
-    """Factors of several matrices, int8 [lines, rank] each."""
+    """Read the factors of several matrices, int8 [lines, rank] each."""
     numbers = (decode_plain(data.block(), sum(rank * lines for rank, lines in shapes)) ^ _SIGN).view(np.int8)
     found, begin = [], 0
     for rank, lines in shapes:

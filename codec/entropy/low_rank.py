@@ -104,7 +104,7 @@ def factors_of(symbols: NpArray, columns: int, start: int) -> Factors | None:
 
 
 def factors_each(symbols: NpArray, columns: int, heights: Sequence[int]) -> list[Factors | None]:
-    """`factors_of` of each of several small matrices that stand one after another.
+    """Return the `factors_of` of each of several small matrices, joined end to end.
 
     Args:
         symbols: uint8, shape (n,), of `signed` numbers.
@@ -218,7 +218,7 @@ def _energies(sums: NpArray, norms: NpArray) -> NpArray:
 
 
 def _sample(symbols: NpArray, columns: int, phase: int, size: int, least: int = 1) -> NpArray:
-    """Sample whole rows with a total number of symbols, evenly spaced, but at least some rows."""
+    """Return evenly spaced whole rows with about a given number of symbols."""
     first = -phase % columns
     rows = (symbols.size - first) // columns
     whole = symbols[first : first + rows * columns].reshape(rows, columns)

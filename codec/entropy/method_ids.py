@@ -1,4 +1,4 @@
-"""The number of each way to code symbols, its stream's first byte."""
+"""Numbers of the coding methods, which are the first byte of a stream."""
 
 CONSTANT, PACKED, HUFFMAN, PUBLISHED, RANS, CONDITIONAL, REARRANGED, UNCHANGED, ZSTANDARD, STORED = range(10)
 RARE, EXCEPTIONS, PLACES, PRODUCTS = 10, 11, 12, 13

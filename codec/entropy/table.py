@@ -133,7 +133,7 @@ class Table:
         return self
 
     def write(self, out: Writer, symbols: U8, contexts: U8 | None) -> None:
-        """The table, then the stream of symbols, uint8 (n,), in these contexts."""
+        """Write the table, then the stream of symbols, uint8 (n,), in these contexts."""
         out.byte(self.precision if self.states == STATES else self.states)
         out.varint(self.symbols)
         out.block(self.packed)
@@ -146,7 +146,7 @@ def most_slots(n: int) -> int:
 
 
 def rans_bytes(counts: I64) -> float:
-    """Bytes of a stream with these pair counts, int64 [contexts, symbols], and of its table."""
+    """Estimate the bytes of a stream with these pair counts, and of its table."""
     return Table.best(counts, contexts=counts.shape[0]).cost
 
 

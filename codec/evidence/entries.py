@@ -24,7 +24,7 @@ _COUNTS = {"step", "count", "iteration", "iterations"}
 
 
 class Entry(NamedTuple):
-    """An array that an optimizer keeps of a parameter.
+    """An array that an optimizer keeps for a parameter.
 
     Args:
         optimizer: path of the optimizer.

@@ -83,7 +83,7 @@ def _add_entries(table: dict[str, Kind], optimizer: Any, names: dict[int, str]) 
 
 
 def _layer_of(module: Any, name: str, parameter: Any, *, known: bool) -> str:
-    """The layer type of a parameter; "other" if neither module nor name is known."""
+    """Return the layer type of a parameter; "other" if module and name are unknown."""
     import torch.nn as nn
 
     if is_bias(name):

@@ -1,4 +1,4 @@
-"""Parameters: which arrays of a state the entries of its optimizers belong to.
+"""Parameters: the arrays of a state that optimizer entries belong to.
 
 By name where the entries have one. By order where parameters are numbered, and then only if number and shapes of all
 parameters agree: with the numbers of the optimizer's groups, or with all arrays of two axes or more. A match with
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """Which parameters the optimizers of a state train.
+    """The parameters that the optimizers of a state train.
 
     Args:
         trained: number of each array that entries belong to -> owner of these entries.

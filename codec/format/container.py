@@ -200,7 +200,7 @@ class Body:
             self._checked.clear()
 
     def piece(self, offset: int, length: int) -> memoryview:
-        """The piece at `offset` in the body."""
+        """Return the piece at `offset` in the body."""
         if length < 0 or offset < 0 or offset + length > self.nbytes:
             raise CorruptDataError(f"header: a piece at {offset} of {length} bytes is outside the file")
         if length == 0:

@@ -32,7 +32,7 @@ class Writer:
         self._out.append(value)
 
     def varint(self, value: int) -> None:
-        """An unsigned integer, LEB128: seven bits a byte, least significant first."""
+        """Write an unsigned integer, LEB128: seven bits a byte, least significant first."""
         while value >= 0x80:
             self._out.append(value & 0x7F | 0x80)
             value >>= 7
@@ -56,16 +56,16 @@ class Writer:
             self._out = bytearray()
 
     def block(self, data: Bytes | np.ndarray[Any, Any] | Writer) -> None:
-        """A varint with the number of bytes, then the bytes."""
+        """Write a varint with the number of bytes, then the bytes."""
         self.varint(data.nbytes if isinstance(data, np.ndarray) else len(data))
         self.raw(data)
 
     def parts(self) -> tuple[Bytes, ...]:
-        """All bytes written so far, in order, as they are held."""
+        """Return all bytes written so far, in order, as separate buffers."""
         return (*self._parts, self._out)
 
     def done(self) -> bytes:
-        """All bytes written so far, put together."""
+        """Return all bytes written so far, joined."""
         return b"".join(self.parts())
 
 
@@ -79,7 +79,7 @@ def parts_of(piece: Piece) -> tuple[Bytes, ...]:
 
 
 class Reader:
-    """Takes fields off a byte buffer; a field that is not wholly there is a CorruptDataError."""
+    """Reader of fields from a byte buffer; a truncated field is a CorruptDataError."""
 
     def __init__(self, data: Bytes, what: str) -> None:
         self._data = memoryview(data).cast("B")
@@ -103,7 +103,7 @@ class Reader:
         return self.raw(1)[0]
 
     def varint(self) -> int:
-        """An unsigned LEB128 integer below 2**63."""
+        """Read an unsigned LEB128 integer below 2**63."""
         value = 0
         for shift in range(0, 63, 7):
             b = self.byte()
@@ -113,11 +113,11 @@ class Reader:
         raise CorruptDataError(f"{self._what}: an integer is longer than 63 bits")
 
     def array(self, dtype: str, n: int) -> np.ndarray[Any, Any]:
-        """n items of a NumPy dtype (little-endian), without a copy."""
+        """Read n items of a NumPy dtype (little-endian), without a copy."""
         return np.frombuffer(self.raw(n * np.dtype(dtype).itemsize), dtype=dtype)
 
     def block(self) -> memoryview:
-        """A varint length and that many bytes."""
+        """Read a varint length and that many bytes."""
         return self.raw(self.varint())
 
     def rest(self) -> memoryview:

@@ -14,7 +14,7 @@ _GAP = 1 << 16
 
 
 class Ranged:
-    """The bytes of a file that lies elsewhere.
+    """The bytes of a remote file, of which parts are fetched and cached.
 
     Args:
         size: its length in bytes.
@@ -70,7 +70,7 @@ class Ranged:
         self._parts.clear()
 
     def load(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Fetch these parts now, in as few requests as is sensible."""
+        """Fetch these parts now, in few requests."""
         joined: list[list[int]] = []
         for start, stop in sorted(spans):
             if self._find(start, stop) is not None or start >= stop:

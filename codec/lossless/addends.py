@@ -105,7 +105,7 @@ def added(before: NpArray, levels: NpArray, addends: NpArray, spec: LeafSpec) ->
 
 
 def blocks(n: int, spec: LeafSpec) -> Iterator[slice]:
-    """The bytes of n elements, in parts whose intermediate results stay in the cache."""
+    """Return slices of the bytes of n elements, small enough for the cache."""
     step = BLOCK * spec.itemsize
     return (slice(start, start + step) for start in range(0, n * spec.itemsize, step))
 

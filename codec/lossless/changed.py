@@ -34,7 +34,7 @@ _WIDTHS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Store an array exactly, as a mask and changed values, or whole if that is not larger.
+    """Store an array exactly, as a mask and changed values, or whole if that is smaller.
 
     Args:
         coder: "smallest" (default) entropy codes mask and values; "published" stores them as they are.

@@ -67,7 +67,7 @@ def difference_of(u: NpArray, before: NpArray, layout: Layout) -> NpArray:
 
 
 def difference_bits(steps: NpArray, before: NpArray, layout: Layout) -> tuple[float, int]:
-    """Estimate the bits of zig-zag differences, without tables, and the better kind of context.
+    """Estimate the bits of zig-zag differences without tables; also return the better context.
 
     Both arrays are a sample, as `entropy.sample` takes it.
     """

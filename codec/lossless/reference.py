@@ -17,7 +17,7 @@ Patch = tuple[int, NpArray | None, NpArray]
 
 @dataclass(frozen=True, slots=True)
 class BytesReference:
-    """The bytes themselves."""
+    """Reference that holds the bytes of an array."""
 
     data: NpArray
 

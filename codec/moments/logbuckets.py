@@ -176,7 +176,7 @@ def decode_log_buckets(
     parent: Reference | None,
     sibling: Array | None = None,
 ) -> ValuesReference:
-    """The stream format "log-buckets"."""
+    """Decode the stream format "log-buckets"."""
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"log buckets: {spec.dtype} has none")
     fmt = FORMATS[spec.dtype]

@@ -1,4 +1,4 @@
-"""Shared parts of both moment streams: tables of symbol values, and values without a symbol."""
+"""Common parts of both moment streams: tables of symbol values, and escaped values."""
 
 from __future__ import annotations
 

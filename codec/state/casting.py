@@ -8,7 +8,7 @@ from .leaves import LeafSpec, NpArray
 
 
 def float_values(data: NpArray, spec: LeafSpec) -> NpArray:
-    """Bytes of 16, 32 or 64-bit floats as float32 or float64, exactly."""
+    """Convert bytes of 16, 32 or 64-bit floats to float32 or float64, exactly."""
     if spec.dtype == "bfloat16":
         return _from_patterns(data.view(np.uint16))
     if spec.dtype == "float16":
@@ -26,7 +26,7 @@ def rounded(values: NpArray, spec: LeafSpec) -> NpArray:
 
 
 def bfloat16_patterns(values: NpArray) -> NpArray:
-    """bfloat16 patterns, uint16, of float32 values that are not NaN: to nearest, ties to even."""
+    """Return the nearest bfloat16 patterns, uint16, of float32 values that are not NaN."""
     bits = values.view(np.uint32)
     nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return nearest.astype(np.uint16)

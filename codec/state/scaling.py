@@ -1,4 +1,4 @@
-"""Arrays brought near 1 by a power of two, so that squares neither overflow nor vanish."""
+"""Scaling of arrays by powers of two, so that squares neither overflow nor vanish."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PARTS = {CLASS, TENSORS, CONTEXT, SIZE, STRIDE}
 
 
 class Wrapper(dict[str, Any]):
-    """A tensor subclass taken apart: its class, inner tensors by name, context, size and stride."""
+    """Parts of a tensor subclass: class, inner tensors by name, context, size and stride."""
 
 
 def is_wrapper(value: Any) -> bool:

@@ -113,7 +113,7 @@ def _base64(data: bytes) -> str:
 
 
 def encode_scalar(value: Any, place: Place) -> Json:
-    """A plain scalar as its JSON node; raises UnsupportedLeafError for everything else."""
+    """Return the JSON node of a plain scalar; raise UnsupportedLeafError for other values."""
     kind = type(value)
     if value is None or kind is bool:
         return value
@@ -156,7 +156,7 @@ def _encode_key(key: Any, place: Place) -> Json:
 def flatten(
     state: Any, is_array: Callable[[Any], bool], *, spell: bool = True, name: str = "the state"
 ) -> tuple[list[Json], list[ArrayNode]]:
-    """Take a state apart.
+    """Flatten a state to a list of nodes and its arrays.
 
     Args:
         state: dict, list or tuple, any nesting.
@@ -251,7 +251,7 @@ def _decode_key(node: Json) -> Any:
 
 @dataclass(slots=True)
 class _Open:
-    """A container whose children are not read yet, with decoded `keys` and stored `nodes`."""
+    """A container whose children are not all read yet."""
 
     tag: str
     keys: list[Any] | None
@@ -286,7 +286,7 @@ class _Open:
 def unflatten(
     nodes: Sequence[Json], array: Callable[[int, Callable[[], tuple[str, str]]], Any], *, rebuild: bool = False
 ) -> Any:
-    """Build the tree again; the inverse of `flatten`.
+    """Rebuild the tree from its nodes; the inverse of `flatten`.
 
     Args:
         nodes: nodes in preorder.

@@ -67,7 +67,7 @@ def _spread_within(values: Floats, weights: Floats, bits: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """The data for fitting a codebook: counts of values, to the width of a log bucket.
+    """Counts of values in log buckets, the data for fitting a codebook.
 
     Args:
         local: float64 [n], ascending: middles of the buckets, as distances from `offset`.
@@ -163,7 +163,7 @@ def _lost(values: Floats, nearest: Floats, counts: Floats) -> Lost:
 
 
 def variance(histogram: Histogram) -> float:
-    """Variance of the counted elements of a signed histogram whose squares float64 holds."""
+    """Return the variance of the counted elements of a signed histogram."""
     present = np.flatnonzero(histogram.counts[:-1])
     values, counts, n = histogram.values()[present], histogram.counts[present], histogram.total
     if n == 0:
@@ -201,7 +201,7 @@ class Problem:
 
 
 def solve_together(problems: Sequence[Problem], place: Array) -> list[Floats]:
-    """Solve exact problems without a start like `solve`, in one launch on the tensor's GPU."""
+    """Solve exact problems in one launch on the tensor's GPU, as `solve` does."""
     import torch
 
     sizes = [p.centers.size for p in problems]
@@ -291,7 +291,7 @@ def to_8_bits(step: float, *, up: bool = False) -> float:
 
 
 def multiples(low: float, high: float, step: float) -> Floats:
-    """The multiples of a step that are nearest to values from `low` to `high`; at least one."""
+    """Return the multiples of a step nearest to values from `low` to `high`; at least one."""
     first = math.floor(low / step + 0.5)
     return np.arange(first, max(first, math.ceil(high / step - 0.5)) + 1, dtype=np.float64) * step
 

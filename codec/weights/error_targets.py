@@ -273,7 +273,7 @@ def choices(
 def spent(
     leaf: Leaf, memory: LevelsReference, met: Distortion, before: LevelsReference | None, target: float, scale: float
 ) -> tuple[LevelsReference, Distortion, float]:
-    """Choose levels at the largest price of a bit that the error target allows.
+    """Choose levels at the largest price of a bit that stays within the error target.
 
     The price of a bit is found on a sample of nearest levels; its effect on the whole array is measured.
 

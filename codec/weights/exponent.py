@@ -159,7 +159,7 @@ class ExponentDelta:
 
 
 def as_numpy(x: Any) -> NpArray:
-    """A host array of either library as NumPy."""
+    """Return a host array of either library as NumPy."""
     out: NpArray = x if isinstance(x, np.ndarray) else x.numpy()
     return out
 
@@ -169,7 +169,7 @@ def _exactly(leaf: Leaf, parent: Reference | None, why: str) -> Stored:
 
 
 def _bytes_of(start: int, spec: LeafSpec) -> slice:
-    """The bytes of the chunk that starts at this element."""
+    """Return the bytes of the chunk that starts at this element."""
     return slice(start * spec.itemsize, (start + CHUNK) * spec.itemsize)
 
 
@@ -307,7 +307,7 @@ class _Meaning:
     tables: tuple[bytes, ...]
 
     def levels(self, piece: memoryview, n: int) -> NpArray:
-        """The levels of one chunk."""
+        """Return the levels of one chunk."""
         dtype = "uint8" if self.addends.size < 1 << 8 else "uint16"
         if self.coding == CONSTANT:
             if len(piece):
@@ -364,7 +364,7 @@ def decode_exponent(
     parent: Reference | None,
     sibling: Any = None,
 ) -> ExponentReference:
-    """The stream format "exponent"."""
+    """Decode the stream format "exponent"."""
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"exponent: {spec.dtype} has no buckets")
     step = CHUNK * spec.itemsize

@@ -72,7 +72,7 @@ class LevelsReference:
         return int(self.codebook.size) + 2
 
     def values(self, spec: LeafSpec) -> Array:
-        """Dequantize."""
+        """Return the decoded values."""
         codebook = codebook_array(self.codebook, spec)
         out: Array = dequantize(_beside(self.levels, codebook), codebook, protected=from_bytes(self.protected, spec))
         return out
@@ -102,7 +102,7 @@ def codebook_array(codebook: NpArray, spec: LeafSpec) -> Array:
 
 
 def rounded_codebook(codebook: NpArray, spec: LeafSpec) -> NpArray:
-    """A codebook rounded to the array's dtype, entries that became equal merged; float64."""
+    """Round a codebook to the array's dtype and merge equal entries; float64."""
     with np.errstate(over="ignore"):
         wide = widened(codebook_array(codebook, spec))
     return np.unique(wide[np.isfinite(wide)] + 0.0)
@@ -166,7 +166,7 @@ def uniform_of(codebook: NpArray, spec: LeafSpec) -> tuple[int, float] | None:
 
 
 def multiples_of(first: int, size: int, step: float, spec: LeafSpec) -> NpArray:
-    """`size` multiples of a step from the `first`-th, rounded to the array's dtype, as float64."""
+    """Return `size` multiples of a step from the `first`-th, in the array's dtype's precision."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         wide = np.arange(first, first + size) * step
         if spec.dtype in ("float32", "float16"):
@@ -188,7 +188,7 @@ def check_codebook(codebook: NpArray) -> None:
 
 
 def widened_bytes(data: NpArray, spec: LeafSpec) -> NpArray:
-    """Bytes of values of any float dtype as float64."""
+    """Convert bytes of values of any float dtype to float64."""
     return widened(from_bytes(data, spec))
 
 
@@ -240,7 +240,7 @@ def metadata(memory: LevelsReference) -> dict[str, Any]:
 
 
 def thresholds_as_json(t: Thresholds) -> list[float | None]:
-    """Thresholds as plain JSON; None for infinity."""
+    """Return thresholds as plain JSON; None for infinity."""
     return [
         _finite(t.protect_magnitude),
         _finite(t.protect_sensitivity),
@@ -254,7 +254,7 @@ def _finite(threshold: float) -> float | None:
 
 
 def read_thresholds(values: Any) -> Thresholds:
-    """The inverse of `thresholds_as_json`; raises CorruptDataError."""
+    """Read thresholds that `thresholds_as_json` wrote; raises CorruptDataError."""
     if not isinstance(values, list) or len(values) != 4 or not all(v is None or type(v) is float for v in values):
         raise CorruptDataError("levels: no thresholds")
     try:

@@ -1,4 +1,4 @@
-"""Plans of how to quantize weights.
+"""Plans for the quantization of weights.
 
 Planning sketches all arrays and finds thresholds over them, and for each array the worth of a bit and the values that
 its codebook is fitted to.

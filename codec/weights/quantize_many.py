@@ -166,7 +166,7 @@ class _Some:
         return self.of(rest)
 
     def of(self, numbers: Sequence[int]) -> dict[int, Quantized]:
-        """Quantize the ordinary ones among the arrays with these numbers."""
+        """Quantize those of the arrays with these numbers that need no special treatment."""
         some = _Some(
             self.codec,
             self.bins,

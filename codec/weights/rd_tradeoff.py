@@ -34,7 +34,7 @@ def spread(histogram: Histogram) -> float | None:
 
 
 def mean_roots(leaves: Sequence[Leaf]) -> dict[int, float]:
-    """Mean root of the importance of each array that has one, by its number."""
+    """Return the mean root of the importance of each array that has one, by its number."""
     known = [i for i, leaf in enumerate(leaves) if leaf.importance is not None]
     return dict(zip(known, map_chunks(lambda i: mean_root(leaves[i].importance), known), strict=True))
 

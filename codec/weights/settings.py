@@ -15,7 +15,7 @@ FINEST_SKETCH = 2.0**-13
 
 @dataclass(frozen=True, slots=True)
 class QuantizeSettings:
-    """Fields of `Quantize`, which documents them.
+    """Fields of `Quantize` with their checks; `Quantize` documents them.
 
     Raises:
         BadArgumentError: a value out of range; the message names it and its limits.
@@ -66,7 +66,7 @@ class QuantizeSettings:
 
     @property
     def chooses_step(self) -> bool:
-        """Whether the error target determines step and protected share, in addition to the bins."""
+        """Return whether the error target determines step and protected share, too."""
         return self.max_error is not None and self.solver == "uniform"
 
     def fit_for(self, leaf: Leaf) -> Fit:

@@ -36,13 +36,13 @@ _FRESH, _OLD, _FINEST = 0.93, 0.99, 0.7
 
 @dataclass(frozen=True, slots=True)
 class MultiplesReference:
-    """The multiples, two or four bytes an element, biased to be unsigned."""
+    """Reference of an array as multiples, two or four bytes an element, unsigned by a bias."""
 
     numbers: NpArray
     step: float
 
     def chunk(self, start: int, dtype: str) -> NpArray:
-        """The decoded elements of the chunk at `start`."""
+        """Return the decoded elements of the chunk at `start`."""
         numbers = self.numbers[start : start + CHUNK]
         return _values(numbers.astype(np.float64) - _bias(numbers.itemsize), self.step, dtype)
 
@@ -147,7 +147,7 @@ def _comparable(parent: Reference | None, step: float, width: int, size: int) ->
 def decode_multiples(
     spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Array | None
 ) -> MultiplesReference:
-    """The stream format "multiples"."""
+    """Decode the stream format "multiples"."""
     step, width = meta.get("s"), meta.get("w")
     if spec.dtype not in _DTYPES or type(step) is not float or not 0 < step < math.inf or width not in _WIDTHS:
         raise CorruptDataError(f"multiples: {width!r} bytes of a step of {step!r} for {spec.dtype}")

@@ -68,7 +68,7 @@ def join_categories(categories: Array, extra: Array, bits: int, dtype: str, out:
 
 
 def _lanes(builder: Any, mask: Any, element: Any) -> Any:
-    """Return shift, mask and number of bits of each lane of a word; masks hold the lowest bits."""
+    """Yield shift, mask and number of bits of each lane of a word; masks hold the lowest bits."""
     width = element.bitwidth
     for first in range(0, 64, width):
         own = builder.and_(builder.lshr(mask, _WORD(first)), _WORD((1 << width) - 1))
