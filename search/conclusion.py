@@ -18,7 +18,7 @@ _PROCESS = uuid.uuid4().hex
 
 
 def conclude(space: Space, choice: Choice, method: str, fell_back: bool) -> SearchResult:
-    """The result of a search with trials.
+    """Return the result of a search with trials.
 
     Args:
         space: the points searched, with their trials.

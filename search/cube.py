@@ -62,7 +62,7 @@ class Point:
             object.__setattr__(self, name, getattr(weights, name))
 
     def codec(self) -> Quantize:
-        """The codec of the point for weights; raises BadArgumentError for values out of range."""
+        """Return the codec of the point for weights; raise BadArgumentError for values out of range."""
         if self.system == "inshrinkerator":
             rule = inshrinkerator(
                 self.bins,
@@ -99,7 +99,7 @@ class Point:
         return Config([weights, *others], rate=self.rate, chain=chain, ahead=ahead)
 
     def expected_bits(self) -> float:
-        """Bits per weight of a base with equally likely levels, by which the cube is ordered."""
+        """Return the bits per weight of a base with equally likely levels, which orders the cube."""
         quantized = 1.0 - self.prune - self.protect
         shares = (self.prune, self.protect, quantized)
         level = sum(-s * math.log2(s) for s in shares if s > 0)
@@ -121,12 +121,12 @@ class Point:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON; `from_json` gives an equal point."""
+        """Return the point as plain JSON."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_json(data: Any) -> Point:
-        """The point that `to_json` wrote; raises BadArgumentError for anything else."""
+        """Return the point that `to_json` described; raise BadArgumentError for other values."""
         names = {f.name for f in dataclasses.fields(Point)}
         if not isinstance(data, Mapping) or set(data) != names:
             raise BadArgumentError(
@@ -226,7 +226,7 @@ class Cube:
         )
 
     def steps(self, a: Point, b: Point) -> int:
-        """Number of steps along the axes from one point to another; the pruning metric takes none.
+        """Return the number of steps along the axes between two points, without the pruning metric.
 
         A value that is not on its axis (of an older cube) is counted from its nearest neighbour.
 
@@ -264,12 +264,12 @@ class Cube:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON; `from_json` gives an equal cube."""
+        """Return the cube as plain JSON."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
 
     @staticmethod
     def from_json(data: Any) -> Cube:
-        """The cube that `to_json` wrote; raises BadArgumentError for anything else."""
+        """Return the cube that `to_json` described; raise BadArgumentError for other values."""
         names = {f.name for f in dataclasses.fields(Cube)}
         if not isinstance(data, Mapping) or set(data) != names:
             raise BadArgumentError(f"{str(data)[:80]} is not a cube; its fields are {', '.join(sorted(names))}")

@@ -181,7 +181,7 @@ def _signed(candidates: Sequence[Candidate]) -> Floats:
 
 
 def _prior(known: Sequence[Known], floor: float) -> _Prior:
-    """The prior of the trials.
+    """Return the prior of the trials.
 
     Trials of an earlier checkpoint had other errors, so their signed parts are independent.
     """

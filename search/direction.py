@@ -36,7 +36,7 @@ class Direction:
 
     @property
     def worst(self) -> Point:
-        """The point with the most destructive compression."""
+        """Point with the most destructive compression."""
         return self._beyond_use[0]
 
     def begin(self, last: SearchResult | None, given: str | None) -> None:
@@ -60,7 +60,7 @@ class Direction:
         return [t for t in asked if t is not None]
 
     def next_beyond_use(self, found: Sequence[Trial]) -> Point | None:
-        """The next point beyond use to try; None if one returned a number or all returned NaN."""
+        """Return the next point beyond use to try; None if that is not needed or in vain."""
         asked = self._asked(found)
         if self._was_in_vain or len(asked) == len(self._beyond_use) or any(t.quality is not None for t in asked):
             return None

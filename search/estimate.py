@@ -1,4 +1,4 @@
-"""Estimate size and error of many points without encoding, from histograms and samples.
+"""Estimation of size and error of many points without encoding, from samples.
 
 Thresholds come from sketches of the whole arrays, as in the codec. Codebook, levels, pair counts with the parent and
 error come from the histogram of an array and a sample of its blocks, by the codec's own functions. The entropy of the
@@ -122,7 +122,7 @@ class _Quantized:
 
 
 class Estimator:
-    """Estimate sizes and errors of points for one state, with results cached.
+    """Estimator of sizes and errors of points for one state, with cached results.
 
     Args:
         leaves: the arrays that points change.
@@ -258,7 +258,7 @@ class Estimator:
         return unit.scale * (nbytes + nbytes_of_levels(quantized.levels, size, member.part, codec.coder, columns))
 
     def _all_values(self, i: int, histogram: Histogram, most: int) -> NpArray | None:
-        """The distinct values of an array if there are at most `most`, as the codec finds them."""
+        """Return the distinct values of an array if there are at most `most`, else None."""
         if not 0 < np.count_nonzero(histogram.counts[:-1]) <= most:
             return None
         if i not in self._few:
@@ -305,7 +305,7 @@ def _levels(part: Sample, limit: Thresholds, codebook: NpArray, trade: Trade) ->
 
 
 def _places(size: int, count: int) -> NpArray:
-    """Up to `count` evenly spaced positions."""
+    """Return up to `count` evenly spaced positions."""
     return np.arange(size) if size <= count else np.linspace(0, size - 1, count).astype(np.int64)
 
 

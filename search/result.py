@@ -58,14 +58,14 @@ class Trial:
     ahead: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON, with infinities as text; `from_json` gives an equal trial."""
+        """Return the trial as plain JSON, with infinities as text."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["point"] = None if self.point is None else self.point.to_json()
         return {k: _plain(v) for k, v in data.items()}
 
     @staticmethod
     def from_json(data: Any) -> Trial:
-        """The trial that `to_json` wrote; raises BadArgumentError for anything else."""
+        """Return the trial that `to_json` described; raise BadArgumentError for other values."""
         found = _fields(data, Trial, "trial")
         point = found.pop("point")
         return Trial(point=None if point is None else Point.from_json(point), **{k: _read(v) for k, v in found.items()})
@@ -169,7 +169,7 @@ class SearchResult:
         return dataclasses.replace(self, restores=self.restores + 1, spent=self.spent + cost)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON; `from_json` gives an equal result."""
+        """Return the result as plain JSON."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data |= {
             "config": self.config.to_json(),
@@ -183,7 +183,7 @@ class SearchResult:
 
     @staticmethod
     def from_json(data: Any) -> SearchResult:
-        """The result that `to_json` wrote; raises BadArgumentError for anything else."""
+        """Return the result that `to_json` described; raise BadArgumentError for other values."""
         found = {k: _read(v) for k, v in _fields(data, SearchResult, "search result").items()}
         integer("not a search result: its restores", found["restores"], 0)
         number("not a search result: its spent", found["spent"], 0.0, math.inf, open_high=True)

@@ -81,7 +81,7 @@ class SearchInputs:
 
 @dataclass(frozen=True)
 class TreeHashes:
-    """The contents of a tree as hashes by path.
+    """Hashes of the contents of a tree, by path.
 
     Args:
         nodes: the tree in preorder with its scalars; array nodes show which of them are the same array.
@@ -180,7 +180,7 @@ def _hashed(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Restored:
-    """A state as decoded from its checkpoint, and the bytes of the checkpoint."""
+    """A state decoded from its checkpoint, and the bytes of the checkpoint."""
 
     state: Any
     nbytes: int
@@ -304,12 +304,12 @@ class SearchState:
 
     @cached_property
     def _sizes(self) -> dict[float, int]:
-        """Bytes of the arrays that points do not change, by rate."""
+        """Return the bytes of the arrays that points do not change, by rate."""
         return {}
 
     @cached_property
     def _small_others(self) -> frozenset[int]:
-        """Small arrays that are compressed at every point, which is cheaper than caching them."""
+        """Return small arrays that are compressed at every point instead of cached."""
         return frozenset(self.small) - frozenset(self.quantized)
 
     def rest_nbytes(self, rate: float) -> int:

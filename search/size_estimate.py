@@ -1,4 +1,4 @@
-"""Estimate the bytes that the codec writes of an array, from a sample of it."""
+"""Estimation of the bytes that the codec writes for an array, from a sample of it."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def nbytes_of_levels(levels: NpArray, size: int, part: Sample, coder: str, colum
 
 
 def _extrapolated(nbytes: Any, part: Sample) -> float:
-    """Extrapolate `nbytes` of the sample to the array, by the bytes that its second half adds."""
+    """Extrapolate the bytes of the sample to the array, by those that its second half adds."""
     whole = nbytes(slice(None))
     if part.scale == 1.0:
         return float(whole)

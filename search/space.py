@@ -63,7 +63,7 @@ class Space:
 
     @property
     def likely(self) -> float:
-        """The least probability to pass at which a neighbour of the last choice is tried."""
+        """Least probability to pass at which a neighbour of the last choice is tried."""
         return _LIKELY if self.trials.at_once == 1 else HOPELESS
 
     def has(self, point: Point) -> bool:

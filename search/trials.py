@@ -1,4 +1,4 @@
-"""Run and record trials, in rounds over the processes.
+"""Trials of a search, run and recorded in rounds over the processes.
 
 Trials of an interrupted search are replayed, not repeated.
 """
@@ -133,7 +133,7 @@ class Trials:
             self.judge()
 
     def again(self) -> None:
-        """Evaluate the state itself once more, to check the baseline and widen the spread."""
+        """Evaluate the state itself again, to check the baseline and widen the spread."""
         self._evaluate_itself(1)
 
     def _evaluate_itself(self, rounds: int) -> None:
@@ -252,7 +252,7 @@ class Trials:
 
     @property
     def next_beyond_use(self) -> Point | None:
-        """The next point from which to infer the direction, or None."""
+        """Return the next point from which to infer the direction, or None."""
         return self.direction.next_beyond_use(self.found)
 
     @property
@@ -342,7 +342,7 @@ class Trials:
         )
 
     def _scored(self, trial: Trial, expected: float | None, number: int) -> Trial:
-        """The trial with its degradation on the scale, and the reason why it passes or fails."""
+        """Return the trial with its degradation, and the reason why it passes or fails."""
         loss = self.scale.degradation(trial.quality)
         passed = passes(loss, self.allowed)
         if math.isinf(loss):
