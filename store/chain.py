@@ -1,4 +1,4 @@
-"""Reading chains: the data files of a step, from its base upwards."""
+"""Chains: reading the data files of a step, from its base upwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compaction: long chains become short ones, and every step keeps its bits at every moment.
+"""Compaction of long chains to short ones, without a change of any step at any moment.
 
 A chain of n deltas takes n decodes to restore its last step. Compaction gives each step another parent: number its
 steps 0 (the base), 1, 2, ... and write i in base g; the parent of i is i with its lowest non-zero digit cleared. No

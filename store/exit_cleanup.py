@@ -14,7 +14,7 @@ from .exit_status import fail_at_exit
 
 
 class Work(Protocol):
-    """The part of a Saver that remains after the Saver was collected; it has no reference to it."""
+    """The part of a Saver that remains after the Saver was garbage-collected."""
 
     pid: int
     url: str
@@ -29,7 +29,7 @@ class Work(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish, and free everything."""
+        """Finish the saves, and free all resources."""
         ...
 
     def take_error(self) -> BaseException | None:
@@ -52,14 +52,14 @@ class ExitCleanup:
             os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        """Start empty, also in a forked child: a thread of the parent may have held the lock."""
+        """Reset the registry, also in a forked child, where a lock may be held by a missing thread."""
         self._open: dict[Work, None] = {}
         self._turn = threading.RLock()
         self._collected: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def add(self, saver: object, work: Work) -> weakref.finalize[Any, Any]:
-        """Register some work until `remove`, or until it is finished here."""
+        """Register some work until it is removed or finished."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait, name="shrinkpoint-unclosed", daemon=True)
             self._thread.start()
@@ -69,7 +69,7 @@ class ExitCleanup:
         return found
 
     def remove(self, finalizer: weakref.finalize[Any, Any], work: Work) -> None:
-        """Forget some work: the caller closes the Saver."""
+        """Remove some work, because the caller closes the Saver."""
         finalizer.detach()
         self._open.pop(work, None)
 

@@ -1,4 +1,4 @@
-"""The exit status of a process whose failure is found only while it ends."""
+"""Exit status of a process whose failure is found only while it ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def fail_at_exit() -> None:
-    """Let this process end with status 120, Python's own for an error while it finalizes.
+    """Let this process end with status 120, which Python uses for errors at exit.
 
     Exceptions of exit handlers are printed and change nothing, and `os._exit` in one of them would prevent the later
     ones. Python does check whether the standard streams can be flushed at the very end, so one of them raises an error

@@ -1,4 +1,4 @@
-"""The file operations of a store on any file system: files appear whole, and durable.
+"""File operations of a store on any file system; files are never seen incomplete.
 
 Names are relative and contain one folder (`steps/000000000010.json`). There are two implementations: a local folder
 (`local.LocalFiles`) uses temporary names, fsync of file and folder, rename and link; any other fsspec file system
@@ -36,19 +36,19 @@ class Files(Protocol):
     local: bool
 
     def path(self, name: str) -> str:
-        """Full path of a name, for messages."""
+        """Return the full path of a name, for messages."""
         ...
 
     def read(self, name: str) -> bytes:
-        """All bytes of a file; FileNotFoundError if it does not exist."""
+        """Return all bytes of a file; FileNotFoundError if it does not exist."""
         ...
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes start..stop of a file; fewer if it ends before."""
+        """Return bytes start..stop of a file; fewer if it ends before."""
         ...
 
     def size(self, name: str) -> int:
-        """Size of a file in bytes; FileNotFoundError if it does not exist."""
+        """Return the size of a file in bytes; FileNotFoundError if it does not exist."""
         ...
 
     def exists(self, name: str) -> bool:
@@ -56,7 +56,7 @@ class Files(Protocol):
         ...
 
     def list(self, folder: str) -> Sequence[str]:
-        """Sorted names of all files in a folder; empty if the folder does not exist."""
+        """Return the sorted names of the files in a folder; empty if it does not exist."""
         ...
 
     def write(self, name: str, data: bytes) -> None:
@@ -72,7 +72,7 @@ class Files(Protocol):
         ...
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Name -> size in bytes of the files in a folder; empty if the folder does not exist."""
+        """Return name -> size in bytes of the files in a folder; empty if it does not exist."""
         ...
 
     def modified(self, name: str) -> float:
@@ -80,7 +80,7 @@ class Files(Protocol):
         ...
 
     def stamp(self, name: str) -> object:
-        """A value that changes with a file or folder; None if it is missing or the value unknown."""
+        """Return a value that changes with a file or folder; None if missing or unknown."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The job of a worker: from a snapshot in shared memory to a committed step."""
+"""The job of a worker: a snapshot in shared memory becomes a committed step."""
 
 from __future__ import annotations
 

@@ -41,11 +41,11 @@ class LocalFiles:
         self._prefix = root if root.endswith("/") else f"{root}/"
 
     def path(self, name: str) -> str:
-        """Full path of a name."""
+        """Return the full path of a name."""
         return self._prefix + name
 
     def _folder(self, folder: str) -> str:
-        """Full path of a folder. It may be missing but must not be a link."""
+        """Return the full path of a folder, which may be missing but must not be a link."""
         path = self.path(folder)
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISLNK(os.lstat(path).st_mode):
@@ -64,18 +64,18 @@ class LocalFiles:
             os.close(fd)
 
     def read(self, name: str) -> bytes:
-        """All bytes of a file; FileNotFoundError if it does not exist."""
+        """Return all bytes of a file; FileNotFoundError if it does not exist."""
         with self._opened(name) as fd:
             return _read(fd, os.fstat(fd).st_size)
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes start..stop of a file; fewer if it ends before."""
+        """Return bytes start..stop of a file; fewer if it ends before."""
         with self._opened(name) as fd:
             os.lseek(fd, start, os.SEEK_SET)
             return _read(fd, min(stop, os.fstat(fd).st_size) - start)
 
     def size(self, name: str) -> int:
-        """Size of a file in bytes; FileNotFoundError if it does not exist."""
+        """Return the size of a file in bytes; FileNotFoundError if it does not exist."""
         with self._opened(name) as fd:
             return os.fstat(fd).st_size
 
@@ -88,14 +88,14 @@ class LocalFiles:
         return os.lstat(self.path(name)).st_mtime
 
     def stamp(self, name: str) -> object:
-        """A value that changes with a file or folder; None if it is missing."""
+        """Return a value that changes with a file or folder; None if it is missing."""
         with contextlib.suppress(OSError):
             found = os.lstat(self.path(name))
             return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
         return None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Name -> size in bytes of the files in a folder; empty if the folder does not exist."""
+        """Return name -> size in bytes of the files in a folder; empty if it does not exist."""
         found = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder(folder)) as entries:
             for entry in entries:
@@ -104,7 +104,7 @@ class LocalFiles:
         return found
 
     def list(self, folder: str) -> Sequence[str]:
-        """Sorted names of all files in a folder; empty if the folder does not exist."""
+        """Return the sorted names of the files in a folder; empty if it does not exist."""
         try:
             return sorted(os.listdir(self._folder(folder)))
         except FileNotFoundError:
@@ -183,7 +183,7 @@ class LocalFiles:
 
 
 def _read(fd: int, n: int) -> bytes:
-    """The next n bytes, fewer only at the end of the file; a call returns at most 2 GiB."""
+    """Read the next n bytes, fewer only at the end of the file."""
     parts = []
     while n > 0 and (part := os.read(fd, min(n, 1 << 30))):
         parts.append(part)
@@ -226,7 +226,7 @@ def make_folder(folder: str) -> None:
 
 
 def sync_folder(folder: str) -> None:
-    """Make the names in a folder durable. Windows has no such call and does it itself."""
+    """Make the names in a folder durable; does nothing on Windows, which does that itself."""
     if os.name == "nt":
         return
     fd = os.open(folder or ".", os.O_RDONLY)

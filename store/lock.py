@@ -1,4 +1,4 @@
-"""Locks of a store: savers and compactors share it, garbage collection has it alone.
+"""Locks of a store: savers and compactors share it, garbage collection holds it alone.
 
 A process that adds files holds the lock *shared* from before it reads the parents until its manifest exists; `gc` holds
 it *alone*, so that it removes nothing that a future manifest will name. Readers need no lock.
@@ -41,7 +41,7 @@ _without: set[int] = set()
 
 
 class InUseError(TimeoutError):
-    """The lock was held by others for the whole time of waiting."""
+    """Others held the lock for the whole time of waiting."""
 
 
 class Lease:
@@ -55,11 +55,11 @@ class Lock(Protocol):
     """A lock with two modes; both raise InUseError if it cannot be acquired in time."""
 
     def shared(self) -> contextlib.AbstractContextManager[Lease]:
-        """Hold it together with other shared holders."""
+        """Hold the lock together with other shared holders."""
         ...
 
     def alone(self, timeout: float) -> contextlib.AbstractContextManager[Lease]:
-        """Hold it alone."""
+        """Hold the lock alone."""
         ...
 
 
@@ -85,20 +85,20 @@ def open_lock(files: Files) -> Lock:
 
 
 class FileLock:
-    """`flock` on a file of the store's folder; lock files if the file system does not have it."""
+    """Lock by `flock` on a file of the store's folder, or by lock files without `flock`."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[Lease]:
-        """Hold it together with other shared holders; waits without a limit."""
+        """Hold the lock together with other shared holders; waits without a limit."""
         with self._held(fcntl.LOCK_SH, None) as lease:
             yield lease
 
     @contextlib.contextmanager
     def alone(self, timeout: float) -> Iterator[Lease]:
-        """Hold it alone."""
+        """Hold the lock alone."""
         with self._held(fcntl.LOCK_EX, timeout) as lease:
             yield lease
 
@@ -193,7 +193,7 @@ class _ObjectLease(Lease):
 
 
 class ObjectLock:
-    """Lock objects in the store.
+    """Lock by lock objects in the store.
 
     Args:
         files: of the store.
@@ -207,7 +207,7 @@ class ObjectLock:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[Lease]:
-        """Hold it together with other shared holders."""
+        """Hold the lock together with other shared holders."""
         token = uuid.uuid4().hex
         name = f"{FOLDER}/shared-{token}"
         try:
@@ -229,7 +229,7 @@ class ObjectLock:
 
     @contextlib.contextmanager
     def alone(self, timeout: float) -> Iterator[Lease]:
-        """Hold it alone."""
+        """Hold the lock alone."""
         token = uuid.uuid4().hex.encode()
         for _ in _patience(timeout, self._files.path(self._alone), self._poll):
             if self._files.create(self._alone, token):
@@ -253,7 +253,7 @@ class ObjectLock:
                     self._files.remove([self._alone])
 
     def _others(self) -> list[str]:
-        """The live shared holders; the objects of dead ones are removed."""
+        """Return the live shared holders, and remove the lock objects of dead ones."""
         alive = []
         for base in self._files.list(FOLDER):
             name = f"{FOLDER}/{base}"

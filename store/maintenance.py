@@ -53,7 +53,7 @@ class Maintainer:
         self._moved = False
 
     def run(self, stop: Callable[[], bool], *, alone: bool) -> None:
-        """Do the work that is due after a save until `stop()` is true; continue after the next save.
+        """Do the maintenance due after a save until `stop()` is true; continue after the next save.
 
         At every moment all steps can be loaded, as after a crash.
 

@@ -95,7 +95,7 @@ class Manifest:
 
     @property
     def restore_cost(self) -> float:
-        """Bytes decoded to restore it, in multiples of its own; 1 for a base."""
+        """Bytes decoded to restore the step, in multiples of its own; 1 for a base."""
         return 1.0 + (self.carried / self.raw_nbytes if self.raw_nbytes else 0.0)
 
     def to_bytes(self) -> bytes:

@@ -58,7 +58,7 @@ def check_keep(keep: Any, url: str) -> int:
 
 
 def user_folder() -> str:
-    """Path of this user's folder of copies."""
+    """Return the path of this user's folder of copies."""
     return f"{SHARED}/shrinkpoint-{os.getuid()}"
 
 

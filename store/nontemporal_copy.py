@@ -1,4 +1,4 @@
-"""A compiled copy past the cache, by non-temporal stores; see `host_copy`.
+"""Compiled copy that bypasses the cache by non-temporal stores; see `host_copy`.
 
 An ordinary store to a line that is not in the cache reads the line before it is written: a copy moves three bytes per
 byte. A non-temporal store moves two. `memmove` uses them only for single arrays of many megabytes.
@@ -23,7 +23,7 @@ _VECTOR = 32
 
 @intrinsic
 def _move_line(context: Any, target: Any, source: Any) -> Any:
-    """Move one line from any address to an aligned one, past the cache."""
+    """Move one cache line from any address to an aligned one, bypassing the cache."""
 
     def generate(machine: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         vector = ir.VectorType(ir.IntType(64), _VECTOR // 8)
@@ -53,7 +53,7 @@ def _move_byte(context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def _fence(context: Any) -> Any:
-    """Complete these stores before all that follows; they are not ordered otherwise."""
+    """Complete the non-temporal stores before all later memory accesses."""
 
     def generate(machine: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")

@@ -1,4 +1,4 @@
-"""Objects of any fsspec file system but the local disk, with retries."""
+"""Objects of any fsspec file system except the local disk, with retries."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ class ObjectFiles:
         self._conditional = put is not None and "mode" in inspect.signature(put).parameters and not ignored
 
     def path(self, name: str) -> str:
-        """Full path of a name."""
+        """Return the full path of a name."""
         return posixpath.join(self.root, name)
 
     def read(self, name: str) -> bytes:
-        """All bytes of an object; FileNotFoundError if it does not exist."""
+        """Return all bytes of an object; FileNotFoundError if it does not exist."""
         return bytes(self._retry(lambda: self.fs.cat_file(self.path(name))))
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes start..stop of an object; fewer if it ends before."""
+        """Return bytes start..stop of an object; fewer if it ends before."""
         return bytes(self._retry(lambda: self.fs.cat_file(self.path(name), start=start, end=stop)))
 
     def size(self, name: str) -> int:
-        """Size of an object in bytes; FileNotFoundError if it does not exist."""
+        """Return the size of an object in bytes; FileNotFoundError if it does not exist."""
         self.fs.invalidate_cache()
         return int(self._retry(lambda: self.fs.info(self.path(name)))["size"])
 
@@ -87,7 +87,7 @@ class ObjectFiles:
         return None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Name -> size in bytes of the objects in a folder; empty if it does not exist."""
+        """Return name -> size in bytes of the objects in a folder; empty if it does not exist."""
         self.fs.invalidate_cache()
         try:
             found = self._retry(lambda: self.fs.ls(self.path(folder), detail=True))
@@ -96,7 +96,7 @@ class ObjectFiles:
         return {posixpath.basename(one["name"].rstrip("/")): int(one["size"] or 0) for one in found}
 
     def list(self, folder: str) -> Sequence[str]:
-        """Sorted names of the objects in a folder; empty if it does not exist."""
+        """Return the sorted names of the objects in a folder; empty if it does not exist."""
         self.fs.invalidate_cache()
         try:
             found = self._retry(lambda: self.fs.ls(self.path(folder), detail=False))

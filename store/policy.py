@@ -1,4 +1,4 @@
-"""The decision whether the next checkpoint is a base."""
+"""Decision whether the next checkpoint is a base."""
 
 from __future__ import annotations
 

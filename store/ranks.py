@@ -1,4 +1,4 @@
-"""Ranks with a store each agree on the step to resume from."""
+"""The step to resume from if each rank has a store: the newest common one."""
 
 from __future__ import annotations
 

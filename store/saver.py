@@ -257,7 +257,7 @@ class _Runner:
             raise ShrinkpointError(f"a saver cannot {what} by a callback of its future, which is part of a save")
 
     def close(self) -> None:
-        """Wait, end the thread and free the executor. In a forked child there is nothing to end."""
+        """Wait, end the thread and free the executor; does nothing in a forked child."""
         if os.getpid() != self.pid:
             return
         self.wait()
@@ -269,7 +269,7 @@ class _Runner:
 
 
 def _one_at_a_time(method: Callable[Concatenate[Saver, P], R]) -> Callable[Concatenate[Saver, P], R]:
-    """Run one call at a time; refuse a nested call, and one in a forked process."""
+    """Allow one call at a time; refuse a nested call, and one in a forked process."""
 
     @functools.wraps(method)
     def call(self: Saver, /, *args: P.args, **options: P.kwargs) -> R:
@@ -291,7 +291,7 @@ def _one_at_a_time(method: Callable[Concatenate[Saver, P], R]) -> Callable[Conca
 
 
 class Saver:
-    """Saves to a store while training continues; one save is in flight at a time.
+    """Asynchronous saves to a store while training continues; one save is in flight at a time.
 
     `save` copies the state and returns. A worker, a fresh process with a low priority, compresses the copy and commits
     it to the store as `Store.save` would: the files are the same. The worker keeps what the next delta needs, so only
@@ -578,7 +578,7 @@ class Saver:
         runner.rest()
 
     def close(self) -> None:
-        """Wait for the save in flight, end the worker and free the memory. May be called again.
+        """Wait for the save in flight, end the worker and free the memory; may be called twice.
 
         Raises:
             ShrinkpointError: called within a call of the same Saver, as by a signal handler.

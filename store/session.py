@@ -1,4 +1,4 @@
-"""The session of a run: its memory between two saves to a store.
+"""The session of a run: what it keeps between two saves to a store.
 
 It remembers the chain that it extends, past weights, and the step that it went back to. A `Store` has one session; a
 `Saver` saves through the session of its worker. Both save in the same way.
@@ -64,7 +64,7 @@ class Saved:
 
 
 class Session:
-    """The memory of one run, and its saves.
+    """The data that one run keeps between its saves.
 
     Args:
         files: of the store.
@@ -96,7 +96,7 @@ class Session:
         self.loaded = rewinds.Loaded.of(self._catalog, entry.manifest.step)
 
     def resume_without_parent(self, step: int) -> None:
-        """Continue from a step that storage may not hold intact: the next checkpoint is a base."""
+        """Continue from a step that may be damaged in storage: the next checkpoint is a base."""
         self.forget()
         self.loaded = rewinds.Loaded.of(self._catalog, step)
 
@@ -218,7 +218,7 @@ class Session:
         grads: Any,
         kinds: Mapping[str, Any] | None,
     ) -> tuple[Checkpoint, ChainHead | None]:
-        """The checkpoint of a state, and the head it is a delta over; None: it is a base."""
+        """Compress a state; also return the head of its parent, None for a base."""
         earlier = None
         if arrays is None:
             self._average = None

@@ -16,7 +16,7 @@ IGNORED = [getattr(signal, name) for name in _NAMES.split() if hasattr(signal, n
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Block the signals while a process is started, which inherits that until it calls `ignore`."""
+    """Block the signals in a process that is started, until it calls `ignore`."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

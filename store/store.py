@@ -237,7 +237,7 @@ class Store:
 
     @property
     def loaded(self) -> int | None:
-        """The step that was loaded last, from which the next save continues; None after a save.
+        """Step that was loaded last, from which the next save continues; None after a save.
 
         A save that finds exactly the same step already stored counts as loading it: the run repeats itself.
         """
@@ -245,7 +245,7 @@ class Store:
 
     @property
     def parent(self) -> Checkpoint | None:
-        """The parent of the next save, as `prev` for `search`; None: it will be a base.
+        """Parent of the next save, as `prev` for `search`; None: it will be a base.
 
         With `cfg.chain.only_smaller` (default), a delta that saves almost nothing is stored as a base nevertheless.
         """
@@ -543,7 +543,7 @@ class Store:
     # ------------------------------------------------------------------------------------------------------- labels
 
     def rate(self, step: int | str, metric: float | None) -> None:
-        """Set how good the model of a step is, for `Retention(best=...)`; None removes it.
+        """Set the quality of the model of a step, for `Retention(best=...)`; None removes it.
 
         Raises:
             BadArgumentError: no such step, or the metric is not finite.
@@ -576,7 +576,7 @@ class Store:
         return sorted(labels.pins(self._files))
 
     def tag(self, name: str, step: int | str) -> None:
-        """Name a step; it can be loaded by this name and is kept. An existing name moves.
+        """Name a step, which is then kept and can be loaded by name; an existing name moves.
 
         Args:
             name: letters, digits, "_", "." and "-", at most 100; the first is a letter or "_".

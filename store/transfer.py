@@ -1,4 +1,4 @@
-"""Copying steps with their labels and records from one store to another."""
+"""Copies of steps with their labels and records from one store to another."""
 
 from __future__ import annotations
 

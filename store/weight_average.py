@@ -43,7 +43,7 @@ def needs_average(cfg: Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """The training step of the average, which moves as the weights do.
+    """Training step of the average, which moves as the average does.
 
     Args:
         step: None: unknown.

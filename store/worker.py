@@ -73,7 +73,7 @@ class _Parent:
         return bool(self._poll.poll(0)) or os.getppid() != self._pid
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Answer, unless the trainer has ended."""
+        """Send an answer, unless the trainer has ended."""
         with contextlib.suppress(BrokenPipeError, ConnectionError):
             send(self._sock, message)
 
