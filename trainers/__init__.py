@@ -1,4 +1,4 @@
-"""Adapters for training loops and frameworks. Each is imported when it is first used."""
+"""Adapters for training loops and frameworks, each imported on first use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """A name on first use: torch.distributed and the frameworks are not imported before."""
+    """Import a name on first use, so that torch.distributed and frameworks load only then."""
     if name in _WHERE:
         return getattr(import_module(f".{_WHERE[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -44,7 +44,7 @@ class CompressedStates:
         accelerator.load_state = self._load_state
 
     def remove(self) -> None:
-        """Take the hooks off, once nothing is in flight any more; may be called twice."""
+        """Remove the hooks, once nothing is in flight; may be called twice."""
         self.wait()
         for handle in self._handles:
             handle.remove()
@@ -65,7 +65,7 @@ class CompressedStates:
             self._background.wait()
 
     def _save_state(self, *args: Any, **keywords: Any) -> Any:
-        """Run `save_state`, which first removes old folders: the folders it leaves must be complete."""
+        """Run `save_state` after pending saves, because it removes old folders first."""
         self.wait()
         project = self.accelerator.project_configuration
         if project.automatic_checkpoint_naming and project.total_limit and self.accelerator.is_main_process:
@@ -104,7 +104,7 @@ class CompressedStates:
         return {name: own[name] for name in found.names if name in own}
 
     def check(self, preemption: Preemption, step: int, output_dir: str | None = None) -> None:
-        """Save and exit if a scheduler's signal has come: one line at the end of each training step.
+        """Save and exit if a scheduler's signal has come; call it after each training step.
 
         Args:
             preemption: signals, grace and exit code.
@@ -244,7 +244,7 @@ def compress_states(accelerator: Any, saver: Saver | Store, *, frozen: str | Non
 
 
 def _folders(home: str) -> list[str]:
-    """Names of the checkpoint folders of a project."""
+    """Return the names of the checkpoint folders of a project."""
     return [name for name in os.listdir(home) if re.fullmatch(r"checkpoint_[0-9]+", name)]
 
 

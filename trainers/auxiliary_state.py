@@ -1,4 +1,4 @@
-"""The parts of a training besides model and optimizer, by place: `ema`, `more/teacher`."""
+"""Parts of a training run other than model and optimizer, by place: `ema`, `more/teacher`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class AuxiliaryState:
 
     @property
     def modules(self) -> Iterator[tuple[Place, nn.Module]]:
-        """The parts that are modules: all processes save and load them together."""
+        """Return the parts that are modules, which all processes save and load together."""
         return ((place, part) for place, part in self.parts.items() if isinstance(part, nn.Module))
 
     def named(self) -> dict[str, Stateful]:
@@ -74,7 +74,7 @@ def label(place: Place) -> str:
 
 
 def put(state: dict[str, Any], place: Place, value: Any) -> None:
-    """Store a value at its place; the levels above it exist."""
+    """Store a value at its place, below levels that exist."""
     for name in place[:-1]:
         state = state[name]
     state[place[-1]] = value

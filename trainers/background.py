@@ -1,4 +1,4 @@
-"""Save in the background; a pointer file appears when its checkpoint is durable."""
+"""Saves in the background, whose pointer files appear when the checkpoints are durable."""
 
 from __future__ import annotations
 

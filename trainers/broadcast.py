@@ -1,4 +1,4 @@
-"""Send an optimizer's whole state from rank 0; each process keeps its part."""
+"""Broadcast of an optimizer's whole state from rank 0; each process keeps its part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SMALL = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """Placeholder in the outline for an array that is broadcast by itself."""
+    """Placeholder in the outline for an array that is broadcast separately."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -97,7 +97,7 @@ class Transfer:
     def fold(
         self, pairs: Sequence[tuple[Average, Tensor]], beta: float, scale: Any, skipped: Any, batch: int = 0
     ) -> None:
-        """Add a batch's gradients to their averages; `scale`, `skipped`: of AMP, or None."""
+        """Add a batch's gradients to their averages."""
         on_host = [(a, g) for a, g in pairs if g.device.type != "cuda"]
         on_gpu = [(a, g) for a, g in pairs if g.device.type == "cuda"]
         if on_host:
@@ -114,7 +114,7 @@ class Transfer:
             self._futures = [*(one for one in self._futures if not one.done() or one.exception()), future]
 
     def _copy(self, device: Any, pairs: Sequence[tuple[Average, Tensor]], scale: Any, skipped: Any) -> tuple[Any, ...]:
-        """Start copying the gradients on one device to pinned memory, on a stream of its own."""
+        """Start copying the gradients on one device to pinned memory, on a separate stream."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._streams[device]
@@ -156,7 +156,7 @@ class Transfer:
     def _average(
         self, pairs: Sequence[tuple[Average, Tensor]], beta: float, scale: Any, skipped: Any, batch: int
     ) -> None:
-        """Take gradients on the host into their averages, unless AMP skips the step."""
+        """Add gradients on the host to their averages, unless AMP skips the step."""
         if skipped is not None and float(skipped) > 0:
             return
         factor = 1.0 if scale is None else float(scale)

@@ -1,4 +1,4 @@
-"""Lightning: compressed checkpoints with `Trainer` and `ModelCheckpoint` as they are.
+"""Lightning: compressed checkpoints with the ordinary `Trainer` and `ModelCheckpoint`.
 
 `Trainer(plugins=[CompressedIO()])` is all. Needs `lightning` or `pytorch_lightning`, and goes
 with the Trainer of either.

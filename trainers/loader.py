@@ -86,7 +86,7 @@ class Loader:
         self._number = 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the number of batches of a whole epoch."""
         length = _length(self.batches)
         if length is None:
             raise TypeError(f"{type(self.batches).__qualname__} has no length")
@@ -183,7 +183,7 @@ class Loader:
 
 
 class _Order:
-    """A sampler with a seeded random stream of its own for each epoch.
+    """Sampler with its own seeded random stream for each epoch.
 
     A sampler with no generator of its own draws from the global ones, and how far ahead workers prefetch would decide
     where these stand.

@@ -239,6 +239,6 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file's bytes, making the folder they go to."""
+    """Copy a file's bytes, and create the folder of the copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)

@@ -398,7 +398,7 @@ class LearningRates:
         return LearningRates(rates, schedulers)
 
     def restore(self) -> None:
-        """Set the rates again; under a scheduler in proportion to the base rate."""
+        """Restore the rates, under a scheduler in proportion to the base rate."""
         for optimizer, number, rate, base in self.groups:
             group = optimizer.param_groups[number]  # loading has replaced the groups
             before = _number(group.get("initial_lr"))

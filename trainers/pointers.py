@@ -100,7 +100,7 @@ def wait_for_files() -> None:
 
 
 def read_pointer(path: PathLike) -> Pointer | None:
-    """The pointer in a file; None if the file is something else, or is not there.
+    """Read the pointer in a file; None if the file is missing or something else.
 
     One that this process is saving in the background is waited for.
     """
@@ -181,7 +181,7 @@ def next_step(store: Store) -> int:
 
 
 def write_pointer(path: PathLike, store: Store, step: int, identity: str) -> Pointer:
-    """Let a file point to a step, atomically where possible; durable on return."""
+    """Write a pointer file durably, and atomically if possible."""
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     where = store.url
     if "://" not in where:
@@ -236,7 +236,7 @@ def _entries(fs: Any, folder: str) -> list[dict[str, Any]]:
 
 
 def store_of(path: PathLike, pointer: Pointer, cfg: Config | None = None) -> Store:
-    """The store that a pointer file names."""
+    """Return the store that a pointer file names."""
     if "://" in pointer.store or os.path.isabs(pointer.store):
         return Store(pointer.store, cfg)
     folder = os.path.dirname(os.fspath(path)) or "."

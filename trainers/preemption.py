@@ -153,7 +153,7 @@ class Preemption:
         self.install()
 
     def install(self) -> None:
-        """Register the signal handlers, also again after a framework has registered its own."""
+        """Register the signal handlers, again if a framework has registered its own."""
         if threading.current_thread() is not threading.main_thread():
             raise BadArgumentError("Preemption: signals can be handled in the main thread only; make it there")
         for one in self.signals:
@@ -161,7 +161,7 @@ class Preemption:
             self._before.setdefault(one, before)
 
     def close(self) -> None:
-        """Restore the handlers that were there before."""
+        """Restore the former signal handlers."""
         if os.getpid() == self._pid:
             for one, before in self._before.items():
                 signal.signal(one, signal.SIG_DFL if before is None else before)
@@ -191,7 +191,7 @@ class Preemption:
         return self._when is not None
 
     def agreed(self) -> float | None:
-        """Return the seconds left if any process has got a signal; None: training goes on.
+        """Return the seconds left if any process has received a signal; None: training continues.
 
         With several processes a collective: all of them call it at the same step boundaries.
         """
@@ -217,7 +217,7 @@ class Preemption:
         sensitivity: SensitivityTracker | None = None,
         grads: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save and exit if a process has got a signal; call it after each training step.
+        """Save and exit if a process has received a signal; call it after each training step.
 
         Args:
             saver, step, model, optimizer, tracker, sensitivity, grads: as for `save`.
@@ -303,7 +303,7 @@ def _signal_of(one: str | int) -> signal.Signals:
 
 
 def _device() -> torch.device:
-    """The device of the default group's collectives: the CPU if it has a backend for it.
+    """Return the device for collectives of the default group: the CPU if possible.
 
     Not a group of its own: after a restart by torchrun, gloo connects a second group to the addresses of the first run.
     """

@@ -17,12 +17,12 @@ B = TypeVar("B")
 
 
 def world() -> int:
-    """Number of processes that train together."""
+    """Return the number of processes that train together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Number of this process among those that train together."""
+    """Return the number of this process among those that train together."""
     return dist.get_rank() if world() > 1 else 0
 
 

@@ -80,7 +80,7 @@ class _Table:
         self.recent.index_fill_(0, flat if flat.dtype == torch.int64 else flat.long(), True)
 
     def read(self, everywhere: bool) -> None:
-        """Mark the rows of the gradient that is there now.
+        """Mark the rows of the present gradient.
 
         Args:
             everywhere: at every step, instead of now and again.
@@ -316,7 +316,7 @@ class RowTracker:
         return found
 
     def _register(self) -> None:
-        """Follow the present tables; known parameters keep their marks."""
+        """Track the present tables; known parameters keep their marks."""
         known, self._tables = self._tables, {}
         for handle in self._handles:
             handle.remove()
@@ -388,7 +388,7 @@ class RowTracker:
 
     @property
     def untracked(self) -> dict[str, str]:
-        """Names of tables that are compared instead, and why; as of the last `kinds`."""
+        """Names of tables that are compared instead, and the reasons, as of the last `kinds`."""
         return dict(self._untracked)
 
     def kinds(self, optimizer: Optimizers | None = None) -> dict[str, Kind]:
@@ -521,7 +521,7 @@ class RowTracker:
         return table
 
     def close(self) -> None:
-        """Take the hooks off the module again; may be called twice."""
+        """Remove the hooks from the module; may be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -574,7 +574,7 @@ def _named(optimizer: Any) -> Named:
 
 
 def _entries(module: nn.Module, optimizers: Named) -> Iterator[tuple[str, tuple[Kind, Any]]]:
-    """Return kind and value of each optimizer entry, by the tail of its path."""
+    """Yield kind and value of each optimizer entry, by the tail of its path."""
     weights = set(kinds_of(module))
     places = [place for place, _ in optimizers]
     for place, one in optimizers:

@@ -32,7 +32,7 @@ class Running:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the save began."""
         return time.monotonic() - self.begin
 
 

@@ -44,7 +44,7 @@ class SensitivityWarning(ShrinkpointWarning):
 
 @dataclass(slots=True)
 class _Clock:
-    """The count of some parameters' batches."""
+    """Count of the batches of some parameters."""
 
     done: int
     window: int = -1
@@ -227,14 +227,14 @@ class SensitivityTracker:
 
     @property
     def batch(self) -> int:
-        """Batches done so far."""
+        """Number of batches done so far."""
         if not self._stepped:
             return max(self._done, self._backwards + 1)
         return max((clock.done for clock in self._clocks.values()), default=self._done)
 
     @property
     def recorded(self) -> int:
-        """Batches in the averages, of the parameter with the most."""
+        """Number of batches in the averages, for the parameter with the most."""
         self._transfer.wait()
         return max((a.batches for a in self._averages.values()), default=0)
 
@@ -245,7 +245,7 @@ class SensitivityTracker:
         return self._not_finite + sum(a.not_finite for a in self._averages.values())
 
     def remove(self) -> None:
-        """Take all hooks off the model and the optimizers; the averages stay readable."""
+        """Remove all hooks from the model and the optimizers; the averages stay readable."""
         self._unhook()
         self._nesting.clear()
         self._transfer.close()

@@ -83,7 +83,7 @@ def restore(
     generators: Mapping[str, Generator] | None = None,
     rng: bool = True,
 ) -> Any:
-    """Put a captured state back into freshly built objects; returns the data position.
+    """Restore a captured state to freshly built objects; return the data position.
 
     The inverse of `capture`: for every part given here, `capture` afterwards gives the same tree.
 

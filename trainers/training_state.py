@@ -72,12 +72,12 @@ class TrainingState:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The optimizers as a tuple; BadArgumentError if another object is among them."""
+        """Return the optimizers as a tuple; BadArgumentError if another object is among them."""
         return optimizers_of(self.optimizer)
 
     @property
     def auxiliary(self) -> AuxiliaryState:
-        """Scheduler, scaler, ema and more; BadArgumentError if `more` is not a mapping."""
+        """Return scheduler, scaler, ema and more; BadArgumentError if `more` is not a mapping."""
         return AuxiliaryState.of(self.scheduler, self.scaler, self.ema, self.more)
 
     def check(self) -> None:

@@ -344,7 +344,7 @@ class CompressCallback(TrainerCallback):  # type: ignore[misc]
 
 
 class IncompleteCheckpointWarning(ShrinkpointWarning):
-    """A newer checkpoint folder was not resumed from: its save was cut off."""
+    """A newer checkpoint folder was not resumed from, because its save was interrupted."""
 
 
 def newest_complete(folder: PathLike) -> str | None:

@@ -117,7 +117,7 @@ class Layout:
 
     @cached_property
     def by_offsets(self) -> dict[Offsets, Shard]:
-        """Shards by offsets; one with elements is preferred to an empty one."""
+        """Shards by offsets; one with elements has priority over an empty one."""
         return {s.offsets: s for s in sorted(self.shards, key=lambda s: math.prod(s.sizes) > 0)}
 
     @cached_property
@@ -154,7 +154,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor, or with `file` set, another value.
+    """A tensor, or another value if `file` is set.
 
     Args:
         path: in the nested state, or None if it was unknown.

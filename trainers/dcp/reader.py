@@ -1,4 +1,4 @@
-"""The storage reader: reads only the arrays that a load needs."""
+"""The storage reader, which reads only the arrays that a load needs."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Reader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take the metadata that `read_metadata` gave."""
+        """Set the metadata that `read_metadata` returned."""
         if not isinstance(metadata.storage_data, Index):
             raise BadArgumentError("this metadata was not read by this reader")
         self._index = metadata.storage_data

@@ -42,7 +42,7 @@ class Target(Protocol):
         ...
 
     def begin(self, *, is_coordinator: bool, alone: int | None) -> None:
-        """Begin a save; `alone`: the rank that saves without the others, None with them."""
+        """Begin a save; `alone` is the rank if it saves without the others, else None."""
         ...
 
     def files(self, place: str | None = None) -> Files:

@@ -195,7 +195,7 @@ def write(tensor: torch.Tensor, patch: Patch) -> None:
 
 
 def of_one(tensor: torch.Tensor, patches: Sequence[Patch]) -> Iterator[tuple[NpArray, torch.Tensor]]:
-    """Return positions and values of patches, values in the tensor's dtype."""
+    """Yield positions and values of patches, values in the tensor's dtype."""
     for patch in patches:
         positions = patch.positions
         if positions is None:
