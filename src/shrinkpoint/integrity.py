@@ -223,7 +223,7 @@ def _read(file: Path, progress: Callable[[int], object]) -> Sealed:
 
 
 def _files(path: Path, *, strict: bool = True) -> Iterator[tuple[str, Path]]:
-    """Return the files to seal, sorted by relative path, without the seal itself.
+    """Yield the files to seal, sorted by relative path, without the seal itself.
 
     Links to files are followed, because the caches of model hubs consist of them. With `strict`, entries that cannot be
     sealed raise BadArgumentError; otherwise they count as files, which the seal does not list.

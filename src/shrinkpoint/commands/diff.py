@@ -200,7 +200,7 @@ def _of_state(state: Any) -> Side:
 
 
 def _named(items: Any, names: Callable[[Any], tuple[str, str]]) -> Iterator[tuple[str, Any]]:
-    """Return each item under its path, or under its unique key if its path is not unique."""
+    """Yield each item under its path, or under its unique key if its path is not unique."""
     from collections import Counter
 
     times = Counter(names(item)[0] for item in items)
