@@ -56,7 +56,10 @@ def read_tag(files: Files, name: str) -> int | None:
     """Return the step of a tag, or None."""
     path = tag_name(name)
     try:
-        step = unseal(files.read(path))["step"]
+        fields = unseal(files.read(path))
+        if (version := fields.get("version", 1)) != 1:
+            raise ValueError(f"its version is {str(version)[:40]}, which this release does not know")
+        step = fields["step"]
         if type(step) is not int or not 0 <= step <= MAX_STEP:
             raise ValueError(f"step {str(step)[:40]}")
     except FileNotFoundError:

@@ -20,7 +20,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from ..codec.config import Config
-from ..codec.errors import CorruptDataError, MissingParentError
+from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.evidence.kind import kinds_for
 from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
@@ -34,6 +34,7 @@ from .save_timing import timed
 
 PathLike: TypeAlias = str | os.PathLike[str]
 _FORMAT = "shrinkpoint pointer"
+_VERSION = 1
 _LARGEST = 1 << 16
 
 
@@ -79,8 +80,8 @@ class Pointer:
 
     def to_bytes(self) -> bytes:
         """Return the contents of the file as JSON."""
-        fields = {"format": _FORMAT, "version": 1, "store": self.store, "step": self.step, "identity": self.identity}
-        return (json.dumps(fields) + "\n").encode()
+        fields = {"format": _FORMAT, "version": _VERSION, "store": self.store, "step": self.step}
+        return (json.dumps({**fields, "identity": self.identity}) + "\n").encode()
 
 
 def key_of(name: str) -> str:
@@ -121,9 +122,15 @@ def _read(fs: Any, name: str, path: PathLike) -> Pointer | None:
         return None
     if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
         return None
+    version = fields.get("version")
+    if type(version) is int and version > _VERSION:
+        raise NewerFormatError(
+            f"{os.fspath(path)}: a pointer of version {str(version)[:20]}; this reader knows up to {_VERSION}"
+        )
     store, step, identity = fields.get("store"), fields.get("step"), fields.get("identity")
-    if fields.get("version") != 1 or type(step) is not int or not isinstance(store, str) or type(identity) is not str:
-        raise CorruptDataError(f"{os.fspath(path)}: a pointer that is malformed, or of a newer version")
+    is_known = type(version) is int and version == _VERSION
+    if not is_known or type(step) is not int or not isinstance(store, str) or type(identity) is not str:
+        raise CorruptDataError(f"{os.fspath(path)}: a pointer that is malformed")
     return Pointer(store, step, identity)
 
 
@@ -220,7 +227,7 @@ def is_shared(path: PathLike, pointer: Pointer) -> bool:
         url = fs.unstrip_protocol(other)
         try:
             found = _read(fs, other, url)
-        except CorruptDataError:  # its step is unknown, so no step may be removed
+        except (CorruptDataError, NewerFormatError):  # its step is unknown, so no step may be removed
             return True
         if found is not None and found.step == pointer.step and one_name(store_of(url, found).url) == store:
             return True

@@ -115,10 +115,14 @@ def test_other_files_are_no_pointers(tmp_path: Path) -> None:
         assert read_pointer(path) is None
         with pytest.raises(sp.BadArgumentError, match="not a checkpoint of shrinkpoint"):
             load_at(path)
-    for change in ({"version": 2}, {"step": "1"}, {"step": True}, {"store": None}, {"identity": 3}):
+    versions = ({"version": 0}, {"version": True}, {"version": "1"})
+    for change in (*versions, {"step": "1"}, {"step": True}, {"store": None}, {"identity": 3}):
         path.write_text(json.dumps(good | change))
-        with pytest.raises(sp.CorruptDataError, match="malformed, or of a newer version"):
+        with pytest.raises(sp.CorruptDataError, match="malformed"):
             read_pointer(path)
+    path.write_text(json.dumps({"format": good["format"], "version": 2, "what": "ever"}))
+    with pytest.raises(sp.NewerFormatError, match=r"p\.json: a pointer of version 2; this reader knows up to 1"):
+        read_pointer(path)
     path.write_text(json.dumps(good | {"step": 10**30}))
     with pytest.raises(sp.MissingParentError):
         load_at(path)

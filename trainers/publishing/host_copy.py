@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...codec.checkpoint import Checkpoint
-from ...codec.errors import CorruptDataError, MissingParentError
+from ...codec.errors import CorruptDataError, MissingParentError, NewerFormatError
 from ...codec.state.leaves import NpArray
 from ...store.urls import opened
 from .layout import Version, version_name, version_of
@@ -24,7 +24,7 @@ def published_tensors(url: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
     Raises:
         MissingParentError: no version is there.
-        CorruptDataError: none of them can be read.
+        CorruptDataError, NewerFormatError: none of them can be read.
     """
     files = opened(url)
     numbers = [version_of(f"versions/{name.rsplit('/', 1)[-1]}") for name in files.list("versions")]
@@ -33,12 +33,13 @@ def published_tensors(url: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         try:
             version = Version.from_bytes(files.read(version_name(number)), number)
             ckpt = Checkpoint.from_bytes(files.read(version.delta or version.base or ""))
-        except (OSError, CorruptDataError) as e:
+        except (OSError, CorruptDataError, NewerFormatError) as e:
             problem = e
             continue
         return {r.path: torch.zeros(r.spec.shape, dtype=getattr(torch, r.spec.dtype)) for r in ckpt.records}
     if problem is not None:
-        raise CorruptDataError(f"{files.path('versions')}: no version can be read: {problem}")
+        kind = NewerFormatError if isinstance(problem, NewerFormatError) else CorruptDataError
+        raise kind(f"{files.path('versions')}: no version can be read: {problem}")
     raise MissingParentError(f"{files.path('versions')}: nothing has been published")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from ...codec.errors import CorruptDataError
+from ...codec.errors import CorruptDataError, NewerFormatError
 
 FORMAT = 1
 _NAME = re.compile(r"versions/(\d{12})\.json")
@@ -64,9 +64,15 @@ class Version:
 
         Raises:
             CorruptDataError: it is not what `to_bytes` writes of this version.
+            NewerFormatError: a newer release wrote it.
         """
         try:
             fields = json.loads(data)
+            number = fields["format"]
+            if type(number) is int and number > FORMAT:
+                raise NewerFormatError(
+                    f"version {version}: its file has format {str(number)[:20]}; this reader knows up to {FORMAT}"
+                )
             found = fields.pop("checksum")
             if found != xxhash.xxh3_128_hexdigest(_plain(fields)) or fields.pop("format") != FORMAT:
                 raise ValueError("the checksum or the format number does not match")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from ...codec.errors import BadArgumentError, CorruptDataError, ShrinkpointError
+from ...codec.errors import BadArgumentError, CorruptDataError, NewerFormatError, ShrinkpointError
 from ...codec.format import container
 from ...codec.state.leaves import LeafSpec, NpArray
 from ...kernels.arguments import flag, integer
@@ -281,6 +281,8 @@ class Publisher:
                 chain[number] = Version.from_bytes(self._files.read(version_name(number)), number)
             except (OSError, CorruptDataError):
                 continue
+            except NewerFormatError:  # the files that it needs are unknown
+                return
         oldest: int | None = first
         while oldest in chain and chain[oldest].base is None:
             oldest = chain[oldest].parent

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...codec.checkpoint import Checkpoint
-from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError
+from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ...codec.records import ArrayRecord
 from ...codec.state.leaves import LeafSpec, NpArray
 from ...kernels.arguments import integer
@@ -130,6 +130,7 @@ class Subscriber:
             CorruptDataError: files are damaged or `version` is missing, and no intact base is there; the model is as it
                 was.
             MissingParentError: versions are there, but no base that they lead to; the model is as it was.
+            NewerFormatError: only a newer release can read the version; the model is as it was.
         """
         with self._updating:
             self._turn += 1
@@ -174,12 +175,23 @@ class Subscriber:
         found = (version_of(f"versions/{name.rsplit('/', 1)[-1]}") for name in self._files.list("versions"))
         return [v for v in found if v is not None]
 
-    def _read(self, version: int) -> Version | None:
-        """Read a version's JSON file; None if it is missing or damaged."""
+    def _read(self, version: int, problems: list[Exception] | None = None) -> Version | None:
+        """Read a version's JSON file; None if it is missing, damaged or of a newer format.
+
+        Args:
+            version: its number.
+            problems: gets the reason if it cannot be read.
+        """
+        problem: Exception
         try:
             return Version.from_bytes(self._files.read(version_name(version)), version)
+        except NewerFormatError as e:
+            problem = e
         except (OSError, CorruptDataError):
-            return None
+            problem = CorruptDataError(f"version {version} is missing or damaged")
+        if problems is not None:
+            problems.append(problem)
+        return None
 
     def _bound(self) -> dict[str, Part]:
         """Return the model's tensors as they are now."""
@@ -245,29 +257,30 @@ class Subscriber:
             self._find_changes(verify=True)
             if self._holds(versions[0]):
                 return None
-        problems: list[str] = []
+        problems: list[Exception] = []
         for number in versions:
             if wanted is None and self._at is not None and number <= self._at.version and self._is_there(self._at):
                 break
             for chain in self._chains(number, problems):
                 try:
                     found = self._staged(chain)
-                except (OSError, CorruptDataError) as e:
-                    problems.append(str(e))
+                except (OSError, CorruptDataError, NewerFormatError) as e:
+                    problems.append(e)
                 else:
                     self._warn(versions[0], number, problems)
                     return found
         if self._at is not None and wanted is None:
             self._warn(versions[0], self._at.version, problems)
             return None
-        kind = CorruptDataError if problems else MissingParentError
+        newer = any(isinstance(problem, NewerFormatError) for problem in problems)
+        kind = NewerFormatError if newer else CorruptDataError if problems else MissingParentError
         what = "no version can" if wanted is None else f"version {wanted} cannot"
         raise kind(f"{self._files.path('versions')}: {what} be read: {_shown(problems)}")
 
     def _holds(self, version: int) -> bool:
         return self._at is not None and self._at.version == version and self._is_there(self._at)
 
-    def _warn(self, newest: int, reached: int, problems: list[str]) -> None:
+    def _warn(self, newest: int, reached: int, problems: list[Exception]) -> None:
         if reached < newest:
             message = f"version {newest} cannot be read, and the model is at {reached}: {_shown(problems)}"
             warnings.warn(f"{self._files.path('versions')}: {message}", StoreWarning, stacklevel=4)
@@ -275,16 +288,15 @@ class Subscriber:
     def _is_there(self, at: Version) -> bool:
         return self._read(at.version) == at
 
-    def _chains(self, number: int, problems: list[str]) -> Iterator[list[tuple[Version, str, int]]]:
-        """Yield ways to a version, the smaller first: from the model's version, or from a base."""
+    def _chains(self, number: int, problems: list[Exception]) -> Iterator[list[tuple[Version, str, int]]]:
+        """Ways to a version, the smaller first: deltas from what the model holds, or from a base."""
         deltas: list[tuple[Version, str, int]] = []
         base: list[tuple[Version, str, int]] | None = None
         at: int | None = number
         reached = False
         while at is not None:
-            version = self._read(at)
+            version = self._read(at, problems)
             if version is None:
-                problems.append(f"version {at} is missing or damaged")
                 break
             if self._at is not None and version == self._at:
                 reached = True
@@ -306,8 +318,8 @@ class Subscriber:
             data = self._files.read(name)
             try:
                 ckpt = Checkpoint.from_bytes(data)  # every checksum
-            except CorruptDataError as e:
-                raise CorruptDataError(f"{self._files.path(name)}: {e}") from None
+            except (CorruptDataError, NewerFormatError) as e:
+                raise type(e)(f"{self._files.path(name)}: {e}") from None
             if len(data) != size or ckpt.id[:16] != name[-20:-4]:
                 raise CorruptDataError(f"{self._files.path(name)}: not the file that version {version.version} names")
             if ckpt.is_delta and (before is None or ckpt.parent_id != before.state * 2):
@@ -411,5 +423,5 @@ def _bits(patch: Patch) -> tuple[int, bytes | None, bytes]:
     return patch.start, None if patch.positions is None else patch.positions.tobytes(), patch.values.tobytes()
 
 
-def _shown(problems: Sequence[str]) -> str:
-    return "; ".join(dict.fromkeys(problems[:5])) or "no base"
+def _shown(problems: Sequence[Exception]) -> str:
+    return "; ".join(dict.fromkeys(map(str, problems[:5]))) or "no base"
