@@ -80,7 +80,7 @@ $(DOCS)/.installed: pyproject.toml constraints.txt Makefile
 OLDEST := .oldest-venv
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt Makefile
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e . pytest hypothesis
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e . pytest hypothesis ml_dtypes
 	@touch $@
 
 oldest: $(OLDEST)/.installed ## run tests of kernels, codec and store with the oldest dependencies

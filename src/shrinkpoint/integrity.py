@@ -20,7 +20,7 @@ from typing import Any
 
 import blake3
 
-from .codec.errors import BadArgumentError, CorruptDataError, NewerFormatError
+from .kernels.errors import BadArgumentError, CorruptDataError
 
 SEAL = "shrinkpoint-seal.json"
 FORMAT = "shrinkpoint seal"
@@ -134,20 +134,14 @@ def from_bytes(data: bytes) -> Seal:
     """The seal in the contents of a seal file.
 
     Raises:
-        CorruptDataError: the contents are damaged.
-        NewerFormatError: a newer release wrote them.
+        CorruptDataError: the contents are damaged, or of a newer version.
     """
     try:
         fields = json.loads(data)
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise ValueError("it is not a seal")
-        version = fields["version"]
-        if type(version) is int and version > VERSION:
-            raise NewerFormatError(
-                f"the seal cannot be used: it has version {str(version)[:20]}; this reader knows up to {VERSION}"
-            )
-        if version != VERSION:
-            raise ValueError(f"it has version {str(version)[:20]!r}")
+        if fields["version"] != VERSION:
+            raise ValueError(f"it has version {fields['version']!r}; this release reads version {VERSION}")
         checksum = fields.pop("checksum", None)
         if _plain(fields | {"checksum": blake3.blake3(_plain(fields)).hexdigest()}) != data or checksum is None:
             raise ValueError("its checksum does not match")
@@ -163,14 +157,14 @@ def read_seal(path: Path) -> Seal:
     """The seal of a folder or file.
 
     Raises:
-        CorruptDataError, NewerFormatError: the seal cannot be used.
+        CorruptDataError: the seal is damaged.
         OSError: the seal does not exist, or cannot be read.
     """
     file = seal_path(path)
     try:
         return from_bytes(file.read_bytes())
-    except (CorruptDataError, NewerFormatError) as error:
-        raise type(error)(f"{file}: {error}") from None
+    except CorruptDataError as error:
+        raise CorruptDataError(f"{file}: {error}") from None
 
 
 def differences(path: Path, seal: Seal, progress: Progress | None = None) -> list[Difference]:
