@@ -146,7 +146,7 @@ class Codec(Protocol):
 
 
 Prepare: TypeAlias = Callable[[Sequence[Leaf], Sequence[Reference | None]], Sequence[Any]]
-"""A codec's `prepare`, or what stands in for it."""
+"""A codec's `prepare`, or its replacement."""
 
 
 def to_json(codec: Codec) -> dict[str, Any]:

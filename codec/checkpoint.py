@@ -107,7 +107,7 @@ class Checkpoint:
     def __init__(self, data: bytes | Ranged, memory: dict[str, Reference] | None, claimed: str = "") -> None:
         """Read the header of a file; use `compress` or `from_bytes` instead.
 
-        The content hash of a file that is only partly available cannot be computed: it is the one that is claimed.
+        The content hash of a file that is only partly available cannot be computed; `claimed` replaces it.
         """
         view = data if isinstance(data, Ranged) else memoryview(data)
         where = container.layout(view)
@@ -512,9 +512,9 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = N
 
     Args:
         ckpt: the checkpoint.
-        prev: its resolved parent; needed for a delta that was read without it, checked wherever it is given.
+        prev: its resolved parent; needed for a delta that was read without it, and always checked if given.
         out: a tree with an array of the same dtype and shape at the place of each array, contiguous and writable:
-            values are decoded into these, and they stand in the result. All are checked before the first is written.
+            values are decoded into these arrays, which the result contains. All are checked before any is written.
 
     Raises:
         BadArgumentError: the arrays of `out` do not fit.
@@ -572,7 +572,7 @@ def _jobs(ckpt: Checkpoint) -> list[list[Unit]]:
 
 
 class _Reader:
-    """Decoder of a checkpoint's arrays in jobs, each of which may run in any thread.
+    """Decoder of a checkpoint's arrays in jobs, which may run in any thread.
 
     Args:
         ckpt: the checkpoint.

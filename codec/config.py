@@ -79,7 +79,7 @@ class Rule:
 def warn_of_unmatched(rules: Sequence[Rule], paths: Sequence[str]) -> None:
     """Warn of each rule that matches no array, with the nearest path or kind.
 
-    A state need not hold each kind, nor what a glob names at any depth ("*/exp_avg").
+    Rules for kinds, and globs that begin with `*` ("*/exp_avg"), cause no warning.
     """
     known = {*ROLES, *LAYERS, *(rule.match.removeprefix("*/") for rule in rules if rule.match.startswith("*/"))}
     for rule in rules if paths else ():
@@ -115,7 +115,7 @@ class ChainPolicy:
         max_restore_cost: save a base when restoring would otherwise decode more than this multiple of a base's bytes,
             in [1, 1e6]. Every delta of the chain costs at most 1: its quantized and exact arrays are decoded, its
             moments are not. None: no limit.
-        only_smaller: a base wherever a delta would save less than a hundredth of one, as after a jump; default True.
+        only_smaller: save a base if a delta would be less than 1 % smaller, as after a jump; default True.
     """
 
     base_every: int | None = 20

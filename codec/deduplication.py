@@ -23,7 +23,7 @@ from .state.scaling import scaled_distortion, unit
 _HALVES = {"float32": ("float32", "bfloat16", "float16"), "float64": ("float64", "float32", "bfloat16", "float16")}
 _GLANCE = 64
 _LEAST = 4096
-"""Bytes below which an array is not worth a look."""
+"""Bytes below which copies of an array are not searched."""
 
 
 def copies(leaves: Sequence[Leaf], codecs: Sequence[Codec]) -> dict[int, int]:
@@ -39,7 +39,7 @@ def copies(leaves: Sequence[Leaf], codecs: Sequence[Codec]) -> dict[int, int]:
     ]
     firsts = dict(zip(able, _firsts([leaves[i] for i in able]), strict=True))
     found: dict[int, int] = {}
-    # By their first elements in every dtype they may be cast to: equal ones are looked at in full.
+    # By their first elements in every dtype they may be cast to; arrays with equal ones are compared completely.
     originals: dict[tuple[Any, ...], list[int]] = {}
     # The widest first, then in the order of the state.
     for i in sorted(able, key=lambda i: (-leaves[i].spec.itemsize, i)):

@@ -20,11 +20,11 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 LEAST_BESIDE = 1 << 18
-"""Elements from which an array is worth a thread: most of the work on a smaller one is Python's, which only one thread
-does at a time (measured on two cores: 1 M parameters in small arrays take longer on two threads than on one)."""
+"""Elements from which a thread for an array pays: most of the work on a smaller one is Python code, which runs in one
+thread at a time (measured on two cores: 1 M parameters in small arrays take longer on two threads than on one)."""
 VARIABLE = "SHRINKPOINT_THREADS"
 _limit: int | None = None
-"""The bound on threads; 0: the number of usable cores; None: the environment has not been asked yet."""
+"""The bound on threads; 0: the number of usable cores; None: the environment was not read yet."""
 _inside: ContextVar[bool] = ContextVar("inside a worker thread", default=False)
 _stop: ContextVar[Callable[[], bool] | None] = ContextVar("asks whether to give up", default=None)
 _lock = threading.Lock()

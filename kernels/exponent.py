@@ -203,7 +203,7 @@ def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
 
     Args:
         levels: uint8 or uint16 array of any shape, each below the number of entries.
-        codebook: uint16, uint32 or uint64 patterns [1 ... 65536], a NumPy array wherever the levels live.
+        codebook: uint16, uint32 or uint64 patterns [1 ... 65536], a NumPy array also for levels on a GPU.
 
     Returns:
         Array of the codebook's dtype, in the shape, library and device of `levels`.

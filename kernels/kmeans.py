@@ -221,7 +221,7 @@ def least_losses(centers: Vector, weights: Vector, ends: Ends, k: int) -> Vector
     price of a code. The price is moved until the number of codes is within a sixteenth of k, or six times. The loss of
     k codes follows from that of the nearest number of codes found, by a power law of the price's slope. All back ends
     share the order of operations. On drawn data the loss of 64 codes was within 0.2 % in half of the cases and within
-    3 % in all; of 16 codes mostly within 2 %; of fewer it is not to be relied on.
+    3 % in all; of 16 codes mostly within 2 %; for fewer codes it is not reliable.
 
     Args:
         centers: float64 [n] NumPy, of one set after another, in each ascending; finite.

@@ -1,11 +1,11 @@
 """Levels of several arrays coded together, each with its own codebook, in one stream.
 
 To make levels of different codebooks comparable, they are shifted: the first entry that is not negative has the same
-level in all arrays. The two levels that do not stand for entries stay.
+level in all arrays. The levels 0 and 1, which are not entries, do not change.
 
 Pieces: (0) modes and sizes of the codebooks; multiples: first and step of each; explicit entries; protected values as
-bfloat16 differences to the parents', and those that bfloat16 cannot hold. (1) the levels, in the context of the
-parents' where there are any.
+bfloat16 differences to the parents', and values that bfloat16 cannot hold. (1) the levels, in the context of the
+parents' levels if there are any.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ U8 = np.ndarray[Any, np.dtype[np.uint8]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 PRECISIONS = (10, 12, 15)
-"""Bits of a frequency: the fewest only where a table would else have more slots than there are symbols to decode."""
+"""Bits of a frequency; the fewest only if a table would otherwise have more slots than symbols to decode."""
 STATE_BYTES = 4 * STATES
 FRAME = STATE_BYTES + 4
 """Bytes of a stream with four states, without its table and its symbols."""
@@ -120,7 +120,7 @@ class Table:
             finer = Table(counts, precision, contexts)
             if precision == WIDE_PRECISION:
                 wide = finer
-            # Where both tables say the same, their costs are equal but for how this machine rounds logarithms.
+            # Costs of equal tables may differ by the rounding of logarithms on this machine.
             if found.cost <= slack * finer.cost + _A_TIE:
                 break
             found = finer

@@ -96,7 +96,7 @@ def _spell(link: _Link) -> str:
 
 
 ARRAY = object()
-"""Stands for an array in a skeleton."""
+"""Placeholder of an array in a skeleton."""
 
 
 def _order(groups: Any) -> list[Any]:

@@ -22,9 +22,9 @@ _ADAMS = {"adam", "adamw", "nadam", "radam", "lamb"}
 _OTHER_UNITS = {"Adafactor", "CAME"}
 """Optimizers that call an average of the update, already divided by the root, `exp_avg`."""
 _OPTAX = {"mu", "nu", "trace"}
-"""Optax's moments. What else it keeps a tree of has names that other optimizers give to other things."""
+"""Optax's moments. Its other trees have names that other optimizers use with another meaning."""
 _LETTERS = 2
-"""A name of so few letters is a moment's only below the number or the name of a parameter."""
+"""A name with at most this number of letters is a moment's only below the number or the name of a parameter."""
 _NUMBERED = re.compile(r"(^|/)(\d+|state/.+|state)$")
 
 

@@ -24,7 +24,7 @@ def chunks_of(
         head: whether a piece that belongs to no chunk comes first.
 
     Raises:
-        CorruptDataError: there are more or fewer pieces, or this machine has not so much memory.
+        CorruptDataError: the number of pieces is wrong, or this machine has too little memory.
 
     Example:
         >>> [part for _, part in chunks_of("bytes", [memoryview(b"a"), memoryview(b"b")], 5, 5, step=4)]

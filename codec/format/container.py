@@ -69,7 +69,7 @@ def write(header: dict[str, Any], pieces: Iterable[Piece]) -> tuple[bytes, Layou
         raise BadArgumentError(
             f"tree and scalars take {len(plain)} bytes, the limit is {MAX_HEADER}: store large ones as arrays"
         )
-    # A good level is worth its time where a header is a good part of a small file; the best is 20 times slower.
+    # A higher level pays if the header is a large part of a small file; the highest level is 20 times slower.
     level = 12 if len(plain) <= _SMALL_HEADER else 3
     stored = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True).compress(plain)
     chunks: list[list[Bytes]] = []

@@ -14,7 +14,7 @@ _GAP = 1 << 16
 
 
 class Ranged:
-    """The bytes of a remote file, of which parts are fetched and cached.
+    """The bytes of a remote file; parts are fetched and cached.
 
     Args:
         size: its length in bytes.

@@ -25,7 +25,7 @@ MOST = (1 << 16) - 2
 _INSIDE = 1 - 2.0**-10
 """Share of an interval that is used."""
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
-"""Odd; so that two numbers make one key. Should two pairs ever share it, the sums are verified all the same."""
+"""Odd factor that makes one key of two numbers. If two pairs have the same key, the check of the sums finds it."""
 
 
 def encode_addends(after: NpArray, before: NpArray, spec: LeafSpec) -> bytes | None:

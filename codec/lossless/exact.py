@@ -311,7 +311,7 @@ def _estimates(u: NpArray, old: NpArray, layout: Layout) -> tuple[dict[int, floa
     steps = difference_of(u, old, layout)
     sizes, kind = difference_bits(steps, old, layout)
     bits: dict[int, float] = {SIZES: sizes}
-    # The others seldom win. A quarter of the sample shows that, and only where it does not is all looked at.
+    # The other methods seldom win: the whole sample is only used if a quarter of it does not exclude them.
     for method, patterns, rotation in (
         (SCALED, u, layout.rotation),
         (DIFFERENCE, steps, 0),

@@ -166,7 +166,7 @@ class FirstMoment:
 def _in_another_unit(leaf: Leaf, square: Array) -> bool:
     """Return whether m is too small compared with sqrt(v) to be a mean of gradients.
 
-    An average with a beta of 0.999 of mere noise is 1/45 of it; so `_SMALLEST` is below all that Adam makes.
+    An average of pure noise with a beta of 0.999 is 1/45 of its size, so Adam's moments are above `_SMALLEST`.
     """
     first = second = 0.0
     for start in range(0, leaf.spec.size, CHUNK):

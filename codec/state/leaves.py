@@ -1,7 +1,7 @@
 """Array leaves: their specification, conversion to flat values, and restored arrays.
 
-Inside the codec an array is one of two things, both flat and contiguous: a NumPy array or a torch tensor (CUDA ones
-stay on their device until only a small result is left to copy). JAX and others are read as NumPy and handed back
+Inside the codec an array is flat and contiguous, and either a NumPy array or a torch tensor. CUDA tensors stay on their
+device until only a small result must be copied. Arrays of JAX and other libraries are read as NumPy and returned
 through their own namespace.
 """
 

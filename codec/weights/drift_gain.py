@@ -1,16 +1,16 @@
 """The drift gain of an array: how far its weights are coded ahead of their drift.
 
-An encoder that keeps an old level, because a new one is not worth its bits, leaves the weight behind the training. The
+An encoder that keeps an old level, because a new one costs too many bits, leaves the weight behind the training. The
 errors of an array then point against its *drift*, the direction in which its weights move, and a training that
-continues from a restored checkpoint has lost that progress. So where past weights are known (`compress(earlier=)`), the
-encoder codes `w + gain (w - past)` in place of `w`. Each array has its own gain. Each checkpoint moves it by half of
+continues from a restored checkpoint has lost that progress. So if past weights are known (`compress(earlier=)`), the
+encoder codes `w + gain (w - past)` instead of `w`. Each array has its own gain. Each checkpoint moves it by half of
 the *lag*, the part of the drift that the restored weights w~ lack:
 
     lag = <w - w~, w - past> / |w - past|**2
 
-The next delta reads the gain in the metadata of its parent. Lost first moments are lost steps, so then the restored
-weights lead by these steps (`codec.weights.past_weights`). The decoder does not know the gain, and errors are stated
-against the true weights.
+The next delta reads the gain in the metadata of its parent. Lossy first moments lose steps of the optimizer, so the
+restored weights are coded ahead by these steps, too (`codec.weights.past_weights`). The decoder does not need the gain,
+and errors are stated against the true weights.
 
 A jump (a layer that is initialized again, a learning rate thirty times as high) makes a right gain far too large. So an
 array whose error is mostly an overshoot is coded again, with a gain that is lower by the overshoot, or with none. No

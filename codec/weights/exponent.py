@@ -63,7 +63,7 @@ class ExponentReference(BytesReference):
 
     Args:
         data: uint8, bytes of the restored array.
-        tables: code lengths by frequency rank, as many bytes as there were buckets; the oldest first, one a length.
+        tables: code lengths by frequency rank, one byte a bucket; one table a number of buckets, the oldest first.
     """
 
     tables: tuple[bytes, ...] = ()

@@ -18,7 +18,7 @@ from ...kernels.histogram import log_histogram
 from ..base import Array, Leaf
 
 FLOOR = 0.05
-"""Least importance, in means of its array: no weight may wander, however small its gradients were."""
+"""Least importance, as a multiple of the array's mean, which bounds the error of weights with small gradients."""
 _SKETCH = 2
 _BLOCK = 1 << 14
 """Elements at a time whose float64 values stay in the cache."""

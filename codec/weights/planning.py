@@ -1,7 +1,7 @@
 """Plans for the quantization of weights.
 
-Planning sketches all arrays and finds thresholds over them, and for each array the worth of a bit and the values that
-its codebook is fitted to.
+Planning sketches all arrays and finds thresholds over them, and for each array the price of a bit and the values to
+which its codebook is fitted.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def trades(
     spans = [0.0 if s is None else s for s in spreads]
     known = {i: mean for i, mean in roots.items() if spreads[i] is not None and 1e-100 < mean < 1e100}
     elements = sum(sizes[i] for i in known)
-    # Sums that are rounded once: what `sum` makes of floats is not the same in all versions of Python.
+    # `fsum` rounds once; the result of `sum` for floats depends on the version of Python.
     total = math.fsum(sizes[i] * mean for i, mean in known.items())
     weighted = math.fsum(sizes[i] * mean * spans[i] for i, mean in known.items())
     return [
