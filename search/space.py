@@ -15,7 +15,7 @@ from .trials import Trials
 _LIKELY = 0.5
 """Least probability to pass with which a neighbour is tried where trials run one after another.
 
-Where processes try points at once, all neighbours that are not hopeless are tried.
+If several processes try points at once, all neighbours are tried except hopeless ones.
 """
 
 

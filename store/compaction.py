@@ -31,11 +31,11 @@ from .lock import Lease
 from .manifest import Manifest, data_name
 
 MAX_COST = 2.5
-"""What restoring a step of a compacted chain costs at most, in multiples of a base; see `Store.compact`."""
+"""Most that restoring a step of a compacted chain costs, in multiples of a base; see `Store.compact`."""
 LEAST_SHARE = 0.7
-"""The least cost assumed for a delta, in multiples of a base, however little of it must be decoded: its file is read
-and checked too. Measured with the default configuration (5 M parameters, one core): 0.3 from one step to the next, 0.75
-over ten steps and more, as compaction makes them."""
+"""The least cost assumed for a delta, in multiples of a base, because its whole file is read and checked even if little
+of it must be decoded. Measured with the default configuration (5 M parameters, one core): 0.3 from one step to the
+next, 0.75 over ten steps and more, as compaction makes them."""
 
 
 _LEAST_FREED = 1 << 16

@@ -34,8 +34,8 @@ STALE = 3600.0
 _FILE = "lock"
 _NO_FLOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 _SHORT_OF_LOCKS = 1.0
-"""Seconds for which ENOLCK is taken for a temporary lack of memory rather than a file system without locks: if only one
-of two processes fell back to lock files, they would not see each other."""
+"""Seconds for which ENOLCK counts as a temporary lack of memory, not as a file system without locks: if only one of two
+processes used lock files instead, they would not see each other."""
 _without: set[int] = set()
 """Devices that still answered ENOLCK after this time."""
 

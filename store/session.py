@@ -1,4 +1,4 @@
-"""The session of a run: what it keeps between two saves to a store.
+"""The session of a run: its data between two saves to a store.
 
 It remembers the chain that it extends, past weights, and the step that it went back to. A `Store` has one session; a
 `Saver` saves through the session of its worker. Both save in the same way.

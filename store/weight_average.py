@@ -1,8 +1,8 @@
 """Past weights as a slow average, for `compress(earlier=)`.
 
-One copy of the weights in float32 stands for all of the past. It moves a tenth of the way at each checkpoint, so that
-its distance to the weights is about that of the last ten checkpoints. No checkpoint stores it: a run that continues a
-chain begins with the weights that the chain restores.
+One float32 average represents all past weights. It moves a tenth of the way at each checkpoint, so that its distance to
+the weights is about that of the last ten checkpoints. No checkpoint stores it: a run that continues a chain begins with
+the weights that the chain restores.
 """
 
 from __future__ import annotations

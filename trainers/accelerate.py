@@ -22,7 +22,7 @@ from .state_mismatch import group_differences, load_models, refuse
 
 POINTER = "shrinkpoint.json"
 _STAND_IN = 1 << 12
-"""Bytes that what stands in for an optimizer's state takes at most."""
+"""Most bytes of the placeholder that replaces an optimizer's state."""
 
 
 class CompressedStates:
@@ -158,7 +158,7 @@ class CompressedStates:
             else:
                 self._background.save(path, state)
                 self._background.then(lambda: self._rotate(Store(self.store.url), output_dir))
-        # Weights taken off the list are not written raw.
+        # Accelerate does not write weights that are removed from this list.
         weights.clear()
         for one in optimizers:
             self._once(one, "state_dict", lambda: {"shrinkpoint": POINTER})
@@ -169,7 +169,7 @@ class CompressedStates:
         if not project.automatic_checkpoint_naming or project.total_limit is None:
             return
         home = Path(os.path.abspath(output_dir)).parent
-        # Copies by another name are folders too, and so are saves to other places in the project.
+        # Also renamed copies of folders, and saves to other places in the project.
         found = [path for above in (home, home.parent) for path in above.glob(f"*/{POINTER}")]
         drop(store, set(store.steps()) - steps_in_use(store, found))
 
@@ -205,9 +205,9 @@ def compress_states(accelerator: Any, saver: Saver | Store, *, frozen: str | Non
     """Let an Accelerator save weights and optimizers to a store, and load them from it.
 
     The folder that `save_state` writes then holds a pointer to a step of the store. Small parts (schedulers, scaler,
-    samplers, random number generators) are written as ever. Folders without a pointer are loaded as before. With
-    automatic naming and a `total_limit` the store belongs to that project alone: steps that are rotated out are removed
-    from it, and folders of saves that were cut off are removed before Accelerate counts them.
+    samplers, random number generators) are written as usual. Folders without a pointer are loaded as usual. With
+    automatic naming and a `total_limit` the store belongs to that project alone: steps of removed folders are removed
+    from it, and folders of interrupted saves are removed before Accelerate counts them.
 
     Args:
         accelerator: an `accelerate.Accelerator`.

@@ -13,8 +13,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 def on_host(local: Tensor, like: Any) -> DTensor:
     """Return a DTensor laid out as another one, with its local part on the CPU.
 
-    Read whole, it goes through the device of its mesh, which torch's own would refuse to do: so a model's gradient
-    averages take no device memory, but for one tensor at a time as `compress` gathers it.
+    When it is gathered, it is moved through the device of its mesh, which an ordinary DTensor refuses. So a model's
+    gradient averages take device memory only for one tensor at a time, when `compress` gathers it.
     """
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)

@@ -73,11 +73,11 @@ def save_pretrained(
     One safetensors file is in memory at a time, and the part of the base that it is compared with.
 
     Args:
-        model_or_folder: a folder with `*.safetensors` files, or a model: one with `save_pretrained` (Transformers,
-            Diffusers) with all it writes there, of any other `torch.nn.Module` the state dict.
+        model_or_folder: a folder with `*.safetensors` files, or a model. A model with `save_pretrained` (Transformers,
+            Diffusers) is saved with all files that it writes, any other `torch.nn.Module` with its state dict.
         dir: folder to write, new or empty. It appears when it is complete.
-        base: folder of the model that this one was made from (by fine-tuning), raw or compressed: only what differs
-            is stored, and the same base is needed to read it. None: it stands alone.
+        base: folder of the model that this one was made from (by fine-tuning), raw or compressed: only the
+            differences are stored, and the same base is needed to read them. None: no base.
         cfg: how to compress; default `presets.lossless()`: every bit comes back.
 
     Raises:

@@ -321,7 +321,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         if io_plugin is not None:
             io_plugin.kinds = dict(kinds(pl_module))
             if self.search is not None:
-                # Of the class: one that an earlier fit put there is not wrapped again.
+                # The method of the class, because an earlier `fit` may have wrapped that of the object.
                 save = type(trainer.strategy).save_checkpoint.__get__(trainer.strategy)
                 trainer.strategy.save_checkpoint = functools.partial(self._save, self.search, io_plugin, save)
         elif self.search is not None:

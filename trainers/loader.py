@@ -132,7 +132,7 @@ class Loader:
         start = self._begin()
         if resumed:
             _draw(getattr(self.batches, "generator", None), glob=False)
-        # Of another stream than before the interruption: workers would draw the very same numbers once more.
+        # A new stream, because workers would otherwise draw the same numbers as before the interruption.
         self._seeds.manual_seed((start["seed"] + self.batch) % (1 << 63))
         order.begin(start["seed"], self.batch)
         return iter(self._inner)
@@ -193,8 +193,8 @@ class _Order:
         self.sampler = sampler
         self._streams: Streams | None = None
         self._skip = 0
-        # Setting generators back and forth takes far longer than drawing an index. A sampler that may depend on what
-        # training has done meanwhile is asked for one item at a time all the same.
+        # Several items are drawn at once, because swapping generators takes far longer than drawing an index. But a
+        # sampler that may depend on the progress of the training must draw one item at a time.
         inner = sampler.sampler if type(sampler) is BatchSampler else sampler
         self._ahead = _AHEAD if type(inner) in _INDEPENDENT else 1
 

@@ -1,8 +1,8 @@
 """Orbax: a handler that compresses checkpoints of JAX pytrees.
 
 `CheckpointManager(folder, item_handlers=CompressedHandler(sp.Store(folder / "shrinkpoint")))` names and removes step
-folders as ever; each holds a pointer into the store next to them. The handler is one of whole trees, for a delta is
-against the tree before it: Orbax's type handlers see one array at a time.
+folders as usual; each holds a pointer into the store next to them. The handler works on whole trees, because a delta
+is against the whole previous tree, and Orbax's type handlers see one array at a time.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def wait_for_files() -> None:
 def read_pointer(path: PathLike) -> Pointer | None:
     """Read the pointer in a file; None if the file is missing or something else.
 
-    One that this process is saving in the background is waited for.
+    The call waits for a pointer file that this process is saving in the background.
     """
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     coming = in_flight.get(key_of(name)) if in_flight else None

@@ -229,7 +229,7 @@ class Preemption:
 
         def write() -> Any:
             if isinstance(saver, Saver):
-                # A save before this one that failed would be reported instead of saving the state.
+                # Otherwise the error of an earlier save would be raised, and this state not saved.
                 _quietly(saver.wait)
             return save(saver, step, model, optimizer, tracker=tracker, sensitivity=sensitivity, grads=grads)
 

@@ -142,7 +142,7 @@ class SensitivityTracker:
         self._every, self._window = every, batches_that_count(window, beta)
         self._beta, self._squares = beta, squares
         self._names = {id(p): n for n, p in named}
-        # By these a parameter is known from another one that has come to its place in memory.
+        # These distinguish a parameter from a later one with the same id.
         self._known = {id(p): weakref.ref(p) for _, p in named}
         self._averages: dict[str, Average] = {}
         self._transfer = Transfer()
@@ -192,9 +192,9 @@ class SensitivityTracker:
     def at(self, done: int) -> None:
         """Set the number of batches that the run has done, from which the tracker counts on.
 
-        `trainers.save(sensitivity=)` and the adapters call it. In a loop of your own call it for each batch if there
-        are batches without an optimizer's step, as where `GradScaler` skips one that is not fused, or more steps than
-        batches: else the windows come late, or early.
+        `trainers.save(sensitivity=)` and the adapters call it. Other loops must call it for each batch if there are
+        batches without an optimizer's step (skipped by `GradScaler`, if the optimizer is not fused), or more steps than
+        batches. Otherwise the windows are too late or too early.
 
         Args:
             done: batches done, 0 or more, in the unit of `every`.
@@ -359,7 +359,7 @@ class SensitivityTracker:
         groups = optimizer.param_groups
         first = groups[0]["params"] if groups else ()
         found = self._followed.get(optimizer)
-        # Their number too: a group that is there already may be given more, as where layers are unfrozen by and by.
+        # The number of parameters, too, because an existing group may get more, for example when layers are unfrozen.
         count = sum(len(g["params"]) for g in groups)
         state = (self._optimizers, len(groups), count, id(first[0]) if first else 0)
         if found is not None and found.state == state:

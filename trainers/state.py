@@ -37,8 +37,8 @@ def capture(
 ) -> dict[str, Any]:
     """Return the training state: model, optimizer, scheduler, random numbers, position.
 
-    The tree is the identity of the run: a new process that calls `restore` with it computes the same
-    numbers as the one that called `capture`, were it not killed. Parts that are not given are left out.
+    The tree identifies the state of the run: a new process that calls `restore` with it computes the same numbers as
+    the process that called `capture`. Parts that are not given are left out.
 
     The arrays are the live ones, not copies: save (or copy) them before the next training step changes them.
 

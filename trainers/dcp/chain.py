@@ -106,10 +106,10 @@ def resolve(files: Files, file: RankFile) -> Checkpoint:
 def carry(source: Files, target: Files, file: RankFile) -> bool:
     """Link or copy the containers of a chain into another checkpoint's folder.
 
-    Where both are on one local disk they are linked and take no further space; else they are copied.
+    On one local disk they are linked and take no further space; otherwise they are copied.
 
     Returns:
-        Whether all of them are there now; False: one is gone.
+        Whether all of them exist now; False: one is missing.
     """
     for name, nbytes in file.chain:
         path = f"{FOLDER}/{name}"

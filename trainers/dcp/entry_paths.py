@@ -1,7 +1,7 @@
 """The path of an entry in a rank's container, and the kind of array it is.
 
 A rank's container is an ordinary checkpoint of a nested dict. The entry `optim.state.fc.weight.exp_avg`, which the
-planner flattened from the path `("optim", "state", "fc.weight", "exp_avg")`, stands at that path again, so that rules,
+planner flattened from the path `("optim", "state", "fc.weight", "exp_avg")`, is at that path again, so that rules,
 kinds and the pairing of moments see the same paths as in a state that was never distributed. Keys that begin with "@"
 are the container's own: "@values" holds values other than tensors, "@1", "@2", ... the second and later shards of an
 entry.

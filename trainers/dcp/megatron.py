@@ -4,7 +4,7 @@
     dist_checkpointing.save(sharded_state_dict, folder, save)
     state = dist_checkpointing.load(sharded_state_dict, folder, load)
 
-Everything but sharded tensors (`common.pt`, sharded objects) is written and read by Megatron-Core as ever, with
+Everything but sharded tensors (`common.pt`, sharded objects) is written and read by Megatron-Core itself, with
 its own pickles.
 """
 

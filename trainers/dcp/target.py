@@ -288,7 +288,7 @@ def read_step(store: Store, step: int) -> Index:
 def newest_step(store: Store) -> tuple[int, Index]:
     """Return the newest step whose files all exist, in `Store.load` order, and its metadata.
 
-    A SkippedCheckpointWarning names newer ones that were passed over.
+    A SkippedCheckpointWarning names newer steps that were skipped.
 
     Raises:
         BadArgumentError: the store is empty, or the newest step was saved by one process.

@@ -113,7 +113,7 @@ class Writer(StorageWriter):
         cfg: how to compress, and when to take a base (`cfg.chain`, for each rank); default `Config()`, or that of the
             store. Protection and pruning have one threshold for the weights of all ranks, see `process_group`.
         parent: folder (with a store, step) of the checkpoint that this run resumed from: the first save is a delta
-            against it. None: of the one that is in the folder saved to, or that a `Reader` of this store has loaded.
+            against it. None: the checkpoint in the target folder, or the one that a `Reader` of this store has loaded.
         keep: with a store, which steps rank 0 keeps after each save, as `Store.gc` does; default all.
         kinds: `{path: layer type or Kind}`, as `shrinkpoint.kinds(model, optimizer)` gives it; default: by name.
         process_group: the group given to `dcp.save` or `dcp.async_save`, over which ranks agree on thresholds. None:

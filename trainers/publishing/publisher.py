@@ -110,8 +110,8 @@ class Publisher:
                 DTensors are gathered: all ranks call this, and only rank 0 writes.
 
         Raises:
-            BadArgumentError: a version that is not above the newest, a state that is not one of tensors, or one that
-                another thread changed meanwhile.
+            BadArgumentError: the version is not above the newest; the state has values other than tensors, or another
+                thread changed it meanwhile.
             PublishConflictError: another publisher has written since.
             OSError: it could not be written; the version then does not exist, and may be published again.
         """
