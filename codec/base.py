@@ -165,7 +165,7 @@ def from_json(table: Mapping[str, type[Codec]], data: Any) -> Codec:
     if not isinstance(data, Mapping) or data.get("id") not in table:
         if isinstance(data, Mapping) and package_of(str(data.get("id"))):
             raise missing(str(data["id"]))
-        raise BadArgumentError(f"{str(data)[:80]} is no codec; ids are {', '.join(table)}")
+        raise BadArgumentError(f"{str(data)[:80]} is not a codec; ids are {', '.join(table)}")
     fields = {k: v for k, v in data.items() if k != "id"}
     try:
         return table[data["id"]](**fields)

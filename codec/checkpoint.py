@@ -425,7 +425,7 @@ class Checkpoint:
     @own_arithmetic()
     def decode(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> None:
         """Decode these arrays, keep their references, and fetch only their pieces."""
-        check_memory(sum(r.spec.nbytes for r in wanted), "what was asked for")
+        check_memory(sum(r.spec.nbytes for r in wanted), "the selected arrays")
         self._body.fetch((r.stretch.offset, r.stretch.nbytes) for r in wanted)
         for with_sibling in (False, True):
             now = [r for r in wanted if (r.sibling is not None) == with_sibling]

@@ -151,7 +151,7 @@ def decode_copy(
 ) -> ValuesReference:
     """Decode the stream format "copy"."""
     if sibling is None or pieces or not _castable(spec):
-        raise CorruptDataError(f"copy: {spec.dtype} has none, or its original is missing")
+        raise CorruptDataError(f"copy: {spec.dtype} cannot be a copy, or its original is missing")
     flat = cast(sibling, spec)
     # A cast to its own dtype is the tensor itself, and two arrays of a state must not become one.
     flat = flat.clone() if flat is sibling else flat

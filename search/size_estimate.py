@@ -108,7 +108,7 @@ def nbytes_of_bundle(samples: Sequence[SampledLevels], parts: Sequence[Sample], 
     Args:
         samples: of these arrays.
         parts: their samples.
-        unit: the bundle and what it represents.
+        unit: the bundle and the number of elements that it represents.
     """
     elements = sum(part.scale * part.wide.size for part in parts) * unit.scale / unit.times
 

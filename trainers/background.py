@@ -42,7 +42,7 @@ def refuse_keep(saver: Saver) -> Saver:
     if saver.keep is not None:
         raise BadArgumentError(
             "saver: with keep= it would remove steps that checkpoints of the framework point to; leave keep= out and "
-            "let the framework's own rotation (total_limit, max_to_keep) say what is kept"
+            "let the framework's own rotation (total_limit, max_to_keep) decide which are kept"
         )
     return saver
 

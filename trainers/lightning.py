@@ -133,7 +133,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
         """Save a checkpoint to the store and write its pointer file; called by Lightning."""
         if storage_options is not None:
-            raise BadArgumentError("storage_options: there are none; give a URL as dirpath")
+            raise BadArgumentError("storage_options are not supported; give a URL as dirpath")
         if _is_temporary(path):
             fs, name = fsspec.core.url_to_fs(os.fspath(path))
             fs.makedirs(os.path.dirname(name), exist_ok=True)
@@ -325,7 +325,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
                 save = type(trainer.strategy).save_checkpoint.__get__(trainer.strategy)
                 trainer.strategy.save_checkpoint = functools.partial(self._save, self.search, io_plugin, save)
         elif self.search is not None:
-            raise BadArgumentError("search: what it finds is for CompressedIO, which is not among the plugins")
+            raise BadArgumentError("search: it needs CompressedIO, which is not among the plugins")
         self._fitting = True
         self._restore()
 

@@ -161,7 +161,7 @@ class Loader:
         """
         mine = _shape(self.batches)
         if not isinstance(state, Mapping) or {"epoch", "batch", "start", *mine} - set(state):
-            raise BadArgumentError("loader: this is no position of a loader")
+            raise BadArgumentError("loader: this is not a position of a loader")
         start = state["start"]
         if start is not None and state["batch"]:
             for name, value in mine.items():

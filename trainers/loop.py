@@ -268,7 +268,7 @@ def _state_of(model: Any, *parts: Any) -> TrainingState:
     if not isinstance(model, TrainingState):
         return TrainingState(model, *parts)
     if any(part is not None for part in parts):
-        raise BadArgumentError("model is a TrainingState, which holds all parts; give no other part besides it")
+        raise BadArgumentError("model is a TrainingState, which holds all parts; give no other part in addition")
     return model
 
 

@@ -35,7 +35,7 @@ class ModelFolder:
         except TypeError:
             raise BadArgumentError(f"a folder must be a path, not {type(folder).__qualname__}") from None
         if not self.folder.is_dir():
-            raise BadArgumentError(f"{self.folder} is no folder")
+            raise BadArgumentError(f"{self.folder} is not a folder")
         self.files = sorted(p.relative_to(self.folder) for p in _walk(self.folder))
         self.compressed = [p for p in self.files if p.name.endswith(f".safetensors{SUFFIX}")]
         self.raw = [p for p in self.files if p.suffix == ".safetensors"]

@@ -108,7 +108,9 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         """Write the pointer file of a durable save, before Orbax renames the folder."""
         name, future = self._pending or ("", Future())
         if name != str(directory):
-            raise BadArgumentError(f"{directory}: not what was saved last; a handler and its store are of one item")
+            raise BadArgumentError(
+                f"{directory}: not the folder of the last save; a handler and its store must belong to one item"
+            )
         self._pending, result, store = None, future.result(), Store(self.store.url)
         if store.describe(result.step).identity != result.id:
             raise ShrinkpointError(f"{directory}: step {result.step} of {store.url} was saved by another handler too")

@@ -569,7 +569,7 @@ def _named(optimizer: Any) -> Named:
         named = [("", one) for one in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]
     for name, one in named:
         if not isinstance(name, str) or not isinstance(one, torch.optim.Optimizer):
-            raise BadArgumentError(f"optimizer: {name!r}: a {type(one).__qualname__} is no torch.optim.Optimizer")
+            raise BadArgumentError(f"optimizer: {name!r}: a {type(one).__qualname__} is not a torch.optim.Optimizer")
     return named
 
 

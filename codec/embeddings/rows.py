@@ -578,7 +578,7 @@ def decode_rows(
 ) -> RowsReference:
     """Decode the stream format "rows"."""
     if not spec.shape or not spec.size or spec.dtype not in DTYPES:
-        raise CorruptDataError(f"rows: {spec.dtype} {spec.shape} has none")
+        raise CorruptDataError(f"rows: {spec.dtype} {spec.shape} cannot be stored by rows")
     rows = spec.shape[0]
     before = parent if isinstance(parent, RowsReference) and parent.style.size == rows else None
     table = _read_styles(meta, spec)
@@ -601,7 +601,7 @@ def _read_styles(meta: dict[str, Any], spec: LeafSpec) -> tuple[Style, ...]:
     table = []
     for row in rows:
         if not isinstance(row, list) or [type(v) for v in row] not in ([str, int, int, float], [str, int, int, int]):
-            raise CorruptDataError(f"rows: {str(row)[:60]} is no style")
+            raise CorruptDataError(f"rows: {str(row)[:60]} is not a style")
         style = Style(row[0], row[1], row[2], float(row[3]))
         quantizer = (
             style.method in METHODS
@@ -611,7 +611,7 @@ def _read_styles(meta: dict[str, Any], spec: LeafSpec) -> tuple[Style, ...]:
             and (style.method == "adaptive") == (style.num_bins > 0) == (style.ratio > 0)
         )
         if style != RAW and not (quantizer and style.length(row_length(spec), spec.itemsize) < _row_bytes(spec)):
-            raise CorruptDataError(f"rows: {str(row)[:60]} is no style of rows of {_row_bytes(spec)} bytes")
+            raise CorruptDataError(f"rows: {str(row)[:60]} is not a style for rows of {_row_bytes(spec)} bytes")
         table.append(style)
     if any(a >= b for a, b in itertools.pairwise(table)):
         raise CorruptDataError("rows: the table of styles does not ascend")

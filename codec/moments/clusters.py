@@ -157,7 +157,7 @@ def decode_clusters(
 ) -> ValuesReference:
     """Decode the stream format "clusters"."""
     if spec.dtype not in FORMATS:
-        raise CorruptDataError(f"clusters: {spec.dtype} has none")
+        raise CorruptDataError(f"clusters: dtype {spec.dtype} cannot be stored in clusters")
     chunks = chunks_of("clusters", pieces, spec.nbytes, spec.nbytes, step=CHUNK * spec.itemsize)
     data = np.empty(spec.nbytes, np.uint8)
 

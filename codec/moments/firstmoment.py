@@ -187,7 +187,7 @@ def decode_grid(
 ) -> ValuesReference:
     """Decode the stream format "grid"."""
     if spec.dtype not in ("float32", "bfloat16") or not pieces or sibling is None:
-        raise CorruptDataError(f"grid: {spec.dtype} has none, or its second moment is missing")
+        raise CorruptDataError(f"grid: dtype {spec.dtype} cannot be stored on a grid, or the second moment is missing")
     head = Reader(pieces[0], "grid")
     table = read_table(head)
     head.end()

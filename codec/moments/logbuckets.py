@@ -178,7 +178,7 @@ def decode_log_buckets(
 ) -> ValuesReference:
     """Decode the stream format "log-buckets"."""
     if spec.dtype not in FORMATS:
-        raise CorruptDataError(f"log buckets: {spec.dtype} has none")
+        raise CorruptDataError(f"log buckets: dtype {spec.dtype} cannot be stored in log buckets")
     fmt = FORMATS[spec.dtype]
     bits = meta.get("b")
     if type(bits) is not int or not 0 <= bits <= min(16, fmt.mantissa):

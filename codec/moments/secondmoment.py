@@ -317,7 +317,7 @@ def decode_rank_one(
     """Decode the stream format "rank-one"."""
     shape = matrix_shape(spec)
     if shape is None:
-        raise CorruptDataError(f"rank one: {spec.dtype} {spec.shape} is no matrix of it")
+        raise CorruptDataError(f"rank one: {spec.dtype} {spec.shape} is not a matrix that can be stored as rank one")
     chunks = chunks_of("rank one", pieces, spec.size, 8 * (shape[0] + shape[1]) + spec.size, step=CHUNK, head=True)
     head = Reader(pieces[0], "rank one")
     before = _rank_one(parent, spec)

@@ -140,7 +140,7 @@ def read_leaf(value: Array, path: str) -> tuple[LeafSpec, Array]:
     try:
         library = value.__array_namespace__().__name__.split(".")[0]
     except (NotImplementedError, TypeError, AttributeError):
-        raise UnsupportedLeafError(f"{path}: {type(value).__qualname__} is no array with values") from None
+        raise UnsupportedLeafError(f"{path}: {type(value).__qualname__} is not an array with values") from None
     if library not in LIBRARIES:
         raise UnsupportedLeafError(f"{path}: arrays of {library} are not known; convert it to NumPy or torch")
     try:
@@ -338,7 +338,7 @@ def _text(x: NpArray) -> np.bytes_ | np.str_:
     try:
         return np.str_(x.tobytes().decode(f"utf-32-{order}", "surrogatepass"))
     except UnicodeDecodeError:
-        raise CorruptDataError("a text holds what is no character") from None
+        raise CorruptDataError("a text holds an invalid character") from None
 
 
 def spec_from_header(library: Any, dtype: Any, shape: Any) -> LeafSpec:
@@ -347,7 +347,7 @@ def spec_from_header(library: Any, dtype: Any, shape: Any) -> LeafSpec:
     if not known or not isinstance(dtype, str) or len(dtype) > 40 or not isinstance(shape, list):
         raise CorruptDataError(f"header: no array of {str(library)[:40]!r}, {str(dtype)[:40]!r}")
     if len(shape) > 64 or not all(type(n) is int and 0 <= n < _MAX_ELEMENTS for n in shape):
-        raise CorruptDataError(f"header: {str(shape)[:60]} is no shape")
+        raise CorruptDataError(f"header: {str(shape)[:60]} is not a shape")
     spec = LeafSpec(library, dtype, tuple(shape))
     if library not in ("torch", "numpy", "numpy scalar") and not (
         _NATIVE.fullmatch(dtype) or _EXTENSION.fullmatch(dtype)

@@ -123,4 +123,4 @@ def _from_plain(value: Any, path: str) -> Any:
             return torch.device(body)
     except (TypeError, ValueError, AttributeError, RuntimeError, RecursionError):
         pass
-    raise CorruptDataError(f"{path}: {str(value)[:60]} is no part of a tensor subclass's context")
+    raise CorruptDataError(f"{path}: {str(value)[:60]} is not a valid part of a tensor subclass's context")

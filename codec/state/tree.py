@@ -240,7 +240,7 @@ def _decode_scalar(node: Json) -> Any:
                     return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
             except (ValueError, struct.error, binascii.Error):
                 pass
-    raise CorruptDataError(f"header: {str(node)[:60]} is no tree node")
+    raise CorruptDataError(f"header: {str(node)[:60]} is not a tree node")
 
 
 def _decode_key(node: Json) -> Any:

@@ -215,7 +215,7 @@ def decode_levels(
 ) -> LevelsReference:
     """Decode the stream format "levels"."""
     if spec.dtype not in FORMATS:
-        raise CorruptDataError(f"levels: {spec.dtype} has none")
+        raise CorruptDataError(f"levels: dtype {spec.dtype} cannot be stored as levels")
     before = compatible_parent(parent, spec)
     chunks = chunks_of("levels", pieces, spec.size, 2 * spec.size, step=CHUNK, head=True)
     levels = np.empty(spec.size, np.uint8)

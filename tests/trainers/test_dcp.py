@@ -636,7 +636,7 @@ def test_other_file_systems(tmp_path: Path) -> None:
             Writer(bad)
         with pytest.raises(sp.BadArgumentError):
             Reader(bad)
-    with pytest.raises(dcp.CheckpointException, match="BadArgumentError: None is no path"):
+    with pytest.raises(dcp.CheckpointException, match="BadArgumentError: None is not a path"):
         dcp.save({"weight": torch.ones(1)}, storage_writer=Writer(), no_dist=True)
 
 

@@ -307,7 +307,7 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_bad_folders(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for call, why in (
-        (lambda: sp.save_pretrained(tmp_path / "none", tmp_path / "x"), "is no folder"),
+        (lambda: sp.save_pretrained(tmp_path / "none", tmp_path / "x"), "is not a folder"),
         (lambda: sp.save_pretrained(3, tmp_path / "x"), "model_or_folder is a int"),
         (lambda: sp.save_pretrained(tmp_path / "empty", tmp_path / "x"), "only safetensors are compressed"),
         (lambda: sp.save_pretrained(nn.Linear(2, 2), 3), "a folder must be a path, not int"),  # type: ignore[arg-type]

@@ -823,5 +823,5 @@ def test_the_whole_state_as_one_object(store: sp.Store) -> None:
     job, again = Job(1), Job(2)
     trainers.save(store, 1, trainers.TrainingState(**job.parts()))
     assert trainers.resume(store, trainers.TrainingState(**again.parts())) == 1
-    with pytest.raises(sp.BadArgumentError, match="give no other part besides it"):
+    with pytest.raises(sp.BadArgumentError, match="give no other part in addition"):
         trainers.save(store, 2, trainers.TrainingState(job.model), job.optimizer)

@@ -24,7 +24,7 @@ def open_folder(path: str | os.PathLike[str] | None) -> Files:
         BadArgumentError: no path, or no such kind of URL.
     """
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise BadArgumentError(f"{path!r} is no path; give one to the constructor, or as checkpoint_id")
+        raise BadArgumentError(f"{path!r} is not a path; give one to the constructor, or as checkpoint_id")
     try:
         return open_files(path)
     except (ValueError, ImportError) as e:

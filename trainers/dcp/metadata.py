@@ -325,7 +325,9 @@ def _checked_path(fqn: str, path: Any) -> tuple[str | int, ...] | None:
     if path is None:
         return None
     if not _is_path(list(path)):
-        raise BadArgumentError(f"{fqn}: its path {str(path)[:100]} is none of strings and indices up to {MAX_INDEX}")
+        raise BadArgumentError(
+            f"{fqn}: its path {str(path)[:100]} does not consist of strings and indices up to {MAX_INDEX}"
+        )
     return tuple(path)
 
 
@@ -412,7 +414,7 @@ def _file(row: Any) -> RankFile:
     chain = tuple((name, nbytes) for name, nbytes in row["chain"])
     numbers = (row["rank"], row["raw"], row["carried"], row["since"], row["spent"], *(n for _, n in chain))
     if not chain or not all(isinstance(name, str) and is_data(name) for name, _ in chain):
-        raise ValueError(f"{str(row['chain'])[:80]} are no names of data files")
+        raise ValueError(f"{str(row['chain'])[:80]} are not names of data files")
     if len({name for name, _ in chain}) != len(chain) or not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError(f"the file of rank {str(row['rank'])[:20]}")
     return RankFile(row["rank"], chain, row["raw"], row["carried"], row["since"], row["spent"])
@@ -425,9 +427,9 @@ def _row(row: Any, files: int) -> tuple[Offsets, Offsets, int]:
 
 def _sizes(numbers: Any) -> Offsets:
     if not isinstance(numbers, list) or len(numbers) > 64:
-        raise ValueError(f"{str(numbers)[:60]} is no shape")
+        raise ValueError(f"{str(numbers)[:60]} is not a shape")
     if not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers):
-        raise ValueError(f"{str(numbers)[:60]} is no shape")
+        raise ValueError(f"{str(numbers)[:60]} is not a shape")
     return tuple(numbers)
 
 
