@@ -24,7 +24,10 @@ def problems(folder: Path) -> list[str]:
     for part in ("tests", "results", "studies", "baselines"):
         found += [f"the wheel holds {name}" for name in installed if part in name.split("/")]
     tests = ("tests/codec/test_golden.py", "tests/golden/make.py", "tests/conftest.py")
-    for name in (*tests, "README.md", "LICENSE", "docs/format.md", "setup.py"):
+    root = Path(__file__).parents[1]
+    files = (path for path in (root / "tests/golden").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    golden = (path.relative_to(root).as_posix() for path in files)
+    for name in (*tests, *golden, "README.md", "LICENSE", "docs/format.md", "setup.py"):
         if name not in shipped:
             found.append(f"the source distribution lacks {name}")
     return found

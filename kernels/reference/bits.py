@@ -21,7 +21,7 @@ def to_bits(x: Array) -> Array:
     x has a dtype of `floats.FORMATS`.
     """
     width = format_named(dtype_name(x)).width
-    if isinstance(x, np.ndarray):
+    if isinstance(x, (np.ndarray, np.generic)):
         return np.ascontiguousarray(x).view(f"uint{width}").reshape(x.shape).astype(np.int64)
     if is_torch(x):
         import torch

@@ -222,6 +222,7 @@ def test_quantiles_of_more_clusters_than_there_can_be_are_refused(clusters: Any)
             call()
 
 
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton 3.6's interpreter
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("state", ["warn", "raise"])
 def test_boundaries_beyond_float32_go_unnoticed(back_end: BackEnd, state: Any) -> None:
