@@ -200,14 +200,17 @@ def coders() -> str:
 
 
 def transferred() -> str:
-    """Ratio and losses of transfer."""
+    """Return the table of transfer: ratios, losses and accuracies."""
     lines = [
         [
             name,
             shown(found.get("ratio"), " x"),
             shown(found.get("loss change straight after restore"), " %"),
             spread(found.get("loss change after fine-tuning")),
+            spread(found.get("accuracy lost after fine-tuning")),
         ]
         for name, found in by_place(measured(), "transfer ").items()
     ]
-    return markdown(["", "ratio", "loss straight after restore", "loss after fine-tuning, %"], lines)
+    return markdown(
+        ["", "ratio", "loss straight after restore", "loss after fine-tuning, %", "accuracy lost, points"], lines
+    )
