@@ -318,7 +318,7 @@ def _snippets() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
                 continue
             lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
             cut = ["\n".join(lines[i : i + _LINES]) for i in range(0, len(lines) - _LINES, _LINES)]
-            parts[number % 5 == 0].extend((text, label) for text in cut)
+            parts[number % 4 == 0].extend((text, label) for text in cut)
     return parts
 
 
