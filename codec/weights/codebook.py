@@ -293,7 +293,11 @@ def to_8_bits(step: float, *, up: bool = False) -> float:
 def multiples(low: float, high: float, step: float) -> Floats:
     """Return the multiples of a step nearest to values from `low` to `high`; at least one."""
     first = math.floor(low / step + 0.5)
-    return np.arange(first, max(first, math.ceil(high / step - 0.5)) + 1, dtype=np.float64) * step
+    with np.errstate(over="ignore"):  # half a step beyond the largest float64
+        entries = np.arange(first, max(first, math.ceil(high / step - 0.5)) + 1, dtype=np.float64) * step
+    most = np.finfo(np.float64).max
+    found: Floats = np.clip(entries, -most, most)
+    return found
 
 
 def fit(sketch: Histogram | Cells, how: Fit, parent: Floats | None, codes: Floats | None = None) -> tuple[Floats, str]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec.weights.codebook import MOST, Fit, fit, spacing, to_8_bits
+from shrinkpoint.codec.weights.codebook import MOST, Fit, fit, multiples, spacing, to_8_bits
 from shrinkpoint.kernels.histogram import log_histogram
 
 from .common import through_bytes
@@ -271,3 +271,16 @@ def test_what_is_negligible_stays_levels_and_is_told(kind: str) -> None:
     (row,) = sp.compress({"weight": w}).summary()
     assert row.stream == "levels"
     assert re.search(r"(8|9|10)\d% of it are as good as zero", row.note)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("low", [-1.795937575160302e308, -1.794182015458288e308])
+def test_entries_beyond_the_largest_float64_are_clipped(low: float) -> None:
+    """Half a step beyond the largest number is not infinite, and no warning is shown."""
+    entries = multiples(low, 9.0, 7.954879899750849e305)
+    assert np.isfinite(entries).all()
+    weight = np.zeros((64, 64))
+    weight.flat[:12] = [low, 0, 0, 0, 0, 2, 4, 5, 6, 7, 8, 9]
+    state = {"weight": weight}
+    restored = sp.decompress(sp.compress(state, cfg=sp.Config([("weight", sp.Quantize(bins=64))])))["weight"]
+    assert np.isfinite(restored).all()
