@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Tests use all cores, each file on one of them, and a thread each: torch's spinning threads take the cores from others.
+PARALLEL := OMP_NUM_THREADS=1
+SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test frameworks oldest lint dist sbom docs hooks bench bench-models clean
 .DEFAULT_GOAL := test
@@ -43,7 +46,7 @@ demo: $(VENV)/.demo ## train a small GPT, kill it, and resume it from compressed
 	$(PY) -m shrinkpoint demo $(ARGS)
 
 test: $(VENV)/.test ## run the tests; ARGS="tests/codec -k NAME" chooses
-	$(PY) -m pytest $(ARGS)
+	$(PARALLEL) $(PY) -m pytest $(SPREAD) $(ARGS)
 
 # The adapters against the real frameworks, in a separate environment, without the tests that `test` runs.
 FRAMEWORKS := .frameworks-venv
@@ -58,7 +61,7 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt Makefile
 	@touch $@
 
 frameworks: $(FRAMEWORKS)/.installed ## run the adapters against the real frameworks
-	$(FRAMEWORKS)/bin/python -m pytest -q -p no:cacheprovider \
+	$(PARALLEL) $(FRAMEWORKS)/bin/python -m pytest $(SPREAD) -q -p no:cacheprovider \
 		$(addprefix tests/trainers/test_,lightning.py transformers.py accelerate.py peft.py preemption_frameworks.py hub.py examples.py orbax.py jax.py megatron.py) \
 		tests/trainers/test_dcp.py::test_torchtitan_itself tests/codec/test_lowbit.py \
 		$(addprefix --deselect tests/trainers/test_examples.py::test_,plain_loop own_codec own_kernel fsdp2) $(ARGS)

@@ -22,6 +22,26 @@ settings.register_profile(
 )
 settings.load_profile("default")
 
+LONG = (
+    "store/test_crash.py",
+    "trainers/test_pointers.py",
+    "store/test_saver.py",
+    "store/test_maintenance.py",
+    "codec/test_gpu.py",
+    "trainers/test_preemption.py",
+    "store/test_rewinds.py",
+    "trainers/test_killed_ranks.py",
+    "codec/test_past_weights.py",
+    "trainers/test_examples.py",
+)
+"""Files that take minutes. They run first, so that no process is left with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of long files first."""
+    order = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(LONG)))
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
