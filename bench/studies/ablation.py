@@ -3,7 +3,7 @@
 Two systems are taken apart: this project's own (equidistant codebook, kept along the chain, conditional coder,
 rate-distortion encoder, weights ahead of their drift, gradients for protection) and the published one (pruning by
 sensitivity, protection, k-means++ refit each time, rearrangement and Huffman). A variant changes one field of the
-configuration or leaves the gradients out. What coders make of the *same* levels is measured apart: late in an
+configuration or leaves the gradients out. Coders are compared on the *same* levels separately: late in an
 uninterrupted training, between neighbouring checkpoints.
 """
 
@@ -37,7 +37,7 @@ FAILURES = 10
 
 
 def own(rate: float = RATE, ahead: bool = True, **changes: Any) -> sp.Config:
-    """The project's own configuration with fields of its `Quantize` changed."""
+    """Return our configuration with fields of its `Quantize` changed."""
     return sp.Config([("weight", sp.Quantize(**changes))], rate=rate, ahead=ahead)
 
 
@@ -55,19 +55,19 @@ def with_exact(*kinds: str) -> sp.Config:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One row: a configuration, whether it gets gradients, whether it is searched for."""
+    """Variant of a system: its configuration, and whether it uses gradients or a search."""
 
     config: Callable[[], sp.Config]
     grads: bool = True
     searching: Searching | None = None
 
     def make(self, spacing: int) -> InStore:
-        """The system."""
+        """Build the system, which saves every `spacing` steps."""
         return InStore(self.config(), grads=self.grads, spacing=spacing, searching=self.searching)
 
 
 def variants() -> dict[str, Variant]:
-    """All variants by name; the first of each system is the whole of it."""
+    """Return all variants by name; the first of each system is the unchanged system."""
     from .endurance import OWN_CUBE
 
     return {
@@ -171,7 +171,7 @@ def _levels(state: Any, before: Any, after: Any) -> list[tuple[LevelsReference, 
 
 
 def _code(coder: str, before: LevelsReference, after: LevelsReference) -> bytes:
-    """The levels of an array in one of the ways of coding them."""
+    """Code the levels of an array by one of the coders."""
     if coder == "conditional":
         return entropy.encode_levels(after.levels, after.size, before.levels, before.size, "smallest")
     if coder.startswith("rearranged"):

@@ -148,7 +148,7 @@ SYSTEMS: dict[str, Make] = {
 
 @dataclass(frozen=True)
 class Study:
-    """One training of the table.
+    """A training of the table.
 
     Args:
         make: the workload.
@@ -166,7 +166,7 @@ class Study:
 
     @property
     def workload(self) -> Workload:
-        """What is trained."""
+        """Workload of this training, with its number of steps."""
         return dataclasses.replace(self.make(), steps=self.steps)
 
 

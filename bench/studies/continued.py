@@ -4,7 +4,7 @@ The file that the package ships holds weights and Adam's moments after 1,564,501
 so training goes on with drawn spectrograms: a speaker is a spectral envelope, an utterance the envelope under moving
 noise. The loss is the package's (GE2E: each utterance is to be nearest to the mean of its speaker's others).
 Each level saves every `SPACING` steps and is killed twice, half way between two saves; it goes on from what its store
-gives. The same is done without compression, and without compression with other batches after each kill.
+gives. The same is done without compression, once with the same and once with other batches after each kill.
 `python -m bench real --only continued`.
 """
 
@@ -86,7 +86,7 @@ class Training:
         self.model, self.seed, self.step = Encoder(), seed, 0
         self.model.load_state_dict(file["model_state"])
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
-        # The optimizer would go on in the given tensors.
+        # The optimizer would otherwise change the given tensors.
         self.optimizer.load_state_dict(_cloned(file["optimizer_state"]))
 
     def train(self, until: int) -> None:
@@ -115,7 +115,7 @@ class Training:
         return torch.arange(_SPEAKERS).repeat_interleave(_UTTERANCES)
 
     def state(self) -> State:
-        """What a resumed run needs."""
+        """State that a resumed run needs."""
         return {"model_state": self.model.state_dict(), "optimizer_state": self.optimizer.state_dict()}
 
 
@@ -134,7 +134,7 @@ class End:
 
 
 def killed(file: State, seed: int, config: sp.Config | None, *, reshuffled: bool = False, steps: int = STEPS) -> End:
-    """Train through the kills.
+    """Train with two kills, each followed by a restore.
 
     Args:
         file: the state in the package's file.
@@ -167,7 +167,7 @@ def killed(file: State, seed: int, config: sp.Config | None, *, reshuffled: bool
 
 
 def rows(file: State, options: Options) -> list[Row]:
-    """Loss and accuracy at the end by level, against the training that nothing happens to.
+    """Loss and accuracy at the end by level, against the uninterrupted training.
 
     Only levels that `--only` asks for; with `--quick` a few steps, where asked for.
     """

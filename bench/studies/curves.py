@@ -19,7 +19,7 @@ Point = tuple[str, float, float | None]
 
 @dataclass
 class Panel:
-    """One model: points of a name, a ratio and a loss later, None for a training that is ruined.
+    """Points of one model: (name, ratio, later loss or None for a ruined training).
 
     Args:
         curve: of the settings that differ in the rate alone, by ratio.
@@ -78,10 +78,10 @@ def _library(panel: Panel, row: Row) -> None:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Loss change later against how many times smaller.
+    """Plot the later change of loss against the ratio.
 
     Filled: the chain with its bases, a curve of ours over the rate. Hollow: one delta 10 steps apart, ours and those of
-    other libraries. At the edge, as a triangle, what loses more than there is room for, or ruins the training.
+    other libraries. A triangle at the edge: a loss beyond the axis, or a ruined training.
     """
     matplotlib = pyplot()
     found = panels(rows)
@@ -107,9 +107,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def reach(ours: Sequence[Point], others: Sequence[Point] = ()) -> float:
-    """Where the axis of losses ends on either side: a little beyond the points.
+    """Upper end of the axis of losses, a little beyond the points that must be shown.
 
-    That is all of ours, and of others what loses at most twice as much as we do, or 0.2 %.
+    These are all points of ours, and those of others that lose at most twice as much as ours, or 0.2 %.
     """
     most = max([0.2, *(2 * abs(y) for _, _, y in ours if y is not None)])
     return 1.15 * max([0.05, *(abs(y) for _, _, y in (*ours, *others) if y is not None and abs(y) <= most)])

@@ -101,8 +101,8 @@ RARE_BASES: dict[str, Make] = {
     "rate 0.002, 12 bins, finer moments, bases every 100": _often_killed(12, 1.0, 1, 0.002),
     "rate 0.005, 10 bins, finer moments, bases every 100": _often_killed(10, 1.0, 1, 0.005),
 }
-"""Of `FURTHER` alone. Chains of hundreds of checkpoints, of which bases take more than late deltas do, have fewer bases
-and fewer bins. A model that saves more at a rate, and loses more by it, has lower ones."""
+"""Systems of `FURTHER` alone. In chains of hundreds of checkpoints bases take more bytes than late deltas, so
+these have fewer bases and fewer bins. A model that gains more at a rate, and loses more by it, has lower rates."""
 
 THRESHOLDS = (0.001, 0.01, 0.05)
 OWN_CUBE = Cube(
@@ -131,7 +131,7 @@ def searched(threshold: float) -> dict[str, Make]:
 
 @dataclass(frozen=True)
 class Study:
-    """How much of one model is run: the whole of it takes CPU minutes, not hours.
+    """Amount of measurement for one model: seeds, systems, schedule.
 
     Args:
         seeds: of the failures.
@@ -247,20 +247,20 @@ def over_seeds(values: Sequence[float]) -> str:
 
 @dataclass
 class Model:
-    """A workload, and what its uninterrupted trainings ended with, by seed."""
+    """A workload, and the results of its uninterrupted trainings by seed."""
 
     workload: Workload
     exact: dict[int, float] = dataclasses.field(default_factory=dict)
 
     @property
     def size(self) -> int:
-        """Parameters."""
+        """Number of parameters."""
         return self.workload.parameters
 
     def outcomes(
         self, make: Make, seeds: Sequence[int], failures: int, spacing: int, batches: int, every: int = 1
     ) -> list[Outcome]:
-        """One outcome a seed, after a warm-up; `spacing`, `batches` and `every` as `Study` has them."""
+        """Train once for each seed, after a warm-up, and return the outcomes."""
         found = []
         warm_up(self.workload, min(seeds, default=0), make(spacing), spacing)
         for seed in seeds:
@@ -294,7 +294,7 @@ def title(name: str) -> str:
 
 
 def workload_of(name: str, study: Study) -> Workload:
-    """What a study trains, with the study's name and length."""
+    """Return the workload of a study, with the study's name and length."""
     made = (study.make or workloads.WORKLOADS[name.partition(" ")[0]])()
     return dataclasses.replace(made, name=name, steps=study.steps or made.steps)
 
@@ -372,12 +372,12 @@ def of_system(model: Model, name: str, outcomes: Sequence[Outcome], failures: in
 
 
 def is_own(system: str) -> bool:
-    """Whether it is a setting of this project's own, of those that lose something."""
+    """Return whether a system is one of our own lossy settings."""
     return system.startswith(OWN)
 
 
 def is_searched(system: str) -> bool:
-    """Whether its configuration was searched for under a threshold."""
+    """Return whether a system's configuration was searched for under a threshold."""
     return "searched for" in system
 
 
@@ -388,8 +388,8 @@ _AXES = (("weights", "weights, all checkpoints"), ("whole state", "whole state, 
 def targets(rows: Sequence[Any]) -> list[Row]:
     """Return targets: the ratio within a loss, and settings of ours that others beat.
 
-    Everything that was measured of a model with ten failures counts: failures, thresholds, and of the ablation our
-    settings as a whole and every variant of the published one. Means are compared, over whichever seeds there are.
+    All measurements of a model with ten failures count: failures, thresholds, and from the ablation our complete
+    settings and every variant of the published one. Means are compared over the seeds that were measured.
 
     Args:
         rows: `Row`s or their JSON, of one run or of all.
@@ -415,12 +415,12 @@ def targets(rows: Sequence[Any]) -> list[Row]:
 
 
 def is_target(row: Mapping[str, Any]) -> bool:
-    """Whether a row in a JSON document is one of `targets`."""
+    """Return whether a row of a JSON document is one of `targets`."""
     return TARGET in row["row"]
 
 
 def is_dropped(row: Mapping[str, Any]) -> bool:
-    """Whether a row in a JSON document is of a system that is compared no more.
+    """Return whether a JSON row belongs to a system that is not compared any more.
 
     Example:
         >>> [is_dropped({"row": f"MLP, 10 failures, {of}: rework"}) for of in ("default", "best guess")]
@@ -431,7 +431,7 @@ def is_dropped(row: Mapping[str, Any]) -> bool:
 
 
 def is_other(system: str) -> bool:
-    """Whether it is somebody else's lossy system."""
+    """Return whether a system is a lossy system of others."""
     return not is_own(system) and not system.startswith("ablation, own") and system not in (*EXACT, YARDSTICK)
 
 
@@ -573,7 +573,7 @@ def _color(system: str) -> str:
 
 
 def interval(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the least and greatest value over the seeds from the note of a row.
+    """Return the lowest and highest value over the seeds from the note of a row.
 
     Example:
         >>> interval({"value": 1.5, "note": "+1.50 (+1.00 ... -2.00); two seeds"})
@@ -586,7 +586,7 @@ def interval(row: Mapping[str, Any]) -> tuple[float, float]:
 def _scatter(
     axis: Any, systems: Mapping[str, Mapping[str, Any]], label: str, markers: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The points of a panel; by system, for the legend."""
+    """Draw the points of a panel, and return them by system for the legend."""
     found = {}
     for system, columns in systems.items():
         x, y = (columns.get(what, {}).get("value") for what in (label, COLUMNS[0][0]))

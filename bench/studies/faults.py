@@ -4,7 +4,7 @@ A checkpoint is taken every `spacing` steps; kills are spread evenly over the sc
 checkpoints. After a kill only the stored bytes are left: a new model and optimizer are built, the store is opened
 again, its newest checkpoint (with the chain below it) is decoded, and training goes on *from the lossy state*; the next
 delta is taken against the checkpoint that was restored. The data of a step depend on seed and step alone, so a run that
-is restored exactly ends where the uninterrupted one does, bit for bit: that is checked, for what claims to be exact.
+is restored exactly ends where the uninterrupted one does, bit for bit; systems that claim to be exact are checked.
 
 Seconds are processor time of this process, on one thread; of a training on a GPU they are on the wall, until the GPU is
 idle. `warm_up` has to come first, or the first system of a process pays for compilation.
@@ -47,10 +47,10 @@ class Size:
 
 
 class System(Protocol):
-    """Where the checkpoints of one training go."""
+    """Storage for the checkpoints of one training."""
 
     def begin(self, run: Run) -> None:
-        """A process begins to train `run`."""
+        """Notify the system that a process begins to train `run`."""
 
     def save(self, run: Run) -> Size:
         """Store the run's state."""
@@ -59,7 +59,7 @@ class System(Protocol):
         """Return the newest state from stored bytes alone."""
 
     def end(self) -> None:
-        """Nothing more is needed."""
+        """Release what the system holds."""
 
 
 def raw_size(state: State) -> tuple[int, int]:
@@ -73,7 +73,7 @@ def raw_size(state: State) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Searching:
-    """A configuration searched for again every so many checkpoints, from the last choice on.
+    """Settings of searches along a training: threshold, cube, data, and interval.
 
     Args:
         threshold: degradation a checkpoint may have, relative.
@@ -162,7 +162,7 @@ class InStore:
         )
 
     def _search(self, run: Run, state: State, grads: Any, kinds: Any) -> sp.Config:
-        """The configuration from here on."""
+        """Return the configuration for the next checkpoints."""
         how = self.searching
         if how is None:
             return self.store.cfg
@@ -226,7 +226,7 @@ class Uncompressed:
 
 
 class Reshuffled(Uncompressed):
-    """The same with other batches after every restore: the distance of two good runs."""
+    """Uncompressed checkpoints with other batches after each restore, as the noise of training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One training that was killed and restored.
+    """Result of a training that was killed and restored: loss, bytes, seconds.
 
     Args:
         degradation: held-out loss at the end against the uninterrupted training's, in percent.
@@ -355,7 +355,7 @@ class _Clock:
 
 @dataclass
 class _Rework:
-    """The rework of a restored run: the loss to reach again, and the step of the restore."""
+    """Rework of a restored run: the loss to reach again, and the step of the restore."""
 
     goal: float
     since: int
@@ -417,14 +417,14 @@ class End:
 
 
 def end_of(workload: Workload, seed: int) -> End:
-    """Return how a training ends that nothing happens to."""
+    """Return the end of an uninterrupted training."""
     run = Run(workload, seed)
     run.train(workload.steps)
     return End(run.held_out_loss(), run.accuracy())
 
 
 def uninterrupted(workload: Workload, seed: int) -> float:
-    """Held-out loss at the end of a training that nothing happens to."""
+    """Held-out loss at the end of an uninterrupted training."""
     return end_of(workload, seed).loss
 
 

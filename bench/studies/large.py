@@ -110,12 +110,12 @@ def pace(workload: Workload, systems: Mapping[str, Make], spacing: int, now: Cal
 
 
 def device() -> str | None:
-    """Where these trainings run; None without a GPU."""
+    """Device of these trainings; None without a GPU."""
     return "cuda" if torch.cuda.is_available() else None
 
 
 def rows(options: Options) -> list[Row]:
-    """All rows; with `--quick` only if `--only` names them."""
+    """Return all rows; with `--quick` only if `--only` names them."""
     if options.quick and options.only is None:
         return []
     found = []
@@ -126,7 +126,7 @@ def rows(options: Options) -> list[Row]:
 
 
 def of_workload(workload: Workload, options: Options, study: Study = STUDY) -> list[Row]:
-    """Outcomes and targets of one workload, as `bench training` has them of the small ones."""
+    """Measure outcomes and targets of one workload, as `bench training` does for small ones."""
     begin = time.monotonic()
     failures, minutes = FAILURES[0], MINUTES if options.minutes is None else options.minutes
     every = SYSTEMS | RARE_BASES
@@ -168,7 +168,7 @@ def _none(model: Model, systems: Mapping[str, Make], why: str) -> list[Row]:
 
 
 def _clock(here: str) -> Callable[[], float]:
-    """Seconds on the wall, once the device has nothing left to do."""
+    """Wall time in seconds, after the device has finished its work."""
 
     def now() -> float:
         if here != "cpu":

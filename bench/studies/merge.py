@@ -4,12 +4,12 @@
     python -m bench.studies.merge bench/results/ratio-gpt.json --measure "rate 0.0005; weights, rate 0; peers"
     python -m bench.studies.merge bench/results/systems.json NEW.json ...       # whole experiments of `bench systems`
 
-In a result of `bench ratio`, of one model, rows of a system that was measured take the place of the old ones; all rows
-say at which commit they were measured, and rows of systems that `bench ratio` no longer has go. What compares systems
-(the targets, our weights next to the published ones') is made again from all of them. `--measure` takes names of
-`SYSTEMS`, "alone" and "peers". In any other result an experiment, what stands before the colon of a row, is replaced as
-a whole, and its rows say at which commit; of `bench training` rows of systems that it no longer has go, and targets are
-made again from all of them, by this commit.
+In a result of `bench ratio`, for one model, the rows of a newly measured system replace the old ones. All rows name the
+commit they were measured at, and rows of systems that `bench ratio` does not have are removed. Rows that compare
+systems (the targets, our weights next to the published ones') are computed again from all rows. `--measure` takes names
+of `SYSTEMS`, "alone" and "peers". In any other result an experiment (the part of a row's name before the colon) is
+replaced as a whole, and its rows name their commit. In results of `bench training`, rows of systems that it does not
+have are removed, and targets are computed again from all rows, by this commit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Json = dict[str, Any]
 
 
 def key(row: str, model: str) -> str | None:
-    """What a row belongs to: a system, "alone", "against PEER"; None: it is made of others.
+    """Group of a row: a system, "alone" or "against PEER"; None for a row made of others.
 
     Example:
         >>> key("MLP, rate 0.001, 12 bins: loss change later", "MLP"), key("MLP, alone, 8 bins: weights", "MLP")
@@ -48,13 +48,13 @@ def key(row: str, model: str) -> str | None:
     if where == model:
         return "alone" if what.startswith("weights alone") else None
     if not where.startswith(f"{model}, "):
-        raise BadArgumentError(f"{row!r} is no row of {model}")
+        raise BadArgumentError(f"{row!r} is not a row of {model}")
     system = where.removeprefix(f"{model}, ")
     return "alone" if system.startswith("alone, ") else system
 
 
 def model_of(document: Json) -> str:
-    """The one model that a result is about.
+    """Return the only model of a result.
 
     Raises:
         BadArgumentError: it has rows of several, or none.
@@ -66,7 +66,7 @@ def model_of(document: Json) -> str:
 
 
 def merged(old: Json, new: Sequence[Json]) -> Json:
-    """One result of an old one and of newer ones, each over those before it.
+    """Merge a result with newer ones, where newer rows replace older ones.
 
     Args:
         old, new: documents of one model, as `bench --json` writes them. Rows of systems that `bench ratio` has no more
@@ -106,7 +106,7 @@ def merged(old: Json, new: Sequence[Json]) -> Json:
 
 
 def replaced(old: Json, new: Sequence[Json]) -> Json:
-    """A result in which experiments of newer ones take the place of its own, or follow them.
+    """Return a result whose experiments are replaced by those of newer results.
 
     Machine, versions and commit stay the old one's, which most rows are of; new rows name their own commit, and their
     processor where it is another.
@@ -144,12 +144,12 @@ def _experiments(rows: Iterable[Json]) -> dict[str, list[Json]]:
 
 
 def _models(document: Json) -> set[str]:
-    """What its rows begin with; in a result of `bench ratio` these are workloads."""
+    """First words of the row names, which are the workloads in a result of `bench ratio`."""
     return {row["row"].partition(": ")[0].partition(", ")[0] for row in document["rows"]}
 
 
 def _is_ratio(document: Json) -> bool:
-    """Whether it is a result of `bench ratio`; of `bench training` rows begin with a model, too."""
+    """Return whether a document is a result of `bench ratio`."""
     labels = {label for label, _, _ in TABLE}
     return any(row["row"].rpartition(": ")[2] in labels for row in document["rows"])
 
@@ -159,7 +159,7 @@ def _full(name: str, model: str) -> str:
 
 
 def _marked(row: Json, commit: str | None) -> Json:
-    """Add the commit it was measured at to the note of a row."""
+    """Return a row whose note names the commit it was measured at."""
     if MARK in row["note"]:
         return row
     at = "no commit" if commit is None else commit[:7] + ("+" if commit.endswith("+") else "")
@@ -179,7 +179,7 @@ def _system(rows: Iterable[Json], outcomes: Sequence[Mapping[str, float | None]]
 
 
 def measure(model: str, what: Collection[str], say: Callable[[str], None]) -> Json:
-    """A document of some systems and parts of one model.
+    """Measure some systems and parts of one model, and return the document.
 
     Raises:
         BadArgumentError: one of them is unknown.
@@ -193,7 +193,7 @@ def measure(model: str, what: Collection[str], say: Callable[[str], None]) -> Js
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Merge, and write the result in its place."""
+    """Merge results, and write the merged one in place of the old one."""
     parser = argparse.ArgumentParser(
         prog="bench.studies.merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,6 @@
-"""What `bench ratio` found, and the rows that are made of it: ratios, losses, verdicts.
+"""Outcomes of `bench ratio`, and the rows computed from them: ratios, losses, verdicts.
 
-All of it is arithmetic on numbers of trainings that are over, so that rows can be made again from a result's JSON.
+Rows are computed from the numbers of finished trainings, so they can be made again from a result's JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Losses(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A system on one training: ratios, bits, loss changes in percent, staleness in steps."""
+    """Outcome of a system on one training: ratios, bits, loss changes in percent, staleness."""
 
     chain: float
     late: float
@@ -58,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Restored:
-    """One state stored and restored: ratio, loss changes in percent, staleness in steps."""
+    """Result of one restored state: ratio, loss changes in percent, staleness in steps."""
 
     ratio: float
     at_once: float
@@ -68,7 +68,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two checkpoints of a training: the second by itself, and as what changed since the first."""
+    """A checkpoint restored alone, and restored as a delta over the one before it."""
 
     single: Restored
     delta: Restored
@@ -90,13 +90,13 @@ class System:
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> System:
-        """From what each seed gave."""
+        """Build a system from its outcomes, one for each seed."""
         mean = Outcome(*(statistics.fmean(getattr(o, f.name) for o in outcomes) for f in dataclasses.fields(Outcome)))
         return cls(mean, tuple(outcomes), (spread(outcomes, "at_once"), spread(outcomes, "later")))
 
     @classmethod
     def of_rows(cls, rows: Mapping[str, Row]) -> System:
-        """From the rows of a system by their labels, as `system_rows` names them.
+        """Build a system from its rows by label, as `system_rows` names them.
 
         Raises:
             BadArgumentError: one is missing, or its note says something else.
@@ -120,7 +120,7 @@ def _number(value: float | None) -> float:
 
 
 def to_json(found: Any) -> Any:
-    """Outcomes as JSON has them, None for NaN."""
+    """Convert outcomes to JSON, with None for NaN."""
     if isinstance(found, Mapping):
         return {str(key): to_json(value) for key, value in found.items()}
     if isinstance(found, Sequence) and not isinstance(found, str):
@@ -131,7 +131,7 @@ def to_json(found: Any) -> Any:
 
 
 def outcome_of(found: Mapping[str, float | None]) -> Outcome:
-    """The reverse, of one outcome."""
+    """Convert one outcome from JSON."""
     return Outcome(**{key: _number(value) for key, value in found.items()})
 
 
@@ -139,7 +139,7 @@ def outcome_of(found: Mapping[str, float | None]) -> Outcome:
 
 
 def percent(value: float) -> str:
-    """A change of loss, "ruined" for NaN.
+    """Format a change of loss; "ruined" for NaN.
 
     Example:
         >>> percent(0.125), percent(float("nan"))
@@ -149,7 +149,7 @@ def percent(value: float) -> str:
 
 
 def spread(found: Sequence[Any], what: str) -> str:
-    """Mean and range over the seeds."""
+    """Format mean and range over the seeds."""
     values = [getattr(o, what) for o in found]
     if any(math.isnan(v) for v in values):
         return RUINED
@@ -163,7 +163,7 @@ def steps(staleness: float) -> str:
 
 
 def lost(found: Sequence[Losses]) -> str:
-    """What a restore lost, over the seeds."""
+    """Describe the loss changes and the staleness after a restore, over the seeds."""
     staleness = statistics.fmean(o.staleness for o in found)
     return f"{spread(found, 'at_once')} % at once, {spread(found, 'later')} % later, {steps(staleness)}"
 
@@ -172,7 +172,7 @@ def lost(found: Sequence[Losses]) -> str:
 
 
 def differences(own: Sequence[Losses], other: Sequence[Losses]) -> list[float]:
-    """Ours above theirs, points of loss later, seed by seed."""
+    """Differences of the later loss, ours minus theirs, by seed."""
     return [a.later - b.later for a, b in zip(own, other, strict=True)]
 
 
@@ -222,7 +222,7 @@ def _row(row: str, size: int, value: float | None, unit: str, peer: str | None, 
 
 
 def system_rows(name: str, system: str, size: int, found: Sequence[Outcome]) -> list[Row]:
-    """Everything about one system on one model."""
+    """Rows of one system on one model."""
     told = System.of(found)
     note = f"{told}, {len(found)} seeds"
     return [
@@ -278,7 +278,7 @@ def _ratio(found: Sequence[Restored]) -> float:
 
 
 def missing_row(name: str, size: int, peer: str, why: str) -> Row:
-    """The row of a library that is not there."""
+    """Row of a library that is not installed."""
     row = f"{name}, against {peer}: whole state"
     return Row(row, DEVICE, size, None, "x", peer, None, None, ">= 1 x", None, f"not measured: {why}")
 
@@ -315,7 +315,7 @@ def setting_of(note: str) -> str:
 
 
 def own(found: Mapping[str, System], loss: float) -> dict[str, System]:
-    """Our own settings for whole states that lose no more than `loss` percent later."""
+    """Our settings for whole states whose later loss is at most `loss` percent."""
     return {s: o for s, o in found.items() if s.startswith(("default", "rate")) and o.mean.later <= loss}
 
 
@@ -337,10 +337,10 @@ def summary_rows(name: str, size: int, found: Mapping[str, System]) -> list[Row]
 
 
 def weights_rows(name: str, size: int, found: Mapping[str, System], published: str) -> list[Row]:
-    """Return our smallest weights that lose no more than the published pipeline's.
+    """Rows of our smallest weights whose loss is at most the published pipeline's.
 
-    Next to the published moments, or within settings for whole states: their moments are lossier, so that what these
-    lose is at least the loss of their weights.
+    Next to the published moments, or within settings for whole states: their moments are lossier, so their loss is at
+    least the loss of their weights.
 
     First strictly, by the means; then with every setting whose difference, seed by seed, is within its standard error.
     """
@@ -393,7 +393,7 @@ def medians(rows: Iterable[Row]) -> list[Row]:
             if not shares:
                 continue
             known = [share for share in shares if share is not None]
-            # Where ours loses more with every setting, it is not smaller at equal loss: such a chain counts as 0.
+            # If every setting of ours loses more, ours is not smaller at equal loss: such a chain counts as 0.
             median = statistics.median(share or 0.0 for share in shares)
             note = f"median over {len(shares)} chains, {len(known)} of them with a setting that loses no more"
             aim, met = (f">= {target:g} x", median >= target) if target is not None else (None, None)

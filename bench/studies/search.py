@@ -2,15 +2,15 @@
 
 Each workload is trained once, with a `SensitivityTracker`; at ten checkpoints from early to late its weights are
 searched for thresholds of 0.1, 1 and 5 %, each search starting from the last one's choice and counting sizes as deltas
-against the checkpoint before, as a trainer would. `evaluate` sees one part of the held-out data; what is lost on
-another part is reported next to it; both are evaluated on what was compressed and restored, whatever the search says of
-it. What later searches take is also shown as a share of the training between the checkpoints, of which there is little
-here: ninety steps of a small model. At the first checkpoint and at one in the middle (of all models but the GPT) every
-point of the cube is compressed, restored and evaluated: brute force. Its evaluations serve all thresholds. Points
-that pass and are smaller than the choice are missed: how many, and how many of them pass by more than their losses
-differ between the two parts of the data, the note says; where none does, the miss is within the spread. Calls of
-`evaluate` are all counted, those with the state itself too. Only weights are in the states: moments would hide
-differences in size.
+against the checkpoint before, as a trainer would. `evaluate` sees one part of the held-out data; the loss on
+another part is reported next to it. Both are measured on the restored checkpoint, not taken from the search. The
+time of later searches is also shown as a share of the training between the checkpoints, which is short here: ninety
+steps of a small model. At the first checkpoint and at one in the middle (of all models but the GPT) every
+point of the cube is compressed, restored and evaluated: brute force. Its evaluations serve all thresholds. The
+search misses the points that pass and are smaller than its choice. The note counts them, and those that pass by a
+larger margin than their losses differ between the two parts of the data; without any of the latter, the miss is
+within the spread. All calls of `evaluate` are counted, including those with the state itself. The states hold weights
+only, because moments would hide differences in size.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _BATCHES = {"GPT": 6}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state along a training, its gradient averages, and seconds since the one before."""
+    """A state along a training, its gradient averages, and the training seconds before it."""
 
     step: int
     state: State
@@ -97,7 +97,7 @@ def trained(workload: Workload, checkpoints: int) -> Training:
 
 @dataclass(frozen=True)
 class Step:
-    """One search along a chain, and what came of it.
+    """A search along a chain, and its result.
 
     Args:
         found: the search.
@@ -131,7 +131,7 @@ def chain(training: Training, threshold: float, say: Callable[[str], None]) -> l
             options=sp.SearchOptions(progress=False),
         )
         prev = sp.compress(state, prev, last.config, grads=grads)
-        # Not what the search says of it: it may be wrong about which direction is better.
+        # Measured, not taken from the search, which may be wrong about which direction is better.
         restored = sp.decompress(prev)
         loss, elsewhere = (_higher(f, restored, state) for f in (training.evaluate, training.elsewhere))
         steps.append(Step(last, prev, loss, elsewhere, checkpoint.seconds))
@@ -139,7 +139,7 @@ def chain(training: Training, threshold: float, say: Callable[[str], None]) -> l
 
 
 def _higher(evaluate: Callable[[State], float], restored: State, exact: State) -> float:
-    """By how much a loss is higher, relative."""
+    """Relative increase of the loss of a restored state."""
     return evaluate(restored) / evaluate(exact) - 1
 
 
@@ -154,7 +154,7 @@ def fixed(training: Training) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a point of the cube takes and does.
+    """Bytes and loss increase of a point of the cube.
 
     Args:
         nbytes: of the checkpoint.
@@ -170,7 +170,7 @@ class Measured:
 def brute_force(
     training: Training, number: int, prev: sp.Checkpoint | None, say: Callable[[str], None]
 ) -> list[Measured]:
-    """Every point of the cube at one checkpoint."""
+    """Measure every point of the cube at one checkpoint."""
     checkpoint = training.checkpoints[number]
     on = training.evaluate, training.elsewhere
     exact = [f(checkpoint.state) for f in on]
@@ -188,7 +188,7 @@ def missed(points: list[Measured], own: float | None, threshold: float) -> str:
     passing = [p for p in points if own is not None and _WITHIN * p.nbytes < own and p.loss <= threshold]
     if not passing:
         return ""
-    # What those that fail differ by says nothing of these: of a ruined model it is many times as much.
+    # Points that fail are left out: the losses of a ruined model differ many times as much between the two parts.
     spread = statistics.fmean((p.loss - p.elsewhere) ** 2 for p in passing) ** 0.5
     sure = sum(p.loss + spread <= threshold for p in passing)
     said = f"; {len(passing)} smaller ones pass, {sure} by more than the {spread:.2%} their losses differ on other data"
@@ -297,8 +297,8 @@ def _spread(values: list[float]) -> str:
 def tracker_cost(workload: Workload, every: int, options: Options) -> list[Row]:
     """Time of a training step with the tracker recording, against one without, in turn.
 
-    Of the window those batches pay it that are read; spread over the batches from one checkpoint to the next, here and
-    where they are 500, their share of them does.
+    Only the batches that the tracker reads take longer. Their cost is spread over all batches from one checkpoint to
+    the next, for the interval here and for one of 500 batches.
     """
     options.say(f"{workload.name}: cost of the tracker")
     found = overhead.of_steps(

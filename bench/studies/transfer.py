@@ -40,7 +40,7 @@ Weights = dict[str, Tensor]
 THRESHOLD = 0.05
 WANTED = 11.0
 TOLD = 1.0
-"""Percent: a loss that a comparison after fine-tuning has to be able to tell before it may say that there is none."""
+"""Percent: a comparison after fine-tuning must be able to detect a loss of this size before it may report no loss."""
 PUBLISHED = "inshrinkerator as published (9.99 to 11.32 x)"
 
 
@@ -59,7 +59,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Subject:
-    """A pre-trained model and another task.
+    """A pre-trained model and another task to fine-tune it on.
 
     Args:
         name: as shown.
@@ -124,7 +124,7 @@ def _by_cube(cube: Cube) -> Callable[[Subject], Compressed]:
 
 
 def _by_ladder(ladder: Ladder) -> Callable[[Subject], Compressed]:
-    """Compress with the first configuration of a baseline, by ascending bins, that keeps the quality."""
+    """Compress with the first candidate of a baseline that keeps the quality."""
 
     def compress(subject: Subject) -> Compressed:
         state = {"model": subject.weights}
@@ -158,7 +158,7 @@ SYSTEMS: dict[str, Callable[[Subject], Compressed]] = {
 
 
 def rows(options: Options) -> list[Row]:
-    """Return all rows; with `--quick` those of a CNN trained for a moment."""
+    """Return all rows; with `--quick` those of a CNN that is trained briefly."""
     found: list[Row] = []
     for name, make in (("transfer CNN", digits_cnn), ("transfer MiniLM", minilm)):
         if not options.wanted(name) or (options.quick and (make is minilm or options.only is None)):
@@ -207,7 +207,7 @@ def of_subject(subject: Subject, options: Options) -> list[Row]:
 
 
 def _compared(name: str, subject: Subject, exact: Sequence[Tuned], tuned: Sequence[Tuned]) -> Row:
-    """Return the change of the loss after fine-tuning, held against its standard error if small enough."""
+    """Return the row of the loss after fine-tuning, with a note on its standard error."""
     changes = [100 * (b.loss / a.loss - 1) for a, b in zip(exact, tuned, strict=True)]
     mean = statistics.fmean(changes)
     error = statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else None
@@ -234,7 +234,7 @@ UNTOLD = f"too few seeds to tell a loss of {TOLD:g} %"
 
 
 def no_loss(mean: float, error: float) -> bool | None:
-    """Return whether a change is not a loss; None if a loss of `TOLD` would not have been seen either.
+    """Return whether a change is not a loss; None if a loss of `TOLD` would go unnoticed.
 
     Args:
         mean: of the change, percent; below 0 is better.
@@ -257,7 +257,7 @@ def _scatter(values: Sequence[float]) -> float:
 
 
 def digits_cnn(*, quick: bool = False) -> Subject:
-    """The benches' CNN on digits, and digits that are turned."""
+    """The CNN of the benches on digits, fine-tuned on rotated digits."""
     workload = workloads.cnn(30 if quick else 900)
     run = Run(workload, 0)
     run.train(workload.steps)

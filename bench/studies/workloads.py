@@ -25,7 +25,7 @@ from shrinkpoint.demo.corpus import Corpus
 from shrinkpoint.demo.model import GPT
 from shrinkpoint.demo.model import loss as text_loss
 
-# Without it cuBLAS may not repeat itself. It is read once, at the first product of matrices in a process.
+# Without it cuBLAS may give different results in each run. It is read at the first matrix product of a process.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 State = dict[str, Any]
@@ -34,7 +34,7 @@ BETAS = (0.9, 0.999)
 
 @dataclass(frozen=True)
 class Workload:
-    """One model and its task.
+    """A model and its task.
 
     Args:
         name: as shown.
@@ -45,7 +45,7 @@ class Workload:
         steps: length of the whole schedule.
         rate: largest learning rate; a short warm-up, then a cosine to a tenth of it.
         half: the forward pass in bfloat16 (autocast); weights, gradients and moments stay float32.
-        device: of its runs, unless they say otherwise.
+        device: default device of its runs.
         right: which predictions of a model on a batch are right; None: accuracy is not defined for the task.
     """
 
@@ -62,13 +62,13 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """How many the model has, those that are tied once; nothing is allocated for it."""
+        """Number of parameters, tied ones counted once; allocates no memory for them."""
         with torch.device("meta"):
             return sum(p.numel() for p in self.model().parameters())
 
     @property
     def where(self) -> str:
-        """Its device as the rows of a table name it."""
+        """Device of the workload, as the rows of a table name it."""
         if torch.device(self.device).type == "cpu":
             return "cpu, 1 thread"
         if not torch.cuda.is_available():
@@ -104,7 +104,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(groups, lr=workload.rate, betas=betas)
 
     def learning_rate(self) -> float:
-        """Of the step to come."""
+        """Learning rate of the next step."""
         warm = max(1, self.workload.steps // 20)
         if self.step < warm:
             return self.workload.rate * (self.step + 1) / warm
@@ -252,14 +252,14 @@ def gpt(layers: int = 4, width: int = 128, heads: int = 4, steps: int = 900) -> 
 
 
 def gpt_wider() -> Workload:
-    """The same with six layers of width 384: 10.7 M parameters, 15 minutes on one CPU thread."""
+    """A GPT with six layers of width 384: 10.7 M parameters, 15 minutes on one CPU thread."""
     return replace(gpt(6, 384, 6), name="GPT wider", rate=1e-3)
 
 
 def gpt_large(
     layers: int = 12, width: int = 896, heads: int = 14, context: int = 512, batch: int = 32, steps: int = 4000
 ) -> Workload:
-    """The same for a GPU: 115.9 M parameters by default, batches of 16,384 bytes, bfloat16.
+    """A GPT for a GPU: 115.9 M parameters by default, batches of 16,384 bytes, bfloat16.
 
     The held-out set is again 204,800 tokens. 4,000 steps see each byte of the text seven times.
     """
@@ -399,7 +399,7 @@ class Embedded(nn.Module):
 
 @cache
 def _click_truth() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """What the clicks are drawn from: a vector an id, and how two fields go together."""
+    """Draw the hidden model of clicks: a vector for each id, and one for each pair of fields."""
     rng = np.random.default_rng(7)
     return rng.standard_normal((_FIELDS, _IDS, 4)), rng.standard_normal((_FIELDS, _FIELDS, 4)) * 0.5
 

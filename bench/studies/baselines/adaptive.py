@@ -18,7 +18,7 @@ from .uniform import Grid
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Even bins in a range that a greedy search narrows, one range a layer, packed, without a delta.
+    """Even bins in a range narrowed by a greedy search, for each layer, without a delta.
 
     Args:
         bins: of a layer, a power of two from 8 to 256.
@@ -54,7 +54,7 @@ class Adaptive:
             raise BadArgumentError(f"steps is {self.steps}, walked {self.walked}; they must be >= 1 and in (0, 1)")
 
     def encode(self, state: State, previous: State | None) -> Saved:
-        """See `Baseline.encode`; the previous state is of no use to it."""
+        """See `Baseline.encode`; the previous state is not used."""
         found = parts(state)
         return save(found, each(found.of("weight"), self._encode), {}, None)
 

@@ -13,7 +13,7 @@ class Saved:
     """The bytes of one checkpoint.
 
     Args:
-        weights: what the system under comparison made of the model's weights.
+        weights: the model's weights, coded by the system under comparison.
         rest: everything else: the tree, exact arrays (zstandard), and moments.
     """
 
@@ -34,35 +34,35 @@ class Baseline(Protocol):
 
     @property
     def name(self) -> str:
-        """As shown."""
+        """Name in tables."""
 
     @property
     def source(self) -> str:
-        """Authors, title, venue."""
+        """Source: authors, title, venue."""
 
     @property
     def left_open(self) -> str:
         """Choices that the source leaves open, and those made here."""
 
     def encode(self, state: State, previous: State | None) -> Saved:
-        """Bytes of a state `{"model": state_dict, "optimizer": optimizer's, ...}`.
+        """Encode a state `{"model": state_dict, "optimizer": optimizer's, ...}`.
 
         Args:
             state: the exact state.
-            previous: the *restored* checkpoint before it (what `decode` gave), or None for a base.
+            previous: the *restored* checkpoint before it (the result of `decode`), or None for a base.
 
         Raises:
             BadArgumentError: `previous` is a state of another model.
         """
 
     def decode(self, saved: Saved, previous: State | None) -> State:
-        """The state again, as far as it was kept.
+        """Restore the state as far as it was kept.
 
         Args:
-            saved: what `encode` gave.
+            saved: the result of `encode`.
             previous: the same restored state that `encode` had; ignored for a base.
 
         Raises:
-            MissingParentError: it is not the same, or missing.
+            MissingParentError: `previous` is another state, or missing.
             CorruptDataError: the bytes are not a saved state.
         """

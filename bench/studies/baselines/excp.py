@@ -109,13 +109,13 @@ class ExCP:
         return kept
 
     def kept_moment(self, first: Floats) -> Mask:
-        """Which first moments are kept by their own size."""
+        """Return the mask of first moments that are kept because of their own size."""
         size = np.abs(first)
         kept: Mask = size > np.float32(self.beta * float(size.mean(dtype=np.float64)))
         return kept
 
     def quantized(self, x: Floats, kept: Mask) -> tuple[Floats, npt.NDArray[np.uint8]]:
-        """Return the sorted centers and each value's code; what is not kept has code 0, which is zero."""
+        """Return the sorted centers and the code of each value; code 0 stands for zero."""
         values = x[kept & (x != 0)]
         codebook = np.zeros(0, np.float32)
         if values.size:
@@ -126,7 +126,7 @@ class ExCP:
             codebook = np.unique(centers.astype(np.float32))
         codes = np.zeros(x.size, np.uint8)
         if codebook.size:
-            # The kernel's levels 0 and 1 are for pruned and protected values; there are neither.
+            # The kernel's levels 0 and 1 are for pruned and protected values, which do not occur here.
             codes[kept & (x != 0)] = assign(values, Thresholds(), codebook) - 1
         return codebook, codes
 

@@ -1,4 +1,4 @@
-"""GOBO: outliers of a layer's Gaussian are kept, other weights go to a few centroids."""
+"""GOBO: exact outliers of a layer's Gaussian, and a few centroids for all other weights."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Gobo:
         return load(saved, None, self._decode)
 
     def outliers(self, x: Floats) -> npt.NDArray[np.bool_]:
-        """Which values are kept."""
+        """Return the mask of outliers."""
         mean, deviation = float(x.mean(dtype=np.float64)), float(x.std(dtype=np.float64))
         if deviation == 0.0:
             return np.zeros(x.size, np.bool_)
@@ -91,7 +91,7 @@ class Gobo:
         out.raw(x[kept].astype("<f4"))
         out.varint(codebook.size)
         out.raw(codebook)
-        # The kernel's levels 0 and 1 are for pruned and protected values; there are neither.
+        # The kernel's levels 0 and 1 are for pruned and protected values, which do not occur here.
         codes = assign(x[~kept], Thresholds(), codebook) - 2 if codebook.size else np.zeros(0, np.uint8)
         out.raw(pack_bits(codes.astype(np.uint8), self.bits))
         return out.done()
@@ -115,7 +115,7 @@ class Gobo:
 
 
 def centroids(x: npt.ArrayLike, count: int, rounds: int) -> Doubles:
-    """At most `count` centroids of x by GOBO's iteration, ascending.
+    """Fit at most `count` centroids of x by GOBO's iteration, ascending.
 
     Args:
         x: values, 1-D.
@@ -151,7 +151,7 @@ def _distance(values: Doubles, sums: Doubles, edges: npt.NDArray[np.int64], code
 
 
 def _gaps(places: npt.NDArray[np.int64]) -> bytes:
-    """Distances of ascending places as bytes, 255 for 255 and more to come."""
+    """Encode ascending positions as gaps of one byte, where 255 means that more follows."""
     gaps = np.diff(places, prepend=-1) - 1
     out = np.full(int((gaps // 255 + 1).sum()), 255, np.uint8)
     out[np.cumsum(gaps // 255 + 1) - 1] = gaps % 255

@@ -1,4 +1,4 @@
-"""Kim and Belyaev: the previous checkpoint's codes as contexts of an adaptive arithmetic coder."""
+"""Kim and Belyaev: an arithmetic coder with the previous checkpoint's codes as contexts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DENSITIES = 3
 
 @dataclass(frozen=True)
 class Restored:
-    """A restored state, and the codes that the next checkpoint's contexts are taken from, by key."""
+    """A restored state, and its codes by key, from which the next contexts are made."""
 
     state: State
     codes: dict[str, Codes]
@@ -34,12 +34,12 @@ class Restored:
 
 @dataclass(frozen=True)
 class KimBelyaev:
-    """Pruned and quantized residuals and moments, arithmetic-coded in the context of the last ones.
+    """Pruned, quantized residuals and moments, coded in the context of the last codes.
 
-    It is no `Baseline`: its parent is a `Restored`, because a restored state alone does not have the last residuals.
+    It is not a `Baseline`: its parent is a `Restored`, because a restored state alone does not have the last residuals.
 
     Args:
-        quantizer: what prunes residuals and moments, and quantizes what is left.
+        quantizer: prunes residuals and moments, and quantizes the kept ones.
 
     Example:
         >>> KimBelyaev().name
@@ -63,7 +63,7 @@ class KimBelyaev:
 
         Args:
             state: the exact state.
-            previous: what `decode` gave for the checkpoint before, or None for a base.
+            previous: the result of `decode` for the checkpoint before, or None for a base.
         """
         found, parent = parts(state), None if previous is None else parts(previous.state)
         weights: dict[str, bytes] = {}
@@ -153,7 +153,7 @@ def _decoded(data: Reader, spec: LeafSpec, known: dict[str, Codes]) -> tuple[Flo
 
 
 def _contexts(last: Codes | None, spec: LeafSpec) -> npt.NDArray[np.int64]:
-    """Return each element's context: the last code at its place, and how dense its neighbourhood was."""
+    """Return each element's context: its last code, and the density of the neighbouring ones."""
     if last is None:
         return np.zeros(spec.size, np.int64)
     codes = last.reshape(spec.shape[0], -1)

@@ -42,7 +42,7 @@ class Naive8Bit:
 
     @property
     def name(self) -> str:
-        """As shown."""
+        """Name in tables."""
         return "naive 8-bit, moments too" if self.moments else "naive 8-bit"
 
     def encode(self, state: State, previous: State | None) -> Saved:

@@ -165,7 +165,7 @@ def affordable(sizes: Sequence[int], share: float) -> int:
 
 
 def largest(distance: Floats, count: int) -> Places:
-    """The places of the `count` largest, ascending.
+    """Positions of the `count` largest values, ascending.
 
     Example:
         >>> largest(np.array([1.0, 3.0, 2.0], np.float32), 2).tolist()
@@ -178,7 +178,7 @@ def largest(distance: Floats, count: int) -> Places:
 
 
 def _number(state: State, previous: State) -> int:
-    """Which checkpoint of an evenly spaced chain a state is."""
+    """Number of a state in an evenly spaced chain of checkpoints."""
     step, earlier = state.get("step"), previous.get("step")
     if type(step) is not int or type(earlier) is not int or not step > earlier:
         raise BadArgumentError(f"step is {step!r}, previous step {earlier!r}; integers, the second smaller, are needed")
@@ -186,7 +186,7 @@ def _number(state: State, previous: State) -> int:
 
 
 def _full(found: Parts) -> Saved:
-    """Every weight exactly."""
+    """Store every weight exactly."""
     return save(found, each(found.of("weight"), lambda part: bytes([_FULL]) + part.data.tobytes()), {}, None)
 
 

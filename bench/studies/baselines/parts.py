@@ -43,7 +43,7 @@ _LOSSY = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class Part:
-    """One array of a state.
+    """An array of a state.
 
     Args:
         path: as rules and messages have it.
@@ -61,12 +61,12 @@ class Part:
 
     @cached_property
     def values(self) -> Floats:
-        """Its values as float32 (exact for the 16-bit formats), flat."""
+        """Values as float32 (exact for the 16-bit formats), flat."""
         return to_float32(self.data, self.spec)
 
     @property
     def coded(self) -> bool:
-        """Whether a baseline may code it."""
+        """True if a baseline may code the array."""
         large = self.spec.dtype in _LOSSY and len(self.spec.shape) >= 2 and self.spec.size >= TINY
         return large and self.role != "state" and bool(np.isfinite(self.values).all())
 
@@ -90,7 +90,7 @@ def _narrow(values: Floats, spec: LeafSpec) -> npt.NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class Parts:
-    """A state taken apart: the nodes of its tree, and its arrays in their order."""
+    """A state in parts: the nodes of its tree, and its arrays in order."""
 
     nodes: list[Any]
     arrays: list[Part]
@@ -101,7 +101,7 @@ class Parts:
 
 
 def parts(state: State) -> Parts:
-    """Take a state apart.
+    """Split a state into the nodes of its tree and its arrays.
 
     Raises:
         BadArgumentError: it is not a tree.
@@ -116,7 +116,7 @@ def parts(state: State) -> Parts:
 
 
 def before(part: Part, previous: Parts) -> Floats:
-    """The values that the previous checkpoint has for this array.
+    """Return the values of this array in the previous checkpoint.
 
     Raises:
         BadArgumentError: no array has this shape.
@@ -128,7 +128,7 @@ def before(part: Part, previous: Parts) -> Floats:
 
 
 def fingerprint(state: Parts) -> str:
-    """Of a restored state's weights: by it a delta knows its parent."""
+    """Hash of a state's weights, by which a delta identifies its parent."""
     digest = xxhash.xxh3_64()
     for part in state.arrays:
         if part.role == "weight":
@@ -170,7 +170,7 @@ Decode = Callable[[Bytes, LeafSpec, Floats | None], Floats]
 
 
 def load(saved: Saved, previous: State | None, weight: Decode, moment: Decode | None = None) -> State:
-    """The inverse of `save`.
+    """Restore a state: the inverse of `save`.
 
     Args:
         saved: its bytes.
@@ -207,7 +207,7 @@ def load(saved: Saved, previous: State | None, weight: Decode, moment: Decode | 
         elif where == "m" and moment is not None:
             data = _narrow(_sized(moment(rest.block(), spec, None), spec), spec)
         else:
-            raise CorruptDataError(f"rest: {str(where)[:20]} is no kind of array")
+            raise CorruptDataError(f"rest: {str(where)[:20]} is not a kind of array")
         return build_leaf(from_bytes(data, spec), spec)
 
     state: State = tree.unflatten(nodes, array)
@@ -240,5 +240,5 @@ def _parent(previous: State | None, expected: str) -> dict[str, Part]:
 
 
 def each(chosen: Iterable[Part], encode: Callable[[Part], bytes]) -> dict[str, bytes]:
-    """Coded pieces by key."""
+    """Encode the chosen arrays, and return the coded pieces by key."""
     return {part.key: encode(part) for part in chosen}

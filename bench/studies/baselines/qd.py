@@ -61,11 +61,11 @@ class QDCompressor:
             raise BadArgumentError(f"least is {self.least}; it must be at most most = {self.most}")
 
     def bins(self, x: Floats) -> int:
-        """Bins of a layer."""
+        """Return the number of bins of a layer."""
         return self.within(wanted_bins(x))
 
     def within(self, bins: int) -> int:
-        """Bins of a layer whose entropy asks for so many."""
+        """Return the number of bins of a layer, limited to the allowed range."""
         return min(max(bins, self.least), self.most)
 
     def encode(self, state: State, previous: State | None) -> Saved:
@@ -90,7 +90,7 @@ class QDCompressor:
 
 
 def wanted_bins(x: Floats) -> int:
-    """Return the bins that a layer's entropy asks for, before the limits."""
+    """Return the number of bins that a layer's entropy gives, before the limits."""
     return 1 << math.ceil(entropy_bits(counts_of(Grid.over(x, 256).levels(x))) / x.size)
 
 

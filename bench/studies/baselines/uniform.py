@@ -16,7 +16,7 @@ Levels = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Grid:
-    """`bins` even values from low to high, both among them.
+    """`bins` even values from low to high, including both.
 
     Args:
         low, high: range; low <= high.
@@ -34,16 +34,16 @@ class Grid:
 
     @staticmethod
     def over(x: Floats, bins: int) -> Grid:
-        """The grid over the range of x."""
+        """Return the grid over the range of x."""
         return Grid(float(x.min()), float(x.max()), bins)
 
     @property
     def step(self) -> float:
-        """Distance of two values; 0 where all are one."""
+        """Distance of two values; 0 if all are equal."""
         return (self.high - self.low) / (self.bins - 1)
 
     def levels(self, x: Floats) -> Levels:
-        """The nearest grid value's number, uint8; what lies outside takes the nearest end."""
+        """Return the number of the nearest grid value, uint8; values outside take the nearest end."""
         if self.step == 0.0:
             return np.zeros(x.size, np.uint8)
         places = np.rint((x.astype(np.float64) - self.low) / self.step)
@@ -51,6 +51,6 @@ class Grid:
         return found
 
     def values(self, levels: Levels) -> Floats:
-        """The grid values of levels."""
+        """Return the grid values of levels."""
         table: Floats = (self.low + self.step * np.arange(self.bins)).astype(np.float32)
         return table[levels]

@@ -52,7 +52,7 @@ def _key(row: Record) -> Key:
 
 
 def _rounded(found: Any) -> Any:
-    """Seven digits are enough, and keep the file small."""
+    """Round numbers to seven digits, to keep the file small."""
     if isinstance(found, dict):
         return {key: _rounded(value) for key, value in found.items()}
     if isinstance(found, list):
@@ -77,7 +77,7 @@ def measure(
         families: by name.
         levels: settings of the killed trainings.
         parts: settings of one part each; not measured for the families that are set aside.
-        say: is given what comes next.
+        say: receives the name of the next measurement.
     """
     with threads(1):
         for number, seed in enumerate(seeds):

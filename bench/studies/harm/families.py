@@ -28,7 +28,7 @@ _COPIES = 6
 
 @dataclass(frozen=True)
 class Family:
-    """A workload, and what its model answers.
+    """A workload, and the outputs of its model.
 
     Args:
         workload: the model and its task.
@@ -44,7 +44,7 @@ class Family:
 
     @property
     def name(self) -> str:
-        """As rows name it."""
+        """Name in rows."""
         return self.workload.name
 
 
@@ -120,7 +120,7 @@ def cnn() -> Family:
 
 
 def cnn_batch_norm() -> Family:
-    """The same with batch norm; its running statistics are kept exactly, the weights are not."""
+    """A CNN with batch norm, whose running statistics are kept exactly."""
     return _on_digits("CNN, batch norm", lambda: _convolutions(nn.BatchNorm2d), 400, 2e-3)
 
 
@@ -235,7 +235,7 @@ _IDS, _WIDTH, _FIELDS = 1500, 24, 4
 
 
 def _clicks(rng: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
-    """Ids by a power law, and clicks drawn by how the fields' hidden vectors go together."""
+    """Draw ids by a power law, and clicks by products of the fields' hidden vectors."""
     truth = np.random.default_rng(7)
     vectors, pairs = truth.standard_normal((_FIELDS, _IDS, 4)), truth.standard_normal((_FIELDS, _FIELDS, 4))
     ids = np.minimum((np.exp(rng.random((count, _FIELDS)) * np.log(_IDS + 1)) - 1).astype(np.int64), _IDS - 1)

@@ -48,7 +48,7 @@ class Perturbed:
         self.state: State = {}
 
     def begin(self, run: Run) -> None:
-        """Nothing to prepare."""
+        """Do nothing; nothing needs to be prepared."""
 
     def save(self, run: Run) -> None:
         """Keep the run's state."""
@@ -69,12 +69,12 @@ class Perturbed:
         return found
 
     def end(self) -> None:
-        """Nothing to remove."""
+        """Do nothing; nothing needs to be removed."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers on the held-out set: outputs of all examples, mean loss, share of right ones."""
+    """Answers on the held-out set: outputs of all examples, mean loss, share of correct ones."""
 
     outputs: Tensor
     loss: float

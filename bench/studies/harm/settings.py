@@ -1,4 +1,4 @@
-"""The settings: the four levels, the null, and each part of a state lossy alone."""
+"""Settings: the four levels, the null, and each part of a state lossy alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Means over seeds, one-sided bounds, and the rows of `python -m bench harm`.
 
 Ends are paired twice: each killed training with the uninterrupted one of its seed, and the difference with that of the
-null (all arrays within 1e-4), which is what a training makes of next to nothing. Bounds are one-sided, 95 %, by the t
+null (all arrays within 1e-4), which is the effect of a tiny change on a training. Bounds are one-sided, 95 %, by the t
 distribution of these differences.
 """
 
@@ -66,7 +66,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Found:
-    """One setting on one family.
+    """Effect of one setting on one family.
 
     Args:
         agreement: percent of examples whose most likely class stays at a restore; None for a regression.
@@ -109,7 +109,7 @@ class Campaign:
         return found
 
     def against_null(self, family: str, setting: str, what: str) -> Effect | None:
-        """Return the same, less what the null loses in the same seed."""
+        """Return the ends by seed, less what the null loses in the same seed."""
         null, own = self.ends(family, NULL, what), self.ends(family, setting, what)
         return Effect.of([own[seed] - null[seed] for seed in own if seed in null])
 
@@ -166,7 +166,7 @@ def bench_rows(campaign: Campaign, sizes: dict[str, int]) -> list[Row]:
 
 
 def _quality(name: str, family: str, setting: str, size: int, found: Found | None) -> list[Row]:
-    """Return what a setting loses on a family; of answers only where there are classes."""
+    """Return the loss of quality of a setting on a family."""
     own, classifies = setting == "default", found is None or found.agreement is not None
     aside = "set aside while choosing; " if family in SET_ASIDE else ""
     rows = []

@@ -83,7 +83,7 @@ def sparsified(name: str, options: Options) -> list[Row]:
 
 
 def _mixed(state: State) -> dict[str, torch.Tensor]:
-    """The model as mixed precision has it: bfloat16."""
+    """Return the model in bfloat16, as mixed precision stores it."""
     return {name: value.to(torch.bfloat16) for name, value in state["model"].items()}
 
 
@@ -103,7 +103,7 @@ def iterations(name: str, options: Options) -> list[Row]:
 
 
 def _iterations(name: str, trained: States, stage: str) -> list[Row]:
-    """Of one stage."""
+    """Rows of one stage: ratio by the number of iterations since the base."""
     rows = []
     first = _mixed(trained.after[0])
     base = sp.compress({"model": first}, cfg=sp.presets.bitsnap())
@@ -134,7 +134,7 @@ def _iterations(name: str, trained: States, stage: str) -> list[Row]:
 
 
 def _moments(state: State, which: str) -> Array:
-    """One moment of all matrices, flat."""
+    """Concatenate one moment of all matrices."""
     entries = state["optimizer"]["state"].values()
     found: Array = torch.cat([entry[which].flatten() for entry in entries if entry[which].ndim >= 2]).numpy()
     return found
@@ -263,7 +263,7 @@ def _in_half(workload: Workload) -> Workload:
 
 
 def continued(name: str, options: Options) -> list[Row]:
-    """Figure 12: losses of a run restored from sparsified checkpoints, and of one that is not."""
+    """Figure 12: losses of a run restored from sparsified checkpoints, and of an exact one."""
     further = 20 if options.quick else 60
     rows = []
     config = sp.Config([sp.Rule("model/*", sp.Changed("published")), sp.Rule("*", sp.Exact())])

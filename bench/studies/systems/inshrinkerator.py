@@ -68,7 +68,7 @@ class System:
 
 
 def _exact(**changes: float) -> Space:
-    """The optimal codebook of so many entries."""
+    """Search space of optimal codebooks, by number of entries."""
 
     def restored(state: State, bins: int) -> State:
         codec = Quantize(bins=bins, solver="exact", policy="refit", **changes)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def _published(state: State, bins: int) -> State:
 
 
 def _each(quantize: Callable[[Floats, int], Floats]) -> Space:
-    """Every weight that our codec would quantize, by something else."""
+    """Search space of another quantizer for every weight that our codec would quantize."""
 
     def restored(state: State, bins: int) -> State:
         return with_weights(state, {name: quantize(x, bins) for name, x in weights_of(state).items()})
@@ -116,7 +116,7 @@ IN_THEIR_SPACES: dict[str, System] = {
 
 
 def least_bins(training: Training, state: State, candidates: Iterable[Candidate]) -> dict[float, float | None]:
-    """Bins of the first candidate that stays within each threshold; None where none does.
+    """Bins of the first candidate within each threshold; None if no candidate is.
 
     Args:
         training: evaluates.
@@ -138,7 +138,7 @@ def least_bins(training: Training, state: State, candidates: Iterable[Candidate]
 
 
 def _workload(label: str, quick: bool) -> Workload:
-    """A workload whose held-out set is small enough for some hundred evaluations."""
+    """Return a workload with a held-out set small enough for hundreds of evaluations."""
     steps = 60 if quick else 360 if label == "GPT" else 600
     workload = dataclasses.replace(workloads.WORKLOADS[label](), steps=steps)
     if label == "GPT":
@@ -152,7 +152,7 @@ def _workload(label: str, quick: bool) -> Workload:
 
 @cache
 def _trained(label: str, quick: bool) -> tuple[Training, Kinds]:
-    """The checkpoints that both forms of the table are of, and the kinds of their weights."""
+    """Return the checkpoints for both forms of the table, and the kinds of their weights."""
     workload = _workload(label, quick)
     return trained(workload, 1 if quick else CHECKPOINTS), kinds_of(workload.model())
 

@@ -47,7 +47,7 @@ _PAPER_TIMES = {
 
 @dataclass(frozen=True)
 class Task:
-    """Something small that plain SGD trains.
+    """A small task that plain SGD trains.
 
     Args:
         name: as shown.
@@ -80,7 +80,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=task.rate)
 
     def advance(self) -> None:
-        """One iteration."""
+        """Train one iteration."""
         self.iteration += 1
         for batch in self.task.batches(self.seed, self.iteration):
             self.optimizer.zero_grad(set_to_none=True)
@@ -88,13 +88,13 @@ class Training:
             self.optimizer.step()
 
     def state(self) -> State:
-        """Its weights, cloned; plain SGD has no other state."""
+        """Clone the weights; plain SGD has no other state."""
         model = {name: value.clone() for name, value in self.model.state_dict().items()}
         return {"model": model, "step": self.iteration}
 
     @torch.no_grad()
     def loss(self) -> float:
-        """Over the evaluation set."""
+        """Loss over the evaluation set."""
         return float(self.task.loss(self.model, self.task.evaluated()))
 
     def rework(self, state: State, iteration: int, goal: float) -> int:
@@ -221,7 +221,7 @@ class Chain(Protocol):
         ...
 
     def restored(self) -> State:
-        """The last one."""
+        """State of the last checkpoint."""
         ...
 
 
@@ -268,12 +268,12 @@ class BaselineChain:
 
 
 def raw_bytes(model: nn.Module) -> int:
-    """Of all weights."""
+    """Bytes of all weights of a model."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def coded_bytes(state: State) -> int:
-    """Of the weights that the systems code."""
+    """Bytes of the weights that the systems code."""
     from ..baselines.parts import parts
 
     return sum(part.spec.nbytes for part in parts(state).of("weight"))
@@ -315,7 +315,7 @@ def rework(task: Task) -> Callable[[str, Options], list[Row]]:
     def run(name: str, options: Options) -> list[Row]:
         from ..baselines.partial import Scar, TopN
 
-        # Partitions are whole: so many of them that theirs is the nearest size.
+        # Partitions are not divided: take the number of partitions whose size is nearest.
         others: dict[str, Callable[[float], Chain]] = {
             "SCAR": lambda share: BaselineChain(Scar(1 / max(1, round(1 / share)))),
             "TOPN": lambda share: BaselineChain(TopN(share)),
@@ -494,7 +494,7 @@ def _bucket_errors(task: Task, seed: int, apart: int) -> list[float]:
 
 
 def failure(name: str, options: Options) -> list[Row]:
-    """Figure 6: extra iterations to convergence after a failure at the 7th."""
+    """Figure 6: extra iterations to convergence after a failure in the 7th."""
     task = TASKS["matrix factorization"]()
     at, end = 7, 30
     extra: dict[str, list[float]] = {"LC-Checkpoint, 3 bits, each iteration": [], "full, every 10 iterations": []}
@@ -598,7 +598,7 @@ def exponents(name: str, options: Options) -> list[Row]:
 
 
 def _rework(label: str) -> Callable[[str, Options], list[Row]]:
-    """LeNet takes too long for `--quick`."""
+    """Return figure 3 on a task, or a note that LeNet takes too long for `--quick`."""
     return lambda name, options: [] if options.quick and label == "LeNet" else rework(TASKS[label]())(name, options)
 
 

@@ -38,7 +38,7 @@ ARITHMETIC, XOR = "arithmetic differences of ordered patterns", "exclusive or of
 
 
 def inputs(model: Model, before: Model | None) -> dict[str, Array]:
-    """Return the inputs of a coder of one array: patterns, or differences of either kind."""
+    """Return inputs for a coder of one array: bit patterns, or differences of either kind."""
     now = _patterns(model)
     if before is None:
         return {"patterns": now}
@@ -48,7 +48,7 @@ def inputs(model: Model, before: Model | None) -> dict[str, Array]:
 
 def _checked(data: bytes, again: bytes, name: str) -> None:
     if bytes(again) != data:
-        raise CheckFailed(f"{name} does not give back what it was given")
+        raise CheckFailed(f"{name} does not restore its input")
 
 
 def _zstd(values: Array, single: bool) -> int:
@@ -84,7 +84,7 @@ def _blosc2(values: Array, single: bool) -> int:
 
 
 def _smaller(coder: Callable[[Array, bool], int]) -> Peer:
-    """A coder of one array on each of its inputs: the fewest bytes, and their input."""
+    """Peer that codes each input of an array, and returns the fewest bytes with their input."""
 
     def size(model: Model, before: Model | None) -> tuple[int, str]:
         sizes = {how: coder(values, before is None) for how, values in inputs(model, before).items()}
@@ -96,7 +96,7 @@ def _smaller(coder: Callable[[Array, bool], int]) -> Peer:
 
 
 def _own(coder: Callable[[Model, Model | None], int], how: str) -> Peer:
-    """A coder with a difference of its own."""
+    """Peer that computes differences itself."""
     return lambda model, before: (coder(model, before), how if before else "")
 
 
@@ -189,7 +189,7 @@ def compared(name: str, options: Options) -> list[Row]:
 
 
 def _against_best(name: str, raw: int, ours: float, ratios: dict[str, float]) -> Row:
-    """The row that the target is for: no peer that was measured may be smaller."""
+    """Row of the target: no measured peer may be smaller."""
     best = max(ratios, key=lambda peer: ratios[peer])
     ratio = ours / ratios[best]
     note = f"of {', '.join(ratios)}"
@@ -197,7 +197,7 @@ def _against_best(name: str, raw: int, ours: float, ratios: dict[str, float]) ->
 
 
 def _ours(model: Model, before: Model | None) -> int:
-    """Bytes of all arrays, checked to come back to the bit."""
+    """Bytes of all arrays, after a check that every bit is restored."""
     config = sp.presets.lossless()
     base = None if before is None else sp.compress(before, cfg=config)
     ckpt = sp.compress(model, base, config)

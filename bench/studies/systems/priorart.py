@@ -28,7 +28,7 @@ _LENGTH, _APART = 6, 10
 
 @dataclass(frozen=True)
 class Last:
-    """The last delta of a chain.
+    """The last delta of a chain: its bytes and the state restored from it.
 
     Args:
         weights, whole: stored bytes.

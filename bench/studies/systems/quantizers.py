@@ -25,7 +25,7 @@ def weights_of(state: State) -> dict[str, Floats]:
 
 
 def with_weights(state: State, values: Mapping[str, Floats]) -> State:
-    """The state with other values of some weights."""
+    """Return the state with some weights replaced."""
     model = {
         name: torch.from_numpy(values[name]).view(value.shape) if name in values else value
         for name, value in state["model"].items()
@@ -58,7 +58,7 @@ class Sketch:
 
     @staticmethod
     def of(x: Floats) -> Sketch:
-        """Of a tensor."""
+        """Build the sketch of a tensor."""
         histogram = log_histogram(x, 6, signed=True)
         met = np.flatnonzero(histogram.counts[:-1])
         return Sketch(histogram.values()[met], histogram.counts[met], float(x.min()), float(x.max()))
@@ -96,7 +96,7 @@ def greedy_ranges(sketch: Sketch, bins: int, steps: int, ratios: Sequence[float]
 
 
 def clustered(x: Floats, bins: int, outlier: float = -4.0, rounds: int = 1000) -> Floats:
-    """GOBO's: outliers as they are, the rest by its centroids.
+    """Quantize as GOBO does: outliers stay exact, other values become centroids.
 
     Args:
         x: values.

@@ -49,12 +49,12 @@ class AdagradRun(Run):
         return found
 
     def kinds(self) -> dict[str, Any]:
-        """Which arrays are tables."""
+        """Kinds of the arrays: the tables are embeddings."""
         return sp.kinds(self.model, self.optimizer)
 
 
 class SparseRun(AdagradRun):
-    """The same with sparse gradients, where a step does not depend on the tables' size."""
+    """The embedding model with sparse gradients, whose step time is independent of table size."""
 
     def __init__(self, seed: int, steps: int) -> None:
         super().__init__(seed, steps)
@@ -86,7 +86,7 @@ def mean_error(x: Floats, restored: Floats) -> float:
 
 
 def quantized(x: Floats, bits: int, method: str, **how: Any) -> Floats:
-    """Rows quantized and back."""
+    """Quantize rows and return the restored ones."""
     if method == "k-means":
         found: Floats = row_lookup(*row_kmeans(x, bits))
     else:
@@ -98,7 +98,7 @@ def quantized(x: Floats, bits: int, method: str, **how: Any) -> Floats:
 
 
 def _tables(options: Options) -> tuple[Floats, str]:
-    """The rows that are quantized, a tenth of them with `quick`, and their origin."""
+    """Rows to quantize (a tenth of them with `quick`), and a note of their origin."""
     steps = 30 if options.quick else 300
     x = _trained(steps)
     x = x[:4000] if options.quick else x
@@ -281,7 +281,7 @@ def restores(name: str, options: Options) -> list[Row]:
 
 
 def _resumed(seed: int, steps: int, bits: int, count: int) -> AdagradRun:
-    """A run that went `count` times through a quantized checkpoint, evenly spread."""
+    """Train with `count` evenly spread restores from quantized checkpoints."""
     config = sp.presets.check_n_run(bits)
     run = AdagradRun(seed, steps)
     for i in range(1, count + 1):
@@ -300,7 +300,7 @@ Interval = tuple[State, dict[str, Any]]
 
 
 def _intervals(count: int) -> list[Interval]:
-    """So many intervals of one training."""
+    """Return the tables of one training after each interval."""
     run, found = AdagradRun(0, INTERVAL * count * 2), []
     for interval in range(count):
         run.train((interval + 1) * INTERVAL)
@@ -344,7 +344,7 @@ def policies(name: str, options: Options) -> list[Row]:
 
 
 def _less_written(name: str, chains: dict[str, list[tuple[bool, int, int]]]) -> Row:
-    """What the consecutive policy writes less than the intermittent one."""
+    """Row of how many percent less the consecutive policy writes than the intermittent one."""
     written = {policy: sum(nbytes for _, nbytes, _ in chain) for policy, chain in chains.items()}
     return row(
         name,

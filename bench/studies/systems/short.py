@@ -12,7 +12,7 @@ _RANGE = re.compile(r": ([\d.]+) to ([\d.]+) ")
 
 @dataclass(frozen=True)
 class Line:
-    """One published figure and its rows.
+    """A published figure, and the pattern of the rows that measure it.
 
     Args:
         title: system, table, what.
@@ -46,7 +46,7 @@ LINES = (
 
 
 def table(rows: Sequence[Mapping[str, Any]], number: Callable[[float | None], str]) -> list[list[str]]:
-    """Title, published and measured, of those that were measured.
+    """Return title, published and measured figures of the lines that were measured.
 
     Args:
         rows: of the results.

@@ -27,7 +27,7 @@ _POWERS = (8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Candidate:
-    """One configuration of a system, for one state.
+    """A configuration of a system, applied to one state.
 
     Args:
         bins: mean over the quantized weights.
@@ -45,7 +45,7 @@ Space = Callable[[State, Kinds], Iterator[Candidate]]
 
 
 def ladder(restore: Callable[[State, int], State]) -> Space:
-    """The same numbers of bins for every system, and nothing else to choose."""
+    """Search space with the same numbers of bins for every system and no other choice."""
 
     def space(state: State, _: Kinds) -> Iterator[Candidate]:
         return (Candidate(bins, bins, partial(restore, state, bins)) for bins in LADDER)
@@ -66,12 +66,12 @@ def kinds_of(module: nn.Module) -> Kinds:
 
 
 def _mean(weights: Mapping[str, Floats], bins: Mapping[str, int]) -> float:
-    """Bins of an element, on average."""
+    """Mean number of bins of an element."""
     return sum(bins[name] * x.size for name, x in weights.items()) / sum(x.size for x in weights.values())
 
 
 def _apart(weights: Mapping[str, Floats], kinds: Kinds, bins: int, embedding_bins: int) -> dict[str, int]:
-    """Bins of each weight where embeddings have their own."""
+    """Number of bins of each weight, where embeddings have their own."""
     return {name: embedding_bins if kinds[name].layer == "embedding" else bins for name in weights}
 
 
@@ -86,7 +86,7 @@ class Published:
     cube: Cube = field(default_factory=lambda: Cube(prune=(0.0,), metric=("magnitude",), system="inshrinkerator"))
 
     def __call__(self, state: State, kinds: Kinds) -> Iterator[Candidate]:
-        """Its candidates."""
+        """Yield the candidates of a state."""
         weights = weights_of(state)
 
         def restored(config: sp.Config) -> State:
@@ -113,7 +113,7 @@ class Uniform:
     most: tuple[int, ...] = _POWERS
 
     def __call__(self, state: State, _: Kinds) -> Iterator[Candidate]:
-        """Its candidates."""
+        """Yield the candidates of a state."""
         from ..baselines.qd import QDCompressor, wanted_bins
 
         weights = weights_of(state)
@@ -146,7 +146,7 @@ class Adaptive:
     ratios: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
 
     def __call__(self, state: State, _: Kinds) -> Iterator[Candidate]:
-        """Its candidates; the ranges are only searched for as they are reached."""
+        """Yield the candidates of a state; ranges are searched for only when they are reached."""
         weights = weights_of(state)
         sketches = {name: Sketch.of(x) for name, x in weights.items()}
 
@@ -177,7 +177,7 @@ class KMeans:
     rounds: int = 1000
 
     def __call__(self, state: State, kinds: Kinds) -> Iterator[Candidate]:
-        """Its candidates."""
+        """Yield the candidates of a state."""
         weights = weights_of(state)
 
         def restored(bins: Mapping[str, int]) -> State:

@@ -30,7 +30,7 @@ class States:
     after: dict[int, State]
 
     def where(self) -> str:
-        """For notes."""
+        """Name of the workload and step, for notes."""
         return f"{self.name} after {self.step} steps"
 
 
@@ -39,7 +39,7 @@ def _workload(quick: bool) -> Workload:
 
 
 def _onwards(run: Run) -> States:
-    """The states of a run from where it is."""
+    """Train a run on, and return its states after some steps."""
     start, rate, after = run.step, run.learning_rate(), {}
     for apart in APART:
         run.train(start + apart)
@@ -49,7 +49,7 @@ def _onwards(run: Run) -> States:
 
 @cache
 def states(quick: bool) -> States:
-    """A GPT at nine tenths of 360 steps; with `quick` an MLP at nine tenths of 100."""
+    """Return states of a GPT at nine tenths of 360 steps; with `quick` of an MLP, of 100 steps."""
     workload = _workload(quick)
     run = Run(workload, 0)
     run.train(workload.steps * 9 // 10)
@@ -58,7 +58,7 @@ def states(quick: bool) -> States:
 
 @cache
 def slowed(quick: bool, times: int) -> States:
-    """The same training, going on from there at a learning rate so many times smaller."""
+    """Continue the training of `states` at a learning rate divided by `times`."""
     workload = _workload(quick)
     run = Run(dataclasses.replace(workload, rate=workload.rate / times), 0)
     run.restore(states(quick).after[0])

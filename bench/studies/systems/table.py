@@ -16,7 +16,7 @@ _STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.26
 
 @dataclass(frozen=True)
 class Experiment:
-    """One table: `--only` is held against its name, with which all its rows begin.
+    """An experiment; its name begins the names of its rows, and `--only` selects by it.
 
     Args:
         name: system and subject.
@@ -79,5 +79,5 @@ def mean(values: Sequence[float]) -> Mean:
 
 
 def times(ours: float, theirs: float) -> float | None:
-    """How many times theirs is ours; None where ours is zero."""
+    """Ratio of theirs to ours; None if ours is zero."""
     return theirs / ours if ours else None
