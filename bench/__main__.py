@@ -50,14 +50,14 @@ def about(arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the head of a JSON document: machine, versions, commit, and the command.
 
     Args:
-        arguments: of the command line; None: it was none.
+        arguments: of the command line; None: without a command line.
     """
     found = {"machine": machine.machine(), "versions": machine.versions(), "commit": machine.commit()}
     return found if arguments is None else found | {"run": dict(arguments)}
 
 
 def result(rows: Sequence[Any], head: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The JSON document of a run.
+    """Build the JSON document of a run.
 
     Args:
         rows: its rows.
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(asked: argparse.Namespace, module: Any, options: Options, rows: list[Row], head: Mapping[str, Any]) -> None:
-    """The table first, for that cannot fail; then the files."""
+    """Print the table, which cannot fail, and then write the files."""
     show(rows, module.TITLE, Console())
     if asked.json is not None:
         document = result(rows, head) | options.kept
@@ -139,7 +139,7 @@ def _write(asked: argparse.Namespace, module: Any, options: Options, rows: list[
 
 
 def _stop(console: Console, error: BaseException, rows: Sequence[Row]) -> int:
-    """Say why a run did not come to its end; what nobody expected is raised."""
+    """Print why a run ended early; raise exceptions that are not expected here."""
     if isinstance(error, KeyboardInterrupt):
         console.print(f"bench: interrupted; {len(rows)} rows were measured", markup=False, style="red")
         return 130
@@ -184,7 +184,7 @@ def _check(asked: argparse.Namespace) -> None:
 
 
 def _say_names(console: Console, options: Options) -> None:
-    """What `--only` can be, where something that it asks for is not there."""
+    """Print the row names that `--only` can select, when it selects none."""
     nothing = ", ".join(repr(word) for word in options.strange()) or repr(options.only)
     quick = " with --quick" if options.quick else ""
     console.print(
@@ -195,7 +195,7 @@ def _say_names(console: Console, options: Options) -> None:
 
 
 def _known(name: str) -> str:
-    """Return the name of a bench as it is.
+    """Return the name of a bench if it exists.
 
     Raises:
         ArgumentTypeError: the name is unknown here.

@@ -25,7 +25,7 @@ _WAY = "sketch, and the exact codebook of its buckets"
 
 
 def cases(at: Place) -> list[Case]:
-    """Cases that solve the buckets of one tensor, and that go from raw data to a codebook."""
+    """Cases that solve the buckets of a tensor, and that go from raw data to a codebook."""
     raw = ("scikit-learn", "faiss")
     rows = [
         Case(
@@ -47,12 +47,12 @@ def cases(at: Place) -> list[Case]:
 
 
 def solved(k: int) -> str:
-    """How the row of k codes is called."""
+    """Row name of a codebook with k entries."""
     return f"exact codebook K = {k}"
 
 
 def problem(values: npt.NDArray[np.float32], sigma: float = 0.2) -> tuple[Any, Any]:
-    """Bucket values and weights of raw data."""
+    """Return bucket values and weights of raw data."""
     from shrinkpoint.kernels.histogram import log_histogram
     from shrinkpoint.kernels.kmeans import bucket_weights
 
@@ -68,7 +68,7 @@ def _solve(at: Place, k: int) -> Callable[[], Job]:
         centers, weights = problem(at.sample.before(at.n))
 
         def check() -> str:
-            few = 2000 if k <= CODES else 800  # the oracle goes one by one: fewer buckets, but more than codes
+            few = 2000 if k <= CODES else 800  # the oracle is a Python loop: fewer buckets, but more than codes
             small, small_weights = problem(at.sample.before(min(at.n, few)))
             if np.count_nonzero(small_weights) <= k < at.n // 4:
                 raise CheckFailed(f"{np.count_nonzero(small_weights)} buckets are too few to check {k} codes")
@@ -101,7 +101,7 @@ def _from_raw(at: Place) -> Job:
 
 
 def _against_raw(at: Place) -> Job:
-    """Ours and theirs from the same raw points."""
+    """Job of fitting a codebook to raw points, with k-means on the same points as peers."""
     values = at.sample.before(at.n)
     others = peers.raw_kmeans(values, CODES, at_least(1000))
     note = f"{_WAY}; all from the same {at.n:,} points"
@@ -109,7 +109,7 @@ def _against_raw(at: Place) -> Job:
 
 
 def _fitted(values: npt.NDArray[np.float32]) -> Any:
-    """A codebook of least squares on the raw data, as the others' (sigma = 1)."""
+    """Fit a codebook of least squares to raw data (sigma = 1)."""
     from shrinkpoint.kernels.kmeans import weighted_kmeans
 
     return weighted_kmeans(*problem(values, 1.0), CODES)
@@ -132,7 +132,7 @@ def _check_fit(values: npt.NDArray[np.float32]) -> str:
 
 
 def _refined(codes: npt.NDArray[np.float64], x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """20 of Lloyd's iterations on raw points."""
+    """Run 20 of Lloyd's iterations on raw points."""
     for _ in range(20):
         at = np.searchsorted(0.5 * (codes[1:] + codes[:-1]), x)
         counts, sums = np.bincount(at, minlength=codes.size), np.bincount(at, x, codes.size)

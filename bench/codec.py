@@ -72,7 +72,7 @@ PREFIX = (1 << 16) + 1
 
 @dataclass(frozen=True)
 class Plan:
-    """One configuration of one state on a number of threads, the rows wanted, and their targets."""
+    """Configuration, state, number of threads, operations to measure, and their targets."""
 
     label: str
     pair: Pair
@@ -90,7 +90,7 @@ class Plan:
         return f"cpu, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
     def rows(self) -> list[Case]:
-        """Compress and decompress, of the base and maybe of the delta."""
+        """Cases of compress and decompress for the base, and for the delta if wanted."""
         found = []
         base = Work(self)
         for delta in (False, True) if self.delta else (False,):
@@ -133,7 +133,7 @@ class Work:
 
     @cached_property
     def checkpoint(self) -> sp.Checkpoint:
-        """What compressing gives."""
+        """Checkpoint that `compress` returns for the state."""
         return sp.compress(self.state, self.parent, self.cfg)
 
     @property
@@ -250,7 +250,7 @@ def scaling(real: Pair, options: Options) -> list[Row]:
     for width, count in ((512, 38), (2048, 4)):
         label = f"{width} x {width}"
         names = [f"compress base, default, {label}", *([SCALING] if width == 2048 else [])]
-        wanted = [options.wanted(name) for name in names]  # each is asked, so that it is listed
+        wanted = [options.wanted(name) for name in names]  # every name is looked up, so that `--only` can list it
         if options.quick or not any(wanted):
             continue
         pair = data.drawn_shapes(real, {f"layers.{i}.weight": (width, width) for i in range(count)})

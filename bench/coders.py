@@ -171,7 +171,7 @@ def rans_decode(at: Place) -> Job:
 
 
 def _runs(at: Place) -> Any:
-    """What the published coder runs over: differences of levels, grouped by the earlier level."""
+    """Input of the published run-length coder: level differences grouped by earlier level."""
     from shrinkpoint.kernels.levels import delta, split_by_level
 
     previous, current = at.sample.levels_before(at.n), at.sample.levels_after(at.n)

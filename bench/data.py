@@ -8,7 +8,7 @@ Three sources, and every row says which one it was measured on:
   deviation 0.4 (kurtosis 5.7; the demo's GPT has 3 to 8); the next checkpoint is 1 % of the row's deviation away.
 
 Larger states are drawn from real ones in blocks of 1024 neighbours at random places, the same places in both
-checkpoints and in weights and moments, so that rows, tails and what changed between the two stay as they were. Each
+checkpoints and in weights and moments, so that rows, tails and changes between the two are preserved. Each
 element is multiplied by a factor within 0.1 % of one, the same in both checkpoints: no value is met a second time, and
 a compressor that looks for repetitions finds none that training would not have made.
 """
@@ -53,7 +53,7 @@ def weights(n: int, seed: int = 0) -> Floats:
 
 
 def drifted(w: Floats, seed: int = 1) -> Floats:
-    """The next checkpoint of w: each row moves by `DRIFT` of its own deviation."""
+    """Return the next checkpoint of w: each row moves by `DRIFT` of its own deviation."""
     step = np.random.default_rng(seed).standard_normal(w.size, dtype=np.float32)
     rows = w[: w.size // BLOCK * BLOCK].reshape(-1, BLOCK)
     deviation = np.sqrt(np.square(rows).mean(axis=1)) if rows.size else np.full(1, 0.02)
@@ -140,7 +140,7 @@ def read(path: Path) -> Pair:
     """Read two successive states from a demo's folder or a store, or one from a `.pt` file.
 
     Raises:
-        BadArgumentError: nothing of the kind is there.
+        BadArgumentError: the path holds no such state.
         CorruptDataError, UnsupportedLeafError: `torch.save` did not write the file, or holds more than plain values.
     """
     import shrinkpoint as sp
@@ -167,7 +167,7 @@ def read(path: Path) -> Pair:
 
 
 def _moved(tree: Any) -> Any:
-    """The tree with every float32 matrix drifted."""
+    """Return the tree with every float32 matrix drifted."""
     import torch
 
     if isinstance(tree, dict):
@@ -210,7 +210,7 @@ def trained(*, quick: bool, seed: int = 0, apart: int = 10) -> Pair:
 
 
 def _copied(tree: Any) -> Any:
-    """A copy whose arrays training no longer changes."""
+    """Copy a state, so that training no longer changes its arrays."""
     if isinstance(tree, dict):
         return {key: _copied(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

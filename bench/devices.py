@@ -47,7 +47,7 @@ class Device:
         return torch.from_numpy(x).cuda()
 
     def copy(self, nbytes: int, target: Target | None = None) -> Peer:
-        """The floor: copying so many bytes, from and to memory that is mapped already."""
+        """Peer that copies so many bytes, from and to memory that is mapped already: the floor."""
         return Peer(self.floor, lambda: self._copy(nbytes), amount=float(nbytes), target=target)
 
     def _copy(self, nbytes: int) -> Callable[[], object]:
@@ -63,7 +63,7 @@ class Device:
 
 
 def cpu() -> Device:
-    """One thread of the processor."""
+    """The processor, restricted to one thread."""
     return Device("cpu, 1 thread", False, one_thread_clock())
 
 

@@ -32,7 +32,7 @@ def oracle(subject: str) -> Any:
 
 @dataclass(frozen=True)
 class Place:
-    """Where, on what and on how much a case is measured."""
+    """Device, data and number of elements of a case."""
 
     device: Device
     sample: Sample
@@ -44,11 +44,11 @@ class Place:
 
     @property
     def says(self) -> str:
-        """What a passed check compared."""
+        """Text for a passed check: the number of elements compared."""
         return f"{self.prefix:,} elements = oracle"
 
     def target(self, cpu: float, gpu: float) -> Target:
-        """A share of a copy, on either device."""
+        """Target for the share of a copy, by device."""
         return at_least(gpu if self.device.gpu else cpu)
 
     def case(
@@ -298,7 +298,7 @@ def dequantize(at: Place) -> Job:
 
 
 def _prices(at: Place) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Of bits as most weights staying where they are makes them."""
+    """Prices of level changes in bits, where most weights keep their level."""
     bits = np.where(np.eye(LEVELS, dtype=bool), 0.2, 5.0).astype(np.float32)
     return bits * np.float32(0.003 * float(at.sample.after(at.prefix).var()))
 

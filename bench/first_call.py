@@ -49,7 +49,7 @@ print(json.dumps([spent, good]))
 
 
 def rows(options: Options) -> list[Row]:
-    """Both rows, each the median of three processes, one with --quick, with their own kernel caches."""
+    """Both rows: medians of three processes (one with --quick) with kernel caches of their own."""
     if not any(options.wanted(name) for name in LIMITS):
         return []
     options.say("first call")

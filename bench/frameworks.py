@@ -1,7 +1,7 @@
-"""One small training in each framework: no checkpoints, the framework's own, or ours.
+"""A small training in each framework: without checkpoints, with its own, with ours.
 
-Every training is the same network on the same batches in the same order, and `train(job)` says how long it took, how
-long each save kept it, and the weights it ended with. A job whose folder holds checkpoints resumes from the newest.
+Every training uses the same network and the same batches in the same order. `train(job)` returns its time, the time of
+each save, and the final weights. A job whose folder holds checkpoints resumes from the newest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RATE = 1e-3
 
 @dataclass(frozen=True)
 class Job:
-    """One training.
+    """Settings of one training.
 
     Args:
         folder: where checkpoints go and come from.
@@ -36,7 +36,7 @@ class Job:
         steps: to train to.
         every: steps between saves; divides `steps`.
         width: of the network.
-        timed: whether its times will be looked at: else nothing is started that takes time to start.
+        timed: whether its times are used; otherwise no helper process is started.
     """
 
     folder: Path
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What came of it.
+    """Result of one training: its times, the number of saves, the final weights.
 
     Args:
         seconds: in the loop, until all is saved.
@@ -75,20 +75,20 @@ class Outcome:
 
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
-        """Time the loop."""
+        """Context that times the training loop."""
         begin = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - begin
 
     @contextlib.contextmanager
     def stall(self) -> Iterator[None]:
-        """Time a save."""
+        """Context that times one save."""
         begin = time.perf_counter()
         yield
         self.stalls.append(time.perf_counter() - begin)
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, timed as a save."""
+        """Wrap a call so that it is timed as a save."""
 
         def wrapper(*arguments: Any, **named: Any) -> Any:
             with self.stall():
@@ -98,7 +98,7 @@ class Outcome:
 
 
 class Net(nn.Module):
-    """Three layers with dropout before them; gives its loss where it is given labels."""
+    """Three layers with dropout before them; returns the loss if labels are given."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Net(nn.Module):
 
 
 def net(width: int) -> Net:
-    """The network as every training begins."""
+    """Return the initial network, which is the same in every training."""
     torch.manual_seed(0)
     return Net(width)
 
@@ -125,17 +125,17 @@ def samples(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def epoch_of(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples of the steps from one save to the next: an epoch."""
+    """Return the samples of an epoch: of the steps from one save to the next."""
     return samples(job.every * BATCH, 1)
 
 
 def uneven(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the samples of an epoch, three quarters of it, so that saves fall within epochs."""
+    """Return three quarters of an epoch's samples, so that saves fall within epochs."""
     return samples(job.every * 3 // 4 * BATCH, 1)
 
 
 def batch_of(data: tuple[torch.Tensor, torch.Tensor], step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch of a step."""
+    """Return the batch of a step."""
     x, y = data
     begin = step * BATCH % x.shape[0]
     return x[begin : begin + BATCH], y[begin : begin + BATCH]
@@ -168,13 +168,13 @@ def _descend(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[to
 
 
 def _endless(loader: Any) -> Iterator[Any]:
-    """Epoch after epoch."""
+    """Iterate over a loader without end, epoch after epoch."""
     while True:
         yield from loader
 
 
 def plain(job: Job) -> Outcome:
-    """A loop of one's own: `torch.save` against a `Saver`."""
+    """Train with a plain loop: `torch.save` against a `Saver`."""
     from shrinkpoint import trainers
 
     model = net(job.width)
@@ -189,7 +189,7 @@ def plain(job: Job) -> Outcome:
             saver = stack.enter_context(sp.Saver(sp.Store(job.folder, job.cfg), mode=mode))
             step = trainers.resume(saver, model, optimizer, loader=loader)
             if not step:
-                # The worker has started when this is done; it does so once a run.
+                # The worker has started when this returns; it starts once a run.
                 trainers.save(saver, 0, model, optimizer, loader=loader)
                 saver.wait()
                 done.before = 1
@@ -435,7 +435,7 @@ def orbax(job: Job) -> Outcome:
             step = manager.latest_step()
             state = manager.restore(step, args=restore(state))
         elif job.how != "none":
-            # What saves for the first time starts its helpers; it does so once a run.
+            # The first save starts its helpers, once a run.
             manager.save(0, args=save(state))
             manager.wait_until_finished()
             done.before = 1
@@ -458,14 +458,14 @@ def orbax(job: Job) -> Outcome:
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework, and what a user writes for its checkpoints.
+    """A framework, and the code that a user writes for its checkpoints.
 
     Args:
         train: runs a job.
         peer: its own checkpoints, as shown.
         ours: the lines a user adds or changes to save and resume with this package.
         own: the same without it.
-        drawn: what of a resumed run depends on random numbers and on the position in the data.
+        drawn: the parts of a resumed run that depend on random numbers and on the position in the data.
     """
 
     train: Callable[[Job], Outcome]

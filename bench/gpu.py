@@ -16,12 +16,12 @@ TENSORS = 100
 CODEBOOKS = f"{TENSORS} exact codebooks K = {codebooks.CODES}, one launch"
 _STATE = 1_000_000_000
 _STATE_TENSORS = 100
-_BYTES_A_PARAMETER = 26  # 12 of the state, 12 of its copy, and what the largest tensor needs on the way
+_BYTES_A_PARAMETER = 26  # 12 of the state, 12 of its copy, and the temporary memory of the largest tensor
 _MOMENT_BITS = 1
 
 
 def cases(at: Place) -> list[Case]:
-    """The rows of this module; without a GPU all are open."""
+    """Cases of this module; without a GPU they are reported as not measured."""
     size = _STATE if at.device.missing else parameters()
     state = (at.device.floor, "plain torch")
     return [
@@ -138,7 +138,7 @@ _PLAIN = "bucketize; log2 buckets of the moments; a refit is one Lloyd step from
 
 
 def _plain(weights: Any, moments: tuple[Any, Any], codes: Any, *, refit: bool) -> Any:
-    """The same in plain torch operations."""
+    """Quantize weights and moments with plain torch operations, as a peer."""
     import torch
 
     out = None

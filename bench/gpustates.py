@@ -57,7 +57,7 @@ def cases(card: Device, pair: Pair, label: str) -> list[Case]:
 
 
 def no_room(card: Device, parameters: int) -> str:
-    """Why a state of so many parameters cannot be measured on this device; "" if it can."""
+    """Return why a state of this size cannot be measured on the device; "" if it can."""
     if not card.gpu:
         return ""
     free, _ = torch.cuda.mem_get_info()

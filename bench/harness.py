@@ -34,7 +34,7 @@ class CheckFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table; the meaning of the columns is in bench/README.md."""
+    """Row of a result; bench/README.md explains the columns."""
 
     row: str
     device: str
@@ -58,11 +58,11 @@ class Target:
     least: bool = True
 
     def text(self, unit: str) -> str:
-        """As it is written in the table: ">= 0.7 x" or "<= 3 ms"."""
+        """Text of the target for the table, such as ">= 0.7 x" or "<= 3 ms"."""
         return f"{'>=' if self.least else '<='} {self.limit:g} {'x' if self.of == 'ratio' else unit}"
 
     def met(self, value: float | None, ratio: float | None) -> bool | None:
-        """Whether it is met; None where that was not measured."""
+        """Return whether the target is met; None if the number was not measured."""
         number = value if self.of == "value" else ratio
         if number is None or math.isnan(number):
             return None
@@ -85,9 +85,9 @@ class Peer:
 
     Args:
         name: as shown.
-        make: imports what is needed and returns the call to time; its exception becomes the row's note.
+        make: imports the library and returns the call to time; its exception becomes the row's note.
         amount: work of one call, in the units of `Job.amount`; None: the same as the job's.
-        target: what the comparison is held to, or None.
+        target: limit for the comparison, or None.
         note: how the peer differs.
     """
 
@@ -100,10 +100,10 @@ class Peer:
 
 @dataclass(frozen=True)
 class Job:
-    """What one case times.
+    """Timed call of a case, with its correctness check, amount of work and peers.
 
     Args:
-        call: the thing itself; without arguments, and again and again.
+        call: the call to time, without arguments; it is repeated.
         check: runs before any timing; raises CheckFailed (or anything else) if the result is wrong, and says in a few
             words which values were compared.
         amount: bytes (unit GB/s, MB/s), symbols (Gsym/s) or arrays (ms/array) of a call; unused for other times.
@@ -167,25 +167,25 @@ class Options:
     """Of the trainings that were run."""
 
     def done(self, rows: list[Row]) -> list[Row]:
-        """The same rows, kept for the case that the run does not come to its end."""
+        """Keep rows in case the run is interrupted, and return them."""
         self.measured.extend(rows)
         return rows
 
     def apart(self) -> Options:
-        """The same without `only`, for a part that was asked for as a whole and says `done` itself."""
+        """Copy without `--only` and without kept rows, for a part that is run as a whole."""
         return dataclasses.replace(self, only=None, measured=[])
 
     def words(self) -> list[str]:
-        """What `--only` asks for; none where everything is wanted."""
+        """Words of `--only`; empty if every row is wanted."""
         return [] if self.only is None else [word.strip() for word in self.only.split(",")]
 
     def wanted(self, row: str) -> bool:
-        """Whether `--only` asks for this row."""
+        """Return whether `--only` selects this row, and remember the row's name."""
         self.names[row] = None
         return self.only is None or any(word in row for word in self.words())
 
     def strange(self) -> list[str]:
-        """Words of `--only` that no name asked about so far has in it."""
+        """Words of `--only` that occur in no row name seen so far."""
         return [word for word in self.words() if not any(word in name for name in self.names)]
 
 
@@ -201,7 +201,7 @@ def cpu_clock(call: Call, times: int) -> float:
 
 
 def wall_clock(call: Call, times: int) -> float:
-    """Seconds on the wall a call."""
+    """Seconds of wall time a call."""
     begin = time.perf_counter()
     for _ in range(times):
         call()
@@ -238,7 +238,7 @@ _MAKES = {
 
 
 def lacking(module: str) -> str:
-    """That a module is not installed, and where a target of the Makefile installs it, which.
+    """Message that a module is not installed, with the make target that installs it.
 
     Example:
         >>> lacking("moonclip"), lacking("cupy")
@@ -323,7 +323,7 @@ def value_of(unit: str, amount: float, seconds: float) -> float:
 
 
 def better(unit: str, value: float, other: float) -> float:
-    """How many times better than the peer: quotient of rates, or inverse quotient of times."""
+    """Ratio to the peer, above 1 if better: of rates, or inversely of times."""
     if unit in _TIMES:
         return other / value if value else math.inf
     return value / other if other else math.inf
@@ -381,7 +381,7 @@ def measure(case: Case, options: Options, clock: Clock) -> list[Row]:
 
 
 def _time(seconds: float) -> str:
-    """A time of a call, readable."""
+    """Time of a call with a readable unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if seconds * scale >= 1.0:
             return f"{seconds * scale:.3g} {unit}"
@@ -406,12 +406,12 @@ def _empty(case: Case, note: str, *, red: bool) -> list[Row]:
 
 
 def not_measured(case: Case, why: str) -> list[Row]:
-    """The rows of a case that cannot run here."""
+    """Rows of a case that cannot run here."""
     return _empty(case, f"not measured: {why}", red=False)
 
 
 def run_cases(cases: Iterable[Case], options: Options, clock: Clock) -> list[Row]:
-    """All rows of the cases that `--only` asks for, one case after another."""
+    """Measure all cases that `--only` selects, one after another."""
     rows: list[Row] = []
     for case in cases:
         if options.wanted(case.row):
@@ -421,7 +421,7 @@ def run_cases(cases: Iterable[Case], options: Options, clock: Clock) -> list[Row
 
 
 def is_red(row: Row) -> bool:
-    """Whether the row's correctness check failed."""
+    """Return whether the correctness check of a row failed."""
     return row.note.startswith("CHECK FAILED")
 
 

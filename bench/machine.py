@@ -42,7 +42,7 @@ PACKAGES = (
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory, GPU, system and how busy it was."""
+    """Return processor, cores, memory, GPU, system and load."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),

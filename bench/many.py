@@ -19,7 +19,7 @@ EACH = "a call each"
 
 @dataclass(frozen=True)
 class Ways:
-    """The same work in several ways.
+    """Calls that do the same work on many tensors, on one tensor, and tensor by tensor.
 
     Args:
         many: on all tensors of the model.
@@ -37,7 +37,7 @@ class Ways:
 
 
 def cases(at: Place) -> list[Case]:
-    """Each row's peer is the same kernel on one tensor of all elements."""
+    """Cases of many tensors, each with the same kernel on one tensor as its peer."""
     return [
         Case(
             row(name),
@@ -58,7 +58,7 @@ def cases(at: Place) -> list[Case]:
 
 
 def row(name: str) -> str:
-    """How the row of a kernel is called here."""
+    """Row name of a kernel."""
     return f"{TENSORS} tensors: {name}"
 
 
@@ -103,7 +103,7 @@ def kept(at: Place) -> Ways:
 
 
 def _sketched(at: Place, many: Callable[[list[Any]], list[Any]], one: Callable[[Any], Any]) -> Ways:
-    """Sketches of all tensors by one call, and of one tensor."""
+    """Calls that sketch all tensors at once, one tensor of the same total, and each alone."""
     from shrinkpoint.kernels.histogram import merge
 
     whole, parts = _tensors(at)

@@ -19,7 +19,7 @@ _TORCH_QUANTILE_MOST = 16_000_000
 
 
 def library(name: str) -> Any:
-    """A module that may not be installed; ImportError then names it."""
+    """Import a module that may be missing; the ImportError names it."""
     return importlib.import_module(name)
 
 
@@ -87,7 +87,7 @@ def gpu_quantiles(x: Array, percentile: Target) -> list[Peer]:
 
 
 def bucketing(device: Device, x: Array, boundaries: npt.NDArray[np.float32], before: npt.NDArray[Any]) -> list[Peer]:
-    """Nearest code by binary search over the boundaries."""
+    """Peers that find the nearest code by binary search over the boundaries."""
     import torch
 
     def bucketize() -> Call:
@@ -104,7 +104,7 @@ def bucketing(device: Device, x: Array, boundaries: npt.NDArray[np.float32], bef
 
 
 def sorting(device: Device, keys: Array) -> list[Peer]:
-    """Grouping by a stable sort of the keys."""
+    """Peers that group values by a stable sort of the keys."""
     import torch
 
     def torch_sort() -> Call:
@@ -118,7 +118,7 @@ def sorting(device: Device, keys: Array) -> list[Peer]:
 
 
 def unsorting(device: Device, keys: Any, grouped: Any) -> list[Peer]:
-    """Values back to where a stable sort of the keys took them from."""
+    """Peers that put values back to their positions before a stable sort of the keys."""
     import torch
 
     def torch_sort() -> Call:

@@ -24,7 +24,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines of label -> [(x, y), ...], both axes logarithmic: what costs in proportion is level."""
+    """Lines by label, [(x, y), ...] each, on logarithmic axes."""
 
     title: str
     x_axis: str

@@ -33,7 +33,7 @@ def measure(world: int, parameters: int) -> dict[str, Any]:
 
 
 def run_ranks(code: str, world: int, arguments: Sequence[str], *, seconds: float) -> list[Any]:
-    """Run code in a process a rank, and return what each printed last, as JSON.
+    """Run code in one process for each rank, and return the last line of each, as JSON.
 
     Args:
         code: of the processes; their arguments are a new folder, `world`, the further `arguments`, and the rank.
@@ -105,7 +105,7 @@ def child() -> None:
 
 
 def _first(mesh: Any, parameters: int) -> dict[str, Any]:
-    """Weights and moments of a few square matrices, cut by rows."""
+    """Return weights and moments of a few square matrices, cut by rows."""
     import torch
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -122,7 +122,7 @@ def _first(mesh: Any, parameters: int) -> dict[str, Any]:
 
 
 def _drift(state: dict[str, Any]) -> None:
-    """Some steps of training later."""
+    """Change the state as some training steps would."""
     import torch
 
     for name, weight in state["model"].items():

@@ -1,8 +1,8 @@
 """Cases of the kernels over arrays that `elementwise`, `coders` and `codebooks` leave out.
 
 Inverses, the optimizer's symbols, rows of tables, and the lossless categories, classes and products. Each check
-compares a prefix with the oracle, bit for bit where the kernel promises that, and where there is an inverse the whole
-with what went in.
+compares a prefix with the oracle, bit for bit where the kernel promises that. With an inverse, the whole output of the
+round trip is compared with the input.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def row_lookup(at: Place) -> Job:
 
 
 def _few_rows(at: Place) -> int:
-    """How many rows an oracle that goes one by one looks at."""
+    """Number of rows to compare with an oracle that is a Python loop."""
     return max(1, min(at.n, _PREFIX) // COLUMNS)
 
 
@@ -195,7 +195,7 @@ def exponent_values(at: Place) -> Job:
 
 
 def _mask(at: Place) -> Any:
-    """Which levels changed."""
+    """Mask of the elements whose level changed."""
     return at.sample.levels_before(at.n) != at.sample.levels_after(at.n)
 
 
@@ -245,7 +245,7 @@ def unpack_mask(at: Place) -> Job:
 
 
 def _steps(at: Place) -> Any:
-    """Lossless differences of two checkpoints: what the categories are made of."""
+    """Lossless differences of two checkpoints, whose magnitudes the categories code."""
     from shrinkpoint.kernels.planes import difference
 
     return difference(at.sample.after(at.n), at.sample.before(at.n))

@@ -44,7 +44,7 @@ def run(options: Options) -> list[Row]:
     if options.wanted("stall, memory, durable"):
         options.say("making the states")
         real = data.trained(quick=True) if options.state is None else data.read(options.state)
-        # Larger than the cache also in the quick form: a copy that stays in it is another matter.
+        # Larger than the cache also with --quick: a copy within the cache would measure something else.
         for parameters in (5_000_000,) if options.quick else (5_000_000, 50_000_000):
             rows += options.done(stalls(data.drawn_state(real, parameters), parameters, options))
     return rows + _overheads(options)
@@ -96,7 +96,7 @@ def stalls(pair: Pair, parameters: int, options: Options) -> list[Row]:
 
         for number in range(1, options.rounds + 3):
             names = ["", *calls]
-            first = number % len(names)  # nobody is always the one who comes after the longest write
+            first = number % len(names)  # so that the call after the longest write is not always the same one
             for name in names[first:] + names[:first]:
                 theirs(name) if name else ours(number)
         extra, how = _memory(saver)
@@ -127,7 +127,7 @@ def stalls(pair: Pair, parameters: int, options: Options) -> list[Row]:
 
 
 def _check(saver: sp.Saver, pair: Pair) -> str:
-    """The saver's file is the one that a synchronous compression gives."""
+    """Check that the saver's file equals the one that a synchronous compression gives."""
     expected = sp.compress(pair.before, cfg=saver.store.cfg)
     if saver.last is None or saver.last.id != expected.id:
         raise CheckFailed("the saved checkpoint is not what compress gives")
@@ -153,7 +153,7 @@ def _torch_save(pair: Pair, root: Path) -> Callable[[], object]:
 
 @contextlib.contextmanager
 def _dcp(pair: Pair, root: Path, kind: str) -> Iterator[Callable[[], object]]:
-    """`async_save` of the same state; the call returns what waits for it."""
+    """Yield the call of `async_save` by torch.distributed.checkpoint on the same state."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -179,7 +179,7 @@ def _dcp(pair: Pair, root: Path, kind: str) -> Iterator[Callable[[], object]]:
 
 
 def _moonclip(pair: Pair, root: Path) -> Callable[[], object]:
-    """Its asynchronous save of the flat arrays, now of one state and now of the other, as ours."""
+    """Return the call of moonclip's asynchronous save, which saves both states in turn."""
     import torch
 
     manager = importlib.import_module("moonclip").MoonclipManager(str(root / "moon"), async_save=True)
@@ -241,7 +241,7 @@ class Trainer:
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
     def step(self) -> None:
-        """One step."""
+        """Run one training step."""
         from shrinkpoint.demo.model import loss
 
         self.optimizer.zero_grad()
@@ -253,7 +253,7 @@ class Trainer:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def block(self, number: int, saver: sp.Saver | None) -> float:
-        """Seconds on the wall of `EVERY` steps, the first with a save."""
+        """Seconds of wall time of `EVERY` steps, the first one with a save."""
         begin = time.perf_counter()
         for step in range(EVERY):
             self.step()
@@ -263,7 +263,7 @@ class Trainer:
 
 
 def _overheads(options: Options) -> list[Row]:
-    """What saves cost a training loop, in processor time and, in the full form, on the wall."""
+    """Overhead of saves on a training loop: processor time and, without `--quick`, wall time."""
     import torch
 
     before = torch.get_num_threads()
@@ -323,7 +323,7 @@ def _overhead_on_the_wall(options: Options) -> Row:
             assert done is not None
             stall.append(done.stall)
             seconds.append(done.seconds)
-    # The median of the pairs: what disturbs the machine for longer than a pair disturbs both of its blocks.
+    # The median of the pairs: a disturbance that lasts longer than a pair affects both of its blocks.
     more = [100 * (s / p - 1) for s, p in zip(saving, plain, strict=True)]
     value = statistics.median(more)
     low, _, high = statistics.quantiles(more, n=4, method="inclusive")

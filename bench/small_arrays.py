@@ -94,7 +94,7 @@ def experts(*, quick: bool) -> Shapes:
 
 @dataclass(frozen=True)
 class State:
-    """One of the states: its name in rows, and how two successive ones of a training are made."""
+    """A state: its name in rows, and the function that makes two successive states."""
 
     name: str
     make: Callable[[bool], tuple[Tree, Tree]]
@@ -225,7 +225,7 @@ class Work:
             )
 
     def row(self, what: str) -> str:
-        """The name of a row."""
+        """Return the name of a row."""
         return f"{NAME}, {self._state.name}: {what}"
 
     def _load(self) -> Job:

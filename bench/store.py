@@ -6,7 +6,7 @@ Memory: the peak of the process above its memory before. Stall, in the full form
 bench saver`, with DCP's async_save in a thread and in a process (BitSnap's table 2 says 7 to 12 times as fast as
 torch.save of its own saves, on other machines and states). Restores: the last of a chain of 100 before and after
 compaction, in multiples of a base. Flips: one stored bit is altered, 200 times, in the same places for all;
-counted is what loads without a word. Ours are in a base, a delta over it and a lossless base, with their manifests.
+loads without an error are counted. Ours are in a base, a delta over it and a lossless base, with their manifests.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _row(
     peer_value: float | None = None,
     target: Target | None = None,
 ) -> Row:
-    """A row that no clock of the harness made."""
+    """Row whose value was not timed by the harness."""
     text, met = (target.text(unit), target.met(value, None)) if target is not None else (None, None)
     return Row(name, "cpu, 1 thread", size, value, unit, peer, peer_value, None, text, met, note)
 
@@ -123,7 +123,7 @@ def _row(
 
 
 def tensors(state: Any) -> dict[str, Any]:
-    """Return its arrays by path as torch tensors, the part that every library can store."""
+    """Return the arrays of a state by path as torch tensors, as every library can store them."""
     import torch
 
     return {path: torch.from_numpy(np.array(x)) for path, x in data.arrays(state)}
@@ -199,12 +199,12 @@ def _npz_load(arrays: dict[str, Any], path: Path) -> Any:
 
 
 def _moonclip(path: Path) -> Any:
-    """Its manager of a folder; it writes at the call, not later."""
+    """Manager of a folder by moonclip, which writes during the call."""
     return importlib.import_module("moonclip").MoonclipManager(str(path.parent / f"{path.name}.moon"), async_save=False)
 
 
 def _moonclip_save(arrays: dict[str, Any], path: Path) -> None:
-    # Over a former snapshot it would store what has changed only, which here is nothing.
+    # Over an earlier snapshot it would store only changed arrays, and here nothing changes.
     shutil.rmtree(path.parent / f"{path.name}.moon", ignore_errors=True)
     _moonclip(path).save_tensors(0, arrays)
 
@@ -232,7 +232,7 @@ OTHERS = (
 
 
 def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether arrays came back to the bit."""
+    """Return whether two sets of arrays are equal bit for bit."""
     return set(a) == set(b) and all(
         x.shape == b[n].shape and x.dtype == b[n].dtype and x.numpy().tobytes() == b[n].numpy().tobytes()
         for n, x in a.items()
@@ -240,7 +240,7 @@ def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def _throughput(pair: Pair, parameters: int, folder: Path, options: Options) -> list[Row]:
-    """Save and load of one state: each configuration of ours, each held against the same others."""
+    """Save and load one state with each configuration, against the same other libraries."""
     cases = []
     for config in CONFIGS:
         for kind in ("base",) if options.quick else ("base", "delta"):
@@ -261,7 +261,7 @@ def _clear(folder: Path) -> None:
 
 
 class _Work:
-    """One way to save a state and load it again."""
+    """Jobs of saving and loading one state with one configuration."""
 
     def __init__(self, pair: Pair, config: str, kind: str, folder: Path) -> None:
         self.pair, self.kind, self.config = pair, kind, config
@@ -270,7 +270,7 @@ class _Work:
         self.folder = folder
 
     def _store(self) -> sp.Store:
-        """A fresh one with a base in it."""
+        """Return a new store that holds a base."""
         shutil.rmtree(self.root, ignore_errors=True)
         store = sp.Store(self.root, self.cfg)
         store.save(0, self.pair.before)
@@ -288,7 +288,7 @@ class _Work:
         return self._job(call, loading=False)
 
     def load(self) -> Job:
-        """The job of `Store.load` in a process that has nothing in memory."""
+        """The job of `Store.load` in a process without cached data."""
         store = self._store()
         if self.kind == "delta":
             store.save(1, self.pair.after)
@@ -354,7 +354,7 @@ def _status(name: str) -> int:
 
 
 def _memory(pair: Pair, parameters: int, folder: Path, options: Options) -> list[Row]:
-    """Memory to save and to load, in multiples of the state; a loaded state itself is one."""
+    """Memory to save and to load, in multiples of the state; a loaded state counts as one."""
     rows = []
     for action in ("save", "load"):
         name = f"memory to {action}"
@@ -416,7 +416,7 @@ def _seconds(call: Callable[[], object], rounds: int) -> float:
 
 
 def _restores(pair: Pair, folder: Path, options: Options) -> list[Row]:
-    """Time to restore the steps of a chain of 100, and its bytes, before and after compaction."""
+    """Times of restoring steps of a chain of 100, and its bytes, before and after compaction."""
     rows = []
     length = 30 if options.quick else CHAIN
     for config in list(CONFIGS)[: 1 if options.quick else None]:
@@ -505,7 +505,7 @@ def _parts(pair: Pair, folder: Path, options: Options) -> list[Row]:
 
 
 def _flips(pair: Pair, folder: Path, options: Options) -> list[Row]:
-    """Of 200 single flipped bits, how many a library loads without an error."""
+    """Count how many of 200 single flipped bits each library loads without an error."""
     name = "flipped bits that load silently"
     if not options.wanted(name):
         return []
@@ -518,7 +518,7 @@ def _flips(pair: Pair, folder: Path, options: Options) -> list[Row]:
         return [_row(name, FLIPS, None, "flips", "CHECK FAILED: no delta to flip bits of")]
     exact.save(0, pair.after)
     files = [p for p in (root / "ours").rglob("*") if p.is_file() and p.parent.name in ("data", "steps")]
-    # As many flips in each: by their sizes the delta would get next to none.
+    # Equally many flips in each: in proportion to their sizes the delta would get almost none.
     where = {
         "a base": ("lossy", "000000000000"),
         "a delta": ("lossy", "000000000001"),
@@ -555,7 +555,7 @@ def _flips(pair: Pair, folder: Path, options: Options) -> list[Row]:
 
 
 def _silent(groups: list[list[Path]], load: Callable[[], object], seed: int = 0) -> int:
-    """Loads that raise nothing, of `FLIPS` with one bit flipped in files of each group in turn."""
+    """Count the loads that raise nothing, with one bit flipped in each group of files in turn."""
     load()
     rng = np.random.default_rng(seed)
     silent = 0

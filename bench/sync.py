@@ -58,7 +58,7 @@ SHARES = (
 
 
 def moved(n: int, rate: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normal weights as bfloat16, and after one step of Adam at this learning rate."""
+    """Normal weights as bfloat16, before and after one step of Adam at this learning rate."""
     g = torch.Generator().manual_seed(0)
     w = 0.02 * torch.randn(n, generator=g)
     if rate is None:
@@ -83,7 +83,7 @@ def run(options: Options) -> list[Row]:
 
 
 def _codec(share: Share, n: int) -> list[Row]:
-    """One share: our calls, memcpy and zstd in turn, round after round."""
+    """Measure one share of changed values: our calls, memcpy and zstd in turn, by rounds."""
     old, new = moved(n, share.rate)
     changed = float((old.view(torch.int16) != new.view(torch.int16)).float().mean())
     cfg = sp.presets.lossless()
@@ -234,7 +234,7 @@ def _publishing(n: int) -> list[Row]:
 
 
 def _learning(quick: bool) -> list[Row]:
-    """The example, and its figures."""
+    """Run the example of reinforcement learning, and return rows of its costs."""
     home = Path(__file__).resolve().parents[1] / "examples"
     given = f"versions={3 if quick else 8}, width={64 if quick else 256}"
     with tempfile.TemporaryDirectory() as folder:

@@ -59,7 +59,7 @@ def _number(value: float | None) -> str:
 
 
 def _reasons(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Why something has no number -> what."""
+    """Return the rows without a number, grouped by reason."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if row.value is None or (row.peer and row.peer_value is None):

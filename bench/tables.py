@@ -171,7 +171,7 @@ def residual_factors(at: Place) -> Job:
     sums = counts * 2.0**15
 
     def check() -> str:
-        # Elements at the center of their cell have its ratio, a power of two where it is whole octaves off.
+        # Elements at the center of their cell have the cell's ratio, a power of two if it is whole octaves away.
         whole = (counts > 0) & (np.arange(256) % 4 == 0)
         expected = np.exp2((np.flatnonzero(whole) - 128) / 4.0).astype("f4")
         same("factors", factors_of(sums, counts, 0.25)[whole], expected)
@@ -220,7 +220,7 @@ def promote(at: Place) -> Job:
 
 
 def _byte_counts(at: Place) -> Any:
-    """Of the bytes of weights: most of 256 symbols occur."""
+    """Counts of the bytes of float32 weights, where most of 256 symbols occur."""
     return np.bincount(at.sample.before(at.n).view(np.uint8), minlength=256).astype(np.int64)
 
 
@@ -272,7 +272,7 @@ def _lengths(at: Place, *, unpack: bool) -> Job:
 
 
 def _zstd(table: bytes, *, unpack: bool) -> Peer:
-    """The same table by zstandard, with its size."""
+    """Peer that compresses or decompresses the same table by zstandard at level 19."""
 
     def make() -> Callable[[], object]:
         z = peers.library("zstandard")
@@ -287,7 +287,7 @@ def _zstd(table: bytes, *, unpack: bool) -> Peer:
 
 
 def _joint(at: Place) -> Any:
-    """How often each level follows each."""
+    """Counts of (earlier level, later level) pairs."""
     from shrinkpoint.kernels.levels import joint_counts
 
     return joint_counts(at.sample.levels_before(at.n), at.sample.levels_after(at.n), LEVELS, LEVELS)

@@ -155,7 +155,7 @@ def _made_of(found: list[Outcome], seconds: float, over: float) -> str:
 
 
 def _different(found: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
-    """How many weights are not the same bits."""
+    """Number of weights whose bits differ."""
     pairs = zip(found, expected, strict=True)
     return sum(int((a.view(torch.int32) != b.contiguous().view(torch.int32)).sum()) for a, b in pairs)
 
@@ -201,7 +201,7 @@ def _row(
     met: bool | None = None,
     note: str = "",
 ) -> Row:
-    """A row; the ratio is how many times less than the peer's, where both are above nothing."""
+    """Row with its ratio to the peer: how many times smaller, where both are above zero."""
     ratio = peer_value / value if value and peer_value and value > 0 and peer_value > 0 else None
     if target is not None and met is None:
         met = target.met(value, ratio)

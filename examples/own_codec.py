@@ -32,7 +32,7 @@ NAME = "example.rounded"
 def decode(
     spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Any = None
 ) -> Reference:
-    """The stream again as an array; a reader believes nothing that it has not checked."""
+    """Decode a stream into an array, and check every field of it first."""
     if spec.dtype != "float32" or len(pieces) != 1:
         raise sp.CorruptDataError(f"{NAME}: {len(pieces)} pieces of {spec.dtype}")
     check_memory(2 * spec.nbytes, NAME)
@@ -59,11 +59,11 @@ class Rounded:
         check_field(self, "bits", integer, 0, 23)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Nothing that all arrays have to be seen together for."""
+        """Do nothing: each array is coded by itself."""
         return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
-        """One array; what this codec is not for is kept exactly, and the summary says so."""
+        """Encode one array; arrays of other types are kept exactly, and the summary says so."""
         x = np.asarray(leaf.flat.cpu() if isinstance(leaf.flat, torch.Tensor) else leaf.flat)
         if leaf.spec.dtype != "float32" or not np.isfinite(x).all():
             return Exact().encode(leaf, parent)
@@ -82,7 +82,7 @@ class Rounded:
 
 
 def main() -> float:
-    """Compress a state by a rule with it; returns the ratio."""
+    """Compress a state by a rule with the codec; return the ratio."""
     torch.manual_seed(0)
     state = {"model": {"layer.weight": torch.randn(512, 512), "layer.bias": torch.zeros(512)}}
     cfg = sp.Config([("linear", Rounded(bits=7))])

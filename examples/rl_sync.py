@@ -31,13 +31,13 @@ class Model(nn.Module):
         self.head = nn.Linear(width, SYMBOLS)
 
     def forward(self, symbols: torch.Tensor) -> torch.Tensor:
-        """Logits of the symbol after each."""
+        """Logits of the symbol that follows each symbol."""
         logits: torch.Tensor = self.head(self.rnn(self.embed(symbols))[0])
         return logits
 
 
 def serve(url: str, width: int, asked: Any, answers: Any) -> None:
-    """Wait for a version, take it over, answer with samples, logits and what the update took."""
+    """Wait for a version, load it, and answer with samples, logits and the update's cost."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model = Model(width).bfloat16()
@@ -53,12 +53,12 @@ def serve(url: str, width: int, asked: Any, answers: Any) -> None:
 
 
 def half(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights as they are served."""
+    """Weights as they are served, in bfloat16."""
     return {name: tensor.detach().bfloat16() for name, tensor in model.state_dict().items()}
 
 
 def xor_bytes(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> int:
-    """What zstd-1 makes of the exclusive or of two versions."""
+    """Bytes of the exclusive or of two versions, compressed by zstd at level 1."""
     parts = [(before[k].view(torch.int16) ^ after[k].view(torch.int16)).numpy().tobytes() for k in after]
     return len(zstandard.ZstdCompressor(level=1).compress(b"".join(parts)))
 

@@ -1,4 +1,4 @@
-"""Which kernel is where: its back ends, its test, and its figure on CPU and GPU."""
+"""Catalogue of kernels: back ends, tests, and speeds on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ IN_STATES = (
 
 
 def functions() -> dict[str, str]:
-    """The module of each function of `shrinkpoint.kernels`."""
+    """Return the module of each function of `shrinkpoint.kernels`."""
     named = {name: getattr(public, name) for name in public.__all__}
     return {
         name: name if isinstance(value, ModuleType) else value.__module__.rpartition(".")[2]
@@ -54,10 +54,10 @@ def functions() -> dict[str, str]:
 
 
 def kernels() -> str:
-    """A line for each function."""
+    """Table of kernels, one line for each function."""
     found: dict[tuple[str, bool], Json] = {}
     for row in rows_of("kernels.json"):
-        found.setdefault((row["row"], row["device"].startswith("cpu")), row)  # that of the first size comes first
+        found.setdefault((row["row"], row["device"].startswith("cpu")), row)  # keeps the row of the first size
     lines = []
     for name, subject in functions().items():
         tests = [f"tests/kernels/test_{of}.py" for of in (subject, "many")]
@@ -69,13 +69,13 @@ def kernels() -> str:
 
 
 def _stands(path: str, pattern: str) -> bool:
-    """Whether a file exists and matches the pattern."""
+    """Return whether a file exists and matches the pattern."""
     file = HOME / path
     return file.exists() and re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 def _figure(row: Json | None) -> str:
-    """A rate with its share of the copy's, or a time; "" without a row."""
+    """Format a rate with its share of the copy's, or a time; "" without a row."""
     if row is None:
         return ""
     if row["value"] is None:

@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table; without lines the words "not measured".
+    """Return a Markdown table; without lines the words "not measured".
 
     Example:
         >>> print(markdown(["a", "b"], [["1", "2"]]))
@@ -29,12 +29,12 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def crossed(cells: Mapping[str, Mapping[str, str]], columns: Iterable[str], missing: str = "") -> str:
-    """A table of cells by line and column.
+    """Return a table of cells by line and column.
 
     Args:
         cells: by line, then column.
         columns: in order.
-        missing: what stands where a line lacks a column.
+        missing: text for a column that a line lacks.
 
     Example:
         >>> print(crossed({"1": {"a": "x"}, "2": {"b": "y"}}, ["a", "b"], "-"))
@@ -48,7 +48,7 @@ def crossed(cells: Mapping[str, Mapping[str, str]], columns: Iterable[str], miss
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number with so many significant digits, without an exponent; "not measured" for None.
+    """Format a number with `digits` significant digits, without an exponent.
 
     Example:
         >>> number(1234.5), number(0.01234), number(None)
@@ -77,7 +77,7 @@ def shown(row: Json | None, unit: str = "") -> str:
 
 
 def system_name(name: str) -> str:
-    """Return how a system of the benches is called.
+    """Return the display name of a system of the benches.
 
     Trainings of `bench ratio` and `bench training` were run before the default had 64 bins and finer moments: their
     "default" and "rate" are settings of 24 bins, unless they name others.
@@ -101,13 +101,13 @@ def system_name(name: str) -> str:
 
 
 def order(system: str) -> tuple[int, float, str]:
-    """Key to sort systems by: the default, its rates, the others."""
+    """Sort key of systems: the default, its rates, the others."""
     rate = re.fullmatch(r"rate ([0-9.]+).*", system)
     return (0 if system == "default" else 1 if rate else 2, float(rate[1]) if rate else 0.0, system)
 
 
 def figure(row: Json) -> str:
-    """The value of a row and its unit; without one whether that is a result or was not measured.
+    """Format the value and unit of a row; without a value, whether it is missing or a result.
 
     Example:
         >>> figure({"value": 1234.5, "unit": "MB/s", "target": None, "met": None})
@@ -121,12 +121,12 @@ def figure(row: Json) -> str:
 
 
 def met(row: Json) -> str:
-    """Whether a target is met: also that the row was measured and does not tell."""
+    """Say whether a target is met, or that a measured row leaves it open."""
     return _OPEN if row["met"] is None and row["value"] is not None else _MET[row["met"]]
 
 
 def aimed(rows: Iterable[Json]) -> str:
-    """Rows with a target, and whether it is met."""
+    """Return a table of rows with a target, and whether it is met."""
     lines = []
     for row in rows:
         held = ("none", "") if row["target"] is None else (row["target"], met(row))

@@ -11,7 +11,7 @@ _RESUMES = ("resume, lossless", "loss after a lossy resume")
 
 
 def frameworks() -> str:
-    """Each framework: a save by ours / by its own, and what a resume gives."""
+    """Table of frameworks: saves by ours and by their own, and the result of a resume."""
     both = ("stall of a save", "overhead of the run", "bytes of a save", "lines", "save", "metadata")
     lines = []
     for name, found in by_place(rows_of("trainers.json")).items():
@@ -44,7 +44,7 @@ def _bytes(value: float | None) -> str:
 
 
 def ranks() -> str:
-    """What saves by several processes took, ours next to torch's."""
+    """Table of saves by several processes: ours and torch's."""
     cells: dict[str, dict[str, Json]] = {}
     for row in rows_of("trainers.json"):
         named = re.fullmatch(r"DCP, (\d+) ranks: (.*)", row["row"])

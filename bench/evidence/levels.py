@@ -35,7 +35,7 @@ _BASES = 20
 
 @cache
 def campaign() -> Campaign:
-    """Return the rows that are there."""
+    """Return the committed rows of the campaign."""
     lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
     return Campaign(json.loads(line) for line in lines)
 
@@ -119,7 +119,7 @@ def level(name: str) -> str:
 
 
 def front() -> str:
-    """Return a line a setting of one part: bits, divergence, and what a further bit brings."""
+    """Return a row for each setting of one part: bits, divergence, gain of a further bit."""
     lines, before = [], (0.0, 0.0)
     kind = ""
     for setting in PARTS:
@@ -155,7 +155,7 @@ def _geometric(values: Iterable[float]) -> float:
 
 
 def measured() -> bool:
-    """Whether there are ends of killed trainings to draw."""
+    """Return whether results of killed trainings exist to draw."""
     return any(campaign().found(family, "default") for family in FAMILIES)
 
 

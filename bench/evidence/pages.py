@@ -1,6 +1,6 @@
-"""The pages, and which table stands where in them.
+"""Pages of the documentation, and the tables in each.
 
-In a page, what stands between `<!-- table NAME -->` and `<!-- end -->` is the table NAME, made from the JSON under
+In a page, the text between `<!-- table NAME -->` and `<!-- end -->` is the table NAME, made from the JSON under
 `bench/results`; do not edit it.
 """
 
@@ -84,7 +84,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def regenerated(text: str) -> str:
-    """A page with its tables made again.
+    """Return a page with its tables made again.
 
     Raises:
         BadArgumentError: a marker names no table.
@@ -100,14 +100,14 @@ def regenerated(text: str) -> str:
 
 
 def renew() -> None:
-    """Writes all pages again."""
+    """Write all pages with their tables made again."""
     for page in PAGES:
         path = results.HOME / page
         path.write_text(regenerated(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def out_of_step() -> list[str]:
-    """Pages whose tables are not those of the results."""
+    """Return the pages whose tables differ from the results."""
     wrong = []
     for page in PAGES:
         text = (results.HOME / page).read_text(encoding="utf-8")

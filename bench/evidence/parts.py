@@ -19,7 +19,7 @@ _SAVER = (
 
 
 def demo() -> str:
-    """What `make demo` stored."""
+    """Table of the bytes that `make demo` stored."""
     found = documents("demo.json").get("demo.json")
     if found is None:
         return f"*{NONE}*"
@@ -47,7 +47,7 @@ def demo() -> str:
 
 
 def aims(bench: str) -> str:
-    """Return a line for each target of a bench: the figure, its peer, whether it is met."""
+    """Return a row for each target of a bench: the figure, its peer, whether it is met."""
     lines = []
     for row in rows_of(f"{bench}*.json"):
         if row["target"] is None or row["row"].startswith(_FLIPPED):
@@ -82,7 +82,7 @@ def kernel_sizes() -> str:
 
 
 def beside(pattern: str, units: Sequence[str]) -> str:
-    """Return rows that have several peers: ours and each of theirs, a line a row and size.
+    """Table of rows with several peers: ours and each peer's value, by row and size.
 
     Args:
         pattern: of the files.
@@ -106,7 +106,7 @@ def beside(pattern: str, units: Sequence[str]) -> str:
 
 
 def flips() -> str:
-    """Of so many flipped bits, how many each library loads without a word, side by side."""
+    """Table of flipped bits that each library loads without an error."""
     rows = [row for row in rows_of("store.json") if row["row"].startswith(_FLIPPED)]
     columns = ["shrinkpoint", *(str(row["peer"]) for row in rows)]
     values = [rows[0]["value"], *(row["peer_value"] for row in rows)] if rows else []
@@ -116,7 +116,7 @@ def flips() -> str:
 
 
 def fuzzed() -> str:
-    """How long each fuzzer went on, its inputs, branches and findings."""
+    """Table of the fuzzers: time, inputs, branches and findings."""
     lines = [
         [
             row["fuzzer"],
@@ -132,7 +132,7 @@ def fuzzed() -> str:
 
 
 def real() -> str:
-    """Return a line for each real checkpoint: ratios, error of the weights, best lossless peer."""
+    """Table of real checkpoints: ratios, error of the weights, best lossless peer."""
     rows = rows_of("real.json")
     lines: dict[str, dict[str, str]] = {}
     errors: dict[str, float] = {}
@@ -184,5 +184,5 @@ def saver() -> str:
 
 
 def saver_overhead() -> str:
-    """By how much saving every so many steps lengthens a training on busy cores."""
+    """Table of how much saves lengthen a training that uses all cores."""
     return aimed(row for row in rows_of("saver*.json") if row["row"].startswith("overhead"))

@@ -18,7 +18,7 @@ PICTURES = HOME / "docs" / "pictures"
 
 
 def pictures() -> dict[str, Callable[[Path], object]]:
-    """File under `docs/pictures` -> what draws it; of those whose results are there."""
+    """Return the drawing function of each file under `docs/pictures` that has results."""
     found: dict[str, Callable[[Path], object]] = {}
     if levels.measured():
         found["levels.png"] = levels.picture

@@ -1,4 +1,4 @@
-"""Where committed results come from: a line a file, made from what its JSON says of itself."""
+"""Origin of the committed results: commands, machines and commits, one line a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AT = re.compile(rf"{MARK}([0-9a-f]+\+?)(?:{ON}(.+))?$")
 
 
 def manifest_line(name: str, document: Mapping[str, Any]) -> list[str]:
-    """The cells of one file, under `HEADER`.
+    """Return the cells of one file, under `HEADER`.
 
     Args:
         name: of the file.
@@ -36,7 +36,7 @@ def manifest_line(name: str, document: Mapping[str, Any]) -> list[str]:
 
 
 def commits(document: Mapping[str, Any]) -> Counter[str]:
-    """Commit, abbreviated, with "+" where there were uncommitted changes -> rows measured at it.
+    """Count rows by the commit they were measured at; "+" marks uncommitted changes.
 
     A row that an earlier run left says so at the end of its note; the others are the document's own.
 
@@ -77,7 +77,7 @@ def _commits(document: Mapping[str, Any]) -> str:
 
 
 def _asked(document: Mapping[str, Any]) -> str:
-    """The command and the seeds; of the demo its configuration."""
+    """Return the command and the seeds; for the demo its configuration."""
     run = document.get("run")
     if isinstance(run, Mapping):
         seeds = run.get("seeds")

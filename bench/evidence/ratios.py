@@ -23,7 +23,7 @@ FINE = (
 
 
 def measured() -> list[Json]:
-    """The rows of `bench ratio`, of all models."""
+    """Return the rows of `bench ratio` of all models."""
     return rows_of("ratio-*.json")
 
 
@@ -73,13 +73,13 @@ def lacks() -> str:
 
 
 def targets() -> str:
-    """What `bench ratio` aims at, medians over the models last."""
+    """Table of the targets of `bench ratio`, with medians over the models last."""
     held = [row for row in measured() if row["target"] is not None and not _is_peer(row)]
     return aimed([*held, *map(dataclasses.asdict, medians(Row(**row) for row in measured()))])
 
 
 def _systems() -> dict[str, dict[str, System]]:
-    """Every system of `bench ratio`, by model and name, as its rows have it."""
+    """Return all systems of `bench ratio`, by model and name."""
     rows: dict[str, dict[str, dict[str, Row]]] = {}
     for row in measured():
         where, _, what = row["row"].partition(": ")
@@ -95,7 +95,7 @@ def _change(loss: str) -> str:
 
 
 def losses() -> str:
-    """Loss at once and after further steps, and staleness, of every system."""
+    """Table of every system: loss at once and after further steps, and staleness."""
     found = _systems()
     names = sorted({system for systems in found.values() for system in systems}, key=order)
     lines = []

@@ -14,17 +14,17 @@ RESULTS = HOME / "bench" / "results"
 
 
 def documents(pattern: str) -> dict[str, Json]:
-    """The JSON documents under `bench/results` whose names match, by name."""
+    """Return the JSON documents under `bench/results` whose names match, by name."""
     return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(pattern))}
 
 
 def rows_of(pattern: str) -> list[Json]:
-    """Their rows, together."""
+    """Return the rows of all matching documents."""
     return [row for document in documents(pattern).values() for row in document["rows"]]
 
 
 def by_place(rows: Iterable[Json], prefix: str = "") -> dict[str, dict[str, Json]]:
-    """Rows by what stands before the colon of their names, and by what stands after it.
+    """Group rows by the text before the colon of their names, then by the text after it.
 
     Args:
         rows: of results.
@@ -50,5 +50,5 @@ def commit_of(name: str, holding: str = "") -> str:
 
 
 def manifest() -> str:
-    """Where the results come from; "+": with changes that were not committed yet."""
+    """Table of the origin of all results; "+" marks uncommitted changes."""
     return markdown(HEADER, [manifest_line(*found) for found in documents("*.json").items()])

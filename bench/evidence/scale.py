@@ -29,7 +29,7 @@ def shard() -> str:
 
 
 def others() -> str:
-    """Every other row: the long chain, the search by eight ranks."""
+    """Table of the other rows: the long chain, and the search by eight ranks."""
     lines = []
     for row in rows_of("scale.json"):
         if not row["row"].startswith(_SHARD):
@@ -57,7 +57,7 @@ def _rate(name: str, device: str) -> float | None:
 def computed() -> str:
     """Seconds of a save and a search round of the paper's models, as shares of 30 minutes.
 
-    Nothing of it was run: seconds are bytes over the measured rates of one thread, without evaluations.
+    These were not run: seconds are bytes over the measured rates of one thread, without evaluations.
     """
     compress, decompress = (
         _rate(f"{what} delta, default, drawn", "cpu, 1 thread") for what in ("compress", "decompress")

@@ -12,12 +12,12 @@ from .results import documents, rows_of
 
 
 def measured() -> list[Json]:
-    """The rows of `bench systems`, with those of experiments that were run by themselves."""
+    """Return the rows of `bench systems`, including experiments that were run separately."""
     return rows_of("systems*.json")
 
 
 def _rows(experiment: str) -> list[tuple[str, Json]]:
-    """(what, row) of an experiment, in order."""
+    """Return (label, row) pairs of an experiment, in order."""
     found = []
     for row in measured():
         name, _, what = row["row"].partition(": ")
@@ -31,7 +31,7 @@ def _with_peer(value: float | None, peer: float | None) -> str:
 
 
 def beside(experiment: str) -> str:
-    """Every row: measured, and the paper's figure or the peer's."""
+    """Table of all rows of an experiment, with the paper's or the peer's figure."""
     lines = []
     for what, row in _rows(experiment):
         theirs = NONE if row["peer_value"] is None else number(row["peer_value"])
@@ -72,7 +72,7 @@ def pivot(experiment: str, split: Callable[[str], tuple[str, str] | None], *, pe
 
     Args:
         experiment: its name.
-        split: of what a row is.
+        split: line and column of a row by its label.
         peers: show the peer's value in parentheses.
     """
     cells: dict[str, dict[str, str]] = {}
@@ -113,25 +113,25 @@ def exact() -> str:
 
 
 def _last(what: str) -> tuple[str, str]:
-    """ "a, b, c" as line "a, b" and column "c"."""
+    """Split "a, b, c" into line "a, b" and column "c"."""
     line, _, column = what.rpartition(", ")
     return line, column
 
 
 def _first(what: str) -> tuple[str, str]:
-    """ "a, b, c" as line "b, c" and column "a"."""
+    """Split "a, b, c" into line "b, c" and column "a"."""
     column, _, line = what.partition(", ")
     return line, column
 
 
 def _coder(what: str) -> tuple[str, str]:
-    """Model and policy, against coder and whether it is the mean or the highest."""
+    """Split a row into line (coder, mean or highest) and column (model and policy)."""
     model, policy, coder, kind = what.split(", ")
     return f"{coder}, {kind}", f"{model}, {policy}"
 
 
 def _searched(what: str) -> tuple[str, str] | None:
-    """Gains by bins and ratio, in columns by width."""
+    """Split a row of search gains into line (bins and ratio) and column (width)."""
     if what.startswith("seconds"):
         return None
     width, _, rest = what.partition(", ")
@@ -139,13 +139,13 @@ def _searched(what: str) -> tuple[str, str] | None:
 
 
 def _latency(what: str) -> tuple[str, str] | None:
-    """Seconds by bins and ratio."""
+    """Split a row of latencies into line (bins and ratio) and column; None for other rows."""
     start = "seconds, 4 bits, "
     return (what.removeprefix(start), "seconds, 4 bits") if what.startswith(start) else None
 
 
 def _scientific(what: str) -> tuple[str, str] | None:
-    """Moment and measure, by system."""
+    """Split a row of errors into line and column at its last comma; None without one."""
     return _last(what) if ", " in what else None
 
 
@@ -153,18 +153,18 @@ _SAME_CODES = "coder of the same codes, "
 
 
 def _prior_art(what: str) -> tuple[str, str] | None:
-    """System, against what of the late delta."""
+    """Split a row of the late delta into line (system) and column (part of the state)."""
     system, _, part = what.removesuffix(", late delta").partition(", ")
     return None if what.startswith(_SAME_CODES) else (system, f"{part}, x")
 
 
 def _same_codes(what: str) -> tuple[str, str] | None:
-    """A line a coder."""
+    """Split a row of entropy coders into line (coder) and column; None for other rows."""
     return (what.removeprefix(_SAME_CODES), "bits a code") if what.startswith(_SAME_CODES) else None
 
 
 def machine() -> str:
-    """What the results were measured with, and at which commits."""
+    """Table of the machine, the package versions and the commits of `bench systems`."""
     document = documents("systems.json")["systems.json"] | {"rows": measured()}
     about, versions = document["machine"], document["versions"]
     names = ("torch", "numpy", "numba", "zstandard", "zipnn", "pcodec", "blosc2", "moonclip", "lmzip", "z4ai")
@@ -175,7 +175,7 @@ def machine() -> str:
 
 
 def papers() -> str:
-    """The figures that the published systems' papers rest on, ours next to them."""
+    """Table of the central figures of the published systems' papers, and ours."""
     return markdown(["", "published", "measured here"], short.table(measured(), number))
 
 

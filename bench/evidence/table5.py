@@ -14,12 +14,12 @@ _ORDER = ("Inshrinkerator", "Config()", "Adaptive", "Uniform", "no compression")
 
 
 def measured() -> dict[str, dict[str, Json]]:
-    """Rows by training and system, and by what they say."""
+    """Return the rows by training and system, then by label."""
     return by_place(rows_of("training-table-5-*.json"), PREFIX)
 
 
 def _split(place: str) -> tuple[str, str]:
-    """Training and system: the training ends with "steps".
+    """Split a name into training, which ends with "steps", and system.
 
     Example:
         >>> _split("MLP, 3,600 steps, Config(), fixed")
@@ -30,7 +30,7 @@ def _split(place: str) -> tuple[str, str]:
 
 
 def table() -> str:
-    """Accuracy and loss at the end, and the ratio of the weights, a line a training and system."""
+    """Table of final accuracy, final loss and ratio of weights, by training and system."""
     lines = []
     for place, rows in measured().items():
         training, system = _split(place)

@@ -30,13 +30,13 @@ def measured() -> list[Json]:
 def by_model(
     rows: Sequence[Json], failures: int, studies: Iterable[str] = endurance.STUDIES
 ) -> dict[str, dict[str, dict[str, Json]]]:
-    """Columns of each system, by model and system, of the trainings with so many failures."""
+    """Return columns of each system, by model and system, of trainings with `failures` failures."""
     found = endurance.table(rows, failures)
     return {name: found[name] for name in studies if name in found}
 
 
 def failures(model: str) -> str:
-    """Every system of one model with ten failures."""
+    """Table of all systems of one model with ten failures."""
     systems = by_model(measured(), endurance.FAILURES[0], [model]).get(model, {})
     lines = [
         [system_name(system), *(show(columns.get(label)) for _, label, show in _TABLE)]
@@ -167,7 +167,7 @@ def costs() -> str:
 
 
 def ablations(model: str) -> str:
-    """Each part off in turn."""
+    """Table of our settings with each part turned off in turn."""
     lines = [
         [
             variant,
@@ -183,7 +183,7 @@ def ablations(model: str) -> str:
 
 
 def coders() -> str:
-    """What coders make of the same levels."""
+    """Table of bits a weight by coder, on the same levels."""
     rows = [row for row in measured() if " ablation, coders, " in row["row"]]
     models = list(dict.fromkeys(row["row"].partition(" ablation")[0] for row in rows))
     values = {row["row"]: row["value"] for row in rows}
