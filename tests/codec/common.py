@@ -1,4 +1,4 @@
-"""What the codec's tests share: equality to the bit, a round trip through bytes, files taken apart and put together."""
+"""Helpers of the codec's tests: bitwise equality, round trips, files in parts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bits(x: Any) -> bytes:
 
 
 def _atom(x: Any) -> Any:
-    """A scalar in a form that `==` compares to the bit."""
+    """Return a scalar in a form that `==` compares bit for bit."""
     if type(x) is float:
         return struct.pack(">d", x)
     if type(x) is tuple:
@@ -53,7 +53,7 @@ def short(key: Any) -> str:
 
 
 def difference(a: Any, b: Any) -> str:
-    """Where two states differ in types, keys and their order, dtypes, shapes or bits; "" where they do not."""
+    """Describe the first difference of two states in type, key, dtype, shape, bits; or ""."""
     stack = [("", a, b)]
     while stack:
         path, x, y = stack.pop()
@@ -82,7 +82,7 @@ def difference(a: Any, b: Any) -> str:
 
 
 def through_bytes(ckpt: sp.Checkpoint, prev: sp.Checkpoint | None = None) -> Any:
-    """The state as a reader finds it who has nothing but the bytes (and the parent)."""
+    """Return the state as a reader restores it from bytes, with the parent if given."""
     return sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()), prev)
 
 
@@ -91,12 +91,12 @@ def round_trip(state: Any, cfg: sp.Config | None = None, kinds: Any = None) -> A
 
 
 def known(*paths: str) -> dict[str, str]:
-    """Kinds that say of each path that it is the weights of a linear layer."""
+    """Return kinds that declare each path as the weights of a linear layer."""
     return dict.fromkeys(paths, "linear")
 
 
 def take_apart(blob: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """Header, the records of its arrays as rows, and chunks of a file."""
+    """Return header, records of arrays as rows, and chunks of a file."""
     _, _, _, stored, _, count, _ = _PREFIX.unpack_from(blob)
     header = json.loads(zstandard.decompress(blob[56 : 56 + stored]))
     header["arrays"] = from_columns(header["arrays"], len(header["tree"]))
@@ -119,7 +119,7 @@ def put_together(
     lengths: list[int] | None = None,
     tail: bytes = b"",
 ) -> bytes:
-    """A file whose checksums are right whatever it says; records that are rows become columns."""
+    """Build a file with valid checksums from any header and chunks."""
     if isinstance(header, dict) and isinstance(header.get("arrays"), list):
         rows = header["arrays"]
         is_plain = all(isinstance(row, dict) and None not in row.values() for row in rows)
@@ -143,7 +143,7 @@ def put_together(
 
 
 def stored_records(header: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records that have pieces, in the order of the body: of arrays that are in no bundle, then of bundles."""
+    """Return the records with pieces in the order of the body: single arrays, then bundles."""
     return [row for row in header["arrays"] if "b" in row] + header.get("bundles", [])
 
 
@@ -162,7 +162,7 @@ def pieces_of(header: dict[str, Any], body: bytes) -> list[list[bytes]]:
 
 @contextmanager
 def small_chunks(n: int) -> Iterator[None]:
-    """Arrays are cut into chunks of n elements: what happens at chunk boundaries happens in small arrays too."""
+    """Context in which arrays are cut into chunks of n elements."""
     names = [m.name for m in pkgutil.walk_packages(codec.__path__, "shrinkpoint.codec.")]
     modules = [m for m in map(importlib.import_module, names) if hasattr(m, "CHUNK")]
     found = [(m, m.CHUNK) for m in modules]
@@ -178,7 +178,7 @@ def small_chunks(n: int) -> Iterator[None]:
 
 @contextmanager
 def threads(n: int) -> Iterator[None]:
-    """Compress and decompress on n threads."""
+    """Context in which the codec runs on n threads."""
     sp.set_threads(n)
     try:
         yield

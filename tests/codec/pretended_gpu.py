@@ -1,4 +1,4 @@
-"""States on two devices that are not there: the bytes of a CPU, and no operand of the host among a device's.
+"""States on two pretended devices: bytes as on a CPU, no host operand in device operations.
 
 A script, for a process of its own (`tests/pretended.py`).
 """
@@ -33,7 +33,7 @@ CONFIGS = (
 
 
 def take_for_gpus() -> None:
-    """Let the library take the pretended devices for GPUs, where it asks."""
+    """Let the library treat the pretended devices as GPUs."""
     for package in ("kernels", "kernels.gpu", "codec"):
         for module in pkgutil.iter_modules(importlib.import_module(f"shrinkpoint.{package}").__path__):
             importlib.import_module(f"shrinkpoint.{package}.{module.name}")
@@ -55,7 +55,7 @@ def take_for_gpus() -> None:
 
 
 def refused(work: Any) -> None:
-    """Say that the rules refuse it; they would find nothing if they let it pass."""
+    """Print "refused" if the rules refuse the work."""
     try:
         work()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Files do not depend on whether a thread takes subnormal numbers for zero, nor on how NumPy is set."""
+"""Files do not depend on flush-to-zero of subnormal numbers or on NumPy's error settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BitSnap: what changed, to the bit and at the published sizes; optimizer states in clusters; bases in between."""
+"""BitSnap: exact changes at the published sizes, clusters of optimizer states, bases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weights(dtype: str = "bfloat16", n: int = N, seed: int = 0) -> torch.Tensor:
 
 
 def with_changes(x: torch.Tensor, count: int, seed: int = 1) -> torch.Tensor:
-    """Exactly so many other elements, anywhere."""
+    """Return a copy with exactly `count` changed elements at random positions."""
     at = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(seed))[:count]
     y = x.clone()
     pattern = y.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
@@ -52,7 +52,7 @@ def form(ckpt: sp.Checkpoint) -> int:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("share", [0.0, 0.03125, 0.15, 0.5, 0.9])
 def test_sizes_are_the_published_ones(dtype: str, share: float) -> None:
-    """n / 8 + 2 changed bytes: 16 times smaller at best, and nearly 5 times at 15 %."""
+    """Sizes are n / 8 + 2 changed bytes: 16 times smaller at best, nearly 5 times at 15 %."""
     x = weights(dtype)
     base = sp.compress({"w": x}, cfg=PUBLISHED)
     assert row(base).stored_bytes == pytest.approx(2 * N, abs=8)
@@ -72,7 +72,7 @@ def test_sizes_are_the_published_ones(dtype: str, share: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 15 / 16), ("float32", 31 / 32), ("float64", 63 / 64)])
 def test_the_break_even(dtype: str, limit: float) -> None:
-    """Stored in full from where a mask is no smaller: at 15/16 of 16-bit values."""
+    """An array is stored in full once a mask is not smaller: at 15/16 of 16-bit values."""
     n = 64_000
     x = weights(dtype, n)
     base = sp.compress({"w": x}, cfg=PUBLISHED)
@@ -94,7 +94,7 @@ def test_the_break_even(dtype: str, limit: float) -> None:
     st.sampled_from([104, 400, 1 << 22]),
 )
 def test_every_bit_survives(seed: int, dtype: str, share: float, cfg: sp.Config, chunk: int) -> None:
-    """Any patterns (NaN payloads, both zeros), any share, any chunk boundary, over either parent, restated too."""
+    """Any pattern, share of changes and chunk boundary is restored exactly over either parent."""
     rng = np.random.default_rng(seed)
     own = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     n = int(rng.integers(1024, 1200))
@@ -162,7 +162,7 @@ def test_clusters_are_the_kernels(dtype: str, clusters: int, coder: str) -> None
 
 
 def test_sixteen_clusters_take_a_byte_and_a_half() -> None:
-    """2.67 times smaller than float32, as published; coded by entropy it is smaller yet and the same values."""
+    """16 clusters take 1.5 bytes an element, as published; entropy coding makes them smaller."""
     x = moment()
     published = sp.compress({"w": x}, cfg=sp.Config([("*", sp.Clusters(coder="published"))]))
     assert row(published).stored_bytes == pytest.approx(1.5 * x.size + 8 * 16, abs=16)
@@ -172,7 +172,7 @@ def test_sixteen_clusters_take_a_byte_and_a_half() -> None:
 
 
 def test_clusters_of_a_chunk() -> None:
-    """A large array is cut, and each chunk has its own clusters: a shift half-way costs nothing."""
+    """Each chunk of a large array has its own clusters."""
     x = np.concatenate([moment(1024), moment(1024) + np.float32(100)])
     cfg = sp.Config([("*", sp.Clusters())])
     whole = row(sp.compress({"w": x}, cfg=cfg)).error
@@ -331,7 +331,7 @@ def test_a_store_takes_bases_and_deltas_against_them() -> None:
 
 
 def jumping(step: int, jumps: tuple[int, ...]) -> torch.Tensor:
-    """16-bit weights that are redrawn at the steps given, and of which 1,000 change at each other step."""
+    """Return 16-bit weights that are redrawn at the given steps, and change a little at others."""
     last = max([0, *(j for j in jumps if j <= step)])
     x = weights(n=1 << 17, seed=last)
     for i in range(last + 1, step + 1):
@@ -341,7 +341,7 @@ def jumping(step: int, jumps: tuple[int, ...]) -> torch.Tensor:
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_jump_is_a_base(beside: bool) -> None:
-    """Deltas after it are as small as those before, whatever moments stand beside; a trainer that comes back agrees."""
+    """After a jump of the weights a base is stored, and later deltas are small again."""
     url = f"memory://bitsnap-jump-{beside}"
     store = sp.Store(url, sp.presets.bitsnap())
     saved = []

@@ -1,4 +1,4 @@
-"""What lossy storage promises, checked on every value: relative bounds, quantiles, pruned, protected, nearest codes."""
+"""Bounds of lossy storage on every value: relative errors, quantiles, nearest codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def numpy_dtype(name: str) -> Any:
 
 
 def values(rng: np.random.Generator, name: str, n: int, how: str) -> np.ndarray[Any, Any]:
-    """n values of a float format, drawn by their bit patterns."""
+    """Return n values of a float format, drawn by their bit patterns."""
     dtype = numpy_dtype(name)
     width = 8 * dtype.itemsize
     kind = f"uint{width}"
@@ -114,7 +114,7 @@ def test_moments_keep_their_relative_bound(
 
 
 def test_moments_survive_a_chain_within_the_bound_of_their_last_checkpoint() -> None:
-    """No error builds up: each checkpoint holds the moments themselves, not differences of rounded ones."""
+    """Errors of moments do not accumulate along a chain."""
     rng = np.random.default_rng(0)
     prev = read = None
     for _ in range(6):
@@ -237,7 +237,7 @@ def test_what_bfloat16_cannot_hold_is_kept_to_the_bit() -> None:
 
 
 def test_a_state_of_extremes_is_stored_by_default() -> None:
-    """No overflow on the way, whatever the exponent, and an error that a number can say."""
+    """Extreme exponents give finite values, finite reported errors and small real ones."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal(5000)
     with np.errstate(all="ignore"):
@@ -353,7 +353,7 @@ def test_small_integer_norm_and_bias_arrays_are_exact_whatever_the_rules_say() -
 @settings(max_examples=20)
 @given(st.sampled_from([0.5, 0.2, 0.05, 0.01, 0.003, 1e-5]), st.sampled_from(FORMATS), st.integers(0, 2**32 - 1))
 def test_the_error_target_holds(target: float, name: str, seed: int) -> None:
-    """Along a chain too, and by exact storage where no codebook reaches it."""
+    """The error target holds along a chain, by exact storage if a codebook cannot reach it."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(5000) * (1 + rng.standard_exponential(5000) ** 3)
     prev = None

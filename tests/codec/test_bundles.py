@@ -1,4 +1,4 @@
-"""Small arrays coded together: the same values in every way to read them, and hostile bundles."""
+"""Bundles of small arrays: equal values by every way of reading, and hostile bundles."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _at(tree: Any, path: str) -> Any:
 
 @pytest.mark.parametrize("name", ["default", "lossless", "exact weights"])
 def test_weights_are_restored_as_if_coded_alone(name: str) -> None:
-    """A model of fewer arrays than make a bundle has the same ones, if thresholds over all arrays are the same."""
+    """A bundled array has the same values as the array compressed alone."""
     cfg = LEVELS[name]
     if name == "default":
         cfg = sp.Config([("weight", sp.Quantize(protect=0))])
@@ -288,7 +288,7 @@ def weights(rng: np.random.Generator, count: int = 12, rows: int = 30) -> dict[s
 
 
 def changed(state: dict[str, Any], how: str) -> tuple[dict[str, Any], sp.Config]:
-    """What comes after a state: arrays, and the rules for them."""
+    """Return the next state and its rules."""
     rng = np.random.default_rng(2)
     cfg = sp.Config([("w*", QUANTIZED)])
     after = {name: x + np.float32(0.001) * rng.standard_normal(x.shape).astype("f4") for name, x in state.items()}
@@ -332,7 +332,7 @@ CHANGES += ["one is not finite", "one is zero", "nothing"]
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_deltas_when_members_change(how: str) -> None:
-    """And back again, each over a parent that was read from bytes."""
+    """Bundles decode after members come, go or change, over a parent from memory or bytes."""
     state = weights(np.random.default_rng(0))
     cfg = sp.Config([("w*", QUANTIZED)])
     made = [sp.compress(state, cfg=cfg)]
@@ -351,7 +351,7 @@ def test_deltas_when_members_change(how: str) -> None:
 
 
 def test_a_member_that_alone_stays_exact() -> None:
-    """An array of which nothing is finite is stored exactly next to the bundle of the others."""
+    """An array without finite values is stored exactly, apart from the bundle of the others."""
     state = weights(np.random.default_rng(0))
     state["w4"] = np.full((30, 40), np.inf, np.float32)
     ckpt = sp.compress(state, cfg=sp.Config([("*", QUANTIZED)]))
@@ -361,7 +361,7 @@ def test_a_member_that_alone_stays_exact() -> None:
 
 
 def test_gains_and_thresholds_of_members() -> None:
-    """Members whose thresholds are older than others', and how far ahead of the drift each is coded."""
+    """Members of a bundle may differ in the age of thresholds and in their drift gains."""
     rng = np.random.default_rng(3)
     state = weights(rng, 20)
     cfg = sp.Config([("*", sp.Quantize(bins=16, rate=0.01, protect=0.01))])

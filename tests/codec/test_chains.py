@@ -1,4 +1,4 @@
-"""Chains: whatever configurations, shapes, dtypes and keys come and go, what is read is what was written."""
+"""Chains of changing configurations, shapes, dtypes and keys are read as they were written."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ KINDS = {"a": "linear", "b": "linear", "c/0": "linear", "wte": "embedding"}
 
 
 class World:
-    """A state that changes as steps say."""
+    """A state that changes step by step."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -100,7 +100,7 @@ class World:
 
 
 def memories(ckpt: sp.Checkpoint) -> dict[str, tuple[Any, ...]]:
-    """All that is kept for a later delta, in comparable form."""
+    """Return all references for a later delta in comparable form."""
     out: dict[str, tuple[Any, ...]] = {}
     for key, m in (ckpt._memory or {}).items():
         names = [n for n in ("levels", "codebook", "protected", "data") if hasattr(m, n)]
@@ -116,7 +116,7 @@ def memories(ckpt: sp.Checkpoint) -> dict[str, tuple[Any, ...]]:
     st.integers(0, 2**32 - 1), st.lists(steps, min_size=2, max_size=5), st.booleans(), st.sampled_from([400, 1 << 22])
 )
 def test_decoded_levels_are_encoded_levels(seed: int, plan: list[Any], linear: bool, chunk: int) -> None:
-    """Linear and base-parented; from bytes with the parent, from bytes without it, and from memory."""
+    """Decoding gives the encoder's reference for linear and base-parented chains."""
     world = World(seed)
     with small_chunks(chunk):
         prev = read = first = None
@@ -160,7 +160,7 @@ def test_decoded_levels_are_encoded_levels(seed: int, plan: list[Any], linear: b
 
 
 def shape_of(tree: Any) -> Any:
-    """The tree with arrays replaced by zeros: all but the values."""
+    """Return the tree with arrays replaced by zeros."""
     if isinstance(tree, dict):
         return {k: shape_of(v) for k, v in tree.items()}
     if isinstance(tree, list):

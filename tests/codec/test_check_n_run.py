@@ -1,4 +1,4 @@
-"""Check-N-Run: rows as quantized by the kernels, deltas of the rows that changed, widths by the number of restores."""
+"""Check-N-Run: quantized rows, deltas of changed rows, widths by number of restores."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def as_library(x: np.ndarray[Any, Any], library: str, dtype: str) -> Any:
 
 
 def host(x: Any) -> np.ndarray[Any, Any]:
-    """As float64."""
+    """Return an array as float64 in NumPy."""
     return x.double().numpy() if isinstance(x, torch.Tensor) else x.astype(np.float64)
 
 
@@ -64,7 +64,7 @@ def save(x: Any, prev: sp.Checkpoint | None, config: sp.Config, rows: Any = None
 
 
 def stored_rows(ckpt: sp.Checkpoint) -> int:
-    """How many rows a checkpoint of one table holds itself."""
+    """Count the rows that a checkpoint of one table stores."""
     from shrinkpoint.codec import entropy
     from shrinkpoint.codec.format.fields import Reader
 
@@ -171,7 +171,7 @@ def test_sizes() -> None:
 
 
 def test_the_order_of_the_quantizers() -> None:
-    """Figure 9: symmetric, asymmetric, adaptive from worst to best where rows are skewed; k-means beside the best."""
+    """Figure 9: symmetric, asymmetric, adaptive from worst to best on skewed rows."""
     x = np.exp(0.7 * np.random.default_rng(0).standard_normal((300, 64))).astype(np.float32)
     for width in (2, 3, 4):
         error = {}
@@ -292,7 +292,7 @@ def test_a_nudge_within_a_step_is_no_change() -> None:
 
 @pytest.mark.parametrize("width", [2, 4, 8, None])
 def test_a_row_that_moved_without_a_mark_is_stored_and_named(width: int | None) -> None:
-    """One row in three thousand, wherever it is; a parent from bytes leads to the same file."""
+    """A changed row without a mark is stored and counted in the note."""
     x = table(3000, 16)
     config = cfg(width)
     base = save(x, None, config)
@@ -317,7 +317,7 @@ def test_a_row_that_moved_without_a_mark_is_stored_and_named(width: int | None) 
 
 
 def test_a_chain_with_too_few_marks_is_the_chain_of_all_rows() -> None:
-    """Every third row that moves is marked; nothing is left behind, at any width and over several deltas."""
+    """A chain with a third of the marks equals one that compares all rows."""
     rng = np.random.default_rng(3)
     x = table(5000, 16)
     some = every = save(x, None, cfg(4))
@@ -332,7 +332,7 @@ def test_a_chain_with_too_few_marks_is_the_chain_of_all_rows() -> None:
 
 
 def test_marks_that_cannot_be_right_are_not_believed() -> None:
-    """Weight decay moves all rows."""
+    """Marks are not used if weight decay moves all rows."""
     x = table(3000, 16)
     config = cfg(4)
     base = save(x, None, config)
@@ -343,7 +343,7 @@ def test_marks_that_cannot_be_right_are_not_believed() -> None:
 
 
 def test_fingerprints_tell_rows_apart() -> None:
-    """Every bit counts, and changes that undo one another in a sum do not; the libraries agree."""
+    """Fingerprints of rows differ for every changed bit, swapped values and cancelling changes."""
     x = np.random.default_rng(0).standard_normal((1, 16)).astype("f4")
     rows = [x]
     for bit in range(512):
@@ -393,7 +393,7 @@ def test_marks_are_no_part_of_what_an_array_is() -> None:
 
 
 def test_marks_of_a_name_that_two_arrays_share_are_not_used() -> None:
-    """A moving average beside the weights changes in rows that no look-up touched."""
+    """Marks are not used for a name that weights and their average share."""
     x, average = table(300, 16), table(300, 16, seed=1)
     kinds = {"emb": sp.Kind("embedding", rows=packed(300, [1]))}
     base = sp.compress({"model": {"emb": x}, "ema": {"emb": average}}, cfg=cfg(4), kinds=kinds)
@@ -415,7 +415,7 @@ def test_a_table_that_was_resized_or_retyped_is_stored_in_full() -> None:
 
 
 def test_over_a_parent_of_another_codec() -> None:
-    """The parent's array counts as none; and the other way round."""
+    """A parent array of another codec counts as missing, in both directions."""
     x = table(100, 32)
     for other in (sp.Config([("embedding", sp.Exact())]), sp.Config()):
         base = save(x, None, other)
@@ -446,7 +446,7 @@ def test_more_restores_than_expected_fall_back_to_eight_bits() -> None:
 
 
 def test_a_wider_delta_leaves_no_row_that_changed_at_the_old_width() -> None:
-    """Rows that are what the narrow parent says (a restored run's) stay; others are stored at the new width."""
+    """A wider delta keeps rows equal to the narrow parent and stores changed rows at its width."""
     x = table(400, 64)
     base = save(x, None, cfg(2))
     restored = sp.decompress(base)["emb"]
@@ -548,7 +548,7 @@ def test_what_has_no_rows_is_exact() -> None:
 
 
 def test_a_table_that_is_not_known_for_one_says_so() -> None:
-    """Without kinds an embedding is known by its name alone."""
+    """Without kinds an embedding is recognised by its name only; the reason names it."""
     config = sp.presets.check_n_run(4)
     state = {
         "user_table.weight": table(300, 32),
@@ -570,7 +570,7 @@ def test_a_table_that_is_not_known_for_one_says_so() -> None:
 
 
 def test_optimizer_state_follows_its_rows() -> None:
-    """Exact by default, and only rows that changed; of other layers exact as a whole."""
+    """Optimizer state of a table is exact by default and stored for changed rows only."""
     rows, columns = 300, 32
     weight = torch.from_numpy(table(rows, columns))
     rng = torch.Generator().manual_seed(0)
@@ -731,7 +731,7 @@ def test_records_hold_what_the_kernels_gave() -> None:
 
 
 def test_damaged_pieces_are_refused_or_decode_to_something() -> None:
-    """Random damage behind the checksums' back: a typed error, or rows; never a crash or another error."""
+    """Damage with valid checksums gives a typed error or rows, never another error."""
     rng = random.Random(random.SystemRandom().randrange(1 << 32))
     spec = LeafSpec("numpy", "float32", (120, 24))
     cases = []

@@ -1,4 +1,4 @@
-"""Checkpoints as values: pure, deterministic, independent of threads and processes; parents checked, never guessed."""
+"""Checkpoints are pure values, independent of threads and processes; parents are checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIGS = {
 
 
 def states(n: int = 3) -> list[dict[str, Any]]:
-    """A short training, made of arithmetic alone: the same in every process."""
+    """Return a short training, the same in every process."""
     grid = torch.arange(96 * 40, dtype=torch.float64).reshape(96, 40)
     out = []
     for t in range(n):
@@ -77,7 +77,7 @@ for name, cfg in CONFIGS.items():
 
 
 def test_bytes_do_not_depend_on_the_process() -> None:
-    """Another hash seed, another number of threads, another process: the same bytes."""
+    """Bytes do not depend on the hash seed, the number of threads or the process."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     found = []
     for seed, n in (("1", "1"), ("2", "2")):
@@ -96,7 +96,7 @@ def test_bytes_do_not_depend_on_the_process() -> None:
 
 
 def test_compress_changes_nothing_and_keeps_nothing_of_the_state() -> None:
-    """Training goes on in place right after; the checkpoint, as a parent too, is what it was."""
+    """Changing a state after `compress` changes neither checkpoint nor its use as parent."""
     for name, cfg in CONFIGS.items():
         first, second, third = states()
         copy = states()[0]
@@ -133,7 +133,7 @@ def test_from_bytes_keeps_nothing_of_a_buffer_that_changes() -> None:
 
 
 def test_many_threads_at_once() -> None:
-    """Callers on their own threads share one pool; some change its size meanwhile."""
+    """Several threads may compress at once while some change the number of threads."""
     expected = {name: sp.compress(states()[1], sp.compress(states()[0], cfg=cfg), cfg) for name, cfg in CONFIGS.items()}
     errors: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Uniform codebooks: the error of the exact one with less entropy; when a parent's is kept."""
+"""Uniform codebooks: as accurate as exact ones with less entropy; reuse of the parent's."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_few_distinct_values_are_kept_exactly() -> None:
 @pytest.mark.parametrize("torches", [False, True])
 @pytest.mark.parametrize("values", [[1.0], [20.0], [-0.3, 0.0, 0.3], [0.1 * i for i in range(24)]])
 def test_few_values_are_kept_to_the_bit(values: list[float], torches: bool) -> None:
-    """A matrix of ones is one of ones again, alone and as a delta, whatever the buckets' midpoints are."""
+    """A matrix with few distinct values is restored exactly, in a base and in a delta."""
     prev = None
     for factor in (1.0, 1.0, 1.7):
         x = np.resize(np.float32(values), (64, 64)) * np.float32(factor)
@@ -137,7 +137,7 @@ def test_float64_over_the_widest_range_is_compressed(scale: float, few: float, t
 
 
 def _uneven(kind: str) -> tuple[torch.Tensor, slice]:
-    """Weights whose parts have very different scales, and the part that a common step takes for nothing."""
+    """Return weights with parts of very different scales, and the small part."""
     draw = torch.Generator().manual_seed(0)
     if kind == "flat parameters":  # an embedding, then layers of a hundredth of its scale
         w = torch.randn(250_000, generator=draw)
@@ -182,7 +182,7 @@ def test_a_chain_of_levels_does_not_change_its_coding_at_the_half() -> None:
     cfg = sp.Config([("weight", sp.Quantize(bins=12, protect=0.0))], rate=0.01)
 
     def state(small: int) -> dict[str, np.ndarray]:
-        """So many of 200 rows are a thousand times smaller than the others."""
+        """Return weights in which `small` of 200 rows are a thousand times smaller."""
         factors = scale.copy()
         factors[:small] /= 1000
         return {"weight": w * factors}

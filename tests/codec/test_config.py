@@ -1,4 +1,4 @@
-"""Configurations: frozen, compared by value, the same after JSON, and clear about what is out of range."""
+"""Configurations: frozen, compared by value, stable through JSON, with checked ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged and hostile files: a typed error or the right answer; no crash, no hang, no memory nobody admitted to."""
+"""Damaged and hostile files: a typed error or the right answer within time and memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("warm
 
 @contextmanager
 def within(seconds: int = 20, gigabytes: float = 2.0) -> Iterator[None]:
-    """Too slow, in seconds of this process's own work, is an error; so is asking for more memory (Linux)."""
+    """Limit the processor time and (on Linux) the additional memory of a block."""
 
     def late(_signal: int, _frame: Any) -> None:
         raise TimeoutError(f"not done after {seconds} s")
@@ -58,7 +58,7 @@ def within(seconds: int = 20, gigabytes: float = 2.0) -> Iterator[None]:
 
 
 def read(blob: bytes, prev: sp.Checkpoint | None = None) -> Any:
-    """Everything a reader does with a file."""
+    """Read a file in every way that a reader has."""
     ckpt = sp.Checkpoint.from_bytes(blob, prev)
     repr(ckpt)
     json.dumps([row.path for row in ckpt.summary()])
@@ -86,7 +86,7 @@ def small() -> tuple[dict[str, Any], sp.Checkpoint, dict[str, Any], sp.Checkpoin
 
 @pytest.fixture(scope="module")
 def warm() -> None:
-    """What is imported and compiled under a memory limit may end the process: do it before."""
+    """Import and compile everything first, which could exceed a memory limit later."""
     try:
         import jax.numpy as jnp
 
@@ -122,7 +122,7 @@ def _typed_or_right(blob: bytes, prev: sp.Checkpoint | None, expected: Any) -> N
 
 
 def _sources() -> list[tuple[bytes, sp.Checkpoint | None]]:
-    """Files that between them use every stream format and every coder."""
+    """Return files that together use every stream format and every coder."""
     rng = np.random.default_rng(0)
     n = 1500
     x = rng.standard_normal(n).astype("f4")
@@ -171,7 +171,7 @@ def _sources() -> list[tuple[bytes, sp.Checkpoint | None]]:
 
 
 def test_altered_streams_with_right_checksums() -> None:
-    """Random damage behind the checksums' back: decoders check every length and every value themselves."""
+    """With valid checksums, decoders check every length and value of damaged streams."""
     seed = random.SystemRandom().randrange(1 << 32)
     rng = random.Random(seed)
     sources = [(take_apart(blob), prev) for blob, prev in _sources()]
@@ -295,7 +295,7 @@ DTYPES = [
 
 
 def _sibling(fields: dict[str, Any]) -> bytes:
-    """A first moment that is coded beside its second one, whose record has other fields."""
+    """Return a file in which the record of a second moment has other fields."""
     y = np.random.default_rng(0).standard_normal((30, 50)).astype("f4")
     header, chunks = take_apart(sp.compress({"o": {"0": {"exp_avg": y, "exp_avg_sq": y**2}}}).to_bytes())
     number = next(row["v"] for row in header["arrays"] if "v" in row)
@@ -416,7 +416,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 
 
 def _ring() -> bytes:
-    """Two arrays that each need the other's values first."""
+    """Return a file with two arrays that each need the values of the other."""
     header, chunks = _plain()
     first = header["arrays"][0]
     header["arrays"] = [{**first, "f": "grid", "v": 1}, {**first, "f": "grid", "v": 0}]
@@ -426,7 +426,7 @@ def _ring() -> bytes:
 
 
 def _zstandard_bomb() -> bytes:
-    """A frame that claims three bytes' worth and holds a gigabyte."""
+    """Return a frame that claims three bytes and decompresses to a gigabyte."""
     import zstandard
 
     frame = zstandard.ZstdCompressor(level=3, write_content_size=False).compress(bytes(1 << 26))
@@ -479,7 +479,7 @@ def test_other_files_are_refused(blob: bytes) -> None:
 
 
 def test_more_memory_than_there_is_is_refused_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each array alone would fit, all of them together would not."""
+    """Arrays that fit singly but not together are refused before allocation."""
     import os
 
     real = os.sysconf
@@ -499,7 +499,7 @@ def test_more_memory_than_there_is_is_refused_before_it_is_asked_for(monkeypatch
 
 
 def test_a_parent_that_does_not_fit_is_an_error_not_a_wrong_answer() -> None:
-    """A hostile delta that names its parent rightly and then refers to what the parent does not have."""
+    """A delta that refers to arrays its parent does not have is an error."""
     w = np.random.default_rng(0).standard_normal(2000).astype("f4")
     base = sp.compress({"weight": w, "x": np.arange(50)})
     delta = sp.compress({"weight": w * np.float32(1.001), "x": np.arange(50)}, base)
@@ -516,7 +516,7 @@ def test_a_parent_that_does_not_fit_is_an_error_not_a_wrong_answer() -> None:
 
 
 def with_epoch(blob: bytes, epoch: int) -> bytes:
-    """A file of another epoch, with the checksum that it then has."""
+    """Return a file with another epoch and a valid checksum."""
     out = bytearray(blob)
     struct.pack_into("<I", out, 36, epoch)
     stored, count = struct.unpack_from("<Q", out, 16)[0], struct.unpack_from("<I", out, 32)[0]
@@ -535,7 +535,7 @@ def test_a_file_from_before_the_release_is_refused_with_what_converts_it() -> No
 
 
 def test_the_converter_is_a_commit_of_this_history() -> None:
-    """An abbreviation that means one commit; a source distribution has no history to ask."""
+    """The abbreviated commit of the converter is unique in this repository's history."""
     assert re.fullmatch(r"[0-9a-f]{12}", development.CONVERTER)
     git = ["git", "-C", str(Path(__file__).parents[2])]
     try:

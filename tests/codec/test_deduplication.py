@@ -1,4 +1,4 @@
-"""Copies within a state: half-precision weights beside their masters, clones; stored once, restored together."""
+"""Copies within a state (half-precision weights, clones) are stored once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .common import difference, known, through_bytes
 
 
 def mixed(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """What mixed-precision training saves: masters in float32, the model's weights as casts of them."""
+    """Return a mixed-precision state: float32 masters, and weights cast from them."""
     torch.manual_seed(seed)
     masters = {"fc": torch.randn(96, 64) * 0.02, "out": torch.randn(64, 128)}
     return {"model": {k: v.to(dtype) for k, v in masters.items()}, "master": masters}
@@ -101,7 +101,7 @@ def test_moments_and_tied_arrays_are_not_taken_for_copies() -> None:
 
 @pytest.mark.parametrize("target", [0.02, 0.01, 0.008, 0.007, 0.005])
 def test_copies_hold_the_error_target(target: float) -> None:
-    """Rounding what was restored of a master adds to the error."""
+    """The error target also holds for rounded copies of a restored master."""
     for seed in range(3):
         x = torch.randn(128, 128, generator=torch.Generator().manual_seed(seed))
         state = {"master": x, "model": x.bfloat16(), "clone": x.clone()}

@@ -1,4 +1,4 @@
-"""What makes deltas small and says why: frozen codebooks and thresholds, warm starts, one slope, several rounds."""
+"""Small deltas: frozen codebooks and thresholds, warm starts, one slope, several rounds."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_summary_says_why_a_codebook_was_kept_or_not() -> None:
 
 
 def test_a_threshold_stays_while_it_protects_about_what_was_asked_and_the_note_says_when_not() -> None:
-    """Growing weights: the threshold is the parent's until 1.25 times as much as asked is above it."""
+    """The parent's threshold is kept while it protects at most 1.25 times the given share."""
     w = drawn(300, 300)
     cfg = sp.Config([("*", sp.Quantize(protect=0.01, trigger=1e9))])
     prev = sp.compress({"weight": w}, cfg=cfg)
@@ -74,7 +74,7 @@ def test_a_threshold_stays_while_it_protects_about_what_was_asked_and_the_note_s
 
 
 def test_an_array_that_comes_to_protect_much_more_gets_a_new_codebook() -> None:
-    """Beside a large array its own share is hardly seen in that of all; the bound is 8 times the share asked for."""
+    """An array that protects over 8 times the given share gets a new codebook."""
     large, small = drawn(600, 600), drawn(100, 100, seed=1)
     prev = sp.compress({"weight": small, "x": large}, kinds={"x": "linear"})
     asked = sp.Quantize().protect
@@ -127,7 +127,7 @@ def _cost(x: Any, codebook: Any, before: Any, levels: Any, price: float) -> floa
 
 
 def test_more_rounds_of_the_encoder_cost_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prices come from the levels of the round before: one round has those of the nearest levels, which none codes."""
+    """More rounds lower the cost, because prices follow the levels of the round before."""
     x = drawn(60_000)
     codebook = np.arange(-20, 21) * 0.25
     before = assign(x, Thresholds(), codebook)
@@ -142,7 +142,7 @@ def test_more_rounds_of_the_encoder_cost_less(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _every_element(x: Any, nearest: Any, before: Any, codebook: Any, price: float, importance: Any, size: int) -> Any:
-    """What `cheapest_levels` promises, without any short cut."""
+    """Compute the levels of `cheapest_levels` over all elements, without shortcuts."""
     levels = nearest
     for _ in range(3):
         counts = joint_counts(before, levels, size, codebook.size + 2) + 0.5
@@ -165,7 +165,7 @@ def _every_element(x: Any, nearest: Any, before: Any, codebook: Any, price: floa
 def test_settled_elements_need_no_look(
     bins: int, step: float, rate: float, parent: bool, weighted: bool, looks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounds over the elements found open, found anew in a later round, or not worth finding: the same levels."""
+    """Rounds over open elements only give the same levels as rounds over all elements."""
     x, codebook = drawn(90_000), np.linspace(-3.2, 3.2, bins)
     before = assign(x, Thresholds(prune_magnitude=0.01), codebook)
     x += np.float32(step) * drawn(x.size, seed=1)
@@ -191,7 +191,7 @@ def test_settled_elements_need_no_look(
 
 
 def test_one_slope_holds_for_all_arrays() -> None:
-    """Where the gradients of one array are a thousandth of another's, its errors matter a thousandth as much."""
+    """An array with smaller gradients gets larger errors and fewer bytes under one slope."""
     first = {name: drawn(200, 200, seed=i) for i, name in enumerate("ab")}
     second = {name: w + np.float32(0.1) * drawn(200, 200, seed=5 + i) for i, (name, w) in enumerate(first.items())}
     spread = np.random.default_rng(0).lognormal(0, 0.3, (200, 200)).astype("f4")
@@ -208,7 +208,7 @@ def test_one_slope_holds_for_all_arrays() -> None:
 
 
 def test_many_rare_symbols_need_fine_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In tables of 12 bits a symbol has 1/4096 at least: 250 rare ones take a twentieth from the frequent one."""
+    """Many rare symbols need tables of more than 12 bits to stay near the entropy."""
     rng = np.random.default_rng(0)
     symbols = np.where(rng.random(1_000_000) < 0.01, rng.integers(1, 250, 1_000_000), 0).astype(np.uint8)
     counts = np.bincount(symbols)
@@ -222,11 +222,13 @@ def test_many_rare_symbols_need_fine_probabilities(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("rate", [0.001, 0.01])
 @pytest.mark.parametrize("walk", ["random", "one direction", "all one way"])
 def test_what_the_encoder_holds_back_is_bounded_however_long_the_chain(rate: float, walk: str) -> None:
-    """Each delta is decided against the true weights: for every weight, at every checkpoint,
+    """The error of each delta is bounded along a chain of any length.
+
+    Each delta is decided against the true weights: for every weight, at every checkpoint,
 
         error**2 <= (half a step)**2 + rate * variance * log2(2 n + levels),
 
-    for no level is cheaper by more than the dearest costs. A walk that always goes the same way is no exception.
+    because a level is cheaper by at most the price of the dearest one. The bound includes walks in one direction.
     """
     rng = np.random.default_rng(3)
     w = rng.standard_normal((120, 120)).astype("f4")
@@ -262,7 +264,7 @@ def test_what_the_encoder_holds_back_is_bounded_however_long_the_chain(rate: flo
 def test_narrow_weights_far_from_zero_are_as_good_as_the_best_codebook(
     dtype: str, spread: float, middle: float
 ) -> None:
-    """The promise of `bins`: 1.05 times the root mean square error of the best so many entries, wherever values lie."""
+    """Narrow weights far from zero are within 1.05 times the error of the best codebook."""
     x = middle * (1 + spread * np.random.default_rng(0).standard_normal((120, 120)))
     w = torch.from_numpy(x).to(getattr(torch, dtype))
     prev = None

@@ -1,4 +1,4 @@
-"""Symbols to bytes: which coder is chosen, what is not counted, and writers in writers."""
+"""Symbols to bytes: the choice of coder, uncounted cases, and nested writers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_is_stored_does_not_refer_to_the_callers_array(fresh: np.random.Gen
 
 
 def drifting(rng: np.random.Generator, n: int, drift: float) -> tuple[np.ndarray, np.ndarray]:
-    """Levels of normal weights on a grid of 0.27 deviations, before and after steps of so many deviations."""
+    """Return levels of normal weights before and after steps of `drift` deviations."""
     w = rng.standard_normal(n)
     later = w + drift * rng.standard_normal(n) * np.exp(rng.standard_normal(n))
     return tuple(np.clip(np.rint(x / 0.27) + 20, 2, 39).astype(np.uint8) for x in (w, later))
@@ -94,9 +94,9 @@ def drifting(rng: np.random.Generator, n: int, drift: float) -> tuple[np.ndarray
 @pytest.mark.parametrize("n", [5_000, 40_000, 300_000, 2_000_000])
 @pytest.mark.parametrize("drift", [0.0, 1e-5, 1e-4, 1e-3, 1e-2, 0.1])
 def test_levels_take_their_conditional_entropy_and_a_table(n: int, drift: float, fresh: np.random.Generator) -> None:
-    """A hundredth more and the coder's four states; where changes are few, not even the table is paid for.
+    """Levels take at most a hundredth more than their conditional entropy and their table.
 
-    The entropy is the empirical one of each context: it knows the frequencies, which a coder must say or learn.
+    The entropy is the empirical one of each context: it assumes known frequencies, which a coder must store or learn.
     """
     before, after = drifting(fresh, n, drift)
     data = entropy.encode_levels(after, 40, before, 40, "smallest")
@@ -110,7 +110,7 @@ def test_levels_take_their_conditional_entropy_and_a_table(n: int, drift: float,
 
 
 def test_few_exceptions_take_a_few_bytes(fresh: np.random.Generator) -> None:
-    """Of a million symbols five are others: by a table each symbol would take its 2e-5 bits at least."""
+    """Five exceptions in a million equal symbols take at most 24 bytes."""
     symbols = np.full(1_000_000, 9, np.uint8)
     symbols[fresh.choice(symbols.size, 5, replace=False)] = 200
     data = entropy.encode(symbols)
@@ -120,7 +120,7 @@ def test_few_exceptions_take_a_few_bytes(fresh: np.random.Generator) -> None:
 
 
 def test_what_is_plain_without_its_context_is_coded_without_it(fresh: np.random.Generator) -> None:
-    """All symbols are 7 whatever the context says: one exception and the peak, not where the context is off."""
+    """Symbols that are constant without their context are coded without it."""
     symbols = np.full(100_000, 7, np.uint8)
     symbols[5] = 8
     context = symbols.copy()
@@ -132,7 +132,7 @@ def test_what_is_plain_without_its_context_is_coded_without_it(fresh: np.random.
 
 
 def test_the_smaller_of_a_table_and_single_changes_is_taken(fresh: np.random.Generator) -> None:
-    """Single changes where they may be anywhere; a table where a level says by itself what becomes of it."""
+    """The encoder takes the smaller of a table and a list of single changes."""
     methods = set()
     for n in (2_000, 20_000, 200_000):
         drifted = [drifting(fresh, n, float(drift)) for drift in np.geomspace(1e-4, 0.3, 12)]
@@ -158,7 +158,7 @@ def test_counts_that_are_known_change_no_byte(fresh: np.random.Generator) -> Non
 def test_no_table_of_contexts_is_made_that_cannot_pay(
     fresh: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 256 symbols in 16 contexts each cell is new: the table would take more than the symbols."""
+    """A table of contexts is not built if it would be larger than the symbols."""
     made: list[int] = []
     model = table.Table.__init__
 
@@ -180,7 +180,7 @@ def test_no_table_of_contexts_is_made_that_cannot_pay(
 
 
 def test_what_a_table_of_contexts_takes_at_least(fresh: np.random.Generator) -> None:
-    """Of twenty thousand tables of drawn symbols one stays a tenth below it; two of 33 would be no accident."""
+    """The estimated least size of a table of contexts is rarely above its real size."""
     shares = []
     for n in (100, 2_000, 50_000):
         levels = [drifting(fresh, n, float(drift)) for drift in np.geomspace(1e-3, 3, 8)]
@@ -195,7 +195,7 @@ def test_what_a_table_of_contexts_takes_at_least(fresh: np.random.Generator) -> 
 
 @pytest.mark.parametrize("n", [1 << 14, 1 << 18])
 def test_tables_have_no_more_slots_than_symbols_where_that_costs_nothing(fresh: np.random.Generator, n: int) -> None:
-    """A table is made for each array: of 40 contexts with 2**12 slots each it is longer than 2**14 symbols."""
+    """Tables of few symbols have fewer slots, at almost no cost."""
     context = fresh.integers(0, 40, n, dtype=np.uint8)
     symbols = np.minimum(context + fresh.integers(0, 3, n), 39).astype(np.uint8)
     data = entropy.in_context(symbols, context, 40)[0].done()
@@ -207,7 +207,7 @@ def test_tables_have_no_more_slots_than_symbols_where_that_costs_nothing(fresh: 
 
 
 def test_runs_between_the_stretches_of_a_sample_are_seen(fresh: np.random.Generator) -> None:
-    """Rows that were never touched, in seven runs: by eight stretches the table looked like noise."""
+    """Runs of untouched rows that a sample of eight stretches would miss are found."""
     x = (fresh.standard_normal((4687, 64)) * 1e-2).astype(np.float32)
     for start in np.linspace(0, 4687 - 32, 8).astype(int)[:-1]:
         x[start + 64 : start + 470] = 0

@@ -1,4 +1,4 @@
-"""Error targets: step, protection and rate of each array follow from its sketch, and the error met is never beyond."""
+"""Error targets: each array's settings follow from its sketch, and the target is met."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def drawn(rng: np.random.Generator, spread: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Values as adverse as they are named."""
+    """Return values of a named, adverse distribution."""
     x = rng.standard_normal(shape)
     if spread == "uniform":
         return rng.uniform(-1, 1, shape)
@@ -89,7 +89,7 @@ def rate(ckpt: sp.Checkpoint) -> float:
 def test_no_array_is_beyond_its_target(
     seed: int, spread: str, shape: tuple[int, ...], dtype: str, target: float, policy: str, residual: bool
 ) -> None:
-    """What the summary states included; what is not finite comes back as it was."""
+    """Real and reported errors are within the target; non-finite values are exact."""
     rng = np.random.default_rng(seed)
     x = drawn(rng, spread, shape) * 10.0 ** rng.integers(-3, 3)
     cfg = sp.Config([("*", sp.Quantize(policy=policy, residual=residual))], max_rel_error=target)
@@ -112,7 +112,7 @@ def test_no_array_is_beyond_its_target(
     st.sampled_from([0.0, 1e-3, 0.05]),
 )
 def test_every_delta_of_a_chain_keeps_to_it(seed: int, spread: str, dtype: str, target: float, drift: float) -> None:
-    """Weights that always move the same way, however slowly, and some that jump."""
+    """Every delta of a chain meets the target, for steady drift and for jumps."""
     rng = np.random.default_rng(seed)
     x = drawn(rng, spread, (50, 60))
     way = drift * np.abs(x).mean() * rng.standard_normal(x.shape)
@@ -186,7 +186,7 @@ def test_the_rate_is_chosen_by_array_and_takes_what_is_left_of_the_target() -> N
 
 
 def test_what_is_left_makes_deltas_smaller_and_cannot_be_overspent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against nearest levels of the same codebook; and where the sample promises too much, the target is kept still."""
+    """The remaining error makes deltas smaller, and the target holds if the sample misleads."""
     rng = np.random.default_rng(1)
     x = drawn(rng, "normal", (300, 200)).astype("f4")
     y = x + np.float32(0.02) * rng.standard_normal(x.shape).astype("f4")
@@ -217,7 +217,7 @@ def test_what_is_left_makes_deltas_smaller_and_cannot_be_overspent(monkeypatch: 
     st.floats(0.005, 0.5),
 )
 def test_never_more_than_bins_alone_would_take(seed: int, spread: str, dtype: str, target: float) -> None:
-    """Against the fewest of a ladder that keep to the target; a tenth of the error is left to the deltas: 0.15 bits."""
+    """A target takes few more bytes than the fewest bins that meet it."""
     x = as_dtype(drawn(np.random.default_rng(seed), spread, (64, 80)), dtype)
     chosen = row(
         sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=target), kinds={"weight": "linear"})
@@ -256,7 +256,7 @@ def test_a_rate_that_is_asked_for_is_the_rate() -> None:
 @pytest.mark.parametrize("solver", ["uniform", "exact"])
 @pytest.mark.parametrize(("target", "asked"), [(0.02, 0.002), (0.02, 1.0), (0.01, 0.0005)])
 def test_a_rate_that_the_target_has_no_room_for_costs_no_bytes(target: float, asked: float, solver: str) -> None:
-    """Levels that it would keep back are beyond the target: then it is as without, and never exact for that."""
+    """A rate beyond the target costs no bytes and never makes an array exact."""
     rng, rules, stored = np.random.default_rng(4), [("weight", sp.Quantize(solver=solver))], []
     weights = [drawn(rng, "normal", (100, 120)).astype("f4") for _ in range(5)]
     for rate in (0.0, asked):
@@ -271,7 +271,7 @@ def test_a_rate_that_the_target_has_no_room_for_costs_no_bytes(target: float, as
 
 
 def test_narrow_weights_are_not_flattened() -> None:
-    """An error of 0.1 % of the norm would allow it; two entries are the least there is."""
+    """Narrow weights keep at least two entries, although the target would allow one."""
     x = drawn(np.random.default_rng(5), "narrow", (100, 100)).astype("f4")
     y = sp.decompress(sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=0.05)))["weight"]
     assert float(((y - x) ** 2).mean()) < 0.5 * float(x.astype("f8").var())
@@ -292,7 +292,7 @@ def test_gradients_still_protect_what_they_make_matter() -> None:
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_chunks_and_libraries_do_not_matter(library: str) -> None:
-    """A price is found on a sample where an array is large; the same bytes from torch and NumPy."""
+    """Chunks and array libraries do not change the bytes under an error target."""
     x = drawn(np.random.default_rng(7), "normal", (300, 300)).astype("f4")
     state = {"weight": torch.from_numpy(x) if library == "torch" else x}
     cfg = sp.Config(max_rel_error=0.07)

@@ -1,4 +1,4 @@
-"""Evidence: an array changes only if something says what it is; everything else comes back to the bit."""
+"""Evidence: an array changes only if its role is known; all others are restored exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def whys(state: Any, **how: Any) -> dict[str, tuple[bool, str]]:
-    """Whether each array is exact, and why; what the summary calls exact must come back to the bit."""
+    """Return for each array whether it is exact, and the reason."""
     ckpt = sp.compress(state, **how)
     back = sp.compress(sp.decompress(ckpt), cfg=sp.presets.lossless())
     values = {row.path: (row, after) for row, after in zip(ckpt.summary(), back.summary(), strict=True)}
@@ -307,7 +307,7 @@ def test_entries_that_are_not_known_moments_are_exact(make: Any) -> None:
 
 
 def table_of_optimizers() -> list[tuple[str, set[str], set[str], str]]:
-    """Name, entries that may change, entries that stay exact, and evidence for weights, as the page has them."""
+    """Return the page's table: name, lossy entries, exact entries, evidence for weights."""
     page = (Path(__file__).parents[2] / "docs/lossy-or-exact.md").read_text(encoding="utf-8")
     lines = page.partition("<!-- table optimizers -->\n")[2].partition("<!-- end -->")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

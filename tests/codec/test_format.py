@@ -1,4 +1,4 @@
-"""The second reader, tests/second_reader.py, finds what the library finds."""
+"""The second reader, tests/second_reader.py, reads the same states as the library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .common import difference
 
 
 def as_library(x: Any) -> Any:
-    """A state of the second reader with arrays of the libraries that their records name."""
+    """Return a state of the second reader with arrays of the recorded libraries."""
     if isinstance(x, dict):
         made = type(x)()
         for key, value in x.items():
@@ -50,14 +50,14 @@ def as_library(x: Any) -> Any:
 
 
 def apart(x: Any) -> Any:
-    """A state whose tensor subclasses are dicts of their parts."""
+    """Return a state whose tensor subclasses are dicts of their parts."""
     if isinstance(x, Coded):
         return {**taken_apart(x, "")}
     return {k: apart(v) for k, v in x.items()} if type(x) is dict else x
 
 
 def load(name: str, index: dict[str, Any]) -> tuple[Any, str, dict[str, Leaf]]:
-    """A golden file by the second reader."""
+    """Read a golden file by the second reader."""
     parent = index[name]["parent"]
     blob = (INDEX.parent / name).read_bytes()
     return read(blob, load(parent, index)) if parent else read(blob)
@@ -65,7 +65,7 @@ def load(name: str, index: dict[str, Any]) -> tuple[Any, str, dict[str, Leaf]]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_second_reader_finds_what_the_index_says(name: str) -> None:
-    """No code of the library takes part."""
+    """The second reader agrees with the golden index."""
     index = json.loads(INDEX.read_text())
     _, identity, arrays = load(name, index)
     found = {
@@ -78,7 +78,7 @@ def test_the_second_reader_finds_what_the_index_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_second_reader_finds_the_same_state(name: str) -> None:
-    """Types, keys and their order, scalars, and arrays to the bit."""
+    """The second reader restores types, keys, scalars and arrays bit for bit."""
     index = json.loads(INDEX.read_text())
 
     def ours(name: str) -> sp.Checkpoint:
@@ -91,7 +91,7 @@ def test_the_second_reader_finds_the_same_state(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, (_, _, length) in cases().items() if length > 1])
 def test_the_second_reader_finds_the_same_after_a_rebase(name: str) -> None:
-    """As a base and as a super-step over the first of its chain."""
+    """The second reader reads rebased checkpoints: bases, and super-steps over the first."""
     make, cfg, length = cases()[name]
     chain: list[sp.Checkpoint] = []
     for t in range(length):
@@ -105,7 +105,7 @@ def test_the_second_reader_finds_the_same_after_a_rebase(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_the_second_reader_finds_the_same_in_large_arrays(dtype: str) -> None:
-    """Scales of rows and columns, contexts counted on a part, both kinds of context."""
+    """The second reader reads large arrays with row and column scales and both contexts."""
     rng = np.random.default_rng(0)
     scale = np.exp(rng.normal(0, 2, (150, 1)) + rng.normal(0, 2, (1, 120)))
     w = scale * rng.standard_normal((150, 120))
@@ -127,7 +127,7 @@ def test_the_second_reader_finds_the_same_in_large_arrays(dtype: str) -> None:
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])
 def test_a_copy_of_wide_numbers_rounds_as_its_library_does(library: str) -> None:
-    """torch rounds float64 to float16 by way of float32, NumPy at once; here they differ."""
+    """A float16 copy of float64 is rounded as torch or NumPy rounds it."""
     master = np.full(8192, 1 + 2.0**-11 + 2.0**-40) * np.exp2(np.arange(8192) % 8)
     half = torch.from_numpy(master).half() if library == "torch" else master.astype(np.float16)
     state = {"master": torch.from_numpy(master) if library == "torch" else master, "half": half}
@@ -138,7 +138,7 @@ def test_a_copy_of_wide_numbers_rounds_as_its_library_does(library: str) -> None
 
 
 def test_a_reader_refuses_the_next_version_by_its_number() -> None:
-    """Both readers, also where all checksums of that file are right."""
+    """Both readers refuse the next format version by its number."""
     blob = bytearray((INDEX.parent / FILES[0]).read_bytes())
     blob[8:12] = struct.pack("<I", 2)
     stored, count = struct.unpack_from("<Q", blob, 16)[0], struct.unpack_from("<I", blob, 32)[0]
@@ -150,7 +150,7 @@ def test_a_reader_refuses_the_next_version_by_its_number() -> None:
 
 
 def test_the_page_lists_the_standard_reasons() -> None:
-    """A file names them by number: none may move, and a new one is a text of its own in the file."""
+    """docs/format.md lists the numbered reasons, which must not change their numbers."""
     page = (INDEX.parents[3] / "docs/format.md").read_text()
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", page.partition("## Standard reasons")[2], re.MULTILINE)
     assert [(int(number), reason) for number, reason in rows] == list(enumerate(REASONS))
@@ -158,7 +158,7 @@ def test_the_page_lists_the_standard_reasons() -> None:
 
 
 def test_the_second_reader_stands_alone() -> None:
-    """It imports nothing of the library, and has 700 lines at most."""
+    """The second reader does not import the library, and has at most 700 lines."""
     text = Path(second_reader.__file__).read_text()
     tree = ast.walk(ast.parse(text))
     names = [

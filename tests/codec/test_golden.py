@@ -1,4 +1,4 @@
-"""Files of every version and feature stay readable. They are made once (tests/golden/make.py); a missing one fails."""
+"""Golden files of every version and feature stay readable, and a missing one fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def load(name: str) -> sp.Checkpoint:
-    """A golden file, resolved by its chain."""
+    """Return a golden file, resolved by its chain."""
     entry = json.loads(INDEX.read_text())[name]
     prev = load(entry["parent"]) if entry["parent"] else None
     return sp.Checkpoint.from_bytes((INDEX.parent / name).read_bytes(), prev)
@@ -41,7 +41,7 @@ def test_golden_file(name: str) -> None:
 
 
 def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And every exact storage method: whoever adds one adds a file."""
+    """Golden files use every stream, coder and exact storage method."""
     from shrinkpoint.codec import streams
     from shrinkpoint.codec.bundles.streams import BUNDLE_STREAMS
     from shrinkpoint.codec.entropy import coders, plain

@@ -1,4 +1,4 @@
-"""States on a GPU: the same bytes as on the CPU, and nothing but small results crosses to the host.
+"""States on a GPU: the same bytes as on the CPU, and few bytes copied to the host.
 
 Without a GPU torch's CPU tensors pass for CUDA ones and Triton's interpreter runs the kernels, so that the codec's way
 over the device is taken here too.
@@ -36,7 +36,7 @@ pytestmark = [
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A device whose tensors are taken for CUDA tensors."""
+    """Device whose tensors are treated as CUDA tensors."""
     if HERE:
         yield "cuda"
         return
@@ -57,7 +57,7 @@ def moments(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float3
 
 
 def training(t: int) -> dict[str, Any]:
-    """What a GPU holds: weights of two widths, moments, and moments that are not what they should be."""
+    """Return weights of several types and their moments at step t, some of them unusual."""
     g = torch.Generator().manual_seed(1)
     model = {
         "emb.weight": torch.randn(120, 24, generator=g),
@@ -101,7 +101,7 @@ CONFIGS = {
 
 
 def gradients(t: int) -> dict[str, Any]:
-    """Of all weights but one, which are of several types, those of half precision in float32."""
+    """Return float32 gradients of all weights but one."""
     g = torch.Generator().manual_seed(50 + t)
     model = training(t)["model"]
     return {k: torch.randn(x.shape, generator=g) for k, x in model.items() if k != "ternary.weight"}
@@ -112,17 +112,17 @@ SOLVED_THERE = ("few bins", "exact")
 
 
 def one_by_one(problems: Sequence[Problem], place: torch.Tensor) -> list[Any]:
-    """In place of `solve_together`, with which it agrees to the bit (`tests/kernels/test_kmeans.py`)."""
+    """Replacement for `solve_together` with equal results (`tests/kernels/test_kmeans.py`)."""
     return [problem.solve() for problem in problems]
 
 
 def earlier(t: int, device: str = "cpu") -> sp.PastWeights:
-    """The weights of five checkpoints before, so that the moments' lead gives the first delta a gain."""
+    """Return the weights of five checkpoints earlier, for a gain of the first delta."""
     return sp.PastWeights(to(training(t - 5)["model"], device), steps=50)
 
 
 def coded_twice(name: str, device: str = "cpu") -> list[sp.Checkpoint]:
-    """A base and a delta, of what lies on a device."""
+    """Compress a base and a delta of states on a device."""
     cfg, chain = CONFIGS[name.partition(",")[0]], list[sp.Checkpoint]()
     for t in range(2):
         grads = to(gradients(t), device) if "gradients" in name else None
@@ -133,7 +133,7 @@ def coded_twice(name: str, device: str = "cpu") -> list[sp.Checkpoint]:
 
 
 def check_same_bytes(chain: list[sp.Checkpoint], others: list[sp.Checkpoint]) -> None:
-    """All but the errors that are stated, and the parent's checksum with them."""
+    """Check that files are equal apart from stated errors and the parent's checksum."""
     for one, other in zip(chain, others, strict=True):
         (header, body), (other_header, other_body) = (take_apart(c.to_bytes()) for c in (one, other))
         for record, other_record in zip(header["arrays"], other_header["arrays"], strict=True):
@@ -161,7 +161,7 @@ def test_the_same_bytes_as_on_the_cpu(
 
 @pytest.mark.skipif(HERE, reason="a real device says so itself, in every other test")
 def test_nothing_of_the_host_is_computed_with_what_lies_on_a_device() -> None:
-    """By torch's own rules, on devices that are not there: a tensor of the host among others is an error on a GPU."""
+    """No operation mixes host and device tensors, by torch's rules on pretended devices."""
     script = Path(__file__).with_name("pretended_gpu.py")
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -172,7 +172,7 @@ def test_nothing_of_the_host_is_computed_with_what_lies_on_a_device() -> None:
 def test_sketches_and_codebooks_of_a_model_take_one_launch_each(
     device: str, monkeypatch: pytest.MonkeyPatch, given: bool
 ) -> None:
-    """However many tensors it has; with gradients there are three sketches: values, sensitivities, what is kept."""
+    """All tensors of a model share one launch for sketches and one for codebooks."""
     seen: dict[str, int] = {}
 
     def count(subject: str, name: str) -> None:
@@ -196,7 +196,7 @@ def test_sketches_and_codebooks_of_a_model_take_one_launch_each(
 
 
 def test_moments_stay_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No float32 array of a matrix's size is fetched: only symbols, a byte an element, and what has none."""
+    """Only symbols and rare values of moments are copied to the host."""
     state = {"optimizer": {"state": {0: to(moments((70, 80), 3), device)}}}
     fetched: list[tuple[str, int]] = []
     bring, raw = leaves.on_host, leaves.as_bytes
@@ -221,7 +221,7 @@ def test_moments_stay_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def crossed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Type and elements of whatever was brought to the host."""
+    """Record dtype and size of every tensor that is copied to the host."""
     found: list[tuple[str, int]] = []
     bring = torch.Tensor.cpu
 
@@ -234,7 +234,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def test_copies_are_compared_on_the_device(device: str, crossed: list[tuple[str, int]]) -> None:
-    """What crosses of masters and their halves are their first elements, all of a dtype at once, and levels."""
+    """Comparing masters with their halves copies only the first elements to the host."""
     masters = {f"{i}.weight": torch.randn(70, 80, generator=torch.Generator().manual_seed(i)) for i in range(3)}
     state = {"model": {k: x.bfloat16() for k, x in masters.items()}, "master": masters}
     expected = sp.compress(state, cfg=sp.presets.lossless())
@@ -250,7 +250,7 @@ def test_copies_are_compared_on_the_device(device: str, crossed: list[tuple[str,
 
 @pytest.mark.parametrize("alpha", [0.25, 2.0**-12])
 def test_log_buckets_are_taken_apart_on_the_device(device: str, crossed: list[tuple[str, int]], alpha: float) -> None:
-    """A byte of symbols and of signs an element come to the host, and one for every eight bits of fraction."""
+    """Log buckets are split on the device: bytes of symbols, signs and fractions are copied."""
     x = torch.randn(70, 80, generator=torch.Generator().manual_seed(2))
     x[3, 5] = float("inf")
     sp.compress({"weight": x.to(device)}, cfg=sp.Config([("*", sp.LogBuckets(alpha))]))
@@ -268,7 +268,7 @@ def test_packed_codes_alone_come_to_the_host(device: str, crossed: list[tuple[st
 
 
 def test_few_values_are_found_on_the_device(device: str, crossed: list[tuple[str, int]]) -> None:
-    """What tells whether an array has more values than its codebook has room for is no more than those."""
+    """Arrays with few distinct values are detected on the device."""
     few = torch.tensor([-0.3, -0.0, 0.0, 0.7, float("nan")])[torch.arange(6400).reshape(80, 80) % 5]
     many = 1 + 1e-3 * torch.rand(80, 80, generator=torch.Generator().manual_seed(2))
     for x, codec in ((few, sp.Quantize(bins=3)), (many, sp.Quantize(bins=3))):

@@ -1,4 +1,4 @@
-"""Keys of a dict that were made to collide are refused, when saved and when read; honest ones pass."""
+"""Dict keys that were made to collide are refused when saved and when read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORD = (1 << 64) - 1
 
 
 def tuples_of_one_hash(count: int) -> list[tuple[int, int]]:
-    """Pairs of integers, the second chosen such that the state of the tuple's hash after both is always the same."""
+    """Return pairs of integers whose tuples all have the same hash."""
     one, two, five = _PRIMES
     turned = lambda x, n: ((x << n) | (x >> (64 - n))) & _WORD  # noqa: E731
     wanted, found = hash((0, 0)), []
@@ -42,10 +42,10 @@ def tuples_of_one_hash(count: int) -> list[tuple[int, int]]:
 
 
 def on_one_path(count: int) -> list[int]:
-    """Numbers of 60 bits, all with hashes of their own, that meet slot after slot that is taken, in 4096 slots.
+    """Return 60-bit integers with distinct hashes that probe the same taken slots of 4096.
 
-    The first are slots that follow one another on the way of a hash that is used up. Of the others each five bits more
-    choose the next slot, among the 32 that they can reach one that is taken; then they walk along with the first.
+    The first keys are consecutive slots of the probe sequence after a hash is used up. In each other key every five
+    more bits choose the next slot among 32 reachable ones, such that it is taken; then it follows the first keys.
     """
     mask, order = 4095, [0]
     while len(order) < count:
@@ -92,7 +92,7 @@ FAMILIES: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_hostile_keys_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saved they could not be loaded; in bytes that nobody saved here they are damage, before a dict is built."""
+    """Colliding keys are refused by `compress`, and are damage in a file."""
     keys = FAMILIES[name]
     with pytest.raises(sp.UnsupportedLeafError, match=r"^x/0: .*collide"):
         sp.compress({"x": [dict.fromkeys(keys, 0)]})
@@ -137,7 +137,7 @@ def test_honest_keys_are_not(name: str) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 6, 21, 22, 85, 86, 1000])
 def test_any_number_of_keys(count: int) -> None:
-    """At the sizes where the table grows, and with one slot for all: 0 + 1 + 2 + ... are met at each size."""
+    """Keys are judged equally at all table sizes: distinct slots pass, one slot fails."""
     assert not is_crowded(range(count), few=0)
     keys = [(i + 1) * PERIOD for i in range(count)]
     assert is_crowded(keys, few=0, most=4) == (count >= 6)

@@ -1,4 +1,4 @@
-"""Which second moment belongs to which weight, and what the rate-distortion encoder makes of it."""
+"""Pairing of second moments with weights, and their effect on the encoder."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_odd_second_moments_do_no_harm() -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_gradients_stand_in_for_second_moments(scale: float) -> None:
-    """Where the state holds none: bits are saved where gradients are small, in whatever unit these are."""
+    """Without second moments, given gradients decide where the encoder saves bits."""
     first = state()["model"]
     moved = {"weight": first["weight"] + np.float32(0.1) * state(1)["model"]["weight"]}
     base = sp.compress(first, cfg=sp.Config([("*", sp.Quantize(protect=0.0))]))

@@ -1,4 +1,4 @@
-"""What names alone get wrong: words that begin like an optimizer, moments that only exact storage keeps usable."""
+"""Kinds: names that resemble an optimizer's, and moments that must be exact."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def nested(path: str, x: Any) -> Any:
     ids=["torch", "keras", "optax"],
 )
 def test_what_a_square_is_subtracted_from_is_exact(cfg: sp.Config, kinds: bool, second: str, average: str) -> None:
-    """v - m**2 is just above zero where gradients keep their sign: no error in either of them is small enough."""
+    """Both terms of v - m**2 are exact, because the difference can be close to zero."""
     g = drawn()
     entry = {second: g * g * np.float32(1.0001), average: g}
     table = None
@@ -82,7 +82,7 @@ def _at(state: Any, path: str) -> Any:
 
 
 def test_optax_adam_is_told_from_its_centered_rmsprop() -> None:
-    """The names are the same. A count beside them, or one first moment above the root of its second, is Adam's."""
+    """Adam is recognised by a count or by a first moment above the root of its second."""
     g = drawn()
     entry = {"mu": {"weight": g}, "nu": {"weight": g * g * np.float32(1.1)}}
     for more, factor, codec in (
@@ -134,7 +134,7 @@ def test_centered_rmsprop_goes_on(rate: float) -> None:
     ],
 )  # fmt: skip
 def test_weights_are_not_taken_for_moments(path: str) -> None:
-    """Without evidence they are exact, and with it they are weights."""
+    """Weights with a name of moments are exact without evidence, and weights with it."""
     x = nested(path, drawn())
     if not path.endswith("kernel"):
         with pytest.warns(sp.UnknownArraysWarning, match=path):
@@ -146,7 +146,7 @@ def test_weights_are_not_taken_for_moments(path: str) -> None:
 
 
 def layer(seed: int) -> dict[str, Any]:
-    """A layer as JAX libraries have it; nothing of it is negative, as in a second moment."""
+    """Return a JAX layer without negative values, as in a second moment."""
     return {"kernel": abs(drawn(seed)), "bias": abs(drawn(seed + 1)[0]) + 1}
 
 
@@ -155,7 +155,7 @@ def layer(seed: int) -> dict[str, Any]:
     "root", [lambda p: (p, {"step": 1}), lambda p: {"models": [p, p]}, lambda p: {"layers": {"0": p}}]
 )
 def test_a_layer_called_mu_is_no_moment(name: str, root: Any) -> None:
-    """A bias is exact, and what does not change costs nothing, also where a number stands above the name."""
+    """Layers called `mu` or `nu` are weights: kernels may be lossy, biases are exact."""
     state = root({"encoder": {name: layer(0), "logvar": layer(5)}})
     base = sp.compress(state)
     rows = {row.path: row for row in sp.compress(state, prev=base).summary()}
@@ -167,7 +167,7 @@ def test_a_layer_called_mu_is_no_moment(name: str, root: Any) -> None:
 
 @pytest.mark.parametrize("more", [{"count": np.asarray(3)}, {"nu": {"weight": drawn() ** 2}}])
 def test_below_a_number_alone_moments_are_told_by_what_stands_beside_them(more: dict[str, Any]) -> None:
-    """The state of Optax beside the parameters, in a tuple."""
+    """Moments of Optax in a tuple are recognised by their neighbours."""
     state = ({"weight": drawn(2)}, ({**more, "mu": {"weight": drawn(1)}},))
     codecs = {row.path: row.stream for row in sp.compress(state).summary()}
     assert codecs["1/0/mu/weight"] in ("grid", "log-buckets")
@@ -202,7 +202,7 @@ def test_a_copy_of_a_model_is_of_its_kinds() -> None:
 
 @pytest.mark.parametrize("path", ["opt/0/v", "optimizer/3/nu", "optimizer/state/w/v", "opt_state/1/nu/kernel"])
 def test_what_is_negative_is_no_second_moment(path: str) -> None:
-    """Nobody knows what it is then, so it is kept as it is; and so is what stands beside it."""
+    """A second moment with negative values is exact, and so is its first moment."""
     x = drawn()
     x[:-1] = abs(x[:-1])
     beside = path.replace("nu", "mu") if "nu" in path else path[:-1] + "m"
@@ -254,7 +254,7 @@ def test_kinds_may_name_the_second_name_of_a_tied_array() -> None:
 
 
 def test_a_framework_may_save_a_part_of_what_its_kinds_name(tmp_path: Any) -> None:
-    """Adapters give the kinds of the whole module, whatever part of its state the framework hands them."""
+    """Kinds may name arrays that the saved part of a state does not have."""
     from shrinkpoint.trainers.pointers import load_at, save_at
 
     state = {"adapter.weight": torch.randn(64, 64)}

@@ -1,4 +1,4 @@
-"""More elements than 32 bits count."""
+"""Arrays of more elements than 32 bits can count, and states of many arrays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 
 def test_many_small_arrays_take_little_memory() -> None:
-    """All are sketched before the first is encoded; a sketch of float64 with all its buckets takes 2 MB."""
+    """Sketches of many small arrays take little memory together."""
     rng = np.random.default_rng(0)
     state = {"model": {f"{i}.weight": rng.standard_normal((40, 40)) for i in range(200)}}
     sp.compress({"weight": state["model"]["0.weight"]})

@@ -1,4 +1,4 @@
-"""LC-Checkpoint: the closed loop against an oracle, cached code tables, super-steps, and what has no buckets."""
+"""LC-Checkpoint: the closed loop against an oracle, code tables, super-steps, exact arrays."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lc(x: int | None = 2, coder: str = "huffman") -> sp.Config:
 
 
 def oracle(x: np.ndarray[Any, Any], before: np.ndarray[Any, Any], keep: int | None) -> np.ndarray[Any, Any]:
-    """One step of the loop, an element after another, from the paper's words; x and before of the same dtype."""
+    """Compute one step of the loop element by element, as the paper describes it."""
     # Many differences of float16 are subnormal in it; in float32 they have exponents.
     delta = x.astype(np.float32) - before.astype(np.float32) if x.dtype == np.float16 else x - before
     groups: dict[tuple[int, bool], list[float]] = {}
@@ -66,7 +66,7 @@ def oracle(x: np.ndarray[Any, Any], before: np.ndarray[Any, Any], keep: int | No
 
 
 def _rounded(v: Fraction, dtype: np.dtype[Any]) -> Any:
-    """To nearest, ties to the even pattern, by comparing neighbours."""
+    """Round to nearest, ties to the even pattern, by comparing neighbours."""
     near = np.asarray(float(v)).astype(dtype)
     pattern = np.dtype(f"u{dtype.itemsize}")
     u = int(near.view(pattern))
@@ -106,7 +106,7 @@ def test_the_closed_loop_is_the_papers(dtype: str, keep: int | None) -> None:
     st.sampled_from([400, 1 << 22]),
 )
 def test_chains_of_any_size(seed: int, dtype: str, x: int | None, coder: str, sizes: list[float], chunk: int) -> None:
-    """From bytes, from memory, in small chunks, and stated anew: the same bits, and the same memory."""
+    """Chains restore the same bits from bytes, memory, small chunks and after a rebase."""
     rng = np.random.default_rng(seed)
     values = [rng.standard_normal(1100) * np.exp(rng.normal(0, 5, 1100))]
     for size in sizes:
@@ -222,7 +222,7 @@ def test_code_tables_are_cached_by_the_number_of_buckets() -> None:
     rng = np.random.default_rng(4)
 
     def step(shares: list[float]) -> np.ndarray[Any, Any]:
-        """Differences whose buckets have these shares; the rest is zero."""
+        """Return differences whose buckets have these shares; the rest is zero."""
         sizes = [4.0, 2.0, 1.0, -4.0]
         return np.asarray(rng.choice([*sizes[: len(shares)], 0.0], 5000, p=[*shares, 1 - sum(shares)]), "f4")
 
@@ -268,7 +268,7 @@ def test_the_cache_is_bounded() -> None:
 
 
 def test_more_buckets_than_a_byte_numbers() -> None:
-    """float64 has 4,092 buckets; without promotion a level may take two bytes."""
+    """Differences of float64 may have more buckets than a byte can number."""
     exponents = np.arange(-1000, 1000)
     x = np.concatenate([2.0**exponents, -(2.0**exponents)])
     base = sp.compress({"w": np.zeros_like(x)}, cfg=lc(None))
@@ -329,7 +329,7 @@ def adam(seed: int) -> dict[str, Any]:
 
 
 def test_the_preset_and_second_moments() -> None:
-    """By default they are kept to a relative error; on request they follow, and never become negative."""
+    """Second moments have a relative bound by default, and may follow as differences."""
     base = sp.compress(adam(0), cfg=sp.presets.lc_checkpoint())
     rows = {r.path: r.stream for r in sp.compress(adam(1), base, sp.presets.lc_checkpoint()).summary()}
     assert rows == {
@@ -362,7 +362,7 @@ def test_the_preset_and_second_moments() -> None:
 
 
 def test_a_first_moment_beside_a_quantized_difference_decodes() -> None:
-    """A grid needs the second moment as a reader sees it, also where that is a difference."""
+    """A grid decodes with a second moment that is stored as a difference."""
     cfg = sp.Config([("second moment", sp.ExponentDelta(8))])
     prev = None
     for t in range(3):
@@ -393,7 +393,7 @@ def test_over_a_parent_of_another_system_and_under_a_child_of_one(other: sp.Conf
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_super_step_restores_to_the_bit_and_is_smaller(dtype: str) -> None:
-    """Also later deltas decode over it; it is smaller than the chain it replaces and than the exact difference."""
+    """A super-step restores exactly, serves later deltas, and is smaller than its chain."""
     w, rng = walk(8, dtype, 40_000)
     chain: list[sp.Checkpoint] = []
     for _ in range(6):
@@ -415,7 +415,7 @@ def test_a_super_step_restores_to_the_bit_and_is_smaller(dtype: str) -> None:
 
 
 def addends_of(after: np.ndarray[Any, Any], before: np.ndarray[Any, Any], dtype: str) -> bytes:
-    """Through encoder and decoder; the coded bytes."""
+    """Encode and decode addends; return the coded bytes."""
     spec = LeafSpec("numpy", dtype, after.shape)
     coded = encode_addends(after.view(np.uint8), before.view(np.uint8), spec)
     assert coded is not None
@@ -428,7 +428,7 @@ def addends_of(after: np.ndarray[Any, Any], before: np.ndarray[Any, Any], dtype:
 @given(st.integers(0, 2**32 - 1), st.sampled_from(DTYPES), st.integers(1, 200), st.booleans())
 @example(seed=0, dtype="float32", n=1, wild=True)
 def test_addends_take_any_array_to_any_other(seed: int, dtype: str, n: int, wild: bool) -> None:
-    """NaNs, infinities, both zeros, subnormals: what no addend reaches is stored as it is."""
+    """Addends restore any array from any other, with NaNs, infinities and both zeros."""
     rng = np.random.default_rng(seed)
     width = own(dtype).itemsize
     before = np.frombuffer(rng.bytes(n * width), own(dtype)).copy()
@@ -444,7 +444,7 @@ def test_addends_take_any_array_to_any_other(seed: int, dtype: str, n: int, wild
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_as_few_addends_as_there_were(dtype: str) -> None:
-    """One addend after another, each sum rounded: the sums of addends are found again, not one for every value."""
+    """The few distinct sums of addends are found again."""
     rng = np.random.default_rng(9)
     before = rng.normal(0, 1, 20_000).astype(own(dtype))
     after = before
@@ -538,7 +538,7 @@ def test_levels_without_a_parent_and_of_integers() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_damaged_chunks_raise_or_decode(seed: int) -> None:
-    """Levels, restated by addends, restated exactly: any bytes are a typed error or an array."""
+    """Damaged chunks give a typed error or an array."""
     header, body, base, delta = _delta()
     rng = np.random.default_rng(seed)
     anew, chunks = take_apart(restate(delta, base).to_bytes())
@@ -559,7 +559,7 @@ def test_damaged_chunks_raise_or_decode(seed: int) -> None:
 
 
 def test_a_run_resumes_from_a_chain() -> None:
-    """SGD with momentum, resumed from the tenth 3-bit delta, ends where the exact state leads it."""
+    """SGD with momentum resumed from the tenth 3-bit delta ends near the exact run."""
     torch.manual_seed(0)
     x = torch.randn(512, 64)
     target = torch.tanh(x @ torch.randn(64, 64)) + 0.1 * torch.randn(512, 64)
@@ -610,7 +610,7 @@ def test_fields_out_of_range(fields: dict[str, Any]) -> None:
 
 
 def test_what_did_not_change_is_the_same_where_subnormal_numbers_count_as_zero() -> None:
-    """Weights of which a seventh are subnormal, read by a thread that takes such numbers for zero."""
+    """Unchanged subnormal weights are exact when read with flush-to-zero."""
     before = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * 1e-3
     before[::7] *= 1e-37
     after = before.clone()

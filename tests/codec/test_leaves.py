@@ -1,4 +1,4 @@
-"""Every kind of array: dtypes of torch, NumPy, ml_dtypes, JAX; memory layouts, ties; and the kinds that are refused."""
+"""Kinds of arrays: dtypes of four libraries, memory layouts, ties, and refused types."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_numpy_dtype(name: str) -> None:
 
 
 def _legal(dtype: np.dtype[Any], n: int) -> bytes:
-    """Random bytes that are values of this dtype (text holds code points, bool 0 or 1)."""
+    """Return random values of this dtype (text holds code points, bool 0 or 1)."""
     data = raw(n * dtype.itemsize)
     if dtype.kind == "b":
         data &= 1
@@ -100,7 +100,7 @@ def test_every_extension_dtype(name: str) -> None:
 
 
 def test_empty_text() -> None:
-    """NumPy's zero-width text has no bytes at all."""
+    """Text of zero width has no bytes."""
     state = [np.str_(""), np.bytes_(b""), np.zeros(3, "U0"), np.empty(0, "S0"), np.array([""]), np.zeros((2, 0), "U5")]
     assert difference(state, round_trip(state)) == ""
 
@@ -149,7 +149,7 @@ def test_numpy_layouts() -> None:
     "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 )
 def test_a_single_element_of_a_row(dtype: torch.dtype) -> None:
-    """torch calls it contiguous whatever its stride is, and makes no view of it as bytes."""
+    """A single element with any stride is stored, although torch gives no byte view of it."""
     x = torch.tensor([[5, 1, 7], [0, 1, 1]]).to(dtype)
     for one in (x[:1, 0], x[0, ::2][1:], x[1:, :1].t(), x[:, 1:2][1:]):
         for cfg in (sp.Config(), sp.presets.lossless()):

@@ -1,4 +1,4 @@
-"""Item sizes that are known without torch are those of torch, and headers of such arrays are read without torch."""
+"""Item sizes known without torch equal torch's, and headers are read without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The four levels keep their promises: on a small classifier with AdamW, along a chain of four checkpoints."""
+"""The four levels keep their promises along a chain of a small AdamW training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model() -> torch.nn.Sequential:
 
 @cache
 def task() -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and the classes that another network gives them; the last 4,000 are held out."""
+    """Return inputs and the classes of a teacher network; the last 4,000 are held out."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(8000, 64, generator=generator)
     hidden = torch.tanh(x @ torch.randn(64, 32, generator=generator) / 4)
@@ -92,7 +92,7 @@ def chain(cfg: sp.Config) -> list[sp.Checkpoint]:
 
 
 def resumed(state: Any) -> tuple[Run, Run]:
-    """A run that goes on from a state, and one from what was stored."""
+    """Return a run from a restored state, and one from the exact state."""
     runs = Run(), Run()
     for run, own in zip(runs, (state, trained()[-1]), strict=True):
         run.restore(own, STEPS)

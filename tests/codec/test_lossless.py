@@ -1,4 +1,4 @@
-"""Every lossless stage keeps every bit pattern of every width: bases, deltas, chunk boundaries."""
+"""Lossless storage keeps every bit pattern of every width, in bases and deltas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIZES = [0, 1, 2, 15, 16, 17, 63, 65, 257, 1023, 1024, 1025, 4097]
 
 
 def pattern(rng: np.random.Generator, dtype: str, n: int, how: str) -> np.ndarray[Any, Any]:
-    """n values whose bit patterns are random, constant, few, small or ascending."""
+    """Return n values whose bit patterns are random, constant, few, small or ascending."""
     width = np.dtype(dtype).itemsize
     if how == "random":
         raw = rng.integers(0, 256, n * width, dtype=np.uint8)
@@ -73,7 +73,7 @@ def changed(rng: np.random.Generator, x: np.ndarray[Any, Any], share: float) -> 
 def test_every_bit_survives(
     seed: int, dtype: str, n: int, how: str, changes: list[float], torches: bool, chunk: int
 ) -> None:
-    """A base and a chain of deltas, each read from its bytes; small chunks put their boundaries inside."""
+    """A base and a chain of deltas restore every bit, at any chunk boundary."""
     rng = np.random.default_rng(seed)
     x = pattern(rng, dtype, n, how)
     cfg = sp.presets.lossless()
@@ -139,7 +139,7 @@ def floats(x: np.ndarray[Any, Any], dtype: str) -> torch.Tensor:
 
 
 def product(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray[Any, Any]:
-    """Normal numbers whose scale is a row's times a column's."""
+    """Return normal numbers whose scale is a row's times a column's."""
     scale = np.exp(rng.normal(-3, 1.5, (rows, 1)) + rng.normal(0, 1.5, (1, columns)))
     return np.asarray(scale * rng.standard_normal((rows, columns)))
 
@@ -155,7 +155,7 @@ def product(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray[Any
 def test_matrices_of_floats_survive(
     seed: int, dtype: str, shape: tuple[int, int], axes: int, move: float, chunk: int
 ) -> None:
-    """Whatever their shape is: also where a chunk begins within a row."""
+    """Float matrices of any shape are restored, including chunks that begin within a row."""
     rng = np.random.default_rng(seed)
     x = product(rng, *shape)
     form = {1: (-1,), 2: shape, 3: (shape[0], 1, shape[1])}[axes]
@@ -177,7 +177,7 @@ def method(ckpt: sp.Checkpoint, path: str) -> int:
 
 @pytest.mark.parametrize(("dtype", "mantissa"), [("float32", 23), ("bfloat16", 7), ("float16", 10)])
 def test_a_place_says_its_scale(dtype: str, mantissa: int) -> None:
-    """Exponents of a product of scales take the bits of a normal number's exponent, 2.6, not those of all scales."""
+    """Exponents of a product of row and column scales take about 2.6 bits each."""
     x = floats(product(np.random.default_rng(0), 400, 300), dtype)
     cfg = sp.presets.lossless()
     bits_each = {}
@@ -191,7 +191,7 @@ def test_a_place_says_its_scale(dtype: str, mantissa: int) -> None:
 
 
 def test_the_size_of_a_step_depends_on_what_it_is_added_to() -> None:
-    """Steps as large for small weights as for large: the parent's exponent says how many units in the last place."""
+    """Differences are coded by the parent's exponent, near their conditional entropy."""
     rng = np.random.default_rng(0)
     w = rng.standard_normal((300, 300)).astype("f4") * np.float32(0.05)
     later = w + np.float32(1e-4) * rng.standard_normal(w.shape).astype("f4")
@@ -238,14 +238,14 @@ N = 200_000
 
 
 def flips(rng: np.random.Generator, dtype: str, share: float) -> np.ndarray[Any, Any]:
-    """One bit of `share` of the patterns."""
+    """Return masks with one bit set in `share` of the patterns."""
     width = 8 * np.dtype(dtype).itemsize
     one = np.asarray(1, dtype) << rng.integers(0, width, N).astype(dtype)
     return np.where(rng.random(N) < share, one, np.asarray(0, dtype))
 
 
 def pairs(name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], float]:
-    """Before, after, and what the exclusive or takes by its entropy, in bytes."""
+    """Return an array, its successor, and the entropy of their exclusive or in bytes."""
     rng = np.random.default_rng(0)
     if name == "signs":
         w = rng.standard_normal(N).astype("f4")
@@ -399,7 +399,7 @@ def test_levels_in_the_context_of_their_parents(
 
 
 def test_real_chunk_size_and_one_element_more() -> None:
-    """Arrays beyond one chunk, in each stream format, alike on one thread and on two."""
+    """Arrays beyond one chunk are equal for all stream formats and thread counts."""
     n = (1 << 22) + 1
     rng = np.random.default_rng(0)
     w = (rng.standard_normal(1000).astype("f4")[rng.integers(0, 1000, n)] * np.float32(0.1)).astype("f4")

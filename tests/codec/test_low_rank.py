@@ -1,4 +1,4 @@
-"""Low-rank predictions: what is found and what is not, exact predictions, and sums that hold at any shape."""
+"""Low-rank predictions: detection, exact predictions, and sums of any shape."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _fixed() -> np.random.Generator:
 
 
 def symbols_of(numbers: NpArray) -> NpArray:
-    """0, -1, 1, -2, ... as 1, 2, 3, 4, ..."""
+    """Map 0, -1, 1, -2, ... to 1, 2, 3, 4, ..."""
     n = numbers.astype(np.int64).reshape(-1)
     return np.where(n >= 0, 2 * n + 1, -2 * n).astype(np.uint8)
 
 
 def planted(rng: np.random.Generator, rows: int, columns: int, strengths: list[float], noise: float = 0.5) -> NpArray:
-    """int8: a sum of outer products, so strong, rounded; the noise's deviation is in steps."""
+    """Return a rounded int8 sum of outer products with these strengths, and noise."""
     found = noise * rng.standard_normal((rows, columns))
     for strength in strengths:
         found += strength * rng.standard_normal((rows, 1)) * rng.standard_normal((1, columns))
@@ -47,20 +47,20 @@ def planted(rng: np.random.Generator, rows: int, columns: int, strengths: list[f
 
 
 def predicted(factors: Factors, n: int) -> NpArray:
-    """What the factors say of each number, before any rounding."""
+    """Return the predictions of the factors before rounding."""
     both = factors.rows.astype(np.int64) @ factors.columns.T.astype(np.int64)
     found: NpArray = both.reshape(-1)[factors.phase : factors.phase + n] / 2.0 ** (factors.shift + 1)
     return found
 
 
 def caught(numbers: NpArray, factors: Factors) -> float:
-    """The energy that the prediction takes away from the numbers."""
+    """Return the energy that the prediction removes from the numbers."""
     x = numbers.reshape(-1).astype(np.float64)
     return float((x**2).sum() - ((x - predicted(factors, x.size)) ** 2).sum())
 
 
 def same(one: Factors | None, other: Factors | None) -> bool:
-    """Whether both are the same to the byte."""
+    """Return whether two sets of factors are equal."""
     assert one is not None
     assert other is not None
     numbers = (one.phase, one.shift) == (other.phase, other.shift)
@@ -84,7 +84,7 @@ def test_what_a_class_predicts() -> None:
 
 @pytest.mark.parametrize(("rows", "columns"), [(200, 300), (1000, 40), (40, 1000), (64, 64)])
 def test_planted_structure_is_found(fixed: np.random.Generator, rows: int, columns: int) -> None:
-    """What is left is little more than the noise and the rounding to whole steps."""
+    """Planted outer products are found up to noise and rounding."""
     numbers = planted(fixed, rows, columns, [1.5, 1.2, 1.0])
     factors = factors_of(symbols_of(numbers), columns, 0)
     assert factors is not None
@@ -118,7 +118,7 @@ def test_noise_has_no_factors(fixed: np.random.Generator, rows: int, columns: in
 
 
 def test_noise_is_told_by_a_glance(fixed: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight rows have directions of their own; the eight others have not those."""
+    """Noise has no low-rank prediction."""
     sought: list[int] = []
     directions = lowrank._directions
 
@@ -139,7 +139,7 @@ def test_noise_is_told_by_a_glance(fixed: np.random.Generator, monkeypatch: pyte
     ("n", "columns"), [(0, 8), (1, 8), (4, 1), (16, 4), (31, 8), (4096, 1), (4096, 3), (3 * 999, 999), (100, 101)]
 )
 def test_nothing_is_sought_in_what_is_small_or_narrow(n: int, columns: int) -> None:
-    """Even where all numbers are alike, and a product would say them."""
+    """Small or narrow matrices have no low-rank prediction."""
     assert factors_of(np.full(n, 3, np.uint8), columns, 0) is None
 
 
@@ -159,7 +159,7 @@ def test_numbers_that_are_all_alike(number: int) -> None:
 @pytest.mark.parametrize("start", [0, 1, 29, 30, 57 * 30 + 11])
 @pytest.mark.parametrize("n", [30 * 200, 30 * 200 + 17])
 def test_predictions_are_sums_of_products(fixed: np.random.Generator, start: int, n: int) -> None:
-    """A part of a matrix that starts and ends within rows, by plain Python."""
+    """Predictions of a part within rows equal sums of products in plain Python."""
     numbers = planted(fixed, 300, 30, [1.5, 1.0]).reshape(-1)[start : start + n]
     factors = factors_of(symbols_of(numbers), 30, start)
     assert factors is not None
@@ -215,7 +215,7 @@ def test_streams_come_back(fixed: np.random.Generator, start: int, n: int) -> No
 def test_states_have_the_same_bytes_on_any_number_of_threads(
     fixed: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks that begin and end within rows have factors of their own."""
+    """The number of threads does not change the bytes, with chunks within rows."""
     phases: list[int] = []
 
     def noted(symbols: NpArray, columns: int, start: int) -> Factors | None:
@@ -273,7 +273,7 @@ def test_extremes_warn_of_nothing(which: str) -> None:
 @pytest.mark.parametrize("columns", [4, 2048, CHUNK // 4])
 @pytest.mark.parametrize("phase", [0, 3])
 def test_the_largest_chunk(columns: int, phase: int) -> None:
-    """As many numbers as there are at once, as large as they count, in the longest and the widest matrix."""
+    """Extreme numbers in the largest chunk do not overflow."""
     n = CHUNK - phase * (columns == CHUNK // 4)
     signs = np.where(np.arange(phase, phase + n) // columns % 2, 127, -127)
     with np.errstate(all="raise"):
@@ -289,7 +289,7 @@ ROWS = CHUNK // 4 + 1
 
 
 def test_energies_of_the_most_rows() -> None:
-    """2**40 times 2**20 and one row are summed in 64 bits; beyond 20 bits a number is shifted down."""
+    """Energies of the most rows fit in 64 bits, because large numbers are shifted down."""
     for number, kept in ((2**20 - 1, 2**20 - 1), (-(2**40) + 1, -(2**20)), (2**33, 2**19)):
         sums = np.full((ROWS, 1), number, np.int64)
         assert ROWS * kept**2 < 2**63
@@ -298,7 +298,7 @@ def test_energies_of_the_most_rows() -> None:
 
 
 def test_gram_matrix_of_the_most_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its numbers stay below 2**53: exact in 64 bits and as floats, in whatever order they are summed."""
+    """Gram matrices of the most rows stay below 2**53, exact in any order of summation."""
     grams: list[list[list[int]]] = []
 
     def none(gram: list[list[int]]) -> list[None]:
@@ -330,7 +330,7 @@ def test_directions_are_orthogonal(fixed: np.random.Generator) -> None:
 
 
 def test_nothing_depends_on_how_python_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The built-in sum of floats rounds after each term up to Python 3.11, and better from 3.12 on."""
+    """Results do not depend on the float summation of the Python version."""
     gram = [[10**12 // (i + j + 1) for j in range(8)] for i in range(8)]
     before = reference._inverse_root(gram)
     assert before[0] == [1e-6]

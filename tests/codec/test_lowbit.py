@@ -1,4 +1,4 @@
-"""Low-bit optimizers as they are: what they keep comes back to the bit, and a training goes on as if never stopped."""
+"""Low-bit optimizers: states are restored exactly, and trainings continue exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TORCHAO = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 
 
 def imported(name: str) -> Any:
-    """A library; skips where it is not there. What it has to say about this machine is no concern here."""
+    """Import a library without its warnings; skip the test if it is missing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -30,7 +30,7 @@ def imported(name: str) -> Any:
 
 @pytest.fixture(params=[*(f"bitsandbytes.optim.{n}" for n in BITSANDBYTES), *(f"torchao.optim.{n}" for n in TORCHAO)])
 def optimizer(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A class of optimizer, its steps not compiled."""
+    """Make an optimizer whose steps are not compiled."""
     module, _, name = request.param.rpartition(".")
     found = getattr(imported(module), name)
     torch.compiler.set_stance("force_eager")
@@ -66,7 +66,7 @@ class Run:
 
 
 def low_bit(state: dict[str, Any]) -> bool:
-    """Whether what an optimizer keeps of a parameter holds codes of 8 bits or fewer."""
+    """Return whether an optimizer entry holds codes of 8 bits or fewer."""
     leaves = torch.utils._pytree.tree_leaves(state)
     inner = [getattr(x, n) for x in leaves if hasattr(x, "__tensor_flatten__") for n in x.__tensor_flatten__()[0]]
     tensors = [x for x in [*leaves, *inner] if isinstance(x, torch.Tensor)]
@@ -75,7 +75,7 @@ def low_bit(state: dict[str, Any]) -> bool:
 
 @pytest.mark.filterwarnings("ignore")
 def test_states_come_back_to_the_bit_and_the_training_goes_on_as_if_never_stopped(optimizer: Any) -> None:
-    """Bases and deltas, by the default (whose weights are lossy) and losslessly."""
+    """Low-bit states are exact in bases and deltas, and a resumed run continues exactly."""
     run = Run(optimizer)
     run.train(3)
     prev = read = kept = None

@@ -21,7 +21,7 @@ from .common import difference
 
 
 def adam(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
-    """An AdamW entry as training leaves it: v nearly of rank one, m a fraction of its root."""
+    """Return an AdamW entry as in training: v nearly of rank one, m a fraction of its root."""
     g = torch.Generator().manual_seed(seed)
     rows = torch.exp(torch.randn(shape[0], *[1] * (len(shape) - 1), generator=g))
     columns = torch.exp(torch.randn(1, *shape[1:], generator=g))
@@ -79,7 +79,7 @@ def test_a_rate_leaves_moments_as_they_are(rate: float) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 0.3, 0.1])
 def test_a_first_moment_keeps_half_of_itself_unless_its_codec_gives_that_up(scale: float) -> None:
-    """On a grid that its update hardly reaches, a first moment would be zeros: the grid is made finer."""
+    """A coarse grid is refined until the relative error of a first moment is 0.5."""
     entry = adam((64, 96))
     entry["exp_avg"] *= scale
     for step, bound, least in ((0.5, None, 0.0), (4.0, None, 0.0), (4.0, 1, 0.9)):
@@ -125,7 +125,7 @@ def test_zeros_and_what_is_not_finite_are_kept() -> None:
 
 
 def test_a_zero_second_moment_under_a_first_one_falls_back() -> None:
-    """v rounded to zero where m is not would make huge updates: such arrays are not put on a grid."""
+    """A first moment over a zero second moment is not stored on a grid."""
     entry = adam((64, 64))
     entry["exp_avg_sq"][:] = 0
     ckpt = sp.compress(state(entry))
@@ -186,7 +186,7 @@ def test_the_second_moment_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def moments(cfg: sp.Config, entry: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Summary rows of the two moments, after a check that each keeps to its configuration's target."""
+    """Return summary rows of both moments, after a check of their errors."""
     ckpt = sp.compress(state(entry), cfg=cfg)
     got = sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()))["optimizer"]["state"][0]
     rows = {row.path.rpartition("/")[2]: row for row in ckpt.summary()}
@@ -283,7 +283,7 @@ def test_out_of_range(make: Any) -> None:
 
 
 def test_resuming_hardly_changes_a_run() -> None:
-    """AdamW at beta2 = 0.999 resumed from compressed moments ends where exact ones lead it, to within its own noise."""
+    """AdamW resumed from compressed moments ends as from exact ones, within its noise."""
     torch.manual_seed(0)
     x = torch.randn(512, 64)
     target = torch.tanh(x @ torch.randn(64, 64)) + 0.1 * torch.randn(512, 64)
@@ -391,7 +391,7 @@ def test_moments_by_other_names_go_by_the_optimizers_class(owner: str, codec: st
 
 
 def test_a_tree_of_parameters_below_each_moment_is_paired_like_any_other() -> None:
-    """Optax's layout; `nu` alone of its kind in a place, or of another shape, has no first moment."""
+    """Moments in Optax's layout are paired like those of torch."""
     entries = {name: adam((64, 96), seed=seed) for seed, name in enumerate(("dense/kernel", "out/kernel"))}
     optax = {
         kind: {name.split("/")[0]: {"kernel": entry[own]} for name, entry in entries.items()}
@@ -413,7 +413,7 @@ def test_a_tree_of_parameters_below_each_moment_is_paired_like_any_other() -> No
 
 @pytest.mark.parametrize("spread", [6.0, 8.0, 10.0, 12.0])
 def test_second_moments_of_any_spread_keep_to_their_cells(spread: float) -> None:
-    """Estimates are off by more octaves than a factor can have: such elements are kept as they are."""
+    """Second moments beyond the range of their factors stay within the bound."""
     for seed in range(3):
         g = torch.Generator().manual_seed(seed)
         v = (10.0 ** (spread * torch.randn(64, 96, generator=g, dtype=torch.float64))).clamp(1e-44, 3e38).float()
@@ -426,7 +426,7 @@ def test_second_moments_of_any_spread_keep_to_their_cells(spread: float) -> None
 
 @pytest.mark.parametrize("rate", [0.0, 0.001, 0.01])
 def test_a_grid_that_holds_nothing_is_not_taken(rate: float) -> None:
-    """m in another unit than sqrt(v), as in some kinds of Adafactor: a grid of it is all zeros."""
+    """A grid on which a first moment would be all zeros is not used."""
     g = torch.Generator().manual_seed(0)
     v = 1e-2 * torch.rand(4096, generator=g)
     for size, codec in ((1e-4, "log-buckets"), (3e-2, "grid")):
@@ -445,7 +445,7 @@ def test_a_grid_that_holds_nothing_is_not_taken(rate: float) -> None:
 @pytest.mark.parametrize("library", ["torch", "numpy"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_log_buckets_at_hand_are_those_a_reader_sees(library: str, dtype: str) -> None:
-    """To the bit, what is not finite, too: the first moment beside a second one is coded against them."""
+    """The encoder's decoded log buckets equal the reader's, bit for bit."""
     rng = np.random.default_rng(5)
     x = (rng.standard_normal(600) * np.exp(3 * rng.standard_normal(600))).astype(dtype)
     x[[3, 50, 51, 99]] = np.nan, np.inf, -np.inf, 0.0

@@ -1,4 +1,4 @@
-"""Decoding into arrays of the caller."""
+"""Decoding into arrays that the caller gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which arrays are worked on beside each other, and that work stops when it is asked to."""
+"""Parallel work on arrays: its order, its number of threads, and its cancellation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_nothing_is_begun_after_it_is_asked_to_stop(size: int) -> None:
 
 
 def start(threads: str) -> subprocess.CompletedProcess[str]:
-    """A process in whose environment SHRINKPOINT_THREADS is `threads`."""
+    """Run a process with SHRINKPOINT_THREADS set to `threads`."""
     code = (
         "import shrinkpoint as sp\n"
         "try: print(sp.threads())\n"

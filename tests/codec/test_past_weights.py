@@ -1,4 +1,4 @@
-"""Weights coded ahead of their drift: what is restored is not behind, and errors stay against the true weights."""
+"""Weights coded ahead of their drift: no lag, and errors against the true weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def memory(ckpt: sp.Checkpoint) -> LevelsReference:
 
 
 def drifting(step: int, size: int = 160) -> Any:
-    """Weights on their way, each with a direction of its own, and shaken."""
+    """Return weights that drift in a constant direction, with noise."""
     rng = np.random.default_rng(3)
     w, way = rng.standard_normal((2, size, size)).astype("f4")
     shaken = np.random.default_rng(100 + step).standard_normal((size, size)).astype("f4")
@@ -38,7 +38,7 @@ def drifting(step: int, size: int = 160) -> Any:
 
 
 def chain(steps: int, cfg: sp.Config = RATED, *, window: int = 10, aimed: bool = True, state: Any = None) -> list[Any]:
-    """Checkpoints of the drifting weights: for each the weights, those of `window` before, and the checkpoint."""
+    """Return tuples of weights, earlier weights and checkpoint along the drift."""
     made: list[Any] = []
     for step in range(steps):
         now, old = drifting(step), drifting(max(0, step - window))
@@ -49,7 +49,7 @@ def chain(steps: int, cfg: sp.Config = RATED, *, window: int = 10, aimed: bool =
 
 
 def lag(now: Any, old: Any, restored: Any) -> float:
-    """The part of the way from old to now that is missing in what is restored."""
+    """Return the share of the way from old to now that the restored weights lack."""
     way, error = (now - old).astype("f8"), (now - restored).astype("f8")
     return float((error * way).sum() / (way * way).sum())
 
@@ -82,7 +82,7 @@ def test_protected_values_are_the_true_ones() -> None:
 
 @pytest.mark.parametrize("cfg", [RATED, sp.Config(max_rel_error=0.05, ahead=True)])
 def test_an_aim_does_not_follow_a_jump(cfg: sp.Config) -> None:
-    """Weights that are something else all at once, a part of them, or all: errors are what they are without an gain."""
+    """A jump of the weights is not extrapolated."""
     for size in (0.3, 1.0):
         plain = aimed = None
         for step in range(24):
@@ -102,7 +102,7 @@ def test_an_aim_does_not_follow_a_jump(cfg: sp.Config) -> None:
 
 @pytest.mark.parametrize("factor", [0.0, -1.0])
 def test_weights_that_have_gone_farther_than_they_are_long_are_not_aimed(factor: float) -> None:
-    """Set to zero, turned round: with moments, whose lead would add to them what is no way."""
+    """Weights that were zeroed or negated get no gain."""
     plain = aimed = None
     for step in range(8):
         now = drifting(step) if step < 7 else np.float32(factor) * drifting(step)
@@ -116,7 +116,7 @@ def test_weights_that_have_gone_farther_than_they_are_long_are_not_aimed(factor:
 
 
 def test_a_lead_is_no_longer_than_the_rest_of_the_error() -> None:
-    """Weights that come out of nowhere at each checkpoint, with moments that say where they go."""
+    """The lead of moments is limited by the remaining error."""
     prev = None
     for step in range(12):
         now, old = (np.random.default_rng(s).standard_normal((160, 160)).astype("f4") for s in (step, step - 1 + 99))
@@ -133,7 +133,7 @@ def test_what_is_not_stored_as_levels_is_not_aimed(cfg: sp.Config) -> None:
 
 
 def test_nearest_levels_of_weights_that_began_on_them_are_behind_too() -> None:
-    """As after a restore: the way is short beside a cell, and hardly any weight has left it."""
+    """After a restore, nearest levels lag too, and a gain corrects it."""
     cfg = sp.Config([("*", sp.Quantize(bins=12))])
     base = sp.compress({"weight": drifting(0)}, cfg=cfg)
     w = sp.decompress(base)["weight"]
@@ -176,7 +176,7 @@ def test_earlier_weights_in_any_library_and_a_wider_dtype_are_the_same() -> None
 
 
 def test_half_precision_weights() -> None:
-    """What is aimed at is not rounded to the weights' own dtype, whose steps may be wider than the way."""
+    """Weights ahead of their drift are not rounded to the dtype of the weights."""
     prev, lags = {True: None, False: None}, {}
     for step in range(25):
         now, old = (torch.from_numpy(drifting(s)).bfloat16() for s in (step, max(0, step - 10)))
@@ -199,7 +199,7 @@ def adam(w: Any, seed: int) -> Any:
 
 
 def test_what_first_moments_lose_is_made_up_for() -> None:
-    """On a grid as coarse as the rate makes it all of a moment is lost: nine steps of, here, ninety."""
+    """The gain compensates the loss of first moments on a coarse grid."""
     ended = {}
     for steps in (90.0, None):
         prev = None
@@ -240,7 +240,7 @@ def test_without_moments_nothing_is_made_up_for() -> None:
 
 @pytest.mark.parametrize("name", ["earlier", "grads"])
 def test_what_has_the_path_of_one_weight_is_not_for_another(name: str) -> None:
-    """Not even where it is the tail of the other's; one that has no such path of its own is for all that end so."""
+    """Past weights apply to their own path, or to all paths that end so."""
     now, old, prev = drifting(5), drifting(2), chain(5)[-1][2]
     state = {"weight": now, "sub": {"weight": now[:, :80]}, "norm": {"weight": now[0]}}
     prev = sp.compress({**state, "weight": drifting(4)}, prev, RATED)
@@ -303,7 +303,7 @@ def floats(draw: Any, n: int, width: int) -> Any:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_values_at_all(data: Any) -> None:
-    """Values that are not finite, huge, or denormal, now or earlier: what is protected is right, the rest is finite."""
+    """Any values, now or earlier, give exact protected values and finite others."""
     width = data.draw(st.sampled_from([16, 32, 64]))
     n = 4200
     pool, other = floats(data.draw, 12, width), floats(data.draw, 12, data.draw(st.sampled_from([16, 32, 64])))
@@ -327,8 +327,7 @@ def test_any_values_at_all(data: Any) -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 99), st.floats(0, LARGEST_GAIN), st.floats(0, 0.4), st.floats(-6, 6))
 def test_the_aim_moves_by_half_of_the_lag(seed: int, gain: float, lead: float, share: float) -> None:
-    """Against the definition, in float64: the three distortions give the dot product. No lead is longer than the
-    error is without it."""
+    """The gain moves by half of the lag, as computed in float64, and the lead is limited."""
     rng = np.random.default_rng(seed)
     w, way, noise = rng.standard_normal((3, 500))
     restored, old = w - share * way + 0.1 * noise, w - way

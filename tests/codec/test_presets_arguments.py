@@ -1,4 +1,4 @@
-"""What presets and kinds refuse: every wrong argument is named with its value, none goes through."""
+"""Arguments of presets and kinds: each wrong one is an error with its value."""
 
 from __future__ import annotations
 

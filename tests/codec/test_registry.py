@@ -1,4 +1,4 @@
-"""Codecs of other packages: found by their entry points, and named where they are missing."""
+"""Codecs of other packages are found by entry points, and named if missing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ print(sp.decompress(ckpt)["weight"].shape, sys.modules["tiny_codec"].Rounded().b
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where pip installed a distribution that declares the codec of examples/own_codec.py."""
+    """Install a distribution with the codec of examples/own_codec.py; return its folder."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
     (source / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
     code = (HOME / "examples" / "own_codec.py").read_text(encoding="utf-8")

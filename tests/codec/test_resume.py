@@ -1,4 +1,4 @@
-"""Trainings go on from lossy checkpoints: every optimizer that torch has, weights and its state stored together."""
+"""Trainings resume from lossy checkpoints with every optimizer of torch."""
 
 from __future__ import annotations
 

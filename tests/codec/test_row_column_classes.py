@@ -1,4 +1,4 @@
-"""Classes of rows and columns: what they are, what they save, and what a reader makes of damaged ones."""
+"""Classes of rows and columns: definition, savings, and damaged streams."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ def _fresh() -> np.random.Generator:
 
 
 def scales(rng: np.random.Generator, rows: int, columns: int, spread: float = 1.0) -> np.ndarray[Any, Any]:
-    """Products of what a row and what a column has."""
+    """Return products of row and column scales."""
     return np.asarray(np.exp(spread * (rng.standard_normal((rows, 1)) + rng.standard_normal((1, columns)))))
 
 
 def uneven(rng: np.random.Generator, rows: int, columns: int, spread: float = 1.0) -> Bytes:
-    """Symbols about 20, as far off as their row and column say."""
+    """Return symbols around 20 whose spread depends on row and column."""
     found = np.rint(20 + scales(rng, rows, columns, spread) * rng.standard_normal((rows, columns)))
     return np.clip(found, 0, 39).astype(np.uint8).reshape(-1)
 
 
 def changed(rng: np.random.Generator, rows: int, columns: int, size: int) -> tuple[Bytes, Bytes]:
-    """Levels of a parent, and a child's: rows and columns of which more or fewer changed."""
+    """Return a parent's and a child's levels, whose changes depend on row and column."""
     old = rng.integers(0, size, rows * columns).astype(np.uint8)
     rate = np.minimum(scales(rng, rows, columns) * np.exp(-2), 0.9).reshape(-1)
     return old, np.where(rng.random(old.size) < rate, np.minimum(old + 1, size - 1), old).astype(np.uint8)
 
 
 def plainly(symbols: Bytes, origin: int | Bytes, columns: int, start: int, contexts: int) -> Any:
-    """(rows, columns, phase, base, classes) by the definition, place by place; None where there are none."""
+    """Return (rows, columns, phase, base, classes) by definition; None without classes."""
     n = symbols.size
     most = min(16, 256 // contexts, max(2, n // (512 * contexts)))
     if n < 4096 or not 2 <= columns <= n // 2 or most < 2:
@@ -74,7 +74,7 @@ def plainly(symbols: Bytes, origin: int | Bytes, columns: int, start: int, conte
         return None
 
     def class_of(ratio: float) -> int:
-        """Half octaves from the mean, eight either way: how many bounds 2**((2 k - 1) / 4) lie below."""
+        """Return the class: half octaves from the mean, eight in either direction."""
         return sum(Fraction(ratio) ** 4 > Fraction(2) ** (2 * k - 1) for k in range(-7, 9))
 
     classes = [[class_of(far[axis][at] * (n / total) / many[axis][at]) for at in sorted(many[axis])] for axis in (0, 1)]
@@ -149,7 +149,7 @@ def test_columns_of_a_shape() -> None:
 
 
 def test_a_line_is_as_far_off_the_mean_as_its_own_elements_say(fresh: np.random.Generator) -> None:
-    """Looked up sum by sum where lines are many, else line by line: the same."""
+    """The distance of a line from the mean depends on its own elements only."""
     for _ in range(100):
         columns = int(fresh.integers(2, 40))
         phase, n = int(fresh.integers(0, columns)), int(fresh.integers(1, 300 * columns))
@@ -161,7 +161,7 @@ def test_a_line_is_as_far_off_the_mean_as_its_own_elements_say(fresh: np.random.
 
 @pytest.mark.parametrize("rows", [64, 300])
 def test_uneven_symbols_take_their_entropy_given_their_class(fresh: np.random.Generator, rows: int) -> None:
-    """And the classes themselves and a table: a tenth less than without."""
+    """Uneven symbols take their entropy given the class, plus classes and table."""
     columns = 200
     symbols = uneven(fresh, rows, columns)
     alone, data = entropy.encode(symbols), entropy.encode(symbols, None, columns)
@@ -174,7 +174,7 @@ def test_uneven_symbols_take_their_entropy_given_their_class(fresh: np.random.Ge
 
 @pytest.mark.parametrize("contexts", [2, 6, 40, 120])
 def test_uneven_changes_take_their_entropy_given_parent_and_class(fresh: np.random.Generator, contexts: int) -> None:
-    """Up to as many levels of the parent as leave room for two classes."""
+    """Uneven changes take their entropy given the parent's level and the class."""
     rows, columns = 600, 400
     old, new = changed(fresh, rows, columns, contexts)
     alone = entropy.encode_levels(new, contexts, old, contexts, "smallest")
@@ -280,7 +280,7 @@ def _right_length_or_corrupt(data: bytes, n: int, context: Bytes | None, context
 
 
 def test_damaged_bytes_are_an_error_or_as_many_symbols(fresh: np.random.Generator) -> None:
-    """Every byte up to the coded symbols altered, and the stream cut at each and at some of the rest."""
+    """Altered or cut streams give an error or the right number of symbols."""
     for data, n, context, contexts in _streams(fresh):
         head = 150  # fields, both blocks of classes, and where the table starts
         for at in range(head):
@@ -308,7 +308,7 @@ def _made(fields: tuple[int, ...], rows: bytes, columns: bytes, rest: bytes = b"
 
 
 def _rest() -> bytes:
-    """What follows the classes where all 12 symbols are 3 and of class 1 of 2."""
+    """Return the bytes after the classes for 12 symbols of 3 in class 1 of 2."""
     out = Writer()
     counts = np.zeros((2, 4), np.int64)
     counts[1, 3] = 12
@@ -320,7 +320,7 @@ CONSTANT_ROWS, CONSTANT_COLUMNS = bytes([entropy.CONSTANT, 1]), bytes([entropy.C
 
 
 def test_each_field_out_of_range() -> None:
-    """Columns, phase, contexts, classes, base: 12 symbols in four columns from 1, and one off each bound."""
+    """Each header field one beyond its bounds is refused."""
     right = (4, 1, 1, 2, 2)
     context = np.arange(12, dtype=np.uint8) % 3
     made = _made(right, CONSTANT_ROWS, CONSTANT_COLUMNS, _rest())
@@ -346,7 +346,7 @@ def test_each_field_out_of_range() -> None:
 
 
 def test_classes_that_are_coded_by_their_places_are_refused() -> None:
-    """A reader that took them would recurse as deep as hostile bytes are long."""
+    """Classes that are themselves coded by classes are refused."""
     for first in (True, False):
         data = CONSTANT_ROWS
         for _ in range(3000):
@@ -360,7 +360,7 @@ def test_classes_that_are_coded_by_their_places_are_refused() -> None:
 def test_tables_for_many_more_symbols_than_there_are_are_refused(
     precision: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two symbols in 256 contexts: laid out whole, the tables would take a million times as long as the symbols."""
+    """Tables that are much larger than the symbols are refused."""
     certain = np.zeros((256, 2), np.uint32)
     certain[:, 1] = 1 << precision
     out = Writer()
@@ -385,7 +385,7 @@ def test_tables_for_many_more_symbols_than_there_are_are_refused(
 
 
 def test_no_memory_that_the_symbols_do_not_admit_to(fresh: np.random.Generator) -> None:
-    """The table of 256 rows is the most there is beside a few bytes a symbol."""
+    """Decoding allocates a few bytes a symbol, and at most one table."""
     n = 1 << 20
     tracemalloc.start()
     try:
@@ -401,7 +401,7 @@ def test_no_memory_that_the_symbols_do_not_admit_to(fresh: np.random.Generator) 
 
 
 def states(count: int) -> list[dict[str, Any]]:
-    """AdamW's after so many steps: units and inputs that are hardly active, others that are always."""
+    """Return AdamW states with rarely active rows and columns."""
     rng = np.random.default_rng(3)
     scale = scales(rng, 500, 300, 1.2)
     w, m, v = rng.standard_normal(scale.shape), np.zeros(scale.shape), np.zeros(scale.shape)
@@ -429,7 +429,7 @@ def chain(of: list[dict[str, Any]]) -> list[sp.Checkpoint]:
 
 @pytest.mark.parametrize("chunk", [70_001, 1 << 22])
 def test_states_of_uneven_rows_and_columns(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is restored does not depend on how it is coded: in chunks, from bytes, stated anew, without places."""
+    """Restored states do not depend on chunks, bytes, rebase or classes."""
     taken: set[tuple[bool, int, bytes]] = set()  # with a parent or not, the column of the first symbol, the stream
     decode = entropy.decode
 

@@ -1,4 +1,4 @@
-"""Rules: which arrays they are for, by path, kind and dtype; and which look as if they were meant for one."""
+"""Rules: matching by path, kind and dtype, and warnings for rules that match no array."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_dtypes_that_are_none(dtypes: Any) -> None:
     ],
 )
 def test_a_rule_that_was_meant_for_an_array_and_matches_none_is_told(match: str, hint: str) -> None:
-    """It would be compressed with loss, though it was asked for exactly."""
+    """A rule that matches no array, but nearly does, gives a warning."""
     with pytest.warns(UnmatchedRuleWarning, match=f"matches no array of this state: {hint}"):
         assert codec(sp.Config([(match, sp.Exact())]), X) == "levels"
 
 
 def test_a_name_with_a_dot_is_no_slip_of_a_kind() -> None:
-    """A user who followed that hint would have every weight exact."""
+    """The warning for a dotted name suggests a path, not a kind."""
     with pytest.warns(UnmatchedRuleWarning, match="the nearest path is model/lin.weight"):
         sp.compress({"model": {"lin.weight": X}}, cfg=sp.Config([("fc.weight", sp.Exact())]))
 
@@ -80,7 +80,7 @@ def test_a_misspelt_glob_is_said_at_a_base_with_the_nearest_path(match: str) -> 
 
 
 def test_what_is_for_paths_of_any_depth_is_no_mistake() -> None:
-    """As presets have it: at the top of a state, and below."""
+    """Rules for several depths, as presets have them, give no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", sp.ShrinkpointWarning)
         assert codec(sp.Config([("weight", sp.Exact()), ("*/weight", sp.Exact())]), X) == "bytes"

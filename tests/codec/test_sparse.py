@@ -1,4 +1,4 @@
-"""Arrays of which little changed: every bit, few bytes, the parent's memory shared; and hostile streams."""
+"""Sparse deltas: exact, small, with shared parent memory; hostile streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = ["bfloat16", "float16", "float32", "float64", "complex64", "float8_e4m3
 
 
 def moved(dtype: str, n: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray, LeafSpec]:
-    """Bytes of an array, those of it with a share of its elements changed, mostly by a unit, and its spec."""
+    """Return bytes of an array, those of it with changed elements, and its spec."""
     rng = np.random.default_rng(seed)
     spec = LeafSpec("torch", dtype, (n,))
     made = torch.from_numpy(rng.normal(size=2 * n)).mul(40)
@@ -63,7 +63,7 @@ def test_every_bit_comes_back(dtype: str, n: int, share: float) -> None:
 
 
 def test_a_few_bits_a_change() -> None:
-    """Within two percent of the entropy of where and what, for steps that say nothing of the magnitude."""
+    """A delta is within two percent of the entropy of positions and changes."""
     n, share = 1 << 20, 0.01
     rng = np.random.default_rng(1)
     old = torch.from_numpy(rng.normal(size=n)).bfloat16()
@@ -168,7 +168,7 @@ def test_any_damage_is_refused_or_decoded() -> None:
 
 
 def piece(edges: list[int], counts: list[int], shifts: list[int], symbols: bytes, rest: bytes = b"\0\0") -> bytes:
-    """A stream by hand; numbers are below 128."""
+    """Build a stream from its fields; numbers are below 128."""
     return bytes([SPARSE, 0, len(edges), *edges, *counts, *shifts, len(symbols), *symbols]) + rest
 
 
@@ -211,7 +211,7 @@ def test_hostile_streams(name: str) -> None:
 
 @pytest.mark.parametrize("n", [300_000, 700_000])
 def test_the_array_may_change_while_it_is_compressed(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    """What is stored and what is remembered are the same bytes, whoever writes to the array meanwhile."""
+    """Stored bytes equal the reference, even if the array is changed meanwhile."""
     after, before, spec = moved("bfloat16", n, 0.02)
     asked = []
 

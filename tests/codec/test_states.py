@@ -1,4 +1,4 @@
-"""Real training states: optimizers, schedulers and random generators of every make, resumed from compressed bytes."""
+"""Training states of many optimizers, schedulers and generators, resumed from bytes."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ def _resumes(optimizer: Make, scheduler: Callable[[torch.optim.Optimizer], Any])
 
 
 def name_of_version_only(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether two states differ in nothing but what torch itself adds or drops on loading."""
+    """Return whether two states differ only in entries that torch changes on loading."""
     return all(difference(a[k], b[k]) == "" for k in ("model", "rng"))
 
 
 def test_the_default_keeps_what_must_be_exact() -> None:
-    """Norms, biases, steps, generators, schedulers to the bit; moments to their bound; `step` stays 0-d."""
+    """By default norms, biases, steps, generators and schedulers are exact."""
     job = Job(OPTIMIZERS["AdamW"], SCHEDULERS["OneCycleLR"])
     for _ in range(3):
         job.step()
@@ -150,7 +150,7 @@ def test_the_default_keeps_what_must_be_exact() -> None:
 
 
 def test_unknown_optimizer_entries_are_never_lossy_by_guess() -> None:
-    """However deep they stand: a preconditioner or a second moment is no weight."""
+    """Unknown optimizer entries are exact at any depth."""
     rng = np.random.default_rng(0)
     x = [rng.normal(size=(64, 64)).astype("f4") ** 2 for _ in range(6)]
     state = {
@@ -192,7 +192,7 @@ def test_generator_states() -> None:
 @pytest.mark.parametrize("path", ["layers/0/v", "model/layers/0/m", "decoder/3/nu", "state/layers/0/v"])
 @pytest.mark.parametrize("kinds", [None, "attention", sp.Kind("attention")], ids=["none", "layer", "kind"])
 def test_a_value_projection_is_no_second_moment(path: str, kinds: Any) -> None:
-    """It is exact, or weights where kinds say so; below "state" a layer alone may be that of an optimizer's entry."""
+    """A layer called `v` is exact, or a weight if kinds say so."""
     x: Any = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     for key in reversed(path.split("/")):
         x = {int(key) if key.isdigit() else key: x}

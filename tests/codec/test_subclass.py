@@ -17,13 +17,13 @@ from .common import difference
 
 
 class Colour(enum.Enum):
-    """What a context may hold and a file cannot."""
+    """An enum, which a context may hold and a file cannot."""
 
     RED = 1
 
 
 def state(t: int) -> dict[str, Any]:
-    """Low-bit moments and low-bit weights beside plain ones."""
+    """Return a state with low-bit moments, low-bit weights and plain weights."""
     w = torch.randn(64, 100, generator=torch.Generator().manual_seed(1)) * (1 + 1e-4 * t)
     return {
         "model": {"weight": w, "low": coded(t)},

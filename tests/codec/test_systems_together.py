@@ -1,4 +1,4 @@
-"""The published systems in one chain: each over a base of each other one, in memory, from bytes and in a store."""
+"""Chains of published systems: each over a base of each other, from memory and bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS = {
 
 
 def state(step: int) -> dict[str, Any]:
-    """Weights of two formats, moments, and embeddings of other than two axes, after some steps."""
+    """Return weights of two formats, moments, and embeddings of one to three axes."""
     rng = np.random.default_rng(3)
     shapes = {"wte": (200, 16), "fc": (64, 48), "flat": (1500,), "cube": (12, 10, 10), "scalar": ()}
     start = {name: 0.1 * rng.standard_normal(shape) for name, shape in shapes.items()}
@@ -51,7 +51,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 def errors(exact: dict[str, Any], restored: dict[str, Any]) -> dict[str, float]:
-    """Relative error of each array."""
+    """Return the relative error of each array."""
     found = {}
     for where in (("model",), ("optimizer", "state", 0)):
         a, b = exact, restored
@@ -64,7 +64,7 @@ def errors(exact: dict[str, Any], restored: dict[str, Any]) -> dict[str, float]:
 
 @pytest.mark.parametrize(("first", "second"), [*itertools.permutations(SYSTEMS, 2)])
 def test_a_delta_over_a_base_of_another_system(first: str, second: str) -> None:
-    """It restores from bytes to what it says, and loses no more than a base of its own system does."""
+    """A delta over another system's base restores, with an error like its own base."""
     base = sp.compress(state(0), cfg=SYSTEMS[first](), kinds=KINDS)
     delta = sp.compress(state(1), base, SYSTEMS[second](), kinds=KINDS)
     third = sp.compress(state(2), delta, SYSTEMS[first](), kinds=KINDS)
@@ -85,7 +85,7 @@ def test_a_delta_over_a_base_of_another_system(first: str, second: str) -> None:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_embeddings_of_other_than_two_axes(system: str) -> None:
-    """They are stored, whatever rows their system would look for."""
+    """Embeddings of other than two axes are stored by every system."""
     checkpoint = sp.compress(state(1), cfg=SYSTEMS[system](), kinds=KINDS)
     found = errors(state(1), sp.decompress(sp.Checkpoint.from_bytes(checkpoint.to_bytes(), prev=None)))
     exact = system in ("check_n_run", "bitsnap", "lossless", "lc_checkpoint")

@@ -1,4 +1,4 @@
-"""Any tree of plain containers and scalars comes back as it was: types, keys, order, every bit of every float."""
+"""Trees of plain containers and scalars are restored: types, keys, order, bits."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_large_bytes_and_text() -> None:
     ],
 )
 def test_arrays_whose_paths_look_alike_stay_apart(state: Any) -> None:
-    """In a base, and in a delta where each has its own parent."""
+    """Arrays with similar paths stay separate in a base and in a delta."""
     base = sp.compress(state)
     assert difference(state, round_trip(state)) == ""
     read = sp.Checkpoint.from_bytes(base.to_bytes())
@@ -214,7 +214,7 @@ def test_a_tree_that_contains_itself_is_refused() -> None:
 
 
 def test_nothing_is_left_of_a_refused_state() -> None:
-    """The same call works once the bad leaf is gone: nothing was changed on the way."""
+    """A refused state leaves no trace: the call works without the bad leaf."""
     state: dict[str, Any] = {"a": torch.arange(5), "b": object()}
     with pytest.raises(sp.UnsupportedLeafError):
         sp.compress(state)

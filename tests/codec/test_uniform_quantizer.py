@@ -1,4 +1,4 @@
-"""A residual level of codebook: error targets that no 254 bins meet, without storing every bit."""
+"""Residual levels: error targets beyond 254 bins without exact storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The long form of the fuzzers, run by hand (`pip install atheris`): each for so many seconds, one after the other.
+"""Long runs of all fuzzers, started manually (`pip install atheris`), one after the other.
 
 python -m tests.fuzz.campaign bench/results/fuzz.json [SECONDS]
 """
@@ -25,7 +25,7 @@ _STATE = re.compile(r"^#(\d+)\s+\w+\s+cov: (\d+) ft: (\d+) corp: (\d+)/", re.MUL
 
 
 def run(name: str, seconds: int, folder: Path) -> dict[str, Any]:
-    """A row: how many inputs were read, how much of the library they reached, and what they found."""
+    """Run a fuzzer; return a row of inputs, branches and findings."""
     corpus, begin = folder / name, time.monotonic()
     command = [sys.executable, "-m", f"tests.fuzz.{name}", "--seconds", str(seconds), "--corpus", str(corpus)]
     done = subprocess.run(
@@ -62,7 +62,7 @@ def run(name: str, seconds: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """See the module."""
+    """Run all fuzzers and write their rows."""
     with tempfile.TemporaryDirectory() as folder:
         given = int(sys.argv[2]) if len(sys.argv) > 2 else None
         rows = [run(name, given or seconds, Path(folder)) for name, seconds in FUZZERS.items()]

@@ -1,4 +1,4 @@
-"""What the fuzzers share: the command line, atheris guided by coverage, limits of time and memory.
+"""Helpers of the fuzzers: command line, coverage guidance, limits of time and memory.
 
 They are run by hand (`pip install atheris`); the suite has Hypothesis and time-boxed tests of the same readers
 (tests/codec/test_corruption.py, tests/store/test_fuzz.py).
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def instrumented() -> Any:
-    """atheris, such that the library's modules that are imported within its context are watched.
+    """Return atheris with a context in which imported library modules are instrumented.
 
     Not the compiled ones: Numba does not compile what was instrumented.
     """
@@ -45,7 +45,7 @@ def instrumented() -> Any:
 
 
 def fuzz(name: str, seeds: Iterable[bytes], read: Read, mutate: Mutate) -> None:
-    """Give `read` more and more bytes until the time is over; what it raises, or takes too much of, ends it.
+    """Give `read` altered inputs until the time is over or an error ends it.
 
     Never returns. What was found is written to a file, which `--again FILE` reads once more.
 
@@ -83,7 +83,7 @@ def fuzz(name: str, seeds: Iterable[bytes], read: Read, mutate: Mutate) -> None:
 
 
 def _limit_memory() -> None:
-    """Memory that no file of the corpus' size can be worth is refused, which `read` does not catch."""
+    """Limit the memory of the process; a larger allocation ends the fuzzer."""
     if sys.platform == "linux":
         import resource
 
@@ -93,7 +93,7 @@ def _limit_memory() -> None:
 
 
 def alter_json(rng: random.Random, root: Any) -> Any:
-    """A JSON value with one place changed: another value, one from elsewhere in it, a number nearby, gone, twice."""
+    """Return a JSON value with one place changed, moved, removed or doubled."""
     root = json.loads(json.dumps({"": root}))
     places: list[tuple[Any, Any]] = []
     stack = [root]

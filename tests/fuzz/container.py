@@ -1,4 +1,4 @@
-"""Checkpoint files, checksums made right again: `python -m tests.fuzz.container --seconds 60`.
+"""Fuzzer of files with valid checksums: `python -m tests.fuzz.container --seconds 60`.
 
 Whatever the bytes are, a reader gives a state or one of the library's errors, soon and within memory.
 """
@@ -28,7 +28,7 @@ PARENTS = {base.identity: base for _, base in SOURCES if base is not None}
 
 
 def read(data: bytes) -> None:
-    """What every reader of a file does: whole, over its parent, in part, as a parent."""
+    """Read a file in every way: whole, over its parent, in part, as a parent."""
     with contextlib.suppress(sp.ShrinkpointError), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ckpt = Checkpoint.from_bytes(data)
@@ -44,7 +44,7 @@ def read(data: bytes) -> None:
 
 
 def mutate(rng: random.Random, data: bytes, at_random: Callable[[bytes, int], bytes]) -> bytes:
-    """Header or pieces of arrays and bundles altered; now and then the bytes as they stand."""
+    """Alter the header or pieces; sometimes the raw bytes."""
     if rng.random() < 0.1:
         return at_random(data, 2 * len(data))
     try:

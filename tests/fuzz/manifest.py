@@ -1,4 +1,4 @@
-"""Manifests and tags of a store, checksums made right again: `python -m tests.fuzz.manifest --seconds 60`.
+"""Fuzzer of manifests and tags: `python -m tests.fuzz.manifest --seconds 60`.
 
 What a store opens because a manifest says so has a name inside its folder, and nothing but the library's errors comes
 of it.
@@ -28,7 +28,7 @@ DATA = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.spt")
 
 
 def read(data: bytes) -> None:
-    """As the manifest of step 2, and as the tag `x`: parsed, and followed by a load."""
+    """Read bytes as a tag and as the manifest of step 2, with loads."""
     STORE._files.write("tags/x.json", data)
     with contextlib.suppress(sp.ShrinkpointError):
         STORE.load("x", count=False)
@@ -48,7 +48,7 @@ def read(data: bytes) -> None:
 
 
 def mutate(rng: random.Random, data: bytes, at_random: Callable[[bytes, int], bytes]) -> bytes:
-    """Fields altered and sealed anew; now and then the bytes as they stand."""
+    """Alter fields and restore the checksum; sometimes alter the raw bytes."""
     try:
         fields = json.loads(data)
         assert isinstance(fields, dict)

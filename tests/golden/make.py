@@ -29,7 +29,7 @@ INDEX = FOLDER / "index.json"
 
 
 def fingerprint(tree: Any) -> str:
-    """A hash of everything a user sees of a state: types, keys and their order, dtypes, shapes, bits."""
+    """Return a hash of all visible parts of a state: types, keys, dtypes, shapes, bits."""
     h = blake3()
     stack = [tree]
     while stack:
@@ -55,7 +55,7 @@ def fingerprint(tree: Any) -> str:
 
 
 def uniform(n: int, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """n numbers in [0, 1) that no library's version changes (a multiplicative congruence)."""
+    """Return n numbers in [0, 1) by a congruential generator that no library version changes."""
     out = np.empty(n)
     x = seed * 2654435761 % (2**31 - 1) + 1
     for i in range(n):
@@ -65,12 +65,12 @@ def uniform(n: int, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 def bell(n: int, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Roughly normal numbers: sums of twelve uniform ones."""
+    """Return roughly normal numbers: sums of twelve uniform ones."""
     return np.asarray(uniform(12 * n, seed).reshape(n, 12).sum(axis=1) - 6.0)
 
 
 def training(t: int) -> dict[str, Any]:
-    """A training state at moment t."""
+    """Return a training state at moment t."""
     w = bell(2000, 1) + 0.01 * t * bell(2000, 2 + t)
     odd = w.copy()
     odd[:5] = [np.nan, np.inf, -np.inf, 1e300, -0.0]
@@ -103,7 +103,7 @@ def training(t: int) -> dict[str, Any]:
 
 
 def tables(t: int) -> dict[str, Any]:
-    """Embedding tables of which a few rows change, one of them to what no quantizer holds, and their moments."""
+    """Return embedding tables with changed rows, one with NaN, and their moments."""
     w = bell(60 * 24, 21).reshape(60, 24)
     m = 1e-3 * bell(60 * 24, 22).reshape(60, 24)
     for step in range(1, t + 1):
@@ -117,7 +117,7 @@ def tables(t: int) -> dict[str, Any]:
 
 
 def mixed(t: int) -> dict[str, Any]:
-    """Half-precision weights beside their masters, and an average that is a clone at first."""
+    """Return half-precision weights, their masters, and an average that is first a clone."""
     w = torch.from_numpy((bell(2500, 41) + 0.01 * t * bell(2500, 42)).astype(np.float32).reshape(50, 50))
     v = (bell(2500, 43) ** 2).astype(np.float32).reshape(50, 50)
     entry = {"exp_avg": 1e-3 * w, "exp_avg_sq": torch.from_numpy(v)}
@@ -126,7 +126,7 @@ def mixed(t: int) -> dict[str, Any]:
 
 
 def directed(t: int) -> dict[str, Any]:
-    """A first moment of three directions and noise, as a gradient is a sum of few outer products."""
+    """Return a first moment of three outer products and noise."""
     left, right = bell(300, 111 + t).reshape(100, 3), bell(240, 121 + t).reshape(3, 80)
     m = np.rint(left @ right * 64) / 64 + bell(8000, 131 + t).reshape(100, 80) / 4
     v = np.ones((100, 80), np.float32)
@@ -135,7 +135,7 @@ def directed(t: int) -> dict[str, Any]:
 
 
 def uneven(t: int) -> dict[str, Any]:
-    """Weights and moments of which some rows and columns change, or stand out, far more than others."""
+    """Return weights and moments in which some rows and columns change far more."""
     rows, columns = (np.ldexp(1.0, (6 * uniform(n, n)).astype(int)) for n in (90, 60))
     active = np.minimum(rows[:, None] * columns / 2**7, 1)
     moving = (rows >= 8)[:, None] & (columns >= 8)
@@ -149,7 +149,7 @@ def uneven(t: int) -> dict[str, Any]:
 
 
 def everything(t: int) -> dict[Any, Any]:
-    """Every kind of node and leaf."""
+    """Return a state with every kind of node and leaf."""
     tied = torch.arange(6, dtype=torch.int16).reshape(2, 3) + t
     raw = (uniform(4800, 5) * 256).astype(np.uint8)
     return {
@@ -177,7 +177,7 @@ def everything(t: int) -> dict[Any, Any]:
 
 
 def floats(t: int) -> dict[str, Any]:
-    """Matrices whose rows and columns have scales of their own, and steps as large for small numbers as for large."""
+    """Return matrices with scales of rows and columns, and steps independent of the magnitude."""
     rows, columns = (np.ldexp(1.0, (8 * uniform(n, n)).astype(int)) for n in (60, 50))
     w = bell(3000, 1).reshape(60, 50) * rows[:, None] * columns + t * 0.01 * bell(3000, 5 + t).reshape(60, 50)
     return {
@@ -192,14 +192,14 @@ def floats(t: int) -> dict[str, Any]:
 
 
 def peaked(t: int) -> dict[str, Any]:
-    """Matrices that need multiples of two bytes, then of four, then (one of them) a step of its own."""
+    """Return matrices that need multiples of two bytes, then of four, then a step of their own."""
     w = bell(3000, 1).reshape(60, 50)
     w[0, 0] = 30.0 + t
     return {"single": torch.from_numpy((w + t * 0.001).astype(np.float32)), "double": w * (0.5 if t == 2 else 1.0)}
 
 
 def flipped(t: int) -> dict[str, Any]:
-    """Bits that change one by one: flags, two numbers in a byte, bit sets, signs."""
+    """Return integers whose single bits change: flags, nibbles, bit sets, signs."""
     n, words = 3000, (uniform(3000, 51) * 2**32).astype(np.uint32)
     at = uniform(n, 52 + t) < 0.2 * t
     w = (np.abs(bell(n, 53)) + 1).astype(np.float32)
@@ -212,7 +212,7 @@ def flipped(t: int) -> dict[str, Any]:
 
 
 def sparse(t: int) -> dict[str, Any]:
-    """Arrays of which few patterns change, small numbers more often; and one that stays as it is."""
+    """Return arrays in which few patterns change, small numbers more often, and a constant one."""
     n = 270_000
     w = np.rint(8 * np.resize(bell(900, 61), n)) / 8 * np.ldexp(1.0, -(np.arange(n) % 5))
     chosen, small = uniform(n, 63 + t), np.where(np.arange(n) % 5 > 2, 0.012, 0.002)
@@ -237,7 +237,7 @@ def sparse(t: int) -> dict[str, Any]:
 
 
 def many(t: int) -> dict[str, Any]:
-    """So many patterns that their exponents, and then their steps, are coded in 64 states."""
+    """Return enough patterns that exponents, and then steps, are coded in 64 states."""
     n = 160_000
     exponents = (12 * uniform(n, 141) ** 2).astype(np.int16)
     steps = (10 * uniform(n, 142) ** 2).astype(np.int16) >> (exponents > 6)
@@ -245,7 +245,7 @@ def many(t: int) -> dict[str, Any]:
 
 
 def small(t: int) -> dict[str, Any]:
-    """Many small layers, which are coded in bundles: one comes, one goes, one changes its shape, others stand out."""
+    """Return many small layers for bundles: members come, go, change shape or stand out."""
     model, entries = {}, {}
     for i in range(12):
         shape = (48, 32) if i == 5 and t else (32, 48)
@@ -285,7 +285,7 @@ KINDS: dict[Any, dict[str, Any]] = {
 
 
 def cases() -> dict[str, tuple[Any, sp.Config, int]]:
-    """Name -> (state at moment t, configuration, length of the chain)."""
+    """Return for each name the state at moment t, the configuration and the length of the chain."""
     quantize = sp.Quantize(bins=12, prune=0.2, protect=0.02, policy="refit", coder="published")
     return {
         "default": (training, sp.Config(), 3),
@@ -329,7 +329,7 @@ FILES += [f"{name}-{t}.spt" for name, (_, t, _) in AGAIN.items()]
 
 
 def arrays_of(ckpt: sp.Checkpoint, state: Any) -> dict[str, list[Any]]:
-    """Library, dtype, shape and BLAKE3 of the bytes of each restored array, by its key as JSON."""
+    """Return library, dtype, shape and hash of each restored array, by its key as JSON."""
     _, nodes = flatten(state, is_array)
     values = {node.key: node.value for node in reversed(nodes)}
     found = {}
@@ -341,19 +341,19 @@ def arrays_of(ckpt: sp.Checkpoint, state: Any) -> dict[str, list[Any]]:
 
 
 def key_of(key: str) -> str:
-    """The typed keys of an array's place as a JSON list."""
+    """Return the typed keys of an array's path as a JSON list."""
     return "[" + ", ".join(key.split("\x1f")) + "]"
 
 
 def bits(value: Any) -> bytes:
-    """The bytes of an array in C order; text scalars with all of their characters."""
+    """Return the bytes of an array in C order; text scalars with all of their characters."""
     if isinstance(value, torch.Tensor):
         return bytes(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if value.numel() else b""
     return bytes(value.tobytes())
 
 
 def entry(ckpt: sp.Checkpoint, parent: str | None, state: Any) -> dict[str, Any]:
-    """What the index says of a file."""
+    """Return the index entry of a file."""
     restored = sp.decompress(ckpt)
     return {
         "parent": parent,
@@ -366,7 +366,7 @@ def entry(ckpt: sp.Checkpoint, parent: str | None, state: Any) -> dict[str, Any]
 
 
 def encode() -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Encode every case: the entries of the index and the bytes of every file, both by file name."""
+    """Encode every case; return index entries and bytes by file name."""
     index: dict[str, Any] = {}
     made: dict[str, sp.Checkpoint] = {}
     for name, (make, cfg, length) in cases().items():

@@ -1,4 +1,4 @@
-"""A tensor subclass as low-bit optimizers have them: codes and a scale, with a context of several kinds."""
+"""A tensor subclass like those of low-bit optimizers: codes, a scale and a context."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Coded(Tensor):
         return cls(inner["codes"], inner["scale"], context)
 
     def plain(self) -> Tensor:
-        """The values."""
+        """Return the float32 values."""
         return self.codes.float() * self.scale[:, None]
 
     @classmethod
@@ -45,7 +45,7 @@ class Coded(Tensor):
 
 
 def coded(t: int) -> Coded:
-    """Codes that change from moment to moment."""
+    """Return codes that change from moment to moment."""
     codes = ((torch.arange(8 * 600) * 37 + t * (torch.arange(8 * 600) % 50 == 0)) % 251).to(torch.uint8).reshape(8, 600)
     context = (
         True,
