@@ -1,4 +1,4 @@
-"""The long form of the crash tests, run by hand: every injection, and 500 kills at random moments.
+"""Long crash tests, run manually: every injection, and 500 kills at random moments.
 
 python -m tests.store.campaign bench/results/crash.json [KILLS]
 """
@@ -16,7 +16,7 @@ from tests.store.test_crash import run_module, why_no_strace
 
 
 def main() -> None:
-    """See the module."""
+    """Run all injections and kills, and write their rows."""
     kills = sys.argv[2] if len(sys.argv) > 2 else "500"
     reason = why_no_strace()
     if reason is not None:

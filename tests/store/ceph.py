@@ -1,4 +1,4 @@
-"""A real S3 server on loopback for the tests: Debian's Ceph, its objects in memory (about 235 MB), gone afterwards."""
+"""A local S3 server for the tests: Debian's Ceph with objects in memory (235 MB)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ rgw_frontends = beast endpoint=127.0.0.1:{http}
 
 @dataclass(frozen=True)
 class Server:
-    """Where it is and how to get in."""
+    """Endpoint and credentials of a server."""
 
     endpoint: str
     key: str = "AKIATEST"
@@ -55,7 +55,7 @@ class Server:
 
 
 def missing() -> str | None:
-    """Why there can be no server here, or None."""
+    """Return why the server cannot run here, or None."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     return f"{', '.join(absent)} not installed (Debian: apt-get install radosgw ceph-mon ceph-osd)" if absent else None
 
@@ -72,7 +72,7 @@ def _free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def running(root: Path) -> Iterator[Server]:
-    """Start all of it, and end it by its own process ids."""
+    """Run the server's processes; end them by their process ids."""
     with contextlib.ExitStack() as stack:
         for attempt in range(3):
             try:
@@ -130,7 +130,7 @@ def _running(root: Path) -> Iterator[Server]:
 
 
 def _said(root: Path) -> str:
-    """The end of what each server wrote, for whoever must find out why there is none."""
+    """Return the last output of each server, for error messages."""
     return "\n".join(f"{p.name}: {p.read_text(errors='replace')[-2000:]}" for p in sorted(root.glob("*.out")))
 
 

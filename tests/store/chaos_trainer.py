@@ -1,4 +1,4 @@
-"""A small deterministic training run that resumes from its store; judged by `ckpt-chaos` from outside.
+"""A small deterministic training that resumes from its store, for `ckpt-chaos`.
 
     python -m tests.store.chaos_trainer OUT [STEPS]
 
@@ -23,7 +23,7 @@ from shrinkpoint.store.retention import Retention
 
 
 def agreed(store: sp.Store, ranks: int) -> int:
-    """The step to go on from: the same on all ranks, and newer ones, which some rank lacks, are gone."""
+    """Return the newest step that all ranks have, and drop newer ones."""
     if ranks > 1:
         import torch.distributed as dist
 
@@ -36,7 +36,7 @@ def agreed(store: sp.Store, ranks: int) -> int:
 
 
 def main() -> None:
-    """See the module."""
+    """Train to `steps`, and write the result."""
     out, steps = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 4
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     store = sp.Store(out / f"rank{rank}" if ranks > 1 else out, sp.presets.lossless())

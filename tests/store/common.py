@@ -1,4 +1,4 @@
-"""What the store's tests share: states that differ by step, and what a folder holds."""
+"""Helpers of the store's tests: states by step, and files of a store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import shrinkpoint as sp
 
 
 def state(step: int, size: int = 600) -> dict[str, Any]:
-    """A state for each step that can be told from all others, most of which is as it was at the step before."""
+    """Return a distinct state for each step, most of it unchanged since the step before."""
     rng = np.random.default_rng(7)
     w = rng.standard_normal(size).astype(np.float32)
     w[: size // 8] += step
@@ -20,7 +20,7 @@ def state(step: int, size: int = 600) -> dict[str, Any]:
 
 
 def same(found: Any, step: int) -> bool:
-    """Whether a state is the one of this step, to the bit."""
+    """Return whether a state equals this step's, bit for bit."""
     expected = state(step, found["model"]["weight"].size)
     return (
         found["step"] == step
@@ -31,7 +31,7 @@ def same(found: Any, step: int) -> bool:
 
 
 def lossless(*, against: str = "previous", base_every: int | None = None, **policy: Any) -> sp.Config:
-    """Exact storage under a chain policy; one long chain unless told."""
+    """Return exact storage under a chain policy; by default one long chain."""
     return sp.presets.lossless(chain=sp.ChainPolicy(base_every, against, **policy))
 
 
@@ -43,23 +43,23 @@ def fill(store: sp.Store, *steps: int) -> sp.Store:
 
 
 def listing(root: Path) -> dict[str, bytes]:
-    """Every file of a store but those that say nothing of its steps."""
+    """Return every file of a store except locks and restore counters."""
     names = sorted(p for p in root.rglob("*") if p.is_file())
     found = {str(p.relative_to(root)): p.read_bytes() for p in names}
     return {name: data for name, data in found.items() if name != "lock" and not name.startswith("restores/")}
 
 
 def manifest_path(root: Path, step: int) -> Path:
-    """The manifest of a step that counts."""
+    """Return the path of a step's current manifest."""
     found = list((root / "steps").glob(f"{step:012d}*.json"))
     return max(found, key=lambda p: int(p.name.split(".r")[1].split(".")[0]) if ".r" in p.name else 0)
 
 
 def data_path(root: Path, step: int) -> Path:
-    """The data file of a step."""
+    """Return the path of a step's data file."""
     return root / "data" / str(json.loads(manifest_path(root, step).read_text())["file"])
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Temporary files."""
+    """Return the temporary files."""
     return [p for p in root.rglob(".tmp-*") if p.is_file()]

@@ -1,4 +1,4 @@
-"""Where the store's tests write: in memory, but for those that are about the disk."""
+"""Folders of the store's tests: in memory, except for tests of the disk."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ON_DISK = {"test_chaos", "test_crash", "test_local", "test_lock"}
 
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of the test's own, on a file system in memory where one with room can be written.
+    """A folder of the test's own, on a file system in memory if one has room.
 
-    Waiting for the disk to sync took over half of the time; what is written, synced and renamed stays the same.
+    Waiting for the disk to sync took over half of the time; writes, syncs and renames stay the same.
     """
     module = request.module.__name__.rpartition(".")[2]
     here = module not in ON_DISK and os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free >= ROOM

@@ -1,4 +1,4 @@
-"""A training in a process of its own: `python exact_trainer.py STORE DTYPE STEPS [KILLED]`, a line of output a step.
+"""A training in its own process: `python exact_trainer.py STORE DTYPE STEPS [KILLED]`.
 
 It goes on from the newest checkpoint of the store, if there is one, and saves every ten steps. STORE "-" is none. After
 step KILLED it kills itself, as hard as it can. A line is a step, the bits of its loss, and "delta" or "base" where a
@@ -25,7 +25,7 @@ WORDS = 64
 
 
 class Model(nn.Module):
-    """A transformer of one block, with dropout: what it does next also depends on the state of a random generator."""
+    """A transformer of one block with dropout, so that it depends on a random generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 class Training:
-    """All that it consists of."""
+    """A training with model, optimizer, scheduler and generators."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -50,7 +50,7 @@ class Training:
         self.step = 0
 
     def advance(self) -> float:
-        """One step; its loss."""
+        """Train one step; return the loss."""
         first = torch.randint(WORDS, (8, 1), generator=self.data)
         tokens = (first + torch.arange(17) * torch.randint(1, 5, (8, 1), generator=self.data)) % WORDS
         logits = self.model(tokens[:, :-1]).float()
@@ -63,7 +63,7 @@ class Training:
         return float(loss.detach())
 
     def state(self) -> dict[str, Any]:
-        """Everything."""
+        """Return the complete state."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -73,7 +73,7 @@ class Training:
         }
 
     def go_on_from(self, state: dict[str, Any]) -> None:
-        """As if it had never stopped there."""
+        """Continue from a state."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
@@ -82,7 +82,7 @@ class Training:
         self.step = state["step"]
 
     def digest(self) -> str:
-        """Of every bit of weights and moments."""
+        """Return a hash of all weights and moments."""
         found = hashlib.sha256()
         entries = self.optimizer.state.values()
         for x in [*self.model.state_dict().values(), *(value for entry in entries for value in entry.values())]:

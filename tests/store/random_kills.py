@@ -1,4 +1,4 @@
-"""Writers killed at random moments while they save, compact and collect; run by `test_crash.py` and `campaign.py`.
+"""Writers killed at random moments while they save, compact and collect.
 
     python -m tests.store.random_kills FOLDER TRIALS [SEED]
 
@@ -35,19 +35,19 @@ PATIENCE, FAR = 20, 3
 
 
 def state(step: int) -> dict[str, Any]:
-    """A different one for each step, large enough that writing it takes a while."""
+    """Return a distinct state for each step, large enough that writing takes time."""
     g = np.random.default_rng(step)
     return {"step": step, "weight": g.standard_normal(60_000), "i": np.arange(2000) * step}
 
 
 def right(found: dict[str, Any]) -> bool:
-    """Whether a state is what was saved."""
+    """Return whether a state is the saved one."""
     expected = state(found["step"])
     return all(np.array_equal(found[k], expected[k]) for k in expected)
 
 
 def write_on(root: Path, seed: int, told: int) -> None:
-    """Save, compact and collect until killed; a number is told once its step is saved."""
+    """Save, compact and collect until killed; report each saved step through a pipe."""
     rng = random.Random(seed)
     every, against = rng.choice(POLICIES)
     store = sp.Store(root, lossless(against=against, base_every=every))
@@ -64,12 +64,12 @@ def write_on(root: Path, seed: int, told: int) -> None:
 
 
 def kept_by(steps: list[int]) -> set[int]:
-    """What `KEPT` must have left of the steps that were there."""
+    """Return the steps that `KEPT` must keep."""
     return set(steps[-KEPT.last :]) | {s for s in steps if s % 50 == 0}
 
 
 def main() -> None:
-    """See the module."""
+    """Run the trials, and print their row."""
     root, trials = Path(sys.argv[1]), int(sys.argv[2])
     seed = int(sys.argv[3]) if len(sys.argv) > 3 else random.SystemRandom().randrange(1 << 32)
     rng = random.Random(seed)

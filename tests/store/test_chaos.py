@@ -1,4 +1,4 @@
-"""An outside judge: ckpt-chaos kills a training run at the changes it sees, resumes it, and compares the end."""
+"""ckpt-chaos kills a training at file changes, resumes it, and compares the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAIL_ON = "HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK"
 
 
 def judged(work: Path, modes: str, points: int, ranks: int, steps: int = 3) -> tuple[int, list[dict[str, Any]], str]:
-    """Number of changes it saw in the undisturbed run, what came of each kill, and what it printed."""
+    """Run ckpt-chaos; return the number of changes seen, the result of each kill, its output."""
     pytest.importorskip("ckpt_chaos", reason="ckpt-chaos is not installed (pip install ckpt-chaos)")
     glob = "{out}/steps/*.json" if ranks == 1 else "{out}/rank0/steps/*.json"
     done = subprocess.run(
@@ -41,7 +41,7 @@ def judged(work: Path, modes: str, points: int, ranks: int, steps: int = 3) -> t
 
 @pytest.mark.parametrize(("modes", "points", "ranks"), [("before,torn,unsynced,term", 4, 1), ("before", 1, 2)])
 def test_the_judge(modes: str, points: int, ranks: int, tmp_path: Path) -> None:
-    """What it cannot see (links) it does not count: two files a save, their temporary names removed, the result."""
+    """ckpt-chaos sees the file changes of each save, and reports no failure."""
     seen, results, printed = judged(tmp_path / "work", modes, points, ranks)
     assert seen in (3 * 6 + 3, 3 * 6 + 4) or ranks > 1, printed  # making the folder may be seen as well
     assert seen >= 3 * 6 + 3, printed

@@ -1,4 +1,4 @@
-"""Commands on a store: what they read of it, and what `gc` says without doing it."""
+"""Commands on a store: bytes that they read, and `gc` as a dry run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADER = 64 << 10
 
 @pytest.fixture
 def store(tmp_path: Path) -> sp.Store:
-    """Five steps, each of several times the bytes that a header takes."""
+    """Return a store of five steps, each several times larger than its header."""
     store = sp.Store(tmp_path / "run", lossless())
     for step in range(5):
         store.save(step, state(step, 600_000))
@@ -26,7 +26,7 @@ def store(tmp_path: Path) -> sp.Store:
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each request for data to a local store."""
+    """Record the bytes of each data request to a local store."""
     sizes: list[int] = []
     reads = {"read": LocalFiles.read, "read_range": LocalFiles.read_range}
 
@@ -56,7 +56,7 @@ def test_looking_reads_no_more_than_headers(store: sp.Store, fetched: list[int])
 
 
 def test_info_of_a_file_reads_its_header_only(store: sp.Store, tmp_path: Path) -> None:
-    """Its body may be damaged: what is read is right all the same."""
+    """`info` of a file reads the header only: a damaged body does not matter."""
     file = tmp_path / "alone.spt"
     data = data_path(Path(store.url), 0).read_bytes()
     file.write_bytes(data)
@@ -100,7 +100,7 @@ def test_a_dry_run_says_what_gc_then_does(store: sp.Store) -> None:
 
 
 def test_a_dry_run_waits_for_savers(tmp_path: Path) -> None:
-    """What another one is about to commit is no garbage."""
+    """A dry run of `gc` waits for savers, whose files are not garbage."""
     store = fill(sp.Store(tmp_path / "run", lossless()), 1)
     other = sp.Store(store.url)
     with other._lock.shared(), pytest.raises(TimeoutError):

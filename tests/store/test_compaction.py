@@ -1,4 +1,4 @@
-"""Compaction: every step to the bit what it was, later deltas decode as before, and restoring is cheap."""
+"""Compaction keeps every step bit for bit, later deltas decode, and restores are cheap."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def test_costs_and_bits(against: str, cost: float, tmp_path: Path) -> None:
     ids=["default", "rate", "inshrinkerator", "lossless", "lc_checkpoint", "bitsnap", "check_n_run"],
 )
 def test_deltas_over_what_was_compacted_decode_as_before(cfg: sp.Config, tmp_path: Path) -> None:
-    """Lossy codecs too: the memories are the same to the bit, so the same deltas come of them.
+    """Deltas over a compacted step decode, and new deltas are equal, for lossy codecs too.
 
-    All three begin their slow average of the weights (under a rate) anew: it is the object's, and not of the chain.
+    All three stores start a new average of the weights (under a rate): it belongs to the object, not to the chain.
     """
     rules, chain = cfg.rules, sp.ChainPolicy(None)
     cfg = sp.Config(rules, max_rel_error=cfg.max_rel_error, rate=cfg.rate, chain=chain)
@@ -128,7 +128,7 @@ def test_deltas_over_what_was_compacted_decode_as_before(cfg: sp.Config, tmp_pat
 
 
 def test_trees_of_chains(tmp_path: Path) -> None:
-    """Saved on from an earlier step, more than once; the bottom of the chain replaced; a second base."""
+    """Compaction keeps all steps of a store with branches, a replaced base and a second base."""
     store = fill(sp.Store(tmp_path, lossless()), *range(10))
     store.load(4, count=False)
     fill(store, *range(20, 28))
@@ -198,7 +198,7 @@ def test_a_step_saved_again_meanwhile_wins(tmp_path: Path) -> None:
 
 
 def test_loads_beside_compaction_and_collection(tmp_path: Path) -> None:
-    """A reader that has read a manifest finds its files gone, and finds their successors."""
+    """A load finds the new files if compaction replaces those of its manifest."""
     store = fill(sp.Store(tmp_path, lossless()), *range(12))
     reader = sp.Store(tmp_path)
     files, real = reader._files, reader._files.read
@@ -244,7 +244,7 @@ def test_a_restated_file_that_is_not_the_same_is_refused(tmp_path: Path, monkeyp
 
 
 def test_few_checkpoints_are_held_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those below no more than a step may be coded against: as many as its number has non-zero digits."""
+    """Compaction holds as many checkpoints as the step's number has non-zero digits."""
     held: list[int] = []
     real = compaction.Compaction._step
 
@@ -272,7 +272,7 @@ def test_a_cost_of_any_kind_of_number(tmp_path: Path) -> None:
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=30), st.sampled_from([1.0, 2.0, 2.5, 3.0, 5.0]), st.data())
 def test_any_tree(parents: list[int], cost: float, data: st.DataObject) -> None:
-    """Chains that branch anywhere, with any of their steps gone."""
+    """Compaction keeps all steps of chains with any branches and gaps."""
     store = sp.Store(f"memory://any-tree-{next(_COUNTER)}", lossless())
     store.save(0, state(0, 40))
     for step, parent in enumerate(parents, 1):

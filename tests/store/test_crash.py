@@ -1,4 +1,4 @@
-"""Writers killed at random moments and at every system call: what was there before is there, and it is right."""
+"""Writers killed at random moments and at every system call leave valid steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_module(name: str, *args: str, timeout: float = 1800) -> dict[str, Any]:
-    """A module of the tests in a process of its own; what it prints is JSON."""
+    """Run a test module in its own process; return the JSON that it prints."""
     env = {**os.environ, "SHRINKPOINT_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", f"tests.store.{name}", *args],
@@ -34,7 +34,7 @@ def run_module(name: str, *args: str, timeout: float = 1800) -> dict[str, Any]:
 
 
 def why_no_strace() -> str | None:
-    """Why calls cannot be injected here, or None."""
+    """Return why calls cannot be injected here, or None."""
     if sys.platform != "linux":
         return "strace is for Linux"
     if shutil.which("strace") is None:
@@ -61,7 +61,7 @@ def strace() -> None:
 
 @pytest.fixture
 def in_memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose fsync costs nothing, where there is one: calls mean the same there."""
+    """A folder in memory, if possible, where fsync takes no time."""
     shm = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shm if os.access(shm, os.W_OK) else tmp_path) as folder:
         yield Path(folder)
@@ -99,7 +99,7 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.usefixtures("strace")
 def test_at_every_call(plan: str, in_memory: Path) -> None:
-    """A part of what `campaign.py` does: injections are left out by chance alone."""
+    """A random part of the injections of `campaign.py` leaves valid stores."""
     found = run_module("injection", str(in_memory), json.dumps(PLANS[plan]))
     assert found["failures"] == []
     assert len(found["rows"]) == len(PLANS[plan])

@@ -1,4 +1,4 @@
-"""Faults of the machine around a store: signals, read-only disks, odd file systems, small containers, many steps."""
+"""Faults around a store: signals, read-only disks, odd file systems, containers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks i
 
 
 def script(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What became of a program of its own."""
+    """Run a program in its own process; return its result."""
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
     env = {**os.environ, **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
@@ -48,7 +48,7 @@ def script(code: str, *arguments: object, **environment: str) -> subprocess.Comp
 @posix
 @pytest.mark.parametrize("moment", ["starting", "saving"])
 def test_signals_of_a_scheduler_lose_no_save(moment: str, tmp_path: Path) -> None:
-    """To the worker itself, as to every process of a job; its session is not the trainer's."""
+    """Signals to the worker do not lose a save."""
     done = script(
         """
         import os, sys, time, numpy as np, shrinkpoint as sp
@@ -73,9 +73,9 @@ def test_signals_of_a_scheduler_lose_no_save(moment: str, tmp_path: Path) -> Non
 @linux
 @pytest.mark.parametrize("to", ["group", "session"])
 def test_signals_to_the_job_reach_the_trainer_alone(to: str, tmp_path: Path) -> None:
-    """Every signal, uncatchable ones included, to the trainer's group or to each process of its session.
+    """Signals to the trainer's group or session do not lose the save of its worker.
 
-    A child of the trainer, which handles none of them, is killed: the signals did arrive.
+    A child of the trainer without handlers is killed, which shows that the signals arrived.
     """
     code = """
         import os, signal, subprocess, sys, numpy as np, shrinkpoint as sp
@@ -120,7 +120,7 @@ def test_signals_to_the_job_reach_the_trainer_alone(to: str, tmp_path: Path) -> 
 
 @linux
 def test_a_worker_yields_to_its_trainer(tmp_path: Path) -> None:
-    """Its session has the niceness too: Linux would otherwise give both sessions the same share of a core."""
+    """The worker and its session have the given niceness."""
     with sp.Saver(sp.Store(tmp_path), nice=7) as saver:
         saver.save(1, {"weight": np.zeros(9)}).result()
         mine = os.getpriority(os.PRIO_PROCESS, 0)
@@ -168,7 +168,7 @@ def test_a_stopped_worker_is_waited_for_within_a_limit(tmp_path: Path) -> None:
 
 @posix
 def test_load_waits_for_a_save_in_flight_of_this_process(tmp_path: Path) -> None:
-    """A notebook cell that is run twice: its first Saver is still at work when the second one resumes."""
+    """`load` waits for a save in flight of another Saver of this process."""
     saver = sp.Saver(sp.Store(tmp_path))
     saver.save(1, {"weight": np.random.default_rng(0).normal(size=2_000_000)})
     assert saver.busy
@@ -189,7 +189,7 @@ def _can_mount() -> bool:
 
 @pytest.mark.skipif(not _can_mount(), reason="needs the right to mount")
 def test_a_saver_needs_nothing_writable_but_its_store() -> None:
-    """Root, /tmp and /dev/shm are mounted read-only, as in a hardened container."""
+    """A saver works with /, /tmp and /dev/shm mounted read-only."""
     program = """
         import sys, numpy as np, shrinkpoint as sp
         for folder in ("/tmp", "/dev/shm", "/var/tmp"):
@@ -238,7 +238,7 @@ def test_a_file_system_that_syncs_no_folders_costs_one_warning(tmp_path: Path, m
 
 @contextlib.contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """How often a folder is listed and a manifest parsed."""
+    """Count listings of folders and parsed manifests."""
     calls: Counter[str] = Counter()
     listdir, parsed = os.listdir, sp.store.manifest.Manifest.from_bytes  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
@@ -295,7 +295,7 @@ def test_a_replaced_manifest_is_parsed_again(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ten_thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with 10,000 bases, each with a file of its own; the files are links to a few, which makes it fast."""
+    """Return a store with 10,000 bases, whose files are links to a few."""
     folder = tmp_path_factory.mktemp("ten-thousand")
     first = fill(sp.Store(folder, lossless()), 1).describe(1)
     for step in range(2, 10_001):
@@ -310,7 +310,7 @@ def ten_thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fastest(work: Callable[[], object], times: int = 5) -> float:
-    """Processor seconds of the fastest call: what it costs without what else the machine does."""
+    """Return the processor seconds of the fastest call."""
     seconds = []
     for _ in range(times):
         begin = time.process_time()
@@ -336,7 +336,7 @@ SLOWER = 1.5
 
 
 def test_10_000_steps_are_listed_and_collected_in_seconds(ten_thousand: Path) -> None:
-    """`steps` within 0.1 s, `ls` within 1 s, `gc` within 3 s, in processor time."""
+    """10,000 steps: `steps` takes 0.1 s, `ls` 1 s and `gc` 3 s of processor time at most."""
     assert fastest(lambda: sp.Store(ten_thousand).steps()) <= 0.1 * SLOWER
     assert len(sp.Store(ten_thousand).steps()) == 10_000
     for arguments, limit in ((["ls"], 1.0), (["gc", "--keep-last", "9000", "--dry-run"], 3.0)):
@@ -373,7 +373,7 @@ def test_a_malformed_manifest_is_named_with_its_remedy(tmp_path: Path) -> None:
 
 
 def drifting(store: sp.Store, steps: int) -> dict[int, bytes]:
-    """Save a state that changes everywhere; step -> its weights as they are restored."""
+    """Save states that change everywhere; return the restored weights by step."""
     rng = np.random.default_rng(0)
     w = rng.normal(size=(200, 300)).astype(np.float32)
     for step in range(1, steps + 1):
@@ -399,7 +399,7 @@ def test_a_retention_frees_space(every: int | None, tmp_path: Path) -> None:
 
 
 def test_little_is_left_to_the_chain(tmp_path: Path) -> None:
-    """What a removed base takes is not worth to be written again as another one."""
+    """A removed base stays as a file for its deltas if a new base would take more bytes."""
     store = sp.Store(tmp_path, sp.Config())
     drifting(store, 3)
     store.gc(sp.Retention(last=2))
@@ -413,7 +413,7 @@ def test_little_is_left_to_the_chain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_limits_of_a_container_count(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of the machine's memory and of each limit above this process."""
+    """The memory limit is the least of the machine's and those of all enclosing cgroups."""
     folder = tmp_path / ("memory" if version == 1 else "") / "job" / "task"
     folder.mkdir(parents=True)
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
@@ -448,7 +448,7 @@ CONTAINER = Path("/sys/fs/cgroup/memory") if Path("/sys/fs/cgroup/memory").is_di
 
 @contextlib.contextmanager
 def container(nbytes: int) -> Iterator[Path]:
-    """A memory cgroup of this machine with a limit; the test is skipped if none can be made."""
+    """Make a memory cgroup with a limit; skip the test if that is not possible."""
     own = Path("/proc/self/cgroup").read_text().splitlines()
     path = next((line.split(":", 2)[2] for line in own if ":memory:" in line or line.startswith("0::")), "/")
     folder = Path(f"{CONTAINER}{path}", f"shrinkpoint-test-{os.getpid()}")
@@ -469,7 +469,7 @@ def container(nbytes: int) -> Iterator[Path]:
 
 @linux
 def test_a_container_too_small_for_a_snapshot_is_an_error_instead_of_a_kill(tmp_path: Path) -> None:
-    """A real limit, above which the kernel kills; the zeros take no memory before they are copied."""
+    """A snapshot beyond the limit of a real cgroup is an error before the kernel kills."""
     with container(1 << 30) as folder:
         done = script(
             """

@@ -1,4 +1,4 @@
-"""Bytes that nobody wrote: manifests, tags, and files that are read in parts. No crash, no hang, no other error."""
+"""Random bytes as manifests, tags and partly read files: typed errors or right values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ JSON = st.recursive(
 
 
 def a_manifest() -> dict[str, Any]:
-    """A sound one."""
+    """Return a valid manifest."""
     store = fill(sp.Store(f"memory://{uuid.uuid4()}", lossless()), 0, 1, 2)
     return unseal(store.describe(2).to_bytes())
 
@@ -68,7 +68,7 @@ def test_manifests_of_bytes(data: bytes, step: int) -> None:
 
 
 def test_every_bit_of_a_manifest_counts() -> None:
-    """Flipped one by one: each is noticed."""
+    """Every flipped bit of a manifest is found."""
     whole = seal(SOUND)
     for at in range(8 * len(whole)):
         data = bytearray(whole)
@@ -102,7 +102,7 @@ def ranged(data: bytes) -> Ranged:
 
 
 def chain() -> list[bytes]:
-    """Files of a base and a delta over it, in several chunks."""
+    """Return the files of a base and a delta over it, in several chunks."""
     rng = np.random.default_rng(0)
     states = [{**state(s), "big": [rng.standard_normal(40_000), {"x": rng.standard_normal(9)}]} for s in (0, 1)]
     base = sp.compress(states[0], cfg=lossless())
@@ -115,7 +115,7 @@ PATTERNS = ["big/1/*", "model/*"]
 
 
 def open_parts(files: list[bytes]) -> Any:
-    """What `decompress_only` finds when these are the files."""
+    """Return the result of `decompress_only` on these files."""
     left = list(zip(files, IDS, strict=True))
 
     def open_next(above: Checkpoint | None) -> Checkpoint:
@@ -131,7 +131,7 @@ EXPECTED = open_parts(FILES)
 
 
 def judge(files: list[bytes]) -> None:
-    """Either what was stored, or one of our errors, within memory."""
+    """Check that files give the stored values or a typed error, within memory."""
     tracemalloc.start()
     try:
         found = open_parts(files)
@@ -150,7 +150,7 @@ def test_parts_are_right() -> None:
 
 
 def test_files_altered_anywhere_for_a_while() -> None:
-    """Flips, cuts, insertions, in either file: checksums notice, whatever part of the file is read."""
+    """Flips, cuts and insertions are found by checksums in whichever part is read."""
     rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
     end = time.monotonic() + SECONDS
     done = 0
@@ -172,7 +172,7 @@ def test_files_altered_anywhere_for_a_while() -> None:
 
 
 def test_headers_that_lie_for_a_while() -> None:
-    """Any field of the header replaced, the checksums made right again."""
+    """Any replaced header field with valid checksums gives right values or a typed error."""
     rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
     apart = [take_apart(f) for f in FILES]
     values: list[Any] = [0, -1, 1, 2**31, 2**62, 10**30, "", "x", None, [], {}, [2**40], 1.5, True, [0], [-5], {"a": 0}]
@@ -209,7 +209,7 @@ def test_headers_that_lie_for_a_while() -> None:
 @settings(max_examples=100)
 @given(st.binary(min_size=1, max_size=300), st.lists(st.tuples(st.integers(0, 310), st.integers(0, 310)), max_size=12))
 def test_parts_of_a_file(data: bytes, spans: list[tuple[int, int]]) -> None:
-    """A file in parts slices as its bytes do, however it was fetched."""
+    """Slices of a partly fetched file equal slices of its bytes."""
     file = ranged(data * 400)
     whole = data * 400
     file.load((a * 300, min(b * 300, len(whole))) for a, b in spans[:4])

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """A file outside of the store."""
+    """A file outside the store."""
     path = tmp_path / "elsewhere" / "secret"
     path.parent.mkdir()
     path.write_bytes(b"keep me")
@@ -43,7 +43,7 @@ def test_the_store_itself_may_be_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["data", "manifest"])
 def test_links_in_the_place_of_files(what: str, tmp_path: Path, secret: Path) -> None:
-    """Even to the very bytes: a store holds what it was given, not what a link makes of it."""
+    """A link in place of a store's file is damage, even if its bytes are equal."""
     root = tmp_path / "run"
     store = fill(sp.Store(root, lossless(base_every=1)), 1, 2)
     path = data_path(root, 2) if what == "data" else manifest_path(root, 2)
@@ -66,7 +66,7 @@ def test_links_in_the_place_of_files(what: str, tmp_path: Path, secret: Path) ->
 
 @pytest.mark.parametrize("folder", ["data", "steps"])
 def test_links_in_the_place_of_folders(folder: str, tmp_path: Path, secret: Path) -> None:
-    """Nothing is written, read or removed through them."""
+    """A link in place of a store's folder is refused for reading, writing and removal."""
     root = tmp_path / "run"
     store = fill(sp.Store(root, lossless()), 1, 2)
     (root / folder).rename(secret.parent / folder)
@@ -80,7 +80,7 @@ def test_links_in_the_place_of_folders(folder: str, tmp_path: Path, secret: Path
 
 
 def test_links_where_files_are_to_be_written(tmp_path: Path, secret: Path) -> None:
-    """A temporary name that is taken, by a link that leads elsewhere: another name is found."""
+    """A link with a temporary name is not followed; another name is used."""
     root = tmp_path / "run"
     store = fill(sp.Store(root, lossless()), 1)
     for folder in ("data", "steps"):
@@ -198,7 +198,7 @@ print("fine")
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root, to become nobody")
 def test_a_store_that_may_only_be_read(tmp_path: Path) -> None:
-    """Loads, verifies and copies; says plainly that it cannot count the restore; every change is refused."""
+    """A read-only store can be loaded, verified and copied, and reports refused changes."""
     root = tmp_path / "run"
     fill(sp.Store(root, lossless()), 1, 2)
     (tmp_path / "to").mkdir(mode=0o777)
@@ -227,12 +227,12 @@ def test_a_restore_that_cannot_be_counted(tmp_path: Path) -> None:
 
 
 def test_racing_writers(tmp_path: Path) -> None:
-    """Two processes link different manifests to one name at once: one of them is refused each time."""
+    """Of two processes that link one manifest name, one is refused each time."""
     race(str(tmp_path / "run"), tmp_path / "meeting")
 
 
 def test_clocks_do_not_matter(tmp_path: Path) -> None:
-    """Files from the future or from 1970: which step is newest, and what is garbage, no clock decides."""
+    """File times do not decide which step is newest or which file is garbage."""
     store = fill(sp.Store(tmp_path, lossless()), 1, 2, 3)
     for number, path in enumerate(sorted(tmp_path.rglob("*"))):
         when = (0, 10**10, 1)[number % 3]
@@ -248,7 +248,7 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
 def test_a_disk_that_cannot_be_asked_is_not_damaged(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only of a sector that cannot be read an older step takes the place."""
+    """An older step is loaded only if a sector is unreadable, not for other I/O errors."""
     store = fill(sp.Store(tmp_path, lossless(base_every=1)), 1, 2)
     (newest,) = (p.name for p in (tmp_path / "data").glob("000000000002-*.spt"))
     real = LocalFiles.read

@@ -1,4 +1,4 @@
-"""Several writers, and a collector beside them: nobody loses a step, nobody waits for ever."""
+"""Several writers and a collector: no step is lost and all waits end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def locks(kind: str, tmp_path: Path) -> tuple[Lock, Lock, Files]:
-    """Two holders' views of one lock."""
+    """Return two holders of one lock."""
     url = str(tmp_path) if kind != "memory" else f"memory://{uuid.uuid4()}"
     one, two = open_files(url), open_files(url)
     if kind == "flock":
@@ -95,7 +95,7 @@ def _late(lock: Lock, order: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["files", "memory"])
 def test_what_a_crash_leaves_of_a_lock(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects of dead holders count until they are stale; a holder that was taken for dead is told."""
+    """Locks of dead holders count until they are stale; a live holder notices the loss."""
     one, two, files = locks(kind, tmp_path)
     dead = one.shared()
     lease = dead.__enter__()
@@ -151,7 +151,7 @@ def test_a_collector_that_was_taken_for_dead_keeps_its_hands_off_others_locks(
 def test_a_collector_whose_lock_went_takes_no_saver_for_dead(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has nothing then to compare their age with."""
+    """A collector that lost its lock file does not break a saver's lock."""
     one, two, files = locks(kind, tmp_path)
     with two.shared() as saver:
         create = files.create
@@ -168,7 +168,7 @@ def test_a_collector_whose_lock_went_takes_no_saver_for_dead(
 
 
 def test_a_saver_that_was_taken_for_dead_commits_nothing() -> None:
-    """Its lock went while it wrote: what its manifest would name may have been collected."""
+    """A saver that lost its lock does not commit."""
     url = f"memory://{uuid.uuid4()}"
     store = fill(sp.Store(url, lossless()), 0)
     files, write = store._files, store._files.write
@@ -186,7 +186,7 @@ def test_a_saver_that_was_taken_for_dead_commits_nothing() -> None:
 
 
 def test_a_clock_that_goes_backwards(tmp_path: Path) -> None:
-    """What seems to be from the future is not stale: waiting is the safe side."""
+    """A lock file from the future is not stale."""
     one, two, files = locks("files", tmp_path)
     with one.shared():
         name = f"locks/{files.list('locks')[0]}"
@@ -210,7 +210,7 @@ def test_where_there_is_no_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_moment_without_locks_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever fell back to lock files at once would not see one that holds the real lock, nor be seen by it."""
+    """A temporary lack of locks does not switch to lock files."""
     store = fill(sp.Store(tmp_path, lossless()), 0, 1)
     flock, left = fcntl.flock, [3]
 
@@ -237,7 +237,7 @@ def test_a_moment_without_locks_is_waited_for(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
-    """As a data loader's worker, forked while a save is going on in another thread."""
+    """A child forked during a save does not keep the lock."""
     store = fill(sp.Store(tmp_path, lossless()), 0)
     begin, end = os.pipe()
     with store._lock.shared():
@@ -256,7 +256,7 @@ def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_forked_child_of_a_killed_process_keeps_no_lock(alone: bool, tmp_path: Path) -> None:
-    """The lock belongs to the open file, which the child has as well: nobody is left to release it."""
+    """A child of a killed process does not keep the lock of the shared open file."""
     store = fill(sp.Store(tmp_path, lossless()), 0)
     begin, end = os.pipe()
     trainer = os.fork()
@@ -277,7 +277,7 @@ def test_a_forked_child_of_a_killed_process_keeps_no_lock(alone: bool, tmp_path:
 
 
 def test_gc_does_not_collect_what_a_saver_is_about_to_name(tmp_path: Path) -> None:
-    """Collected at every point of a save where it can be: it waits, and the saved step is whole."""
+    """`gc` at any point of a save waits, and the saved step is complete."""
     store = fill(sp.Store(tmp_path, lossless()), 0, 1)
     files, tried = store._files, 0
     write = files.write
@@ -315,7 +315,7 @@ for i in range(9):
 
 @pytest.mark.parametrize("stride", [2, 0], ids=["steps of their own", "the same step"])
 def test_writers_at_once(stride: int, tmp_path: Path) -> None:
-    """Processes save, compact and collect at the same time; all that any of them saved is there."""
+    """Concurrent saves, compactions and collections lose no saved step."""
     env = {**os.environ, "SHRINKPOINT_THREADS": "1", "OMP_NUM_THREADS": "1"}
     starts = (0, 1) if stride else (5, 5)
     running = [
@@ -334,7 +334,7 @@ def test_writers_at_once(stride: int, tmp_path: Path) -> None:
 
 
 def test_two_that_commit_the_same_step(tmp_path: Path) -> None:
-    """In turn, at the last moment before each other's commit: one is replaced by the other, neither fails."""
+    """Of two writers that commit one step, the later replaces the earlier without an error."""
     one, two = (sp.Store(tmp_path, lossless()) for _ in range(2))
     create = one._files.create
     raced = False

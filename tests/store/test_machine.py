@@ -1,4 +1,4 @@
-"""Saves, compactions, collections, pins, crashes and reopened stores in any order: what remains is readable."""
+"""Any order of saves, compactions, collections, pins and crashes leaves readable steps."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ POLICIES = st.builds(
 
 
 class Dead(BaseException):
-    """The process is no more: from here on it does nothing, not even tidy up."""
+    """The simulated death of the process; no call works after it."""
 
 
 class Mortal:
-    """`os`, as `store.local` uses it, until the n-th change; then nothing works any more."""
+    """`os` for `store.local`, which fails for ever from the n-th change on."""
 
     def __init__(self, calls: int) -> None:
         self.left = calls
 
     def change(self) -> None:
-        """One change more, or death."""
+        """Count a change, or raise `Dead`."""
         if self.left <= 0:
             raise Dead
         self.left -= 1
 
     def open_file(self, path: str, mode: str) -> Any:
-        """`open`."""
+        """Count a change, and open the file."""
         self.change()
         return builtins.open(path, mode)
 
@@ -66,7 +66,7 @@ class Mortal:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The model: which number of state each step has, what is pinned, tagged, rated and damaged."""
+    """Model of a store: state, pin, tag, metric and damage of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.at, self.beyond = None, set()
 
     def going_back(self, step: int) -> dict[tuple[int, int], bool]:
-        """What this step leaves behind, and whether `load` passes it over: it goes on from what was loaded."""
+        """Return the steps that saving this step leaves behind, and whether `load` ignores them."""
         steps = set(self.steps)
         if not steps or step >= max(steps):
             return {}
@@ -112,7 +112,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.beyond.add(which[0])
 
     def order(self) -> list[int]:
-        """The steps as `load()` tries them."""
+        """Return the steps in the order in which `load()` tries them."""
         return sorted(self.steps, key=lambda s: (not self.left.get((s, self.steps[s]), False), s), reverse=True)
 
     @rule(step=st.integers(0, 30), metric=st.none() | st.integers(0, 5).map(float))
@@ -190,7 +190,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(calls=st.integers(0, 40), what=st.sampled_from(["save", "compact", "gc"]), step=st.integers(0, 30))
     def crash(self, calls: int, what: str, step: int) -> None:
-        """Dies at any change of the folder; afterwards the new or the old is there, and nothing else has changed."""
+        """Die at a change of the folder; afterwards the old or the new state is there."""
         self.saves += 1
         died, behind = False, self.going_back(step) if what == "save" else {}
         mortal = Mortal(calls)
@@ -243,7 +243,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.steps) > 1)
     @rule(keep=st.booleans())
     def damage(self, keep: bool) -> None:
-        """The newest is torn: `load()` goes back past everything that needs it, and says so; then it is saved anew."""
+        """Truncate the newest step: `load()` falls back with a warning; then save the step again."""
         newest = max(self.steps)
         path = data_path(self.root, newest)
         whole = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Between saves: chains are compacted and old steps go, in the saver's worker, which drops it all for the next save."""
+"""Maintenance between saves: compaction and collection, stopped by the next save."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOMENTS = 50
 
 
 def tended(saver: sp.Saver) -> None:
-    """Until what is due after the newest save is done."""
+    """Wait until the maintenance after the newest save is done."""
     assert saver._runner is not None
     assert saver._runner.maintaining is not None
     saver._runner.maintaining.result(PATIENCE)
@@ -81,7 +81,7 @@ def test_old_steps_go(mode: str, tmp_path: Path) -> None:
 
 
 def test_bases_of_old_chains_go_once_nothing_needs_them() -> None:
-    """Also where the chain was compacted, and where deltas are against the base."""
+    """Old bases are removed when no chain needs them."""
     for against in ("previous", "base"):
         store = sp.Store(f"memory://{uuid.uuid4()}", lossless(against=against, base_every=4))
         with sp.Saver(store, compact=2.0, keep=Retention(last=1)) as saver:
@@ -106,7 +106,7 @@ def test_others_that_write_are_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_what_was_given_up_is_done_after_the_next_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped at every moment there is, one after another."""
+    """Maintenance that was stopped at any point is completed after a later save."""
     url = f"memory://{uuid.uuid4()}"
     store = sp.Store(url, lossless())
     for step in range(9):
@@ -159,7 +159,7 @@ Compaction.run = run
 
 @pytest.fixture
 def endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """Compaction, in a worker, goes on for ever unless it is stopped; what it has noted."""
+    """Make compaction in the worker endless; return its log."""
     site, log = tmp_path / "site", tmp_path / "log"
     site.mkdir()
     (site / "sitecustomize.py").write_text(ENDLESS.format(log=str(log)))
@@ -169,7 +169,7 @@ def endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], lis
 
 
 def begun(said: Callable[[], list[str]], times: int) -> None:
-    """Until it has begun so often."""
+    """Wait until it has begun `times` times."""
     for _ in range(int(PATIENCE * 100)):
         if said().count("begun") >= times:
             return
@@ -214,7 +214,7 @@ def test_a_worker_killed_in_the_middle_of_it(tmp_path: Path, endless: Callable[[
 
 @posix
 def test_a_trainer_that_is_gone_ends_it(tmp_path: Path, endless: Callable[[], list[str]]) -> None:
-    """Also where a forked child of the trainer holds its end of the socket."""
+    """The end of the trainer ends maintenance, even with a forked child alive."""
     import subprocess
 
     code = """
@@ -277,7 +277,7 @@ def test_in_a_thread_a_save_does_not_wait_either(monkeypatch: pytest.MonkeyPatch
 
 @MODES
 def test_what_goes_wrong_is_told_and_no_save_is_refused_for_it(mode: str, tmp_path: Path) -> None:
-    """A manifest that cannot be read: nobody can say what it needs, so nothing is removed, and that is told."""
+    """An unreadable manifest stops removal with a warning, and saves succeed."""
     store = sp.Store(tmp_path, lossless())
     with sp.Saver(store, mode=mode, keep=Retention(last=1)) as saver:
         save(saver, 0)
@@ -352,7 +352,7 @@ def test_it_crosses_to_the_worker_as_json(upkeep: Maintenance) -> None:
 
 
 def test_futures_of_callers_are_done_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for a save does not wait for what is done after it."""
+    """A save's future is done before the maintenance after it."""
     going, go = threading.Event(), threading.Event()
 
     def run(self: Any) -> list[int]:
@@ -372,7 +372,7 @@ def test_futures_of_callers_are_done_before_it(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Data files that are read while something is resolved."""
+    """Record the data files that are read while a step is resolved."""
     seen: list[str] = []
     plain = chain.read
 
@@ -385,7 +385,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_what_is_within_the_bound_is_not_read_again(reads: list[str]) -> None:
-    """On a chain without an end a compaction costs the same each time."""
+    """On an endless chain each compaction costs the same."""
     store = sp.Store(f"memory://{uuid.uuid4()}", lossless())
     maintainer, costs = Maintainer(store, Maintenance(compact=6.0)), []
     for step in range(60):
@@ -403,7 +403,7 @@ def test_what_is_within_the_bound_is_not_read_again(reads: list[str]) -> None:
 
 
 def tend_for(maintainer: Maintainer, moments: int) -> None:
-    """As far as it gets until it was asked so often."""
+    """Run maintenance until its stop function was called `moments` times."""
     asked = 0
 
     def stop() -> bool:
@@ -415,7 +415,7 @@ def tend_for(maintainer: Maintainer, moments: int) -> None:
 
 
 def test_it_goes_on_where_it_was_cut_off() -> None:
-    """Saves that leave time for a part of it: no chain grows without end, for each time begins where the last ended."""
+    """Maintenance continues where it was stopped, so chains stay bounded."""
     store = sp.Store(f"memory://{uuid.uuid4()}", lossless())
     maintainer, costs = Maintainer(store, Maintenance(compact=6.0)), []
     for step in range(80):
@@ -487,7 +487,7 @@ def test_what_storage_says_is_no_busy_store(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_steps_go_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two parts it can be given up, and the lock is renewed."""
+    """Removal is done in parts, can be stopped between them, and renews the lock."""
     store = sp.Store(f"memory://{uuid.uuid4()}", lossless(base_every=1))
     for step in range(150):
         store.save(step, {"weight": step})
@@ -506,7 +506,7 @@ def test_steps_go_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_two_errors_the_save_s_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker is lost while it compacts, and the save that was handed over meanwhile fails for its own reason."""
+    """If the worker dies and the next save fails, the save's own error is raised."""
     began, go = threading.Event(), threading.Event()
 
     def tend(self: Any, *_: Any, **__: Any) -> None:

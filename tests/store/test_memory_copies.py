@@ -1,4 +1,4 @@
-"""Copies in shared memory: they outlive their trainer, give back what was put, and are never trusted blindly."""
+"""Copies in shared memory outlive their trainer, are exact, and are verified."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def memory(shared: Path) -> MemoryCopies:
 
 
 def name(step: int) -> str:
-    """The name of a data file."""
+    """Return the name of a data file."""
     return f"{step:012d}-0123456789abcdef.spt"
 
 
@@ -119,7 +119,7 @@ def test_only_its_user_can_enter(memory: MemoryCopies, shared: Path) -> None:
 
 
 def test_old_copies_make_room_for_new_ones(memory: MemoryCopies, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too little shared memory: the oldest are removed; a copy that does not fit at all costs a warning only."""
+    """Old copies are removed for new ones; a copy that is too large gives a warning."""
     for step in (1, 2):
         memory.put(step, name(step), [], bytes(100))
     monkeypatch.setattr(memory_copies, "_room", lambda: 250 - memory.nbytes())
@@ -141,7 +141,7 @@ def test_shared_memory_that_cannot_be_written_costs_a_warning(
 
 
 def test_a_store_that_is_opened_cleans_up(memory: MemoryCopies, tmp_path: Path) -> None:
-    """Half-written files, files that no step needs, and folders of stores that nobody saves to any more."""
+    """Opening a store removes partial and unneeded copies, and folders of old stores."""
     run = str(tmp_path / "run")
     mine, other, live = MemoryCopies(run, 2), MemoryCopies("old/run"), MemoryCopies("live/run")
     for copies in (mine, other, live):
@@ -312,7 +312,7 @@ def test_numbers_to_keep_that_are_none(bad: Any, tmp_path: Path) -> None:
 
 
 def test_copies_outlive_a_killed_trainer(tmp_path: Path) -> None:
-    """In the real /dev/shm, by a worker."""
+    """Copies in /dev/shm outlive a killed worker and trainer."""
     root = tmp_path / "run"
     code = """
     import os, signal, sys, numpy as np, shrinkpoint as sp

@@ -1,4 +1,4 @@
-"""Object storage that is slow and forgetful: requests are made again, nothing is committed twice or lost."""
+"""Unreliable object storage: requests are repeated, commits happen once."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ METHODS = ("pipe_file", "cat_file", "ls", "info", "rm_file", "exists", "modified
 
 
 class Weather(Exception):
-    """What a network library raises, no OSError."""
+    """An error of a network library that is not an OSError."""
 
 
 class Flaky:
-    """A file system whose requests fail, before they do anything or (their answer lost) after.
+    """A file system whose requests fail, before or after their effect.
 
     Args:
         plan: one letter a request: "." goes well, "b" fails before, "a" after; then all go well.
@@ -86,7 +86,7 @@ ERRORS = (Weather, lambda: OSError(errno.EIO, "reset"), TimeoutError, Connection
 @given(st.text(".....ab", max_size=60), st.sampled_from(ERRORS))
 @example(".....aaaa.aaab.ab", TimeoutError)  # a commit whose answer is lost, and then every second request
 def test_everything_goes_well_in_the_end(plan: str, error: Callable[[], Exception]) -> None:
-    """At most five failures in a row: nobody notices. What is there is there once."""
+    """Up to five failures in a row are retried without effects on the store."""
     while "aaaaaa" in plan.replace("b", "a"):
         plan = plan[1:]
     url = f"memory://{uuid.uuid4()}"
@@ -110,7 +110,7 @@ def test_everything_goes_well_in_the_end(plan: str, error: Callable[[], Exceptio
 
 
 def test_slow_storage() -> None:
-    """A save that takes long keeps `gc` waiting, for no longer than it was told; nothing is asked twice."""
+    """`gc` waits for a slow save up to its timeout, and no request is repeated."""
     url = f"memory://{uuid.uuid4()}"
     fill(sp.Store(url, lossless()), 0, 1)
     store, fs, waits = flaky_store(url, "")
@@ -143,7 +143,7 @@ def test_backoff() -> None:
 
 @pytest.mark.parametrize("at", range(24))
 def test_storage_that_stays_away(at: int) -> None:
-    """Gone for good after so many requests: an error, and what was there is there when it is back."""
+    """If storage fails for good, saving raises, and earlier steps are intact later."""
     url = f"memory://{uuid.uuid4()}"
     fill(sp.Store(url, lossless()), 0, 1)
     store, fs, _ = flaky_store(url, "." * at + "b" * 500)
@@ -165,7 +165,7 @@ def test_storage_that_stays_away(at: int) -> None:
 
 @pytest.mark.parametrize("error", [PermissionError, NotADirectoryError, ValueError])
 def test_answers_that_are_final(error: type[Exception]) -> None:
-    """Asking again does not help, so nobody does."""
+    """Final errors are not retried."""
     store, _, waits = flaky_store(f"memory://{uuid.uuid4()}", "..b", error=error)
     with pytest.raises(error):
         fill(store, 0)
@@ -174,7 +174,7 @@ def test_answers_that_are_final(error: type[Exception]) -> None:
 
 @pytest.mark.parametrize("error", [PermissionError, TimeoutError, ConnectionResetError])
 def test_what_cannot_be_reached_is_not_damaged(error: type[Exception]) -> None:
-    """A network that is down must not make a trainer go back to an older step."""
+    """A network failure does not make `load` fall back to an older step."""
     url = f"memory://{uuid.uuid4()}"
     fill(sp.Store(url, lossless(base_every=1)), 0, 1)
     for good in range(1, 4):
@@ -188,7 +188,7 @@ def test_what_cannot_be_reached_is_not_damaged(error: type[Exception]) -> None:
 @pytest.mark.parametrize("number", [errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.EHOSTUNREACH, errno.EMFILE])
 @pytest.mark.parametrize("folder", ["data", "steps"])
 def test_storage_that_is_busy_is_not_damaged(number: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one file of the newest step, nor must that; and no older step is kept in its place."""
+    """A busy storage does not make `load` or `gc` treat the newest step as damaged."""
     url = f"memory://{uuid.uuid4()}"
     fill(sp.Store(url, lossless(base_every=1)), 0, 1, 2)
     (newest,) = (name for name in sp.Store(url)._files.list(folder) if name.startswith("000000000002"))
@@ -213,7 +213,7 @@ def test_storage_that_is_busy_is_not_damaged(number: int, folder: str, monkeypat
 
 
 def test_racing_writers() -> None:
-    """Another commits the same step between the look and the put; the conditional put says so."""
+    """A conditional put notices that another writer committed the same step."""
     url = f"memory://{uuid.uuid4()}"
     one, fs, _ = flaky_store(url, "")
     raced = 0
@@ -237,7 +237,7 @@ def test_racing_writers() -> None:
 
 
 def test_a_failed_precondition_without_a_name() -> None:
-    """s3fs reports it as EINVAL where the server does not say which condition it was."""
+    """An EINVAL from s3fs for a failed precondition is recognised."""
     url = f"memory://{uuid.uuid4()}"
     fs = Flaky()
     files = ObjectFiles(fs, f"/{uuid.uuid4()}", Retry(sleep=lambda _: None))

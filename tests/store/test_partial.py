@@ -1,4 +1,4 @@
-"""`load(paths=)`: what matches, as a whole load has it, and no more is read than that needs."""
+"""`load(paths=)` returns matching leaves as a whole load does, and reads no more bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TREES = st.recursive(
 
 
 def leaves(found: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Leaves by path, the last of those with the same one."""
+    """Return leaves by path; of equal paths the last."""
     if isinstance(found, (dict, list, tuple)):
         items = found.items() if isinstance(found, dict) else enumerate(found)
         merged: dict[str, Any] = {}
@@ -42,7 +42,7 @@ def leaves(found: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def pruned(found: Any, pattern: str, path: tuple[str, ...] = ()) -> Any:
-    """The oracle, recursive: (whether anything matches, what is left)."""
+    """Return (whether a leaf matches, the matching part), by recursion."""
     if not isinstance(found, (dict, list, tuple)):
         return fnmatch.fnmatchcase("/".join(path), pattern), found
     items = list(found.items() if isinstance(found, dict) else enumerate(found))
@@ -90,7 +90,7 @@ def test_names_are_looked_up_and_not_tried_one_by_one(monkeypatch: pytest.Monkey
 
 
 def model(step: int, n: int = 96) -> dict[str, Any]:
-    """A training state whose arrays take every way of storage, deltas and siblings among them."""
+    """Return a training state whose arrays use every way of storage."""
     g = torch.Generator().manual_seed(3)
     weights = {f"l{i}.weight": torch.randn(n, n, generator=g) for i in range(4)}
     for w in weights.values():
@@ -164,7 +164,7 @@ def test_tied_arrays_stay_tied(tmp_path: Path) -> None:
 
 
 def test_what_is_read(tmp_path: Path) -> None:
-    """A byte of one array costs the header and its chunks; a moment no parent; a delta no more of its parents."""
+    """A partial load reads the header and the needed chunks only."""
     rng = np.random.default_rng(0)
     big = {f"w{i}": rng.standard_normal(150_000) for i in range(10)}
     store = sp.Store(tmp_path, lossless())

@@ -1,4 +1,4 @@
-"""When the next checkpoint is a base."""
+"""Policies that decide whether the next checkpoint is a base."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.store.common import lossless
 
 
 def manifest(base: int, sizes: list[int]) -> Manifest:
-    """The last of a base and deltas of these sizes."""
+    """Return the last manifest of a base and deltas of these sizes."""
     return Manifest(
         9,
         "",
@@ -36,7 +36,7 @@ def manifest(base: int, sizes: list[int]) -> Manifest:
 
 @given(st.integers(1, 100), st.lists(st.integers(1, 150), max_size=12))
 def test_the_size_predictor(base: int, sizes: list[int]) -> None:
-    """The paper's own words in fractions of the base: F_c = 1 + S_1 + ... + S_i against I_c = (i + 1) S_i."""
+    """The size predictor follows the paper: F_c = 1 + S_1 + ... + S_i against I_c = (i + 1) S_i."""
     policy = sp.ChainPolicy(None, "base", predictor="size")
     shares = [size / base for size in sizes]
     expected = bool(shares) and 1 + sum(shares) <= (len(shares) + 1) * shares[-1] + 1e-9
@@ -44,7 +44,7 @@ def test_the_size_predictor(base: int, sizes: list[int]) -> None:
 
 
 def test_growing_deltas_are_cut_off(tmp_path: Path) -> None:
-    """Deltas against the base grow by a twentieth of it each: the rule's own sum says where it ends."""
+    """Growing deltas against the base end where the rule's sum says."""
     rng = np.random.default_rng(0)
     weights = rng.standard_normal(40_000)
     cfg = lossless(against="base", predictor="size")
@@ -69,7 +69,7 @@ def test_growing_deltas_are_cut_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("bound", "period"), [(1, 1), (2, 2), (3.5, 3), (5, 5)])
 def test_the_restore_cost(bound: float, period: int, tmp_path: Path) -> None:
-    """Of what is exact every delta below costs a whole decode."""
+    """Each exact delta counts as one whole decode in the restore cost."""
     store = sp.Store(tmp_path, lossless(max_restore_cost=bound))
     saved = [store.save(step, {"weight": np.arange(3000.0) + step}) for step in range(12)]
     assert [s.is_delta for s in saved] == [step % period != 0 for step in range(12)]
@@ -113,7 +113,7 @@ def test_a_delta_may_be_as_large_as_it_is_where_that_is_asked() -> None:
 
 
 def test_a_state_that_grew_is_no_reason_for_bases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moments appear after the first step: the deltas are larger than the base, and yet smaller than another."""
+    """Deltas of a state that grew stay deltas if they are smaller than a base."""
     made = []
     monkeypatch.setattr(module, "compress", lambda *a, **k: made.append(sp.compress(*a, **k)) or made[-1])
     store = sp.Store("memory://grown", lossless(against="base"))

@@ -1,4 +1,4 @@
-"""Power lost at any instant, with whatever was not synced gone: what was saved is there, and what is there is right."""
+"""Power losses at any instant keep saved steps and leave only readable ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.store.power import Disk
 
 
 def check(root: Path, must: set[int], may: set[int]) -> None:
-    """Everything is readable; `must` is there, and nothing beyond `must` and `may`."""
+    """Check that all steps are readable, `must` are there, and only `must` and `may`."""
     store = sp.Store(root, lossless())
     steps = store.steps()
     assert must <= set(steps) <= must | may
@@ -46,7 +46,7 @@ def every_image(disk: Disk, scratch: Path, must: Callable[[str], set[int]], may:
 
 
 def test_saves(tmp_path: Path) -> None:
-    """Every step that `save` returned from is durable from then on; the folders too that it made."""
+    """Every step is durable once `save` has returned, with its folders."""
     (tmp_path / "disk").mkdir()
     disk = Disk(tmp_path / "disk")
     store = sp.Store(tmp_path / "disk" / "run", lossless())
@@ -85,7 +85,7 @@ def test_housekeeping(act: Callable[[sp.Store], object], drops: set[int], tmp_pa
 
 
 def test_labels(tmp_path: Path) -> None:
-    """Each is durable once its call returns, and there whole or not at all before."""
+    """Each label is durable once its call returns, and complete or missing before."""
     run = tmp_path / "disk" / "run"
     store = fill(sp.Store(run, lossless()), *range(5))
     acts: list[Callable[[], object]] = [
@@ -118,7 +118,7 @@ def test_labels(tmp_path: Path) -> None:
 
 
 def test_a_former_generation_does_not_come_back(tmp_path: Path) -> None:
-    """Where a crash left two manifests of a step, dropping it must not uncover the older one."""
+    """Dropping a step with two manifests does not uncover the older one."""
     run = tmp_path / "disk" / "run"
     store = fill(sp.Store(run, lossless(base_every=1)), 0, 1)
     former = manifest_path(run, 1)
@@ -138,7 +138,7 @@ def test_a_former_generation_does_not_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("forgotten", ["file", "folder"])
 def test_that_a_forgotten_sync_is_noticed(forgotten: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test of the test: without either sync a power loss takes what was saved, or leaves half of it."""
+    """The test itself fails if either sync is left out."""
     (tmp_path / "disk" / "run").mkdir(parents=True)
     if forgotten == "folder":
         monkeypatch.setattr(local, "sync_folder", lambda folder: None)

@@ -82,7 +82,7 @@ def test_one_rank_alone(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_cannot_look_stops_them_all(tmp_path: Path) -> None:
-    """Its storage is not there, or what it gave is no store: nobody waits for it."""
+    """A rank without a readable store is an error on all ranks, without a wait."""
     for rank in range(2):
         store = sp.Store(tmp_path / f"rank{rank}", sp.presets.lossless(chain=sp.ChainPolicy(1)))
         for step in range(3):

@@ -1,4 +1,4 @@
-"""A training that is killed and goes on from exact deltas is the one that never stopped, to the last bit."""
+"""A training resumed from exact deltas equals the uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def script() -> Iterator[Script]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_hundred_steps_after_a_kill_are_the_same_to_the_last_bit(dtype: str, script: Script, tmp_path: Path) -> None:
     def run(*arguments: object) -> tuple[int, list[list[str]]]:
-        """How the trainer ended, and its lines."""
+        """Return the trainer's exit code and its lines."""
         done = script.start(*arguments)
         return done.wait(), [line.split() for line in done.said.splitlines()]
 

@@ -1,4 +1,4 @@
-"""Retention, pins, tags, metrics, dropping and copying: what is kept is whole, and nothing that is needed goes."""
+"""Retention, pins, tags, metrics, dropping and copying keep every needed file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.store.common import data_path, fill, listing, lossless, manifest_path
     st.booleans(),
 )
 def test_what_is_kept(metrics: dict[int, float | None], last: int, every: int | None, best: int, largest: bool) -> None:
-    """One by one: a step stays if fewer than `last` are newer, `every` divides it, or fewer than `best` are better."""
+    """A step stays if it is among the `last`, divided by `every`, or among the `best`."""
     kept = Retention(last, every, best, largest).kept(metrics)
     for step, metric in metrics.items():
         newer = sum(other > step for other in metrics)
@@ -80,7 +80,7 @@ def test_gc(against: str, tmp_path: Path) -> None:
 
 
 def test_the_head_may_go(tmp_path: Path) -> None:
-    """What a saver builds on is dropped behind its back: it goes on where the files are there, else takes a base."""
+    """If the saver's last step was dropped, the chain continues or a base is stored."""
     store = fill(sp.Store(tmp_path, lossless()), 0, 1, 2)
     other = sp.Store(tmp_path)
     other.drop(2)
@@ -112,7 +112,7 @@ def test_a_chain_whose_files_are_gone_is_not_gone_on_with(tmp_path: Path) -> Non
 
 
 def test_best_without_a_metric_keeps_all(tmp_path: Path) -> None:
-    """Metrics may come later; which one is the best nobody knows before."""
+    """Without metrics `best` keeps all steps."""
     store = fill(sp.Store(tmp_path, lossless(base_every=1)), *range(5))
     with pytest.warns(StoreWarning, match="best=2, but no step has a metric: all are kept"):
         assert store.gc(Retention(best=2)) == []
@@ -149,7 +149,7 @@ def test_a_folder_in_the_place_of_a_manifest(tmp_path: Path) -> None:
 
 
 def test_the_last_generation_there_can_be(tmp_path: Path) -> None:
-    """Somebody's name with the highest number: nothing is saved under one that no reader knows, and nothing is lost."""
+    """The highest generation number is an error for changes, and nothing is lost."""
     store = fill(sp.Store(tmp_path, lossless()), 1, 2)
     last = tmp_path / "steps" / "000000000002.r999999999.json"
     manifest_path(tmp_path, 2).rename(last)
@@ -181,7 +181,7 @@ def test_the_last_restore_there_can_be(tmp_path: Path) -> None:
 
 
 def test_damaged_steps_take_no_place(tmp_path: Path) -> None:
-    """The newest two are torn: the newest intact one stays, and what is torn is left for people to look at."""
+    """Damaged steps do not count as kept, and are not removed."""
     store = fill(sp.Store(tmp_path, lossless(base_every=1)), *range(5))
     for step in (3, 4):
         data_path(tmp_path, step).write_bytes(b"torn")
@@ -330,18 +330,18 @@ def test_a_restore_beside_a_collection_is_counted(tmp_path: Path, monkeypatch: p
 
 
 def table(seed: int) -> dict[str, Any]:
-    """A run of one embedding table, all of whose rows move from seed to seed."""
+    """Return an embedding table whose rows all depend on the seed."""
     return {"emb.weight": np.random.default_rng(seed).standard_normal((64, 32)).astype(np.float32)}
 
 
 def widths(saved: Saved) -> set[int]:
-    """Bits that the rows of a saved table have, as its file says."""
+    """Return the bit widths of the rows in a saved table."""
     (record,) = sp.Checkpoint.from_bytes(saved.checkpoint.to_bytes(), None).records
     return {bits for _, bits, *_ in record.meta["s"]}
 
 
 def test_a_run_restored_more_often_than_expected_is_stored_in_eight_bits(tmp_path: Path) -> None:
-    """From the first save after the restore that was one too many, in every object and process that saves."""
+    """One restore too many widens all later saves to eight bits."""
     cfg = sp.presets.check_n_run("auto", expected_restores=1, policy="consecutive")
     store, beside = sp.Store(tmp_path, cfg), sp.Store(tmp_path, cfg)
     assert widths(store.save(0, table(0))) == {2}
@@ -364,7 +364,7 @@ def test_a_run_restored_more_often_than_expected_is_stored_in_eight_bits(tmp_pat
 
 
 def test_a_worker_hears_of_restores_elsewhere(tmp_path: Path) -> None:
-    """A saver that has been at work since before the restores saves in eight bits after them."""
+    """A running saver notices restores by other processes."""
     cfg = sp.presets.check_n_run("auto", expected_restores=0, policy="consecutive")
     with sp.Saver(sp.Store(tmp_path, cfg), mode="process") as saver:
         before = saver.save(1, table(1)).result()
@@ -377,7 +377,7 @@ def test_a_worker_hears_of_restores_elsewhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["folder", "memory"])
 def test_restores_are_copied_once(to: str, tmp_path: Path) -> None:
-    """A run that goes on in the copy of its store has been restored as often; copying again counts nothing twice."""
+    """Copies keep the number of restores, and a second copy does not count them twice."""
     cfg = sp.presets.check_n_run("auto", expected_restores=1)
     url = str(tmp_path / "b") if to == "folder" else f"memory://{uuid.uuid4()}"
     store = sp.Store(tmp_path / "a", cfg)
@@ -429,7 +429,7 @@ def test_copy(to: str, tmp_path: Path) -> None:
 
 
 def removing(store: sp.Store, times: int, keep: Retention, first: int | None = None) -> sp.Store:
-    """Another that opens the same store; as often, while a step is read, a newer one is saved and that one removed."""
+    """Open the store; during its reads newer steps are saved and older ones removed."""
     reader, first = sp.Store(store.url), max(store.steps()) + 1 if first is None else first
     settled, left = reader._catalog.settled, iter(range(first, first + times))
 
@@ -444,7 +444,7 @@ def removing(store: sp.Store, times: int, keep: Retention, first: int | None = N
 
 
 def test_the_newest_step_is_loaded_beside_a_run_that_removes_steps(tmp_path: Path) -> None:
-    """What was listed may be gone when it is read: not an old step that is kept, nor an error, is what comes then."""
+    """`load` returns the newest step while another process removes steps."""
     for name, keep in (("one", Retention(last=1)), ("some", Retention(last=1, every=10))):
         store = fill(sp.Store(tmp_path / name, lossless()), 10, 11)
         with warnings.catch_warnings():
@@ -486,7 +486,7 @@ def test_all_steps_are_copied_but_those_that_a_run_removes_meanwhile(tmp_path: P
 
 
 def test_no_step_is_copied_over_a_damaged_file(tmp_path: Path) -> None:
-    """A new delta, over a base that the target has already; and a step that was dropped, whose file is still there."""
+    """Copying replaces damaged files of the target."""
     store = fill(sp.Store(tmp_path / "a", lossless()), 0, 1)
     other = store.copy(tmp_path / "b")
     fill(store, 2)

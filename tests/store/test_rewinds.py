@@ -1,4 +1,4 @@
-"""Runs that go back: the end that is gone on from is what `load()` gives, and neither end is lost unless told."""
+"""Runs that go back: `load()` gives the continued end, and both ends are kept."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LEFT = "continues from step 50 and leaves steps 70, 80, 90, 100 behind"
 
 
 def second(step: int) -> dict[str, Any]:
-    """What the other end of the run has at a step."""
+    """Return the state of the run's second end at a step."""
     return state(1000 + step)
 
 
 def newest(url: Any) -> int:
-    """The step of `state` that a new process gets by `load()`."""
+    """Return the step that a new process gets from `load()`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StoreWarning)
         return int(sp.Store(url).load(count=False)["step"])
@@ -48,7 +48,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def gone_back(url: str) -> sp.Store:
-    """Saved up to 100; loaded 50, and saved 60 and 70 again."""
+    """Return a store saved to 100, loaded at 50, and saved at 60 and 70 again."""
     fill(sp.Store(url, lossless()), *TENS)
     store = sp.Store(url, lossless())
     assert same(store.load(50), 50)
@@ -91,7 +91,7 @@ def test_a_step_that_is_saved_again_is_not_left_behind(gone_back: sp.Store) -> N
 
 
 def test_the_very_same_checkpoint_saved_again_counts(url: str) -> None:
-    """A run that goes back and computes the same again has the same end."""
+    """Saving the same checkpoint again after going back keeps the same end."""
     fill(sp.Store(url, lossless()), 10, 20, 30, 40)
     store = sp.Store(url, lossless())
     store.load(10)
@@ -112,7 +112,7 @@ def test_the_very_same_checkpoint_saved_again_counts(url: str) -> None:
 
 @pytest.mark.parametrize("replayed", [1, 2, 4])
 def test_a_run_that_replays_steps_before_it_parts_has_gone_back(url: str, replayed: int) -> None:
-    """Exactly resumed, the first steps are the very same; only then it goes another way."""
+    """A run that replays equal steps goes back at the first different one."""
     fill(sp.Store(url, lossless()), *TENS)
     store = sp.Store(url, lossless())
     store.load(50)
@@ -144,7 +144,7 @@ def test_damage_at_the_end_goes_back_along_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last", [1, 2, 3])
 def test_gc_keeps_either_end(gone_back: sp.Store, last: int) -> None:
-    """By the object that saved, and by a process that knows nothing."""
+    """`gc` keeps both ends, in the same object and in a new process."""
     for store in (gone_back, sp.Store(gone_back.url, lossless())):
         store.gc(Retention(last=last))
         assert store.steps() == [*[50, 60, 70][-last:], *[80, 90, 100][-last:]]
@@ -158,7 +158,7 @@ def test_gc_keeps_either_end(gone_back: sp.Store, last: int) -> None:
 
 
 def test_gc_keeps_what_was_saved_below_others(url: str) -> None:
-    """Without a load nobody knows what it is: said once, both ends are kept, and the highest is the newest."""
+    """A lower step without a load gives one warning, and both ends are kept."""
     fill(sp.Store(url, lossless()), *TENS)
     store = sp.Store(url, lossless())
     with pytest.warns(StoreWarning, match=r"step 5 is saved below steps 10, 20, .*, 100: .*drop_after"):
@@ -175,7 +175,7 @@ def test_gc_keeps_what_was_saved_below_others(url: str) -> None:
 
 
 def test_another_writer_is_not_left_behind(url: str) -> None:
-    """Both go on from 30; what one adds meanwhile, the other did not turn away from."""
+    """Steps of a concurrent writer are not treated as left behind."""
     fill(sp.Store(url, lossless()), 10, 20, 30)
     one, two = sp.Store(url, lossless()), sp.Store(url, lossless())
     one.load()
@@ -207,7 +207,7 @@ def test_starting_over_on_purpose(url: str) -> None:
 
 
 def test_the_highest_is_dropped_first(tmp_path: Path) -> None:
-    """So a crash in between leaves a run without a gap."""
+    """Steps are dropped from the highest down, so that a crash leaves no gap."""
     store = fill(sp.Store(tmp_path, lossless()), *TENS)
     real, gone = store._files.remove, list[str]()
     store._files.remove = lambda names: (gone.extend(names), real(names))[1]  # type: ignore[method-assign]
@@ -250,7 +250,7 @@ def told(saver: sp.Saver, step: int) -> None:
 
 @pytest.mark.parametrize("mode", ["process", "thread"])
 def test_a_saver_that_is_at_work_goes_back(mode: str, tmp_path: Path) -> None:
-    """As `trainers.resume(saver, ..., step=50)` in the middle of a run; what is only looked at changes nothing."""
+    """A running saver goes back after `load(step)`; other loads do not matter."""
     store = sp.Store(tmp_path / "run", lossless())
     with sp.Saver(store, mode=mode) as saver:
         for step in TENS[:-1]:
@@ -272,7 +272,7 @@ def test_a_saver_that_is_at_work_goes_back(mode: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="stops and kills a process")
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_saver_that_goes_back_does_so_after_its_worker_was_killed(saved: bool, tmp_path: Path) -> None:
-    """Before the first save after going back is durable, and after."""
+    """Going back survives a killed worker, before and after the first save."""
     store = sp.Store(tmp_path / "run", lossless())
     with sp.Saver(store, mode="process") as saver:
         for step in TENS:
@@ -306,7 +306,7 @@ def test_a_saver_that_goes_back_does_so_after_its_worker_was_killed(saved: bool,
 
 @pytest.mark.skipif(sys.platform != "linux", reason="stops and kills a process")
 def test_a_saver_whose_way_back_was_lost_may_go_on_at_the_end(tmp_path: Path) -> None:
-    """The load of the end again is what counts, not the one of the save that was lost."""
+    """After a lost save, a load of the end continues there."""
     store = sp.Store(tmp_path / "run", lossless())
     with sp.Saver(store, mode="process") as saver:
         for step in TENS:
@@ -386,7 +386,7 @@ def test_a_copy_that_never_gets_a_step_ends(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_copy_taken_while_the_run_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the steps from before that, so it must not have the record that passes over them."""
+    """A copy made while the run goes back does not have the record of it."""
     fill(sp.Store(tmp_path / "run", lossless()), *TENS)
     real, calls = transfer.copy_files, []
 
@@ -431,8 +431,11 @@ def test_a_save_that_fails_goes_nowhere(at: str, tmp_path: Path, monkeypatch: py
 def test_what_comes_after_the_commit_does_not_undo_it(
     step: int, error: type[BaseException], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interrupt, or an error of a network library that is no OSError, while the lock is let go of or a former
-    generation removed: the step is there, so its record must be."""
+    """An error after the commit keeps both the step and its record.
+
+    Such errors are an interrupt, or an error of a network library, while the lock is released or an old generation is
+    removed.
+    """
     fill(sp.Store(url, lossless()), 10, 20, 30, 40)
     store = sp.Store(url, lossless())
     store.load(20)
@@ -468,7 +471,7 @@ def record(store: sp.Store) -> tuple[Files, str]:
     "broken", [b"", b"{}", b"[]", b"[" * 10**5, b'{"version": 1, "left": 3}', b"\0", None], ids=repr
 )
 def test_records_that_are_none(gone_back: sp.Store, broken: bytes | None) -> None:
-    """Nothing is removed; `load()` says that it takes the highest."""
+    """An invalid record removes nothing, and `load()` takes the highest step with a warning."""
     files, path = record(gone_back)
     whole = rewinds.unseal(files.read(path))
     files.write(path, rewinds.seal({**whole, "left": {"80": "../x"}}) if broken is None else broken)

@@ -1,4 +1,4 @@
-"""The saver: the same files as a synchronous save, nothing lost in silence, no process left behind."""
+"""The saver: files as of synchronous saves, no silent loss, no process left."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PRESETS = ["default", "lossless", "inshrinkerator", "lc_checkpoint", "bitsnap", 
 
 
 def state(step: int, n: int = 4000) -> dict[str, Any]:
-    """A state with a bit of everything, another one for each step."""
+    """Return a state with many types of values, different for each step."""
     rng = np.random.default_rng(step)
     w = torch.from_numpy(np.random.default_rng(0).standard_normal(n).astype(np.float32).reshape(-1, 20))
     w = w + 1e-3 * torch.from_numpy(rng.standard_normal(w.shape).astype(np.float32))
@@ -72,7 +72,7 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 def change(tree: Any) -> None:
-    """What the next training step does to the live arrays."""
+    """Change the live arrays, as the next training step does."""
     for tensor in tree["model"].values():
         tensor.zero_()
     for moment in tree["optimizer"]["state"]["fc"].values():
@@ -81,7 +81,7 @@ def change(tree: Any) -> None:
 
 
 def gone(pid: int, seconds: float = PATIENCE) -> bool:
-    """Whether a process that is not our child ends within so many seconds."""
+    """Return whether a process that is not our child ends in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -152,7 +152,7 @@ def test_another_process_sees_what_stands_in_the_arena() -> None:
 
 @pytest.mark.parametrize("cores", [1, 4])
 def test_copies_past_the_cache(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From any address, on one thread and on many; nothing beside the targets is written."""
+    """Streaming copies are right at any address and number of threads, and write only targets."""
     if host_copy.kernel() is None:
         pytest.skip("Numba does not compile here")
     monkeypatch.setattr(host_copy, "_PART", 1024)
@@ -174,7 +174,7 @@ def test_copies_past_the_cache(cores: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_ordinary_tensors_are_read_as_all_others_are() -> None:
-    """What `plan` looks at by itself, and what it must leave to `read_leaf`."""
+    """`plan` reads ordinary tensors as `read_leaf` does, and leaves the others to it."""
     z = torch.arange(6.0).reshape(2, 3)
     tree: dict[str, Any] = {
         "plain": z,
@@ -211,7 +211,7 @@ def test_ordinary_tensors_are_read_as_all_others_are() -> None:
 
 
 def test_arrays_that_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: what decides where an array goes is told that there is one."""
+    """Arrays of a (simulated) GPU stay on their device in a snapshot."""
 
     class Elsewhere:
         type = "cuda"
@@ -245,7 +245,7 @@ def test_arrays_of_other_libraries_give_the_same_bytes() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_arrays_of_other_libraries_are_coded_ahead_too(dtype: Any) -> None:
-    """A trail follows what stands for them in the worker; its lag is in the bytes from the third save on."""
+    """Arrays of JAX get a weight average in the worker."""
     weights = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     cfg, arena = sp.Config(rate=0.01), Arena()
     given, rebuilt = sp.Store(memory_url(), cfg), sp.Store(memory_url(), cfg)
@@ -322,7 +322,7 @@ def test_work_can_be_told_to_stop() -> None:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[sp.Saver, Path]]:
-    """One worker for the tests that only look."""
+    """A saver with one worker for tests that do not change it."""
     root = tmp_path_factory.mktemp("shared") / "run"
     with sp.Saver(sp.Store(root, LOSSLESS)) as saver:
         yield saver, root
@@ -456,7 +456,7 @@ def test_a_killed_worker_is_noticed_and_replaced(tmp_path: Path) -> None:
 
 
 def killed(saver: sp.Saver) -> None:
-    """Kill the worker and hear of it."""
+    """Kill the worker, and wait for the error."""
     assert saver.pid is not None
     os.kill(saver.pid, signal.SIGKILL)
     assert gone(saver.pid)
@@ -468,7 +468,7 @@ def killed(saver: sp.Saver) -> None:
 @linux
 @pytest.mark.parametrize(("against", "in_memory"), [("previous", 0), ("base", 0), ("previous", 2)])
 def test_the_worker_after_a_killed_one_goes_on_with_the_chain(against: str, in_memory: int, tmp_path: Path) -> None:
-    """The files are those of a run in which nothing was killed."""
+    """Files after killed workers equal those of an undisturbed run."""
     cfg = sp.Config(chain=sp.ChainPolicy(5, against))  # type: ignore[arg-type]
     plainly = sp.Store(tmp_path / "plainly", cfg)
     store = sp.Store(tmp_path / "beside", cfg, in_memory=in_memory)
@@ -507,7 +507,7 @@ def test_a_chain_that_workers_die_of_is_given_up(tmp_path: Path) -> None:
 @posix
 @pytest.mark.parametrize("sent", [False, True])
 def test_an_interrupt_between_saver_and_worker(sent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether or not the job came across: it is done, once, and answers stay with what they answer."""
+    """An interrupt while a job is sent neither repeats the job nor mixes answers."""
     store = sp.Store(tmp_path / "run", LOSSLESS)
     real = executors.send
     with sp.Saver(store) as saver:
@@ -532,7 +532,7 @@ def test_an_interrupt_between_saver_and_worker(sent: bool, tmp_path: Path, monke
 
 @posix
 def test_a_large_tree_does_not_wait_for_the_worker(tmp_path: Path) -> None:
-    """What a socket holds is less than the words for it."""
+    """A tree larger than the socket's buffer does not block `save`."""
     store = sp.Store(tmp_path / "run", LOSSLESS)
     with sp.Saver(store) as saver:
         assert saver.pid is not None
@@ -616,7 +616,7 @@ def test_busy_wait_skip_cancel_in_a_process(shared: tuple[sp.Saver, Path], monke
 @posix
 @pytest.mark.parametrize(("against", "mode"), [("previous", "process"), ("base", "thread")])
 def test_a_restarted_run_goes_on_with_its_chain(against: str, mode: str, tmp_path: Path) -> None:
-    """The files of a run that loads and saves on by itself; the saver may be older than the load."""
+    """A restarted run continues its chain, also if the saver is older than the load."""
     cfg = sp.Config(chain=sp.ChainPolicy(5, against))  # type: ignore[arg-type]
     for name in ("plainly", "beside"):
         first = sp.Store(tmp_path / name, cfg)
@@ -737,7 +737,7 @@ def test_callbacks_may_save_but_not_close() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_codec_keeps_what_it_was_given(preset: str) -> None:
-    """The snapshot's memory is written over: a parent that were a view of it would spoil every later delta."""
+    """References do not share memory with the snapshot, which is overwritten."""
     cfg = sp.Config() if preset == "default" else getattr(sp.presets, preset)()
     url, twin = memory_url(), memory_url()
     plainly = sp.Store(twin, cfg)
@@ -748,7 +748,7 @@ def test_no_codec_keeps_what_it_was_given(preset: str) -> None:
 
 
 class Gate:
-    """Holds saves back until it is opened."""
+    """A gate that holds saves back until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.entered = threading.Event(), threading.Event()
@@ -820,7 +820,7 @@ def test_an_exception_inside_says_what_became_of_the_save(monkeypatch: pytest.Mo
 
 
 def test_what_the_save_before_said_is_not_said_again(tmp_path: Path) -> None:
-    """A rule that is for nothing is one at each base; another one is told. (In a thread Python itself sees to that.)"""
+    """A warning of the worker is not repeated, and a new one is shown."""
     every = sp.ChainPolicy(base_every=1)
     with (
         sp.Saver(sp.Store(tmp_path / "s", sp.Config(chain=every)), mode="process") as saver,
@@ -869,7 +869,7 @@ def test_training_is_the_same_with_a_saver(tmp_path: Path) -> None:
 
 
 def program(body: str, *arguments: object, before: str = "", **how: Any) -> subprocess.CompletedProcess[str]:
-    """Run a script whose top level is not guarded, so nothing may import it a second time."""
+    """Run a script without a `__main__` guard, which must not be imported again."""
     text = "import os, signal, sys, time\nimport numpy as np, shrinkpoint as sp\n" + textwrap.dedent(body)
     path = Path(str(arguments[0])) / "train.py"
     path.write_text(text)
@@ -905,7 +905,7 @@ def test_a_script_without_a_guard_and_without_standard_input(tmp_path: Path) -> 
     [("", 120), ("sys.exit(3)", 120), ("raise KeyError('mine')", 1), ("saver.close()", 1), ("sys.stderr = None", 120)],
 )
 def test_an_error_nobody_asked_for_is_shown_at_exit(end: str, status: int, tmp_path: Path) -> None:
-    """And whoever waits for the process hears of it; all exit handlers run, also those that are called last."""
+    """An unread error is shown at exit and sets the exit status; all handlers run."""
     done = program(
         f"""
         import atexit
@@ -947,7 +947,7 @@ def test_an_error_of_a_saver_that_is_forgotten_counts_too(tmp_path: Path) -> Non
 @pytest.mark.parametrize("mode", ["process", "thread"])
 @posix
 def test_a_saver_may_be_forgotten_in_its_own_thread(mode: str, tmp_path: Path) -> None:
-    """The collector of garbage runs in any thread; the one that does the saves cannot wait for one."""
+    """A saver collected in its own thread does not deadlock."""
     done = program(
         f"""
         import gc
@@ -981,7 +981,7 @@ def test_a_saver_may_be_forgotten_in_its_own_thread(mode: str, tmp_path: Path) -
 @pytest.mark.parametrize("mode", ["process", "thread"])
 @posix
 def test_one_that_was_ended_at_exit_says_that_it_is_closed(mode: str, tmp_path: Path) -> None:
-    """To exit handlers that are older than this library, and so run after its own."""
+    """A saver used after exit cleanup raises that it is closed."""
     done = program(
         f"""
         import atexit
@@ -1011,7 +1011,7 @@ def test_one_that_was_ended_at_exit_says_that_it_is_closed(mode: str, tmp_path: 
 
 @posix
 def test_every_unclosed_saver_has_its_error_shown(tmp_path: Path) -> None:
-    """Also where warnings are errors, and whichever comes first."""
+    """Every unclosed saver shows its error, also if warnings are errors."""
     done = program(
         """
         import warnings
@@ -1032,7 +1032,7 @@ def test_every_unclosed_saver_has_its_error_shown(tmp_path: Path) -> None:
 
 
 def test_a_callback_does_not_wait_for_who_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who closes waits for it."""
+    """A callback during `close` may save and gets an error; `close` waits for it."""
     store = sp.Store(memory_url(), LOSSLESS)
     found: list[BaseException] = []
 
@@ -1052,7 +1052,7 @@ def test_a_callback_does_not_wait_for_who_closes(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("moment", ["take", "hand"])
 @posix
 def test_a_signal_handler_cannot_save_within_a_save(moment: str, tmp_path: Path) -> None:
-    """It would copy into the memory that is being copied to; refused even where nobody hears the exception."""
+    """A save from a signal handler within a save is refused with a warning."""
     done = program(
         f"""
         import signal, warnings
@@ -1120,9 +1120,9 @@ def test_an_error_that_was_told_is_no_failure_at_exit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1000, 3_000_000])
 @pytest.mark.parametrize("when", ["first", "second", "beside a forked child"])
 def test_a_killed_trainer_leaves_the_save_and_nothing_else(when: str, size: int, tmp_path: Path) -> None:
-    """Killed as soon as `save` has returned, its worker not yet begun or not running, a compiler being loaded or not.
+    """A trainer killed right after `save` leaves the step and no process.
 
-    Also where a forked child of the trainer lives on, with all its descriptors.
+    The worker may be starting, stopped or compiling, and a forked child of the trainer may keep its descriptors.
     """
     done = program(
         """
@@ -1166,7 +1166,7 @@ def test_a_killed_trainer_leaves_the_save_and_nothing_else(when: str, size: int,
 @posix
 @linux
 def test_two_saves_and_a_kill(tmp_path: Path) -> None:
-    """The second is waited for by the first, which the worker has not yet begun; then it is accepted, and done."""
+    """Two accepted saves are both completed after the trainer is killed."""
     done = program(
         """
         saver = sp.Saver(sp.Store(sys.argv[1] + "/run", sp.presets.lossless()))
@@ -1211,7 +1211,7 @@ def test_a_forked_child_cannot_use_it_and_does_not_end_it(tmp_path: Path) -> Non
 @posix
 @linux
 def test_a_forked_child_may_leave_the_block(tmp_path: Path) -> None:
-    """While a save is in flight, and while another thread of its parent holds the saver."""
+    """A forked child may leave the `with` block during a save of its parent."""
     done = program(
         """
         import threading
@@ -1256,7 +1256,7 @@ def test_a_forked_child_may_leave_the_block(tmp_path: Path) -> None:
     ],
 )
 def test_an_argument_that_no_save_can_take_is_refused_at_once(tmp_path: Path, wrong: Any, said: str) -> None:
-    """Nothing is started, and the next save does not pay for it."""
+    """An invalid argument is refused before the worker gets the save."""
     state = {"weight": np.arange(4096, dtype=np.float32)}
     store = sp.Store(tmp_path / "run")
     with sp.Saver(store, mode="thread") as saver:
@@ -1270,7 +1270,7 @@ def test_an_argument_that_no_save_can_take_is_refused_at_once(tmp_path: Path, wr
 
 @pytest.mark.parametrize("chain", ["simplecache::", "filecache::", "dir::simplecache::"])
 def test_a_cache_in_the_url_is_refused(chain: str) -> None:
-    """It gives what was once under a name: a step that was saved anew, a tag that was moved."""
+    """A URL with a cache is refused, because it would give outdated files."""
     with pytest.raises(sp.BadArgumentError, match="it contains a cache"):
         sp.Store(f"{chain}{memory_url()}")
 
@@ -1305,7 +1305,7 @@ with sp.Saver(sp.Store(sys.argv[1] + "/run", sp.presets.lossless()), mode="proce
 
 
 def test_a_trainer_with_many_files_an_odd_path_and_no_folder(tmp_path: Path) -> None:
-    """A thousand open files are beyond what `select` takes; Python passes over module folders that are no strings."""
+    """A saver works with a thousand open files and odd entries of `sys.path`."""
     resource = pytest.importorskip("resource")
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2000:
         pytest.skip("no process may have so many files open here")
@@ -1322,7 +1322,7 @@ def test_a_trainer_with_many_files_an_odd_path_and_no_folder(tmp_path: Path) -> 
 
 
 def test_close_ends_though_nobody_can_be_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Ctrl-C inside `Popen.poll` leaves its lock taken: every wait then lasts as long as it may."""
+    """`close` ends even if the lock of `Popen.wait` is never released."""
     monkeypatch.setattr(executors, "_PATIENCE", 0.5)
     place = executors.ProcessExecutor(sp.Store(tmp_path / "run"), nice=0, threads=1, maintenance=Maintenance())
     closing = threading.Thread(target=place.close, daemon=True)

@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 
 def test_training_goes_on_while_the_worker_compiles(tmp_path: Path) -> None:
-    """Both calls return while the worker compiles, which takes it longer than a second."""
+    """Saves return while the worker compiles for over a second."""
     code = tmp_path / "train.py"
     code.write_text(CODE.replace("FOLDER", repr(str(tmp_path / "store"))), encoding="utf-8")
     process = start(f"import runpy; runpy.run_path({str(code)!r}, run_name='__main__')", NUMBA_CACHE_DIR=str(tmp_path))

@@ -1,4 +1,4 @@
-"""Servers of object storage, S3 and Google's: conditional puts, ranges, racing writers, a whole life of a store."""
+"""Object storage servers: conditional puts, ranges, races, a whole life of a store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:Re
 
 @pytest.fixture(scope="module")
 def amazon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A fresh bucket on a server of S3."""
+    """A new bucket on an S3 server."""
     s3fs: Any = pytest.importorskip("s3fs", reason="s3fs is not installed (pip install s3fs)")
     if (reason := ceph.missing()) is not None:
         pytest.skip(reason)
@@ -47,7 +47,7 @@ def amazon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module", params=["s3", "obstore", "gs"], ids=["amazon", "amazon-obstore", "google"])
 def bucket(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A fresh bucket on a server of its own."""
+    """A new bucket on a server."""
     if request.param != "gs":
         if request.param == "obstore":
             pytest.importorskip("obstore", reason="obstore is not installed (pip install obstore)")
@@ -82,7 +82,7 @@ def files(url: str) -> Files:
 
 
 def test_files(url: str) -> None:
-    """What the store needs of a file system."""
+    """The file operations that a store needs work on a server."""
     f = files(url)
     assert f.list("data") == []
     assert not f.exists("data/x")
@@ -129,7 +129,7 @@ def test_a_whole_life(url: str) -> None:
 
 
 def test_a_large_file_in_parts(url: str) -> None:
-    """Over the size at which an object is put in parts; only data files are, whose puts need no condition."""
+    """A large data file is written in parts."""
     f = files(url)
     data = os.urandom(1 << 20) * 101
     f.write("data/x", data)
@@ -165,7 +165,7 @@ for i in range(6):
 
 
 def test_writers_of_steps_of_their_own(url: str) -> None:
-    """Two processes save at once; a third collects. Nothing that was saved is lost."""
+    """Two writers and a collector lose no step."""
     running = [subprocess.Popen([sys.executable, "-c", _WRITER, url, first], cwd=ROOT) for first in ("0", "1")]
     store = sp.Store(url)
     store.gc()
@@ -177,9 +177,9 @@ def test_writers_of_steps_of_their_own(url: str) -> None:
 
 
 def test_ranks_killed_at_random(url: str, tmp_path: Path) -> None:
-    """Sharded steps straight into a bucket: what was reported durable is there, and other numbers of ranks resume.
+    """Sharded steps in a bucket survive killed ranks, and other numbers of ranks resume.
 
-    Four ranks, then two; by obstore two, then one.
+    Four ranks, then two; with obstore two, then one.
     """
     world = "2" if url.startswith("obstore") else "4"
     command = [sys.executable, str(ROOT / "tests/trainers/sharded_ranks.py"), url, world, "2", "1", str(tmp_path)]
@@ -189,12 +189,12 @@ def test_ranks_killed_at_random(url: str, tmp_path: Path) -> None:
 
 
 def test_racing_writers(url: str, tmp_path: Path) -> None:
-    """Two processes put different manifests under one name at once: the server refuses one of them each time."""
+    """Of two conditional puts of one name the server refuses one."""
     race(url, tmp_path / "meeting")
 
 
 def test_that_an_unconditional_put_is_noticed(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test of the test: without the condition both are told that they won."""
+    """The test itself fails if puts are unconditional."""
     site = tmp_path / "site"
     site.mkdir()
     if url.startswith("obstore::"):

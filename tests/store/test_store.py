@@ -1,4 +1,4 @@
-"""The store: chains, both policies, fall-back that says what it skipped, errors that leave nothing behind."""
+"""The store: chains, both policies, fall-back with a warning, failed saves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOSSLESS = sp.presets.lossless()
 
 
 def state(step: int) -> dict[str, Any]:
-    """A different state for each step, exact to compare."""
+    """Return a different state for each step."""
     rng = np.random.default_rng(step // 3)
     return {"step": step, "weight": torch.from_numpy(rng.standard_normal((40, 50)) + step), "n": [np.arange(5) + step]}
 
@@ -42,7 +42,7 @@ def listing(root: Path) -> dict[str, bytes]:
 
 
 def deltas(store: sp.Store, root: Path) -> dict[int, tuple[bool, str | None]]:
-    """Step -> (is a delta, id of its parent), from the files themselves."""
+    """Return (is a delta, id of its parent) by step, from the files."""
     found = {}
     for name in (root / "data").iterdir():
         ckpt = sp.Checkpoint.from_bytes(name.read_bytes())
@@ -63,7 +63,7 @@ def filled(root: Path, steps: int = 6, **policy: Any) -> sp.Store:
 
 
 def files_of(root: Path, step: int) -> tuple[Path, Path]:
-    """Data file and manifest of a step."""
+    """Return data file and manifest of a step."""
     manifest = root / "steps" / f"{step:012d}.json"
     return root / "data" / json.loads(manifest.read_text())["file"], manifest
 
@@ -195,7 +195,7 @@ def test_only_bases(root: Path) -> None:
 
 
 def test_going_on_after_a_load(root: Path) -> None:
-    """The chain goes on from what was loaded, its distance from the base counted on."""
+    """The chain continues from the loaded step, with its distance from the base."""
     filled(root, 2, base_every=4)
     store = sp.Store(root, sp.presets.lossless(chain=sp.ChainPolicy(4)))
     store.load()
@@ -212,7 +212,7 @@ def test_going_on_after_a_load(root: Path) -> None:
 
 
 def test_saving_a_step_again(root: Path) -> None:
-    """The new one counts; steps whose chain runs through the old one stay readable, also after gc."""
+    """A step saved again is replaced; steps over the old one stay readable."""
     store = filled(root, 4)
     store.load(0)
     with pytest.warns(StoreWarning, match="leaves steps 20, 30 behind"):
@@ -255,7 +255,7 @@ DAMAGE = {
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("what", ["data", "manifest"])
 def test_damaged_files(root: Path, how: str, what: str) -> None:
-    """load() goes back to the newest intact one and names what it skipped; load(step) and verify() say why."""
+    """`load()` falls back to the newest intact step and names the skipped ones."""
     if what == "manifest" and how == "missing":
         pytest.skip("then there is no such step")
     filled(root, 6, base_every=3)
@@ -290,7 +290,7 @@ def test_a_damaged_base_takes_its_deltas_with_it_and_no_more(root: Path) -> None
 
 
 def test_data_of_another_step_is_noticed(root: Path) -> None:
-    """Files swapped behind the store's back: each is whole, but not what the manifest names."""
+    """A valid data file of another step is damage."""
     filled(root, 3, base_every=1)
     a, b = files_of(root, 10)[0], files_of(root, 20)[0]
     shutil.copy(a, b)
@@ -396,7 +396,7 @@ FAULTS = ["os.replace", "os.fsync", "write"]
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("when", [1, 2, 3, 4, 5, 6])
 def test_errors_leave_nothing_behind(root: Path, fault: str, when: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full or broken disk at the n-th call: an error, the files of before, and the next save works."""
+    """A failed save leaves the earlier files, and the next save works."""
     store = filled(root, 2)
     before = listing(root)
     calls = 0
@@ -495,7 +495,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["store", "thread", "process"])
 @pytest.mark.parametrize("how", ["moved", "removed"])
 def test_a_store_that_goes_away_under_a_run_is_told(mode: str, how: str, tmp_path: Path) -> None:
-    """As when its disk is unmounted: what is saved next stands somewhere else than the rest."""
+    """A store that disappears during a run gives a warning at the next save."""
     root = tmp_path / "run"
     store = sp.Store(root, sp.presets.lossless())
 
@@ -529,7 +529,7 @@ def test_a_store_that_was_emptied_on_purpose_is_not_missed(root: Path) -> None:
 
 
 def test_a_store_that_is_moved_in_the_middle_of_a_save(tmp_path: Path) -> None:
-    """A step must not exist where its data are not."""
+    """A step is not committed if its data are elsewhere."""
     root = tmp_path / "run"
     store = filled(root, 2)
     write = store._files.write

@@ -15,7 +15,7 @@ from shrinkpoint.store import warm_up
 
 @pytest.fixture
 def compressed(monkeypatch: pytest.MonkeyPatch) -> list[sp.Checkpoint]:
-    """The checkpoints that a warm-up makes, in order."""
+    """Record the checkpoints that a warm-up makes."""
     made: list[sp.Checkpoint] = []
     right = warm_up.compress
 

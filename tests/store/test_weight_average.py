@@ -1,4 +1,4 @@
-"""The slow average of the weights, and the saves that are aimed by it: by a store, a saver, and after a restore."""
+"""The weight average of a store and a saver, and its effect on saves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATED = sp.Config(rate=0.002, chain=sp.ChainPolicy(base_every=None))
 
 
 def drifting(step: int, shape: tuple[int, ...] = (90, 100)) -> Any:
-    """A state whose weights go on and on, with moments that a rate takes away, and what is exact."""
+    """Return a state with drifting weights, moments and exact arrays."""
     rng = np.random.default_rng(3)
     w, way, m, v = rng.standard_normal((4, *shape)).astype("f4")
     shaken = np.random.default_rng(100 + step).standard_normal(shape).astype("f4")
@@ -26,7 +26,7 @@ def drifting(step: int, shape: tuple[int, ...] = (90, 100)) -> Any:
 
 
 def lag(store: sp.Store, step: int, window: int = 90) -> float:
-    """The part of the weights' way that what is restored from a step is behind."""
+    """Return the share of the weights' drift that a restored step lacks."""
     now, old = (drifting(s)["model"]["weight"].astype("f8") for s in (step, step - window))
     error = now - store.load(step, paths="model/weight")["model"]["weight"]
     return float((error * (now - old)).sum() / ((now - old) ** 2).sum())
@@ -174,7 +174,7 @@ def test_weights_that_come_go_or_change_their_shape(tmp_path: Path) -> None:
 
 
 def test_a_trail_is_the_mean_it_says() -> None:
-    """`s += (w - s) / 10` in float32, of weights of any dtype, beside them; steps the same."""
+    """The average is `s += (w - s) / 10` in float32, and so is its step."""
     cfg, trail = sp.Config(rate=0.002), sp.WeightAverage()
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         trail, mean, since = sp.WeightAverage(), None, None
@@ -213,7 +213,7 @@ def counting(step: int, count: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [float, torch.tensor, np.float32, lambda n: np.array([n], "i8")])
 def test_an_optimizer_that_counts_its_steps_is_believed(kind: Any) -> None:
-    """Whatever a store numbers its checkpoints by: what a lost moment costs is steps of its optimizer."""
+    """The optimizer's step count decides, not the numbers of checkpoints."""
     stores = {spacing: sp.Store(f"memory://counting-{kind}-{spacing}", RATED) for spacing in (1, 40, 1000)}
     for number in range(6):
         state = counting(40 * number, kind(40 * number))
@@ -254,7 +254,7 @@ def follow(trail: sp.WeightAverage, w: Any, step: int) -> Any:
 
 
 def test_a_name_that_other_weights_end_in(tmp_path: Path) -> None:
-    """What is known of `w` is not taken for `sub/w`, be it new, exact or of another shape."""
+    """The average of `w` is not used for `sub/w`."""
     store = sp.Store(tmp_path, RATED)
     for step in range(0, 30, 10):
         w = drifting(step)["model"]["weight"]
@@ -273,7 +273,7 @@ def test_a_name_that_other_weights_end_in(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::shrinkpoint.codec.plan.UnknownArraysWarning")
 @pytest.mark.parametrize("names", [(0, "0"), ("a", "b")])
 def test_paths_that_do_not_tell_weights_apart(tmp_path: Path, names: Any) -> None:
-    """Keys 0 and "0", or a slash in one: which average is whose is not guessed."""
+    """Ambiguous paths do not share an average."""
     store = sp.Store(tmp_path, RATED)
     for step in range(0, 30, 10):
         w = drifting(step)["model"]["weight"]
@@ -282,7 +282,7 @@ def test_paths_that_do_not_tell_weights_apart(tmp_path: Path, names: Any) -> Non
 
 
 def test_saves_in_inference_mode_and_out_of_it(tmp_path: Path) -> None:
-    """As Lightning's, which validates in it."""
+    """Saves in and out of inference mode give equal bytes."""
     stores = [sp.Store(tmp_path / name, RATED) for name in "ab"]
     for step in range(0, 40, 10):
         made = set()
@@ -309,7 +309,7 @@ def test_a_value_that_was_not_finite_is_forgotten(library: Any) -> None:
 def test_a_trail_that_has_no_room_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    """The step is stored; the next one begins a new trail. (torch's for want of memory is a RuntimeError.)"""
+    """Without memory for the average the step is stored and the average starts again."""
     store = sp.Store(tmp_path, RATED)
     store.save(0, drifting(0))
     with monkeypatch.context() as patched:
@@ -322,7 +322,7 @@ def test_a_trail_that_has_no_room_is_given_up(
 
 
 def test_whether_one_save_is_aimed_is_a_matter_of_the_stores_chain(tmp_path: Path) -> None:
-    """As is when to take a base: a chain in the configuration of one save says nothing."""
+    """The store's chain policy, not a save's, decides on coding ahead."""
     based = sp.ChainPolicy(against="base")
     plain, ahead = sp.Config(rate=0.002), sp.Config(rate=0.002, chain=based)
     for name, own, given, other in (("a", based, plain, ahead), ("b", RATED.chain, ahead, plain)):
@@ -337,7 +337,7 @@ def test_whether_one_save_is_aimed_is_a_matter_of_the_stores_chain(tmp_path: Pat
 
 @pytest.mark.parametrize("how", ["load", "follow"])
 def test_who_goes_back_begins_a_new_trail(tmp_path: Path, how: str) -> None:
-    """As a store that is opened anew does: what came after is no past of what is restored."""
+    """Going back starts a new average, as opening the store does."""
     made = []
     for name in "ab":
         store = sp.Store(tmp_path / name, RATED)
