@@ -1,4 +1,4 @@
-"""Set before anything imports Triton: without a CUDA device its kernels run in the interpreter, on CPU tensors."""
+"""Settings before Triton is imported: without a CUDA device its kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What a test draws from the global generators does not depend on the tests before it."""
+    """Seed the global generators before each test, so that tests are independent of order."""
     torch.manual_seed(0), random.seed(0), np.random.seed(0)  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""Check what a wheel and a source distribution hold: `python tests/dist.py dist`."""
+"""Check the contents of a wheel and a source distribution: `python tests/dist.py dist`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def problems(folder: Path) -> list[str]:
-    """Return what is wrong with the distributions in a folder."""
+    """Return the problems of the distributions in a folder."""
     (wheel,), (source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
         installed = set(archive.namelist())
@@ -34,7 +34,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def main() -> int:
-    """Print what is wrong; 0 if nothing is."""
+    """Print the problems; return 0 if there are not any."""
     found = problems(Path(sys.argv[1]))
     print("\n".join(found) or "dist: wheel and source distribution hold what they should")
     return bool(found)

@@ -1,4 +1,4 @@
-"""A script in processes forked from one that has imported all it needs: importing a framework takes longer than a run.
+"""Run a script in processes forked from one that has already imported its modules.
 
 `python forking.py SCRIPT` is the one that forks. It has computed nothing, so no threads are there for a fork to lose.
 """
@@ -27,7 +27,7 @@ MOST = 3000
 
 
 class Run:
-    """A process, with a process group of its own for what it starts."""
+    """A forked process, with a process group of its own for its children."""
 
     def __init__(self, script: Script, pid: int, said: Path) -> None:
         self._script, self._pid, self._said = script, pid, said
@@ -35,23 +35,23 @@ class Run:
 
     @property
     def code(self) -> int | None:
-        """How it ended, negative by a signal; None: it has not."""
+        """Exit code, negative for a signal; None while the process runs."""
         if self._code is None:
             self._code = self._script.ask({"poll": self._pid})
         return self._code
 
     @property
     def said(self) -> str:
-        """What it wrote to its standard output."""
+        """Text on its standard output."""
         return _text(self._said)
 
     @property
     def trouble(self) -> str:
-        """The end of what it wrote to the other one."""
+        """Last part of its standard error."""
         return _text(_errors(self._said))[-MOST:]
 
     def wait(self) -> int:
-        """How it ended, once it has."""
+        """Wait for the end; return the exit code."""
         end = time.monotonic() + PATIENCE
         while (code := self.code) is None:
             assert time.monotonic() < end, f"it did not end: {self.trouble}"
@@ -59,14 +59,14 @@ class Run:
         return code
 
     def kill(self) -> None:
-        """End it and all that it has started."""
+        """Kill the process and all its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         self.wait()
 
 
 class Script:
-    """What `python SCRIPT ARGUMENT ...` does, any number of times.
+    """A script that can be run any number of times, as `python SCRIPT ARGUMENT ...` would.
 
     Args:
         path: of the script. Its imports are made once, without its `if __name__ == "__main__":`; all of it is run again
@@ -95,13 +95,13 @@ class Script:
         self._folder.cleanup()
 
     def start(self, *arguments: object, **environment: object) -> Run:
-        """Run it with these arguments and, beside those of this process, environment variables."""
+        """Run the script with arguments and additional environment variables."""
         said = self._log()
         asked = {"arguments": [*map(str, arguments)], "environment": {k: str(v) for k, v in environment.items()}}
         return Run(self, self.ask({**asked, "said": str(said)}), said)
 
     def together(self, world: int, *arguments: object, fails: bool = False) -> None:
-        """Run it in so many processes with a rank each, as torchrun does; all must end well, or all with an error."""
+        """Run one process for each rank, as torchrun does; all must succeed, or all must fail."""
         from torch.distributed import TCPStore
 
         # Where they meet, at a port that nobody else can take meanwhile.
@@ -119,7 +119,7 @@ class Script:
                 run.kill()
 
     def ask(self, question: Any) -> Any:
-        """For runs: what the forking process answers."""
+        """Send a question to the forking process, and return its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -141,7 +141,7 @@ def _errors(said: Path) -> Path:
 
 
 def serve(answers: Any) -> bool:
-    """Fork and say how children ended, until there are no more questions. In a child: True, to run the script."""
+    """Fork children and report their ends until input closes; in a child, return True."""
     children: set[int] = set()
     for line in sys.stdin:
         question = json.loads(line)
@@ -166,7 +166,7 @@ def serve(answers: Any) -> bool:
 
 
 def become(question: Any) -> None:
-    """The process that was asked for."""
+    """Set up a forked child: process group, output files, environment, arguments."""
     with contextlib.suppress(PermissionError):
         os.setpgid(0, 0)
     said, new = Path(question["said"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND

@@ -48,7 +48,7 @@ _EXIT = re.compile(r"#\s*exit code (\d+)\s*$")
 
 
 class PageError(AssertionError):
-    """A page that says what is not so."""
+    """A page whose code does not give the result that the page shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,14 @@ class Block:
 
 @dataclass(slots=True)
 class Report:
-    """What became of a page: number of blocks that ran, and those left out with the reason."""
+    """Result of a page: number of blocks that ran, and blocks left out with the reason."""
 
     ran: int = 0
     left_out: list[str] = field(default_factory=list)
 
 
 def blocks(text: str) -> list[Block]:
-    """The fenced blocks of a page, with what the comments straight above them say.
+    """Return the fenced blocks of a page, with the options of the comments directly above them.
 
     Raises:
         PageError: a comment without a reason, or one above something that does not run.
@@ -111,7 +111,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def _reason(comment: str, line: int) -> str:
-    """Why a block is left out; "" where the module it needs is there."""
+    """Return why a block is left out; "" if the module that it needs is installed."""
     match = re.fullmatch(r"(not run|needs ([a-z_0-9.]+)):\s*(\S.*)", comment)
     if match is None:
         raise PageError(f"line {line}: {comment!r} gives no reason")
@@ -161,7 +161,7 @@ def _compare(where: str, expected: str, got: str, within: float) -> None:
 
 
 def _is_near(expected: str, got: str, within: float) -> bool:
-    """Whether two texts are the same but for white space, what `...` stands for, and numbers being a little off."""
+    """Compare two texts up to white space, `...`, and small differences of numbers."""
     parts = re.split(rf"(\.\.\.|{_NUMBER}|\s+)", expected.strip())
     numbers = []
     pattern = ""
@@ -204,7 +204,7 @@ def _console(block: Block, where: str) -> None:
 
 
 def _commands(code: str) -> Iterator[tuple[str, str | None]]:
-    """Each command, and what it must say; None where the page does not show that."""
+    """Yield each command and its expected output; None if the page does not show the output."""
     if not re.search(r"^\$ ", code, re.MULTILINE):
         for line in code.replace("\\\n", "").splitlines():
             if line.strip() and not line.lstrip().startswith("#"):
@@ -216,7 +216,7 @@ def _commands(code: str) -> Iterator[tuple[str, str | None]]:
 
 
 def _shell(line: str) -> tuple[int, str]:
-    """Run a line of commands joined by `&&`; the exit code of the last that ran, and what all said."""
+    """Run commands joined by `&&`; return the last exit code and all output."""
     said = ""
     code = 0
     for command in line.split(" && "):
@@ -233,7 +233,7 @@ def _shell(line: str) -> tuple[int, str]:
 
 
 def _face(words: list[str]) -> tuple[int, str]:
-    """The command line itself, in this process."""
+    """Run the package's command line in this process."""
     from typer.testing import CliRunner
 
     from shrinkpoint.__main__ import app
@@ -245,7 +245,7 @@ def _face(words: list[str]) -> tuple[int, str]:
 
 
 def main(paths: list[str]) -> int:
-    """Run pages; 0 if each held at least one block."""
+    """Run pages; return 0 if each has at least one block."""
     worst = 0
     for name in paths:
         os.environ.setdefault("COLUMNS", "120")

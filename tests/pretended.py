@@ -1,4 +1,4 @@
-"""Devices that are not there, "pretended:0" and so on: memory of the host under the rules of another device.
+"""Pretended devices ("pretended:0", ...): host memory under the rules of another device.
 
 CPU tensors that pass for CUDA ones run the device's code, but a tensor of the host among them goes unnoticed, and would
 fail on a GPU. Here torch itself says that a tensor lies on a device of its own; every operation runs on the host's
@@ -27,7 +27,7 @@ _BY_PLACES = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor on such a device; `inner` is the host's tensor beneath it, over the same memory."""
+    """A tensor on a pretended device; `inner` is the host's tensor over the same memory."""
 
     inner: torch.Tensor
     place: torch.device
@@ -51,7 +51,7 @@ class Elsewhere(torch.Tensor):
 
 
 class Rules(TorchDispatchMode):
-    """While active, what torch makes on such a device lies there, and operands of several devices are refused.
+    """Mode in which new tensors stay on the pretended device, and mixed operands are refused.
 
     Kernels of Triton's interpreter run on the memory beneath; one that is given anything of the host is refused too.
     """
@@ -66,7 +66,7 @@ class Rules(TorchDispatchMode):
 
 @contextmanager
 def pretending() -> Iterator[None]:
-    """With `Rules` active and kernels under them."""
+    """Activate `Rules`, also for kernels of Triton's interpreter."""
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     launch, lifted = interpreter.GridExecutor.__call__, torch._C._only_lift_cpu_tensors()
 
@@ -123,7 +123,7 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _where(function: Any, args: Any, operands: list[torch.Tensor], wanted: torch.device | None) -> torch.device:
-    """Where the result lies, by torch's rules for CUDA.
+    """Return the device of a result, by torch's rules for CUDA.
 
     Copies may cross; places to index by may be the host's; a tensor without axes may be the host's among others.
     """

@@ -1,4 +1,4 @@
-"""A second reader of files, in NumPy: written from docs/format.md and docs/entropy.md, not from the library."""
+"""A second reader of files in NumPy, written from docs/format.md and docs/entropy.md alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCALARS: dict[str, Callable[[Any], Any]] = {
 
 
 class RangeCoder:
-    """The adaptive binary range coder, whose models have names, and what it codes."""
+    """The adaptive binary range decoder, with named models, and the numbers coded with it."""
 
     def __init__(self, data: Source) -> None:
         self.bytes = itertools.chain(data.read(), itertools.repeat(0))
@@ -124,7 +124,7 @@ class RangeCoder:
 
 
 class Source(BytesIO):
-    """Bytes that are read from the front; `read()` takes the rest, and so does what stands at the end of a stream."""
+    """Bytes that are read from the front; `read()` takes the rest of a stream."""
 
     def byte(self) -> int:
         return self.read(1)[0]
@@ -143,7 +143,7 @@ class Source(BytesIO):
         return Source(self.read(self.varint()))
 
     def packed(self, widths: Array) -> Array:
-        """Numbers of so many bits each, one after another, the lowest bit first; zeros fill the last byte."""
+        """Read numbers of the given bit widths, the lowest bit first; zeros pad the last byte."""
         bits = np.unpackbits(np.frombuffer(self.read(), np.uint8), bitorder="little")
         starts, out = np.cumsum(widths) - widths, np.zeros(widths.size, np.uint64)
         assert not bits[widths.sum() :].any()
@@ -169,7 +169,7 @@ class Source(BytesIO):
         return np.array(out, int)
 
     def rans(self, rows: Array, count: int) -> Array:
-        """A table of frequencies with so many rows, and a stream of which each symbol has its row."""
+        """Read a table of frequencies, one row a context, and the symbols of the given contexts."""
         form, columns, slots, out = self.byte(), self.varint(), [], list[int]()
         # Four states take words one by one, in order; 64 states in rows of 16, of which the first takes the last words.
         precision, states, least, together = (12, 64, 2**15, 16) if form == 64 else (form, 4, 2**16, 1)
@@ -288,7 +288,7 @@ class Source(BytesIO):
         return found.view(kind(dtype))
 
     def either(self, dtype: str, n: int, before: Array | None) -> Array:
-        """Items as in `bytes`, or as they are."""
+        """Read items that are stored as in `bytes`, or plainly."""
         return self.block().exact(dtype, n, before) if self.byte() else self.array(kind(dtype), n)
 
     def scaled(self, width: int, n: int) -> Array:
@@ -304,7 +304,7 @@ class Source(BytesIO):
         return rotated >> rotated.dtype.type(by) | rotated << rotated.dtype.type(8 * width - by)
 
     def categories(self, width: int, n: int, *context: Any) -> Array:
-        """Numbers of so many bytes: their categories, and their extra bits."""
+        """Read numbers of `width` bytes: their categories, then their extra bits."""
         b, c = 2 if width == 8 else 3, self.block().symbols(n, *context)
         k = np.maximum((c >> b) - 1, 0)
         return (((c - (k << b)).astype(np.uint64) << k.astype(np.uint64)) + self.packed(k)).astype(f"<u{width}")
@@ -342,7 +342,7 @@ class Source(BytesIO):
 
 
 def kind(dtype: str) -> np.dtype[Any]:
-    """The unsigned patterns of a dtype's items; V for items of more than eight bytes."""
+    """Return the unsigned dtype of a dtype's items; V for items of more than eight bytes."""
     size = {"bfloat16": 2, "complex32": 4}.get(dtype) or (1 if "float8" in dtype else np.dtype(dtype).itemsize)
     return np.dtype(f"<u{size}" if size in (1, 2, 4, 8) else f"V{size}")
 
@@ -352,7 +352,7 @@ def floats(items: Array, dtype: str) -> Array:
 
 
 def rounded(x: Array, dtype: str) -> Array:
-    """Items of these values, to nearest, ties to even; to bfloat16 by way of float32."""
+    """Round values to items, to nearest, ties to even; to bfloat16 through float32."""
     if dtype != "bfloat16":
         return x.astype(dtype).view(kind(dtype))
     bits = x.astype("<f4").view("<u4")
@@ -364,7 +364,7 @@ def unzigzag(z: Array) -> Array:
 
 
 def changed_by(z: Array, before: Array, is_float: bool) -> Array:
-    """The patterns whose zig-zag difference to `before` is z."""
+    """Return the patterns whose zig-zag difference to `before` is z."""
     top = before.dtype.type(1 << (8 * before.itemsize - 1))
     low = top - before.dtype.type(1)
     new = np.where((before & top != 0) & is_float, before ^ low, before) + unzigzag(z)
@@ -381,7 +381,7 @@ def bucket_values(numbers: Array, b: int, dtype: str) -> Array:
 
 
 class Leaf:
-    """An array: its items as unsigned patterns, and what else a later delta needs."""
+    """An array: its items as unsigned patterns, and data that a later delta needs."""
 
     def __init__(self, record: dict[str, Any]) -> None:
         self.library, self.dtype, self.shape = record.get("l", "torch"), record["d"], record["s"]
@@ -389,7 +389,7 @@ class Leaf:
 
 
 class Unit:
-    """An array, or the members of a bundle, their parents (none: no delta), and the arrays that `v` names."""
+    """An array or a bundle: its members, their parents (empty without a delta), arrays of `v`."""
 
     def __init__(self, record: dict[str, Any], body: Source, *arrays: list[Leaf]) -> None:
         self.leaves, self.parents, self.others = arrays
@@ -401,7 +401,7 @@ class Unit:
         return self.parents if all(parent.stream in streams for parent in self.parents) else []
 
     def before(self, part: slice) -> Array | None:
-        """A part of the parents' items, if they are exact."""
+        """Return a part of the parents' items, if they are exact."""
         olds = self.olds("bytes", "changed", "exponent")
         return np.concatenate([old.items for old in olds])[part] if olds else None
 
@@ -409,7 +409,7 @@ class Unit:
         return np.split(joined, np.cumsum(self.sizes)[:-1])
 
     def chunks(self, head: int = 0, step: int = 2**22) -> Iterator[tuple[Source, int, slice]]:
-        """The pieces after the first `head`, their numbers of elements, and which these are."""
+        """Yield the pieces after the first `head`, each with its number of elements and its slice."""
         for i, piece in enumerate(map(Source, self.pieces[head:])):
             part = slice(i * step, min(sum(self.sizes), i * step + step))
             yield piece, part.stop - part.start, part
@@ -469,7 +469,7 @@ class Unit:
                 yield rounded(np.arange(first, first + next(left)) * step, self.dtype)
 
     def shifted(self, levels: list[Array], codebooks: list[Array], sign: int) -> Array:
-        """Joined levels, so that the first entry that is not negative has one level everywhere; back with sign -1."""
+        """Join levels so that the first entry >= 0 has the same level everywhere; sign -1 undoes it."""
         zeros = np.array([(floats(codebook, self.dtype) < 0).sum() for codebook in codebooks])
         by, joined = np.repeat(zeros.max() - zeros, self.sizes), np.concatenate(levels).astype(int)
         return np.where(joined < 2, joined, (joined - 2 + sign * by) % 254 + 2).astype(np.uint8)
@@ -502,7 +502,7 @@ class Unit:
             yield items
 
     def with_escapes(self, estimates: Array, factors: Array, escape: int) -> Iterator[Array]:
-        """The items: estimates times the factors of their symbols, or values of their own."""
+        """Return items: estimates times the factors of their symbols, or values of their own."""
         olds, found = self.olds("rank-one"), np.empty(sum(self.sizes), np.uint8)
         before = np.concatenate([old.more["symbols"] for old in olds]) if olds else None
         for piece, n, part in self.chunks(1):
@@ -592,7 +592,7 @@ class Unit:
             yield rounded(values[codes] * scale[labels] + minimum[labels], self.dtype)
 
     def read_rows(self) -> Iterator[Array]:
-        """Read rows: of each a style, numbers, codes, and items."""
+        """Return rows: for each a style, numbers, codes and items."""
         (leaf,), olds, columns = self.leaves, self.olds("rows"), prod(self.leaves[0].shape[1:])
         rows: list[Any] = list(olds[0].more["rows"]) if olds else [None] * leaf.shape[0]
         for piece, n, part in self.chunks(step=max(1, 2**22 // columns) * columns):
@@ -613,7 +613,7 @@ class Unit:
 
 
 def quantized_rows(piece: Source, style: list[Any], columns: int, old: list[Any]) -> tuple[Array, Array, Array]:
-    """Numbers, codes and values of each row; its parents are those of the old row, if that has the same style."""
+    """Return numbers, codes and values of each row, coded by the old rows of equal style."""
     (method, bits, *_), n, parents = style, len(old), (None, None)
     width = {"symmetric": 1, "kmeans": 2**bits}.get(method, 2)
     other = style, np.zeros(width, "<f4"), np.full(columns, 2**bits)
@@ -636,7 +636,7 @@ def scalar(node: Any) -> Any:
 
 
 def tree(nodes: Iterator[Any], leaves: list[Leaf], keys: dict[int, str], path: tuple[Any, ...] = ()) -> Any:
-    """The value of the next node and its children; `keys` receives the key of each array."""
+    """Return the value of the next node and its children; `keys` receives array keys."""
     node = next(nodes)
     ((tag, body),) = node.items() if isinstance(node, dict) else [("", None)]
     if tag == "a":
@@ -655,7 +655,7 @@ def tree(nodes: Iterator[Any], leaves: list[Leaf], keys: dict[int, str], path: t
 
 
 def header_of(blob: bytes) -> tuple[dict[str, Any], Source]:
-    """The header, with a record for each array, and the body."""
+    """Return the header, with a record for each array, and the body."""
     magic, version, flags, stored, plain, count, epoch = struct.unpack("<8sIIQQII", blob[:40])
     if (magic, version) != (b"\x89SPT\r\n\x1a\n", 1):
         raise ValueError(f"not a file of version 1: magic {magic!r}, version {version}")
@@ -678,7 +678,7 @@ def header_of(blob: bytes) -> tuple[dict[str, Any], Source]:
 
 
 def read(blob: bytes, parent: Any = (None, None, {})) -> tuple[Any, str, dict[str, Leaf]]:
-    """Return the state, whose arrays are `Leaf`s, the identity, and the arrays by key; a delta needs its parent."""
+    """Return the state (arrays are `Leaf`s), its identity, and the arrays by key."""
     header, body = header_of(blob)
     assert header["parent"] == parent[1]
     records, keys, nodes, decoders = header["arrays"], dict[int, str](), iter(header["tree"]), []

@@ -1,4 +1,4 @@
-"""The systems ours are compared with: what they promise exactly is exact, what they lose is bounded, sizes are real."""
+"""Baselines: exact parts are exact, errors are bounded, and sizes are real."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHAPES = {"first.weight": (64, 32), "second.weight": (40, 64), "half.weight": (4
 
 
 def state(seed: int = 0, step: int = 10, *, of: State | None = None) -> State:
-    """A state with everything a baseline may meet; with `of` the next one of a training, 1 % away."""
+    """Return a state with every kind of array for a baseline, or the successor of `of`."""
     g = torch.Generator().manual_seed(seed)
     if of is not None:
         moved: State = torch.utils._pytree.tree_map(
@@ -63,7 +63,7 @@ def state(seed: int = 0, step: int = 10, *, of: State | None = None) -> State:
 
 
 def is_weight(x: Any) -> bool:
-    """Whether it is one of the coded weights (moments never move here)."""
+    """Return True for a coded weight (moments do not change here)."""
     return isinstance(x, torch.Tensor) and x.ndim == 2 and x.numel() >= 1024 and float(x.abs().max()) > 0.01
 
 
@@ -117,7 +117,7 @@ def test_round_trip(make: Callable[[], Baseline]) -> None:
 
 @pytest.mark.parametrize("make", BASELINES.values(), ids=list(BASELINES))
 def test_pure(make: Callable[[], Baseline]) -> None:
-    """Same input, same bytes; nothing given is changed."""
+    """Equal input gives equal bytes, and the arguments are not changed."""
     baseline = make()
     first, second = state(), state(1, 20, of=state())
     restored = baseline.decode(baseline.encode(first, None), None)
@@ -357,7 +357,7 @@ def test_scar_needs_steps() -> None:
 
 
 def test_the_wheel_has_no_studies_and_no_bench_needs_them() -> None:
-    """The packages are those that setuptools finds; every bench of the wheel is imported."""
+    """The wheel has the packages that setuptools finds, and each of its benches can be imported."""
     from setuptools import find_namespace_packages
 
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]

@@ -1,4 +1,4 @@
-"""The benchmarks run, say what they measured in one shape, and give no speed to what computes something wrong."""
+"""Benchmarks run and report rows of one form; a wrong result gets no speed."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_table_gets_no_speed_if_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -
 
 
 def other(result: Any) -> Any:
-    """Something else of the same kind."""
+    """Return a different result of the same type."""
     if isinstance(result, bytes):
         return bytes([result[0] ^ 1]) + result[1:]
     if isinstance(result, tuple):
@@ -253,7 +253,7 @@ def test_help_and_both_commands() -> None:
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_word_that_no_row_has_is_an_error(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """It says what the words can be, and writes no empty results."""
+    """A word of `--only` without rows is an error that lists the names, and writes no results."""
     out = tmp_path / "rows.json"
     assert main([name, "--quick", "--only", "nonsense", "--json", str(out)]) == 2
     said = capsys.readouterr()
@@ -266,7 +266,7 @@ def test_a_word_that_no_row_has_is_an_error(name: str, capsys: pytest.CaptureFix
 
 
 def test_words_of_which_one_is_strange(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The rows of the other words are measured all the same."""
+    """An unknown word of `--only` does not keep the rows of other words from being measured."""
     out = tmp_path / "rows.json"
     assert main(["systems", "--quick", "--only", "by changed values, nonsense", "--json", str(out)]) == 2
     assert "no row for 'nonsense'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Inshrinkerator's table 5 by accuracy, `bench scale`, and the real training that goes on."""
+"""Inshrinkerator's table 5 by accuracy, `bench scale`, and the continued real training."""
 
 from __future__ import annotations
 

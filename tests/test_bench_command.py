@@ -1,4 +1,4 @@
-"""`python -m bench`: files are checked before anything is measured, what was measured is kept, arguments are used."""
+"""`python -m bench`: files are checked first, measured rows are kept, arguments are used."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_cases_are_kept_as_they_come() -> None:
 
 
 def test_trainings_are_kept_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each system's rows are there before the next one is begun."""
+    """The rows of each system are kept before the next system begins."""
     before: list[int] = []
     options = Options(only="MLP failures", quick=True)
 
@@ -131,7 +131,7 @@ def test_trainings_are_kept_as_they_come(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_document_says_how_it_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """But neither where it was written to nor where its state lay."""
+    """A document names its command, without the folders of output and state."""
     state = tmp_path / "private" / "state.pt"
     state.parent.mkdir()
     state.touch()

@@ -1,4 +1,4 @@
-"""Pages and pictures made from results: where they come from, what stands beside what, pictures that are in step."""
+"""Pages and pictures made from results: their origin, their rows, and that they are current."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pinned(package: str) -> str:
 
 @pytest.mark.parametrize("name", sorted(pictures.pictures()))
 def test_pictures_are_those_of_the_results(name: str, tmp_path: Path) -> None:
-    """To the byte: with the pinned Matplotlib a picture of the same figures is the same file."""
+    """With the pinned Matplotlib a committed picture equals a new one byte for byte."""
     pytest.importorskip("matplotlib")
     here, wanted = (importlib.metadata.version("matplotlib"), pinned("matplotlib"))
     if here != wanted:
@@ -98,7 +98,7 @@ def git(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_commit_that_results_name_is_in_the_history() -> None:
-    """Or nobody can see what was measured."""
+    """Every commit that results name is in the history of this repository."""
     if shutil.which("git") is None or git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("no git, or no whole history, here")
     named = {

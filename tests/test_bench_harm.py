@@ -1,4 +1,4 @@
-"""The harm harness: divergences of known outputs, paired bounds, rows that are kept, and what must end exactly."""
+"""The harm harness: divergences of known outputs, paired bounds, rows that are kept."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_is_stored_exactly_ends_exactly() -> None:
-    """And answers as the original does at every restore: what else a row shows is the codec's doing."""
+    """An exact setting ends as the uninterrupted training, with equal answers at restores."""
     family = short(families.mlp(), 40)
     found = measure.killed(family, "lossless", 0, failures=2)
     assert (found["loss"], found["accuracy"]) == tuple(

@@ -1,4 +1,4 @@
-"""What watching a training costs: resolved where it can be, and left open where it cannot."""
+"""The overhead of an observed training: measured, or left open within the noise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.studies.overhead import Overhead
 
 
 class Training:
-    """Stands in for a `Run`: its steps take what the clock below says."""
+    """Stand-in for a `Run` whose step times come from `clock`."""
 
     def __init__(self) -> None:
         self.model, self.step, self.watched = nn.Linear(2, 2), 0, False
@@ -41,7 +41,7 @@ def watch(run: Any) -> Iterator[None]:
 
 
 def clock(percent: float, noise: float, *, placed: float = 0.0, drift: float = 0.0) -> Callable[..., float]:
-    """Seconds of a step that take `percent` longer watched, with noise, a slower training, and a slowing machine."""
+    """Make a clock of steps: longer if observed, with noise, placement and drift."""
     rng = random.Random(0)
     first: list[Any] = []
     count = 0
@@ -66,7 +66,7 @@ def measured(percent: float, noise: float, **more: float) -> Overhead:
 @pytest.mark.parametrize("percent", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("more", [{}, {"placed": 3.0}, {"drift": 1e-4}], ids=["", "placed", "drift"])
 def test_half_a_percent_is_told_from_one(percent: float, more: dict[str, float]) -> None:
-    """Steps that differ by 3 % from one to the next, one training slower than the other, a machine that slows down."""
+    """An overhead of half a percent is distinguished from one percent under noise of 3 %."""
     found = measured(percent, 3.0, **more)
     assert found.share == pytest.approx(percent, abs=3 * found.error)
     assert 0.02 < found.error <= 0.2

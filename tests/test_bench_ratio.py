@@ -1,4 +1,4 @@
-"""`bench ratio`: the numbers of a small training made a second time by hand, verdicts, merging, and what pages show."""
+"""`bench ratio`: the numbers of a small training computed again, verdicts, merging, pages."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def training() -> Training:
 
 @pytest.fixture(scope="module")
 def states() -> dict[int, State]:
-    """The same training once more, by a plain loop: its state every ten steps."""
+    """Return the state of the same training every ten steps, by a plain loop."""
     with threads(1):
         return dict(workloads.chain(workload(), 0, list(range(SPACING, STEPS + 1, SPACING))))
 
@@ -164,7 +164,7 @@ def test_a_base_is_restored_for_the_rows_without_a_parent(training: Training, st
 def test_a_library_s_base_that_is_exact_has_lost_nothing(
     training: Training, states: dict[int, State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first checkpoint exact, the second ruined, as one of them has it."""
+    """A library with an exact base and a ruined delta has no loss for its base."""
 
     def stored(floats: Any, before: Any) -> Any:
         return (1000, floats) if before is None else (10, {k: torch.full_like(x, NAN) for k, x in floats.items()})
@@ -240,7 +240,7 @@ def outcome(**changes: float) -> Outcome:
 
 
 def system(**changes: float | tuple[float, ...]) -> System:
-    """Over as many seeds as values are given."""
+    """Return a system with one outcome for each value."""
     seeds = max(len(v) if isinstance(v, tuple) else 1 for v in changes.values())
     each = {k: v if isinstance(v, tuple) else (v,) * seeds for k, v in changes.items()}
     return System.of([outcome(**{k: v[i] for k, v in each.items()}) for i in range(seeds)])
@@ -475,7 +475,7 @@ def test_results_are_merged_by_system() -> None:
 
 
 def test_outcomes_go_with_the_rows_they_made() -> None:
-    """A later run without outcomes leaves none of an earlier one behind."""
+    """Merging a later run without outcomes removes the outcomes of the earlier run."""
     old = document("a" * 40, {"default": [outcome(chain=1.0)] * 2})
     new = document("b" * 40, {"default": [outcome(chain=2.0)] * 2}, outcomes=False)
     found = merge.merged(old, [new])
@@ -587,7 +587,7 @@ def test_a_note_without_losses_is_an_error_not_an_empty_cell(
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
-    """A result of one model in a folder of its own: everything that pages and the picture show."""
+    """Write a result of one model to its own folder, with all rows that pages show."""
     systems = {
         "default": [outcome(chain=30.0, late=50.0, weight_bits=0.4, at_once=0.2, later=0.1, staleness=12.4)],
         "rate 0.0005": [outcome(chain=80.0, late=250.0, later=0.3)],

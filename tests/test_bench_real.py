@@ -1,4 +1,4 @@
-"""`bench real`: a file is read without its code, errors are those of each kind, a missing package says so."""
+"""`bench real`: files are read without running code, and a missing package is reported."""
 
 from __future__ import annotations
 

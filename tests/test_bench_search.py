@@ -1,4 +1,4 @@
-"""What the bench of searches says of smaller points that a search has missed."""
+"""Remarks of `bench search` on smaller points that a search has missed."""
 
 from __future__ import annotations
 

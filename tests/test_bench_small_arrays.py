@@ -1,4 +1,4 @@
-"""The rows "many small arrays" of `bench codec`: the states are those they name, and the entropy is a lower bound."""
+"""Rows "many small arrays" of `bench codec`: shapes of the states, and the entropy bound."""
 
 from __future__ import annotations
 

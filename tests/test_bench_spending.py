@@ -1,4 +1,4 @@
-"""The picture of costs, and the words beside the tables that say what a figure is not."""
+"""The picture of costs, and remarks next to the tables on the limits of a figure."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 @pytest.fixture
 def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Writes a result that the evidence pages are made from."""
+    """Return a function that writes a result for the evidence pages."""
 
     def write(name: str, rows: list[dict[str, Any]], commit: str = "abcdef0123+") -> None:
         document = {"machine": {}, "versions": {}, "commit": commit, "rows": rows}

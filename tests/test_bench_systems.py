@@ -1,4 +1,4 @@
-"""`bench systems`: what its tables are made of, their shape, and that the page says what was measured."""
+"""`bench systems`: its experiments, the form of its tables, and the page."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_the_three_systems_get_the_same_size_and_lc_wins(label: str, monkeypatch
 
 
 def test_all_systems_count_the_same_arrays() -> None:
-    """Biases, and LeNet's first and last weights, are exact with each of them and do not count."""
+    """All systems count the same arrays; biases and LeNet's outer weights are exact."""
     with threads(1):
         run = lc.Training(lc.TASKS["LeNet"](), 0)
         first = run.state()
@@ -382,7 +382,7 @@ def training(evaluate: Any) -> Training:
 
 
 def weights(**sizes: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A state of drawn weights and their kinds; what is called "wte" is an embedding."""
+    """Return a state of drawn weights and their kinds; "wte" is an embedding."""
     g = torch.Generator().manual_seed(0)
     model = {name: torch.randn(shape, generator=g) for name, shape in sizes.items()}
     return {"model": model}, {name: sp.Kind("embedding" if name == "wte" else "linear", "weight") for name in sizes}
@@ -502,7 +502,7 @@ def test_more_bins_err_less(system: str) -> None:
 
 @pytest.mark.parametrize("system", list(inshrinkerator.IN_THEIR_SPACES))
 def test_candidates_restore_what_they_say(system: str) -> None:
-    """Of the candidates of one number of bins all have that many, and the most err less than the fewest."""
+    """Candidates have the number of bins they report, and more bins give smaller errors."""
     state, kinds = weights(wte=(64, 32), fc=(64, 96))
     found = list(inshrinkerator.IN_THEIR_SPACES[system].space(state, kinds))
     errors = []

@@ -1,4 +1,4 @@
-"""`bench trainers`: what it says of a training that was resumed wrongly, and that each framework's row has its peer."""
+"""`bench trainers`: a wrong resume is reported, and each framework's row has its peer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shrinkpoint.bench.harness import Options, is_red
 
 
 def stand_in(seconds: dict[str, float], drift: float = 0.0) -> Any:
-    """A framework that trains nothing: known times and bytes; `drift` is what a resumed run does wrong."""
+    """Return a framework with known times and bytes; `drift` is the error of a resumed run."""
 
     def train(job: Job) -> Outcome:
         resumed = job.folder.exists()

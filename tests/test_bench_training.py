@@ -1,4 +1,4 @@
-"""`bench training`: what it says of a training that is killed and restored, and that the documents say the same."""
+"""`bench training`: the outcomes of killed trainings, and their documents."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_fewer_losses_along_the_way_change_nothing_of_the_training(exact: float)
 
 
 class Recorded:
-    """A system that stores states as they are and spoils them at a restore; notes what it was asked for."""
+    """A system that records its calls, stores exact states, and spoils them at a restore."""
 
     def __init__(self, spoil: float = 0.0) -> None:
         self.spoil, self.states, self.begun, self.restored = spoil, [], [], 0
@@ -129,7 +129,7 @@ def test_a_killed_training_goes_on_from_the_lossy_state(exact: float) -> None:
 
 
 class Timed(Recorded):
-    """A system on a clock that only it and the training move: a save takes 2 seconds, a restore 3, a step a half."""
+    """A system on a simulated clock: a save takes 2 seconds, a restore 3, a step half a second."""
 
     evaluations, unmet = 7, 2
 
@@ -174,7 +174,7 @@ def test_seconds_and_evaluations_are_those_of_the_system(monkeypatch: pytest.Mon
 
 
 class Compiled(Recorded):
-    """What it does for the first time in a process takes longer, as what is compiled at its first use does."""
+    """A system whose first calls in a process take longer, as with compilation."""
 
     known: ClassVar[set[str]] = set()
     SECONDS = 0.3
@@ -267,7 +267,7 @@ def test_a_searched_system_changes_its_configuration() -> None:
 
 @dataclasses.dataclass
 class Halved:
-    """A stand-in for a baseline: weights in bfloat16, as a difference to the restored state before."""
+    """Stand-in for a baseline: weights in bfloat16."""
 
     calls: list[str] = dataclasses.field(default_factory=list)
 
@@ -452,7 +452,7 @@ def test_every_system_of_the_plan_is_there() -> None:
 
 
 def test_every_system_of_the_plan_has_results() -> None:
-    """A figure of every column, of every system that a study names; of thresholds and ablation, too."""
+    """Results hold every column of every system that a study names."""
     rows = trainings.measured()
     found = {failures: endurance.table(rows, failures) for failures in endurance.FAILURES}
     lacking = []
@@ -538,7 +538,7 @@ def test_coders_on_the_same_levels() -> None:
 
 
 def subject(change: float) -> transfer.Subject:
-    """A model whose loss is its distance from the exact weights."""
+    """Return a subject whose loss is the distance from the exact weights."""
     weights = {"weight": torch.from_numpy(np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32))}
 
     def loss(of: transfer.Weights) -> float:

@@ -1,4 +1,4 @@
-"""The trainings of the benches on a device, and the one that is large enough for a GPU, here tiny and on the CPU."""
+"""Trainings of the benches on a device, and the large one in a small form on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 def tiny(steps: int = 400) -> Workload:
-    """The large workload in all but its numbers, and with less of the held-out set."""
+    """Return the large workload with small numbers and less held-out data."""
     made = workloads.gpt_large(layers=1, width=32, heads=2, context=32, batch=2, steps=steps)
     return dataclasses.replace(made, held_out=lambda: made.held_out()[:20])
 
@@ -109,7 +109,7 @@ def test_the_schedule_is_the_longest_that_fits(seconds: float) -> None:
 
 
 class Slow(Uncompressed):
-    """Each call takes a second of the test's clock, the first ones (as if compiled) a hundred."""
+    """A system whose calls take a second of the test's clock, and the first calls a hundred."""
 
     def __init__(self, clock: list[float]) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_what_is_compiled_at_first_use_is_not_timed() -> None:
 
 @pytest.fixture
 def study(monkeypatch: pytest.MonkeyPatch) -> endurance.Study:
-    """Two systems on the CPU."""
+    """Return a study of two systems on the CPU."""
     monkeypatch.setattr(large, "device", lambda: "cpu")
     return endurance.Study(1, ("default", "no compression"), spacing=SPACING)
 
@@ -209,7 +209,7 @@ def test_every_system_of_it_is_one_of_the_bench() -> None:
 
 
 def devices_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch, device: str) -> tuple[set[str], set[str]]:
-    """Where a checkpoint's tensors of two axes are when the codec gets them, and where they are after a restore."""
+    """Return the devices of a checkpoint's matrices in the codec, and after a restore."""
     stored: list[Any] = []
     right = session.compress
 

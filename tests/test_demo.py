@@ -1,4 +1,4 @@
-"""The demo: small runs of the real thing, killed and resumed, and its parts one by one."""
+"""The demo: small runs that are killed and resumed, and its parts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Exit status and what went to standard error."""
+    """Run the command line; return its exit status and standard error."""
     monkeypatch.setattr(sys, "argv", ["shrinkpoint", *words])
     with pytest.raises(SystemExit) as exit_:
         main()
@@ -102,7 +102,7 @@ def test_its_numbers_are_coherent(demo: Done) -> None:
 
 
 def test_saving_does_not_disturb_training(demo: Done) -> None:
-    """Until the first restore the losses are those of the baseline, to the bit."""
+    """Until the first restore the losses equal those of the baseline, bit for bit."""
     assert demo.result["equal_until"] >= demo.result["restores"][0]["resumed"]
 
 
@@ -133,7 +133,7 @@ def test_plain_lines_where_there_is_no_terminal(demo: Done) -> None:
 
 
 def test_exact_checkpoints_make_the_kills_invisible(demo: Done, tmp_path: Path) -> None:
-    """With lossless checkpoints every loss of the killed run is the baseline's, to the bit: nothing is lost."""
+    """With lossless checkpoints a killed run has the losses of the baseline, bit for bit."""
     job = Job(STEPS, EVERY, 5, "tiny", demo.result["machine"]["threads"]).with_store(tmp_path / "store", "lossless")
     history = supervise(job, tmp_path / "log", lambda _: None, Killer(1, STEPS, EVERY, seed=1))
     assert len(history.restores) == 1
@@ -188,7 +188,7 @@ def test_a_foreign_folder_is_left_alone(
 
 
 def test_help_is_quick() -> None:
-    """Neither torch nor Numba is imported for it."""
+    """`demo --help` imports neither torch nor Numba."""
     code = (
         "import sys, shrinkpoint.__main__ as m\nsys.argv = ['shrinkpoint', 'demo', '--help']\n"
         "try: m.main()\nexcept SystemExit: pass\nassert not {'torch', 'numba', 'rich.progress'} & set(sys.modules)"

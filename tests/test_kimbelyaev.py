@@ -1,4 +1,4 @@
-"""The baseline of Kim and Belyaev: its codes come back, and its contexts help."""
+"""The baseline of Kim and Belyaev: codes are restored, and contexts save bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def chain() -> list[tuple[State, Saved, Restored]]:
 
 
 def test_restores_what_excp_does() -> None:
-    """It codes the codes of ExCP: in a chain both restore the same values."""
+    """A chain restores the same values as ExCP, whose codes it codes."""
     other = None
     for state, _, restored in chain():
         other = ExCP().decode(ExCP().encode(state, other), other)
@@ -97,7 +97,7 @@ def test_contexts_help_where_codes_repeat(seed: int) -> None:
     "codes", [np.arange(5000) % 251, np.full(5000, 255), np.zeros(5000)], ids=["many", "one", "zero"]
 )
 def test_hard_codes_come_back(codes: np.ndarray) -> None:  # type: ignore[type-arg]
-    """Also those whose carries run through bytes of 255."""
+    """Codes are restored, including those whose carries run through bytes of 255."""
     codes = np.random.default_rng(1).permutation(codes.astype(np.uint8))
     data, contexts, again = (
         np.zeros(8 * codes.size + 64, np.uint8),

@@ -1,4 +1,4 @@
-"""Numbers of any library are taken everywhere, as the plain ones they are; what is no number is named everywhere."""
+"""Numbers of any library are accepted as plain numbers, and other values are errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STATE = {"weight": np.random.default_rng(0).normal(size=(64, 64)).astype("f4")}
 
 
 def point(**fields: Any) -> Point:
-    """A point of the cube, which has no defaults."""
+    """Return a point of the cube with default fields."""
     return Point(**{"bins": 16, "prune": 0.0, "metric": "magnitude", "protect": 0.0, **fields})
 
 
@@ -65,7 +65,7 @@ MAKERS: list[tuple[type[Any], Callable[..., Any]]] = [
 
 
 def fields_of(kind: str) -> list[Any]:
-    """Every field of a configuration that is of a kind of number, with what makes the configuration."""
+    """Return every configuration field of one type of number, with the function that makes it."""
     return [
         pytest.param(make, f.name, id=f"{cls.__name__}-{f.name}")
         for cls, make in MAKERS
@@ -80,7 +80,7 @@ def integers(value: int) -> list[Any]:
 
 
 def check_equal(found: Any, plain: Any) -> None:
-    """The same configuration to who compares, hashes or writes it."""
+    """Check that two configurations compare, hash and serialize equally."""
     assert found == plain
     assert (hash(found), repr(found)) == (hash(plain), repr(plain))
     text = json.dumps(dataclasses.asdict(found))

@@ -1,4 +1,4 @@
-"""The captured training state: nothing but plain values, and a run restored from it goes on as if never stopped."""
+"""Captured training state: plain values only, from which a run continues exactly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAVES = (bool, int, float, str, bytes, type(None))
 
 
 class Job:
-    """A training that uses every generator there is."""
+    """A training that uses every random generator."""
 
     def __init__(self, seed: int, optimizer: str = "AdamW") -> None:
         torch.manual_seed(seed)
@@ -77,7 +77,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def copied(tree: Any) -> Any:
-    """Through plain values and copies of arrays, as a store would."""
+    """Return a copy through plain values and arrays, as a store makes it."""
     if type(tree) is dict:
         return {key: copied(value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
@@ -125,7 +125,7 @@ def test_every_global_generator_is_captured() -> None:
 
 
 def test_a_half_used_pair_of_normals_is_captured() -> None:
-    """Python's and NumPy's generators draw normals in pairs; the second of a pair is part of the state."""
+    """The second of a pair of normal numbers is part of the captured generator state."""
     random.seed(random.getrandbits(32)), np.random.seed(random.getrandbits(32))  # noqa: NPY002
     random.gauss(0, 1), np.random.normal()  # noqa: NPY002
     state = capture_rng()

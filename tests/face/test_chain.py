@@ -1,4 +1,4 @@
-"""A series of files becomes a chain with one command, and outputs have the permissions of new files."""
+"""A command that turns a series of files into a chain; permissions of its outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what it does, what it says, its exit codes, and what it refuses."""
+"""The command line: results, messages, exit codes, refused input."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Run = tuple[int, str, str]
 
 
 def run(*words: object) -> Run:
-    """Exit code, standard output, standard error."""
+    """Run a command; return exit code, standard output, standard error."""
     result = RUNNER.invoke(app, [str(w) for w in words])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -59,19 +59,19 @@ def run(*words: object) -> Run:
 
 
 def good(*words: object) -> str:
-    """Standard output of a command that must succeed."""
+    """Return the standard output of a command that must succeed."""
     code, out, err = run(*words)
     assert code == 0, err
     return out
 
 
 def parsed(*words: object) -> Any:
-    """The JSON document of a command that must succeed, with nothing else on standard output."""
+    """Return the JSON of a command that must succeed."""
     return json.loads(good(*words, "--json"))
 
 
 def bad(code: int, says: str, *words: object) -> None:
-    """A command fails with this code and one line that says this, without a traceback."""
+    """Check that a command fails with this code and one matching line on standard error."""
     got, out, err = run(*words)
     assert (got, out) == (code, ""), err
     assert re.search(says, err), err
@@ -80,13 +80,13 @@ def bad(code: int, says: str, *words: object) -> None:
 
 
 def shell(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:
-    """The real thing, in a process of its own."""
+    """Run the command line in a new process."""
     command = [sys.executable, "-m", "shrinkpoint", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **more)
 
 
 def state(step: int = 1) -> dict[str, Any]:
-    """A training state with a little of everything; later steps are a little further on."""
+    """Return a training state with many types of values, which change with the step."""
     rng = np.random.default_rng(0)
     weight = torch.from_numpy(rng.normal(size=(48, 64)).astype(np.float32))
     drift = torch.from_numpy(rng.normal(size=(48, 64)).astype(np.float32)) * 0.01 * step
@@ -118,7 +118,7 @@ def model_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store(model_store: Path, tmp_path: Path) -> sp.Store:
-    """A store of three steps, to do with as a test likes."""
+    """Return a new store of three steps."""
     return sp.Store(shutil.copytree(model_store, tmp_path / "store"), sp.presets.lossless())
 
 
@@ -151,7 +151,7 @@ def test_ls(store: sp.Store) -> None:
 
 
 def test_ls_shows_the_bytes_of_its_steps_and_those_of_the_folder(store: sp.Store) -> None:
-    """A removed step's file stays until `gc`, and is counted in the folder only."""
+    """`ls` counts a removed step's file in the folder until `gc`."""
     occupied = sum(p.stat().st_size for p in Path(store.url).rglob("*") if p.is_file())
     assert parsed("ls", store.url)["folder_nbytes"] == occupied
     before = sum(s["nbytes"] for s in parsed("ls", store.url)["steps"])
@@ -187,7 +187,7 @@ def test_info_of_a_step(store: sp.Store) -> None:
 
 
 def test_info_reads_only_the_header_of_a_step(store: sp.Store) -> None:
-    """A base that is gone, and a damaged body, do not matter to it."""
+    """`info` works with a missing base and a damaged body."""
     break_step(store, 20)
     data_file(store, 10).unlink()
     assert parsed("info", store.url, "--step", 20)["arrays"] == 7
@@ -203,7 +203,7 @@ def test_info_chooses_and_sorts(store: sp.Store) -> None:
 
 
 def test_errors_of_info_compare(tmp_path: Path) -> None:
-    """The largest relative error of an element bounds the relative L2 error of its array."""
+    """The largest relative error is at least the relative L2 error."""
     cfg = sp.Config([("a", sp.LogBuckets(0.05)), ("b", sp.Quantize(bins=8)), ("c", sp.Exact())])
     arrays = {name: torch.rand(64, 64, generator=torch.Generator().manual_seed(1)) + 0.1 for name in "abc"}
     ckpt = sp.compress(arrays, cfg=cfg)
@@ -321,7 +321,7 @@ def save_pt(value: Any, path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["pt", "safetensors", "dcp"])
 def test_there_and_back_to_the_bit(kind: str, tmp_path: Path) -> None:
-    """From .pt to a store, out as each format, in again losslessly, and out as .pt: the same state."""
+    """A .pt file converted to a store, each format and back is unchanged."""
     first = state()
     if kind == "dcp":  # which has no other keys than text
         first["optimizer"]["state"] = {"0": first["optimizer"]["state"][0]}
@@ -516,7 +516,7 @@ def test_restoring_is_not_counted(store: sp.Store, tmp_path: Path) -> None:
 
 
 def test_numpy_arrays(tmp_path: Path) -> None:
-    """Those of numbers are read, as random number generators keep them; those of objects are not."""
+    """NumPy arrays of numbers in .pt files are read; arrays of objects are refused."""
     made = {"keys": np.arange(7, dtype=np.uint32), "x": np.float64(2.5), "weight": np.ones((2, 3), np.float16)}
     good("compress", save_pt(made, tmp_path / "a.pt"), tmp_path / "a.spt")
     code, _, err = run("restore", tmp_path / "a.spt", tmp_path / "b.pt")
@@ -544,7 +544,7 @@ def test_what_dcp_does_not_keep_is_told(store: sp.Store, tmp_path: Path) -> None
 
 
 class Malicious:
-    """Unpickled without care, it makes a file."""
+    """An object whose unpickling creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -603,7 +603,7 @@ def test_a_dcp_folder_cannot_ask_for_all_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pt", "safetensors", "dcp", "spt"])
 def test_damaged_files_are_told_plainly(kind: str, tmp_path: Path) -> None:
-    """Cut short anywhere, or with a byte changed at any of many places: an error or the file, never a traceback."""
+    """Damaged files give an error of one line, never a traceback."""
     path = tmp_path / ("f" if kind == "dcp" else f"f.{kind}")
     if kind == "spt":
         good("compress", save_pt(weights(), tmp_path / "a.pt"), path)
@@ -848,7 +848,7 @@ def test_an_output_is_whole_or_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pt", "safetensors", "dcp", "spt"])
 def test_a_full_disk_is_told_plainly(kind: str, tmp_path: Path) -> None:
-    """The system lets no file grow beyond a limit: each library fails in the middle of writing."""
+    """A full disk gives an error of one line in every format."""
     sp.Store(tmp_path / "store").save(1, {"weight": torch.zeros(1 << 20)})
     save_pt({"weight": torch.randint(1 << 40, (1 << 18,))}, tmp_path / "a.pt")
     restored = ("restore", tmp_path / "store", tmp_path / "out", "--to", kind)
@@ -886,7 +886,7 @@ def test_an_output_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [1, 2])
 def test_an_interrupt_between_the_names_loses_neither(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python tells of a Ctrl-C when the call it came in has returned."""
+    """An interrupt between two renames loses neither file."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("precious")
     real, calls = os.rename, []
@@ -1005,7 +1005,7 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_130(tmp_path: Path) -> None:
-    """In the middle of reading a pipe that never ends."""
+    """Ctrl-C while a file is read gives exit code 130."""
     os.mkfifo(tmp_path / "a.pt")
     command = [sys.executable, "-m", "shrinkpoint", "compress", "a.pt", "o.spt"]
     process = subprocess.Popen(
@@ -1044,7 +1044,7 @@ def test_a_reader_that_has_had_enough_is_no_error(store: sp.Store) -> None:
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-"])
 @pytest.mark.parametrize("words", ["verify", "gc", "ls"])
 def test_a_closed_stream_changes_no_exit_status(closed: str, words: str, store: sp.Store) -> None:
-    """As cron jobs have them: python knows a closed one as None."""
+    """Commands succeed with closed standard streams, as under cron."""
     command = f"{shlex.quote(sys.executable)} -m shrinkpoint {words} {shlex.quote(store.url)} {closed}"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -1102,7 +1102,7 @@ def test_every_command_has_help_and_is_documented() -> None:
 
 
 def test_help_of_every_command_is_quick() -> None:
-    """Neither torch, Numba, matplotlib nor fsspec is imported for it."""
+    """`--help` imports none of torch, Numba, Matplotlib and fsspec."""
     code = (
         "import sys, shrinkpoint.__main__ as m\n"
         "for name in ('compress', 'restore', 'info', 'report', 'gc'):\n"
@@ -1115,7 +1115,7 @@ def test_help_of_every_command_is_quick() -> None:
 
 
 def test_warming_compiles_once_and_leaves_nothing_behind() -> None:
-    """What was compiled is found by the next, here or in another process."""
+    """`warm` compiles each function once and leaves no files."""
     files = fsspec.filesystem("memory")
     before = files.find("/")
     said = [good("warm", "--preset", "lossless") for _ in range(2)]

@@ -1,4 +1,4 @@
-"""`shrinkpoint compress` on folders that the package's own storage writer made, shards and deltas included."""
+"""`shrinkpoint compress` on folders of the package's DCP writer, with shards and deltas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|u
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The second of two saves: a delta, with its base in the same folder."""
+    """Return a folder with two saves: a base and a delta."""
     writer = Writer(cfg=sp.presets.lossless())
     for step in (1, 2):
         dcp.save(text_keys(step), storage_writer=writer, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def text_keys(step: int) -> dict[str, Any]:
-    """A training state as DCP keeps it: every key is text."""
+    """Return a training state in which every key is text, as in DCP."""
     made = state(step)
     made["optimizer"]["state"] = {"fc.weight": made["optimizer"]["state"][0]}
     return made
@@ -68,7 +68,7 @@ def test_what_is_wrong_with_it_is_told_plainly(folder: Path, tmp_path: Path) -> 
 
 
 def test_shards_that_do_not_fill_their_tensors_are_refused(folder: Path, tmp_path: Path) -> None:
-    """Such a folder is one rank's part of a save without collectives; what it lacks would be whatever was in memory."""
+    """A folder with only one rank's shards is refused."""
     alone = tmp_path / "alone"
     writer = Writer(cfg=sp.presets.lossless())
     dcp.save({"weight": torch.zeros(4)}, storage_writer=writer, checkpoint_id=alone, no_dist=True)

@@ -1,4 +1,4 @@
-"""The documents: their code runs, their examples are true, their links lead somewhere, the reference is whole."""
+"""The documents: code runs, examples are true, links work, the reference is complete."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ ENTRIES = sorted({name for p in REFERENCE for name in DIRECTIVE.findall(p.read_t
 
 
 def found(entry: str) -> Any:
-    """The module or object that an entry of the reference names; a framework that is missing skips the test."""
+    """Return the object of a reference entry; skip the test if its framework is missing."""
     thing: Any = sp
     try:
         for name in entry.split(".")[1:]:
@@ -182,7 +182,7 @@ def test_every_public_name_has_an_entry() -> None:
 
 
 def unexplained(thing: Any) -> set[str]:
-    """Parameters that a docstring does not explain: in its `Args`, or where it has none by any mention."""
+    """Return the parameters that a docstring does not explain."""
     text = inspect.getdoc(thing) or ""
     args = re.search(r"^Args:\n((?:(?: .*)?\n)+)", text + "\n", re.MULTILINE)
     if args:
@@ -329,7 +329,7 @@ def test_figures_of_the_comparison_with_alternatives() -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """Names of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings on GitHub."""
     found: set[str] = set()
     for heading in re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE):
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)

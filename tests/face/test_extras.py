@@ -1,4 +1,4 @@
-"""What is said about optional packages: their own names, for this project's is on no index."""
+"""Optional packages are named, and this project is not, in installation hints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_command_names_every_package(name: str) -> None:
 
 
 def test_nobody_is_told_to_install_this_project_from_an_index() -> None:
-    """Anybody could take its name there."""
+    """No text tells users to install this project from an index, where its name is free."""
     found = []
     for where in SAID_IN:
         paths = HOME.glob(where) if "*" in where else (HOME / where).rglob("*")

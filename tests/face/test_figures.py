@@ -1,4 +1,4 @@
-"""Figures in the pages' own words are those of `bench/results`: each sentence is made from the JSON and looked for.
+"""Figures in the text of pages equal those of `bench/results`.
 
 Tables between markers are compared elsewhere (`bench.evidence --check`); this is for what is written by hand around
 them. Where a result changes, the assertion shows the sentence as it has to read.
@@ -45,7 +45,7 @@ def of(model: str, system: str, column: str) -> float:
 
 
 def seeds(model: str, system: str) -> tuple[float, float]:
-    """Least and greatest degradation over the seeds."""
+    """Return the least and greatest degradation over the seeds."""
     return endurance.interval(TRAINED[model][system][END])
 
 
@@ -124,7 +124,7 @@ def test_figures_in_words_are_those_of_the_results(page: str, claim: Callable[[]
 
 
 def llama() -> tuple[dict[int, list[int]], str]:
-    """The table of docs/scaling.md, ranks -> its cells, and the page; what is computed is in italics there."""
+    """Return the table of docs/scaling.md by ranks, and the page's text."""
     text = (HOME / "docs" / "scaling.md").read_text(encoding="utf-8")
     lines = re.findall(
         r"^\| ([\d,]+) \| ([\d,]+) \| ([\d,*-]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", text, re.MULTILINE
@@ -149,7 +149,7 @@ def test_computed_figures_of_a_thousand_ranks() -> None:
 
 
 def test_counted_figures_follow_the_formulas() -> None:
-    """(2 n + 40) E + 26 R L + (100 + 41 C) R here; 140 bytes a shard with torch: a weight and two moments, cut."""
+    """Counted metadata bytes follow the page's formulas, for this package and for torch."""
     table, text = llama()
     entries, layouts, chain = 2892, 6, 20
     assert f"E = {entries:,} entries, chains of C = {chain} containers" in text

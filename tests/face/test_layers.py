@@ -1,4 +1,4 @@
-"""An arrow only ever points down: every import of the product leads to its own room or to a lower one."""
+"""Layers: every module imports from its own layer or a lower one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Module = tuple[str, ...]
 
 
 def modules() -> dict[Module, Path]:
-    """All modules of the package by their dotted names below it."""
+    """Return all modules of the package by their dotted names below it."""
     found = {}
     for folder in (*(room for room in ROOMS if room), "src/shrinkpoint"):
         for path in (HOME / folder).rglob("*.py"):
@@ -41,7 +41,7 @@ def modules() -> dict[Module, Path]:
 
 
 def imports(name: Module, path: Path, known: dict[Module, Path], *, typed: bool = False) -> Iterator[Module]:
-    """Modules of the package that a module imports, at any time; with `typed` also those for the type checker only."""
+    """Yield the package's modules that a module imports; with `typed` also for type checking."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     skipped = {
         id(below)
@@ -71,7 +71,7 @@ def room_of(name: Module) -> str:
 
 
 def height(name: Module) -> int:
-    """Of a module of the codec: the folders' numbers, the ground below them, and above them what puts them together."""
+    """Return the height of a codec module: ground, folders in order, top level."""
     if name[1:2] and name[1] in CODEC:
         return 1 + CODEC.index(name[1])
     return 0 if name[1:2] and name[1] in GROUND else 1 + len(CODEC)

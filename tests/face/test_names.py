@@ -1,4 +1,4 @@
-"""The public names: all are listed, those too that are imported late, and warnings have one family."""
+"""Public names: all are listed, including lazy ones; warnings share a base class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONAL = ("accelerate", "jax", "lightning", "orbax", "torchtitan", "transforme
 
 
 def test_a_listing_has_what_is_imported_late() -> None:
-    """In a process where nothing was yet: names complete before they are used."""
+    """`dir()` lists lazily imported names before their first use."""
     code = (
         "import shrinkpoint as sp\n"
         "assert {'Store', 'Saver', 'search', 'trainers', 'kernels', 'store', *sp.__all__} <= set(dir(sp))\n"

@@ -1,4 +1,4 @@
-"""A release says one thing everywhere: its version, its Pythons, its oldest dependencies."""
+"""Version, Python versions and oldest dependencies agree everywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROJECT: dict[str, Any] = tomllib.loads((HOME / "pyproject.toml").read_text(enco
 
 
 def found(pattern: str, path: str) -> list[str]:
-    """The first groups of all matches in a file."""
+    """Return the first groups of all matches in a file."""
     return [match[1] for match in re.finditer(pattern, (HOME / path).read_text(encoding="utf-8"), re.MULTILINE)]
 
 

@@ -1,4 +1,4 @@
-"""The report: what is in it, that names in it are but text, and that a real browser shows it."""
+"""The report: its contents, escaped names, and its display in a real browser."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def state(step: int, *, hostile: bool = False) -> dict[str, Any]:
 
 
 def made_store(path: Path, steps: int = 4, *, hostile: bool = False) -> sp.Store:
-    """A store of so many steps, 10 apart; the first of those made once for all tests."""
+    """Copy a store of `steps` steps from one that is made once."""
     model = _model_store(hostile)
     path.parent.mkdir(exist_ok=True)
     store = model.copy(path, [10 * step for step in range(1, steps + 1)])
@@ -84,14 +84,14 @@ def _model_store(hostile: bool) -> sp.Store:
 
 
 def written(path: Path, *words: object) -> str:
-    """The page that the command makes."""
+    """Return the page that the command writes."""
     result = CliRunner().invoke(app, ["report", str(path), "-o", str(path.parent / "r.html"), *map(str, words)])
     assert result.exit_code == 0, result.stderr
     return (path.parent / "r.html").read_text()
 
 
 class Parts(HTMLParser):
-    """Elements, attributes and text of a page; `inline` is what is inside of scripts."""
+    """Elements, attributes and text of a page."""
 
     def __init__(self, source: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -196,7 +196,7 @@ def test_large_runs_are_capped_and_say_so(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_choices_that_differ_in_their_numbers_are_one_row(tmp_path: Path) -> None:
-    """Each delta of exact arrays notes the share of its elements that changed."""
+    """Choices that differ only in numbers of their notes are one row."""
     store = sp.Store(tmp_path / "s", sp.Config([("w", sp.Changed())]))
     x = torch.arange(40_000.0)
     for step in range(1, 7):
@@ -415,7 +415,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 
 
 def in_browser(url: str, *flags: str) -> str:
-    """The page as it is after its script ran."""
+    """Return the page's DOM after its script ran in a browser."""
     assert CHROMIUM is not None
     # The browser's own business (updates, the time) has no name to look up.
     quiet = ["disable-background-networking", "disable-component-update", "disable-sync", "no-first-run", "no-pings"]
@@ -428,7 +428,7 @@ def in_browser(url: str, *flags: str) -> str:
 
 
 def asked_by_page(log: Path) -> list[str]:
-    """What a page asked for beside itself, by the browser's own log; what it asks for itself names no page."""
+    """Return the URLs that a page requested, by the browser's log."""
     events = [event.get("params", {}) for event in json.loads(log.read_text())["events"]]
     found = [e["url"] for e in events if "url" in e and e.get("initiator", "not an origin") != "not an origin"]
     return sorted({url for url in found if not url.startswith("file:///")})
@@ -439,7 +439,7 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (D
 
 @needs_browser
 def test_a_browser_draws_it_and_hostile_names_do_nothing(tmp_path: Path) -> None:
-    """The tensor that the address names is drawn, from its own numbers."""
+    """A browser draws the tensor of the address, and hostile names are plain text."""
     made_store(tmp_path / "s", 2, hostile=True)
     source = written(tmp_path / "s")
     log = tmp_path / "net.json"
@@ -474,7 +474,7 @@ def test_a_page_that_loads_something_would_be_noticed(tmp_path: Path) -> None:
 
 @needs_browser
 def test_the_drop_down_chooses(tmp_path: Path) -> None:
-    """A page around it turns the drop-down as a user does; the address names no tensor, so the first one is drawn."""
+    """The drop-down changes the tensor that is drawn."""
     made_store(tmp_path / "s", 1)
     written(tmp_path / "s")
     (tmp_path / "around.html").write_text(

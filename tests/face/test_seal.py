@@ -1,4 +1,4 @@
-"""Seals: flipped bits, truncation, missing and added files are found and named, in checkpoints of any format."""
+"""Seals: damage, missing and added files are found in checkpoints of any format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|u
 
 
 class Evil:
-    """Creates a file when it is unpickled."""
+    """An object whose unpickling creates a file."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.path),)
@@ -77,7 +77,7 @@ def largest(path: Path) -> Path:
 
 
 def problems(path: Path) -> dict[str, str]:
-    """File -> kind of damage, by the JSON of `verify`, whose exit code must agree."""
+    """Return the kind of damage by file from `verify --json`, whose exit code must agree."""
     code, out, _ = run("verify", path, "--json")
     found = json.loads(out)
     assert code == (1 if found["problems"] else 0)
@@ -176,7 +176,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 
 
 def test_links_to_files_are_followed(tmp_path: Path) -> None:
-    """The caches of model hubs consist of links."""
+    """Links to files are followed, as in the caches of model hubs."""
     blob = tmp_path / "blob"
     blob.write_bytes(b"weights")
     (tmp_path / "snapshot").mkdir()
@@ -228,7 +228,7 @@ def test_a_file_that_changes_while_it_is_sealed_is_an_error(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("names", [["checkpoint-9", "checkpoint-10", "checkpoint-100"], ["a", "c", "b"]])
 def test_the_newest_intact_checkpoint_of_a_run(names: list[str], tmp_path: Path) -> None:
-    """By the numbers in the names; without them, by the time of sealing."""
+    """The newest intact checkpoint follows names' numbers, or else the time of sealing."""
     for age, name in enumerate(names):
         save_dcp(tmp_path / name)
         good("seal", tmp_path / name)

@@ -1,4 +1,4 @@
-"""The tools of a checkout: every make target has a line of help, and pre-commit skips the links to the root folders."""
+"""Tools of a checkout: help of make targets, and links that pre-commit skips."""
 
 from __future__ import annotations
 

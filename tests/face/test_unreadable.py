@@ -1,4 +1,4 @@
-"""Files that are no checkpoints: each command says which file, and why, in one line."""
+"""Files that are not checkpoints: each command reports the file and the reason in one line."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_commands_end_with_one_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def onnx() -> bytes:
-    """The beginning of an ONNX model: version 8 of the format, and its producer."""
+    """Return the beginning of an ONNX model: format version 8 and its producer."""
     return b"\x08\x08\x12\x07pytorch\x1a\x052.1.0" + bytes(100)
 
 
@@ -169,7 +169,7 @@ def test_a_folder_names_the_files_in_it_that_can_be_read(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
 def test_files_of_torch_are_not_taken_for_others(options: dict[str, Any], tmp_path: Path) -> None:
-    """Whatever their first bytes are."""
+    """Files of torch are recognised whatever bytes they begin with."""
     for number, state in enumerate([{}, STATE, [STATE], {"GGUF": torch.zeros(2)}]):
         path = tmp_path / f"{number}.pt"
         path.write_bytes(saved(state, **options))

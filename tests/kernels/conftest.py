@@ -55,7 +55,7 @@ class BackEnd:
         return t.cuda() if self.name == "gpu" and GPU_HERE else t
 
     def sizes(self, always: list[int], *launches: str) -> list[int]:
-        """`always`, and for the GPU back end also sizes around the blocks of these launches.
+        """Return `always`, and for the GPU back end also sizes around the blocks of these launches.
 
         A block has thousands of elements, so that small CPU sizes run in one program there. A launch is
         named by module and name, `levels.GROUP`; the interpreter takes smaller blocks of its own for small data.
@@ -100,7 +100,7 @@ def _param(b: BackEnd) -> Any:
 
 @pytest.fixture(params=[_param(b) for b in ALL])
 def back_end(request: pytest.FixtureRequest, poisoned: None) -> BackEnd:
-    """Every back end, one after another, with poisoned memory."""
+    """Every back end in turn, with poisoned memory."""
     return request.param  # type: ignore[no-any-return]
 
 
@@ -120,7 +120,7 @@ def fresh() -> np.random.Generator:
 
 @pytest.fixture(params=[pytest.param("device", marks=pytest.mark.gpu if GPU_HERE else ())])
 def device(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device on which public functions see a GPU; without one, torch tensors pass for CUDA."""
+    """Device on which public functions see a GPU; without one, the CPU passes for CUDA."""
     if GPU_HERE:
         return "cuda"
     if not TRITON_HERE:
@@ -137,7 +137,7 @@ POISON = 0xA5
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill the memory that a back end allocates, so that an element it does not write shows.
+    """Fill newly allocated memory, so that an element that a back end does not write is seen.
 
     Numba looks functions up by identity when it compiles, so for that time the real ones are put back: compiled code
     may ask for memory of its own, and what it is compiled to is kept on the disk.

@@ -40,7 +40,7 @@ def random_patterns(rng: np.random.Generator, dtype: str, n: int) -> np.ndarray[
 
 
 def array_of(back_end: BackEnd, u: np.ndarray[Any, Any], dtype: str) -> Any:
-    """The array of `dtype` whose patterns are u; skips what the library does not have."""
+    """Return the array of `dtype` with patterns u; skip the test if the library lacks it."""
     if dtype.startswith(ABSENT[back_end.library]):
         pytest.skip(f"{back_end.library} has no {dtype}")
     if back_end.library == "torch":
@@ -60,7 +60,7 @@ def patterns_of(x: Any) -> np.ndarray[Any, Any]:
 
 
 def assert_same_bits(back_end: BackEnd, found: Any, expected: np.ndarray[Any, Any]) -> None:
-    """Equal to the bit, which tells 0.0 from -0.0; dtype and shape too."""
+    """Check that arrays are equal bit for bit, with dtype and shape."""
     array = back_end.numpy(found)
     assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
     np.testing.assert_array_equal(patterns_of(array), patterns_of(expected))

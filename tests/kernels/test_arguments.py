@@ -254,7 +254,7 @@ NO_FLAGS: list[Any] = [None, 1, "no", [], np.zeros(2), torch.zeros(2)]
 
 
 def wrong(name: str, value: Any) -> list[Any]:
-    """What an argument of that name and kind must refuse."""
+    """Return values that an argument of that name and kind must refuse."""
     if name == "problems":
         return [None, 3, [CENTERS], [(CENTERS, [1.0])], [(CENTERS,)]]
     if isinstance(value, list):
@@ -277,7 +277,7 @@ def wrong(name: str, value: Any) -> list[Any]:
 
 
 def cases() -> Iterator[Any]:
-    """Every argument of every call."""
+    """Return every argument of every call."""
     for function, arguments_ in CALLS:
         title = getattr(function, "__name__", "").rsplit(".", 1)[-1]
         for name in arguments_:

@@ -52,7 +52,7 @@ def start(code: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[Any, str]:
-    """What a process printed as JSON, and its standard error."""
+    """Return the JSON that a process printed, and its standard error."""
     printed, said = process.communicate(timeout=300)
     assert process.returncode == 0, said[-2000:]
     return json.loads(printed), "".join(line for line in said.splitlines(True) if NOTICE not in line)
@@ -85,7 +85,7 @@ def test_the_second_process_compiles_nothing(filled: Path) -> None:
 
 
 def test_compiling_is_said_once_and_only_where_it_takes_long(filled: Path, tmp_path: Path) -> None:
-    """On the log; a process that only reads the cache says nothing."""
+    """A long compilation is logged once, and not if the cache is read."""
     at_once = f"import shrinkpoint.kernels.cpu.compile_notice as c\nc.PATIENCE = 0.0\n{PACK}"
     for folder, times in ((tmp_path, 1), (filled, 0)):
         process = start(at_once, NUMBA_CACHE_DIR=str(folder))
@@ -93,7 +93,7 @@ def test_compiling_is_said_once_and_only_where_it_takes_long(filled: Path, tmp_p
 
 
 def test_damaged_files_are_compiled_anew_and_whole_again(filled: Path, tmp_path: Path) -> None:
-    """Empty, as a loss of power leaves them."""
+    """Empty cache files, as after a power loss, are compiled and written again."""
     folder = tmp_path / "numba"
     shutil.copytree(filled, folder)
     for file in files_of(folder):
@@ -110,7 +110,7 @@ def test_damaged_files_are_compiled_anew_and_whole_again(filled: Path, tmp_path:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on the size of files")
 def test_without_room_for_files_everything_runs(tmp_path: Path) -> None:
-    """The operating system refuses to let a file grow, as it does where the disk is full."""
+    """Kernels run if the cache cannot grow on a full disk."""
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n" + PACK
     found, said = ended(start(code, NUMBA_CACHE_DIR=str(tmp_path)))
     assert found["packed"] == RIGHT
@@ -152,7 +152,7 @@ def test_processes_that_compile_at_once_leave_what_both_can_use(tmp_path: Path) 
 
 @pytest.fixture
 def twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
-    """Makes dispatchers of one function, whose code is kept below `tmp_path / "kept"`."""
+    """Make dispatchers of one function whose code is cached below `tmp_path / "kept"`."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.setattr(cache, "_warned", False)
     source = tmp_path / "its_module.py"
@@ -168,7 +168,7 @@ def twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def outcome(dispatcher: Any, x: Any = 2) -> tuple[Any, int, int]:
-    """Result, hits and misses of a call."""
+    """Return result, hits and misses of a call."""
     result = dispatcher(x)
     return result, sum(dispatcher.stats.cache_hits.values()), sum(dispatcher.stats.cache_misses.values())
 
@@ -206,7 +206,7 @@ def test_what_is_not_what_was_written_is_a_miss(
 def test_a_warmed_cache_that_cannot_be_written_is_read(
     twice: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in an image whose kernels were compiled when it was built, and that is mounted read-only."""
+    """A filled cache on a read-only file system is used."""
     assert outcome(twice()) == MISS
 
     def refuse(*_: object, **__: object) -> None:

@@ -32,7 +32,7 @@ DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 
 def expected_buckets(u: np.ndarray[Any, Any], dtype: str) -> Buckets:
-    """One element after another, on Python's integers."""
+    """Compute buckets element by element with Python's integers."""
     fmt = FORMATS[dtype]
     counts, lowest, highest = (np.zeros((2, 1 << fmt.exponent), np.int64) for _ in range(3))
     zeros = 0
@@ -106,7 +106,7 @@ def exact(pattern: int, dtype: str) -> Fraction:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_value_is_the_mean_of_the_extremes(fresh: np.random.Generator, dtype: str) -> None:
-    """The value nearest to the exact mean of the extremes; ties go to the even pattern."""
+    """A bucket's value is the nearest to the mean of its extremes, ties to even."""
     u = finite(random_patterns(fresh, dtype, 400), dtype)
     fmt = FORMATS[dtype]
     promotion = promote(expected_buckets(u, dtype), 8)

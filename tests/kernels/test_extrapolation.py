@@ -23,14 +23,14 @@ WIDENED = (1 << 16) + 1025
 
 
 def values_of(patterns: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    """Numbers of these patterns; of bfloat16 as float32."""
+    """Return numbers of these patterns; bfloat16 as float32."""
     if dtype == "bfloat16":
         return (patterns.astype(np.uint32) << 16).view(np.float32)
     return patterns.view(dtype)
 
 
 def expected(x: np.ndarray[Any, Any], earlier: np.ndarray[Any, Any], factor: float) -> np.ndarray[Any, Any]:
-    """What NumPy makes of it, one operation after another."""
+    """Compute the extrapolation with NumPy, one operation after another."""
     wide = np.float64 if x.dtype == np.float64 else np.float32
     with np.errstate(all="ignore"):
         own, before = x.astype(wide), earlier.astype(wide)
@@ -45,7 +45,7 @@ def expected(x: np.ndarray[Any, Any], earlier: np.ndarray[Any, Any], factor: flo
 def test_agrees_with_the_written_order(
     back_end: BackEnd, dtype: str, earlier_dtype: str, fresh: np.random.Generator
 ) -> None:
-    """Of any patterns: subnormals, numbers whose way overflows, infinities, NaNs with payloads."""
+    """Results equal the written order of operations for any patterns."""
     sizes = [*SIZES, WIDENED] if back_end.name == "cpu" else SIZES
     for n in back_end.sizes(sizes, "extrapolation.ELEMENTS"):
         u, v = random_patterns(fresh, dtype, n), random_patterns(fresh, earlier_dtype, n)
@@ -58,7 +58,7 @@ def test_agrees_with_the_written_order(
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_nothing_is_fused(back_end: BackEnd, dtype: str, fresh: np.random.Generator) -> None:
-    """A fused multiply-add would show in the last bit of numbers near each other."""
+    """No fused multiply-add changes the last bit."""
     x = fresh.normal(size=20001).astype(dtype)
     earlier = (x + fresh.normal(size=x.size) * 0.01).astype(dtype)
     found = back_end.module("extrapolation").extrapolate(back_end.array(x), back_end.array(earlier), 1.1)

@@ -58,7 +58,7 @@ def test_a_small_state_compiles_few_kernels_and_has_the_same_bytes(tmp_path: Pat
 
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice of a process without compiled code on its disk."""
+    """Set the compilation choice of a process with an empty cache."""
     monkeypatch.setattr(first_calls, "PATIENCE", 0.5)
     monkeypatch.setattr(first_calls, "_found", {})
     monkeypatch.setattr(first_calls, "_on_disk", frozenset)

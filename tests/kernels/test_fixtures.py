@@ -43,7 +43,7 @@ def test_memory_for_nothing_and_for_objects_is_left_alone() -> None:
 
 @pytest.mark.usefixtures("poisoned")
 def test_what_asks_for_memory_itself_still_compiles() -> None:
-    """The first call compiles, as on a machine whose cache is cold."""
+    """Code that allocates memory compiles under the fixture of poisoned memory."""
 
     @numba.njit
     def doubled(x: Any) -> Any:

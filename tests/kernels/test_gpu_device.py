@@ -29,7 +29,7 @@ MODULES = [
 
 
 class Current:
-    """A stand-in for `torch.cuda.device` that records which device is current."""
+    """Stand-in for `torch.cuda.device` that records the current device."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = ["cuda:0"]
@@ -52,7 +52,7 @@ def test_the_device_of_the_data_becomes_current(monkeypatch: pytest.MonkeyPatch)
 
 
 def launches(module: Any) -> Iterator[tuple[ast.Call, list[ast.With]]]:
-    """Calls `NAME[grid](...)` of a module, each with the `with` statements around it."""
+    """Return the launches `NAME[grid](...)` of a module with the `with` statements around them."""
 
     def walk(node: ast.AST, around: list[ast.With]) -> Iterator[tuple[ast.Call, list[ast.With]]]:
         inner = [*around, node] if isinstance(node, ast.With) else around

@@ -58,7 +58,7 @@ def sample(rng: np.random.Generator, dtype: str, n: int) -> np.ndarray[Any, Any]
 
 
 def native(x: np.ndarray[Any, Any], dtype: str) -> Any:
-    """x as an array that really has dtype: torch for bfloat16, else NumPy."""
+    """Return x in its dtype: torch for bfloat16, else NumPy."""
     return torch.from_numpy(x).bfloat16() if dtype == "bfloat16" else x
 
 
@@ -159,7 +159,7 @@ def test_many_equal_one_by_one(back_end: BackEnd, fresh: np.random.Generator, si
 
 
 def test_many_with_gradients_equal_one_by_one(back_end: BackEnd, fresh: np.random.Generator) -> None:
-    """Gradients of another dtype, none for every third, and different thresholds."""
+    """Histograms of many tensors with gradients equal those of each tensor."""
     model = tensors(fresh, back_end)
     other = {dtype: name for (dtype, _), (name, _) in itertools.pairwise(model)}
     pairs = [(d, x, None if i % 3 == 2 else sample(fresh, other[d], x.size)) for i, (d, x) in enumerate(model)]
@@ -178,7 +178,7 @@ def test_many_with_gradients_equal_one_by_one(back_end: BackEnd, fresh: np.rando
 
 @pytest.mark.parametrize("limit", ["SLICE", "COPIES", "COPIED_COUNTERS", "COUNTERS"])
 def test_launches_on_a_gpu(limit: str, monkeypatch: pytest.MonkeyPatch, fresh: np.random.Generator) -> None:
-    """One launch for all tensors of a dtype; parts and copies change nothing."""
+    """All tensors of a dtype share one launch, with any number of parts and copies."""
     gpu = pytest.importorskip("shrinkpoint.kernels.gpu.histogram")
     launches: list[tuple[int, int]] = []
     launch = gpu._launch
@@ -238,7 +238,7 @@ def test_both_ways_of_counting(
 
 
 def test_small_arrays_are_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a model of many small tensors does not clear and add up counters for each."""
+    """Small arrays are counted together, without clearing counters for each."""
     monkeypatch.setattr(compiled, "_count", None)
     assert log_histogram(np.ones(10_000, np.float32), 6).total == 10_000
     assert compiled.is_few(10_000, 4 << 15)
@@ -246,7 +246,7 @@ def test_small_arrays_are_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_blocks_with_and_without_subnormals(monkeypatch: pytest.MonkeyPatch, fresh: np.random.Generator) -> None:
-    """Zeros and subnormals in some blocks only, and the flush of the 32-bit counters in between."""
+    """Counts are right with zeros and subnormals in some blocks, and over counter flushes."""
     x = fresh.standard_normal(300_001).astype(np.float32)
     x[65_536:80_000] = 0.0
     x[131_072:140_000] *= np.float32(1e-40)

@@ -45,7 +45,7 @@ def lengths_for(symbols: Array, size: int, limit: int = 15) -> Array:
 
 
 def fibonacci(size: int) -> Array:
-    """Counts whose optimal code is as deep as can be."""
+    """Return counts whose optimal code has the greatest depth."""
     counts = [1, 1]
     while len(counts) < size:
         counts.append(counts[-1] + counts[-2])
@@ -53,7 +53,7 @@ def fibonacci(size: int) -> Array:
 
 
 def outcome(decode: Any, *args: Any, **keywords: Any) -> list[int] | None:
-    """Result of a decoder for hostile input: values, or None for CorruptDataError."""
+    """Return the values of a decoder on hostile input, or None for CorruptDataError."""
     try:
         return list(np.asarray(decode(*args, **keywords)).tolist())
     except CorruptDataError:
@@ -270,7 +270,7 @@ def test_truncated_and_flipped(fresh: np.random.Generator, streams: int, size: i
 
 
 def test_sizes_have_one_form(sequential_back_end: BackEnd) -> None:
-    """The same size with a byte more, a size that goes on for ever, and one beyond the data."""
+    """A size in a longer form, without an end, or beyond the data is refused."""
     module = sequential_back_end.module("huffman")
     lengths = np.asarray([1, 2, 2], np.uint8)
     data = huffman_encode(np.asarray([0, 1, 2, 1] * 1000, np.uint8), lengths).tobytes()
@@ -343,7 +343,7 @@ def test_tables_are_those_of_the_oracle(sequential_back_end: BackEnd, fresh: np.
 
 
 def test_documented_bytes() -> None:
-    """The examples of docs/entropy.md."""
+    """The examples of docs/entropy.md are right."""
     lengths = np.asarray([1, 2, 0, 3, 3], np.uint8)
     assert huffman_codes(lengths).tolist() == [0b0, 0b10, 0, 0b110, 0b111]
     assert huffman_encode(np.asarray([0, 0, 1, 4], np.uint8), lengths, streams=1).tobytes().hex() == "2e"
@@ -412,7 +412,7 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.parametrize("n", [1, 8, 5000])
 def test_a_table_without_codes_reads_nothing(sequential_back_end: BackEnd, n: int) -> None:
-    """No code at all: an error, not a look-up by 64 shifted bits."""
+    """A table without codes is an error before any look-up."""
     data = sequential_back_end.array(np.full(n, 0xFF, np.uint8))
     lengths = sequential_back_end.array(np.zeros(256, np.uint8))
     with pytest.raises(CorruptDataError):

@@ -23,19 +23,19 @@ ROUNDINGS = [(1, 1), (4, 6), (11, 127), (20, 2)]
 
 
 def small(rng: np.random.Generator, *shape: int) -> NpArray:
-    """Integers of one byte, the extremes among them."""
+    """Return integers of one byte, including the extremes."""
     return rng.integers(-128, 128, shape).astype(np.int8)
 
 
 def padded(values: NpArray, columns: int, phase: int) -> NpArray:
-    """int64: the matrix that the values are a part of, zeros elsewhere."""
+    """Return the values within their whole int64 matrix, with zeros elsewhere."""
     whole = np.zeros(-(-(phase + values.size) // columns) * columns, np.int64)
     whole[phase : phase + values.size] = values
     return whole.reshape(-1, columns)
 
 
 def classes(rows: NpArray, columns: NpArray, shift: int, most: int) -> NpArray:
-    """Products divided by 2**shift, halves upwards, in classes."""
+    """Divide products by 2**shift, round halves upwards, and return classes."""
     both = np.floor((rows.astype(np.int64) @ columns.T.astype(np.int64)) / 2**shift + 0.5)
     found: NpArray = (np.clip(both, -most, most) + most).astype(np.uint8).reshape(-1)
     return found
@@ -101,7 +101,7 @@ def test_sums_beyond_thirty_two_bits(other: int) -> None:
 
 @pytest.mark.parametrize("shift", [1, 18, 19, 20])
 def test_the_largest_estimates(shift: int) -> None:
-    """16 products of 2**14 and half of the largest step."""
+    """The largest products and steps do not overflow."""
     rows = np.asarray([[-128] * MOST_RANK, [127] * MOST_RANK], np.int8)
     found = product_classes(rows, rows, 4, shift=shift, most=127)
     np.testing.assert_array_equal(found, classes(rows, rows, shift, 127))
@@ -114,7 +114,7 @@ def test_halves_go_upwards() -> None:
 
 
 def test_any_layout(fresh: np.random.Generator) -> None:
-    """Parts of larger arrays, transposed ones and those that may not be written to."""
+    """Slices, transposed and read-only arrays are accepted."""
     values, factor = small(fresh, 41)[1::2], small(fresh, 2, 10).T[::2]
     values.flags.writeable = factor.flags.writeable = False
     matrix = padded(values, 5, 0)
@@ -126,7 +126,7 @@ def test_any_layout(fresh: np.random.Generator) -> None:
 
 
 def test_strict_arrays(fresh: np.random.Generator) -> None:
-    """Oracle and compiled version on a library with only the standard's functions."""
+    """The oracle and the compiled kernel accept a library with only the standard's functions."""
     strict = pytest.importorskip("array_api_strict")
     values, rows, across = small(fresh, 50), small(fresh, 8, 3), small(fresh, 7, 3)
     v, r, a = (strict.asarray(x) for x in (values, rows, across))

@@ -30,7 +30,7 @@ Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def problem(rng: np.random.Generator, m: int, kind: str = "normal") -> tuple[Vector, Vector]:
-    """Ascending centers, with ties, and weights, with zeros."""
+    """Return ascending centers with ties, and weights with zeros."""
     x = np.sort(rng.standard_normal(m))
     w = rng.random(m) ** 4
     w[rng.random(m) < 0.1] = 0.0
@@ -47,7 +47,7 @@ def problem(rng: np.random.Generator, m: int, kind: str = "normal") -> tuple[Vec
 
 
 def optimal_loss(x: Vector, w: Vector, k: int) -> float:
-    """The least loss over all ways to cut the centers into k runs."""
+    """Return the least loss over all cuts of the centers into k runs."""
     best = math.inf
     for cuts in itertools.combinations(range(1, x.size), min(k, x.size) - 1):
         loss = 0.0
@@ -327,7 +327,7 @@ def test_numbers_of_other_kinds() -> None:
 
 
 def test_what_has_no_weight_has_no_loss(back_end: BackEnd) -> None:
-    """Not even where its squared distance underflows."""
+    """A center without weight has no loss, even if its squared distance underflows."""
     x, w = np.array([0.0, 1.0, 1e300]), np.array([1.0, 2.0, 0.0])
     module = back_end.module("kmeans")
     assert module.quantization_loss(back_end.array(x), back_end.array(w), back_end.array(np.array([0.5]))) == 0.75

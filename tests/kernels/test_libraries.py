@@ -1,4 +1,4 @@
-"""Arrays of every library in, arrays of the same library and device out."""
+"""Kernels take arrays of every library, and return arrays of the same library and device."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ OWN_ORDER = {"factor_sums", "distortion"}
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A public function's name; `assign`, `distortion` and `extrapolate` are modules too."""
+    """Return a public function's name; `assign`, `distortion` and `extrapolate` are modules too."""
     return getattr(function, "__name__", "").rsplit(".", 1)[-1]
 
 
 def arrays_among(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call that may be arrays of any library."""
+    """Return the arguments of a call that may be arrays of any library."""
     wanted = ON_THE_HOST.get(name_of(function), set())
     return {
         name: value
@@ -75,7 +75,7 @@ ANY_LIBRARY = [
 
 
 def leaves(result: Any) -> Iterator[Any]:
-    """Arrays and numbers of a result, in order."""
+    """Yield arrays and numbers of a result in order."""
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         result = [getattr(result, field.name) for field in dataclasses.fields(result)]
     if isinstance(result, tuple | list):
@@ -86,7 +86,7 @@ def leaves(result: Any) -> Iterator[Any]:
 
 
 def converted(value: Any, change: Callable[[Any], Any]) -> Any:
-    """An argument with every array in it changed."""
+    """Return an argument with every array in it changed."""
     if isinstance(value, list | tuple):
         return type(value)(converted(part, change) for part in value)
     return change(value)
@@ -99,7 +99,7 @@ def check(
     back: Callable[[Any], np.ndarray[Any, Any]],
     same: Callable[[Any], bool],
 ) -> None:
-    """Call with arrays of a library and with NumPy's of the same values, and compare.
+    """Compare a call on arrays of a library with the call on NumPy arrays.
 
     Args:
         function: a public one.
@@ -131,14 +131,14 @@ def check(
 
 
 def is_jax(x: Any) -> bool:
-    """Whether x is JAX's, on its first device."""
+    """Return whether x is a JAX array on the first device."""
     jax = import_module("jax")
     return isinstance(x, jax.Array) and x.device == jax.devices()[0]
 
 
 @pytest.mark.parametrize(("function", "arguments"), ANY_LIBRARY)
 def test_jax_arrays(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """In JAX's default mode, which has no 64-bit numbers."""
+    """JAX arrays are accepted in the default mode without 64-bit numbers."""
     jnp = pytest.importorskip("jax.numpy")
 
     def make(x: np.ndarray[Any, Any]) -> Any:
@@ -148,7 +148,7 @@ def test_jax_arrays(function: Callable[..., Any], arguments: dict[str, Any]) -> 
 
 
 class Foreign:
-    """An array like CuPy's: it becomes NumPy only by `get`."""
+    """An array like CuPy's, which becomes a NumPy array only by `get`."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
@@ -176,7 +176,7 @@ class Foreign:
 
 @pytest.fixture(params=[pytest.param("foreign", marks=pytest.mark.gpu if GPU_HERE else ())])
 def foreign(monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray[Any, Any]], Foreign]:
-    """Makes an array of a library like CuPy: on a GPU, or one that passes for being there."""
+    """Make an array of a library like CuPy, on a GPU or a stand-in."""
     if not TRITON_HERE:
         pytest.skip("Triton is not installed on this platform")
     if not GPU_HERE:
@@ -210,7 +210,7 @@ def test_a_codebook_that_forbids_numpy(foreign: Callable[[Any], Foreign]) -> Non
 
 
 class Elsewhere:
-    """An array on GPU `number` whose data are never read."""
+    """An array on GPU `number` whose data must not be read."""
 
     def __init__(self, like: np.ndarray[Any, Any], number: int) -> None:
         self.shape, self.dtype, self.number = like.shape, like.dtype, number
@@ -257,7 +257,7 @@ def test_devices_of_arrays() -> None:
 
 
 def test_jax_on_another_device_and_on_several(tmp_path: Any) -> None:
-    """JAX fixes the number of its devices when it starts, so this takes a process of its own."""
+    """JAX arrays stay on their device; arrays on several devices are refused."""
     pytest.importorskip("jax")
     code = """
 import json, jax, numpy as np, shrinkpoint.kernels as k

@@ -1,4 +1,4 @@
-"""Functions of several arrays that stand one after another: the same as of each alone, and as the oracle."""
+"""Functions of several concatenated arrays equal calls on each array, and the oracle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTHS = st.lists(st.integers(0, 40), max_size=6)
 
 
 def drawn(seed: int, n: int) -> NpArray:
-    """Numbers of many sizes, odd ones among them."""
+    """Return numbers of many sizes, with special values."""
     rng = np.random.default_rng(seed)
     x = (rng.standard_normal(n) * 10.0 ** rng.integers(-6, 6, n)).astype(np.float32)
     at = rng.random(n) < 0.1

@@ -1,4 +1,4 @@
-"""`shrinkpoint.kernels`: every function by its own name, nothing imported before it is used."""
+"""`shrinkpoint.kernels`: every function by its own name, imported on first use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOME = Path(__file__).parents[2]
 
 
 def fresh(code: str) -> object:
-    """What `code`, run in a new interpreter, prints as JSON."""
+    """Run `code` in a new interpreter; return the JSON that it prints."""
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=HOME / "tests")
     return json.loads(done.stdout)
 

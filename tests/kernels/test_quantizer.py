@@ -44,7 +44,7 @@ CODEBOOKS = {
 
 
 def rounded(x: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    """x in dtype; bfloat16 as the float32 that equals it."""
+    """Return x rounded to dtype; bfloat16 as equal float32."""
     with np.errstate(over="ignore", under="ignore"):
         if dtype == "bfloat16":
             return torch.from_numpy(x).bfloat16().float().numpy()  # type: ignore[no-any-return]
@@ -70,7 +70,7 @@ def sample(rng: np.random.Generator, dtype: str, n: int, codes: Any = ()) -> np.
 
 
 def native(x: np.ndarray[Any, Any], dtype: str) -> Any:
-    """x as an array that really has dtype: torch for bfloat16, else NumPy."""
+    """Return x in its dtype: torch for bfloat16, else NumPy."""
     return torch.from_numpy(x).bfloat16() if dtype == "bfloat16" else x
 
 
@@ -283,7 +283,7 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.parametrize("prune", [0.0, 0.15])
 def test_without_codes_the_gradient_still_prunes(back_end: BackEnd, prune: float) -> None:
-    """With an empty codebook kept elements become protected; pruned ones stay pruned."""
+    """With an empty codebook, elements are protected unless they are pruned."""
     x = back_end.array(np.array([1.0, 2.0, 3.0, -4.0, np.nan]), "float32")
     gradient = back_end.array(np.array([0.1, 0.01, 5.0, 0.0, 0.0]), "float32")
     thresholds = Thresholds(prune_sensitivity=prune)

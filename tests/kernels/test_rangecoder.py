@@ -20,7 +20,7 @@ DRAWS = 300
 
 
 class Liar(oracle._Encoder):
-    """An encoder that sometimes writes another value than asked, and continues like a reader."""
+    """An encoder that sometimes writes a wrong value, and continues like a reader."""
 
     def __init__(self, rng: np.random.Generator, lies: float) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Liar(oracle._Encoder):
 
 
 def said(rng: np.random.Generator, walk: Callable[..., object], *given: Any) -> bytes:
-    """Bytes that a liar writes of a walk, up to where the oracle stops reading."""
+    """Return the bytes that a `Liar` writes, up to the oracle's end of reading."""
     liar = Liar(rng, float(rng.choice([0.0, 0.01, 0.05, 0.3])))
     with suppress(CorruptDataError, IndexError):  # a lie that cannot be followed
         walk(oracle._Walk(liar), *given)
@@ -39,7 +39,7 @@ def said(rng: np.random.Generator, walk: Callable[..., object], *given: Any) -> 
 
 
 def ends(data: bytes) -> list[bytes]:
-    """The bytes, and others that differ from them in how they end."""
+    """Yield the bytes, and variants with another end."""
     last = data[-1:] or b"\0"
     other = [bytes([(last[0] + k) % 256]) for k in (-1, 1)]
     return [

@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 def levels(rng: np.random.Generator, n: int, size: int, change: float) -> tuple[Array, Array]:
-    """Symbols that mostly equal their context, as levels of successive checkpoints do."""
+    """Return symbols that mostly equal their context, as levels of successive checkpoints do."""
     contexts = rng.integers(0, size, n)
     steps = np.where(rng.random(n) < change, rng.choice([-2, -1, 1, 2], n, p=[0.05, 0.45, 0.45, 0.05]), 0)
     return np.clip(contexts + steps, 0, size - 1).astype(np.uint8), contexts.astype(np.uint8)
@@ -43,7 +43,7 @@ def joint(symbols: Array, contexts: Array, size: int) -> Array:
 
 
 def any_counts(rng: np.random.Generator, rows: int, columns: int) -> Array:
-    """Counts of every kind: empty rows, lone symbols, ties, rare and frequent ones."""
+    """Return counts with empty rows, single symbols, ties, rare and frequent symbols."""
     counts = rng.integers(0, rng.choice([2, 3, 50, 10**9]), (rows, columns))
     counts *= rng.random((rows, columns)) < rng.choice([0.1, 0.5, 1.0])
     counts[rng.random(rows) < 0.1] = 0
@@ -53,7 +53,7 @@ def any_counts(rng: np.random.Generator, rows: int, columns: int) -> Array:
 
 
 def outcome(decode: Any, *args: Any) -> list[Any] | None:
-    """Result of a decoder for hostile input: values, or None for CorruptDataError."""
+    """Return the symbols of a decoder on hostile input, or None for CorruptDataError."""
     try:
         return list(np.asarray(decode(*args)).tolist())
     except CorruptDataError:
@@ -91,7 +91,7 @@ def test_exact_frequencies_cost_least(fresh: np.random.Generator) -> None:
 
 
 def test_the_peak_stays_the_peak() -> None:
-    """Rounding 127 to 128 would tie with the rest and move the peak."""
+    """Rounding keeps the most frequent symbol the most frequent."""
     assert rans_frequencies(np.asarray([[127, 129]]), 8).tolist() == [[127, 129]]
     assert rans_frequencies(np.asarray([[129, 127]]), 8).tolist() == [[128, 128]]
 
@@ -170,7 +170,7 @@ def test_bytes_and_back(sequential_back_end: BackEnd, fresh: np.random.Generator
 @pytest.mark.parametrize("change", [0.002, 0.1, 0.9])
 @pytest.mark.parametrize("states", [4, 64])
 def test_many_symbols(fresh: np.random.Generator, change: float, states: int) -> None:
-    """A changing rate, against the oracle and the entropy."""
+    """Symbols with a changing rate equal the oracle's bytes, near the entropy."""
     n = (1 << 16) + 4001 + int(fresh.integers(4))
     symbols, contexts = levels(fresh, n, 18, change)
     symbols[: n // 8], contexts[: n // 8] = levels(fresh, n // 8, 18, 0.5)
@@ -184,7 +184,7 @@ def test_many_symbols(fresh: np.random.Generator, change: float, states: int) ->
 
 @pytest.mark.parametrize("size", [1, 2, 18, 256])
 def test_64_states(sequential_back_end: BackEnd, fresh: np.random.Generator, size: int) -> None:
-    """Bytes of the oracle and back, with whole and partial rows."""
+    """64 states give the oracle's bytes and decode, with whole and partial rows."""
     module, array = sequential_back_end.module("rans"), sequential_back_end.array
     for n in (0, 1, 15, 16, 17, 63, 64, 65, 129, 501):
         symbols, contexts = levels(fresh, n, size, 0.4)
@@ -214,7 +214,7 @@ def test_64_states_of_any_frequency(fresh: np.random.Generator) -> None:
 
 
 def test_64_states_of_hostile_bytes(fresh: np.random.Generator) -> None:
-    """Any damage gives what the oracle finds: the same symbols, or an error."""
+    """Damaged bytes give the same symbols or error as the oracle."""
     symbols, contexts = levels(fresh, 333, 9, 0.3)
     counts = joint(symbols, contexts, 9)
     counts[4] = 0
@@ -253,7 +253,7 @@ def test_certain_symbols_cost_nothing() -> None:
 
 
 def test_rare_symbols(fresh: np.random.Generator) -> None:
-    """Frequencies of 1 and of all but 1, where reciprocals and states are at their limits."""
+    """Frequencies of 1 and of all but 1, the limits of reciprocals, are exact."""
     for precision in (8, 12, 16):
         table = np.asarray([[(1 << precision) - 1, 1], [1, (1 << precision) - 1]], np.uint32)
         symbols, contexts = fresh.integers(0, 2, (2, 1001)).astype(np.uint8)
@@ -421,7 +421,7 @@ def test_great_tables(fresh: np.random.Generator) -> None:
 
 
 def test_documented_bytes() -> None:
-    """The examples of docs/entropy.md."""
+    """The examples of docs/entropy.md are right."""
     table = np.asarray([[192, 64], [0, 256]], np.uint32)
     bits = np.asarray([0, 1, 0, 0], np.uint8)
     assert rans_encode(bits, bits, table, 8).tobytes().hex(" ", 4) == "40550100 00000100 40550100 40550100"
@@ -497,7 +497,7 @@ def test_bad_arguments(sequential_back_end: BackEnd) -> None:
 
 
 def test_absent_symbols(fresh: np.random.Generator) -> None:
-    """A single symbol of frequency zero is found wherever it stands."""
+    """One symbol of frequency zero is refused at any position."""
     n = 3 << 16
     for table in ([[250, 6, 0]], [[90, 80, 86, 0]]):
         frequencies = np.asarray(table, np.uint32)

@@ -26,7 +26,7 @@ f32 = np.float32
 
 
 def table(rng: np.random.Generator, columns: int) -> np.ndarray[Any, Any]:
-    """Rows with heavy tails, and below them every kind of awkward row."""
+    """Return rows with heavy tails, and rows of special values."""
     x = rng.standard_t(2, (24, columns)).astype(f32)
     if columns == 0:
         return x
@@ -114,7 +114,7 @@ def test_empty_and_strided(back_end: BackEnd, fresh: np.random.Generator) -> Non
 def scalar_quantize(
     row: np.ndarray[Any, Any], bits: int, num_bins: int, steps: int
 ) -> tuple[list[int], np.float32, np.float32]:
-    """The adaptive method as documented, in scalar float32 operations."""
+    """Quantize by the adaptive method in scalar float32 operations."""
     top = f32(2**bits - 1)
     lo, hi = row.min(), row.max()
     width = hi - lo
@@ -153,7 +153,7 @@ def test_the_search_by_the_book(fresh: np.random.Generator, bits: int) -> None:
 
 
 def test_the_earliest_of_equals_wins(back_end: BackEnd) -> None:
-    """Cutting off one half or the other leaves the error as it is: the whole range stays."""
+    """Of ranges with equal error the earliest, the whole one, is chosen."""
     x = back_end.array(np.array([[0.0, 0.5, 1.0]], f32))
     codes, scale, minimum = back_end.module("rows").row_quantize(x, 1, "adaptive", num_bins=2, ratio=1.0)
     assert back_end.numpy(codes).tolist() == [[0, 0, 1]]
@@ -165,7 +165,7 @@ def mean_l2(x: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> float:
 
 
 def test_the_order_of_the_methods(fresh: np.random.Generator) -> None:
-    """Figure 9 of the paper: symmetric is worst; the search is never worse than the plain range."""
+    """Figure 9: symmetric is worst, and the search is never worse than the plain range."""
     x = (fresh.standard_t(4, (400, 64)) + 1.0).astype(f32)
     for bits in (2, 3, 4):
         errors = [mean_l2(x, row_dequantize(*row_quantize(x, bits, method))) for method in METHODS]  # type: ignore[arg-type]

@@ -25,14 +25,14 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def sticky(rng: np.random.Generator, n: int, change: float) -> Bytes:
-    """n values that repeat and change with probability `change`."""
+    """Return n values that change with probability `change`."""
     drawn = rng.choice(np.asarray([0, 1, 2, 17, 254, 255], np.uint8), n)
     keep = np.maximum.accumulate(np.where(rng.random(n) < change, np.arange(n), 0))
     return drawn[keep]
 
 
 def grouped(values: Bytes, longest: int = LONGEST) -> list[int]:
-    """The definition, run by run."""
+    """Return run lengths by definition, run by run."""
     tokens = []
     for value, group in groupby(values.tolist()):
         run = len(list(group))
@@ -43,7 +43,7 @@ def grouped(values: Bytes, longest: int = LONGEST) -> list[int]:
 
 
 def outcome(decode: Any, *args: Any) -> list[int] | None:
-    """Result of a decoder for hostile input: values, or None for CorruptDataError."""
+    """Return the values of a decoder on hostile input, or None for CorruptDataError."""
     try:
         return list(np.asarray(decode(*args)).tolist())
     except CorruptDataError:
@@ -83,7 +83,7 @@ def test_strided_and_read_only(fresh: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("longest", [2, 3, 7])
 def test_long_runs_are_cut(fresh: np.random.Generator, longest: int) -> None:
-    """With a smaller longest run, since 2**31 values are too many for a test."""
+    """Runs beyond the longest are cut (tested with a smaller limit)."""
     for n in (1, longest, longest + 1, 2 * longest, 2 * longest + 1, 500):
         values = sticky(fresh, n, 0.1)
         tokens = np.zeros(2 * n, np.int32)
@@ -104,7 +104,7 @@ def test_the_longest_length_token() -> None:
 
 
 def mutations(tokens: list[int]) -> list[list[int]]:
-    """Every token left out, doubled, swapped with the next, or replaced."""
+    """Yield tokens with one left out, doubled, swapped or replaced."""
     out = [tokens[:k] for k in range(len(tokens))]
     out += [[*tokens, extra] for extra in (0, 1, 2, -1, tokens[-1])]
     for k, token in enumerate(tokens):

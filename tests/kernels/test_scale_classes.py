@@ -52,7 +52,7 @@ def test_sums_and_classes(sequential_back_end: BackEnd, fresh: np.random.Generat
 
 
 def test_sums_beyond_thirty_two_bits() -> None:
-    """More rows, and longer ones, than are summed in 32 bits at once."""
+    """Sums beyond 32 bits are right for long and for many rows."""
     values = np.full(200_000, 255, np.uint8)
     for columns in (1, 2, 100_000, 200_000):
         for origin in (0, np.zeros_like(values)):

@@ -1,4 +1,4 @@
-"""The statements of Inshrinkerator's section 4 and appendix A.3 on clustering a sketch, held against the kernels.
+"""Theorems of Inshrinkerator's section 4 and appendix A.3, tested on the kernels.
 
 X are points in [0, 1], X~ their buckets' values by `log_histogram`: `|x - x~| <= alpha x` with `alpha = 2**-(b + 1)`.
 M* is the optimal clustering of X, M~* that of X~; L is the mean absolute and phi the mean squared distance.
@@ -38,7 +38,7 @@ def spread_out(values: Points, weights: Points, n: int) -> Points:
 
 
 def least_absolute(x: Points, k: int) -> float:
-    """Return L of the optimal clustering: the least over all cuts into k runs, each around its median."""
+    """Return L of the optimal clustering: the least over all cuts into k runs."""
     return (
         min(
             sum(float(np.abs(x[a:b] - np.median(x[a:b])).sum()) for a, b in itertools.pairwise((0, *cuts, x.size)))
@@ -50,7 +50,7 @@ def least_absolute(x: Points, k: int) -> float:
 
 @given(FEW, BITS, st.integers(1, 4))
 def test_optimal_losses_of_points_and_sketch_differ_by_at_most_alpha(points: list[float], bits: int, k: int) -> None:
-    """`|L(M*) - Lq(M~*)| <= alpha`, and more closely alpha times the mean of the points."""
+    """Optimal losses of points and sketch differ by at most alpha times the points' mean."""
     x, values, weights, alpha = sketched(points, bits)
     near = spread_out(values, weights, x.size)
     assert near.size == x.size
@@ -61,7 +61,10 @@ def test_optimal_losses_of_points_and_sketch_differ_by_at_most_alpha(points: lis
 
 @given(MANY, BITS, st.integers(1, 8))
 def test_the_exact_codebook_keeps_the_bound_in_squares(points: list[float], bits: int, k: int) -> None:
-    """`|sqrt(phi(M*)) - sqrt(phi_q(M~*))| <= alpha sqrt(mean(x**2))`: by the triangle inequality of the L2 norm."""
+    """The exact codebook of the sketch keeps the bound for squared distances.
+
+    `|sqrt(phi(M*)) - sqrt(phi_q(M~*))| <= alpha sqrt(mean(x**2))`, by the triangle inequality of the L2 norm.
+    """
     x, values, weights, alpha = sketched(points, bits)
     share = np.full(x.size, 1 / x.size)
     exact = quantization_loss(x, share, weighted_kmeans(x, share, k))
@@ -72,7 +75,10 @@ def test_the_exact_codebook_keeps_the_bound_in_squares(points: list[float], bits
 
 @given(MANY, BITS, st.integers(1, 8))
 def test_expected_loss_of_seeding_by_squared_distance(points: list[float], bits: int, k: int) -> None:
-    """`E[phi_q] <= 8 (ln k + 2) phi_q(M~*) <= 16 (ln k + 2) (phi(M*) + alpha**2)`, without any of Lloyd's rounds."""
+    """Seeding by squared distance keeps the bound on its expected loss, without Lloyd's rounds.
+
+    `E[phi_q] <= 8 (ln k + 2) phi_q(M~*) <= 16 (ln k + 2) (phi(M*) + alpha**2)`.
+    """
     x, values, weights, alpha = sketched(points, bits)
     share = np.full(x.size, 1 / x.size)
     drawn = [weighted_kmeans(values, weights, k, "kmeans++", seed=seed, iterations=0) for seed in range(24)]
@@ -86,7 +92,7 @@ def test_expected_loss_of_seeding_by_squared_distance(points: list[float], bits:
 
 @given(st.integers(2, 5), st.integers(4, 8), st.data())
 def test_separate_clusters_are_those_of_the_sketch(k: int, bits: int, data: st.DataObject) -> None:
-    """Equal partitions where alpha is below a quarter of split minus width: of clusters of one size, far apart."""
+    """Well-separated clusters are found equally from points and sketch."""
     alpha = 2.0 ** -(bits + 1)
     if 16 * alpha * k > 0.9:
         bits, alpha = 8, 2.0**-9
@@ -110,6 +116,6 @@ def test_separate_clusters_are_those_of_the_sketch(k: int, bits: int, data: st.D
 
 @pytest.mark.parametrize("bits", range(7))
 def test_no_smaller_alpha_holds(bits: int) -> None:
-    """The bound of a bucket is reached: a point at its lower edge is almost alpha away."""
+    """A point at the lower edge of a bucket reaches the bound alpha."""
     x, values, weights, alpha = sketched([0.5], bits)
     assert abs(float(spread_out(values, weights, 1)[0]) - x[0]) > 0.99 * alpha * x[0]

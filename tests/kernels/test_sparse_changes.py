@@ -86,7 +86,7 @@ def test_strided_and_read_only(fresh: np.random.Generator) -> None:
 
 
 def outcome(decode: Any, data: bytes, expected: Bytes) -> list[int] | None:
-    """Result of a decoder for hostile bytes: symbols, or None for CorruptDataError."""
+    """Return the symbols of a decoder on hostile bytes, or None for CorruptDataError."""
     try:
         return list(np.asarray(decode(np.frombuffer(data, np.uint8), expected)).tolist())
     except CorruptDataError:

@@ -35,7 +35,7 @@ DTYPES = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "uint8",
 
 
 def edges_of(dtype: str) -> list[tuple[int, ...]]:
-    """No edges, one, and as many as there may be, the lowest and highest among them."""
+    """Return no edges, one edge, and the most edges, with the lowest and highest."""
     if not ordered_by_sign(dtype):
         return [()]
     top = 1 << (WIDTHS[dtype] - 1)
@@ -43,7 +43,7 @@ def edges_of(dtype: str) -> list[tuple[int, ...]]:
 
 
 def pair(rng: np.random.Generator, dtype: str, n: int, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Patterns, and the same with a share replaced, half of the changes small."""
+    """Return patterns and changed ones; half of the changes are small."""
     old = random_patterns(rng, dtype, n)
     new = old.copy()
     at = rng.random(n) < share
@@ -55,7 +55,7 @@ def pair(rng: np.random.Generator, dtype: str, n: int, share: float) -> tuple[np
 
 
 def expected(new: np.ndarray, old: np.ndarray, edges: tuple[int, ...], dtype: str, method: str) -> SparseDelta:
-    """By sorting and counting, with NumPy."""
+    """Compute the delta by sorting and counting with NumPy."""
     low = old & old.dtype.type((1 << (8 * old.itemsize - 1)) - 1)
     classes = np.searchsorted(np.asarray(edges, old.dtype), low, "right") if edges else np.zeros(old.size, int)
     steps = difference(new, old, method, dtype=dtype)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def test_in_place_copies_and_limits(back_end: BackEnd, fresh: np.random.Generato
 
 
 def test_what_is_equal_at_first_is_copied_too(fresh: np.random.Generator) -> None:
-    """The copy begins at the first change; before it lie the parent's values."""
+    """Values before the first change are copied from the parent."""
     n = 3 * BLOCK + 77
     for first in (
         0,
@@ -277,7 +277,7 @@ def test_public_functions_on_a_device(device: str, fresh: np.random.Generator) -
 
 
 def joined(counts: list[int], symbols: bytes, extra: bytes = b"", large: list[int] = [], n: int = 9) -> Any:  # noqa: B006
-    """Changes of one class and four bytes."""
+    """Join changes of one class and four bytes."""
     return join_changes(np.asarray(counts), [0], n, symbols, extra, np.asarray(large, np.uint32))
 
 
@@ -349,7 +349,7 @@ def test_bad_arguments(call: Any, error: type[Exception], message: str) -> None:
 
 @pytest.mark.parametrize("offset", [0, 1, 8])
 def test_much_memory_is_written_around_the_cache(fresh: np.random.Generator, offset: int) -> None:
-    """Wherever the target begins; words without changes, with changes, and the last one that is not whole."""
+    """Large targets are written right at any alignment, with and without changes."""
     n = compiled.MUCH // 2 + 77
     old = random_patterns(fresh, "float16", n)
     new = old.copy()

@@ -52,7 +52,7 @@ def test_the_import_adds_less_than_a_third_of_a_second_to_that_of_torch() -> Non
 
 
 def test_the_package_alone_imports_nothing_of_its_own() -> None:
-    """Importing the package imports none of its hundred modules."""
+    """Importing the package imports no other module of it."""
     code = "import sys, shrinkpoint; print([n for n in sys.modules if n.startswith(('shrinkpoint', 'numpy', 'numba'))])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "['shrinkpoint']\n"
@@ -84,7 +84,7 @@ print(json.dumps([at_import, len(seen.buffer)]))
 
 
 def dispatchers() -> dict[str, Any]:
-    """Every compiled function of the CPU back end, by where it is."""
+    """Return every compiled function of the CPU back end by name."""
     found = {}
     for name in MODULES:
         module = import_module(name)
@@ -118,7 +118,7 @@ def test_a_helper_without_machine_code_runs_uncompiled_from_python() -> None:
 
 
 def turns_beside(work: Callable[[], object]) -> int:
-    """Number of clock readings of this thread while another one works."""
+    """Count the clock readings of this thread while another thread works."""
     times: list[float] = []
 
     def timed() -> None:

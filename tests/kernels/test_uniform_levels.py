@@ -1,4 +1,4 @@
-"""Levels of equidistant entries: the oracle's, and those of `assign` with the same codebook."""
+"""Levels of equidistant entries equal the oracle's, and those of `assign`."""
 
 from __future__ import annotations
 

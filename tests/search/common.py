@@ -1,4 +1,4 @@
-"""A small model that trains in a second or two, its states along the way, and what each point of a cube does to it."""
+"""Small trained models, their states, and the measured points of a cube."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chain:
-    """States of a training run, the gradient averages before each, and how good a restored one is."""
+    """States of a training, gradient averages before each, and the evaluation of a state."""
 
     states: list[State]
     grads: list[dict[str, Tensor]]
@@ -34,7 +34,7 @@ class Chain:
 
 @lru_cache(None)
 def perceptron() -> Chain:
-    """A perceptron that learns a random teacher's classes; early, middle, late and a little later."""
+    """Train a perceptron on a random teacher's classes; return states early to late."""
     generator = torch.Generator().manual_seed(0)
     teacher = nn.Sequential(nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 10))
     model = nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10))
@@ -69,7 +69,7 @@ def perceptron() -> Chain:
 
 
 def trained(workload: Workload, steps: tuple[int, ...]) -> Chain:
-    """States of a workload of the benches, and the loss on a part of its held-out data."""
+    """Return states of a workload of the benches, and its loss on held-out data."""
     run = Run(workload, 0)
     states, grads = [], []
     with SensitivityTracker(run.model, every=None) as tracker:
@@ -89,19 +89,19 @@ def trained(workload: Workload, steps: tuple[int, ...]) -> Chain:
 
 @lru_cache(None)
 def convolutional() -> Chain:
-    """A small CNN on digits, in the middle of its training."""
+    """A small CNN on digits in the middle of its training."""
     return trained(WORKLOADS["CNN"](), (130, 150))
 
 
 @lru_cache(None)
 def clicks() -> Chain:
-    """A click predictor, most of which is embeddings."""
+    """Return a click predictor, which consists mostly of embeddings."""
     return trained(WORKLOADS["embedding"](), (60, 80))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a point really takes and does."""
+    """Measured bytes and quality of a point."""
 
     nbytes: int
     quality: float
@@ -118,11 +118,11 @@ def brute_force(chain: Chain, number: int, cube: Cube, prev: sp.Checkpoint | Non
 
 
 def optimum(measured: dict[Point, Measured], baseline: float, threshold: float) -> int | None:
-    """Bytes of the smallest point whose relative degradation of a loss is within the threshold."""
+    """Return the bytes of the smallest point within the threshold."""
     passing = [m.nbytes for m in measured.values() if (m.quality - baseline) / abs(baseline) <= threshold]
     return min(passing, default=None)
 
 
 def subject(chain: Chain, number: int, prev: sp.Checkpoint | None = None, point: Point | None = None) -> SearchState:
-    """The state of a chain as a search sees it."""
+    """Return the search state of a chain's state."""
     return search_state(chain.states[number], point or next(iter(Cube())), prev, chain.grads[number])

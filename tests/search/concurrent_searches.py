@@ -1,4 +1,4 @@
-"""A process group of threads: each member searches in its own thread and exchanges through memory."""
+"""A process group of threads, which search concurrently and exchange through memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .calls import search
 
 
 class Meeting:
-    """Where the members of a group meet; one that does not come breaks it for all, as a lost process does."""
+    """Exchange of a group of threads; a missing member breaks it for all."""
 
     def __init__(self, size: int) -> None:
         self.slots: list[str] = [""] * size
@@ -33,7 +33,7 @@ class Meeting:
 
 
 class _Member(ProcessGroup):
-    """A member of a group of threads; the group is (meeting, rank), or None."""
+    """A member of a group of threads, given by (meeting, rank)."""
 
     def __init__(self, group: Any = None) -> None:
         super().__init__(None)
@@ -48,7 +48,7 @@ class _Member(ProcessGroup):
 def searches(
     patch: pytest.MonkeyPatch, size: int, arguments: Callable[[int], dict[str, Any]]
 ) -> list[sp.SearchResult | sp.ShrinkpointError]:
-    """What each member found, or what it raised.
+    """Search in one thread for each member; return results or errors.
 
     Args:
         patch: for the time of the test.

@@ -1,4 +1,4 @@
-"""Searches of weights that are coded ahead of their drift: what is evaluated is what is stored."""
+"""Searches of weights coded ahead of their drift evaluate what is stored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def drifting(step: int) -> Any:
 
 
 class Loss:
-    """One plus the mean squared error; keeps the last state that it was given."""
+    """One plus the mean squared error; keeps the last given state."""
 
     def __init__(self, exact: Any) -> None:
         self.exact = exact["model"]["weight"]
@@ -81,7 +81,7 @@ def test_without_evaluate() -> None:
 
 
 class Steady(Loss):
-    """A loss to which what is ahead of the drift is worse by far, but where it is told to let that pass."""
+    """A loss that penalises weights ahead of the drift, unless it is lenient."""
 
     def __init__(self, exact: Any, earlier: Any) -> None:
         super().__init__(exact)
@@ -194,7 +194,7 @@ def test_earlier_weights_that_fit_nothing(earlier: Any, message: str) -> None:
 
 
 def test_where_the_last_choice_fails_the_mildest_is_not_all_that_is_left() -> None:
-    """The mildest point is tried first, to see whether anything passes ahead; what is smaller and passes is taken."""
+    """If the last choice fails, smaller passing points are still found."""
     store = sp.Store("memory://search-between", sp.Config(chain=CHAIN, rate=0.002))
     for step in range(10, 60, 10):
         store.save(step, drifting(step))

@@ -1,4 +1,4 @@
-"""The configuration cube: its published size, its orders, its neighbourhoods, its JSON, its refusals."""
+"""The configuration cube: size, orders, neighbourhoods, JSON, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes and errors without encoding: within a few percent of what compressing gives; both systems, base and delta."""
+"""Estimated sizes and errors are within a few percent of compressing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_sizes_and_errors_are_those_of_compressing(system: str, delta: bool) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("mean", "deviation"), [(1.0, 0.02), (-3.0, 0.3)])
 def test_narrow_arrays_of_sixteen_bits(dtype: torch.dtype, mean: float, deviation: float) -> None:
-    """Values so far apart that equidistant entries fall now on one and now between two: other codebooks are taken."""
+    """Estimates hold for 16-bit values that are sparse between codebook entries."""
     generator = torch.Generator().manual_seed(0)
     x = (mean + deviation * torch.randn(256, 256, generator=generator)).to(dtype)
     points = [Point(b, p, "magnitude", 0.0005, 0.0, 32) for b in (4, 8, 16, 32) for p in (0.0, 0.2)]
@@ -124,7 +124,7 @@ def test_a_sample_stands_for_a_large_array(dtype: torch.dtype, monkeypatch: pyte
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_small_arrays(system: str, delta: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of files where records, tables and codebooks are a good part: all that is written is counted."""
+    """Estimates count records, tables and codebooks of many small arrays."""
     generator = torch.Generator().manual_seed(0)
     state = {f"{i}.weight": torch.randn(32, 48 + 16 * (i % 3), generator=generator) * (1 + i % 5) for i in range(40)}
     points = [
@@ -154,7 +154,7 @@ def test_many_small_arrays(system: str, delta: bool, dtype: torch.dtype, monkeyp
     ("size", "parent"), [(256, "none"), (18, "none"), (66, "another"), (34, "near")], ids=lambda v: str(v)
 )
 def test_levels_take_what_the_coder_writes_tables_too(size: int, parent: str, scale: int, coder: str) -> None:
-    """Of all of them, and from the first half: symbols, tables, and whether the parent's levels are of any use."""
+    """The estimate of levels equals the coder's bytes, also from half of them."""
     rng = np.random.default_rng(0)
 
     def drawn() -> Any:
@@ -178,7 +178,7 @@ def test_levels_take_what_the_coder_writes_tables_too(size: int, parent: str, sc
 
 
 def test_levels_of_a_small_matrix_take_what_is_written_rows_and_columns_known() -> None:
-    """Each other column has other levels: a context that says which halves what is written."""
+    """The estimate of a small matrix uses its row and column classes."""
     levels = np.random.default_rng(0).integers(2, 10, (100, 80)).astype(np.uint8)
     levels[:, ::2] = 5
     levels = levels.reshape(-1)
@@ -190,7 +190,7 @@ def test_levels_of_a_small_matrix_take_what_is_written_rows_and_columns_known() 
 
 
 def test_protected_values_take_what_is_written_of_them() -> None:
-    """Against those of the parent a tenth of what they take without; a sample tells within a tenth."""
+    """The estimate of protected values counts the parent's values."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, 400, generator=generator)
     point = Point(8, 0.0, "magnitude", 0.05, 0.0, 32)
@@ -232,7 +232,7 @@ def test_few_arrays_stand_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_group_is_spoken_for_by_one_of_its_usual_size_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables and records are as many as there are arrays; and what is pruned of one depends on the others' scale."""
+    """A group is represented by an array of typical size and scale."""
     generator = torch.Generator().manual_seed(0)
     sizes = [17, 17, 17, 31, 31, 17, 31, 17, 31, 17]
     state = {f"{i}.weight": torch.randn(64, n, generator=generator) for i, n in enumerate(sizes)}
@@ -298,7 +298,7 @@ def few_values(values: list[float], shares: list[float], size: int) -> torch.Ten
     ids=["near", "eight", "4 bit"],
 )
 def test_arrays_of_few_different_values(tensor: torch.Tensor, delta: bool) -> None:
-    """Where each has an entry of its own the size is that of all of them, and no error is left; else as ever."""
+    """Arrays of few distinct values have exact estimates if each value has an entry."""
     points = [
         Point(bins, prune, "magnitude", protect, 0.0, 32)
         for bins in (4, 6, 8, 16, 32)

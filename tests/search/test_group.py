@@ -1,4 +1,4 @@
-"""Members of a group: an argument that differs is an error on all of them that names it; so is a plan that differs."""
+"""Groups: an argument or plan that differs between members is an error on all."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_how_long_the_last_search_took_may_differ(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_last_bit_of_an_estimate_is_each_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processors differ in it, and so does what is only told; the result is the same on all, and goes on as `last`."""
+    """Estimates that differ in the last bit give equal results on all members."""
     estimate, owner = Estimator.__call__, threading.local()
 
     def rough(self: Estimator, points: Any) -> list[Estimate]:
@@ -136,7 +136,7 @@ def test_one_that_cannot_begin_stops_all_before_anything_is_evaluated(monkeypatc
 
 
 def test_of_those_that_pass_beside_each_other_the_smallest_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two neighbours pass in one round, the larger of them first in the order in which they were tried."""
+    """The smallest of several points that pass in one round is chosen."""
     last = dataclasses.replace(first(), point=Point(8, 0.0, "magnitude", 0.0005, 0.0, 32), trials=())
     baseline = 1.0
 
@@ -192,7 +192,7 @@ def test_the_direction_is_looked_for_beside_the_first_points(monkeypatch: pytest
 
 @pytest.mark.parametrize("what", ["value", "scalar", "name", "dtype", "order", "tied", "nan"])
 def test_two_states_that_differ_in_anything_are_not_the_same(what: str) -> None:
-    """A trial of one is refused for the other."""
+    """A trial of one state is refused for a state that differs in any part."""
     x = STATE["0.weight"]
     other: dict[str, Any] = dict(STATE, step=1)
     state = dict(other)

@@ -1,4 +1,4 @@
-"""`shrinkpoint.search` is a function, whichever of its package's modules is imported first."""
+"""`shrinkpoint.search` is a function, whichever module is imported first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan as a pure function: what trials rule out, what is tried next, how soon it is over."""
+"""The plan of trials as a pure function: exclusions, next trials, number of rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shrinkpoint.searching.next_trials import distinct, milder, next_trials, ope
 
 
 def candidate(point: Point) -> Candidate:
-    """A point as a well-behaved model would have it: error of a Gaussian's quantizer plus that of pruning."""
+    """Return a point with the error of a Gaussian's quantizer plus that of pruning."""
     inside = 2.0 / point.bins**2 * (1 - 5 * point.protect)
     pruned = point.prune**3
     return Candidate(point, 1000 * point.expected_bits(), inside + pruned, pruned / (inside + pruned))
@@ -32,7 +32,7 @@ def truth(c: Candidate, level: float, slope: float, extra: float) -> float:
 
 
 def run(level: float, slope: float, extra: float, threshold: float, at_once: int = 1) -> tuple[list[Known], int]:
-    """The trials of a search in which every degradation follows the law, and its rounds."""
+    """Search with degradations that follow the law; return trials and rounds."""
     by_point = {c.point: c for c in CANDIDATES}
     worth, known, rounds = undominated(CANDIDATES), [], 0
     while rounds < BUDGET:
@@ -158,7 +158,7 @@ def test_candidates_that_come_to_the_same_are_tried_once() -> None:
 
 
 def patterned(errors: Sequence[Sequence[float]], bins: Sequence[int]) -> list[Candidate]:
-    """Candidates with given errors of a few elements; E is the sum of their squares."""
+    """Return candidates with errors of a few elements; E is the sum of squares."""
     found = []
     for row, b in zip(errors, bins, strict=True):
         pattern = np.asarray(row, np.float32)
@@ -205,7 +205,7 @@ def test_a_failure_by_chance_rules_out_nothing() -> None:
 
 
 def signed(seed: int, size: float) -> tuple[list[Candidate], list[float]]:
-    """Candidates and degradations: the law of `truth`, and a gradient along random errors, alike for equal bins."""
+    """Return candidates and degradations that also depend on the direction of errors."""
     rng = np.random.default_rng(seed)
     by_bins = {b: rng.standard_normal(64) for b in Cube().bins}
     gradient = rng.standard_normal(64)
@@ -220,7 +220,7 @@ def signed(seed: int, size: float) -> tuple[list[Candidate], list[float]]:
 
 
 def searched(candidates: list[Candidate], losses: list[float], threshold: float) -> list[Known]:
-    """The trials of a search; what passes is what these losses say."""
+    """Search with these losses; return the trials."""
     places = {c.point: i for i, c in enumerate(candidates)}
     known: list[Known] = []
     while len(known) < BUDGET:

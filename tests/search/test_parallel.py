@@ -1,4 +1,4 @@
-"""Searches of several processes: one choice for all, fewer rounds, and what fails on one fails on all."""
+"""Searches by several processes: one choice, fewer rounds, common errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKER = Path(worker.__file__)
 
 
 def run(size: int, folder: Path) -> list[dict[str, Any]]:
-    """The results of all ranks of a group of real processes."""
+    """Run a group of real processes; return the results of all ranks."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What restores take out of a run's budget, and a baseline that is known: what `last` and the caller carry in."""
+"""The cost of restores in a run's budget, and a given baseline."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ KILLS = (8, 12, 19, 27, 33, 38, 46, 52, 58)
 
 
 def run_with_kills(folder: Path, expected: float | None, *, counting: bool = True) -> tuple[list[float], SearchResult]:
-    """A random walk of weights, saved as searched every few steps, that loses all it holds in memory at some steps.
+    """Save a random walk of weights as searched, with kills that lose the memory.
 
     Returns:
-        What each restore took, measured on what came back; and the last search.
+        The measured degradation of each restore; and the last search.
     """
     took: list[float] = []
     exact: dict[int, State] = {}

@@ -1,4 +1,4 @@
-"""`search`: the smallest configuration that keeps the threshold, in few evaluations; and what it says to bad input."""
+"""`search`: the smallest configuration within the threshold, in few evaluations; errors."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_a_spread_is_measured_and_reported() -> None:
 
 
 def test_as_many_restores_as_expected_together_stay_within_the_threshold() -> None:
-    """Measured on what is restored: four checkpoints of a run, each of which is gone back to once."""
+    """The degradations of all expected restores add up to at most the threshold."""
     together = {}
     for restores in (None, 0.3, 4):
         last, total = None, 0.0
@@ -283,7 +283,7 @@ def test_without_evaluate_it_is_an_error_target() -> None:
 
 
 def searched(state: State, point: Point, **more: Any) -> SearchResult:
-    """A result as if the last search had chosen this point."""
+    """Return a result as if the last search had chosen this point."""
     found = sp.search(state, Loss(state), 0.05, options=sp.SearchOptions(cube=more.pop("cube", SMALL)))
     return dataclasses.replace(found, point=point, config=point.config(), trials=(), **more)
 
@@ -502,7 +502,7 @@ def test_a_log_line_a_trial(caplog: pytest.LogCaptureFixture, capsys: pytest.Cap
 
 
 class Bar:
-    """Stands in for rich's: keeps what is done to it."""
+    """Stand-in for rich's progress bar, which records calls."""
 
     made: ClassVar[list[Bar]] = []
 
@@ -695,14 +695,14 @@ def test_the_budget_is_kept_and_what_it_leaves_is_said() -> None:
 
 
 def weights(scale: float = 0.02, **more: float) -> dict[str, Any]:
-    """A matrix, and others of other scales."""
+    """Return a matrix, and others of other scales."""
     rng = np.random.default_rng(0)
     scales = {"a.weight": scale, **{f"{name}.weight": s for name, s in more.items()}}
     return {name: (rng.normal(size=(128, 96)) * s).astype(np.float32) for name, s in scales.items()}
 
 
 def error_of(state: dict[str, Any], factor: float = 1.0) -> Any:
-    """Evaluates to 1 and the relative squared error of the first matrix, times a factor."""
+    """Return an evaluation: 1 plus the relative squared error of the first matrix."""
     exact = state["a.weight"].astype(np.float64)
     return lambda restored: 1.0 + factor * float(np.square(restored["a.weight"] - exact).sum() / np.square(exact).sum())
 

@@ -1,4 +1,4 @@
-"""A training with tracker, search, store and saver: the searched configuration is what is saved, losses stay."""
+"""A training with tracker, search, store and saver stores the searched configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAIN = sp.ChainPolicy(base_every=3)
 
 
 class Saved:
-    """What a training has kept: the searches, and the exact state at each."""
+    """Searches of a training, and the exact state at each."""
 
     def __init__(self) -> None:
         self.found: list[sp.SearchResult] = []
@@ -31,7 +31,7 @@ class Saved:
 
 
 def training(kept: Saved | None, store: sp.Store | None, saver: sp.Saver | None) -> list[float]:
-    """Losses of a small training that draws from the global generators, in its data, its dropout and `evaluate`."""
+    """Train a small model with global generators; return its losses."""
     torch.manual_seed(1)
     model = nn.Sequential(
         nn.Linear(16, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 4)

@@ -1,4 +1,4 @@
-"""What a search does not take on trust: the direction, that numbers compare, that `evaluate` changes nothing."""
+"""Checks of a search: direction, comparable numbers, an `evaluate` without side effects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def points(found: sp.SearchResult) -> list[Point | None]:
 def test_an_evaluate_that_does_not_look_at_what_it_is_given(
     direction: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Loading was forgotten: whatever is tried, it says what the model itself does. That is said, each time."""
+    """An `evaluate` that ignores its argument gives a warning in each search."""
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     last = None
     for value in (0.7, 0.6):  # the model goes on: another number, as little worth
@@ -61,7 +61,7 @@ def test_an_evaluate_that_does_not_look_at_what_it_is_given(
 
 
 def test_where_nothing_can_be_wrecked_nothing_is_said_of_evaluate() -> None:
-    """Zeros stay zeros however they are compressed; that they evaluate to one number is no fault of `evaluate`."""
+    """No warning if the state is zero and every trial gives the same number."""
     x = torch.zeros(128, 128)
 
     def loss(restored: State) -> float:
@@ -73,7 +73,7 @@ def test_where_nothing_can_be_wrecked_nothing_is_said_of_evaluate() -> None:
 
 
 def test_an_accuracy_that_stays_is_asked_for_its_worth_every_other_time() -> None:
-    """What is chosen changes nothing, now and later; that something would is seen at one search or the next."""
+    """An accuracy that does not change is checked in every other search."""
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
 
     def accuracy(restored: State) -> float:
@@ -99,7 +99,7 @@ def test_an_accuracy_that_stays_is_asked_for_its_worth_every_other_time() -> Non
 
 
 def test_a_first_trial_that_gains_by_chance_does_not_turn_the_scale() -> None:
-    """Four bins happen to be better by 3 %; all else is as it should be."""
+    """A chance gain of the first trial does not change the direction."""
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
 
     def loss(restored: State) -> float:
@@ -116,7 +116,7 @@ def test_a_first_trial_that_gains_by_chance_does_not_turn_the_scale() -> None:
 
 @pytest.mark.parametrize(("name", "steps"), [("CNN", (40, 60)), ("MLP", (40, 150))])
 def test_early_in_a_training_the_threshold_holds(name: str, steps: tuple[int, int]) -> None:
-    """Where a little compression helps as well as harms: what is chosen keeps the threshold in the right direction."""
+    """Early in a training, where compression may help, the threshold holds."""
     workload = WORKLOADS[name]()
     training = Run(workload, 0)
     probe = copy.deepcopy(training.model).eval()
@@ -154,7 +154,7 @@ def test_a_gain_that_is_more_than_the_wreck_loses_leaves_the_direction_open() ->
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_model_that_ruin_does_good_keeps_its_threshold(seed: int) -> None:
-    """Over-confident as it was initialized: with most weights gone its loss is lower, which must not turn the scale."""
+    """A model whose loss falls when ruined keeps its direction and threshold."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
     inputs, probe = torch.randn(64, 64), copy.deepcopy(model).eval()
@@ -247,7 +247,7 @@ def test_the_milder_wreck_leaves_a_call_for_the_trial() -> None:
 def test_a_wreck_that_is_a_point_of_the_cube_is_a_point_as_any(
     bins: tuple[int, ...], direction: str | None, members: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tried once; and where it passes, it is chosen."""
+    """A ruined point of the cube is tried once, and chosen if it passes."""
     state = random_state()
     anything: tuple[Any, ...] = (None,)
     cube = Cube(bins=bins, prune=(0.9,), metric=("magnitude",), protect=(0.0,), embedding_bins=anything)
@@ -265,7 +265,7 @@ def test_a_wreck_that_is_a_point_of_the_cube_is_a_point_as_any(
 
 
 def test_an_evaluate_of_the_other_direction_is_noticed_by_its_size() -> None:
-    """The last search saw a loss of 0.3, this one an accuracy of 0.9."""
+    """A changed direction is noticed by the size of the baseline."""
     state = random_state()
     loss = Loss(state)
     last = sp.search(state, lambda r: 0.3 * loss(r), 0.02, options=sp.SearchOptions(cube=SMALL))
@@ -282,7 +282,7 @@ def test_an_evaluate_of_the_other_direction_is_noticed_by_its_size() -> None:
 
 
 def test_an_evaluate_of_the_other_direction_is_noticed_by_its_gains(caplog: pytest.LogCaptureFixture) -> None:
-    """Baselines alike: the first trial gains more than can be, so the direction is inferred again."""
+    """A changed direction is noticed by an impossible gain."""
     state = random_state()
     loss = Loss(state)
     last = sp.search(state, loss, 0.02, options=sp.SearchOptions(cube=SMALL))
@@ -311,13 +311,13 @@ def test_without_calls_left_for_it_the_direction_is_open_and_any_difference_a_lo
 
 
 def noisy(state: State, deviation: float, seed: int) -> Callable[[State], float]:
-    """A loss with noise from a generator of its own, which a search cannot put back."""
+    """Return a loss with noise from its own generator."""
     loss, rng = Loss(state), np.random.default_rng(seed)
     return lambda restored: loss(restored) + deviation * float(rng.standard_normal())
 
 
 def test_noise_that_comes_later_is_noticed_before_chance_decides() -> None:
-    """A quiet first search, then noise of 5 % at a threshold of 2 %: what is far over the threshold is not taken."""
+    """New noise is noticed, and points far over the threshold are not chosen."""
     state = random_state()
     exact = Loss(state)
     last = sp.search(state, exact, 0.02, options=sp.SearchOptions(cube=SMALL))
@@ -493,7 +493,7 @@ def test_without_evaluate_arguments_are_checked_too() -> None:
 
 
 def test_without_evaluate_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hash of all bytes serves nobody where there are no trials and no other process."""
+    """Without `evaluate` no hashes of the state are computed."""
     state = random_state()
 
     def never(*args: Any) -> TreeHashes:

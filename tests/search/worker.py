@@ -1,4 +1,4 @@
-"""One process of a search in a group: `python worker.py RANK SIZE FOLDER`; writes what it found to FOLDER/RANK.json."""
+"""One process of a group search: `python worker.py RANK SIZE FOLDER`, writes RANK.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def state(seed: int = 0) -> dict[str, Any]:
 
 
 def evaluate(exact: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
-    """One plus the mean squared relative error."""
+    """Return a loss: one plus the mean squared relative error."""
 
     def loss(restored: dict[str, Any]) -> float:
         errors = [float(((restored[k] - x) ** 2).mean() / (x**2).mean()) for k, x in exact.items()]
@@ -106,7 +106,7 @@ def main(rank: int, size: int, folder: Path) -> None:
 
 
 def calls_of_an_accuracy(exact: dict[str, Any], loss: Callable[[dict[str, Any]], float], group: Any) -> list[int]:
-    """Calls of three searches that follow each other, of a number that says 1.0 for all that is near."""
+    """Return the calls of three successive searches of a step-shaped accuracy."""
     calls: list[int] = []
 
     def accuracy(restored: dict[str, Any]) -> float:
@@ -123,7 +123,7 @@ def calls_of_an_accuracy(exact: dict[str, Any], loss: Callable[[dict[str, Any]],
 
 
 def in_parts(size: int, exact: dict[str, Any]) -> dict[str, Any]:
-    """The arrays, each process with its own part of them."""
+    """Distribute the arrays over the processes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -21,16 +21,16 @@ from shrinkpoint.trainers.accelerate import compress_states
 
 
 class Slow(sp.Store):
-    """A store whose saves take long: the process that does not save is far ahead."""
+    """A store whose saves take long, so that the other process is ahead."""
 
     def save(self, *args: Any, **keywords: Any) -> Any:
-        """As of any other, later."""
+        """Save after a delay."""
         time.sleep(0.5)
         return super().save(*args, **keywords)
 
 
 def main(folder: Path, background: bool) -> None:
-    """Train, save each other step, then save, spoil everything and load at once."""
+    """Train, save at every other step, then save, change everything and load."""
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=project)
     torch.manual_seed(accelerator.process_index)

@@ -17,7 +17,7 @@ from shrinkpoint.trainers.accelerate import compress_states
 
 
 def main(folder: Path, steps: int, limit: int | None = None, background: bool = False) -> tuple[Accelerator, sp.Store]:
-    """Train to `steps`, saving every third; a line a step goes to `folder/losses.txt`."""
+    """Train to `steps`, saving every third; write each loss to `folder/losses.txt`."""
     folder.mkdir(parents=True, exist_ok=True)
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=limit)
     accelerator = Accelerator(cpu=True, project_config=project)

@@ -1,4 +1,4 @@
-"""How much memory a load takes beside what it fills: `python dcp_memory.py FOLDER [BATCH]` prints bytes, as JSON."""
+"""Memory of a DCP load: `python dcp_memory.py FOLDER [BATCH]` prints bytes as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS, WIDTH = 16, 1024
 
 
 def state_of(layers: int, value: float) -> dict[str, Any]:
-    """Weights and moments, each 4 MiB, every page of them touched."""
+    """Return weights and moments of 4 MiB each, with every page touched."""
     names = [f"layer{i}.weight" for i in range(layers)]
 
     def made() -> torch.Tensor:
@@ -31,7 +31,7 @@ def state_of(layers: int, value: float) -> dict[str, Any]:
 
 
 def save(folder: Path) -> None:
-    """A chain of three."""
+    """Save a chain of three."""
     torch.manual_seed(0)
     state, writer = state_of(LAYERS, 0.0), Writer()
     for number in range(3):
@@ -44,13 +44,13 @@ def save(folder: Path) -> None:
 
 
 def memory(line: str) -> int:
-    """Bytes, as the kernel has them of this process."""
+    """Return the resident bytes of this process."""
     rows = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(row.split()[1]) for row in rows if row.startswith(line))
 
 
 def load(folder: Path) -> dict[str, int]:
-    """Bytes of the state that was filled, and by how much the process was larger meanwhile."""
+    """Return the bytes of the loaded state, and the growth of the process."""
     first = {"model": {"layer0.weight": torch.zeros(WIDTH, WIDTH)}}
     dcp.load(first, storage_reader=Reader(folder / "2"), no_dist=True)  # what is compiled and imported once
     state = state_of(LAYERS, 1.0)

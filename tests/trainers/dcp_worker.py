@@ -1,4 +1,4 @@
-"""The ranks of the multi-process tests: `python dcp_worker.py FOLDER` runs all scenarios, one line of JSON each.
+"""Ranks of the DCP tests: `python dcp_worker.py FOLDER` prints one JSON line a scenario.
 
 Ranks are forked from one process that has imported everything and computed nothing: imports take longer than the tests.
 """
@@ -44,7 +44,7 @@ RANK, WORLD = 0, 1
 
 
 class Net(nn.Module):
-    """Rows that do not divide by four, a norm, an embedding; some arrays large enough to be quantized in shards."""
+    """A network with rows that four does not divide, a norm and an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Net(nn.Module):
 
 
 def sharded(mesh: Any, plan: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model on a mesh: FSDP2 ("fsdp"), tensor parallel ("tp") or both ("2d"), with its optimizer."""
+    """Return a model on a mesh, by FSDP2 ("fsdp"), tensor parallel ("tp") or both ("2d")."""
     model = Net()
     if plan in ("tp", "2d"):
         tp = mesh["tp"] if plan == "2d" else mesh
@@ -108,7 +108,7 @@ def same(a: Any, b: Any) -> None:
 
 
 def cleared(state: dict[str, Any]) -> dict[str, Any]:
-    """The same state with other values."""
+    """Return the state with other values."""
 
     def one(value: Any) -> Any:
         if isinstance(value, dict):
@@ -121,7 +121,7 @@ def cleared(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(folder: Path) -> None:
-    """Two ranks: FSDP2 in chains beside torch's writer, tensor parallel, replicated, both kinds of async."""
+    """Save on two ranks: FSDP2 in chains, tensor parallel, replicated, both kinds of async."""
     mesh = init_device_mesh("cpu", (WORLD,))
     model, optimizer = sharded(mesh, "fsdp")
     exact, lossy = Writer(cfg=sp.presets.lossless()), Writer(folder / "lossy", sp.Config())
@@ -178,7 +178,7 @@ def save(folder: Path) -> None:
 
 
 def reshard(folder: Path) -> None:
-    """Four ranks on a mesh of two by two load what two saved, and go on from it."""
+    """Load on four ranks what two saved, and continue."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, optimizer = sharded(mesh, "2d")
     train(model, optimizer, 99)
@@ -209,7 +209,7 @@ def reshard(folder: Path) -> None:
 
 
 def killed(folder: Path) -> None:
-    """Two ranks; in their second save rank 1 dies after its container is written, rank 0 must notice."""
+    """Check that rank 0 notices when rank 1 dies after writing its container."""
     mesh = init_device_mesh("cpu", (WORLD,))
     whole = torch.arange(8192.0).view(128, 64)
     writer = Writer(folder / "killed", sp.presets.lossless())
@@ -231,7 +231,7 @@ def killed(folder: Path) -> None:
 
 
 def uneven(step: int) -> dict[str, torch.Tensor]:
-    """Weights whose rows grow, so that no rank's own thresholds are those of the whole; every shard is quantized."""
+    """Return weights whose ranks would have different thresholds."""
     torch.manual_seed(step)
     scale = torch.linspace(0.1, 3.0, 128)[:, None]
     return {
@@ -250,7 +250,7 @@ GLOBAL = {
 
 
 def thresholds(folder: Path) -> None:
-    """The same weights in shards, one tensor replicated; two saves by each configuration, two of them by a thread."""
+    """Save the same weights in shards by each configuration, also in a thread."""
     mesh = init_device_mesh("cpu", (WORLD,))
     group = dist.new_group(backend="gloo")
     for name, cfg in GLOBAL.items():
@@ -276,7 +276,7 @@ def thresholds(folder: Path) -> None:
 
 
 def refused(folder: Path) -> None:
-    """Rank 1 cannot store its state: both hear of it, nobody waits, and the next save goes through."""
+    """Check that a state that rank 1 cannot store is an error on both ranks, without a wait."""
     mesh = init_device_mesh("cpu", (WORLD,))
     writer = Writer(folder / "refused")
     state = {"s": distribute_tensor(torch.randn(128, 64), mesh, [Shard(0)])}
@@ -292,7 +292,7 @@ def refused(folder: Path) -> None:
 
 
 def gone(folder: Path) -> None:
-    """Rank 1 dies before the ranks agree on thresholds: within the collective, for rank 0."""
+    """Check that rank 0 notices when rank 1 dies within the collective."""
     mesh = init_device_mesh("cpu", (WORLD,))
     state = {"s": distribute_tensor(torch.randn(128, 64), mesh, [Shard(0)])}
     writer = Writer(folder / "gone")
@@ -303,7 +303,7 @@ def gone(folder: Path) -> None:
 
 
 def stalled(folder: Path) -> None:
-    """Rank 1 never comes to the collective: rank 0 gives up after the timeout of the process group."""
+    """Check that rank 0 gives up after the timeout of the process group."""
     mesh = init_device_mesh("cpu", (WORLD,))
     impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=LIMIT))
     state = {"s": distribute_tensor(torch.randn(128, 64), mesh, [Shard(0)])}
@@ -317,7 +317,7 @@ def stalled(folder: Path) -> None:
 
 
 def notice(state: dict[str, Any], writer: Writer, **options: Any) -> None:
-    """A save in which the other rank is lost; says what came of it, and how long it took."""
+    """Save although the other rank is lost; print the error and its time."""
     begin = time.monotonic()
     try:
         dcp.save(state, storage_writer=writer, **options)
@@ -328,12 +328,12 @@ def notice(state: dict[str, Any], writer: Writer, **options: Any) -> None:
 
 
 class Beside:
-    """States of many kinds, saved by our writer (at last as a delta) and by torch's own, and loaded from both."""
+    """States of many kinds, saved and loaded by our classes and by torch's."""
 
     temp_dir: str
 
     def state(self, kind: str, step: int) -> dict[str, Any]:
-        """A state of one kind; at another step, with other values."""
+        """Return a state of one kind, with values that depend on the step."""
         torch.manual_seed(step)
         line = init_device_mesh("cpu", (WORLD,))
         square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -374,7 +374,7 @@ class Beside:
     @with_checkpoint_logging
     @with_temp_dir
     def same(self, kind: str) -> None:
-        """What both readers give."""
+        """Check that both readers give the same state."""
         writer = Writer(cfg=sp.presets.lossless())
         for step in range(2):
             state = self.state(kind, step)
@@ -396,7 +396,7 @@ class Beside:
 
     @with_temp_dir
     def count(self) -> None:
-        """Collectives of a save and of a load, by both."""
+        """Count the collectives of a save and a load by both."""
         torch.manual_seed(0)
         state = {"w.weight": distribute_tensor(torch.randn(256, 64), init_device_mesh("cpu", (WORLD,)), [Shard(0)])}
         found: dict[str, int] = {}
@@ -414,7 +414,7 @@ class Beside:
 
 
 def flat(folder: Path) -> None:
-    """FSDP1, whose shards are `ShardedTensor`s: a chain, the same next step to the bit, and the same in FSDP2."""
+    """Check FSDP1, whose shards are `ShardedTensor`s: a chain, a resume, a load in FSDP2."""
 
     def wrapped(keep: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=keep)
@@ -444,7 +444,7 @@ def flat(folder: Path) -> None:
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[str]]:
-    """The collectives of Python objects that are called meanwhile, by name."""
+    """Count calls of object collectives by name."""
     names = ("gather_object", "scatter_object_list", "broadcast_object_list", "all_gather_object", "barrier")
     calls: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -462,14 +462,14 @@ KINDS = ("replicated", "sharded", "2-d mesh", "tensor parallel", "values", "empt
 
 
 def values(tree: Any, path: str = "") -> dict[str, Any]:
-    """What is no tensor, by path."""
+    """Return leaves that are not tensors, by path."""
     if isinstance(tree, dict):
         return {k: v for key, value in tree.items() for k, v in values(value, f"{path}/{key}").items()}
     return {} if isinstance(tree, torch.Tensor) else {path: tree}
 
 
 def shapes(metadata: Any) -> dict[str, Any]:
-    """Size, dtype and shards of each tensor as the metadata has them; None for other values."""
+    """Return size, dtype and shards of each tensor in the metadata."""
 
     def one(entry: Any) -> Any:
         if not hasattr(entry, "size"):
@@ -481,7 +481,7 @@ def shapes(metadata: Any) -> dict[str, Any]:
 
 
 def beside(_: Path) -> None:
-    """Four ranks, a state of each kind."""
+    """Run all kinds of states on four ranks."""
     for kind in KINDS:
         Beside().same(kind)
     Beside().count()
@@ -505,7 +505,7 @@ def rank(scenario: str, number: int, world: int, root: Path) -> None:
 
 
 def run(scenario: str, world: int, root: Path) -> bool:
-    """Fork the ranks and wait for them; True in a child that is done."""
+    """Fork the ranks and wait for them; return True in a finished child."""
     pids = []
     for number in range(world):
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Stands in for a GPU: streams and events whose work is done as late as the rules of CUDA allow.
+"""Stand-in for a GPU whose streams do their work as late as CUDA's rules allow.
 
 Nothing that is put on a stream happens before somebody waits for it, and each stream alone is in order. So what reads
 without waiting for an event reads what was there before, and a stream that was not told to wait overtakes another.
@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Stream:
-    """Work in order, none of it done until `run`."""
+    """A queue of work that is done, in order, only by `run`."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.work, self.done = gpu, list[Callable[[], object]](), 0
@@ -28,7 +28,7 @@ class Stream:
         self.work.append(work)
 
     def run(self, until: int | None = None) -> None:
-        """Do everything up to a point."""
+        """Do the queued work up to a point."""
         if not self.gpu.lock.acquire(timeout=20):
             raise TimeoutError("the device stands still")
         try:
@@ -62,7 +62,7 @@ class Event:
 
 
 class OnGpu(torch.Tensor):
-    """Values in the device's memory: copies from it are work of the current stream."""
+    """Values in the device's memory; copies from it are work of the current stream."""
 
     gpu: Gpu
     device = DEVICE
@@ -84,7 +84,7 @@ class OnGpu(torch.Tensor):
 
 
 class Gpu:
-    """One device; `main` is the stream that the training is on."""
+    """A device; `main` is the stream of the training."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -93,7 +93,7 @@ class Gpu:
         self.recorded: list[Stream] = []
 
     def tensor(self, values: Tensor) -> Any:
-        """In the device's memory from now on."""
+        """Move values to the device's memory."""
         return values.clone().as_subclass(OnGpu)
 
     @contextlib.contextmanager
@@ -103,7 +103,7 @@ class Gpu:
         self.current = before
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """In the place of `torch.cuda`; pinned memory holds NaN until it is written."""
+        """Replace `torch.cuda`; pinned memory holds NaN until it is written."""
         real = torch.empty
 
         def empty(*args: Any, pin_memory: bool = False, **named: Any) -> Tensor:

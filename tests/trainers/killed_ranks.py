@@ -1,4 +1,4 @@
-"""Trainings whose ranks are killed in the middle of a save, for the tests: `python killed_ranks.py FOLDER`.
+"""Trainings whose ranks are killed during a save: `python killed_ranks.py FOLDER`.
 
 Two ranks train and save; in the third save one of them is ended by SIGKILL at a chosen point, for real. What is left is
 copied, and one, two or four ranks go on from each copy. Ranks are forked from one process that has imported everything.
@@ -43,7 +43,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 @dataclass(frozen=True)
 class Kill:
-    """Where a rank dies.
+    """The point at which a rank dies.
 
     Args:
         how: "dcp", a folder a step; "dcp again", one folder for all; "loop", `trainers.save` to a store.
@@ -64,12 +64,12 @@ class Kill:
 
     @property
     def worlds(self) -> tuple[int, ...]:
-        """Numbers of ranks that go on; as many as before only once for each way of saving."""
+        """Numbers of ranks that continue; the original number only once for each way of saving."""
         return (1, 2, 4) if self.when == "there" else (1, 4)
 
     @property
     def name(self) -> str:
-        """For folders and test ids."""
+        """Name of folders and test ids."""
         return f"{self.how}-rank{self.rank}-{self.at}-{self.when}".replace(" ", "-")
 
 
@@ -99,7 +99,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """FSDP2 under DCP, DDP under `trainers.save`, over as many ranks as there are."""
+    """A training by FSDP2 with DCP, or DDP with `trainers.save`, on all ranks."""
 
     def __init__(self, how: str, folder: Path) -> None:
         self.how, self.folder, self.done = how, folder, 0
@@ -118,7 +118,7 @@ class Training:
         torch.manual_seed(7)
 
     def step(self) -> float:
-        """One step; all ranks see the same batch, so that the world size changes nothing but rounding."""
+        """Train one step on a batch that all ranks share."""
         if self.how != "loop":
             torch.manual_seed(100 + self.done)
             x = torch.randn(16, 24)
@@ -137,23 +137,23 @@ class Training:
         return float(loss.detach())
 
     def place(self, step: int) -> Path:
-        """Where the checkpoint of a step goes."""
+        """Return the folder of a step's checkpoint."""
         return self.folder if self.how == "dcp again" else self.folder / f"step-{step}"
 
     def state(self) -> dict[str, Any]:
-        """What DCP is given."""
+        """Return the state for DCP."""
         weights, moments = get_state_dict(self.model, self.optimizer, options=FLAT)
         return {"model": weights, "optim": moments, "run": {"step": self.done}}
 
     def save(self) -> None:
-        """One checkpoint."""
+        """Save a checkpoint."""
         if self.store is not None:
             trainers.save(self.store, self.done, self.model, self.optimizer, loader=self.loader)
         else:
             dcp.save(self.state(), storage_writer=self.writer, checkpoint_id=self.place(self.done))
 
     def resume(self) -> None:
-        """From the newest committed checkpoint."""
+        """Resume from the newest committed checkpoint."""
         if self.store is not None:
             self.done = trainers.resume(self.store, self.model, self.optimizer, loader=self.loader)
             return
@@ -172,20 +172,20 @@ class Training:
         self.writer = Writer(cfg=sp.presets.lossless(), parent=where)
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """Weights and moments, together on each rank."""
+        """Return weights and moments, gathered on each rank."""
         weights, moments = get_state_dict(self.model, self.optimizer, options=FLAT)
         found = {**weights, **{k: v for k, v in moments.items() if isinstance(v, torch.Tensor)}}
         return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone() for k, v in found.items()}
 
 
 def die() -> Any:
-    """As the machine's operator, or its lack of memory, would have it."""
+    """Kill this process by SIGKILL."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def fatal(kill: Kill) -> Iterator[None]:
-    """Within it, what this rank writes (or sends) is the end of it at the chosen point."""
+    """Kill this rank at the chosen point of its writes or messages."""
     names = {"write": local_files.LocalFiles.write, "create": local_files.LocalFiles.create}
     synced, gathered = os.fsync, dist.gather_object
 
@@ -214,7 +214,7 @@ def fatal(kill: Kill) -> Iterator[None]:
 
 
 def first(kill: Kill | None, how: str, home: Path) -> None:
-    """Train from the beginning, with a save a step, to the fatal one; without one, to the end."""
+    """Train from the beginning and save at each step, up to the kill or to the end."""
     run = Training(how, home / "run")
     losses = []
     for _ in range(LAST):
@@ -243,7 +243,7 @@ def first(kill: Kill | None, how: str, home: Path) -> None:
 
 
 def second(kill: Kill, home: Path) -> None:
-    """Go on from what is left: exactly the state that was committed, to the end, with a save a step."""
+    """Resume exactly from the committed state, and train to the end."""
     run = Training(kill.how, home / "run")
     before = run.whole()
     with warnings.catch_warnings(record=True) as seen:
@@ -288,7 +288,7 @@ def rank(work: Callable[[], None], number: int, world: int, home: Path) -> None:
 
 
 def run(work: Callable[[], None], world: int, home: Path) -> dict[str, Any]:
-    """Fork the ranks and wait for them: how each ended (negative: by a signal), and what it said."""
+    """Fork the ranks and wait; return their exit codes and output."""
     (home / "rendezvous").unlink(missing_ok=True)
     pids = []
     sys.stdout.flush()
@@ -323,7 +323,7 @@ def run(work: Callable[[], None], world: int, home: Path) -> dict[str, Any]:
 
 
 def main(root: Path) -> None:
-    """Every kill, and every world size after it; a line of JSON each."""
+    """Run every kill with every later number of ranks; print a line of JSON each."""
 
     def made(name: str) -> Path:
         home = root / name

@@ -1,4 +1,4 @@
-"""Trainings that are killed once they have got so far."""
+"""Trainings that are killed once a condition is met."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..forking import PATIENCE, Script
 
 
 def run_and_kill(script: Script, *arguments: object, once: Callable[[], bool], every: float = 0.005) -> None:
-    """Start a script and kill it, with all that it has started, once something is so; it must not end by itself before.
+    """Start a script, and kill it with its children once a condition is met.
 
     Args:
         script: what Python runs.

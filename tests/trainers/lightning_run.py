@@ -66,7 +66,7 @@ class Model(pl.LightningModule):
 
 
 class Normed(Model):
-    """One whose buffers differ from process to process."""
+    """A model whose buffers differ between processes."""
 
     def __init__(self, width: int, rate: float, log_to: str | None = None) -> None:
         super().__init__(width, rate, log_to)
@@ -77,7 +77,7 @@ class Normed(Model):
 
 
 class Sharded(Model):
-    """One of which each process has a part."""
+    """A model that is sharded over the processes."""
 
     def configure_model(self) -> None:
         for layer in (self.first, self.last):
@@ -86,7 +86,7 @@ class Sharded(Model):
 
 
 class Searching:
-    """Searches under a threshold, and keeps what it was given and what it found."""
+    """A search under a threshold that records its arguments and results."""
 
     def __init__(self, kind: type[Model] = Model, seed: int = 3) -> None:
         self.given: list[dict[str, Any]] = []
@@ -126,7 +126,7 @@ def fit(
     kind: type[Model] = Model,
     callbacks: Any = (),
 ) -> Model:
-    """Train, four steps an epoch, and save at the end of each; losses go to `folder/losses.txt`."""
+    """Train four steps an epoch, save after each epoch, and write losses to `folder/losses.txt`."""
     home = folder / os.environ.get("LOCAL_RANK", "0") if ddp else folder
     home.mkdir(parents=True, exist_ok=True)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -156,7 +156,7 @@ def fit(
 
 
 class Faulty(Searching):
-    """What goes wrong with one process, or with a `search` that does not know of the others."""
+    """A search with an error in one process, or without knowledge of the others."""
 
     how = ""
 
@@ -175,14 +175,14 @@ class Faulty(Searching):
 
 
 class Elsewhere(CompressedIO):
-    """Where each process sees a folder of its own."""
+    """A plugin with a different store folder in each process."""
 
     def _store(self, path: Any) -> sp.Store:
         return super()._store(os.path.join(os.path.dirname(path), os.environ.get("LOCAL_RANK", "0"), "x"))
 
 
 def search_together(folder: Path, epochs: int, how: str, resume: Path | None) -> None:
-    """Two processes; `folder/RANK/found.json` says what they found, `error.txt` what went wrong."""
+    """Search in two processes; write `found.json` and `error.txt` for each rank."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     home = folder / str(rank)
     searching = Faulty(Normed, 3 + rank * (how == "alone"))
@@ -204,7 +204,7 @@ def search_together(folder: Path, epochs: int, how: str, resume: Path | None) ->
 
 
 def sharded(folder: Path, epochs: int, how: str, resume: Path | None) -> None:
-    """Two processes with a model in parts; `error.txt` and `found.json` as above."""
+    """Train a sharded model in two processes; write `found.json` and `error.txt`."""
     home = folder / os.environ.get("LOCAL_RANK", "0")
     searching = Searching()
     plugin = CompressedIO(None if how == "search" else sp.presets.lossless(), background=how == "background")
@@ -235,7 +235,7 @@ AVERAGES: dict[str, Any] = {
 def averaged(
     folder: Path, epochs: int, which: str, resume: Path | None = None, *, ddp: bool = False, **how: Any
 ) -> Model:
-    """With one of Lightning's averages of weights; all checkpoints are kept."""
+    """Train with one of Lightning's weight averages, and keep all checkpoints."""
     keep = ModelCheckpoint(folder, save_top_k=-1, monitor="epoch", mode="max")
     return fit(folder, epochs, resume, checkpoint=keep, callbacks=[AVERAGES[which]()], kind=Normed, ddp=ddp, **how)
 

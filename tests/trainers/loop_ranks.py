@@ -1,4 +1,4 @@
-"""One of two processes that train together, for the tests: `python loop_ranks.py FOLDER RANK [lost | stalled]`."""
+"""A rank of a training by two: `python loop_ranks.py FOLDER RANK [lost | stalled]`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shrinkpoint.trainers.pointers import load_at, save_at
 
 
 def wrapped(kind: str, width: int = 16, first: str = "first") -> Any:
-    """A model of which part may have another name and another width."""
+    """Return a wrapped model; the name and width of its first layer may differ."""
     model: Any = nn.Sequential()
     model.add_module(first, nn.Linear(6, width))
     model.add_module("drop", nn.Dropout(0.3))
@@ -37,7 +37,7 @@ def wrapped(kind: str, width: int = 16, first: str = "first") -> Any:
 
 
 def whole(value: Any) -> torch.Tensor:
-    """A copy of all of a tensor, sharded or not."""
+    """Return a copy of a whole tensor, sharded or not."""
     found: torch.Tensor = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
     return found
 
@@ -52,7 +52,7 @@ def halves(model: Any) -> list[torch.optim.Optimizer]:
 
 
 def changed(kind: str, folder: Path, rank: int) -> None:
-    """A model with other parameters: listed on every rank and untouched, or loaded as far as it fits."""
+    """Check a resume into other parameters: refused on every rank, or partly loaded."""
     store = sp.Store(folder / f"changed-{kind}", cfg=sp.presets.lossless())
     model = wrapped(kind)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
@@ -78,7 +78,7 @@ def changed(kind: str, folder: Path, rank: int) -> None:
 
 
 def afresh(kind: str, folder: Path) -> None:
-    """Two optimizers, the second of which has not stepped: nothing is counted or made up for it."""
+    """Check two optimizers, of which one has not stepped and stays without state."""
     store = sp.Store(folder / f"afresh-{kind}", cfg=sp.presets.lossless())
     model = wrapped(kind)
     first = halves(model)
@@ -96,7 +96,7 @@ def afresh(kind: str, folder: Path) -> None:
 
 
 class Broken:
-    """A loader that one rank cannot ask for its position."""
+    """A loader whose position cannot be read on one rank."""
 
     def state_dict(self) -> Any:
         if dist.get_rank() == 1:
@@ -106,7 +106,7 @@ class Broken:
 
 
 def failing(folder: Path, rank: int) -> None:
-    """One rank cannot say its part."""
+    """Check that an error in one rank's part is raised on all."""
     store, model = sp.Store(folder / "failing"), wrapped("ddp")
     error, said = (KeyError, "position") if rank == 1 else (sp.ShrinkpointError, "rank 1: KeyError: 'position'")
     with pytest.raises(error, match=said):
@@ -115,7 +115,7 @@ def failing(folder: Path, rank: int) -> None:
 
 
 class Averages:
-    """An average that is no Module, as others' libraries have them."""
+    """An average that is not a Module, as in other libraries."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shadow = [10 * p.detach() for p in model.parameters()]
@@ -127,7 +127,7 @@ class Averages:
 
 
 class Says:
-    """Says something else on rank 1."""
+    """A part whose state differs on rank 1."""
 
     def __init__(self, first: Any, second: Any) -> None:
         self.value = first if dist.get_rank() == 0 else second
@@ -141,7 +141,7 @@ class Says:
 
 
 def beside(folder: Path, rank: int) -> None:
-    """Sharded tensors beside model and optimizer come together, and modules among `more` come back."""
+    """Check sharded tensors of an average, and modules among `more`."""
     store, model, teacher = sp.Store(folder / "beside", cfg=sp.presets.lossless()), wrapped("fsdp2"), wrapped("fsdp2")
     teaches = [whole(p) for p in teacher.parameters()]
     trainers.save(store, 1, model, ema=Averages(model), more={"teacher": teacher})
@@ -157,7 +157,7 @@ def beside(folder: Path, rank: int) -> None:
 
 
 def refused(folder: Path, rank: int) -> None:
-    """What one rank cannot say, or says otherwise, is an error on all, and the next save is none the worse."""
+    """Check that an invalid or different part of one rank is an error on all."""
     store, model = sp.Store(folder / "refused"), wrapped("fsdp2")
     broken = (i for i in range(3))
     for part, error, told in (
@@ -176,7 +176,7 @@ def refused(folder: Path, rank: int) -> None:
 
 
 def unwritten(folder: Path, rank: int) -> None:
-    """What rank 0 meets while it writes is raised on all, so that they try again together; later saves go on."""
+    """Check that an error while rank 0 writes is raised on all, and later saves work."""
     for kind in ("ddp", "fsdp2"):
         store, model = sp.Store(folder / f"unwritten-{kind}", cfg=sp.presets.lossless()), wrapped(kind)
         with sp.Saver(store, mode="thread") as saver:
@@ -200,7 +200,7 @@ def unwritten(folder: Path, rank: int) -> None:
 
 
 class Denied(OSError):
-    """As clients of object stores have them: of two arguments, and with what cannot be sent."""
+    """An error of object store clients, with two arguments and an unpicklable attribute."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(code, why)
@@ -208,7 +208,7 @@ class Denied(OSError):
 
 
 def unread(folder: Path, rank: int) -> None:
-    """An error of reading that cannot travel is told all the same."""
+    """Check that a read error that cannot be pickled is reported on all ranks."""
     store, model = sp.Store(folder / "unread"), wrapped("ddp")
     trainers.save(store, 1, model)
     dist.barrier()
@@ -225,7 +225,7 @@ def unread(folder: Path, rank: int) -> None:
 
 
 def lost(how: str, folder: Path, rank: int) -> None:
-    """The other rank is gone, or does not come."""
+    """Check a save while the other rank has ended or hangs."""
     store, model = sp.Store(folder / "run"), wrapped("ddp")
     dist.barrier()
     if rank == 1:
@@ -271,7 +271,7 @@ def train(kind: str, phase: str, folder: Path, rank: int) -> None:
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, target: int) -> str:
-    """One step; the loss to the bit."""
+    """Train one step; return the loss in hexadecimal."""
     loss = (model(torch.rand(5, 6)) - target).square().mean()
     optimizer.zero_grad()
     loss.backward()
@@ -280,7 +280,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, target: int) -> str:
 
 
 def main(home: Path, number: int) -> None:
-    """All that goes well."""
+    """Run all scenarios without a lost rank."""
     for wrapper in ("ddp", "fsdp2"):
         for part in ("first", "second"):
             train(wrapper, part, home, number)

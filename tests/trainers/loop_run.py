@@ -1,4 +1,4 @@
-"""A small training run for the tests: `python loop_run.py FOLDER LOSSES STEPS EVERY [WORKERS]` resumes and goes on.
+"""A small resumable run: `python loop_run.py FOLDER LOSSES STEPS EVERY [WORKERS]`.
 
 Each line of LOSSES is a step, the loss in hexadecimal, and the samples of the batch.
 """
@@ -30,7 +30,7 @@ class Numbers(Dataset[tuple[int, torch.Tensor]]):
 
 
 def main(folder: str, losses: str, steps: int, every: int, workers: int = 0) -> None:
-    """Train to `steps`, saving every so many."""
+    """Train to `steps`, saving at every `every`-th."""
     torch.manual_seed(3), random.seed(3), np.random.seed(3)  # noqa: NPY002
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.2), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -23,7 +23,7 @@ ROWS, COLUMNS = 128, 96
 
 
 def whole(step: int) -> dict[str, torch.Tensor]:
-    """A weight, its moments, and a bias, before they are cut."""
+    """Return a weight, its moments and a bias, before sharding."""
     torch.manual_seed(7)
     weight, gradient = torch.randn(ROWS, COLUMNS), torch.randn(ROWS, COLUMNS)
     return {
@@ -55,7 +55,7 @@ def same(found: dict[str, Any], step: int, rank: int, world: int) -> None:
 
 
 def both(folder: Path, rank: int) -> None:
-    """Save twice, and load the second."""
+    """Save twice, and load the second checkpoint."""
     strategy = CompressedSave(sp.presets.lossless())
     rough = CompressedSave()
     for step in (1, 2):
@@ -84,7 +84,7 @@ def both(folder: Path, rank: int) -> None:
 
 
 def alone(folder: Path, rank: int) -> None:
-    """Another world size, and a model of another shape."""
+    """Load on one rank, and refuse a model of another shape."""
     found = dist_checkpointing.load(sharded(0, 0, 1, False), str(folder / "exact-2"), CompressedLoad())
     same(found, 2, 0, 1)
     print("one rank: same")

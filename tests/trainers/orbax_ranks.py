@@ -1,4 +1,4 @@
-"""One of two processes with arrays spread over both, for the tests: `python orbax_ranks.py PORT FOLDER RANK`."""
+"""A process with arrays on two: `python orbax_ranks.py PORT FOLDER RANK`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shrinkpoint.trainers.orbax import CompressedHandler, CompressedRestore, Com
 
 
 def main(port: str, folder: Path, rank: int) -> None:
-    """Save, restore as it was, and restore in another way."""
+    """Save, restore with the same sharding, and restore with another."""
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(f"localhost:{port}", 2, rank)
     mesh = Mesh(np.array(jax.devices()), ("x",))

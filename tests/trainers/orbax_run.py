@@ -1,4 +1,4 @@
-"""A small JAX run for the tests: `python orbax_run.py FOLDER STEPS [store|process]`; it resumes if it can."""
+"""A small resumable JAX run: `python orbax_run.py FOLDER STEPS [store|process]`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Empty(NamedTuple):
 
 
 def build(width: int = 64) -> dict[str, Any]:
-    """The state of a run that has not begun."""
+    """Return the initial state of a run."""
     first, second, rng = jax.random.split(jax.random.PRNGKey(0), 3)
     params = {
         "first": {"kernel": jax.random.normal(first, (16, width)) / 4, "bias": jnp.zeros(width)},
@@ -44,14 +44,14 @@ def build(width: int = 64) -> dict[str, Any]:
 
 
 def loss_of(params: Any, x: jax.Array, keep: jax.Array) -> jax.Array:
-    """Of a network with dropout, whose task is to square its input."""
+    """Return the loss of a network with dropout, which learns to square its input."""
     hidden = jnp.tanh(x @ params["first"]["kernel"] + params["first"]["bias"]) * keep
     return jnp.mean((hidden @ params["last"]["kernel"] + params["last"]["bias"] - x**2) ** 2)
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
 def step(params: Any, opt: Any, rng: jax.Array) -> tuple[Any, Any, jax.Array, jax.Array]:
-    """One step of Adam; the buffers of the state before are given away."""
+    """Train one step of Adam; the buffers of the old state are donated."""
     rng, data, drop = jax.random.split(rng, 3)
     x = jax.random.normal(data, (32, 16))
     keep = jax.random.bernoulli(drop, 0.8, (32, params["first"]["bias"].shape[0])).astype(jnp.float32)
@@ -66,7 +66,7 @@ def step(params: Any, opt: Any, rng: jax.Array) -> tuple[Any, Any, jax.Array, ja
 
 
 def trained(state: dict[str, Any], steps: int) -> Iterator[tuple[dict[str, Any], float]]:
-    """The states and losses of further steps."""
+    """Yield the states and losses of further steps."""
     for _ in range(steps):
         params, opt, rng, loss = step(state["params"], state["opt"], state["rng"])
         state = {"params": params, "opt": opt, "rng": rng, "done": state["done"] + 1}
@@ -74,13 +74,13 @@ def trained(state: dict[str, Any], steps: int) -> Iterator[tuple[dict[str, Any],
 
 
 def abstract(state: Any) -> Any:
-    """What to restore to: the arrays without their values."""
+    """Return the restore target: arrays without values."""
     return jax.tree.map(lambda x: ocp.tree.to_shape_dtype_struct(x) if hasattr(x, "shape") else x, state)
 
 
 @contextlib.contextmanager
 def opened(folder: Path, how: str = "store", cfg: sp.Config | None = None, **options: Any) -> Iterator[Any]:
-    """A manager of compressed checkpoints; `how`: store, or in the background by a process or thread."""
+    """Yield a manager of compressed checkpoints; `how`: store, or a Saver's mode."""
     store = sp.Store(folder / "shrinkpoint", cfg=cfg)
     with contextlib.ExitStack() as stack:
         handler = CompressedHandler(store if how == "store" else stack.enter_context(sp.Saver(store, mode=how)))
@@ -89,7 +89,7 @@ def opened(folder: Path, how: str = "store", cfg: sp.Config | None = None, **opt
 
 
 def main(folder: Path, steps: int, how: str = "store", keep: int = 2) -> None:
-    """Train to so many steps; a line a step."""
+    """Train to `steps`; write a line for each step."""
     folder.mkdir(parents=True, exist_ok=True)
     with opened(folder / "run", how, sp.presets.lossless(), max_to_keep=keep) as manager:
         begin = build()

@@ -1,4 +1,4 @@
-"""A preempted training run: `python preempted_run.py FOLDER LOG GRACE SIZE STEPS [store]`, alone or by torchrun.
+"""A preempted run: `python preempted_run.py FOLDER LOG GRACE SIZE STEPS [store]`.
 
 Each line of LOG.RANK is a step, its loss in hexadecimal, and the wall-clock time. The first line has the process id.
 """

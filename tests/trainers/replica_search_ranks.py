@@ -23,7 +23,7 @@ from shrinkpoint.trainers.replica_search import of_first
 
 
 def tree(rank: int) -> dict[str, Any]:
-    """Weights alike, tied ones among them; buffers, generators, scalars and one whole entry of each process's own."""
+    """Return equal weights, and buffers, generators and scalars that differ between ranks."""
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(64, 32, generator=generator)
     own = torch.Generator().manual_seed(rank)
@@ -41,7 +41,7 @@ def tree(rank: int) -> dict[str, Any]:
 
 
 def interrupted_together(rank: int) -> None:
-    """A Ctrl-C of one while others wait for what it does: all are told, and go on together."""
+    """Check that an interrupt of one rank is an error on all, which then continue."""
 
     def interrupted(at: int) -> int:
         if rank == at:

@@ -26,7 +26,7 @@ def one_table(sparse: bool = False, **table: Any) -> nn.ModuleDict:
 
 
 class Chain:
-    """Consecutive saves of `t.weight`, each compared with the rows that really moved since the last."""
+    """Consecutive saves of `t.weight`, compared with the rows that really changed."""
 
     def __init__(self, model: nn.ModuleDict, tracker: sp.RowTracker) -> None:
         self.model, self.tracker = model, tracker
@@ -36,7 +36,7 @@ class Chain:
         self.save()
 
     def save(self, unmarked: int = 0) -> int:
-        """Save; the number of rows that had moved. So many of them may be without a mark; none may be left behind."""
+        """Save and check; return the number of changed rows, `unmarked` of them without a mark."""
         weight = self.model["t"].weight.detach().clone()
         kinds = self.tracker.kinds()
         ckpt = sp.compress({"t.weight": weight}, self.prev, CONFIG, kinds=kinds)
@@ -58,13 +58,13 @@ class Chain:
 
 
 def ids(step: int, rank: int = 0, count: int = 40) -> torch.Tensor:
-    """Different ones at each step and rank."""
+    """Return ids that differ by step and rank."""
     g = torch.Generator().manual_seed(1000 * rank + step)
     return torch.randperm(ROWS // 2, generator=g)[:count] * 2 + rank
 
 
 def marked_by_all(sparse: bool, how: str, rank: int) -> None:
-    """Each process looks up rows of its own; the gradient of both moves both."""
+    """Check that rows looked up by either process are marked on both."""
     model = one_table(sparse)
     ddp = nn.parallel.DistributedDataParallel(Wrapped(model))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1)

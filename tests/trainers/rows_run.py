@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 def main(folder: str, log: str, steps: int, every: int = 3, cfg: sp.Config | None = None) -> None:
-    """Train to `steps`, saving every so many."""
+    """Train to `steps`, saving at every `every`-th."""
     torch.manual_seed(3)
     model = Model()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""One of two processes that train together: `python sensitivity_worker.py RANK FOLDER` writes averages to RANK.pt."""
+"""A rank of a training by two: `python sensitivity_worker.py RANK FOLDER`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def batch(number: int) -> Tensor:
 def train(
     net: nn.Module, tracker: sp.SensitivityTracker, rank: int | None, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Each process its half of every batch; all of it where there is one process."""
+    """Train on this process's half of every batch, or on all of it without a rank."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2) if optimizer is None else optimizer
     for number in range(BATCHES):
         part = batch(number) if rank is None else batch(number).chunk(SIZE)[rank]

@@ -1,4 +1,4 @@
-"""Ranks save sharded steps to one store and are killed at random: `sharded_ranks.py URL WORLD RUNS SEED FOLDER`.
+"""Ranks that save sharded steps, randomly killed: `URL WORLD RUNS SEED FOLDER`.
 
 In each run WORLD ranks resume, check what they loaded, and save step after step until SIGKILL ends one of them at a
 random moment. Then another process checks that no step is lost that was reported durable, and collects garbage. Ranks
@@ -34,7 +34,7 @@ KEEP = sp.Retention(last=3)
 
 
 def full(step: int) -> dict[str, torch.Tensor]:
-    """The weights of a step; rows do not divide by four."""
+    """Return the weights of a step; four does not divide their rows."""
     w = torch.randn(202, 128, generator=torch.Generator().manual_seed(0))
     w[:: 1 + step % 5] += step
     return {"w": w, "b": torch.full((6,), float(step))}
@@ -58,7 +58,7 @@ def check(state: dict[str, Any], step: int) -> None:
 
 
 def train(url: str, log: Path) -> None:
-    """Resume and save until the end comes."""
+    """Resume and save until killed."""
     store = sp.Store(url, sp.presets.lossless())
     mesh, writer, step = init_device_mesh("cpu", (dist.get_world_size(),)), Writer(store, keep=KEEP), 0
     if store.steps():
@@ -76,7 +76,7 @@ def train(url: str, log: Path) -> None:
 
 
 def inspect(url: str, log: Path) -> None:
-    """Nothing that was durable is lost, everything loads, and only what is needed is left."""
+    """Check that durable steps are there, all steps load, and no other files are left."""
     lock.STALE = 0.0  # all others are dead
     store = sp.Store(url, sp.presets.lossless())
     durable = [int(line.split()[0]) for line in log.read_text().splitlines()] if log.exists() else []
@@ -124,7 +124,7 @@ def rank(work: Callable[[], None], number: int, world: int, folder: Path) -> Non
 
 
 def main(url: str, world: int, runs: int, seed: int, folder: Path) -> None:
-    """Runs that are killed, a check after each, and two that resume with other numbers of ranks."""
+    """Run, kill and check repeatedly; then resume with other numbers of ranks."""
     chance, log = random.Random(seed), folder / "durable"
     for number in range(runs):
         (folder / "meeting").unlink(missing_ok=True)
@@ -151,7 +151,7 @@ def main(url: str, world: int, runs: int, seed: int, folder: Path) -> None:
 
 
 def texts(folder: Path, number: int) -> str:
-    """What the processes of a run wrote."""
+    """Return the output of a run's processes."""
     return "\n".join(f"{p.name}: {p.read_text()[-3000:]}" for p in sorted(folder.glob(f"{number}-*.log")))
 
 

@@ -1,4 +1,4 @@
-"""Accelerate as it is on the registry: save_state and load_state over our hooks, killed and resumed."""
+"""The released Accelerate: save_state and load_state over our hooks, killed and resumed."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_folders_without_a_pointer_and_other_models(tmp_path: Path) -> None:
 
 
 def trained(width: int = 5, name: str = "0") -> tuple[accelerate.Accelerator, torch.nn.Module, torch.optim.Optimizer]:
-    """An accelerator that has stepped once, so that its optimizer has moments."""
+    """Return an accelerator that has stepped once, so that its optimizer has moments."""
     accelerator = accelerate.Accelerator(cpu=True)
     bare = torch.nn.Sequential()
     bare.add_module(name, torch.nn.Linear(width, 2))
@@ -246,7 +246,7 @@ def test_a_save_that_fails_halfway_leaves_the_optimizer_answering(tmp_path: Path
 
 
 def test_what_only_one_has_is_loaded_past_if_asked(tmp_path: Path) -> None:
-    """As `load_state(strict=False)` of Accelerate itself does; what has another shape does not fit at all."""
+    """`load_state(strict=False)` ignores missing entries, but not other shapes."""
     ours, model, _ = trained()
     compress_states(ours, sp.Store(tmp_path / "store", sp.presets.lossless()))
     ours.save_state(str(tmp_path / "a"))

@@ -1,4 +1,4 @@
-"""Saves in the background behind pointer files, while the saver shortens chains between them."""
+"""Background saves with pointer files, and compaction between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE = 300.0
 
 
 def state(number: int) -> dict[str, Any]:
-    """Half of it is as in the one before."""
+    """Return a state, half of which equals the state before."""
     w = torch.randn(8192, generator=torch.Generator().manual_seed(0))
     for one in range(1, number + 1):
         w[one % 2 :: 2] = torch.randn(4096, generator=torch.Generator().manual_seed(one))
@@ -33,7 +33,7 @@ def state(number: int) -> dict[str, Any]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_a_stopped_worker_is_waited_for_within_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever waits says so: the next save, a reader of the pointer, and the end of a preempted run."""
+    """Every wait for a stopped worker ends with an error after the limit."""
     monkeypatch.setattr("shrinkpoint.store.saver.STOPPED", 1.0)
     with sp.Saver(sp.Store(tmp_path / "store")) as saver:
         background, file = Background(saver.store, saver), tmp_path / "1.ckpt"

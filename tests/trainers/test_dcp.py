@@ -1,4 +1,4 @@
-"""The storage writer and reader of torch.distributed.checkpoint: real ranks over gloo, and one process by itself."""
+"""Writer and reader for torch.distributed.checkpoint, on several ranks and on one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def index_of(folder: Path) -> Index:
 
 
 def everything(reader: Any) -> Tree:
-    """Whatever a checkpoint holds, in this process."""
+    """Load all entries of a checkpoint in this process."""
     return _load_state_dict_from_keys(storage_reader=reader)
 
 
@@ -122,7 +122,7 @@ def state_of(model: Any, optimizer: Any, flattened: bool = False) -> Tree:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: Any) -> tuple[Path, dict[str, Any]]:
-    """What the scenarios of `dcp_worker.py` left behind, and how their ranks ended."""
+    """Run the scenarios of `dcp_worker.py`; return their folder and results."""
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("dcp_worker.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -149,7 +149,7 @@ def test_every_kind_of_state_is_loaded_as_from_torchs_own_files(ranks: Any, kind
 
 
 def test_collectives_are_those_of_the_page(ranks: Any) -> None:
-    """docs/scaling.md: a gather and a broadcast for thresholds beside torch's four."""
+    """docs/scaling.md: a gather and a broadcast in addition to torch's four collectives."""
     (line,) = [line for line in ranks[1]["beside"]["logs"][0].splitlines() if line.startswith("collectives: ")]
     found = json.loads(line.removeprefix("collectives: "))
     assert found == {"ours save": 6, "ours load": 3, "torch save": 4, "torch load": 3}
@@ -231,7 +231,7 @@ def test_a_rank_that_dies_leaves_the_former_checkpoint(ranks: Any, tmp_path: Pat
 
 
 def limits(folder: Path) -> dict[str, set[Any]]:
-    """The thresholds of each quantized array, those of all ranks together."""
+    """Return the thresholds of each quantized array, equal on all ranks."""
     found: dict[str, set[Any]] = {}
     for file in index_of(folder).files:
         ckpt = sp.Checkpoint.from_bytes((folder / "data" / file.chain[0][0]).read_bytes())
@@ -456,7 +456,7 @@ def test_saving_to_one_place_again_and_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("against", ["previous", "base"])
 def test_a_delta_that_spares_nothing_is_a_base_instead(tmp_path: Path, against: Any, monkeypatch: Any) -> None:
-    """After a jump of the weights; the deltas after it are small again. Only in doubt is a state compressed twice."""
+    """After a jump of the weights a base is stored; few states are compressed twice."""
     made: list[sp.Checkpoint] = []
     monkeypatch.setattr(writer_module, "compress_inputs", lambda *a: made.append(compress_inputs(*a)) or made[-1])
     w = torch.randn(200, 200)
@@ -529,7 +529,7 @@ def test_a_save_that_fails_changes_nothing(tmp_path: Path, monkeypatch: Any) -> 
 
 
 class Halves(DefaultSavePlanner):
-    """Saves each matrix as two shards of this one rank, and hides how states were nested."""
+    """A planner that saves each matrix as two shards of one rank."""
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -566,7 +566,7 @@ def test_several_shards_of_one_tensor_on_a_rank(tmp_path: Path) -> None:
 
 
 class Pickles(dcp.SavePlanner):
-    """A planner of one's own, without nesting, that gives what is no tensor only as torch's pickle."""
+    """A planner without nesting that gives other values as torch's pickles."""
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.inner = DefaultSavePlanner(flatten_state_dict=False)
@@ -586,7 +586,7 @@ class Pickles(dcp.SavePlanner):
 
 
 class Armed:
-    """Runs when it is unpickled."""
+    """An object whose unpickling has an effect."""
 
     def __reduce__(self) -> Any:
         return os.system, ("echo armed > /dev/null",)
@@ -813,7 +813,7 @@ def test_random_metadata_never_surprises(sample: Path, data: st.DataObject) -> N
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_container_of_a_newer_version_among_others_is_refused_by_name(tmp_path: Path, which: int) -> None:
-    """Ranks that ran different versions: the metadata is of this one, a file is not."""
+    """A container of a newer version is refused by its name."""
     w = torch.randn(64, 64)
     writer = Writer(cfg=EXACT)
     for step in range(2):
@@ -907,7 +907,7 @@ def test_grids_fill_a_tensor_and_anything_moved_does_not(size: tuple[int, int], 
 
 
 def written(ranks: int, entries: int, rows: int = 1000) -> tuple[Metadata, list[RankFile]]:
-    """What ranks wrote of matrices cut by rows as FSDP2 cuts them; the last ranks may have none."""
+    """Return the metadata and files of ranks that save row-sharded matrices."""
     each = -(-rows // ranks)
     edges = [min(rows, each * r) for r in range(ranks + 1)]
     boxes = [((a, 0), (b - a, 64)) for a, b in itertools.pairwise(edges)]
@@ -984,7 +984,7 @@ def test_places(fqn: str, path: Any, expected: str) -> None:
     ],
 )
 def test_two_entries_of_one_place_are_refused(tmp_path: Path, state: Tree, why: str) -> None:
-    """Names that torch tells apart, and a nested state does not."""
+    """Two names of one nested path are refused."""
     with pytest.raises(dcp.CheckpointException, match=f"BadArgumentError: {why}; rename one of them"):
         save(state, tmp_path)
     assert not (tmp_path / ".metadata").exists()
@@ -993,7 +993,7 @@ def test_two_entries_of_one_place_are_refused(tmp_path: Path, state: Tree, why: 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
 def test_a_save_that_begins_within_another_is_refused(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
-    """None is lost without a word, and none has the values of another."""
+    """Overlapping saves are refused, without silent loss or mixed values."""
     writer = Writer(cfg=EXACT)
 
     def begin(name: str, value: float, size: int = 1000) -> Any:
@@ -1033,7 +1033,7 @@ def test_a_save_that_begins_within_another_is_refused(tmp_path: Path, kind: Asyn
 def test_a_save_of_a_job_that_is_gone_commits_nothing_over_that_of_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process outlives a killed trainer, and ends when the job that was started anew has saved to the folder."""
+    """A late save of an old job does not replace a newer job's."""
     writer = Writer(cfg=EXACT)
     save({"weight": torch.zeros(500)}, tmp_path, writer)
     (tmp_path / ".tmp-7-.metadata").write_bytes(b"of a rank that was killed")
@@ -1058,7 +1058,7 @@ def test_a_save_of_a_job_that_is_gone_commits_nothing_over_that_of_the_next(
 
 @pytest.mark.usefixtures("alone")
 def test_a_listing_that_lags_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a network's file system: what another host has written is there before it is listed."""
+    """A file system whose listing lags does not fail a save."""
     listed = LocalFiles.list
     monkeypatch.setattr(LocalFiles, "list", lambda files, folder: [] if folder == "data" else listed(files, folder))
     save({"weight": torch.ones(500)}, tmp_path)
@@ -1069,7 +1069,7 @@ def test_a_listing_that_lags_fails_no_save(tmp_path: Path, monkeypatch: pytest.M
 def test_more_writers_than_are_kept_go_on_from_their_last_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `async_save` by a process has them: pickled for each save. What they were resumed from is removed."""
+    """More pickled writers than are kept continue from their last folders."""
     monkeypatch.setattr(writer_module, "_MOST_KEPT", 2)
 
     def state(number: int, step: int) -> Tree:
@@ -1094,7 +1094,7 @@ def test_more_writers_than_are_kept_go_on_from_their_last_folders(
 
 
 class Manager:
-    """What torchtitan's manager has of its own, as far as the mix-in meets it."""
+    """Stand-in for torchtitan's manager."""
 
     pg = None
 
@@ -1134,7 +1134,7 @@ def test_torchtitan_mix_in(tmp_path: Path) -> None:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A group of one rank."""
+    """A process group of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -1143,7 +1143,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("alone")
 def test_torchtitan_itself(tmp_path: Path) -> None:
-    """Its own manager, mixed: saves, retention, resuming."""
+    """The mix-in works with torchtitan's own manager: saves, retention, resume."""
     titan = pytest.importorskip("torchtitan.components.checkpointer.dcp")
     model, optimizer = trained()
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -1198,7 +1198,7 @@ def test_torchtitan_itself(tmp_path: Path) -> None:
 
 
 def test_under_a_rate_what_is_loaded_is_not_behind(tmp_path: Path) -> None:
-    """The writer keeps the slow average that weights are aimed by, over bases, too; another mesh begins it anew."""
+    """The writer's weight average keeps loaded weights from lagging, over bases too."""
     g = torch.Generator().manual_seed(0)
     w, way = torch.randn(2, 128, 128, generator=g)
     behind = {}

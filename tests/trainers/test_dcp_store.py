@@ -1,4 +1,4 @@
-"""Sharded checkpoints as steps of a store: one commit a step, shared files, retention, verification, copies."""
+"""Sharded checkpoints in a store: one commit a step, shared files, retention, copies."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def opened(url: str) -> sp.Store:
 
 
 def test_steps_share_their_files(url: str) -> None:
-    """Deltas upload what has changed, and every step stays loadable by any reader."""
+    """Deltas write only changes, and every step can be loaded by any reader."""
     store = opened(url)
     save(Writer(store), 10, 20, 30)
     assert store.steps() == [10, 20, 30]
@@ -119,7 +119,7 @@ def test_retention_by_the_writer_and_by_the_store(url: str) -> None:
 
 
 def test_collection_waits_for_a_save(url: str) -> None:
-    """From before the first rank gets its plan until the commit, what was written is not garbage."""
+    """`gc` waits for a save from its plan to its commit."""
     store, writer = opened(url), Writer(opened(url))
     save(writer, 1)
     writer.target.move("2")
@@ -184,7 +184,7 @@ def test_a_run_that_goes_back(url: str) -> None:
 
 
 def test_a_target_that_is_pickled_is_one_object_in_the_other_process(tmp_path: Path) -> None:
-    """As `async_save` in a process sends its writer for every save: its store remembers the session."""
+    """A pickled writer keeps its store's session in the other process."""
     store = opened(str(tmp_path))
     save(Writer(store), 10, 20)
     load(Reader(store, 10))
@@ -222,7 +222,7 @@ def test_arguments(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_killed_at_random(world: int, tmp_path: Path) -> None:
-    """On a local disk; tests/store/test_servers.py does so on servers."""
+    """Ranks killed at random lose no durable step on a local disk."""
     program = Path(__file__).with_name("sharded_ranks.py")
     command = [sys.executable, str(program), str(tmp_path / "run"), str(world), "3", "1", str(tmp_path)]
     done = subprocess.run(command, cwd=program.parents[2], capture_output=True, text=True, timeout=300)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class _Kept(io.BytesIO):
-    """A file that stays readable, as torch wraps it."""
+    """A file in memory that stays readable after torch closes it."""
 
     def close(self) -> None: ...
 

@@ -101,7 +101,7 @@ def test_folders_that_cannot_be_followed(tmp_path: Path) -> None:
 
 
 def pull(local: dict[str, torch.Tensor], source: Path, start: int, target: int) -> None:
-    """Read numbered folders as slime's documentation describes them."""
+    """Read numbered folders as slime's documentation describes."""
     for number in range(start + 1, target + 1):
         folder = source / f"weight_v{number:06d}"
         index_file = folder / "model.safetensors.index.json"
@@ -153,7 +153,7 @@ def test_numbered_folders(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_was_damaged_gives_a_whole_folder(tmp_path: Path) -> None:
-    """Changes against a damaged copy would not lead from the folder before to the version."""
+    """A damaged local copy gives a full folder instead of changes."""
     now, local = {"w": torch.randn(3000)}, dict[str, torch.Tensor]()
     publisher = sp.Publisher(tmp_path / "url")
     publisher.publish(1, now)

@@ -1,4 +1,4 @@
-"""Parts that `trainers.save` must never change: frozen parameters, data positions, everything that is not trained."""
+"""Parts that `trainers.save` keeps exact: frozen parameters, positions, untrained state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shrinkpoint import trainers
 
 
 class Part:
-    """Anything with a state of its own."""
+    """An object with a state dict."""
 
     def __init__(self, **state: Any) -> None:
         self.state = state
@@ -27,7 +27,7 @@ class Part:
 
 
 class Features(nn.Module):
-    """Fixed random features, held in a parameter that is not trained."""
+    """Fixed random features, held in a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The examples run, twice: the second time they resume."""
+"""The examples run twice, and resume the second time."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_own_codec() -> None:
 
 
 def test_own_kernel() -> None:
-    """In a process of its own: Triton interprets only what was imported under its variable."""
+    """The example of a kernel agrees on all back ends, in a process that interprets Triton."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, str(HOME / "own_kernel.py")], env=environment, capture_output=True, text=True, timeout=900
@@ -137,7 +137,7 @@ def test_own_kernel() -> None:
 
 @pytest.mark.slow
 def test_fsdp2(tmp_path: Path) -> None:
-    """Two ranks, then one more run with them from the newest checkpoint that was completed."""
+    """The FSDP2 example runs on two ranks, and resumes from the newest complete checkpoint."""
 
     # Ranks are forked from one process that has imported everything: that takes longer than what they do.
     code = f"""

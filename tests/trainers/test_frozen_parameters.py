@@ -1,4 +1,4 @@
-"""Checkpoints without frozen parameters: stored once or named by reference, and verified by a hash on resume."""
+"""Frozen parameters: stored once or by reference, verified by a hash on resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shrinkpoint.trainers.frozen_parameters import digest_of, frozen_names, froz
 
 
 def built(seed: int = 0) -> nn.Module:
-    """A frozen base of 1 MB with a trained head."""
+    """Return a frozen base of 1 MB with a trained head."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512), nn.Linear(512, 8))
     model[0].requires_grad_(False)
@@ -89,7 +89,7 @@ def test_a_base_that_changed_is_hashed_again(tmp_path: Path) -> None:
 
 
 def with_old_sets(folder: Path) -> tuple[sp.Store, nn.Module]:
-    """A store with two sets: steps 1 and 3 need the first one, step 2 the second; both are two days old."""
+    """Return a store with two old frozen sets: steps 1 and 3 need one, step 2 the other."""
     store, model = sp.Store(folder), built()
     other = built(seed=1)
     for step, one in ((1, model), (2, other), (3, model)):

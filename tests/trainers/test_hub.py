@@ -1,4 +1,4 @@
-"""Model folders: what is compressed for transfer comes back; what is lost, by request, stands in the card."""
+"""Model folders: exact transfer, and losses, on request, in the model card."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def weights(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, tor
 
 
 def folder(path: Path, *parts: dict[str, torch.Tensor], card: bytes | None = b"---\nlicense: mit\n---\n# M") -> Path:
-    """A model folder as on a hub."""
+    """Return a model folder as on a hub."""
     (path / "nested" / "vocab").mkdir(parents=True)
     (path / ".cache").mkdir()
     (path / ".cache" / "big").write_bytes(b"x")
@@ -74,7 +74,7 @@ def test_a_folder_comes_back_file_by_file(tmp_path: Path, card: bytes | None) ->
 
 
 def test_parts_of_the_same_names_are_compared_each_with_its_own(tmp_path: Path) -> None:
-    """As the two text encoders of a diffusion model."""
+    """Equal names in two parts are compared within each part."""
     source = folder(tmp_path / "m", weights(0), weights(1))
     done = sp.save_pretrained(source, tmp_path / "small", source)
     assert done.ratio > 20
@@ -118,7 +118,7 @@ def test_any_tensors_and_metadata(
 
 
 def tuned(base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A fine-tuned model: some weights moved a little, one resized, one new."""
+    """Return a fine-tuned model: weights changed a little, one resized, one new."""
     moved = {n: t.clone() for n, t in base.items()}
     moved["embed.weight"] = torch.cat([moved["embed.weight"], moved["embed.weight"][:3]])
     moved["layer/0.weight"][:2] *= 1.01

@@ -1,4 +1,4 @@
-"""The functional API on pytrees of JAX: containers of one's own come back as they were, Optax's among them."""
+"""The functional API on JAX pytrees, with registered containers and Optax's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Moments = collections.namedtuple("Moments", "count mu nu")
 @jax.tree_util.register_dataclass
 @dataclass
 class Run:
-    """A dataclass that JAX knows."""
+    """A dataclass that is registered with JAX."""
 
     params: Any
     opt: Any
@@ -168,7 +168,7 @@ def test_names_that_meet_are_refused() -> None:
 
 
 class _Both:
-    """A container whose two leaves go by one name."""
+    """A container whose two leaves have the same name."""
 
     def __init__(self, *leaves: Any) -> None:
         self.leaves = leaves

@@ -1,4 +1,4 @@
-"""Ranks train, one is ended by SIGKILL in the middle of a save, and other numbers of ranks go on from what is left."""
+"""A rank is killed during a save, and other numbers of ranks resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Runs = tuple[Path, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: Any) -> Runs:
-    """What `killed_ranks.py` left behind, and how its ranks ended."""
+    """Run `killed_ranks.py`; return its folder and results."""
     folder = tmp_path_factory.mktemp("killed")
     command = [sys.executable, str(Path(__file__).with_name("killed_ranks.py")), str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

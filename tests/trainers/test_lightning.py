@@ -1,4 +1,4 @@
-"""Lightning as it is on the registry: its Trainer and ModelCheckpoint, over our plugin."""
+"""The released Lightning: its Trainer and ModelCheckpoint over our plugin."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_saving_in_a_thread(tmp_path: Path) -> None:
 
 
 def frozen(plugin: CompressedIO) -> int:
-    """Stop the worker of a plugin, so that its next save stays in flight; its process id."""
+    """Stop the worker of a plugin, so that its next save stays in flight; return its id."""
     (saver,) = plugin._savers.values()
     pid = saver._saver.pid
     assert pid is not None
@@ -256,7 +256,7 @@ def test_the_last_checkpoint_as_a_link(tmp_path: Path) -> None:
 
 
 def test_sensitivity_reaches_the_codec(tmp_path: Path) -> None:
-    """Which weights are protected is what the gradients say: of one model, others with them than without."""
+    """Gradient averages change which weights the codec protects."""
     cfg = sp.presets.inshrinkerator(protect=0.05, prune=0.0)
     trained, stored = [], []
     for how in (4, None):
@@ -389,7 +389,7 @@ def test_gradients_are_those_of_the_batch_and_counted_as_lightning_counts(tmp_pa
 
 
 def found_by(folder: Path) -> list[sp.SearchResult]:
-    """What two processes found, which must be the same."""
+    """Return the search results of two processes, after a check that they are equal."""
     mine, other = (json.loads((folder / rank / "found.json").read_text()) for rank in "01")
     found = [sp.SearchResult.from_json(one) for one in mine]
     # Their clocks are their own.
@@ -414,7 +414,7 @@ def checkpoints(folder: Path, epoch: int) -> list[Path]:
     ],
 )
 def test_averages_of_weights_go_on_where_they_were(script: Script, tmp_path: Path, which: str, ddp: bool) -> None:
-    """Lightning's own callbacks: a resumed run has the losses and, in the end, the weights of one that was not."""
+    """A run resumed with a weight average of Lightning has equal losses and weights."""
 
     def run(*resume: Path) -> None:
         if ddp:
@@ -472,7 +472,7 @@ def test_averages_are_compressed_as_the_weights_that_they_are_of(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["background", "ahead"])
 def test_two_processes_search_together(script: Script, tmp_path: Path, how: str) -> None:
-    """Their buffers differ; what is searched, by both, and saved is the state of the first."""
+    """Two processes search and save the state of the first, although buffers differ."""
     folder = tmp_path / "run"
     for where, epochs, what in (("run", 2, how), ("plain", 3, "none")):
         script.together(2, tmp_path / where, epochs, "search", what)
@@ -496,7 +496,7 @@ def test_two_processes_search_together(script: Script, tmp_path: Path, how: str)
 
 @pytest.mark.slow
 def test_a_sharded_model_killed_and_resumed_equals_one_that_was_not(script: Script, tmp_path: Path) -> None:
-    """FSDP2, two real processes: weights, moments and each one's generators. Lightning starts the second one first."""
+    """A killed and resumed FSDP2 run equals an uninterrupted one."""
     killed, how = tmp_path / "killed", "background"
 
     def is_enough() -> bool:
@@ -534,7 +534,7 @@ def test_a_sharded_model_killed_and_resumed_equals_one_that_was_not(script: Scri
 
 @pytest.mark.slow
 def test_a_sharded_model_is_searched(script: Script, tmp_path: Path) -> None:
-    """The whole state is the first process's alone; the other is sent it, and the averages of all gradients."""
+    """A sharded model is searched as a whole state, with averages of all gradients."""
     script.together(2, tmp_path, 2, "sharded", "search")
     found = found_by(tmp_path)
     assert all(one.met and {t.rank for t in one.trials} == {0, 1} for one in found)
@@ -560,7 +560,7 @@ def test_what_saves_past_the_plugin_is_refused_before_it_trains(script: Script, 
 @pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])
 @pytest.mark.parametrize("plugin", [CompressedIO, lambda: AsyncCheckpointIO(CompressedIO())])
 def test_strategies_that_need_a_gpu_are_refused(package: str, name: str, plugin: Any) -> None:
-    """By the very method that Lightning calls when fitting begins; what they are made with is not looked at."""
+    """Unsupported strategies are refused when fitting begins."""
     kind: Any = getattr(pytest.importorskip(f"{package}.strategies"), name)
     strategy = object.__new__(kind)
     strategy._checkpoint_io = plugin()
@@ -595,7 +595,7 @@ def test_a_search_that_fails_on_one_process_fails_on_all(
 
 @pytest.mark.slow
 def test_each_process_goes_on_with_its_own_random_numbers(script: Script, tmp_path: Path) -> None:
-    """Two real processes over gloo; each drops others."""
+    """Each of two processes resumes with its own random numbers."""
     script.together(2, tmp_path / "whole", 4, "ddp")
     script.together(2, tmp_path / "half", 2, "ddp")
     newest = max((tmp_path / "half").glob("*.ckpt"), key=lambda p: p.stat().st_mtime)
@@ -612,7 +612,7 @@ def test_each_process_goes_on_with_its_own_random_numbers(script: Script, tmp_pa
 
 
 def test_a_process_that_fails_does_not_wait_for_the_others(monkeypatch: Any) -> None:
-    """What `OnExceptionCheckpoint` saves then has its own generators alone."""
+    """A failed process saves its own generators without a collective."""
     monkeypatch.setattr(processes, "world", lambda: 2)
     callback, trainer = CompressedCheckpoints(), SimpleNamespace(strategy=SimpleNamespace(checkpoint_io=CompressedIO()))
     with pytest.raises(ValueError, match="process group has not been initialized"):
@@ -622,7 +622,7 @@ def test_a_process_that_fails_does_not_wait_for_the_others(monkeypatch: Any) -> 
 
 
 class Tuned(Model):
-    """A model whose batch size is found."""
+    """A model whose batch size is tuned."""
 
     def __init__(self) -> None:
         super().__init__(64, 0.01)

@@ -1,4 +1,4 @@
-"""Consumed batches: whatever a loader prefetches, a resumed run skips none and repeats none."""
+"""A resumed loader skips no batch and repeats none, whatever was prefetched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shrinkpoint.trainers.state import capture_rng, restore_rng
 
 
 class Loads(Dataset[int]):
-    """Its own index; counts what was loaded in this process, and draws a number as augmentation does."""
+    """A dataset that counts loaded items, and draws a random number for each."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -42,7 +42,7 @@ class Stream(IterableDataset[int]):
 
 
 class Shuffled:
-    """Shuffled with the global generators as it is iterated, as loaders of other libraries are."""
+    """A loader shuffled with the global generators during iteration."""
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(11).tolist()
@@ -52,7 +52,7 @@ class Shuffled:
 
 
 class PythonOrder(Sampler[int]):
-    """Shuffles with the generators of Python and NumPy."""
+    """A sampler that shuffles with the generators of Python and NumPy."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -66,7 +66,7 @@ class PythonOrder(Sampler[int]):
 
 
 def numbers(batch: Any) -> Any:
-    """The samples of a batch, without what was drawn as they were loaded."""
+    """Return the samples of a batch without their random numbers."""
     if isinstance(batch, (list, tuple)) and isinstance(batch[0], torch.Tensor):
         batch = batch[0]
     return (
@@ -105,7 +105,7 @@ KINDS = ["shuffle", "own generator", "replacement", "chunks of draws", "no batch
 
 
 def drawn(loader: Loader, epochs: int, stop: int | None = None) -> list[Any]:
-    """Batches with their epochs and a random number drawn beside each, until so many."""
+    """Return batches with epoch and random numbers, up to `stop`."""
     seen: list[Any] = []
     while loader.epoch < epochs:
         epoch = loader.epoch

@@ -1,4 +1,4 @@
-"""The plain loop: killed at any moment and resumed, a run computes the numbers of one that was not."""
+"""The plain loop: a killed and resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ MULTI = Path(__file__).with_name("loop_ranks.py")
 
 
 def kill_at(at: int, script: Path, folder: Path, losses: Path, *more: int) -> None:
-    """Kill a run that would go on for long once it has done so many steps."""
+    """Kill a long run after `at` steps."""
     once = lambda: losses.exists() and len(losses.read_text().splitlines()) >= at  # noqa: E731
     with Script(script) as forking:
         run_and_kill(forking, folder, losses, 100_000, *more, once=once)
 
 
 def by_step(losses: Path) -> list[str]:
-    """The lines of a run, those that were computed twice once and checked to be equal."""
+    """Return the lines of a run by step, after a check that repeated ones are equal."""
     lines = [line for line in losses.read_text().splitlines() if line.endswith("]")]
     found: dict[int, str] = {}
     for line in lines:
@@ -73,7 +73,7 @@ def notes(store: sp.Store, step: int) -> list[str]:
 
 @pytest.mark.slow
 def test_a_killed_run_with_a_tracker_resumed_loses_no_row(tmp_path: Path) -> None:
-    """Deltas hold the rows that moved and no mark is missing, before the kill, over the resume, and after it."""
+    """Deltas hold all changed rows before a kill, over the resume and after it."""
     folder, log = tmp_path / "run", tmp_path / "log.txt"
     kill_at(20, TRACKED, folder, log)
     done = max(sp.Store(folder).steps())
@@ -102,7 +102,7 @@ def test_a_killed_run_with_a_tracker_resumed_loses_no_row(tmp_path: Path) -> Non
 
 
 def test_a_run_with_a_tracker_is_exact_where_all_is(tmp_path: Path) -> None:
-    """With a lossless configuration the tracker changes nothing at all, resumed or not."""
+    """With lossless storage a tracker changes nothing, resumed or not."""
     exact = sp.presets.lossless()
     for name, stops in (("resumed", (5, 9, 14)), ("whole", (14,))):
         for stop in stops:
@@ -126,7 +126,7 @@ def test_a_tracker_is_told_of_what_becomes_of_saves(
     with sp.RowTracker(model) as tracker:
 
         def touched(step: int, metric: float | None = None) -> tuple[int, int]:
-            """Train one step and save; how many rows were marked then, since the base and since the save before."""
+            """Train and save; return the marked rows since the base and since the last save."""
             for one in (dense, sparse):
                 one.zero_grad()
             model(torch.full((4, 4), step)).sum().backward()
@@ -215,7 +215,7 @@ def test_trackers_that_do_not_fit(store: sp.Store) -> None:
 
 
 class Job:
-    """A model with all that goes beside it."""
+    """A model with optimizer, scheduler and scaler."""
 
     def __init__(self, seed: int, width: int = 48, optimizer: str = "AdamW", **names: Any) -> None:
         torch.manual_seed(seed)
@@ -304,7 +304,7 @@ def test_an_empty_store_is_the_beginning(store: sp.Store) -> None:
 
 @pytest.mark.parametrize("kind", [np.int64, torch.tensor])
 def test_a_step_may_be_an_integer_of_numpy_or_torch(store: sp.Store, kind: Any) -> None:
-    """As loops have it that count with them: what was saved is resumed."""
+    """A step may be an integer of NumPy or torch."""
     job = Job(1)
     trainers.save(store, kind(7), **job.parts())
     assert type(trainers.TrainingState(job.model).tree(kind(7))["step"]) is int  # type: ignore[index]
@@ -429,7 +429,7 @@ def test_a_resized_parameter_has_no_state_of_any_optimizer(store: sp.Store) -> N
 
 
 class Counting(nn.Linear):
-    """A module with a state beside its tensors."""
+    """A module with extra state."""
 
     seen: Any = 0
 
@@ -488,7 +488,7 @@ def test_optimizers_that_cannot_make_an_empty_step(store: sp.Store, name: str) -
 
 
 class Counted(torch.optim.AdamW):
-    """An optimizer with a state of its own beside torch's."""
+    """An optimizer with additional state."""
 
     steps = 0
 
@@ -660,7 +660,7 @@ def two() -> Iterator[Script]:
 
 @pytest.mark.slow
 def test_two_processes(two: Script, tmp_path: Path) -> None:
-    """Trained by two over gloo (DDP and FSDP2), resumed by two bit for bit, and by one."""
+    """A run by two processes (DDP, FSDP2) is resumed exactly by two, and by one."""
     ranks = [two.start(tmp_path, rank) for rank in (0, 1)]
     assert [rank.wait() for rank in ranks] == [0, 0], [rank.trouble for rank in ranks]
     # However many processes load, that is one restore of the run.
@@ -721,7 +721,7 @@ def test_fsdp2_in_one_process(tmp_path: Path, store: sp.Store) -> None:
 
 
 class Held:
-    """Something whose state is a bare array."""
+    """A part whose state is an array."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -752,7 +752,7 @@ def test_the_loop_of_the_readme_has_at_most_six_added_lines() -> None:
 
 @pytest.mark.parametrize("make", [torch.nn.Dropout, torch.nn.Identity, torch.nn.Sequential])
 def test_a_model_without_any_state(make: Any, store: sp.Store) -> None:
-    """Random numbers, the data's position and the rest are worth saving."""
+    """A model without state is saved with generators and the data position."""
     trainers.save(store, 1, make())
     assert trainers.resume(store, make()) == 1
     with pytest.raises(sp.BadArgumentError, match="does not fit"):
@@ -790,7 +790,7 @@ def test_a_similar_folder_with_checkpoints_is_named(tmp_path: Path, caplog: pyte
 
 
 def test_resume_waits_for_a_save_in_flight(tmp_path: Path) -> None:
-    """A notebook cell that is run twice: the second Saver's run goes on from the save of the first one."""
+    """`resume` waits for a save in flight of another Saver of this process."""
     model = nn.Linear(256, 256)
     with sp.Saver(sp.Store(tmp_path)) as first:
         for step in (1, 2):

@@ -1,4 +1,4 @@
-"""Megatron-Core's `dist_checkpointing` through our strategies: two real ranks, loaded by two and by one."""
+"""Megatron-Core's `dist_checkpointing` through our strategies, by two ranks and by one."""
 
 from __future__ import annotations
 

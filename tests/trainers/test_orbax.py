@@ -1,4 +1,4 @@
-"""Orbax as it is on the registry: managers over our handler, killed and resumed, rotated, on other shardings."""
+"""The released Orbax: managers over our handler, killed, rotated, resharded."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_killed_run_resumed_equals_one_that_was_not(script: Script, tmp_path: 
     killed, home = tmp_path / "killed", tmp_path / "killed" / "run"
 
     def saving() -> bool:
-        """As soon as a save is on its way, once there are some."""
+        """Return whether a save is in flight after the first ones."""
         begun = (killed / "losses.txt").exists() and len(by_step(killed)) >= 14
         return begun and bool(list(home.glob("*orbax-checkpoint-tmp*")))
 
@@ -112,7 +112,7 @@ def test_rotation_reaches_the_store_and_deltas_stay_whole(tmp_path: Path) -> Non
 
 
 def test_a_manager_that_only_reads_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is closed while another process has committed a step and not pointed to it yet."""
+    """A read-only manager does not remove a committed step without a pointer."""
     states = [jax.tree.map(np.array, state) for state, _ in trained(build(), 2)]
     writes = adapter.write_pointer
 
@@ -456,15 +456,15 @@ def test_a_saver_that_compacts_does_not_keep_a_rotation_waiting(tmp_path: Path, 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Alike:
-    """A container whose two leaves go by one name."""
+    """A container whose two leaves have the same name."""
 
     def tree_flatten_with_keys(self) -> tuple[Any, None]:
-        """For JAX."""
+        """Return keys and leaves."""
         return [(jax.tree_util.GetAttrKey("x"), jnp.ones(3)), (jax.tree_util.DictKey("x"), jnp.zeros(3))], None
 
     @classmethod
     def tree_unflatten(cls, _: None, leaves: Any) -> Alike:
-        """For JAX."""
+        """Return a new container."""
         return cls()
 
 

@@ -1,4 +1,4 @@
-"""LoRA by PEFT: each step holds the adapters and their optimizer; the restored model is the trained one."""
+"""LoRA by PEFT: steps hold adapters and optimizer, and restore the trained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pointer files: what they name is what was saved there, or an error."""
+"""Pointer files lead to the step that was saved for them, or to an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_files_point_into_one_store_of_deltas(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_of_gradients_those_of_the_state_are_taken(tmp_path: Path, background: bool) -> None:
-    """A state may hold an adapter's weights alone; which are protected is what their own gradients say."""
+    """Of the given gradients only those of arrays in the state are used."""
     rng = np.random.default_rng(0)
     held = {name: rng.standard_normal((100, 200)).astype(np.float32) for name in ("a.weight", "b.weight")}
     grads = {"state_dict": {n: np.abs(w[::-1]).copy() for n, w in held.items()} | {"left.out": np.ones(3, np.float32)}}
@@ -59,7 +59,7 @@ def test_of_gradients_those_of_the_state_are_taken(tmp_path: Path, background: b
 
 @pytest.mark.parametrize("spelled", ["memory://{}", "memory:///{}/", "memory://{}/"])
 def test_a_store_is_the_same_by_whatever_name(tmp_path: Path, spelled: str) -> None:
-    """What files point to by another spelling of the store's URL is in use."""
+    """A step is in use by files that spell the store's URL differently."""
     path, store = tmp_path / "p.json", sp.Store(f"memory://{tmp_path.name}/")
     step = save_at(path, store, state(0)).step
     again = sp.Store(spelled.format(tmp_path.name))
@@ -131,7 +131,7 @@ def test_other_files_are_no_pointers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("root", ["folder", "file", "memory"])
 def test_a_copy_by_another_name_keeps_its_step(tmp_path: Path, root: str, background: bool) -> None:
-    """Of a file beside it, or of its whole folder, whatever becomes of the original."""
+    """A copied pointer file keeps its step, whatever happens to the original."""
     home = {"folder": f"{tmp_path}/", "file": f"file://{tmp_path}/", "memory": f"memory://{tmp_path.name}/"}[root]
     store, fs = sp.Store(f"{home}store", sp.presets.lossless()), fsspec.core.url_to_fs(home)[0]
 
@@ -206,7 +206,7 @@ def test_a_pointer_is_durable_before_the_step_it_named_is_removed(
 def test_a_pointer_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool, lands: bool
 ) -> None:
-    """The step saved for it goes again, unless the file names it all the same: its folder could not be synced."""
+    """If a pointer cannot be written, its step is removed unless the file names it."""
     store, path = sp.Store(tmp_path / "store"), tmp_path / "p.json"
     save_at(path, store, state(1))
     real = LocalFiles.write

@@ -1,4 +1,4 @@
-"""Preemption with real processes: signals to one rank and to the group, torchrun's restart, long and short grace."""
+"""Preemption of real processes: signals to ranks and groups, torchrun, grace periods."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def script() -> Iterator[Script]:
 
 
 def steps_of(log: Path) -> list[str]:
-    """Steps and losses of a run."""
+    """Return steps and losses of a run."""
     lines = log.read_text().splitlines() if log.exists() else []
     return [line.rsplit(" ", 1)[0] for line in lines if not line.startswith("begin") and line.count(" ") == 2]
 
@@ -227,7 +227,7 @@ def test_a_grace_too_short_for_a_save_keeps_the_last_durable_step(script: Script
 
 @pytest.mark.slow
 def test_torchrun_restarts_what_a_signal_to_one_rank_ended(tmp_path: Path) -> None:
-    """Then the signal goes to torchrun's group, as from a scheduler."""
+    """torchrun restarts after a signal to one rank; a signal to the group ends it."""
     folder, log = tmp_path / "a", tmp_path / "log"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["--max-restarts=1", str(RUN), str(folder), str(log)]

@@ -1,4 +1,4 @@
-"""Preemption through the hooks of Transformers, Accelerate and Lightning: a signal, then a resumed run."""
+"""Preemption through Transformers, Accelerate and Lightning, and a resumed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Publisher and subscriber: every bit, in every dtype; what goes wrong is an error or put right, never a mixture."""
+"""Publisher and subscriber: exact in every dtype, never a mixture after errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = [
 
 
 def state(seed: int = 0, n: int = 3000) -> dict[str, torch.Tensor]:
-    """A tensor of every dtype."""
+    """Return a tensor of every dtype."""
     x = torch.randn(n, 2, generator=torch.Generator().manual_seed(seed)) * 30
     made = {str(d): x.to(d) for d in DTYPES if d not in (torch.complex64, torch.bool)}
     made["complex"] = torch.view_as_complex(x)
@@ -40,7 +40,7 @@ def state(seed: int = 0, n: int = 3000) -> dict[str, torch.Tensor]:
 
 
 def step(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
-    """The same with a share of the bytes' lowest bits flipped."""
+    """Return tensors with the lowest bit of some bytes flipped."""
     g = torch.Generator().manual_seed(seed)
     made = {}
     for name, t in tensors.items():
@@ -52,7 +52,7 @@ def step(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str,
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Equal to the bit."""
+    """Return whether tensors are equal bit for bit."""
     return a.keys() == b.keys() and all(
         torch.equal(a[k].reshape(-1).view(torch.uint8), b[k].reshape(-1).view(torch.uint8)) for k in a
     )
@@ -124,7 +124,7 @@ def test_bases_keep_and_restart(tmp_path: Path) -> None:
 
 
 def test_a_restart_counts_the_chain_on(tmp_path: Path) -> None:
-    """Bases come as often as without the restart."""
+    """A restarted publisher continues the interval of bases."""
     now, bases = {"w": torch.randn(200, 200)}, []
     for version in range(1, 9):
         now = step(now, 0.01, version)
@@ -437,7 +437,7 @@ def test_patches_of_every_dtype_and_of_slices(tmp_path: Path, share: float) -> N
 
 
 def test_receivers_of_some_experts(tmp_path: Path) -> None:
-    """Each rank stacks its experts under other names, and holds nothing of the rest."""
+    """Each rank receives its own experts under other names."""
     experts, hidden, ranks = 4, 6, 2
     now = {f"experts.{i}.up": torch.randn(8, hidden).to(torch.float8_e4m3fn) for i in range(experts)}
     now |= {f"experts.{i}.scale": torch.randn(8) for i in range(experts)} | {"router": torch.randn(experts, hidden)}
@@ -465,7 +465,7 @@ def test_receivers_of_some_experts(tmp_path: Path) -> None:
     "dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
 )
 def test_slices(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Each receiver takes the rows, columns or block that it holds."""
+    """Each receiver gets the rows, columns or block that it holds."""
     g = torch.Generator().manual_seed(0)
     now = {"w": (30 * torch.randn(60, 50, 4, generator=g)).to(dtype), "v": torch.randn(7, generator=g)}
     publisher = sp.Publisher(tmp_path, sliced=True)
@@ -603,7 +603,7 @@ def test_distributed_tensors(tmp_path: Path) -> None:
 
 
 def test_all_ranks_reach_the_same_version(tmp_path: Path) -> None:
-    """`version=` goes forward and back, and is an error where it cannot be reached."""
+    """`update(version=)` goes forward and back, or raises if a version is missing."""
     now, states = {"w": torch.randn(100, 100)}, {}
     publisher, served = sp.Publisher(tmp_path, base_every=3), {"w": torch.zeros(100, 100)}
     for version in range(1, 7):
@@ -790,7 +790,7 @@ def test_a_clock_that_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("lost", ["newest", "all", "data"])
 def test_a_store_that_loses_files(tmp_path: Path, lost: str) -> None:
-    """The subscriber stays at an intact version; the publisher says that files are missing."""
+    """A subscriber stays at an intact version, and the publisher reports missing files."""
     states = [{"w": torch.randn(3000)}]
     publisher, served = sp.Publisher(tmp_path), {"w": torch.zeros(3000)}
     subscriber = sp.Subscriber(tmp_path, served)

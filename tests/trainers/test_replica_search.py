@@ -1,4 +1,4 @@
-"""One state for processes that search together, and what they do together where others are gone."""
+"""Processes that search together share a state, and handle lost processes."""
 
 from __future__ import annotations
 

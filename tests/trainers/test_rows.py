@@ -1,4 +1,4 @@
-"""The row tracker: marks every row that training changes, costs no accuracy, and says where it cannot know."""
+"""The row tracker marks every changed row, and reports tables that it cannot track."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 
 def batch(step: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids by a power law."""
+    """Return ids by a power law."""
     g = torch.Generator().manual_seed(step)
     ids = (torch.rand(size, 4, generator=g) ** 3 * ROWS).long()
     return ids[:, 0], ids[:, 1:]
@@ -73,7 +73,7 @@ def marked(kinds: dict[str, sp.Kind], name: str, base: bool = False) -> set[int]
 
 
 def committed(tracker: sp.RowTracker, base: bool = True) -> None:
-    """As if everything had just been saved."""
+    """Report a completed save to the tracker."""
     tracker.kinds()
     tracker.saved(base)
 
@@ -162,7 +162,7 @@ def test_the_padding_row_is_not_trained() -> None:
 
 
 def test_ids_of_no_bag_do_no_harm() -> None:
-    """Beyond the last offset nothing is checked by EmbeddingBag itself; nor is anything written out of bounds."""
+    """Ids beyond the last offset of an EmbeddingBag do not write out of bounds."""
     bag = nn.EmbeddingBag(ROWS, 4, mode="sum", include_last_offset=True)
     with sp.RowTracker(nn.ModuleList([bag])) as tracker:
         committed(tracker)
@@ -222,7 +222,7 @@ def test_every_row_that_changes_is_marked(name: str) -> None:
 
 
 def test_sparse_adam_beside_a_dense_optimizer() -> None:
-    """Two optimizers, by their names in the state; the moments follow the rows."""
+    """Moments of two optimizers follow the rows, by their names in the state."""
     model = Model(sparse=True)
     tables = [model.users.weight, model.items.weight]
     sparse = torch.optim.SparseAdam(tables, 0.05)
@@ -258,7 +258,7 @@ def test_sparse_adam_beside_a_dense_optimizer() -> None:
 
 @pytest.mark.parametrize("policy", ["intermittent", "one_shot", "consecutive"])
 def test_a_store_with_marks_is_a_store_without(policy: str, tmp_path: Path) -> None:
-    """Every file is what comparing would have made, saves that fail included."""
+    """Files with marks equal those by comparison, after failed saves too."""
     cfg = sp.presets.check_n_run(4, policy=policy)
     model = Model(sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
@@ -285,7 +285,7 @@ def test_a_store_with_marks_is_a_store_without(policy: str, tmp_path: Path) -> N
 
 
 class Wrapped(torch.optim.Optimizer):
-    """As ZeroRedundancyOptimizer: its step is that of the optimizer within, and torch's hooks see both."""
+    """An optimizer like ZeroRedundancyOptimizer, around another one."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__([p for g in inner.param_groups for p in g["params"]], {})
@@ -368,7 +368,7 @@ def test_losses_are_those_of_a_run_without() -> None:
 
 
 def backward(model: nn.ModuleDict, rows: torch.Tensor, how: str = "module") -> None:
-    """A gradient of 2 in each of these rows."""
+    """Set a gradient of 2 in each of these rows."""
     table = model["t"]
     if how == "module":
         out = table(rows)
@@ -380,7 +380,7 @@ def backward(model: nn.ModuleDict, rows: torch.Tensor, how: str = "module") -> N
 
 
 def stepper(model: nn.ModuleDict, how: str) -> tuple[Any, Callable[[], Any], torch.optim.Optimizer]:
-    """What the tracker is told of, what moves the rows, and an optimizer for its `zero_grad`."""
+    """Return the tracker's optimizer, the function that changes rows, and an optimizer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
 
     def by_hand() -> None:
@@ -473,7 +473,7 @@ def test_a_step_by_a_closure(sparse: bool) -> None:
 
 
 def test_what_the_tracker_does_not_see_is_stored_and_counted() -> None:
-    """Dense gradients of one process are not read at every step: a single look-up past the module may escape it."""
+    """Changed rows without a mark are stored and counted in the note."""
     model = one_table()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     with sp.RowTracker(model, optimizer) as tracker:
@@ -603,7 +603,7 @@ def test_saves_that_failed_or_were_skipped_lose_nothing(one: nn.ModuleDict) -> N
 
 
 def test_against_a_model_of_commits_in_any_order(one: nn.ModuleDict) -> None:
-    """Random look-ups, snapshots and commits; the marks are never fewer than the rows that are in no checkpoint."""
+    """In any order of look-ups and commits, marks include all uncommitted rows."""
     rng = random.Random(1)
     for _ in range(30):
         with sp.RowTracker(one) as tracker:
@@ -663,7 +663,7 @@ def test_a_commit_without_a_snapshot_is_a_mistake(one: nn.ModuleDict) -> None:
 
 
 class OwnSGD(torch.optim.SGD):
-    """Who knows what it does."""
+    """A subclass of SGD, which the tracker does not know."""
 
 
 @pytest.mark.parametrize(
@@ -753,7 +753,7 @@ def test_a_resized_table_is_refused(one: nn.ModuleDict) -> None:
 def test_a_table_in_the_place_of_another_of_another_size_is_refused(
     one: nn.ModuleDict, rows: int, module: type[nn.Module]
 ) -> None:
-    """Also where its marks would take as many bytes, and no optimizer is given."""
+    """A table replaced by one of another size is refused."""
     one["t"] = nn.Embedding(ROWS + 1, 4)
     with sp.RowTracker(one) as tracker:
         committed(tracker)
@@ -765,7 +765,7 @@ def test_a_table_in_the_place_of_another_of_another_size_is_refused(
 
 @GRADIENTS
 def test_a_table_in_the_place_of_another_is_followed(sparse: bool) -> None:
-    """Of the same size: all of it is touched, and its rows are marked from the next save on."""
+    """A replaced table of equal size is stored whole, then tracked."""
     model = one_table(sparse)
     with sp.RowTracker(model) as tracker:
         chain = Chain(model, tracker)

@@ -1,4 +1,4 @@
-"""The tracker: the average it says, before checkpoints only; under accumulation, AMP, DDP, FSDP2; without a trace."""
+"""The gradient tracker: its average under accumulation, AMP, DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def network(seed: int = 0) -> nn.Module:
 
 
 def average(history: list[Grads], beta: float) -> Grads:
-    """The formula, in float64."""
+    """Compute the average by its formula in float64."""
     out: Grads = {}
     for gradients in history:
         for name, g in gradients.items():
@@ -48,7 +48,7 @@ def close(found: Grads | None, expected: Grads) -> bool:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, parts: int = 1) -> Grads:
-    """One batch in so many micro-batches; returns the gradients that were used."""
+    """Train one batch in `parts` micro-batches; return the gradients."""
     optimizer.zero_grad()
     for _ in range(parts):
         (model(torch.randn(4, 16)).square().mean() / parts).backward()
@@ -97,7 +97,7 @@ def test_the_average_of_the_window_before_each_checkpoint(
 
 @pytest.mark.parametrize(("beta", "read"), [(0.9, 13), (0.5, 40), (0.3, 50), (1.0, 12)])
 def test_of_a_window_that_is_read_which_the_average_can_tell(beta: float, read: int) -> None:
-    """Gradients of wildly different sizes: what is left out changes no average by a float32's last place."""
+    """Batches that cannot change the average in float32 are not recorded."""
     generator = torch.Generator().manual_seed(0)
     sizes = 10.0 ** torch.randint(-2, 3, (60,), generator=generator)
     gradients = [size * torch.randn(7, generator=generator) for size in sizes]
@@ -252,19 +252,19 @@ def test_what_was_read_does_not_change_later() -> None:
 
 
 def marked(model: nn.Module, number: int) -> None:
-    """Gradients that say their batch: all of them are its number."""
+    """Set every gradient to the number of its batch."""
     for p in model.parameters():
         p.grad = torch.full_like(p, float(number))
 
 
 def newest(tracker: sp.SensitivityTracker) -> float | None:
-    """The newest gradient in an average that weighs it alone."""
+    """Return the newest gradient from an average that weighs only it."""
     grads = tracker.grads()
     return None if grads is None else float(next(iter(grads.values())).flatten()[0])
 
 
 def amp_run(fused: bool, told: bool, skipped: int, batches: int) -> list[tuple[float | None, int]]:
-    """A loop in which AMP skips some of the first batches; what is there at every 20th, and how much of it."""
+    """Train with AMP skipping some batches; return averages and counts at every 20th."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=10**6)
@@ -322,7 +322,7 @@ def test_nothing_is_said_at_checkpoints() -> None:
 @pytest.mark.parametrize("at", [7, 15, 18])
 @pytest.mark.parametrize("kept", [False, True])
 def test_an_optimizer_made_anew_goes_on_from_the_last(at: int, kept: bool) -> None:
-    """Before a window, at its first batch, and within it; the last optimizer kept, or gone."""
+    """A new optimizer continues the window of the last one."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     others = []
@@ -405,7 +405,7 @@ def test_complex_parameters_are_left_out() -> None:
 
 
 class Wrapped(torch.optim.Optimizer):
-    """As ZeroRedundancyOptimizer: an optimizer by its own right, whose step is that of others within."""
+    """An optimizer like ZeroRedundancyOptimizer, around others."""
 
     def __init__(self, *inner: torch.optim.Optimizer) -> None:
         super().__init__([p for one in inner for g in one.param_groups for p in g["params"]], {})
@@ -484,7 +484,7 @@ def test_a_step_that_fails_does_not_hide_those_after_it() -> None:
 
 @pytest.mark.parametrize("rows", [False, True])
 def test_a_step_that_fails_keeps_nothing_alive(rows: bool) -> None:
-    """As where memory was too short, and a smaller model is to be made in place of the first one."""
+    """A failed step keeps no reference to model or optimizer."""
     model = nn.Sequential(nn.Embedding(8, 4)) if rows else network()
     optimizer = Failing(model.parameters(), lr=0.01)
     tracker: Any = sp.RowTracker(model) if rows else sp.SensitivityTracker(model, every=None)
@@ -505,7 +505,7 @@ def test_a_step_that_fails_keeps_nothing_alive(rows: bool) -> None:
 
 
 def test_gradients_that_a_closure_makes_are_read_after_it() -> None:
-    """As Lightning steps every optimizer, and LBFGS, which evaluates it again and again."""
+    """Gradients of a closure are read after it, for Lightning and LBFGS."""
     for make in (lambda p: torch.optim.SGD(p, lr=0.01), lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4)):
         model = nn.Linear(16, 8)
         optimizer = make(model.parameters())
@@ -535,7 +535,7 @@ def test_gradients_that_a_closure_makes_are_read_after_it() -> None:
 
 @pytest.mark.parametrize("read", [12, 40])
 def test_an_element_that_is_not_finite_begins_anew(read: int) -> None:
-    """Where every batch is recorded nothing else would ever end it: at the reading, or before."""
+    """The average of a non-finite element starts again, with a warning."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with sp.SensitivityTracker(model, every=5, squares=True) as tracker:

@@ -1,4 +1,4 @@
-"""The tracker's way from a GPU: copied before the step, averaged after the copy; on a GPU, and on what stands in."""
+"""The gradient tracker on a GPU or a stand-in: asynchronous copies and averages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 class Overwriting(torch.optim.SGD):
-    """Puts its work on the device's stream, and writes into the gradients, as SGD with Nesterov's momentum does."""
+    """An SGD that overwrites the gradients on the device's stream."""
 
     def __init__(self, model: nn.Module, gpu: Gpu) -> None:
         super().__init__(model.parameters(), lr=0.1)
@@ -41,7 +41,7 @@ class Overwriting(torch.optim.SGD):
 
 
 def backward(model: nn.Module, gpu: Gpu, seed: int) -> Grads:
-    """Gradients that the device will have written once it comes to it, in memory that holds NaN until then."""
+    """Set gradients that the device writes later, in memory with NaN until then."""
     torch.manual_seed(seed)
     used = {}
     for name, p in model.named_parameters():
@@ -87,7 +87,7 @@ def test_gradients_are_copied_before_the_step_and_averaged_after_the_copy(gpu: G
 
 
 def test_the_host_does_not_wait_for_the_device(gpu: Gpu) -> None:
-    """Neither for the copy, nor for the average of other parameters; only before a buffer is used again."""
+    """The host waits for the device only before it uses a buffer again."""
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     ran: list[int] = []
     with sp.SensitivityTracker(nn.ModuleList([first, second]), every=None) as tracker:
@@ -129,7 +129,7 @@ def test_loops_without_an_optimizer(gpu: Gpu) -> None:
 
 
 def test_the_stand_in_notices_what_does_not_wait(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the event the step overtakes the copy; without the thread's waiting NaN is read."""
+    """The stand-in detects a missing wait of the stream or of the thread."""
     from shrinkpoint.trainers.gradient_averages import Transfer
 
     from . import fake_cuda

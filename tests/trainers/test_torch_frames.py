@@ -1,4 +1,4 @@
-"""The places that look for torch's functions among the frames of a thread: they must notice when torch renames them."""
+"""Functions of torch that are looked up in stack frames still have their names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:.
 
 
 class _Watched(Writer):
-    """A writer that records whether its thread is seen to be saving, while torch calls it."""
+    """A writer that records whether its thread is seen as saving."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self.seen = writer_module._is_saving(threading.get_ident(), self)

@@ -1,4 +1,4 @@
-"""Transformers as it is on the registry: its Trainer, killed and resumed from compressed checkpoints."""
+"""The released Transformers: its Trainer, killed and resumed from compressed checkpoints."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_killed_run_resumed_equals_one_that_was_not(script: Script, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["background"]])
 def test_two_processes_go_on_where_they_were(script: Script, tmp_path: Path, how: list[str]) -> None:
-    """DDP over gloo, each with batches and dropout of its own."""
+    """Two DDP processes resume with their own batches and dropout."""
     for folder, steps in (("half", 8), ("half", 16), ("whole", 16)):
         script.together(2, tmp_path / folder, steps, "ranks", *how)
     for rank in "01":

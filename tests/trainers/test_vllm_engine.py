@@ -29,7 +29,7 @@ class Patch(NamedTuple):
 
 
 class Base:
-    """What vLLM's base class does: it keeps the model, and makes update information of a dict."""
+    """Stand-in for vLLM's base class, which keeps the model and parses updates."""
 
     init_info_cls: Any
     update_info_cls: Any
@@ -50,7 +50,7 @@ class Registry:
 
 
 class Rank(nn.Module):
-    """Its rows of q, k and v in one parameter, as vLLM keeps them."""
+    """A rank that holds its rows of q, k and v in one parameter, as vLLM does."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -49,13 +49,13 @@ class SmallTrainer(CompressedCheckpoints, Trainer):  # type: ignore[misc]
 
 
 class BackgroundTrainer(SmallTrainer):
-    """The same with saves in the background."""
+    """A `SmallTrainer` that saves in the background."""
 
     background = True
 
 
 def make(folder: Path, steps: int, cls: type[Trainer] = SmallTrainer, callbacks: Any = (), **more: Any) -> Trainer:
-    """A trainer over a tiny GPT-2 with dropout."""
+    """Return a trainer of a tiny GPT-2 with dropout."""
     torch.manual_seed(0)
     config = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=50, n_positions=12, bos_token_id=0, eos_token_id=0)
     settings: dict[str, Any] = {
@@ -78,7 +78,7 @@ def make(folder: Path, steps: int, cls: type[Trainer] = SmallTrainer, callbacks:
 
 
 def one_of_several(folder: Path, steps: int, kind: type[Trainer]) -> None:
-    """The process of one rank; with what it made goes what keeps the process group."""
+    """Train in the process of one rank."""
     settings: dict[str, Any] = {"save_total_limit": 2, "lr_scheduler_type": "constant_with_warmup"}
     trainer = make(folder, steps, kind, ddp_backend="gloo", **settings)
     trainer.train(resume_from_checkpoint=newest_complete(folder))

@@ -1,4 +1,4 @@
-"""What adapters hand on to those who save in the background."""
+"""Recording of the arguments that adapters give to background saves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shrinkpoint.trainers.background import Background
 
 
 def bounds_handed_to_savers(patch: pytest.MonkeyPatch, adapter: ModuleType) -> list[float | None]:
-    """From now on each `compact` with which an adapter makes a `Background`; the list grows."""
+    """Record the `compact` argument of each new `Background`."""
     seen: list[float | None] = []
 
     def background(store: Store, *, compact: float | None = None, **how: Any) -> Background:
