@@ -169,7 +169,7 @@ def test_a_folder_names_the_files_in_it_that_can_be_read(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
 def test_files_of_torch_are_not_taken_for_others(options: dict[str, Any], tmp_path: Path) -> None:
-    """Files of torch are recognised whatever bytes they begin with."""
+    """Files of torch are recognised by their structure, not by their first bytes."""
     for number, state in enumerate([{}, STATE, [STATE], {"GGUF": torch.zeros(2)}]):
         path = tmp_path / f"{number}.pt"
         path.write_bytes(saved(state, **options))

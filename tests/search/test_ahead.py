@@ -1,4 +1,4 @@
-"""Searches of weights coded ahead of their drift evaluate what is stored."""
+"""Searches of weights coded ahead of their drift evaluate the stored state."""
 
 from __future__ import annotations
 

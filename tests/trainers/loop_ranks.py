@@ -78,7 +78,7 @@ def changed(kind: str, folder: Path, rank: int) -> None:
 
 
 def afresh(kind: str, folder: Path) -> None:
-    """Check two optimizers, of which one has not stepped and stays without state."""
+    """Check two optimizers; one has not stepped, and stays without state."""
     store = sp.Store(folder / f"afresh-{kind}", cfg=sp.presets.lossless())
     model = wrapped(kind)
     first = halves(model)

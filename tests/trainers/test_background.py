@@ -24,7 +24,7 @@ PATIENCE = 300.0
 
 
 def state(number: int) -> dict[str, Any]:
-    """Return a state, half of which equals the state before."""
+    """Return a state; half of it equals the state before."""
     w = torch.randn(8192, generator=torch.Generator().manual_seed(0))
     for one in range(1, number + 1):
         w[one % 2 :: 2] = torch.randn(4096, generator=torch.Generator().manual_seed(one))

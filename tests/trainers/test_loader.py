@@ -1,4 +1,4 @@
-"""A resumed loader skips no batch and repeats none, whatever was prefetched."""
+"""A resumed loader skips no batch and repeats none, with or without prefetching."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_other_files_are_no_pointers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("root", ["folder", "file", "memory"])
 def test_a_copy_by_another_name_keeps_its_step(tmp_path: Path, root: str, background: bool) -> None:
-    """A copied pointer file keeps its step, whatever happens to the original."""
+    """A copied pointer file keeps its step after the original is replaced or removed."""
     home = {"folder": f"{tmp_path}/", "file": f"file://{tmp_path}/", "memory": f"memory://{tmp_path.name}/"}[root]
     store, fs = sp.Store(f"{home}store", sp.presets.lossless()), fsspec.core.url_to_fs(home)[0]
 
