@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import socket
@@ -105,6 +106,8 @@ def _lower_priority(nice: int) -> None:
 def main() -> None:
     """Run the worker; arguments: the descriptor of its socket, the trainer's process id."""
     signals.ignore()
+    # What the worker writes is shown as the reason of its death; a notice that kernels are compiled is not one.
+    logging.getLogger("shrinkpoint").setLevel(logging.ERROR)
     parent = _Parent(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
     first = parent.next()
     if first is None:

@@ -1,4 +1,4 @@
-"""A saver whose worker compiles kernels: training goes on, and with `on_busy="skip"` no save waits."""
+"""A saver whose worker compiles kernels: training goes on, no save waits with `on_busy="skip"`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from ..kernels.test_cache import start
 
 CODE = """
-import json, time
+import json, os, signal, time
 import torch, shrinkpoint as sp
 
 def main():
@@ -24,6 +24,12 @@ def main():
         begin = time.perf_counter()
         saver.wait()
         found.append(time.perf_counter() - begin)
+        os.kill(saver.pid, signal.SIGKILL)
+        try:
+            saver.save(2, {"step": 2})
+            saver.wait()
+        except ChildProcessError as error:
+            found.append(str(error))
     print(json.dumps(found))
 
 if __name__ == "__main__":
@@ -38,7 +44,8 @@ def test_training_goes_on_while_the_worker_compiles(tmp_path: Path) -> None:
     process = start(f"import runpy; runpy.run_path({str(code)!r}, run_name='__main__')", NUMBA_CACHE_DIR=str(tmp_path))
     printed, said = process.communicate(timeout=300)
     assert process.returncode == 0, said[-2000:]
-    first, second, status, rest = json.loads(printed)
+    first, second, status, rest, died = json.loads(printed)
     assert status == "skipped", "the worker was ready before the second save: this test shows nothing"
     assert rest > 1
     assert max(first, second) < rest / 4
+    assert died.endswith("was killed by SIGKILL"), "the notice about kernels is not the reason"
