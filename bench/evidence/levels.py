@@ -46,7 +46,7 @@ def levels() -> str:
     for level, name in NAMES.items():
         found = {family: campaign().found(family, level) for family in FAMILIES}
         there = {family: one for family, one in found.items() if one is not None}
-        lines.append([name, HOLDS[level], _restore(level, there), _ends(level, there), _ratios(level, there)])
+        lines.append([name, HOLDS[level], _restore(level, there), _ends(level, there), _ratios(level)])
     head = ["level", "holds", "at a restore, worst family", "after ten kills, worst family", "whole state, chain"]
     return markdown(head, lines)
 
@@ -74,11 +74,16 @@ def _ends(level: str, found: dict[str, Found]) -> str:
     return f"loss {effect(losses[worst])} ({worst})"
 
 
-def _ratios(level: str, found: dict[str, Found]) -> str:
-    ratios = {family: one.ratio for family, one in found.items()}
-    for family in FAMILIES:
-        for row in campaign().of("chain", family, level).values():
-            ratios.setdefault(family, row["ratio"])
+def _ratio_of(family: str, level: str) -> float | None:
+    """Return the ratio of a chain of whole states, of killed trainings if there are any."""
+    found = campaign().found(family, level)
+    if found is not None:
+        return found.ratio
+    return next((row["ratio"] for row in campaign().of("chain", family, level).values()), None)
+
+
+def _ratios(level: str) -> str:
+    ratios = {family: ratio for family in FAMILIES if (ratio := _ratio_of(family, level)) is not None}
     if not ratios:
         return _MISSING
     mean, least = statistics.fmean(ratios.values()), min(ratios, key=ratios.__getitem__)
@@ -116,6 +121,23 @@ def level(name: str) -> str:
         )
     head = ["family", "same answers", "loss change at a restore: rms, worst", "loss after ten kills", "accuracy lost"]
     return markdown([*head, "whole state, weights"], lines)
+
+
+def exact_levels() -> str:
+    """Return a line a family for the two levels that restore the model bit for bit."""
+    lines = []
+    for family in FAMILIES:
+        label = f"{family} (set aside)" if family in SET_ASIDE else family
+        found, ratio = campaign().found(family, "exact_weights"), _ratio_of(family, "lossless")
+        cells = [_MISSING if ratio is None else f"{ratio:.2f} x"]
+        if found is None:
+            cells += [_MISSING] * 3
+        else:
+            accuracy = "-" if found.agreement is None else effect(found.accuracy, "points")
+            cells += [effect(found.loss), accuracy, f"{found.ratio:.2f} x"]
+        lines.append([label, *cells])
+    head = ["family", "lossless: whole state", "exact_weights: loss after ten kills", "accuracy lost", "whole state"]
+    return markdown(head, lines)
 
 
 def front() -> str:

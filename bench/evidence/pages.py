@@ -72,6 +72,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "store peers": partial(parts.beside, "store.json", ("MB/s", "x raw state")),
     "stall peers": partial(parts.beside, "saver.json", ("ms",)),
     "levels": levels.levels,
+    "exact levels": levels.exact_levels,
     "front": levels.front,
     **{f"level {name}": partial(levels.level, name) for name in ("default", "compact")},
     **{f"aims {bench}": partial(parts.aims, bench) for bench in _AIMS},
