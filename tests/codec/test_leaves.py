@@ -71,8 +71,17 @@ def test_every_numpy_dtype(name: str) -> None:
         assert x.size == n
         assert difference([x], round_trip([x], sp.presets.lossless())) == "", n
         if n:
-            assert difference([x[0]], round_trip([x[0]])) == ""
+            again = round_trip([x[0]])[0]
+            assert type(again) is type(x[0])
+            assert _value_bytes(again) == _value_bytes(x[0])
             assert difference([x[:1].reshape(())], round_trip([x[:1].reshape(())])) == ""
+
+
+def _value_bytes(x: Any) -> bytes:
+    """The bytes of a scalar; of a long double without its padding, which NumPy 2.5 leaves undefined."""
+    if x.dtype.char in "gG":
+        return np.frombuffer(x.tobytes(), np.uint8).reshape(-1, np.dtype(np.longdouble).itemsize)[:, :10].tobytes()
+    return bytes(x.tobytes())
 
 
 def _legal(dtype: np.dtype[Any], n: int) -> bytes:
