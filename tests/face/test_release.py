@@ -47,3 +47,18 @@ def test_the_oldest_lane_has_the_oldest_versions(dependency: str) -> None:
     (pinned,) = found(rf"^{name}==([\d.]+)$", "constraints-oldest.txt")
     assert (pinned + ".0").startswith(bound + ".")
     assert pinned.removeprefix(bound).strip(".0") in ("", "1")  # typer 0.15.0 was withdrawn
+
+
+def test_each_step_of_a_workflow_is_a_command_of_this_checkout() -> None:
+    targets = set(found(r"^([a-z-]+):", "Makefile"))
+    steps = [
+        step for path in (HOME / ".github/workflows").glob("*.yml") for step in found(r"^ +-? ?run: (.*)$", str(path))
+    ]
+    assert len(steps) >= 7
+    for step in steps:
+        command, *arguments = step.split()
+        assert command in ("make", "bash", "test"), step
+        if command == "make":
+            assert arguments[0] in targets, step
+        if command == "bash":
+            assert (HOME / arguments[0]).is_file(), step
