@@ -184,8 +184,8 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _median(call: Callable[[], object], rounds: int = 5) -> float:
-    return statistics.median(_seconds(call) for _ in range(rounds))
+def _median(call: Callable[[], object]) -> float:
+    return statistics.median(_seconds(call) for _ in range(5))
 
 
 # ---------------------------------------------------------------------------------------------------- eight ranks

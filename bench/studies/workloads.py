@@ -83,17 +83,9 @@ class Run:
         workload: the training.
         seed: of weights and batches.
         device: where model, moments and batches are, and a checkpoint's tensors come from; None: the workload's.
-        betas: of AdamW.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        seed: int,
-        *,
-        device: str | torch.device | None = None,
-        betas: tuple[float, float] = BETAS,
-    ) -> None:
+    def __init__(self, workload: Workload, seed: int, *, device: str | torch.device | None = None) -> None:
         self.workload, self.seed, self.step = workload, seed, 0
         self.device = torch.device(workload.device if device is None else device)
         torch.manual_seed(seed)
@@ -101,7 +93,7 @@ class Run:
         decayed = [p for p in self.model.parameters() if p.ndim >= 2]
         others = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=workload.rate, betas=betas)
+        self.optimizer = torch.optim.AdamW(groups, lr=workload.rate, betas=BETAS)
 
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
@@ -280,7 +272,8 @@ def gpt_large(
 
 
 @cache
-def _digits() -> tuple[Tensor, Tensor]:
+def digits() -> tuple[Tensor, Tensor]:
+    """Return scikit-learn's images of digits in [0, 1], shuffled, and their labels."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -294,7 +287,7 @@ _HELD_OUT_DIGITS = 500
 
 def _digits_batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Return 64 images, shifted by up to a pixel and with noise."""
-    images, labels = _digits()
+    images, labels = digits()
     chosen = rng.integers(_HELD_OUT_DIGITS, len(labels), 64)
     dy, dx = rng.integers(-1, 2, 2)
     shifted = torch.roll(images[chosen], (int(dy), int(dx)), dims=(2, 3))
@@ -305,7 +298,7 @@ def _digits_batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
 @cache
 def _digits_held_out() -> list[tuple[Tensor, Tensor]]:
     """Return the held-out images in 20 noisy copies."""
-    images, labels = _digits()
+    images, labels = digits()
     rng = np.random.default_rng(1)
     batches = []
     for _ in range(20):

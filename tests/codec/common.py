@@ -6,7 +6,7 @@ import importlib
 import json
 import pkgutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -184,3 +184,27 @@ def threads(n: int) -> Iterator[None]:
         yield
     finally:
         sp.set_threads(None)
+
+
+def regression(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Callable[..., float], Callable[[], Any]]:
+    """Return a function that trains a small regression, and one that makes its model and optimizer."""
+    torch.manual_seed(0)
+    x = torch.randn(512, 64)
+    target = torch.tanh(x @ torch.randn(64, 64)) + 0.1 * torch.randn(512, 64)
+
+    def run(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> float:
+        order = torch.Generator().manual_seed(seed)
+        for _ in range(steps):
+            at = torch.randint(0, 512, (64,), generator=order)
+            optimizer.zero_grad()
+            (model(x[at]) - target[at]).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            return float((model(x) - target).square().mean())
+
+    def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64))
+        return model, make(model.parameters())
+
+    return run, fresh

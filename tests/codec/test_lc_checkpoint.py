@@ -20,7 +20,7 @@ from shrinkpoint.codec.rebase import rebase as restate
 from shrinkpoint.codec.state.leaves import LeafSpec
 from shrinkpoint.codec.weights.exponent import ExponentReference
 
-from .common import bits, difference, put_together, small_chunks, take_apart, through_bytes
+from .common import bits, difference, put_together, regression, small_chunks, take_apart, through_bytes
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
@@ -560,25 +560,7 @@ def test_damaged_chunks_raise_or_decode(seed: int) -> None:
 
 def test_a_run_resumes_from_a_chain() -> None:
     """SGD with momentum resumed from the tenth 3-bit delta ends near the exact run."""
-    torch.manual_seed(0)
-    x = torch.randn(512, 64)
-    target = torch.tanh(x @ torch.randn(64, 64)) + 0.1 * torch.randn(512, 64)
-
-    def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64))
-        return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-
-    def run(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> float:
-        order = torch.Generator().manual_seed(seed)
-        for _ in range(steps):
-            at = torch.randint(0, 512, (64,), generator=order)
-            optimizer.zero_grad()
-            (model(x[at]) - target[at]).square().mean().backward()
-            optimizer.step()
-        with torch.no_grad():
-            return float((model(x) - target).square().mean())
-
+    run, fresh = regression(lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9))
     model, optimizer = fresh()
     prev = None
     for t in range(11):

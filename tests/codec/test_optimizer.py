@@ -17,7 +17,7 @@ from shrinkpoint.codec.moments.secondmoment import decode_rank_one, matrix_shape
 from shrinkpoint.codec.state.leaves import LeafSpec, as_bytes
 from shrinkpoint.codec.streams import STREAMS
 
-from .common import difference
+from .common import difference, regression
 
 
 def adam(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
@@ -284,25 +284,7 @@ def test_out_of_range(make: Any) -> None:
 
 def test_resuming_hardly_changes_a_run() -> None:
     """AdamW resumed from compressed moments ends as from exact ones, within its noise."""
-    torch.manual_seed(0)
-    x = torch.randn(512, 64)
-    target = torch.tanh(x @ torch.randn(64, 64)) + 0.1 * torch.randn(512, 64)
-
-    def run(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> float:
-        order = torch.Generator().manual_seed(seed)
-        for _ in range(steps):
-            at = torch.randint(0, 512, (64,), generator=order)
-            optimizer.zero_grad()
-            (model(x[at]) - target[at]).square().mean().backward()
-            optimizer.step()
-        with torch.no_grad():
-            return float((model(x) - target).square().mean())
-
-    def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64))
-        return model, torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.999))
-
+    run, fresh = regression(lambda parameters: torch.optim.AdamW(parameters, lr=2e-3, betas=(0.9, 0.999)))
     model, optimizer = fresh()
     run(model, optimizer, 300, 0)
     weights = {k: v.clone() for k, v in model.state_dict().items()}

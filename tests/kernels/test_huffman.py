@@ -25,6 +25,8 @@ from shrinkpoint.kernels.huffman import (
 )
 from shrinkpoint.kernels.reference import huffman as oracle
 
+from .hostile import outcome
+
 if TYPE_CHECKING:
     from .conftest import BackEnd
 
@@ -50,14 +52,6 @@ def fibonacci(size: int) -> Array:
     while len(counts) < size:
         counts.append(counts[-1] + counts[-2])
     return np.asarray(counts[:size], np.int64)
-
-
-def outcome(decode: Any, *args: Any, **keywords: Any) -> list[int] | None:
-    """Return the values of a decoder on hostile input, or None for CorruptDataError."""
-    try:
-        return list(np.asarray(decode(*args, **keywords)).tolist())
-    except CorruptDataError:
-        return None
 
 
 # lengths and codes

@@ -24,6 +24,8 @@ from shrinkpoint.kernels.rans import (
 )
 from shrinkpoint.kernels.reference import rans as oracle
 
+from .hostile import outcome
+
 if TYPE_CHECKING:
     from .conftest import BackEnd
 
@@ -50,14 +52,6 @@ def any_counts(rng: np.random.Generator, rows: int, columns: int) -> Array:
     heavy = rng.random(rows) < 0.5
     counts[heavy, rng.integers(0, columns, int(heavy.sum()))] += rng.choice([100, 10**6])
     return counts.astype(np.int64)
-
-
-def outcome(decode: Any, *args: Any) -> list[Any] | None:
-    """Return the symbols of a decoder on hostile input, or None for CorruptDataError."""
-    try:
-        return list(np.asarray(decode(*args)).tolist())
-    except CorruptDataError:
-        return None
 
 
 # frequencies

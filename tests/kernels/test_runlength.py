@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shrinkpoint.kernels.cpu import runlength as cpu
-from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
+from shrinkpoint.kernels.errors import BadArgumentError
 from shrinkpoint.kernels.reference import runlength as oracle
 from shrinkpoint.kernels.runlength import LONGEST, rle_decode, rle_encode
+
+from .hostile import outcome
 
 if TYPE_CHECKING:
     from .conftest import BackEnd
@@ -40,14 +42,6 @@ def grouped(values: Bytes, longest: int = LONGEST) -> list[int]:
         for piece in [*pieces, run - sum(pieces)]:
             tokens += [-value, piece] if piece > 1 else [-value]
     return tokens
-
-
-def outcome(decode: Any, *args: Any) -> list[int] | None:
-    """Return the values of a decoder on hostile input, or None for CorruptDataError."""
-    try:
-        return list(np.asarray(decode(*args)).tolist())
-    except CorruptDataError:
-        return None
 
 
 def test_tokens_and_back(sequential_back_end: BackEnd, fresh: np.random.Generator) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from ..forking import PATIENCE, Script
 
@@ -26,3 +27,11 @@ def run_and_kill(script: Script, *arguments: object, once: Callable[[], bool], e
             time.sleep(every)
     finally:
         run.kill()
+
+
+def by_step(folder: Path) -> dict[int, str]:
+    """Return the lines of `losses.txt` by step, after a check that repeated ones are equal."""
+    found: dict[int, str] = {}
+    for line in (folder / "losses.txt").read_text().splitlines():
+        assert found.setdefault(int(line.split()[0]), line) == line
+    return found

@@ -23,7 +23,7 @@ from shrinkpoint.trainers.accelerate import compress_states  # noqa: E402
 
 from ..forking import Script  # noqa: E402
 from .accelerate_run import main  # noqa: E402
-from .killing import run_and_kill  # noqa: E402
+from .killing import by_step, run_and_kill  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUN, RANKS = (Path(__file__).with_name(f"accelerate_{name}.py") for name in ("run", "ranks"))
@@ -39,13 +39,6 @@ def script() -> Iterator[Script]:
 def ranks() -> Iterator[Script]:
     with Script(RANKS) as found:
         yield found
-
-
-def by_step(folder: Path) -> dict[int, str]:
-    found: dict[int, str] = {}
-    for line in (folder / "losses.txt").read_text().splitlines():
-        assert found.setdefault(int(line.split()[0]), line) == line
-    return found
 
 
 @pytest.mark.slow

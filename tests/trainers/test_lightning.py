@@ -34,7 +34,7 @@ from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO, 
 from shrinkpoint.trainers.loop import RanksChangedWarning
 
 from ..forking import Script
-from .killing import run_and_kill
+from .killing import by_step, run_and_kill
 from .lightning_run import AVERAGES, Model, Normed, Searching, averaged, fit
 from .watching import bounds_handed_to_savers
 
@@ -51,13 +51,6 @@ def script() -> Iterator[Script]:
 
 def finals(folder: Path) -> list[str]:
     return (folder / "losses.txt").read_text().splitlines()
-
-
-def by_step(folder: Path) -> dict[int, str]:
-    found: dict[int, str] = {}
-    for line in finals(folder):
-        assert found.setdefault(int(line.split()[0]), line) == line
-    return found
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from shrinkpoint.trainers.orbax import CompressedHandler, CompressedRestore, Com
 from tests.pages import run_page  # noqa: E402
 
 from ..forking import Script  # noqa: E402
-from .killing import run_and_kill  # noqa: E402
+from .killing import by_step, run_and_kill  # noqa: E402
 from .orbax_run import abstract, build, main, opened, trained  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -50,13 +50,6 @@ with contextlib.suppress(RuntimeError):  # where other tests have used JAX
 def script() -> Iterator[Script]:
     with Script(RUN) as found:
         yield found
-
-
-def by_step(folder: Path) -> dict[int, str]:
-    found: dict[int, str] = {}
-    for line in (folder / "losses.txt").read_text().splitlines():
-        assert found.setdefault(int(line.split()[0]), line) == line
-    return found
 
 
 def same(a: Any, b: Any) -> bool:

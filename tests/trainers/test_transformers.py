@@ -30,7 +30,7 @@ from shrinkpoint.trainers.transformers import (
 )
 
 from ..forking import Script
-from .killing import run_and_kill
+from .killing import by_step, run_and_kill
 from .transformers_run import BackgroundTrainer, SmallTrainer, make
 from .watching import bounds_handed_to_savers
 
@@ -43,13 +43,6 @@ RAW = {"model.safetensors", "optimizer.pt", "scheduler.pt", "pytorch_model.bin"}
 def script() -> Iterator[Script]:
     with Script(RUN) as found:
         yield found
-
-
-def by_step(folder: Path) -> dict[int, str]:
-    found: dict[int, str] = {}
-    for line in (folder / "losses.txt").read_text().splitlines():
-        assert found.setdefault(int(line.split()[0]), line) == line
-    return found
 
 
 def names(folder: Path) -> set[str]:

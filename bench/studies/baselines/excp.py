@@ -25,6 +25,7 @@ Mask = npt.NDArray[np.bool_]
 MOST_FACTOR = 2.5
 """Largest multiple of the median that the published code prunes by; the paper does not mention it."""
 _EXACT, _CODED = 0, 1
+ZSTD_LEVEL = 12
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ class ExCP:
     Args:
         alpha, beta: of the two thresholds; defaults as published, 5e-5 and 2.
         bits: of a code, 2 to 8; default 4.
-        level: of zstandard.
 
     Raises:
         BadArgumentError: a value out of range.
@@ -51,7 +51,6 @@ class ExCP:
     alpha: float = 5e-5
     beta: float = 2.0
     bits: int = 4
-    level: int = 12
     name: str = "ExCP"
     source: str = (
         "W. Li, X. Chen, H. Shu, Y. Tang, Y. Wang: ExCP: Extreme LLM Checkpoint Compression via Weight-Momentum Joint "
@@ -138,7 +137,7 @@ class ExCP:
     def _compressed(self, kind: int, pieces: list[bytes]) -> bytes:
         out = Writer()
         out.byte(kind)
-        out.raw(zstandard.ZstdCompressor(self.level).compress(b"".join(pieces)))
+        out.raw(zstandard.ZstdCompressor(ZSTD_LEVEL).compress(b"".join(pieces)))
         return out.done()
 
     def _decode(self, piece: Bytes, spec: LeafSpec) -> Floats:

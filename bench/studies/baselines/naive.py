@@ -15,6 +15,8 @@ from .base import Saved, State
 from .parts import Bytes, Floats, Part, each, load, parts, save
 from .uniform import Grid
 
+_ZSTD_LEVEL = 9
+
 
 @dataclass(frozen=True)
 class Naive8Bit:
@@ -23,7 +25,6 @@ class Naive8Bit:
     Args:
         moments: quantize Adam's moments in the same way (as the comparison was published); default False: exact, for
             second moments below 1/510 of the largest become zero and the next step divides by them.
-        level: of zstandard.
 
     Example:
         >>> Naive8Bit().name
@@ -31,7 +32,6 @@ class Naive8Bit:
     """
 
     moments: bool = False
-    level: int = 9
     source: str = (
         "the yardstick of BitSnap, section 5.1: 'naive 8-bit quantization just packs tensor values into range [0, 255]'"
     )
@@ -59,7 +59,7 @@ class Naive8Bit:
         grid = Grid.over(part.values, 256)
         out = Writer()
         out.raw(np.array([grid.low, grid.high], "<f4"))
-        out.raw(zstandard.ZstdCompressor(self.level).compress(grid.levels(part.values).tobytes()))
+        out.raw(zstandard.ZstdCompressor(_ZSTD_LEVEL).compress(grid.levels(part.values).tobytes()))
         return out.done()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shrinkpoint.demo.corpus import Corpus
 
-from ..workloads import Embedded, Workload
+from ..workloads import Embedded, Workload, digits
 
 _DIGITS = 10
 _TRAINED_ON = 1297
@@ -65,22 +65,12 @@ def _second(batch: Any) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------ digits
 
 
-@cache
-def _digits() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    order = np.random.default_rng(0).permutation(len(found.target))
-    images = torch.from_numpy(found.data[order].astype(np.float32) / 16.0).view(-1, 1, 8, 8)
-    return images, torch.from_numpy(found.target[order].astype(np.int64))
-
-
 def _noisy(images: Tensor, rng: np.random.Generator) -> Tensor:
     return images + 0.5 * torch.from_numpy(rng.standard_normal(tuple(images.shape), dtype=np.float32))
 
 
 def _digits_batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    images, labels = _digits()
+    images, labels = digits()
     chosen = rng.integers(0, _TRAINED_ON, 64)
     return _noisy(images[chosen], rng), labels[chosen]
 
@@ -88,7 +78,7 @@ def _digits_batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
 @cache
 def _digits_held_out() -> list[tuple[Tensor, Tensor]]:
     """Return the held-out images in noisy copies, so that no loss hangs on a few images."""
-    images, labels = _digits()
+    images, labels = digits()
     rng = np.random.default_rng(1)
     return [(_noisy(images[_TRAINED_ON:], rng), labels[_TRAINED_ON:]) for _ in range(_COPIES)]
 
@@ -154,12 +144,12 @@ def autoencoder() -> Family:
     )  # fmt: skip
 
     def batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        images = _digits()[0][rng.integers(0, _TRAINED_ON, 64)]
+        images = digits()[0][rng.integers(0, _TRAINED_ON, 64)]
         return _noisy(images, rng), images.flatten(1)
 
     @cache
     def held_out() -> list[tuple[Tensor, Tensor]]:
-        images, rng = _digits()[0][_TRAINED_ON:], np.random.default_rng(1)
+        images, rng = digits()[0][_TRAINED_ON:], np.random.default_rng(1)
         return [(_noisy(images, rng), images.flatten(1)) for _ in range(_COPIES)]
 
     def loss(model: nn.Module, given: Any) -> Tensor:

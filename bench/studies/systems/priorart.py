@@ -17,8 +17,8 @@ from shrinkpoint.kernels.bitpack import pack_bits
 from ...devices import threads
 from ...harness import CheckFailed, Options, Row
 from .. import workloads
-from ..baselines.excp import ExCP, paired
-from ..baselines.kimbelyaev import KimBelyaev, coded_size
+from ..baselines.excp import ZSTD_LEVEL, ExCP, paired
+from ..baselines.kimbelyaev import KimBelyaev, Restored, coded_size
 from ..baselines.parts import Parts, parts
 from ..workloads import Run, State
 from .table import Experiment, row
@@ -56,32 +56,26 @@ def _own(config: sp.Config) -> Chain:
     return last
 
 
-def _excp(states: list[State], _: Any) -> Last:
-    system, previous, saved = ExCP(), None, None
-    for state in states:
-        saved = system.encode(state, previous)
-        previous = system.decode(saved, previous)
-    if saved is None or previous is None:
-        raise CheckFailed("no states")
-    return Last(len(saved.weights), saved.nbytes, previous)
+def _baseline(system: ExCP | KimBelyaev) -> Chain:
+    def last(states: list[State], _: Any) -> Last:
+        previous: Any = None
+        for state in states:
+            saved = system.encode(state, previous)
+            previous = system.decode(saved, previous)
+        if previous is None:
+            raise CheckFailed("no states")
+        restored = previous.state if isinstance(previous, Restored) else previous
+        return Last(len(saved.weights), saved.nbytes, restored)
 
-
-def _kim_belyaev(states: list[State], _: Any) -> Last:
-    system, previous, saved = KimBelyaev(), None, None
-    for state in states:
-        saved = system.encode(state, previous)
-        previous = system.decode(saved, previous)
-    if saved is None or previous is None:
-        raise CheckFailed("no states")
-    return Last(len(saved.weights), saved.nbytes, previous.state)
+    return last
 
 
 SYSTEMS: dict[str, Chain] = {
     "exact_weights": _own(sp.presets.exact_weights()),
     "Config()": _own(sp.Config()),
     "compact": _own(sp.presets.compact()),
-    "ExCP": _excp,
-    "Kim and Belyaev": _kim_belyaev,
+    "ExCP": _baseline(ExCP()),
+    "Kim and Belyaev": _baseline(KimBelyaev()),
 }
 
 
@@ -144,7 +138,7 @@ def _coders(name: str, states: list[State], where: str) -> list[Row]:
             _, codes = how.quantized(residual, kept)
             if weight.key in last:
                 size += codes.size
-                packed = zstandard.ZstdCompressor(how.level).compress(pack_bits(codes, how.bits).tobytes())
+                packed = zstandard.ZstdCompressor(ZSTD_LEVEL).compress(pack_bits(codes, how.bits).tobytes())
                 bits["packed, zstandard"] += 8 * len(packed)
                 bits["Kim and Belyaev"] += 8 * coded_size(codes, last[weight.key], weight.spec)
                 columns = codes.size // weight.spec.shape[0]
