@@ -449,7 +449,7 @@ def near(name: str, result: Any, expected: Any, within: float, of_largest: float
 
     room = of_largest * float(np.abs(expected).max(initial=0.0))
     if not np.allclose(result, expected, rtol=within, atol=room):
-        raise CheckFailed(f"{name}: further than {within:g} from what is expected")
+        raise CheckFailed(f"{name}: further than {within:g} from the expected values")
 
 
 def _parts(result: Any) -> Iterable[Any]:

@@ -69,7 +69,7 @@ def _child(source: Path, parameters: int, what: str) -> tuple[int, int, str]:
 
 
 def child() -> None:
-    """The measuring process: arguments are the pools, the number of parameters, and the operation."""
+    """Measure in this process; arguments: the pools, the number of parameters, the operation."""
     import shrinkpoint as sp
 
     source, parameters, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

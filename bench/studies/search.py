@@ -36,7 +36,7 @@ from ..plot import Bars, draw
 from . import overhead, workloads
 from .workloads import Run, State, Workload
 
-TITLE = "evaluations, seconds and size of searched configurations, and what is lost after a restore"
+TITLE = "evaluations, seconds and size of searched configurations, and losses after a restore"
 THRESHOLDS = (0.001, 0.01, 0.05)
 CHECKPOINTS = 10
 MIDDLE = 5

@@ -14,7 +14,7 @@ from .priorart import EXPERIMENTS as _PRIOR_ART
 from .rows import EXPERIMENTS as _ROWS
 from .table import Experiment
 
-TITLE = "the published systems' tables on small trainings, the papers' figures beside ours"
+TITLE = "the published systems' tables on small trainings, the papers' figures next to ours"
 EXPERIMENTS: tuple[Experiment, ...] = (*_INSHRINKERATOR, *_LC, *_ROWS, *_BITSNAP, *_LOSSLESS, *_PRIOR_ART)
 _Bar = tuple[str, float, float | None]
 
@@ -35,7 +35,7 @@ def plot(rows: list[Row], path: Path) -> None:
         )
         if bars
     ]
-    draw(path, panels or [Bars("nothing of what is drawn was run", "", [])])
+    draw(path, panels or [Bars("no drawn experiment was run", "", [])])
 
 
 def _rework(rows: list[Row]) -> list[_Bar]:
