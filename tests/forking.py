@@ -151,7 +151,7 @@ def serve(answers: Any) -> bool:
             answer = os.waitstatus_to_exitcode(status) if done else None
         elif answer := os.fork():
             children.add(answer)
-            # Here, too: it shall be a group before anybody ends it.
+            # Here, too: it must be a group before it can be ended.
             with contextlib.suppress(PermissionError, ProcessLookupError):
                 os.setpgid(answer, answer)
         else:

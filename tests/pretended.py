@@ -31,7 +31,7 @@ class Elsewhere(torch.Tensor):
 
     inner: torch.Tensor
     place: torch.device
-    # What is computed is seen in __torch_dispatch__, below functions; this saves a detour for each of them.
+    # __torch_dispatch__ sees every computation below functions; this saves a detour for each function.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod

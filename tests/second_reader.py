@@ -171,7 +171,7 @@ class Source(BytesIO):
     def rans(self, rows: Array, count: int) -> Array:
         """Read a table of frequencies, one row a context, and the symbols of the given contexts."""
         form, columns, slots, out = self.byte(), self.varint(), [], list[int]()
-        # Four states take words one by one, in order; 64 states in rows of 16, of which the first takes the last words.
+        # Four states take words one by one, in order; 64 states in rows of 16; the first row takes the last words.
         precision, states, least, together = (12, 64, 2**15, 16) if form == 64 else (form, 4, 2**16, 1)
         for row in RangeCoder(self.block()).frequencies(count, columns, precision):
             line: list[tuple[int, int, int]] = []  # of each slot: symbol, its first slot, its frequency

@@ -141,7 +141,7 @@ def test_sources_are_cited_and_say_what_they_leave_open() -> None:
     made = [make() for make in BASELINES.values()]
     for baseline in made:
         assert CITED.search(baseline.source), baseline.source
-        # What is open there, and what is done about it here.
+        # Choices that the source leaves open, and those made here.
         assert re.search(r"\bhere\b", baseline.left_open), baseline.name
         assert len(baseline.left_open.split()) > 20, baseline.name
         assert not set(baseline.source.split(". ")) & set(baseline.left_open.split(". ")), baseline.name

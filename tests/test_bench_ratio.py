@@ -353,7 +353,7 @@ def test_our_weights_are_held_against_the_published_ones_strictly_and_within_cha
     assert within.value == pytest.approx(0.4)
     assert "ours: weights, b; loss later above the published one's by +0.03 +- 0.07 points" in within.note
     assert strict.met is within.met is None
-    # A setting for whole states counts too: what it loses, its lossier moments lose as well.
+    # A setting for whole states counts too: its loss includes that of its lossier moments.
     for name in ("default", "rate 0.1"):
         strict, _ = weights_rows("M", 1, {**found, name: system(weight_bits=0.2, later=0.1)}, "inshrinkerator 16")
         assert (strict.value, strict.ratio) == (0.2, 5.0)

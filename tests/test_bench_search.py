@@ -18,7 +18,7 @@ BY = "by more than the 0.07% their losses differ on other data"
     ],
 )
 def test_a_miss_is_told_with_the_spread(loss: float, elsewhere: float, said: str) -> None:
-    # Larger ones, and those within three percent, are no miss and tell nothing of the spread; nor do those that fail.
+    # Larger points, those within three percent, and failing ones are not missed, and do not count for the spread.
     points = [Measured(90, loss, elsewhere), Measured(98, 0.0, 0.5), Measured(120, 0.0, 0.0), Measured(60, 0.4, 0.1)]
     assert missed(points, 99.0, 0.001) == (f"; 1 smaller ones pass, {said}" if said else "")
     assert missed(points, 91.0, 0.001) == ""

@@ -60,7 +60,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
 
 
-# ---------------------------------------------------------------------------------------------------- beside the tables
+# -------------------------------------------------------------------------------------------------- next to the tables
 
 
 @pytest.fixture

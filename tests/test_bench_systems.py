@@ -618,7 +618,7 @@ def test_experiments_measured_again_take_the_place_of_the_old_ones() -> None:
         merge.replaced(old, [{**again, "versions": {"torch": "2"}}])
     trained = document("a" * 40, *((f"MLP, 10 failures, {of}: rework", 1.0) for of in ("default", "best guess")))
     assert [row["row"] for row in merge.replaced(trained, [again])["rows"]] == [
-        "MLP, 10 failures, default: rework",  # "best guess" is no system that `bench training` has
+        "MLP, 10 failures, default: rework",  # `bench training` has no system "best guess"
         "one: z",
         "three: x",
     ]

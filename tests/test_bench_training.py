@@ -73,7 +73,7 @@ def test_an_exact_system_ends_where_the_uninterrupted_training_does(make: Any, e
     with threads(1):
         found = endure(short(), 0, make(), failures=2, exact=exact)
     assert (found.degradation, found.at_restore, found.staleness) == (0.0, 0.0, 0.0)
-    assert 1 <= found.rework <= 5  # what was lost between checkpoint and kill
+    assert 1 <= found.rework <= 5  # the steps between checkpoint and kill
     assert found.weights >= 1.0
 
 

@@ -94,7 +94,7 @@ def test_the_same_run_again_ends_the_same() -> None:
 
 def test_what_a_schedule_takes() -> None:
     pace = large.Pace(0.5, {"a": 2.0, "b": 4.0}, {"a": 3.0, "b": 7.0})
-    steps = 3 * 100 + 2 * (2 * 10 + 3) * 20  # two trainings beside the uninterrupted one, their rework and warm-up
+    steps = 3 * 100 + 2 * (2 * 10 + 3) * 20  # two trainings and the uninterrupted one, rework and warm-up
     assert pace.seconds(100, 10, 20) == pytest.approx(0.5 * steps + (5 + 3) * 6.0 + 11 * 10.0)
 
 

@@ -86,7 +86,7 @@ def packed(rows: int, marked: Any) -> np.ndarray[Any, Any]:
     return pack_mask(flags)
 
 
-# ------------------------------------------------------------------ what is stored is what the kernels say
+# ------------------------------------------------------------------ stored rows equal those of the kernels
 
 
 @given(
@@ -237,7 +237,7 @@ def test_a_chain_holds_each_row_as_last_stored(
             for row in range(70):
                 kept = bits_of(got[row]) == bits_of(was[row])
                 assert kept or (row in since and bits_of(got[row]) == bits_of(alone[row])), row
-                # What is not stored is not worse than what would be.
+                # Rows that are not stored have errors no larger than stored ones.
                 assert not kept or bits_of(got[row]) == bits_of(alone[row]), row
             # The parent from its bytes leads to the same file, and so does any number of threads.
             again = parent if linear else sp.Checkpoint.from_bytes(base.to_bytes())
@@ -273,7 +273,7 @@ def test_only_changed_rows_are_stored_and_a_restored_run_stores_none() -> None:
         y[[3, 77, 400]] *= 1.5
         delta = save(y, base, config)
         assert stored_rows(delta) == 3
-        # Goes on from the restored values, which quantize anew to something else here and there.
+        # Continues from the restored values, some of which quantize differently.
         restored = sp.decompress(delta)["emb"]
         after = save(restored, delta, config)
         assert stored_rows(after) == 0
@@ -309,7 +309,7 @@ def test_a_row_that_moved_without_a_mark_is_stored_and_named(width: int | None) 
         assert stored_rows(some) == 6
         assert some.summary()[0].note == "2 rows changed that were not marked as touched; they are stored, too"
         assert bits_of(through_bytes(some, base)["emb"]) == bits_of(through_bytes(right, base)["emb"])
-    # Over a base, what is known since the base counts.
+    # Over a base, marks since the base count.
     last, since = packed(3000, range(25, 34)), packed(3000, range(25, 36))
     assert save(y, base, config, last, since).to_bytes() == right.to_bytes()
     delta = save(x, base, config)
@@ -321,7 +321,7 @@ def test_a_chain_with_too_few_marks_is_the_chain_of_all_rows() -> None:
     rng = np.random.default_rng(3)
     x = table(5000, 16)
     some = every = save(x, None, cfg(4))
-    # Where all rows are stored anew for their width there is nothing to say.
+    # If all rows are stored again because of their width, the note is empty.
     for bits, note in ((4, "40 rows"), (4, "40 rows"), (8, ""), (8, "40 rows")):
         at = rng.choice(5000, 60, replace=False)
         x = x.copy()
@@ -459,7 +459,7 @@ def test_a_wider_delta_leaves_no_row_that_changed_at_the_old_width() -> None:
         assert bits_of(got[:100]) == bits_of(restored[:100])
         miss = np.linalg.norm(got[100:150] - x[100:150]) / np.linalg.norm(x[100:150])
         assert miss < 0.01
-    # A narrower one does not store anew what is there in more bits.
+    # A narrower delta does not store again rows that have more bits.
     fine = save(x, None, cfg(8))
     assert stored_rows(save(x, fine, cfg(2))) == 0
 
@@ -516,7 +516,7 @@ def test_a_chain_keeps_the_parameters_of_its_parent() -> None:
     assert memory(save(other, base, cfg(4, num_bins=7, ratio=0.5))).table == (Style("adaptive", 4, 7, 0.5),)
 
 
-# ------------------------------------------------------------------ what is not a table
+# ------------------------------------------------------------------ arrays that are not tables
 
 
 def test_what_has_no_rows_is_exact() -> None:
@@ -610,7 +610,7 @@ def test_optimizer_state_follows_its_rows() -> None:
         assert found[f"0/{entry}"].stored_bytes < 2 * columns * 4 + 90
         assert found[f"0/{entry}"].measure == "exact"
     assert {found[f"1/{e}"].stream for e in ("sum", "exp_avg", "exp_avg_sq")} == {"bytes"}
-    # Moments of the table's shape are quantized where asked; what is no known moment is not.
+    # Moments of the table's shape are quantized on request; unknown entries are not.
     lossy = sp.compress(before, cfg=sp.presets.check_n_run(4, moment_bits=8), kinds=kinds)
     found = {r.path.removeprefix("optimizer/state/"): r for r in lossy.summary()}
     assert [found[f"0/{e}"].measure for e in ("sum", "momentum", "exp_avg", "exp_avg_sq")] == [
@@ -651,7 +651,7 @@ def test_values_out_of_range(field: str, value: Any) -> None:
         sp.Rows(**{field: value})
 
 
-# ------------------------------------------------------------------ memories, stated anew, and hostile bytes
+# ------------------------------------------------------------------ references, rebased checkpoints, and hostile bytes
 
 
 def chain(width: Any = 4, method: str = "adaptive") -> list[sp.Checkpoint]:

@@ -450,7 +450,7 @@ def test_hostile_files_with_right_checksums(name: str) -> None:
         except sp.ShrinkpointError:
             assert name in ("parent elsewhere", "parent short") or "dtype" in name
             return
-    # What is neither refused nor wrong: an empty array of an honest dtype, or zero elements of a strange shape.
+    # Neither refused nor wrong: an empty array of a valid dtype, or zero elements of an unusual shape.
     assert name.startswith(("dtype", "shape huge, zero", "float bits"))
 
 

@@ -202,7 +202,7 @@ def test_one_slope_holds_for_all_arrays() -> None:
     a, b = rows["model/a"], rows["model/b"]
     assert b.stored_bytes < 0.5 * a.stored_bytes
     assert b.error > 1.5 * a.error
-    # The one that matters is hardly touched, although the rate is what it is.
+    # The array with large gradients hardly changes, in spite of the rate.
     nearest = sp.compress({"model": second, "optimizer": optimizer}, base).summary()[0]
     assert a.error < 1.5 * nearest.error
 
@@ -253,7 +253,7 @@ def test_what_the_encoder_holds_back_is_bounded_however_long_the_chain(rate: flo
             behind.append(float(((w - got) * way).mean()))
         step = np.float32(0.003)
         w = w + step * (rng.standard_normal(w.shape).astype("f4") if walk == "random" else way)
-    # A third of a standard deviation was walked; what is behind of it is a small part, and does not grow.
+    # The weights moved a third of a standard deviation; the lag is a small part of it, and does not grow.
     assert max(np.abs(behind)) < 0.1
     assert np.mean(np.abs(behind[80:])) < 1.5 * np.mean(np.abs(behind[20:60])) + 0.005
 

@@ -118,7 +118,7 @@ def test_a_match_with_two_candidates_is_no_evidence() -> None:
     other = {k: v + 1 for k, v in model.state_dict().items()}
     found = whys({"a": model.state_dict(), "b": other, "optimizer": optimizer.state_dict()})
     assert all(found[f"{tree}/0.weight"][0] for tree in "ab")
-    # Which of the two is an average is no question of shapes.
+    # Shapes do not decide which of the two is an average.
     found = whys({"model": model.state_dict(), "ema": other, "optimizer": optimizer.state_dict()})
     assert not found["model/0.weight"][0]
     assert found["ema/0.weight"][0]

@@ -55,7 +55,7 @@ def on_one_path(count: int) -> list[int]:
 
     def longer(key: int, at: int, known: int, step: int) -> int | None:
         if known > 57:
-            # What is left of the hash; from then on it walks along, at best from near the first to the last.
+            # The rest of the hash; after it the key follows the taken slots, at best from the first to the last.
             while key >> 5 * (step - 1) and at in taken:
                 at = (5 * at + (key >> 5 * step) + 1) & mask
                 step += 1

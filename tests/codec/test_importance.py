@@ -126,7 +126,7 @@ def test_the_hundredth_delta_is_no_worse_than_the_first() -> None:
     errors = []
     for _ in range(101):
         prev = sp.compress(now, prev, cfg)
-        # As a reader has it who has read every file of the chain.
+        # As a reader of every file of the chain has it.
         read = sp.Checkpoint.from_bytes(prev.to_bytes(), read)
         w = now["model"]["weight"].astype("f8")
         errors.append(float(np.linalg.norm(sp.decompress(read)["model"]["weight"] - w) / np.linalg.norm(w)))

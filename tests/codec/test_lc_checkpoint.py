@@ -379,7 +379,7 @@ def test_over_a_parent_of_another_system_and_under_a_child_of_one(other: sp.Conf
     first = sp.compress({"w": a}, cfg=other, kinds={"w": "linear"})
     second = sp.compress({"w": b}, first, lc())
     has_bytes = first.summary()[0].stream == "bytes"
-    # Levels are nothing to take a difference to: the array starts anew, exactly.
+    # A difference to levels is not possible: the array starts again, exactly.
     assert second.summary()[0].stream == ("exponent" if has_bytes else "bytes")
     third = sp.compress({"w": c}, second, lc())
     assert third.summary()[0].stream == "exponent"

@@ -174,7 +174,7 @@ def test_predictions_are_sums_of_products(fixed: np.random.Generator, start: int
         total = Fraction(sum(a * b for a, b in zip(rows[i], columns[j], strict=True)), 2**factors.shift)
         half_steps = math.floor(total + Fraction(1, 2))
         assert klass == max(min(half_steps, HALF_STEPS), -HALF_STEPS) + HALF_STEPS
-    # They are about this part, not about numbers beside it.
+    # They depend on this part only, not on its neighbours.
     assert caught(numbers, factors) > 0.7 * float((numbers.astype(float) ** 2).sum())
 
 

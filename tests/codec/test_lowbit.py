@@ -83,7 +83,7 @@ def test_states_come_back_to_the_bit_and_the_training_goes_on_as_if_never_stoppe
         run.train(2)
         state = run.state()
         coded = [k for k, entry in state["optimizer"]["state"].items() if low_bit(entry)]
-        assert len(coded) >= 2  # the matrices; what is kept of biases is plain
+        assert len(coded) >= 2  # the matrices; the state of biases is plain
         prev, kept = sp.compress(state, prev), sp.compress(state, kept, sp.presets.lossless())
         read = sp.Checkpoint.from_bytes(prev.to_bytes(), prev=read)
         found = sp.decompress(read)["optimizer"]["state"]

@@ -193,7 +193,7 @@ def moments(cfg: sp.Config, entry: dict[str, torch.Tensor]) -> dict[str, Any]:
     for name in ("exp_avg", "exp_avg_sq"):
         error = float((got[name].double() - entry[name].double()).norm() / entry[name].double().norm())
         assert error <= (cfg.max_rel_error or 1.0)
-        # What is reported is rounded up to three digits, and a grid's error is a sum of float64s.
+        # The reported error is rounded up to three digits, and a grid's error is a sum of float64s.
         assert error <= rows[name].error <= 1.011 * error + 1e-9
     return rows
 
@@ -418,7 +418,7 @@ def test_a_grid_that_holds_nothing_is_not_taken(rate: float) -> None:
         assert row.stream == codec
         if codec == "log-buckets":
             assert relative(m, sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg"]) <= 0.25
-    # What is zero for the most part, with a few large ones, is on the grid as before.
+    # An array of mostly zeros with a few large values is on the grid as before.
     m = torch.zeros(4096)
     m[::512] = 0.3 * v[::512].sqrt()
     assert rows_of(sp.compress(state({"exp_avg": m, "exp_avg_sq": v})))["exp_avg"].stream == "grid"

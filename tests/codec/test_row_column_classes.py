@@ -129,7 +129,7 @@ def test_what_has_no_classes(fresh: np.random.Generator) -> None:
     for columns in (0, 1, symbols.size, symbols.size // 2 + 1):
         assert classes_of(symbols, 20, columns, 0, 1) is None
     assert classes_of(symbols, symbols, 80, 0, 40) is None  # nothing differs
-    assert classes_of(symbols, 20, 80, 0, 129) is None  # no room beside other contexts
+    assert classes_of(symbols, 20, 80, 0, 129) is None  # no room next to the other contexts
     assert classes_of(symbols[:4095], 20, 80, 0, 1) is None
 
 

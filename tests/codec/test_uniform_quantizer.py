@@ -41,7 +41,7 @@ def test_the_target_is_met_in_fewer_bytes_than_all_bits_take(target: float, dtyp
     assert (row.stream, row.measure) == ("multiples", "relative L2")
     met = relative(w, sp.decompress(ckpt)["weight"])
     assert 0.8 * target < met <= row.error <= target
-    # The entropy of a normal variable in steps of that size, and half a bit for what is coded byte by byte.
+    # The entropy of a normal variable in steps of that size, and half a bit for symbols coded byte by byte.
     bits = 0.5 * np.log2(2 * np.pi * np.e) - np.log2(0.93 * target * np.sqrt(12))
     assert row.bits_per_element < bits + (0.6 if target > 2e-5 else 4.6)
     assert row.stored_bytes < 0.8 * sp.compress({"weight": w}, cfg=sp.presets.lossless()).summary()[0].stored_bytes

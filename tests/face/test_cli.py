@@ -133,7 +133,7 @@ def break_step(store: sp.Store, step: int) -> None:
     file.write_bytes(data)
 
 
-# --- what is there ---
+# --- contents of a store ---
 
 
 def test_ls(store: sp.Store) -> None:
@@ -540,7 +540,7 @@ def test_what_dcp_does_not_keep_is_told(store: sp.Store, tmp_path: Path) -> None
     bad(2, "a DCP folder holds a dict", "restore", tmp_path / "s", tmp_path / "e", "--to", "dcp")
 
 
-# --- what is refused ---
+# --- refused input ---
 
 
 class Malicious:

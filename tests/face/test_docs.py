@@ -259,7 +259,7 @@ def ratio_rows() -> list[str]:
     lines = []
     whole = "whole state, chain with its bases"
     for system in dict.fromkeys(r.split(": ")[0].partition(", ")[2] for r in rows if r.endswith(f": {whole}")):
-        if system.startswith("weights"):  # beside the published moments, not a setting for whole states
+        if system.startswith("weights"):  # next to the published moments, not a setting for whole states
             continue
         main, _, bins = system.partition(", ")
         word, _, number = main.rpartition(" ")

@@ -11,7 +11,7 @@ ROOMS = ("kernels", "codec", "search", "store", "trainers", "")
 """Folders of the package from below; "" is the face. Search and store stand side by side."""
 SIDE_BY_SIDE = {"search", "store"}
 CODEC = ("state", "evidence", "format", "entropy", "lossless", "moments", "weights", "embeddings", "bundles")
-"""Folders of the codec from below. What they all stand on, and what puts them together, lies beside them."""
+"""Folders of the codec from the lowest up. Modules below all of them, and above all of them, are not in folders."""
 GROUND = {
     "errors",
     "extras",

@@ -131,7 +131,7 @@ def tensors(source: str) -> list[dict[str, Any]]:
     return json.loads(Parts(source).scripts[0])
 
 
-# --- what is collected ---
+# --- collected data ---
 
 
 def test_sums_are_those_of_the_store(tmp_path: Path) -> None:

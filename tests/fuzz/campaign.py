@@ -20,7 +20,7 @@ from shrinkpoint.bench import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 FUZZERS = {"container": 600, "manifest": 480}
-"""Name -> seconds unless told."""
+"""Default seconds by name."""
 _STATE = re.compile(r"^#(\d+)\s+\w+\s+cov: (\d+) ft: (\d+) corp: (\d+)/", re.MULTILINE)
 
 

@@ -1,6 +1,6 @@
 """Helpers of the fuzzers: command line, coverage guidance, limits of time and memory.
 
-They are run by hand (`pip install atheris`); the suite has Hypothesis and time-boxed tests of the same readers
+They are started manually (`pip install atheris`); the suite has Hypothesis and time-boxed tests of the same readers
 (tests/codec/test_corruption.py, tests/store/test_fuzz.py).
 """
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def instrumented() -> Any:
     """Return atheris with a context in which imported library modules are instrumented.
 
-    Not the compiled ones: Numba does not compile what was instrumented.
+    Compiled modules are left out: Numba does not compile instrumented code.
     """
     try:
         atheris = importlib.import_module("atheris")
@@ -47,12 +47,12 @@ def instrumented() -> Any:
 def fuzz(name: str, seeds: Iterable[bytes], read: Read, mutate: Mutate) -> None:
     """Give `read` altered inputs until the time is over or an error ends it.
 
-    Never returns. What was found is written to a file, which `--again FILE` reads once more.
+    Never returns. A failing input is written to a file, which `--again FILE` reads once more.
 
     Args:
         name: of the fuzzer.
-        seeds: what to begin with.
-        read: what is tested; errors that are allowed it catches itself.
+        seeds: first inputs.
+        read: the tested function; it catches allowed errors itself.
         mutate: `mutate(rng, data, at_random)` alters data; `at_random(part, most)` is atheris' own way with bytes.
     """
     parser = argparse.ArgumentParser(prog=f"python -m tests.fuzz.{name}")
@@ -65,7 +65,7 @@ def fuzz(name: str, seeds: Iterable[bytes], read: Read, mutate: Mutate) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     largest = 0
     for number, seed in enumerate(seeds):
-        read(seed)  # imports and compiles what is needed, before memory is limited
+        read(seed)  # imports and compiles, before memory is limited
         (folder / f"seed-{number:03}").write_bytes(seed)
         largest = max(largest, len(seed))
     _limit_memory()

@@ -1,6 +1,6 @@
 """Fuzzer of files with valid checksums: `python -m tests.fuzz.container --seconds 60`.
 
-Whatever the bytes are, a reader gives a state or one of the library's errors, soon and within memory.
+For any bytes, a reader gives a state or one of the library's errors, within limits of time and memory.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill newly allocated memory, so that an element that a back end does not write is seen.
 
     Numba looks functions up by identity when it compiles, so for that time the real ones are put back: compiled code
-    may ask for memory of its own, and what it is compiled to is kept on the disk.
+    may allocate memory of its own, and the compiled code is cached on disk.
     """
     replaced: list[tuple[Any, str, Any, Any]] = []
     for owner, names, fill in (

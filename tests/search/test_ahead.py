@@ -120,7 +120,7 @@ def test_where_nothing_passes_ahead_weights_are_coded_where_they_are_this_time()
         assert SearchResult.from_json(found.to_json()) == found
         given = compressed(state, store, found, earlier)
         assert given.nbytes == found.nbytes
-        # Trials of both kinds are taken up again, each as what it was.
+        # Trials of both kinds are used again, each with its kind.
         calls = loss.calls
         again = search(state, loss, 0.02, prev=store.parent, **more, earlier=earlier, resume=found.trials)
         assert again == found

@@ -141,7 +141,7 @@ def test_of_those_that_pass_beside_each_other_the_smallest_wins(monkeypatch: pyt
     baseline = 1.0
 
     def fickle(restored: dict[str, Any]) -> float:
-        # The last choice fails; what is finer passes, whatever its size.
+        # The last choice fails; finer points pass, at any size.
         return baseline + (Loss(STATE)(restored) - 1.0 > 0.012) * 0.05
 
     found = searches(monkeypatch, 8, lambda rank: given(evaluate=fickle, last=last, relax=False, steps=4))

@@ -149,7 +149,7 @@ def test_the_model_learns_from_trials_and_less_from_stale_ones() -> None:
 
 def test_candidates_that_come_to_the_same_are_tried_once() -> None:
     a = Candidate(Point(8, 0.0, "magnitude", 0.005), 100.0, 0.02, 0.0)
-    same = Candidate(Point(8, 0.1, "sensitivity", 0.005), 100.0, 0.02, 0.0)  # what it prunes was zero already
+    same = Candidate(Point(8, 0.1, "sensitivity", 0.005), 100.0, 0.02, 0.0)  # the pruned elements were zero already
     other = Candidate(Point(8, 0.1, "magnitude", 0.005), 90.0, 0.03, 0.1)
     assert distinct([a, same, other]) == distinct([same, other, a]) == [other, a]
 

@@ -69,7 +69,7 @@ def test_over_a_run_with_kills_all_restores_together_keep_the_budget(expected: f
     assert last.restores == len(KILLS)
     assert last.spent == pytest.approx(sum(took))
     if expected < len(KILLS):
-        # A share of what was allowed at the start, time and again, is more than that.
+        # Taking a share of the initial budget repeatedly exceeds the budget.
         naive, _ = run_with_kills(tmp_path / "not counted", expected, counting=False)
         assert sum(naive) > BUDGET
 
@@ -115,7 +115,7 @@ def test_once_the_budget_is_spent_checkpoints_are_lossless() -> None:
         more = sp.search(state, Loss(state), 3 * BUDGET, last=done, options=sp.SearchOptions(expected_restores=1))
         assert more.met
         assert more.threshold == pytest.approx((3 * BUDGET - spent) / 2)
-    # What is left is less than the noise.
+    # The remaining budget is less than the noise.
     noisy = dataclasses.replace(found, restores=1, spent=0.5 * BUDGET, spread=0.4 * BUDGET)
     assert (
         sp.search(state, Loss(state), BUDGET, last=noisy, options=sp.SearchOptions(expected_restores=1)).method
@@ -174,7 +174,7 @@ def test_a_baseline_that_is_not_what_evaluate_says_is_refused() -> None:
         sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL, baseline=1.05))
     near = sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL, baseline=1.004))
     assert near.spread == pytest.approx(0.004, rel=0.01)
-    # Later on it is looked at where what was found cannot be.
+    # Later it is checked if the earlier result cannot be used.
     with pytest.raises(BadArgumentError, match="not comparable between calls"):
         sp.search(state, Loss(state), 0.02, last=near, options=sp.SearchOptions(baseline=1.5))
     for bad in (0.0, float("nan"), float("inf"), "1"):

@@ -210,12 +210,12 @@ def test_where_the_first_trials_tell_nothing_a_ruined_state_tells_the_direction(
     found = sp.search(state, helped_a_little, 0.001, options=sp.SearchOptions(cube=SMALL))
     assert found.direction == "lower"
     tried = [t for t in found.trials if t.point is not None]
-    # The ruined state comes first, and is never what is chosen.
+    # The ruined state comes first, and is never chosen.
     assert tried[0].point is not None
     assert (tried[0].point.bins, tried[0].point.prune) == (2, 0.9)
     assert not tried[0].passed
     assert sum(t.point is not None and t.point.bins == 2 for t in tried) == 1
-    # A gain is no failure.
+    # A gain is not a failure.
     assert all(t.passed for t in tried[1:])
     assert (found.met, found.nbytes) == (True, min(t.nbytes for t in found.trials if t.passed and t.nbytes))
 
@@ -225,7 +225,7 @@ def test_a_wrong_direction_makes_every_loss_a_gain() -> None:
     found = sp.search(state, Loss(state), 0.02, options=sp.SearchOptions(cube=SMALL, direction="higher"))
     assert found.degradation is not None
     assert found.degradation < 0
-    # It was given, so it holds; but such gains are told.
+    # The given direction holds, but such gains are reported.
     assert any("better than the state itself by" in note for note in found.notes)
 
 
@@ -234,7 +234,7 @@ def test_what_makes_no_difference_is_taken_at_its_smallest() -> None:
     found = sp.search(state, lambda restored: 3.0, 0.01, options=sp.SearchOptions(cube=SMALL))
     assert found.direction is None
     assert found.within_spread
-    # What was compressed beyond use makes no difference either, but is never taken.
+    # A ruined point makes no difference either, but is never chosen.
     assert found.nbytes == min(t.nbytes for t in found.trials if t.point is not None and t.point.bins != 2)
     assert any("not known" in note for note in found.notes)
     assert any("has 4 bins, an end of the cube" in note for note in found.notes)
@@ -352,7 +352,7 @@ def test_the_other_metric_is_switched_to_only_on_a_stated_improvement(
     assert [t.point for t in found.trials] == [None, twin, origin]
     assert found.point == (twin if switched else origin)
     assert any("switched to sensitivity" in note for note in found.notes) == switched
-    # What was tried is not tried again at once.
+    # A tried point is not tried again immediately.
     assert found.patience > 0
     values = iter([1.0, 1.01])
     following = sp.search(state, lambda restored: next(values), 0.05, last=found, grads=grads)

@@ -94,7 +94,7 @@ def test_the_losses_are_the_same_to_the_bit_and_what_was_searched_is_saved(how: 
     reader = sp.Store(tmp_path / how)
     assert reader.steps() == list(SAVED)
     bases = [not reader.read(step).is_delta for step in SAVED]
-    # When to take a base is what the store was told, whatever was searched; and the search knew it.
+    # The store's chain policy decides on bases, not the search, and the search knew it.
     assert bases == [True, False, False, True]
     assert [p is None for p in kept.parents] == bases
     assert any(f.met for f in kept.found)

@@ -293,7 +293,7 @@ def test_an_evaluate_of_the_other_direction_is_noticed_by_its_gains(caplog: pyte
     assert any("higher quality is better, not lower" in r.getMessage() for r in caplog.records)
     restored = sp.decompress(sp.compress(state, cfg=found.config))
     assert accuracy(restored) >= 0.98
-    # Where the caller said so, it is kept, and told.
+    # A direction that the caller gave is kept, with a note.
     said = sp.search(state, accuracy, 0.02, last=last, options=sp.SearchOptions(direction="lower"))
     assert WRECK not in points(said)
     assert any("the direction or `evaluate` is wrong" in note for note in said.notes)
@@ -332,7 +332,7 @@ def test_noise_that_comes_later_is_noticed_before_chance_decides() -> None:
             continue
         loss = exact(sp.decompress(sp.compress(state, cfg=found.config))) - 1.0 if found.met else 0.0
         bad += loss > 0.04
-        # Where more was tried than what is milder than the last choice, the state itself was looked at again.
+        # If more than the points milder than the last choice were tried, the state itself was evaluated again.
         assert found.method == "neighbourhood" or found.spread > 0
     assert bad == 0
     assert refused >= 1

@@ -91,7 +91,7 @@ def _running(root: Path) -> Iterator[Server]:
     config = root / "ceph.conf"
     (root / "osd").mkdir(parents=True)
     config.write_text(_CONFIG.format(fsid=fsid, v2=v2, v1=v1, http=http, root=root))
-    # Debian's `ceph` needs Debian's Python, whatever else is in the way.
+    # Debian's `ceph` needs Debian's Python, not another one on the path.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     env["PATH"] = "/usr/bin:/usr/sbin:/bin:/sbin"
     started: list[subprocess.Popen[bytes]] = []

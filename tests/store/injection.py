@@ -1,7 +1,7 @@
 """Processes killed, or given disk errors, at chosen system calls by strace.
 
 A process without threads forks a child for each trial. The child waits until strace is attached to it, and does one
-operation on a store: so what is compiled and imported once serves all trials, and strace's count of calls, which it
+operation on a store: so code is compiled and imported once for all trials, and strace's count of calls, which it
 keeps for each thread, begins with the operation. Run by `test_crash.py` and, for longer, by `campaign.py`:
 
     python -m tests.store.injection FOLDER all
@@ -248,7 +248,7 @@ def check_labels(store: sp.Store, ended_well: bool) -> None:
         ([], {"best": 5}, 0.5, 0),
         ([], {"best": 5}, 0.5, 1),
     ]
-    # A restore that could not be counted is no error.
+    # A restore that could not be counted is not an error.
     assert now in (stages[-2:] if ended_well else stages), now
 
 
@@ -276,7 +276,7 @@ def check(root: Path, before: set[int], scenario: Scenario, trial: Trial) -> Non
             assert is_new or same(found, step), f"step {step} is another one"
             assert is_new or not ended_well, f"step {step} is the old one"
         assert store.verify() == {}
-        # A second time after what was left behind is cleared away.
+        # A second time after the remains are removed.
         store.gc(timeout=0.0)
         assert store.steps() == steps
         assert leftovers(root) == []

@@ -2,7 +2,7 @@
 
     python -m tests.store.racing URL FOLDER WHO TURNS
 
-WHO is 0 or 1; FOLDER is where the two meet. It prints how often it was told that it lost.
+WHO is 0 or 1; the two meet in FOLDER. It prints how often it lost.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m tests.store.random_kills FOLDER TRIALS [SEED]
 
-A process without threads forks the writers, so a trial costs milliseconds; a writer tells by a pipe what it has done.
-How many kills land in a write depends on how long the disk takes beside the processor, and how far the writers get on
-what else the machine does: where none of TRIALS has torn a write, or the writers got no farther than `FAR` steps, more
+A process without threads forks the writers, so a trial costs milliseconds; a writer reports its saves through a pipe.
+How many kills hit a write depends on the speed of disk and processor, and how far the writers get on the load of the
+machine: where none of TRIALS has torn a write, or the writers got no farther than `FAR` steps, more
 follow, `PATIENCE` times as many at most.
 """
 
@@ -74,7 +74,7 @@ def main() -> None:
     seed = int(sys.argv[3]) if len(sys.argv) > 3 else random.SystemRandom().randrange(1 << 32)
     rng = random.Random(seed)
     pace = 0.0  # seconds of a save; measured here, because the first save of a writer may load or compile kernels
-    for against, cost in (("previous", 2.0), ("base", 1.0)):  # what is compiled here need not be in each writer
+    for against, cost in (("previous", 2.0), ("base", 1.0)):  # compiled here once, not in each writer
         warm = sp.Store(f"{root}-warm-{against}", lossless(against=against))
         for step in (0, 1, 2, 3, 32, 33, 34):  # from 33 the integers need more than 16 bits: other code
             begin = time.monotonic()

@@ -168,7 +168,7 @@ import shrinkpoint as sp
 from shrinkpoint.store.store import RestoreNotCountedWarning
 from tests.store.common import fill, lossless, same
 root, to = sys.argv[1:]
-for warm in (to + "/warm", root):  # what is imported lazily must be before the rights are gone
+for warm in (to + "/warm", root):  # lazy imports must happen before the rights are dropped
     store = sp.Store(warm, lossless())
     if warm != root:
         fill(store, 1, 2)

@@ -182,7 +182,7 @@ def test_a_save_does_not_wait_for_it(tmp_path: Path, endless: Callable[[], list[
     store = sp.Store(tmp_path / "run", lossless())
     with sp.Saver(store, compact=1.0) as saver:
         for step in range(1, 5):
-            # The first delta is what is over the bound.
+            # The first delta is over the bound.
             assert save(saver, step).status == "saved"
             begun(endless, step - 1)
         assert not saver.busy
@@ -286,7 +286,7 @@ def test_what_goes_wrong_is_told_and_no_save_is_refused_for_it(mode: str, tmp_pa
         broken = manifest_path(tmp_path, 1)
         whole = broken.read_bytes()
         for step in range(2, 8):
-            # Told once, and anew once it went well in between.
+            # Reported once, and again after a success in between.
             broken.write_bytes(whole if step == 5 else whole[:-1])
             assert save(saver, step).status == "saved"
             tended(saver)

@@ -74,7 +74,7 @@ def test_put_and_get(memory: MemoryCopies, shared: Path) -> None:
     assert held(MemoryCopies("other/run"), 1) == [None]
     assert memory.nbytes() == 600_005
     assert memory.steps() == [1, 2]
-    # The files that the newest two need are kept, whatever they were saved for.
+    # All files that the newest two need are kept.
     memory.put(3, name(3), [name(2), name(1)], b"3")
     memory.put(4, name(4), [name(3), name(2), name(1)], b"")
     assert memory.steps() == [3, 4]

@@ -33,7 +33,7 @@ class Flaky:
 
     Args:
         plan: one letter a request: "." goes well, "b" fails before, "a" after; then all go well.
-        error: what is raised.
+        error: makes the exception.
 
     A put of data is answered once `held` is set.
     """

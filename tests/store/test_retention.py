@@ -92,7 +92,7 @@ def test_the_head_may_go(tmp_path: Path) -> None:
     assert store.save(5, state(5)).is_delta
     assert same(sp.Store(tmp_path).load(5), 5)
     manifest_path(tmp_path, 4).unlink()
-    # Saved anew by another: the chain goes on from the file it was, not from what the step is now.
+    # Saved again by another: the chain continues from the old file, not from the step's new one.
     again = sp.Store(tmp_path, lossless())
     again.load(5, count=False)
     fill(sp.Store(tmp_path, lossless()), 5)
@@ -356,7 +356,7 @@ def test_a_run_restored_more_often_than_expected_is_stored_in_eight_bits(tmp_pat
     error = [np.linalg.norm(store.load(s, count=False)["emb.weight"] - table(s)["emb.weight"]) for s in (2, 3, 4, 5)]
     assert max(error[1:]) < 0.03 * error[0]
     assert store.restores() == 2
-    # What was stored before stays what it was.
+    # Earlier rows do not change.
     assert np.array_equal(store.load(2, count=False)["emb.weight"], first)
     with sp.Saver(sp.Store(tmp_path, cfg), mode="process") as saver:
         saver.save(6, table(6)).result()
@@ -416,7 +416,7 @@ def test_copy(to: str, tmp_path: Path) -> None:
     assert all(same(other.load(step, count=False), step) for step in range(8))
     other.gc()
     assert other.verify() == {}
-    # What is not the same is refused before anything is written.
+    # Different contents are refused before anything is written.
     fresh = fill(sp.Store(tmp_path / "c", lossless()), 3, 100)
     with pytest.raises(sp.BadArgumentError, match="step 3"):
         fresh.copy(url)

@@ -67,7 +67,7 @@ def test_the_end_that_was_saved_last_is_loaded(gone_back: sp.Store) -> None:
     with pytest.warns(StoreWarning, match=r"loaded step 70; skipped steps 80, 90, 100, .* went back to step 50"):
         assert same(other.load(), 1070)
     assert other.verify() == {}
-    # By number the other end is what it was, and compaction does not bring it back.
+    # By number the other end is unchanged, and compaction does not bring it back.
     other.compact(2.0)
     other.gc()
     assert same(other.load(100), 100)
@@ -456,7 +456,7 @@ def test_what_comes_after_the_commit_does_not_undo_it(
     monkeypatch.setattr(store._files, "create", created)
     monkeypatch.setattr(store._files, "remove", removed)
     with pytest.warns(StoreWarning, match="continues from step 20"), contextlib.suppress(KeyboardInterrupt):
-        store.save(step, second(step))  # of a RuntimeError there is nothing to be told: what it left is garbage
+        store.save(step, second(step))  # a RuntimeError gives no warning: its remains are garbage
     assert bool(removals) == (step == 30 or "memory" in url)
     assert newest(url) == 1000 + step
     assert sp.Store(url).verify() == {}
@@ -494,6 +494,6 @@ def test_two_runs_that_went_back(gone_back: sp.Store) -> None:
         other.save(45, second(45))
     assert newest(other.url) == 1045
     assert other.candidates() == [45, 40, 30, 20, 10, 100, 90, 80, 70, 60, 50]
-    # The former is still at work: what it saves is new, whoever went back meanwhile.
+    # The former is still at work: its saves are new, although another went back meanwhile.
     fill(gone_back, 72)
     assert newest(other.url) == 72

@@ -409,7 +409,7 @@ def test_errors_of_the_worker_come_with_the_next_call(tmp_path: Path) -> None:
         saver.wait()
     assert bad.exception() is first.value
     assert any("saving step 1" in note and "Traceback" in note for note in first.value.__notes__)
-    # The library's own errors keep their type. Told once, it is not told again.
+    # The library's own errors keep their type. An error is reported once.
     blocked.unlink()
     needs_gradients = sp.presets.inshrinkerator(prune=0.3, prune_metric="sensitivity")
     saver.save(2, {"weight": np.zeros((64, 64), np.float32)}, cfg=needs_gradients)
@@ -629,7 +629,7 @@ def test_a_restarted_run_goes_on_with_its_chain(against: str, mode: str, tmp_pat
             expected = plainly.save(step, state(step))
             done = saver.save(step, state(step)).result(PATIENCE)
             assert (done.id, done.is_delta) == (expected.checkpoint.id, step != 5)
-            # What the trainer loads meanwhile is none of the running chain's business.
+            # Other loads of the trainer do not change the running chain.
             beside.load(0)
             plainly.follow(step)
     assert files(tmp_path / "beside") == files(tmp_path / "plainly")

@@ -222,7 +222,7 @@ def test_an_optimizer_that_counts_its_steps_is_believed(kind: Any) -> None:
         if kind is not float:
             assert len(set(told.values())) == len(set(files.values())) == 1
         elif number:
-            assert len(set(told.values())) == 3  # a plain number beside the arrays is not looked for
+            assert len(set(told.values())) == 3  # a plain number next to the arrays is not used
     # Who goes on from a checkpoint knows it from there.
     again = sp.Store(stores[1].url, RATED)
     again.load()

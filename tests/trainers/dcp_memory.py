@@ -52,7 +52,7 @@ def memory(line: str) -> int:
 def load(folder: Path) -> dict[str, int]:
     """Return the bytes of the loaded state, and the growth of the process."""
     first = {"model": {"layer0.weight": torch.zeros(WIDTH, WIDTH)}}
-    dcp.load(first, storage_reader=Reader(folder / "2"), no_dist=True)  # what is compiled and imported once
+    dcp.load(first, storage_reader=Reader(folder / "2"), no_dist=True)  # compiles and imports first
     state = state_of(LAYERS, 1.0)
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far is now the present
     before = memory("VmRSS")

@@ -146,7 +146,7 @@ def save(folder: Path) -> None:
 
     tp, of_tp = sharded(init_device_mesh("cpu", (WORLD,)), "tp")
     train(tp, of_tp, 0)
-    # Nested optimizer state, with the parameters' names as keys; a rank's own tensors beside sharded ones.
+    # Nested optimizer state, with the parameters' names as keys; a rank's own tensors next to sharded ones.
     state = state_of(tp, of_tp, 0, flat=False)
     dcp.save(state, storage_writer=Writer(folder / "tp", sp.presets.lossless()))
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "tp-torch"))

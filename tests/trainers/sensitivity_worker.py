@@ -77,7 +77,7 @@ def main(rank: int, folder: Path) -> None:
         ckpt = sp.compress(state, cfg=sp.presets.inshrinkerator(prune=0.3, prune_metric="sensitivity"), grads=grads)
         out["checkpoint"] = ckpt.id
         out["on the host"] = {g.to_local().device.type for g in grads.values()}  # type: ignore[attr-defined]
-        # All processes save together, and the first one alone writes: what is sharded comes together before.
+        # All processes save together, and the first one alone writes: sharded tensors are gathered before.
         cfg = sp.presets.inshrinkerator(prune=0.3, prune_metric="sensitivity")
         saved = trainers.save(sp.Store(str(folder / "store"), cfg), BATCHES, sharded, sensitivity=tracker)
         out["saved"] = saved is not None

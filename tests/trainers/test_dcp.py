@@ -198,7 +198,7 @@ def test_lossy_shards_hold_their_bound(ranks: Any) -> None:
     assert torch.equal(exact["model"]["norm.weight"], lossy["model"]["norm.weight"])
     spent = [sum(f.chain[0][1] for f in index_of(folder / name).files) for name in ("lossy", "exact-2")]
     assert 4 * spent[0] < spent[1]
-    # One container a rank and step, deltas and base, and nothing of what was there before.
+    # One container a rank and step, deltas and base, and none of the earlier files.
     assert len(os.listdir(folder / "lossy" / "data")) == 6
 
 
@@ -254,7 +254,7 @@ def test_thresholds_are_those_of_one_process_with_the_whole_state(ranks: Any, na
         assert len(expected) == 4
         where = folder / f"{name}-{world}-{step}"
         assert limits(where) == expected
-        # And what is decoded heeds them.
+        # The decoded values follow them.
         found = everything(Reader(where))["model"]
         for path, weight in state["model"].items():
             ((protect, _, prune, _),) = expected[f"model/{path}"]
@@ -500,7 +500,7 @@ def test_a_parent_that_is_damaged_or_gone(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(dcp.CheckpointException, match=r"CorruptDataError.*checksum"):
         save({"weight": w}, tmp_path / "2", Writer(cfg=EXACT, parent=tmp_path / "1"))
-    # What merely lies where the save goes is no reason not to save.
+    # Unrelated files in the target folder do not prevent a save.
     with pytest.warns(ParentNotUsedWarning, match="checksum"):
         save({"weight": w}, tmp_path / "1")
     shutil.rmtree(tmp_path / "1")

@@ -139,7 +139,7 @@ def test_own_kernel() -> None:
 def test_fsdp2(tmp_path: Path) -> None:
     """The FSDP2 example runs on two ranks, and resumes from the newest complete checkpoint."""
 
-    # Ranks are forked from one process that has imported everything: that takes longer than what they do.
+    # Ranks are forked from one process that has imported everything, because imports take longer than the work.
     code = f"""
 import os, sys, warnings
 sys.path.insert(0, {str(HOME)!r})

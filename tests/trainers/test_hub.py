@@ -66,7 +66,7 @@ def test_a_folder_comes_back_file_by_file(tmp_path: Path, card: bytes | None) ->
     assert sp.load_pretrained(tmp_path / "small", to=tmp_path / "again") == tmp_path / "again"
     expected = everything(source)
     if card == b"":
-        del expected["README.md"]  # an empty card cannot be told from none
+        del expected["README.md"]  # an empty card equals a missing one
     assert everything(tmp_path / "again") == expected
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "m", "small"]
     with pytest.raises(sp.BadArgumentError, match="is in several files"):

@@ -288,7 +288,7 @@ def test_what_a_search_finds_is_what_checkpoints_are_compressed_with(
     how: dict[str, Any] = {"search": searching, "sensitivity": 4, "width": 256}
     fit(folder, 3, plugin=CompressedIO(cfg, background=background), checkpoint=every, **how)
     fit(tmp_path / "plain", 3, width=256)
-    # Whatever is tried meanwhile, the run is the same.
+    # The trials do not change the run.
     assert finals(folder) == finals(tmp_path / "plain")
     store, found = sp.Store(folder / "shrinkpoint"), searching.found
     assert len(found) == len(store.steps()) == 3
@@ -333,7 +333,7 @@ def test_a_search_is_stored_without_generators_too(tmp_path: Path) -> None:
     (newest,) = tmp_path.glob("*.ckpt")
     fit(tmp_path, 2, newest, search=again, **how)
     assert again.given[0]["last"] == first.found[-1].restored()
-    # A checkpoint from before a search: there is none to go on from.
+    # A checkpoint from before a search holds no search to continue.
     callback = CompressedCheckpoints(rng=False, search=first)
     callback.load_state_dict(callback.state_dict())
     assert callback.found is None
@@ -483,7 +483,7 @@ def test_two_processes_search_together(script: Script, tmp_path: Path, how: str)
     script.together(2, folder, 3, "search", "plain", newest)
     (again,) = found_by(folder)
     assert again.restores == 1
-    for rank in "01":  # until it resumed what is lossy the run is that without a search
+    for rank in "01":  # until it resumes from lossy state, the run equals one without a search
         assert finals(folder / rank)[:4] == finals(tmp_path / "plain" / rank)[:4]
 
 
@@ -559,7 +559,7 @@ def test_strategies_that_need_a_gpu_are_refused(package: str, name: str, plugin:
     strategy._checkpoint_io = plugin()
     with pytest.raises(sp.BadArgumentError, match=f"strategy: {name} {REFUSED}"):
         strategy.setup(SimpleNamespace(state=SimpleNamespace(fn="fit")))
-    # Without the plugin it is Lightning's own, which then misses what it was not made with.
+    # Without the plugin it is Lightning's own method, which then misses attributes.
     strategy._checkpoint_io = TorchCheckpointIO()
     with pytest.raises(AttributeError):
         strategy.setup(SimpleNamespace(state=SimpleNamespace(fn="fit")))
@@ -582,7 +582,7 @@ def test_a_search_that_fails_on_one_process_fails_on_all(
     assert re.search(on_first, (tmp_path / "0" / "error.txt").read_text())
     if on_second is not None:
         assert re.search(on_second, (tmp_path / "1" / "error.txt").read_text())
-    # What was saved before is there.
+    # The earlier checkpoint is there.
     assert ["epoch=0" in p.name for p in tmp_path.rglob("*.ckpt")] == [True] * (how != "alone")
 
 

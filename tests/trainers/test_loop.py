@@ -146,7 +146,7 @@ def test_a_tracker_is_told_of_what_becomes_of_saves(
         table = given[-1]["users.weight"]
         assert [int(np.unpackbits(x).sum()) for x in (table.rows_since_base, table.rows)] == [2, 1]
         assert tracker.untracked == {}
-        # What is not saved belongs to the next.
+        # Rows of a failed save belong to the next one.
         with pytest.raises(sp.BadArgumentError, match="metric"):
             touched(4, metric=float("nan"))
         assert touched(5) == (4, 2)

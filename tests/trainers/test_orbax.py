@@ -94,7 +94,7 @@ def test_rotation_reaches_the_store_and_deltas_stay_whole(tmp_path: Path) -> Non
     store = sp.Store(tmp_path / "shrinkpoint")
     assert [store.describe(step).is_delta for step in store.steps()] == [True, True]
     assert not store.verify()
-    # A step that is deleted by hand leaves too, and a run that goes on does so with a delta.
+    # A step that a user deletes is removed too, and a continued run saves a delta.
     with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
         manager.restore(6)
         manager.delete(5)
@@ -143,7 +143,7 @@ def test_in_the_background_a_step_is_kept_until_the_next_is_complete(tmp_path: P
             manager.wait_until_finished()
         assert (tmp_path / "1").exists()
         assert same(manager.restore(1, args=CompressedRestore(abstract(state))), state)
-        # It was told of once; the next save is not refused for it.
+        # It was reported once; the next save is not refused for it.
         manager.save(3, args=CompressedSave(state))
         manager.wait_until_finished()
         manager.close()

@@ -78,7 +78,7 @@ def committed(tracker: sp.RowTracker, base: bool = True) -> None:
     tracker.saved(base)
 
 
-# ------------------------------------------------------------------ what is marked
+# ------------------------------------------------------------------ marked rows
 
 
 def test_before_the_first_save_every_row_counts_as_touched() -> None:
@@ -127,7 +127,7 @@ def test_look_ups_without_a_gradient_do_not_count() -> None:
             model["a"](torch.tensor([2]))
         model["frozen"](torch.tensor([3]))
         model.eval()
-        model["a"](torch.tensor([4]))  # evaluation mode is no promise not to train
+        model["a"](torch.tensor([4]))  # a model in evaluation mode may still be trained
         kinds = tracker.kinds()
     assert marked(kinds, "a.weight") == {4}
     assert marked(kinds, "frozen.weight") == set()
@@ -483,7 +483,7 @@ def test_what_the_tracker_does_not_see_is_stored_and_counted() -> None:
             backward(model, ids(number), how)
             optimizer.step()
         assert chain.save(unmarked=40) == 80
-        # An edit by hand of one row among all.
+        # A manual edit of one row among all.
         with torch.no_grad():
             model["t"].weight[123_457] += 1
         assert chain.save(unmarked=1) == 1
@@ -791,7 +791,7 @@ def test_tables_that_come_and_go_and_are_tied() -> None:
         committed(tracker)
         model["a"](torch.tensor([1]))
         model["c"](torch.tensor([3]))
-        # One of two that were one table is another now, one is gone, one is no table any more, one is new.
+        # One of two tied tables is replaced, one is removed, one is not a table any more, one is new.
         model["b"] = nn.Embedding(ROWS, 4)
         del model["d"]
         model["new"] = nn.Embedding(10, 4)

@@ -563,7 +563,7 @@ def test_an_element_that_is_not_finite_begins_anew(read: int) -> None:
         # From the next gradient on they are as all others.
         train(read, read + 5)
         assert float((tracker.grads() or {})["0.weight"][1, 3]) == pytest.approx(read + 4, abs=0.2)
-        # A sum beyond the range is no such value.
+        # A sum beyond the range does not count as non-finite.
         for p in model.parameters():
             p.grad = torch.full_like(p, 1e38)
         optimizer.step()

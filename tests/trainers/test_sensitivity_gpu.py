@@ -80,7 +80,7 @@ def test_gradients_are_copied_before_the_step_and_averaged_after_the_copy(gpu: G
     assert tracker.not_finite == 0
     assert tracker.recorded == 5
     assert close(found, average(history, 0.5))
-    # One buffer a parameter, whatever the number of batches, and no gradient's memory is used again too early.
+    # One buffer a parameter for any number of batches, and no gradient's memory is used again too early.
     assert len(gpu.pinned) == 2
     assert len(gpu.recorded) == 10
     assert gpu.main not in gpu.recorded
@@ -94,7 +94,7 @@ def test_the_host_does_not_wait_for_the_device(gpu: Gpu) -> None:
         gpu.main.put(lambda: ran.append(1))
         for model in (first, second):
             optimizer = Overwriting(model, gpu)
-            with gpu.lock:  # the device stands still: whoever waits for it does so for twenty seconds, and fails
+            with gpu.lock:  # the device stands still: a wait for it fails after twenty seconds
                 backward(model, gpu, 0)
                 optimizer.step()
         assert tracker.recorded == 1

@@ -56,6 +56,6 @@ def test_the_frame_around_an_optimizer_step_is_found() -> None:
         optimizer.step()
     finally:
         handle.remove()
-    # 0: no frame of torch.optim.optimizer was on the stack, and nested steps are no longer told apart.
+    # 0: no frame of torch.optim.optimizer was on the stack, and nested steps cannot be distinguished.
     assert len(frames) == 1
     assert frames[0] != 0
