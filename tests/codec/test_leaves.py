@@ -78,7 +78,7 @@ def test_every_numpy_dtype(name: str) -> None:
 
 
 def _value_bytes(x: Any) -> bytes:
-    """The bytes of a scalar; of a long double without its padding, which NumPy 2.5 leaves undefined."""
+    """Return the bytes of a scalar without the padding of long doubles (undefined in NumPy 2.5)."""
     if x.dtype.char in "gG":
         return np.frombuffer(x.tobytes(), np.uint8).reshape(-1, np.dtype(np.longdouble).itemsize)[:, :10].tobytes()
     return bytes(x.tobytes())
