@@ -187,7 +187,7 @@ def threads(n: int) -> Iterator[None]:
 
 
 def regression(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Callable[..., float], Callable[[], Any]]:
-    """Return a function that trains a small regression, and one that makes its model and optimizer."""
+    """Return the training function of a small regression, and one that makes its model."""
     torch.manual_seed(0)
     x = torch.randn(512, 64)
     target = torch.tanh(x @ torch.randn(64, 64)) + 0.1 * torch.randn(512, 64)

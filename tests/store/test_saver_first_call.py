@@ -1,4 +1,4 @@
-"""A saver whose worker compiles kernels: training goes on, no save waits with `on_busy="skip"`."""
+"""A saver whose worker compiles kernels does not delay training."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Two processes with Accelerate for the tests: `python -m torch.distributed.run --nproc_per_node 2 accelerate_ranks.py
-FOLDER [background]`. Each says what it found in `FOLDER/RANK.json`.
+"""Two processes with Accelerate, for the tests.
+
+`python -m torch.distributed.run --nproc_per_node 2 accelerate_ranks.py FOLDER [background]`. Each writes its result to
+`FOLDER/RANK.json`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small run with Accelerate for the tests: `python accelerate_run.py FOLDER STEPS [background]`.
+"""A small resumable Accelerate run: `python accelerate_run.py FOLDER STEPS [background]`.
 
 It resumes if it can.
 """

@@ -1,4 +1,4 @@
-"""Ranks that save and load through Megatron-Core, for the tests: `python megatron_run.py FOLDER`."""
+"""Ranks that save and load through Megatron-Core: `python megatron_run.py FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two processes with trees of their own:
+"""Two processes with different trees, for the tests of searches.
+
 `python -m torch.distributed.run --nproc_per_node 2 replica_search_ranks.py FOLDER`.
 """
 

@@ -1,5 +1,7 @@
-"""A chain of saves that checks what a `RowTracker` marks; and, as a script, one of two processes that train together:
-`python rows_ranks.py RANK FOLDER`."""
+"""Saves that check the marks of a `RowTracker`, and a training by two processes.
+
+As a script it is one of the two: `python rows_ranks.py RANK FOLDER`.
+"""
 
 from __future__ import annotations
 

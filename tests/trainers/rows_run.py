@@ -1,5 +1,7 @@
-"""A training of an embedding for the tests, with a tracker in the plain loop: `python rows_run.py FOLDER LOG STEPS`
-resumes and goes on. Each line of LOG is a step, its loss in hexadecimal, and what was noted of the tables it saved."""
+"""A resumable training of an embedding with a row tracker, for the tests.
+
+`python rows_run.py FOLDER LOG STEPS`. Each line of LOG is a step, its loss in hexadecimal, and the notes of its tables.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small Transformers run for the tests: `python transformers_run.py FOLDER STEPS [background]`.
+"""A small Transformers run: `python transformers_run.py FOLDER STEPS [background]`.
 
 `python -m torch.distributed.run --nproc_per_node 2 transformers_run.py FOLDER STEPS ranks [background]`: resumes if it
 can; losses in `FOLDER/RANK/losses.txt`.
