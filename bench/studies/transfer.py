@@ -130,11 +130,13 @@ def _by_ladder(ladder: Ladder) -> Callable[[Subject], Compressed]:
         state = {"model": subject.weights}
         exact = subject.quality(subject.weights)
         raw = sum(x.numel() * x.element_size() for x in subject.weights.values())
-        for tried, (_, baseline) in enumerate(ladder(state), 1):
+        for tried, (place, baseline) in enumerate(ladder(state), 1):
             saved = baseline.encode(state, None)
             restored = baseline.decode(saved, None)["model"]
             if subject.quality(restored) / exact - 1 <= THRESHOLD:
-                return Compressed(restored, raw / saved.nbytes, f"{baseline}; {tried} evaluations")
+                return Compressed(
+                    restored, raw / saved.nbytes, f"{baseline.name} at {place} of its space; {tried} evaluations"
+                )
         raise CheckFailed(f"{subject.name}: no configuration of the baseline keeps the quality")
 
     return compress
