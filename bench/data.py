@@ -15,6 +15,7 @@ a compressor that looks for repetitions finds none that training would not have 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -202,19 +203,10 @@ def trained(*, quick: bool, apart: int = 10) -> Pair:
         for upto in (steps, steps + apart):
             while training.step < upto:
                 training.advance()
-            states.append(_copied(training.state()))
+            states.append(copy.deepcopy(training.state()))  # tied weights stay tied
     finally:
         torch.set_num_threads(threads)
     return Pair(states[0], states[1], f"demo GPT ({name}) trained here, steps {steps} and {steps + apart}")
-
-
-def _copied(tree: Any) -> Any:
-    """Copy a state, so that training no longer changes its arrays."""
-    if isinstance(tree, dict):
-        return {key: _copied(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_copied(value) for value in tree)
-    return tree.detach().clone() if hasattr(tree, "detach") else tree
 
 
 def gpt_shapes(parameters: int) -> dict[str, tuple[int, ...]]:
