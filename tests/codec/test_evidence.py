@@ -349,6 +349,24 @@ def test_a_base_that_stays_exact_for_want_of_evidence_says_so_once() -> None:
         sp.compress({**state, "u": drawn(4, 4), "v": drawn(8, 8)})
 
 
+@pytest.mark.filterwarnings(QUIET)
+def test_tied_weights_count_once_while_they_share_memory() -> None:
+    """An optimizer has one entry for tied weights; copies of them are two arrays, which only `kinds=` explains."""
+    embed, out = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+    out.weight = embed.weight
+    model = nn.ModuleDict({"embed": embed, "out": out})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model["out"](model["embed"](torch.arange(64))).square().mean().backward()
+    optimizer.step()
+    tied = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    assert not whys(tied)["model/embed.weight"][0]
+    copied = {**tied, "model": {name: x.clone() for name, x in tied["model"].items()}}
+    found = whys(copied)
+    assert found["model/embed.weight"] == (True, "the optimizer's parameters could not be matched")
+    assert found["model/out.weight"][0]
+    assert not whys(copied, kinds=sp.kinds(model, optimizer))["model/embed.weight"][0]
+
+
 # ------------------------------------------------------------------------------------------------------ never a guess
 
 NAMES = st.sampled_from(
