@@ -117,7 +117,7 @@ def write_training(folder: Path) -> None:
 
 
 def write_published(folder: Path) -> None:
-    """Versions with a base, deltas, and one with both; and versions of which slices can be read."""
+    """Write versions with a base, deltas, and one with both; and versions with readable slices."""
     publisher = sp.Publisher(folder / "published", base_every=3)
     for version in (1, 2, 3, 4):
         publisher.publish(version, published(version))
@@ -127,13 +127,13 @@ def write_published(folder: Path) -> None:
 
 
 def write_models(folder: Path) -> None:
-    """A model's folder alone, and one coded against it."""
+    """Write a model's folder, and one that is coded against it."""
     save_pretrained(network(0), folder / "model")
     save_pretrained(network(1), folder / "tuned", base=folder / "model")
 
 
 def write_sharded(rank: int, meeting: str, folder: Path) -> None:
-    """Folders and steps of torch.distributed.checkpoint; runs on each rank."""
+    """Write folders and steps of torch.distributed.checkpoint, on each rank."""
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD)
     mesh = init_device_mesh("cpu", (WORLD,))
     in_folders, in_store = Writer(cfg=EXACT), Writer(sp.Store(folder / "sharded", EXACT))
@@ -146,13 +146,16 @@ def write_sharded(rank: int, meeting: str, folder: Path) -> None:
 
 
 def write_alone(folder: Path) -> None:
-    """A folder of torch.distributed.checkpoint whose ranks do not communicate: each has metadata of its own."""
+    """Write a folder of torch.distributed.checkpoint whose ranks do not communicate.
+
+    Each rank has its own metadata.
+    """
     path = folder / "dcp" / "alone"
     dcp.save(sharded(3), storage_writer=Writer(path, EXACT), no_dist=True, use_collectives=False)
 
 
 def expected(folder: Path) -> dict[str, dict[str, str]]:
-    """Folder -> step -> hash of what it restores to; for lossy steps what the writing release restored."""
+    """Return, by folder and step, the hash of the state that the writing release restored."""
     found = {}
     for name in ("store", "compacted", "training"):
         store = sp.Store(folder / name)
