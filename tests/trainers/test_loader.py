@@ -256,7 +256,7 @@ def test_other_batches_than_those_consumed_are_refused() -> None:
     with pytest.raises(sp.BadArgumentError, match="generators of its own"):
         Loader(own).load_state_dict(state)
     for bad in ({}, None, [1]):
-        with pytest.raises(sp.BadArgumentError, match="no position"):
+        with pytest.raises(sp.BadArgumentError, match="not a position"):
             Loader([1]).load_state_dict(bad)  # type: ignore[arg-type]
 
 
