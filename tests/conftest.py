@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 if not os.environ.get("SHRINKPOINT_TEST_FIRST_CALLS"):  # set: small arrays go to NumPy, as in a user's first process
     first_calls.compile_at_once()
 settings.register_profile(
-    "default", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    "default", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("default")
 
