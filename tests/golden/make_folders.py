@@ -1,8 +1,10 @@
-"""Write the golden folders of a release: `python -m tests.golden.make_folders`, from the root.
+"""Write the golden folders of a release.
+
+    python -m tests.golden.make_folders      (from the root)
 
 A folder of a store or publisher holds more than `.spt` files: manifests, tags, records, metadata. These are in
-`folders/RELEASE`, together with what they restore to (`index.json`) and a seal, by which a missing or altered file is
-noticed. Some names in them are random, so that they are written once and never compared with new ones.
+`folders/RELEASE`, together with the hashes of the restored states (`index.json`) and a seal, which shows a missing or
+altered file. Some names in them are random, so that they are written once and never compared with new ones.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def published(version: int) -> dict[str, torch.Tensor]:
 
 
 def sharded(step: int) -> dict[str, Any]:
-    """A state of which each rank saves its rows; they do not divide by two."""
+    """Return a state whose rows are sharded over the ranks; their number is odd."""
     w = torch.from_numpy((bell(31 * 40, 7) + step * (np.arange(1240) % 9 == 0)).astype(np.float32))
     return {"model": {"w": w.reshape(31, 40), "b": torch.full((5,), float(step))}, "run": {"step": step}}
 
