@@ -589,7 +589,7 @@ def test_a_loss_that_could_not_be_seen_is_left_open() -> None:
     row = compared([0.96, 1.02, 1.04])
     assert row.value == pytest.approx(0.67, abs=0.01)
     assert row.met is None
-    assert row.note.endswith(transfer.UNTOLD)
+    assert row.note.endswith(transfer.TOO_FEW)
     assert compared([1.05, 1.05, 1.06]).met is False
     assert compared([1.0, 1.001, 0.999]).met is True
 

@@ -39,7 +39,7 @@ from .workloads import Run
 Weights = dict[str, Tensor]
 THRESHOLD = 0.05
 WANTED = 11.0
-TOLD = 1.0
+NOTICEABLE = 1.0
 """Percent: a comparison after fine-tuning must be able to detect a loss of this size before it may report no loss."""
 PUBLISHED = "inshrinkerator as published (9.99 to 11.32 x)"
 
@@ -218,7 +218,7 @@ def _compared(name: str, subject: Subject, exact: Sequence[Tuned], tuned: Sequen
     met = None if error is None else no_loss(mean, error)
     if error is not None:
         note += f"; standard error {error:.2f}; the exact model's own seeds: {_scatter(losses):.2f} % deviation"
-        note += f"; {UNTOLD}" if met is None else ""
+        note += f"; {TOO_FEW}" if met is None else ""
     row = f"{name}: loss change after fine-tuning"
     return _row(row, subject.size, mean, "%", note, target="<= 2 standard errors %", met=met)
 
@@ -232,11 +232,11 @@ def _accuracy_lost(name: str, subject: Subject, exact: Sequence[Tuned], tuned: S
     return _row(row, subject.size, statistics.fmean(lost), "points", note)
 
 
-UNTOLD = f"too few seeds to tell a loss of {TOLD:g} %"
+TOO_FEW = f"too few seeds to tell a loss of {NOTICEABLE:g} %"
 
 
 def no_loss(mean: float, error: float) -> bool | None:
-    """Return whether a change is not a loss; None if a loss of `TOLD` would go unnoticed.
+    """Return whether a change is not a loss; None if a loss of `NOTICEABLE` would go unnoticed.
 
     Args:
         mean: of the change, percent; below 0 is better.
@@ -248,7 +248,7 @@ def no_loss(mean: float, error: float) -> bool | None:
     """
     if mean > 2 * error:
         return False
-    return True if mean + 2 * error <= TOLD else None
+    return True if mean + 2 * error <= NOTICEABLE else None
 
 
 def _scatter(values: Sequence[float]) -> float:

@@ -273,7 +273,7 @@ def test_only_changed_rows_are_stored_and_a_restored_run_stores_none() -> None:
         y[[3, 77, 400]] *= 1.5
         delta = save(y, base, config)
         assert stored_rows(delta) == 3
-        # Continues from the restored values, some of which quantize differently.
+        # Continues from the restored values. Some of them quantize differently.
         restored = sp.decompress(delta)["emb"]
         after = save(restored, delta, config)
         assert stored_rows(after) == 0

@@ -220,7 +220,7 @@ def test_never_more_than_bins_alone_would_take(seed: int, spread: str, dtype: st
     """A target takes few more bytes than the fewest bins that meet it."""
     x = as_dtype(drawn(np.random.default_rng(seed), spread, (64, 80)), dtype)
     chosen = row(sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=target), kinds={"weight": "linear"}))
-    if chosen.note.startswith("log buckets"):  # more than half of it would be lost at the step that the target allows
+    if chosen.note.startswith("log buckets"):  # more than half of it would be lost at the target's step, see below
         return
     for bins in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 254):
         plain = row(
@@ -232,6 +232,14 @@ def test_never_more_than_bins_alone_would_take(seed: int, spread: str, dtype: st
         return
     tables = 64 + 2 * 254
     assert chosen.stored_bytes <= plain.stored_bytes + x.size * -math.log2(targets.SHARE) / 8 + tables
+
+
+@pytest.mark.xfail(reason="a step finer than the target's is not tried before log buckets", strict=True)
+def test_outliers_take_a_finer_step_instead_of_log_buckets() -> None:
+    """An array that would lose its small elements at the target's step may be smaller at a finer one."""
+    x = as_dtype(drawn(np.random.default_rng(4529), "outliers", (64, 80)), "float16")
+    chosen = row(sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=0.0625), kinds={"weight": "linear"}))
+    assert chosen.stored_bytes <= 2000, "8 bins alone err by 0.033 and take 1,239 bytes"
 
 
 def test_a_parents_choice_is_kept_while_it_does_and_the_note_says_why_not() -> None:

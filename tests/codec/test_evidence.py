@@ -351,7 +351,7 @@ def test_a_base_that_stays_exact_for_want_of_evidence_says_so_once() -> None:
 
 @pytest.mark.filterwarnings(QUIET)
 def test_tied_weights_count_once_while_they_share_memory() -> None:
-    """An optimizer has one entry for tied weights; copies of them are two arrays, which only `kinds=` explains."""
+    """Tied weights match the optimizer's one entry; copies are two arrays and need `kinds=`."""
     embed, out = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
     out.weight = embed.weight
     model = nn.ModuleDict({"embed": embed, "out": out})

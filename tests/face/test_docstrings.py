@@ -1,4 +1,4 @@
-"""First lines of docstrings: short sentences that a reader understands without the code next to them."""
+"""First lines of docstrings are short, and understandable without the code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def product_modules() -> list[Path]:
 
 
 def first_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the first line of each docstring, and the number of the line in which its definition begins."""
+    """Yield each docstring's first line, and the line number of its definition."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node)
@@ -33,7 +33,7 @@ def first_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def problem(line: str) -> str:
-    """Return what is wrong with a first line, or ""."""
+    """Return the fault of a first line, or ""."""
     if len(line) > LONGEST:
         return f"{len(line)} characters, more than {LONGEST}"
     if not line.endswith("."):
