@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from shrinkpoint.kernels import first_calls
+from shrinkpoint.kernels.backend import first_calls
 from shrinkpoint.kernels.errors import BadArgumentError, ShrinkpointError
 
 from . import machine

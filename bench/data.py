@@ -125,7 +125,7 @@ def role_of(path: str) -> str:
 
 def arrays(tree: Any, path: str = "") -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Yield every array of a state as (path, NumPy array); bfloat16 as its bit patterns."""
-    from shrinkpoint.kernels.arrays import is_torch, to_numpy
+    from shrinkpoint.kernels.backend.arrays import is_torch, to_numpy
 
     if isinstance(tree, dict):
         for key, value in tree.items():

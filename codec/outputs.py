@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..kernels.arrays import is_torch
+from ..kernels.backend.arrays import is_torch
 from .errors import BadArgumentError
 from .lossless.exact import decode_bytes_into
 from .state import tree

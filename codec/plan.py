@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.arrays import is_torch
-from ..kernels.floats import FORMATS
+from ..kernels.backend.arrays import is_torch
+from ..kernels.backend.floats import FORMATS
 from .base import Codec, Leaf, Reference
 from .config import Config, Rule, is_lossless, warn_of_unmatched
 from .deduplication import copies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..kernels import arguments
+from ..kernels.backend import arguments
 from .config import ChainPolicy, Config, Rule
 from .embeddings.rows import Rows
 from .embeddings.rows import code_width as _code_width

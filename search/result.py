@@ -11,7 +11,7 @@ from typing import Any
 
 from ..codec.config import Config
 from ..codec.errors import BadArgumentError
-from ..kernels.arguments import integer, number
+from ..kernels.backend.arguments import integer, number
 from .cube import Cube, Point
 
 DIRECTIONS = ("lower", "higher")

@@ -24,7 +24,7 @@ from ..codec.state.leaves import as_bytes, build_leaf, from_bytes, is_array, is_
 from ..codec.weights.levels import compatible_parent
 from ..codec.weights.past_weights import PastWeights
 from ..codec.weights.quantize import Quantize
-from ..kernels.arrays import is_torch
+from ..kernels.backend.arrays import is_torch
 from .cube import Point
 
 _SMALL = 1 << 16

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..codec.errors import BadArgumentError, CorruptDataError, NewerFormatError
-from ..kernels.arguments import integer
+from ..kernels.backend.arguments import integer
 from .checksummed_json import check_sum, seal
 
 VERSION = 2

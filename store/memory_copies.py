@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from ..codec.errors import BadArgumentError, ShrinkpointWarning
 from ..codec.memory_limit import available_memory
-from ..kernels.arguments import integer
+from ..kernels.backend.arguments import integer
 from .checksummed_json import seal, unseal
 from .files import Files
 from .manifest import is_data

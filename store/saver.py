@@ -25,7 +25,7 @@ from ..codec.evidence.kind import check_kinds, check_used
 from ..codec.inputs import by_weights
 from ..codec.state import tree
 from ..codec.state.leaves import is_array
-from ..kernels.arguments import choice, instance, integer, number, or_none
+from ..kernels.backend.arguments import choice, instance, integer, number, or_none
 from . import host_copy
 from .chain_head import ChainHead
 from .executors import Executor, Origin, ProcessExecutor, ThreadExecutor, Warned

@@ -23,7 +23,7 @@ from ..codec.errors import ShrinkpointError
 from ..codec.memory_limit import available_memory
 from ..codec.state import tree
 from ..codec.state.leaves import LeafSpec, build_leaf, from_bytes, is_array, read_leaf, same_storage_key
-from ..kernels.arrays import is_torch
+from ..kernels.backend.arrays import is_torch
 from . import host_copy
 
 Bytes = npt.NDArray[np.uint8]

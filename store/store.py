@@ -15,7 +15,7 @@ from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.partial import check_patterns, decompress_only
 from ..codec.weights.past_weights import PastWeights
-from ..kernels.arguments import flag, function, instance, number, or_none, sequence
+from ..kernels.backend.arguments import flag, function, instance, number, or_none, sequence
 from . import labels, rewinds
 from .catalog import FOLDER as STEPS
 from .catalog import Catalog, Entry, named, unknown

@@ -24,8 +24,8 @@ from ..codec.state.leaves import is_array, is_sharded, read_leaf
 from ..codec.state.tree import flatten
 from ..codec.weights.past_weights import PastWeights
 from ..codec.weights.quantize import Quantize
-from ..kernels import arguments
-from ..kernels.arrays import is_torch, on_gpu
+from ..kernels.backend import arguments
+from ..kernels.backend.arrays import is_torch, on_gpu
 
 Array = Any
 _SHARE = 0.1

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..codec.evidence.kind import Kind
 from ..codec.evidence.module import kinds as kinds_of
 from ..kernels.errors import BadArgumentError
-from ..kernels.mask import pack_mask
+from ..kernels.packing import pack_mask
 from .optimizer_hooks import Nesting, closure_of, remove, weak
 from .processes import world
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...kernels.arrays import is_torch
+from ...kernels.backend.arrays import is_torch
 from ..base import Leaf, Reference, Stored
 from ..entropy.row_column_classes import columns_of
 from ..format.fields import Piece

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.approximation_error import Distortion, distortion_many
-from ...kernels.grid import ESCAPE as OFF_GRID
-from ...kernels.grid import grid_symbols, grid_values
-from ...kernels.logbucket import bucket_index
-from ...kernels.rank_one import ESCAPE as NO_RESIDUAL
-from ...kernels.rank_one import factors_many, residual_factors, residual_symbols_many, residual_values_many
+from ...kernels.error_sums import Distortion, distortion_many
+from ...kernels.histogram import bucket_index
+from ...kernels.moment_grid import ESCAPE as OFF_GRID
+from ...kernels.moment_grid import grid_symbols, grid_values
+from ...kernels.scales import ESCAPE as NO_RESIDUAL
+from ...kernels.scales import factors_many, residual_factors, residual_symbols_many, residual_values_many
 from ..base import Leaf, Reference, Stored
 from ..entropy.row_column_classes import columns_of
 from ..errors import CorruptDataError

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.arrays import is_torch
-from ...kernels.floats import FORMATS
+from ...kernels.backend.arrays import is_torch
+from ...kernels.backend.floats import FORMATS
 from ..parallel import map_arrays
 from ..state import tree
 from ..state.leaves import LeafSpec

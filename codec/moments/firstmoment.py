@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...kernels.approximation_error import Distortion, distortion
-from ...kernels.arguments import check_field, number, or_none
-from ...kernels.arrays import on_gpu
-from ...kernels.grid import ESCAPE as OFF_GRID
-from ...kernels.grid import grid_symbols, grid_values
+from ...kernels.backend.arguments import check_field, number, or_none
+from ...kernels.backend.arrays import on_gpu
+from ...kernels.error_sums import Distortion, distortion
+from ...kernels.moment_grid import ESCAPE as OFF_GRID
+from ...kernels.moment_grid import grid_symbols, grid_values
 from ..base import CHUNK, Leaf, Reference, Stored
 from ..entropy.row_column_classes import columns_of
 from ..errors import CorruptDataError

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.arrays import DEVICES, is_torch
+from ...kernels.backend.arrays import DEVICES, is_torch
 from ..errors import CorruptDataError, UnsupportedLeafError
 from ..memory_limit import total_memory
 

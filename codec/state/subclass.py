@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ...kernels.arrays import is_torch
+from ...kernels.backend.arrays import is_torch
 from ..errors import CorruptDataError, UnsupportedLeafError
 
 CLASS, TENSORS, CONTEXT, SIZE, STRIDE = "class", "tensors", "context", "size", "stride"

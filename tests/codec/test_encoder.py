@@ -17,7 +17,7 @@ from shrinkpoint.codec.weights.ratedistortion import cheapest_levels
 from shrinkpoint.kernels.kmeans import quantization_loss, weighted_kmeans
 from shrinkpoint.kernels.levels import joint_counts
 from shrinkpoint.kernels.quantizer import Thresholds, assign
-from shrinkpoint.kernels.ratedistortion import rate_distortion_levels, unsettled
+from shrinkpoint.kernels.rate_distortion import rate_distortion_levels, unsettled
 
 
 def drawn(*shape: int, seed: int = 0) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shrinkpoint import kernels as k
-from shrinkpoint.kernels import arguments
+from shrinkpoint.kernels.backend import arguments
 from shrinkpoint.kernels.errors import BadArgumentError
 from shrinkpoint.kernels.rows import search_steps
 

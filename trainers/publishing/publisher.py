@@ -16,7 +16,7 @@ from blake3 import blake3
 from ...codec.errors import BadArgumentError, CorruptDataError, NewerFormatError, ShrinkpointError
 from ...codec.format import container
 from ...codec.state.leaves import LeafSpec, NpArray
-from ...kernels.arguments import flag, integer
+from ...kernels.backend.arguments import flag, integer
 from ...store.files import Files
 from ...store.urls import opened
 from .layout import LARGEST, Version, data_name, version_name, version_of

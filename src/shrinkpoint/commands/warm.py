@@ -33,7 +33,7 @@ def warm(
     """
     from numba.core import event
 
-    from ..kernels import first_calls
+    from ..kernels.backend import first_calls
     from .configs import config
 
     first_calls.compile_at_once()
