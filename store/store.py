@@ -538,6 +538,9 @@ class Store:
         later = [s for s in self.steps() if s > number]
         if later:
             self.drop(*reversed(later))
+        elif (entry := self._catalog.get(number)) is not None:
+            # A process may have removed them and been killed before that was durable.
+            self._files.sync([f"{STEPS}/{manifest_name(number, entry.generation)}"])
         return later
 
     # ------------------------------------------------------------------------------------------------------- labels

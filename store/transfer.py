@@ -10,11 +10,12 @@ from blake3 import blake3
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError
 from . import labels, restore_counter, rewinds
+from .catalog import FOLDER as STEPS
 from .catalog import Catalog
 from .chain import FOLDER
 from .files import Files
 from .lock import Lease
-from .manifest import Manifest
+from .manifest import Manifest, manifest_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,10 @@ def copy_all(
     """
     tags = {name: step for name, step in labels.tags(source.files).items() if step in chosen}
     try:
-        there = {step: e.manifest for step, e in target.catalog.all().items() if step in chosen}
+        entries = {step: e for step, e in target.catalog.all().items() if step in chosen}
     except CorruptDataError as e:
         raise CorruptDataError(f"{target.url}: {e}; drop the step there, and copy again") from None
+    there = {step: e.manifest for step, e in entries.items()}
     for step, manifest in there.items():
         if manifest.identity != chosen[step].identity:
             raise BadArgumentError(f"step {step}: {target.url} has another one of that number")
@@ -64,6 +66,8 @@ def copy_all(
     for name, step in labels.tags(target.files).items():
         if tags.get(name, step) != step:
             raise BadArgumentError(f"tag {name!r}: {target.url} has it at step {step}")
+    # A copy may have been killed after it created a manifest, before that was durable.
+    target.files.sync([f"{STEPS}/{manifest_name(step, e.generation)}" for step, e in entries.items()])
     sound: set[str] = set()
     chosen = dict(chosen)
     for step in sorted(chosen):
@@ -108,7 +112,10 @@ def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]
     """
     for name in reversed(manifest.files):
         path = f"{FOLDER}/{name}"
-        if name in sound or _is_sound(target, name):
+        if name in sound:
+            continue
+        if _is_sound(target, name):
+            target.sync([path])
             sound.add(name)
             continue
         try:

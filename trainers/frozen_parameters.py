@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 from blake3 import blake3
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -27,7 +28,7 @@ _MARK_EVERY = 3600.0
 _marked: dict[tuple[str, str], float] = {}
 """(Store, tag) -> when this process marked that set as used: `gc` must not remove it before the step is committed."""
 _digests: Any = WeakIdKeyDictionary()
-"""Parameter -> (version, address, hash): a frozen parameter is hashed once."""
+"""Parameter -> (XXH3 of the part in this process, BLAKE3 of the whole)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,9 @@ def _parameters(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tenso
 def digest_of(model: nn.Module, names: Sequence[str]) -> str:
     """Return the hash of parameters, "" on ranks other than 0; a collective.
 
+    All bytes are read each time: writes through `.data` or NumPy change neither the version that PyTorch counts nor the
+    address. XXH3 finds the changed parameters, at the speed of memory; only these are gathered and hashed by BLAKE3.
+
     Args:
         model: wrapped or not.
         names: of the bare model's parameters.
@@ -100,28 +104,43 @@ def digest_of(model: nn.Module, names: Sequence[str]) -> str:
     found = blake3()
     table = {n.replace("_orig_mod.", ""): p for n, p in bare(model).named_parameters(remove_duplicate=False)}
     here = _parameters(model, names)
-    keys = {name: (table[name]._version, _address(here[name])) for name in names}
-    known = {name: _digests.get(table[name]) for name in names}
-    # A rank may have a changed part of a sharded parameter where the others have not: all hash it then, or none.
-    changed = {name for name in names if known[name] is None or known[name][0] != keys[name]}
-    _, everywhere = on_all(lambda: sorted(changed), lambda found: found)
+    keys = {id(table[name]): "" for name in names}
     for name in names:
-        if any(name in one for one in everywhere):
+        if not keys[id(table[name])]:
+            keys[id(table[name])] = _fingerprint(here[name], name)
+    # A rank may have a changed part of a sharded parameter where the others have not: all hash it then, or none.
+    changed = sorted(name for name in names if _digests.get(table[name], ("",))[0] != keys[id(table[name])])
+    _, everywhere = on_all(lambda: changed, lambda found: found)
+    to_hash = {id(table[name]) for one in everywhere for name in one}
+    for name in names:
+        key = id(table[name])
+        if key in to_hash:
+            to_hash.remove(key)
             value = whole(here[name])
-            _digests[table[name]] = keys[name], _hash(value) if rank() == 0 else ""
+            _digests[table[name]] = keys[key], _hash(value, blake3(), name) if rank() == 0 else ""
         found.update(json.dumps([name, _digests[table[name]][1]]).encode())
     return found.hexdigest() if rank() == 0 else ""
 
 
-def _address(tensor: Any) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.data_ptr())
+def _fingerprint(tensor: Any, name: str) -> str:
+    """Return the XXH3 of the part of a parameter that this process has; "-" if another one hashes it."""
+    if hasattr(tensor, "to_local"):
+        return _hash(tensor.to_local(), xxhash.xxh3_128(), name)
+    return _hash(tensor, xxhash.xxh3_128(), name) if rank() == 0 else "-"
 
 
-def _hash(tensor: torch.Tensor) -> str:
-    spec, flat = read_leaf(tensor, "")
-    found = blake3(json.dumps([spec.dtype, list(spec.shape)]).encode())
-    found.update(as_bytes(flat).data)
+def _hash(tensor: torch.Tensor, hasher: Any, name: str) -> str:
+    spec, flat = read_leaf(tensor, name)
+    hasher.update(json.dumps([spec.dtype, list(spec.shape)]).encode())
+    hasher.update(as_bytes(flat).data)
+    return str(hasher.hexdigest())
+
+
+def _digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return what `digest_of` returns for a model with these parameters."""
+    found = blake3()
+    for name, tensor in tensors.items():
+        found.update(json.dumps([name, _hash(tensor, blake3(), name)]).encode())
     return str(found.hexdigest())
 
 

@@ -103,6 +103,7 @@ class DeltaFolders:
             self._write_changes(temporary, changes, number)
         for path in temporary.iterdir():
             _sync(path)
+        _sync(temporary)
         os.rename(temporary, target)
         _sync(self.folder)
         self.number = number
