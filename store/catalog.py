@@ -15,6 +15,8 @@ from .manifest import MAX_GENERATION, Manifest, manifest_name, parse_name
 
 T = TypeVar("T")
 FOLDER = "steps"
+FROZEN = "frozen"
+"""The folder of the store within a store that holds its frozen sets."""
 _ATTEMPTS = 100
 
 

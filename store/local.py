@@ -209,7 +209,7 @@ class LocalFiles:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path(name))
         for folder in {posixpath.dirname(name) for name in names}:
-            with contextlib.suppress(FileNotFoundError):  # also for missing files, which others may have removed just now
+            with contextlib.suppress(FileNotFoundError):  # missing files, too: others may have removed them just now
                 sync_folder(self.path(folder))
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,50 +12,18 @@ from blake3 import blake3
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError
+from ..codec.compress import compress
+from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
 from ..codec.presets import lossless
 from ..codec.state.leaves import as_bytes, read_leaf
-from ..store.frozen_sets import FOLDER, tag_of
+from ..store.frozen_sets import Frozen
 from ..store.store import Store
 from .model_state import bare, whole
 from .processes import on_all, on_rank_0, rank
 
 ONCE = "once"
-_MARK_EVERY = 3600.0
-_marked: dict[tuple[str, str], float] = {}
-"""(Store, tag) -> when this process marked that set as used: `gc` must not remove it before the step is committed."""
 _digests: Any = WeakIdKeyDictionary()
 """Parameter -> (XXH3 of the part in this process, BLAKE3 of the whole)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    """The record of frozen parameters in a checkpoint.
-
-    Args:
-        names: of the parameters, in the order of the model.
-        digest: BLAKE3 of their names, dtypes, shapes and bytes.
-        source: where they come from, as the user named it (a folder, or a hub model with its revision); None: they are
-            stored in the folder `frozen` of the store.
-    """
-
-    names: tuple[str, ...]
-    digest: str
-    source: str | None
-
-    def to_tree(self) -> dict[str, Any]:
-        """Return the record as it is stored."""
-        return {"names": list(self.names), "digest": self.digest, "source": self.source}
-
-    @staticmethod
-    def of_tree(tree: Any) -> Frozen | None:
-        """Return the record in a stored tree, or None; CorruptDataError if it is malformed."""
-        found = tree.get("frozen") if isinstance(tree, Mapping) else None
-        if found is None:
-            return None
-        if not isinstance(found, Mapping) or not {"names", "digest", "source"} <= found.keys():
-            raise CorruptDataError("frozen: malformed record of frozen parameters")
-        return Frozen(tuple(found["names"]), str(found["digest"]), found["source"])
 
 
 def check_frozen(frozen: Any) -> str | None:
@@ -152,41 +117,24 @@ def record(model: nn.Module, frozen: str | None) -> Frozen | None:
     return Frozen(tuple(names), digest_of(model, names), None if frozen == ONCE else frozen)
 
 
-def frozen_store(store: Store) -> Store:
-    """Return the lossless store of a run's frozen parameters, in the folder `frozen`."""
-    return Store(f"{store.url.rstrip('/')}/{FOLDER}", lossless())
-
-
 def store_once(store: Store, model: nn.Module, found: Frozen) -> None:
-    """Store frozen parameters unless the run's store has them; a collective."""
+    """Store frozen parameters unless the run's store has them; a collective.
+
+    Raises:
+        ShrinkpointError: they were changed meanwhile, by another thread.
+    """
     if found.source is not None:
         return
-
-    def is_there() -> bool:
-        target = frozen_store(store)
-        step = target.tags().get(tag_of(found.digest))
-        if step is None:
-            return False
-        if time.monotonic() - _marked.get((target.url, tag_of(found.digest)), -math.inf) > _MARK_EVERY:
-            try:
-                mark(target, step)
-            except BadArgumentError:  # `gc` has removed it since it was listed
-                return False
-        return True
-
-    def mark(target: Store, step: int) -> None:
-        """Write the tag again, so that its age is the time since the last use."""
-        target.tag(tag_of(found.digest), step)
-        _marked[target.url, tag_of(found.digest)] = time.monotonic()
-
-    if on_rank_0(is_there, lambda there: there, "the frozen parameters were not stored"):
+    sets = store.frozen_sets
+    if on_rank_0(lambda: sets.mark(found.digest), lambda there: there, "the frozen parameters were not stored"):
         return
     tensors = {name: whole(value) for name, value in _parameters(model, found.names).items()}
 
     def write() -> None:
-        target = frozen_store(store)
-        saved = target.save(max(target.steps(), default=-1) + 1, {"model": tensors})
-        mark(target, saved.step)
+        ckpt = compress({"model": tensors}, cfg=lossless())
+        if _digest_of_tensors(tensors) != found.digest:
+            raise ShrinkpointError("the frozen parameters were changed while they were saved")
+        sets.put(found.digest, ckpt)
 
     on_rank_0(write, lambda _: None, "the frozen parameters were not stored")
 
@@ -196,16 +144,17 @@ def load_frozen(store: Store, found: Frozen) -> dict[str, Any]:
 
     Raises:
         MissingParentError: the store does not have them, or they are named by reference.
+        CorruptDataError: the stored ones are others.
     """
     if found.source is not None:
         raise MissingParentError(
             f"the frozen parameters of the model are not those of the checkpoint: build the model from {found.source} "
             f"(hash {found.digest[:16]})"
         )
-    source = frozen_store(store)
-    if tag_of(found.digest) not in source.tags():
-        raise MissingParentError(f"{source.url}: the frozen parameters with hash {found.digest[:16]} are gone")
-    loaded: dict[str, Any] = source.load(tag_of(found.digest))["model"]
+    sets = store.frozen_sets
+    loaded: dict[str, Any] = sets.load(found.digest)["model"]
+    if loaded.keys() != set(found.names) or _digest_of_tensors({n: loaded[n] for n in found.names}) != found.digest:
+        raise CorruptDataError(f"{sets.files.root}: the frozen parameters under {found.digest[:16]} have another hash")
     return loaded
 
 

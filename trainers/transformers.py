@@ -23,9 +23,10 @@ from ..codec.evidence.module import kinds
 from ..codec.extras import install
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from ..store.files import is_damage
+from ..store.frozen_sets import Frozen
 from ..store.store import Store
 from .background import Background, check_compact
-from .frozen_parameters import Frozen, digest_of, load_frozen, record, store_once, without
+from .frozen_parameters import digest_of, load_frozen, record, store_once, without
 from .pointers import (
     PathLike,
     Pointer,
