@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import posixpath
 import stat
 from collections.abc import Iterator
 from typing import Any
@@ -38,6 +40,31 @@ def one_name(url: str) -> str:
     except UNOPENED:
         return url.rstrip("/") or url
     return os.path.realpath(root) if isinstance(fs, LocalFileSystem) else str(fs.unstrip_protocol(root.rstrip("/")))
+
+
+def textual_name(url: str) -> str:
+    """Return one spelling of a path or URL without opening its file system, which may send requests.
+
+    Paths are resolved as `one_name` does; a URL only by its text.
+
+    Example:
+        >>> from shrinkpoint.store.urls import textual_name
+        >>> textual_name("/a/../b/"), textual_name("memory:///aa/x/../"), textual_name("file:///a")
+        ('/b', 'memory://aa', '/a')
+    """
+    url = without_client(url)
+    if "::" in url:
+        return url.rstrip("/")
+    protocol, marked, rest = url.partition("://")
+    if not marked:
+        return os.path.realpath(os.path.expanduser(url))
+    if protocol in ("file", "local"):
+        return os.path.realpath(rest)
+    with contextlib.suppress(ValueError, ImportError):  # a protocol of several names, such as s3 and s3a
+        known = fsspec.get_filesystem_class(protocol).protocol
+        protocol = known if isinstance(known, str) else known[0]
+    rest = rest.strip("/")
+    return f"{protocol}://{posixpath.normpath(rest) if rest else ''}"
 
 
 def without_client(url: str) -> str:

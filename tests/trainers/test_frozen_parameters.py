@@ -370,9 +370,7 @@ def test_sets_with_numbers_from_zero_are_read_and_copied(tmp_path: Path) -> None
         assert torch.equal(again[0].weight, built(step - 1)[0].weight)  # type: ignore[index]
 
 
-def test_weights_that_change_while_they_are_stored_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_change_while_they_are_stored_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, model = sp.Store(tmp_path), built()
     real = frozen_parameters.compress
 
