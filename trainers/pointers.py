@@ -291,7 +291,7 @@ def _is_near(place: str, folder: str) -> bool:
     """Return whether a place is below a folder or next to it; next to a bucket or host nothing is."""
     above = posixpath.dirname(folder)
     is_below = place.startswith(f"{folder.rstrip('/')}/")
-    is_next = posixpath.dirname(place) == above and place != folder and not above.endswith(":/")
+    is_next = posixpath.dirname(place) == above and place != folder and "/" in above
     return "::" not in place and (is_below or is_next)
 
 
