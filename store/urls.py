@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import posixpath
 import stat
@@ -124,6 +125,11 @@ def opened(url: Any) -> Files:
     return files
 
 
+def _target(link: str) -> str:
+    """Return where a link leads, as an absolute path."""
+    return os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
+
+
 def _check_folder(url: str, root: str) -> None:
     """Raise BadArgumentError unless a path is a folder or does not exist yet."""
     if "::" in without_client(url):
@@ -136,9 +142,15 @@ def _check_folder(url: str, root: str) -> None:
         except UnicodeEncodeError as e:
             raise BadArgumentError(f"url {url!r}: a file cannot have this name here: {e}") from None
         except (FileNotFoundError, NotADirectoryError):
+            if os.path.islink(path):
+                raise BadArgumentError(
+                    f"url {url!r}: {path} is a link to {_target(path)}, which does not exist"
+                ) from None
             path = os.path.dirname(path)
             continue
-        except OSError:
+        except OSError as e:
+            if e.errno == errno.ELOOP and os.path.islink(path):
+                raise BadArgumentError(f"url {url!r}: {path} is a link to {_target(path)}, in a circle") from None
             return  # reading or writing will raise it
         if not stat.S_ISDIR(mode):
             raise BadArgumentError(f"url {url!r}: {path} is not a folder")

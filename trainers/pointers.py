@@ -192,7 +192,7 @@ def write_pointer(path: PathLike, store: Store, step: int, identity: str) -> Poi
     """Write a pointer file durably, and atomically if possible."""
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     where = store.url
-    if "://" not in where:
+    if "://" not in where and isinstance(fs, LocalFileSystem):
         where = os.path.relpath(where, os.path.dirname(os.path.abspath(name)))
     pointer = Pointer(where, step, identity)
     folder, base = os.path.split(name)

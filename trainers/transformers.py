@@ -24,6 +24,7 @@ from ..codec.extras import install
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from ..store.files import is_damage
 from ..store.frozen_sets import Frozen
+from ..store.links import check_link
 from ..store.store import Store
 from .background import Background, check_compact
 from .frozen_parameters import digest_of, load_frozen, record, store_once, without
@@ -408,12 +409,15 @@ def expand(folder: PathLike, *, store: Store | None = None) -> str:
         store: the store that it is in; None: the one that its pointer names, below or next to it.
 
     Raises:
-        BadArgumentError: not a compressed checkpoint, or one in a store elsewhere.
+        BadArgumentError: not a compressed checkpoint, or one in a store elsewhere; a file to write is a link out of the
+            folder.
         MissingParentError, CorruptDataError: see `Store.load`.
     """
     from safetensors.torch import save_file
 
     path = Path(folder)
+    for name in (_WEIGHTS, _ADAPTER, *_PARTS.values()):
+        check_link(path / name, path, writes=True)
     state = load_at(path / POINTER, store=store)
     seen: set[int] = set()
     # Tied weights once, as Transformers writes them.
