@@ -68,7 +68,7 @@ class Files(Protocol):
         ...
 
     def sync(self, names: Sequence[str]) -> None:
-        """Make existing files of one folder durable, which another process may have left before they were."""
+        """Make existing files of one folder durable."""
         ...
 
     def remove(self, names: Sequence[str]) -> None:

@@ -141,7 +141,7 @@ class FrozenSets:
             if not self.has(digest):  # it was removed since
                 return False
             entry = self.entry(digest)
-            # Whoever stored it may have been killed before it was durable.
+            # A process may have stored it, and been killed before it was durable.
             self.files.sync([f"{DATA}/{entry.manifest.file}"])
             self.files.sync([f"{STEPS}/{manifest_name(entry.manifest.step, entry.generation)}"])
             self._tag(digest, entry.manifest.step)
@@ -175,9 +175,9 @@ class FrozenSets:
 
 
 def collect_frozen(files: Files, entries: Callable[[], Iterable[Entry]], *, dry_run: bool = False) -> list[str]:
-    """Remove the frozen sets that no step needs and no save has marked for a day, and unneeded files.
+    """Remove the frozen sets that no step needs and no save has marked for a day.
 
-    While another process writes a set, or a step or set cannot be read, nothing is removed.
+    Unneeded files among them are removed too. While another process writes a set, or a step or set cannot be read, nothing is removed.
 
     Args:
         files: of the store, whose lock is held alone.

@@ -150,7 +150,10 @@ class LocalFiles:
         return True
 
     def sync(self, names: Sequence[str]) -> None:
-        """Make existing files of one folder durable: another process may have been killed before they were."""
+        """Make existing files of one folder durable.
+
+        Another process may have made them, and been killed before they were durable.
+        """
         for name in names:
             with self._opened(name) as fd:
                 os.fsync(fd)

@@ -1,4 +1,4 @@
-"""The parts of a store, each a folder: what copies, checks, sizes and garbage collection cover.
+"""The parts of a store: the folders that copies, checks, sizes and collection cover.
 
 Manifests, data files and frozen sets are copied step by step (`transfer`); the other parts have a `copy` of their own.
 """

@@ -401,7 +401,10 @@ class Saver:
         return f"<Saver to {self.store.url}, {self.mode}, {doing}>"
 
     def _look_for_another(self) -> None:
-        """Warn of an open Saver of this process to the same store, and wait for one that was left without `close`."""
+        """Warn of an open Saver of this process to the same store.
+
+        One that nothing refers to any more, and that was not closed, is waited for.
+        """
         name = one_name(self.store.url)
         if any(one_name(o.store.url) == name for o in list(_savers) if not (o._is_closed or o._is_foreign)):
             warnings.warn(

@@ -44,9 +44,9 @@ def one_name(url: str) -> str:
 
 
 def textual_name(url: str) -> str:
-    """Return one spelling of a path or URL without opening its file system, which may send requests.
+    """Return one spelling of a path or URL without opening its file system.
 
-    Paths are resolved as `one_name` does; a URL only by its text.
+    Opening one may send requests. Paths are resolved as `one_name` does; a URL only by its text.
 
     Example:
         >>> from shrinkpoint.store.urls import textual_name

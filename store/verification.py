@@ -66,7 +66,10 @@ class _FrozenProblems:
         self._known: dict[str, str] = {}
 
     def of(self, visited: Found, catalog: Catalog) -> str:
-        """Return why the sets that an intact step needs cannot be read; "" if they can, or if the step is gone."""
+        """Return why a set that an intact step needs cannot be read; "" if all can.
+
+        Also "" if the step was removed meanwhile.
+        """
         entry = visited.node.entry
         if entry is None or visited.checkpoint is None or entry.manifest.shards:
             return ""

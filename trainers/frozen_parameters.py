@@ -88,7 +88,7 @@ def digest_of(model: nn.Module, names: Sequence[str]) -> str:
 
 
 def _fingerprint(tensor: Any, name: str) -> str:
-    """Return the XXH3 of the part of a parameter that this process has; "-" if another one hashes it."""
+    """Return the XXH3 of this process's part of a parameter; "-" if rank 0 hashes it."""
     if hasattr(tensor, "to_local"):
         return _hash(tensor.to_local(), xxhash.xxh3_128(), name)
     return _hash(tensor, xxhash.xxh3_128(), name) if rank() == 0 else "-"

@@ -505,7 +505,7 @@ def _is_temporary(path: PathLike) -> bool:
 
 
 def _remove(path: PathLike, store: Store) -> None:
-    """Remove a checkpoint's file, and its step if the file points to this store, and no other file to the step."""
+    """Remove a checkpoint's file, and its step in this store if no other file points to it."""
     pointer = read_pointer(path)
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     if fs.exists(name):

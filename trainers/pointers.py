@@ -244,7 +244,7 @@ def _entries(fs: Any, folder: str) -> list[dict[str, Any]]:
 
 
 def _named(path: PathLike, pointer: Pointer) -> list[tuple[str, str]]:
-    """Return the places that a pointer may name, and for each the folder that counts as the pointer's.
+    """Return the places that a pointer may name, each with the folder of the pointer.
 
     There are two if the file is reached by links: seen from the given path, and from where the file really is.
     """
@@ -288,7 +288,7 @@ def store_of(path: PathLike, pointer: Pointer, cfg: Config | None = None) -> Sto
 
 
 def _is_near(place: str, folder: str) -> bool:
-    """Return whether a place is below a folder or next to it; next to a bucket or host nothing is."""
+    """Return whether a place is below a folder or next to it, within a bucket or host."""
     above = posixpath.dirname(folder)
     is_below = place.startswith(f"{folder.rstrip('/')}/")
     is_next = posixpath.dirname(place) == above and place != folder and "/" in above

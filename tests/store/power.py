@@ -4,8 +4,8 @@ The calls that `store.local` makes are recorded with a model of what POSIX promi
 its fsync, a name in a folder (or its being gone) after the folder's. Before that each unsynced name may or may not have
 reached the disk, in any order, and an unsynced file is empty.
 
-A process may also be killed between two calls. What it has not synced stays so: the process that is started after it
-finds names that a power loss would still undo.
+A process may also be killed between two calls. Its names that are not synced stay so: the process that is started after
+it finds them, and a power loss would still undo them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Disk:
         self.kept = dict(self.seen)
 
     def call(self) -> None:
-        """Count a call that changes the disk, and raise Killed in its place if the process is killed."""
+        """Count a call that changes the disk; raise Killed if the process does not reach it."""
         if self.calls_left <= 0:
             raise Killed
         self.calls_left -= 1

@@ -156,7 +156,7 @@ def test_a_former_generation_does_not_come_back(tmp_path: Path) -> None:
 def test_a_call_repeated_after_a_kill(
     act: Callable[[sp.Store], object], kept: Callable[[sp.Store], bool], tmp_path: Path
 ) -> None:
-    """What a killed process has left is durable once the same call has returned in another process."""
+    """A call that returns has made durable what a killed process left of the same call."""
     calls, done = 0, False
     while not done:
         home = tmp_path / str(calls)

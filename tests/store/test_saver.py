@@ -34,8 +34,8 @@ from shrinkpoint.codec.parallel import Stopped, map_chunks, stoppable
 from shrinkpoint.codec.state.leaves import is_array, read_leaf
 from shrinkpoint.store import executors, host_copy
 from shrinkpoint.store.jobs import kinds_tree
-from shrinkpoint.store.maintenance import Maintenance
 from shrinkpoint.store.local import LocalFiles
+from shrinkpoint.store.maintenance import Maintenance
 from shrinkpoint.store.memory_copies import MemoryCopies
 from shrinkpoint.store.saver import SaverWarning
 from shrinkpoint.store.snapshot import Arena, HostArray, plan, rebuild, take
@@ -1338,7 +1338,7 @@ def test_close_ends_though_nobody_can_be_waited_for(tmp_path: Path, monkeypatch:
 def test_a_second_saver_of_a_process_is_reported(tmp_path: Path) -> None:
     with sp.Saver(sp.Store(tmp_path / "run"), mode="thread") as first:
         for _ in range(2):
-            with pytest.warns(SaverWarning, match=r"/run: this process has an open Saver to this store\. .* close\(\) the"):
+            with pytest.warns(SaverWarning, match=r"/run: this process has an open Saver .* close\(\) the"):
                 second = sp.Saver(sp.Store(f"{tmp_path}/x/../run"), mode="thread")
             second.close()
         sp.Saver(sp.Store(tmp_path / "other"), mode="thread").close()

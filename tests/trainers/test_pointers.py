@@ -176,7 +176,7 @@ def test_a_link_from_elsewhere_is_followed(tmp_path: Path, linked: str) -> None:
 
 
 def test_a_pointer_leads_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store elsewhere is not opened unless the caller gives it, and reading does not change one that is near."""
+    """A store elsewhere is opened only if the caller gives it; reading changes none."""
     private = sp.Store(tmp_path / "home" / "private")
     identity = private.save(1, state(1)).checkpoint.identity
     path = tmp_path / "downloads" / "checkpoint-1" / "p.json"
