@@ -177,7 +177,8 @@ class FrozenSets:
 def collect_frozen(files: Files, entries: Callable[[], Iterable[Entry]], *, dry_run: bool = False) -> list[str]:
     """Remove the frozen sets that no step needs and no save has marked for a day.
 
-    Unneeded files among them are removed too. While another process writes a set, or a step or set cannot be read, nothing is removed.
+    Unneeded files among them are removed too. While another process writes a set, or a step or set cannot be read,
+    nothing is removed.
 
     Args:
         files: of the store, whose lock is held alone.

@@ -416,7 +416,9 @@ class Store:
     # ---------------------------------------------------------------------------------------------------- checking
 
     def verify(self, progress: Progress | None = None) -> dict[int, str]:
-        """Read and check every step with its chain and frozen set; return the damaged steps and the reasons.
+        """Read and check every step; return the damaged ones and the reasons.
+
+        A step is read with its chain and its frozen set.
 
         Args:
             progress: called with (step, done, total) after each step.
@@ -626,9 +628,9 @@ class Store:
     def copy(
         self, url: str | os.PathLike[str], steps: Iterable[int | str] | None = None, *, repair: bool = False
     ) -> Store:
-        """Copy steps with their chains, frozen sets, pins and tags to another store; every file is checked.
+        """Copy steps with all that they need to another store; every file is checked.
 
-        The number of restores is copied too: a run that continues there is the same run.
+        That is their chains, frozen sets, pins and tags. The number of restores is copied too: a run that continues there is the same run.
 
         Args:
             url: the target. Steps that exist there already must be the same ones.

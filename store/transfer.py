@@ -38,7 +38,7 @@ def copy_all(
     may_go: bool = False,
     repair: bool = False,
 ) -> list[int]:
-    """Copy steps, the lowest first, each after its frozen set; then the other parts of the store.
+    """Copy steps, the lowest first, each after its frozen set; then the other parts.
 
     Args:
         source: the store to copy from.
