@@ -213,7 +213,7 @@ class FilesWithCopies:
         self.root, self.local, self.hits = files.root, files.local, 0
         self.path, self.exists, self.list, self.size = files.path, files.exists, files.list, files.size
         self.write, self.create, self.remove, self.modified = files.write, files.create, files.remove, files.modified
-        self.sizes, self.stamp = files.sizes, files.stamp
+        self.sizes, self.stamp, self.sync, self.below = files.sizes, files.stamp, files.sync, files.below
         self.read_range = files.read_range
         """From storage: only a whole file can be checked."""
 

@@ -45,8 +45,8 @@ def add(files: Files, step: int, known: int) -> int:
     return number
 
 
-def copy(source: Files, target: Files) -> None:
-    """Count the source's restores in the target too, each only once."""
+def copy(source: Files, target: Files, _: object) -> None:
+    """Count the source's restores, of all steps, in the target too, each only once."""
     there = set(_records(target))
     number = count(target)
     for data in _records(source):

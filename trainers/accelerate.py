@@ -11,10 +11,11 @@ from typing import Any
 
 from ..codec.errors import MissingParentError
 from ..kernels.errors import BadArgumentError
+from ..store.frozen_sets import Frozen
 from ..store.saver import Saver
 from ..store.store import Store
 from .background import Background
-from .frozen_parameters import Frozen, check_frozen, digest_of, load_frozen, record, store_once, without
+from .frozen_parameters import check_frozen, digest_of, load_frozen, record, store_once, without
 from .pointers import drop, load_at, read_pointer, save_at, steps_in_use
 from .preemption import Preemption
 from .state import plain

@@ -16,13 +16,14 @@ from torch import nn
 from ..codec.config import Config
 from ..codec.errors import ShrinkpointWarning
 from ..kernels.errors import BadArgumentError
+from ..store.frozen_sets import Frozen
 from ..store.manifest import check_step
 from ..store.saver import Saver, SaveResult
 from ..store.session import Saved
 from ..store.store import Store
 from . import model_state as models
 from .auxiliary_state import at, label
-from .frozen_parameters import ONCE, Frozen, digest_of, load_frozen, store_once
+from .frozen_parameters import ONCE, digest_of, load_frozen, store_once
 from .processes import explaining, on_all, on_rank_0, rank, world
 from .rows import RowTracker
 from .save_timing import timed

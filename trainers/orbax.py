@@ -24,7 +24,7 @@ from ..store.saver import Saver, SaveResult
 from ..store.store import Store
 from .background import refuse_keep
 from .jax import fitted, names, nested
-from .pointers import drop, is_same, load_at, next_step, read_pointer, store_of, write_pointer
+from .pointers import drop, load_at, next_step, points_to, read_pointer, store_of, write_pointer
 
 if TYPE_CHECKING:
     import jax
@@ -129,9 +129,8 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         """
         path = str(directory / POINTER)
         pointer = read_pointer(path)
-        store = None if pointer is None else store_of(path, pointer)
         # Use our own store object if it is the same store: the next save is then a delta over the loaded step.
-        store = self.store if store is not None and is_same(store, self.store) else store
+        store = self.store if pointer is not None and points_to(path, pointer, self.store) else None
         item, part = (None, False) if args is None else (args.item, args.partial_restore)
         try:
             if item is None and part:
@@ -158,7 +157,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         pointer = read_pointer(path)
         if pointer is None:
             raise BadArgumentError(f"{path}: not a checkpoint of shrinkpoint")
-        store = store_of(path, pointer)
+        store = self.store if points_to(path, pointer, self.store) else store_of(path, pointer)
         manifest = store.describe(pointer.step) if pointer.step in store.steps() else None
         if manifest is None or manifest.identity != pointer.identity:
             raise MissingParentError(f"{path}: step {pointer.step} of {store.url} is not there, or is another one")

@@ -21,6 +21,7 @@ from typing import Any
 import blake3
 
 from .kernels.errors import BadArgumentError, CorruptDataError
+from .store.links import check_link
 
 SEAL = "shrinkpoint-seal.json"
 FORMAT = "shrinkpoint seal"
@@ -226,7 +227,8 @@ def _files(path: Path, *, strict: bool = True) -> Iterator[tuple[str, Path]]:
     """Yield the files to seal, sorted by relative path, without the seal itself.
 
     Links to files are followed, because the caches of model hubs consist of them. With `strict`, entries that cannot be
-    sealed raise BadArgumentError; otherwise they count as files, which the seal does not list.
+    sealed, and links out of the folder and its cache, raise BadArgumentError; otherwise they count as files, which the
+    seal does not list.
     """
     if not path.is_dir():
         if strict or path.exists():
@@ -246,6 +248,8 @@ def _files(path: Path, *, strict: bool = True) -> Iterator[tuple[str, Path]]:
                 continue
             if strict and not file.is_file():
                 raise BadArgumentError(f"{file}: is neither a file nor a folder, and cannot be sealed")
+            if strict:
+                check_link(file, path)
             if strict and not _is_text(relative):
                 raise BadArgumentError(f"{relative!a}: its name is not valid UTF-8, and cannot be sealed")
             yield relative, file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from shrinkpoint.codec.parallel import Stopped, map_chunks, stoppable
 from shrinkpoint.codec.state.leaves import is_array, read_leaf
 from shrinkpoint.store import executors, host_copy
 from shrinkpoint.store.jobs import kinds_tree
+from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.store.maintenance import Maintenance
 from shrinkpoint.store.memory_copies import MemoryCopies
 from shrinkpoint.store.saver import SaverWarning
@@ -1331,3 +1333,35 @@ def test_close_ends_though_nobody_can_be_waited_for(tmp_path: Path, monkeypatch:
         closing.join(20)
         assert not closing.is_alive()
     assert place._process.wait(60) is not None
+
+
+def test_a_second_saver_of_a_process_is_reported(tmp_path: Path) -> None:
+    with sp.Saver(sp.Store(tmp_path / "run"), mode="thread") as first:
+        for _ in range(2):
+            with pytest.warns(SaverWarning, match=r"/run: this process has an open Saver .* close\(\) the"):
+                second = sp.Saver(sp.Store(f"{tmp_path}/x/../run"), mode="thread")
+            second.close()
+        sp.Saver(sp.Store(tmp_path / "other"), mode="thread").close()
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                sp.Saver(sp.Store(tmp_path / "run"), mode="thread")  # a warning is an error here
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        first.close()
+        sp.Saver(sp.Store(tmp_path / "run"), mode="thread").close()
+
+
+def test_a_saver_that_was_left_open_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save of a Saver that nothing refers to comes before those of the next one."""
+    may_go, real = threading.Event(), LocalFiles.create
+    monkeypatch.setattr(LocalFiles, "create", lambda *args: may_go.wait() and real(*args))
+    saver: sp.Saver | None = sp.Saver(sp.Store(tmp_path), mode="thread")
+    assert saver is not None
+    saver.save(10, {"w": np.ones(3)})
+    saver = None
+    gc.collect()
+    threading.Timer(0.2, may_go.set).start()
+    with sp.Saver(sp.Store(tmp_path), mode="thread"):
+        assert sp.Store(tmp_path).steps() == [10]

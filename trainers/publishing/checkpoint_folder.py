@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from ...codec.errors import BadArgumentError, CorruptDataError
+from ...store.links import check_link
 from ..model_folder import PathLike
 from .host_copy import published_tensors
 from .subscriber import Subscriber
@@ -54,7 +55,7 @@ class CheckpointFolder:
             Other files, as the configuration and the tokenizer, are left as they are.
 
     Raises:
-        BadArgumentError: a folder whose tensors cannot be mapped.
+        BadArgumentError: a folder whose tensors cannot be mapped, or with a safetensors file that is a link out of it.
     """
 
     def __init__(self, url: str | os.PathLike[str], folder: PathLike) -> None:
@@ -65,6 +66,7 @@ class CheckpointFolder:
         self._maps: list[mmap.mmap] = []
         tensors: dict[str, torch.Tensor] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
+            check_link(path, self.folder, writes=True)
             mapped, own = _mapped(path)
             twice = next((name for name in own if name in tensors), None)
             if twice is not None:
@@ -113,6 +115,7 @@ class _Removed:
 
 def _write_marker(path: Path, version: int) -> None:
     temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)  # it may be a link
     with temporary.open("w") as file:
         json.dump({"version": version}, file)
         file.flush()
@@ -123,6 +126,7 @@ def _write_marker(path: Path, version: int) -> None:
 
 def _write_new(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)  # it may be a link
     save_file(tensors, temporary, metadata={"format": "pt"})
     os.replace(temporary, path)
 
