@@ -24,9 +24,11 @@ import xxhash
 import zstandard
 
 from ..errors import BadArgumentError, CorruptDataError, NewerFormatError
+from .bounded_json import check_limits, loads
 from .columns import from_columns, to_columns
 from .development import before_release
 from .fields import Bytes, Piece, parts_of
+from .known_keys import HEADER, check_keys
 from .ranged import Ranged
 
 Source = memoryview | Ranged
@@ -69,6 +71,10 @@ def write(header: dict[str, Any], pieces: Iterable[Piece]) -> tuple[bytes, Layou
         raise BadArgumentError(
             f"tree and scalars take {len(plain)} bytes, the limit is {MAX_HEADER}: store large ones as arrays"
         )
+    try:
+        check_limits(plain)
+    except ValueError as e:
+        raise BadArgumentError(f"tree and scalars: {e}: store large ones as arrays") from None
     # A higher level pays if the header is a large part of a small file; the highest level is 20 times slower.
     level = 12 if len(plain) <= _SMALL_HEADER else 3
     stored = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True).compress(plain)
@@ -144,13 +150,16 @@ def _header(stored: memoryview, plain_len: int) -> dict[str, Any]:
         plain = zstandard.ZstdDecompressor(max_window_size=1 << 28).decompress(
             stored, max_output_size=plain_len, allow_extra_data=False
         )
-        header = json.loads(plain)
-    except (zstandard.ZstdError, ValueError, RecursionError, MemoryError) as e:
+        if not plain.isascii():
+            raise ValueError("not ASCII")
+        header = loads(plain)
+    except (zstandard.ZstdError, ValueError, MemoryError) as e:
         if isinstance(e, CorruptDataError):
             raise
         raise CorruptDataError(f"header: {e}") from None
     if not isinstance(header, dict):
         raise CorruptDataError("header: no JSON object")
+    check_keys(header, HEADER, "it")
     nodes = header.get("tree")
     if "arrays" in header:
         header["arrays"] = from_columns(header["arrays"], len(nodes) if isinstance(nodes, list) else 0)

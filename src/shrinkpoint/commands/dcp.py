@@ -16,6 +16,7 @@ import os
 import pickle
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -23,8 +24,11 @@ from typing import Any
 
 from ..codec.errors import CorruptDataError, ShrinkpointError, UnsupportedLeafError
 from ..codec.state.leaves import check_memory
+from ..store.regular_files import read_file, unlinked
 
 METADATA = ".metadata"
+_MOST_FIELDS = 64
+"""Fields of an object in the metadata, and dimensions of a shape."""
 _OURS = b'{"checksum":'
 _DCP = "torch.distributed.checkpoint."
 _ALLOWED = {
@@ -45,21 +49,52 @@ _ALLOWED = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    """Loads the metadata's own classes, dtypes and `torch.Size`; refuses everything else."""
+class _Unpickler(pickle._Unpickler):
+    """Loads the metadata's own classes, dtypes and `torch.Size`; refuses everything else.
+
+    The unpickler in Python, because that in C allocates as many places as the number of a memo says. What is
+    unpickled never takes many times the bytes of the pickle: nothing copies a collection that another part holds.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         import torch
 
         if module == "torch":
             found = getattr(torch, name, None)
-            if found is torch.Size or isinstance(found, torch.dtype):
+            if found is torch.Size:
+                return _size
+            if isinstance(found, torch.dtype):
                 return found
         elif module == "pathlib" and name in _ALLOWED[module]:
             return _nowhere
+        elif module == "collections" and name in _ALLOWED[module]:
+            return _empty
         elif name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise UnsupportedLeafError(f"its metadata names {module}.{name}, which is not allowed in a checkpoint")
+
+    def _build(self) -> None:
+        """Set the attributes of an object, which are few."""
+        if len(self.stack[-1]) > _MOST_FIELDS:  # type: ignore[attr-defined]
+            raise CorruptDataError(f"an object of more than {_MOST_FIELDS} fields")
+        self.load_build()  # type: ignore[attr-defined]
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}  # type: ignore[dict-item]  # noqa: RUF012
+    del dispatch[pickle.BYTEARRAY8[0]]  # allocates before it reads
+
+
+def _size(shape: Any) -> Any:
+    """Return a torch.Size."""
+    import torch
+
+    if len(shape) > _MOST_FIELDS:
+        raise CorruptDataError(f"a shape of more than {_MOST_FIELDS} dimensions")
+    return torch.Size(shape)
+
+
+def _empty() -> OrderedDict[Any, Any]:
+    """Return an ordered dict, which a pickle fills afterwards."""
+    return OrderedDict()
 
 
 def _nowhere(*_parts: object) -> None:
@@ -101,6 +136,8 @@ def load_dcp(folder: Path) -> dict[str, Any]:
     total = 0
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
+            if any(type(n) is not int or n < 0 for n in entry.size):
+                raise CorruptDataError(f"{folder / METADATA}: {name[:80]} has the shape {str(entry.size)[:60]}")
             total += math.prod(entry.size) * entry.properties.dtype.itemsize
             check_memory(total, f"{folder}: the state")
             flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -118,7 +155,7 @@ def load_dcp(folder: Path) -> dict[str, Any]:
 
 
 def _is_ours(folder: Path) -> bool:
-    with open(folder / METADATA, "rb") as file:
+    with open(folder / METADATA, "rb", opener=unlinked) as file:
         return file.read(len(_OURS)) == _OURS
 
 
@@ -135,15 +172,23 @@ def _ours(folder: Path) -> tuple[Any, Any]:
 
 def _theirs(folder: Path) -> tuple[Any, Any]:
     """Return reader and metadata of a folder that torch's storage writer wrote."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 
     metadata = _metadata(folder)
+
+    class Regular(FileSystem):
+        @contextlib.contextmanager
+        def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+            with open(path, mode, opener=unlinked) as stream:
+                yield stream
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             return metadata
 
-    return Reader(folder), metadata
+    reader = Reader(folder)
+    reader.fs = Regular()
+    return reader, metadata
 
 
 def load_plain(file: Any, where: str) -> Any:
@@ -198,8 +243,10 @@ def _numpy_globals() -> list[Any]:
 def _metadata(folder: Path) -> Any:
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from ..trainers.dcp.metadata import MAX_BYTES, is_path, is_tree
+
     try:
-        found = _Unpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
+        found = _Unpickler(io.BytesIO(read_file(folder / METADATA, MAX_BYTES))).load()
     except UnsupportedLeafError as error:
         raise UnsupportedLeafError(f"{folder / METADATA}: {error}") from None
     except OSError:
@@ -208,12 +255,23 @@ def _metadata(folder: Path) -> Any:
         raise CorruptDataError(f"{folder / METADATA}: not DCP metadata: {_first_line(error)}") from None
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise CorruptDataError(f"{folder / METADATA}: not the metadata of a distributed checkpoint")
+    if not isinstance(found.state_dict_metadata, dict) or not all(type(n) is str for n in found.state_dict_metadata):
+        raise CorruptDataError(f"{folder / METADATA}: its entries are not named")
     root = os.path.realpath(folder)
-    for info in found.storage_data.values():
-        name = getattr(info, "relative_path", None)
-        inside = isinstance(name, str) and os.path.realpath(os.path.join(root, name)).startswith(root + os.sep)
-        if not inside:
-            raise CorruptDataError(f"{folder / METADATA}: the file {str(name)[:120]!r} is not in the folder")
+    infos = list(found.storage_data.values())
+    size = 0
+    for name in {str(getattr(info, "relative_path", None)) for info in infos}:
+        path = os.path.join(root, name)
+        if "\0" in name or not os.path.realpath(path).startswith(root + os.sep):
+            raise CorruptDataError(f"{folder / METADATA}: the file {name[:120]!r} is not in the folder")
+        size += os.lstat(path).st_size
+    if any(type(n) is not int or n < 0 for info in infos for n in (info.offset, info.length)):
+        raise CorruptDataError(f"{folder / METADATA}: offsets or lengths in files are malformed")
+    if (wanted := sum(info.length for info in infos)) > size:
+        raise CorruptDataError(f"{folder}: its files have {size} bytes, the entries in them {wanted}")
+    paths = found.planner_data or {}
+    if not isinstance(paths, dict) or not all(map(is_path, paths.values())) or not is_tree(paths):
+        raise CorruptDataError(f"{folder / METADATA}: its paths do not form a tree")
     return found
 
 
