@@ -462,7 +462,11 @@ def test_receivers_of_some_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
+    "dtype",
+    [
+        *(torch.bfloat16, torch.float32, torch.complex64, torch.uint8, torch.int8),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    ],
 )
 def test_slices(tmp_path: Path, dtype: torch.dtype) -> None:
     """Each receiver gets the rows, columns or block that it holds."""
