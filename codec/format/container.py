@@ -39,6 +39,8 @@ EPOCH = 1
 """1 since release 0.1.0, 0 before: no release reads a file of a development version."""
 CHUNK_TARGET = 1 << 18
 MAX_HEADER = 1 << 28
+MOST_ARRAYS = 1 << 20
+"""Arrays of a state: their records take about a kilobyte of memory each."""
 _SMALL_HEADER = 1 << 19
 _PREFIX = struct.Struct("<8sIIQQII")
 _CHECKSUM = 16
@@ -65,6 +67,8 @@ class Layout:
 
 def write(header: dict[str, Any], pieces: Iterable[Piece]) -> tuple[bytes, Layout]:
     """Return the bytes of a file with this header and these pieces, and its layout."""
+    if len(header.get("arrays", ())) > MOST_ARRAYS:
+        raise BadArgumentError(f"the state has {len(header['arrays'])} arrays; the limit is {MOST_ARRAYS}")
     stored_header = header | {"arrays": to_columns(header["arrays"])} if "arrays" in header else header
     plain = json.dumps(stored_header, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
     if len(plain) > MAX_HEADER:
@@ -160,10 +164,19 @@ def _header(stored: memoryview, plain_len: int) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise CorruptDataError("header: no JSON object")
     check_keys(header, HEADER, "it")
-    nodes = header.get("tree")
     if "arrays" in header:
-        header["arrays"] = from_columns(header["arrays"], len(nodes) if isinstance(nodes, list) else 0)
+        header["arrays"] = from_columns(header["arrays"], _arrays_in(header.get("tree")))
     return header
+
+
+def _arrays_in(nodes: Any) -> int:
+    """Return the number of different arrays in a tree."""
+    if not isinstance(nodes, list):
+        return 0
+    found = {n["a"] for n in nodes if type(n) is dict and type(n.get("a")) is int}
+    if len(found) > MOST_ARRAYS:
+        raise CorruptDataError(f"header: {len(found)} arrays; the limit is {MOST_ARRAYS}")
+    return len(found)
 
 
 class Body:

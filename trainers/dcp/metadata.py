@@ -355,17 +355,22 @@ def is_path(path: Any) -> bool:
 
 
 def is_tree(paths: Mapping[str, Sequence[str | int]]) -> bool:
-    """Return whether the lists in the paths of entries have at most `MAX_GAPS` empty positions.
+    """Return whether no entry is at or below another one, and lists have at most `MAX_GAPS` empty positions in all.
 
     Example:
-        >>> is_tree({"a.0": ("a", 0), "a.1": ("a", 1)}), is_tree({"a.0": ("a", 4_000_000_000)})
+        >>> is_tree({"a.0": ("a", 0), "a.1": ("a", 1)}), is_tree({"a.0": ("a", 4_000_000)})
         (True, False)
     """
+    places = set(map(tuple, paths.values()))
+    if len(places) < len(paths):
+        return False
     lengths: dict[tuple[str | int, ...], int] = {}
-    for path in paths.values():
+    for path in places:
         for i, key in enumerate(path):
+            above = path[:i]
+            if above in places:
+                return False
             if isinstance(key, int):
-                above = tuple(path[:i])
                 lengths[above] = max(lengths.get(above, 0), key + 1)
     # A place that is not empty has an element of a path of its own.
     return sum(lengths.values()) <= MAX_GAPS + sum(map(len, paths.values()))

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from ..codec.errors import CorruptDataError, ShrinkpointError, UnsupportedLeafError
-from ..codec.state.leaves import check_memory
+from ..codec.format.bounded_json import MOST_VALUES
+from ..codec.state.leaves import check_memory, is_array, same_storage_key
 from ..store.regular_files import read_file, unlinked
 
 METADATA = ".metadata"
@@ -136,11 +137,12 @@ def load_dcp(folder: Path) -> dict[str, Any]:
     total = 0
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            if any(type(n) is not int or n < 0 for n in entry.size):
-                raise CorruptDataError(f"{folder / METADATA}: {name[:80]} has the shape {str(entry.size)[:60]}")
+            if not _is_whole(entry):
+                raise CorruptDataError(f"{folder / METADATA}: the shards of {name[:80]} do not fill it")
             total += math.prod(entry.size) * entry.properties.dtype.itemsize
             check_memory(total, f"{folder}: the state")
-            flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            # Zeros, because shards that overlap leave places where an empty tensor has memory of the process.
+            flat[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
         else:
             flat[name] = None
     try:
@@ -152,6 +154,23 @@ def load_dcp(folder: Path) -> dict[str, Any]:
     if missing:
         raise CorruptDataError(f"{folder}: the value {missing[0][:80]!r} was not found")
     return _nested(flat | values, metadata.planner_data, folder)
+
+
+def _is_whole(entry: Any) -> bool:
+    """Return whether an entry of a tensor is well-formed, and its shards have as many elements as it."""
+    import torch
+
+    def is_shape(found: Any) -> bool:
+        return isinstance(found, tuple) and all(type(n) is int and 0 <= n < 1 << 48 for n in found)
+
+    dtype, chunks = getattr(entry.properties, "dtype", None), entry.chunks
+    return (
+        is_shape(entry.size)
+        and isinstance(dtype, torch.dtype)
+        and isinstance(chunks, list)
+        and all(is_shape(chunk.sizes) and is_shape(chunk.offsets) for chunk in chunks)
+        and sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(entry.size)
+    )
 
 
 def _is_ours(folder: Path) -> bool:
@@ -202,7 +221,9 @@ def load_plain(file: Any, where: str) -> Any:
 
     try:
         with _quiet(), torch.serialization.safe_globals(_numpy_globals()):
-            return torch.load(file, map_location="cpu", weights_only=True)
+            found = torch.load(file, map_location="cpu", weights_only=True)
+        _check_loaded(found, where)
+        return found
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named is not None:
@@ -226,6 +247,27 @@ def load_plain(file: Any, where: str) -> Any:
         elif isinstance(error, LookupError):  # a look-up inside pickle, whose text is not understandable
             said = f"it is neither its archive nor a pickle ({type(error).__name__}: {said})"
         raise CorruptDataError(f"{where}: cannot be read as a file of torch.save: {said[:300]}") from None
+
+
+def _check_loaded(value: Any, where: str) -> None:
+    """Raise CorruptDataError if a tree has too many values or arrays too large for this machine.
+
+    In a pickle of a kilobyte, lists that contain one list twice can have 2**60 places, and a tensor any size.
+    """
+    sizes: dict[Any, int] = {}
+    stack, count = [value], 0
+    while stack:
+        found = stack.pop()
+        count += 1
+        if count > MOST_VALUES:
+            raise CorruptDataError(f"{where}: more than {MOST_VALUES} values")
+        if isinstance(found, dict):
+            stack.extend(found.values())
+        elif isinstance(found, (list, tuple)):
+            stack.extend(found)
+        elif is_array(found):
+            sizes[same_storage_key(found)] = found.nbytes
+    check_memory(sum(sizes.values()), where)
 
 
 def _numpy_globals() -> list[Any]:
@@ -260,11 +302,12 @@ def _metadata(folder: Path) -> Any:
     root = os.path.realpath(folder)
     infos = list(found.storage_data.values())
     size = 0
-    for name in {str(getattr(info, "relative_path", None)) for info in infos}:
-        path = os.path.join(root, name)
-        if "\0" in name or not os.path.realpath(path).startswith(root + os.sep):
-            raise CorruptDataError(f"{folder / METADATA}: the file {name[:120]!r} is not in the folder")
-        size += os.lstat(path).st_size
+    names: set[Any] = {getattr(info, "relative_path", None) for info in infos}
+    for name in names:
+        inside = isinstance(name, str) and "\0" not in name
+        if not inside or not os.path.realpath(os.path.join(root, name)).startswith(root + os.sep):
+            raise CorruptDataError(f"{folder / METADATA}: the file {str(name)[:120]!r} is not in the folder")
+        size += os.lstat(os.path.join(root, name)).st_size
     if any(type(n) is not int or n < 0 for info in infos for n in (info.offset, info.length)):
         raise CorruptDataError(f"{folder / METADATA}: offsets or lengths in files are malformed")
     if (wanted := sum(info.length for info in infos)) > size:
