@@ -34,7 +34,10 @@ def is_torch(x: Array) -> bool:
 
 
 def is_allocated(t: Array) -> bool:
-    """Return whether the storage of a strided tensor covers its elements; FSDP frees storages that it does not need."""
+    """Return whether the storage of a strided tensor covers its elements.
+
+    FSDP, for example, frees storages that it does not need.
+    """
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     return not t.numel() or (t.storage_offset() + last + 1) * t.element_size() <= t.untyped_storage().nbytes()
 

@@ -1,4 +1,7 @@
-"""Opening of files in folders that others may have written: pipes, devices and sockets are refused at once."""
+"""Opening of files in folders that others may have written.
+
+Pipes, devices and sockets are refused at once.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,9 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def read_file(path: str | os.PathLike[str], most: int | None = None) -> bytes:
-    """Return the bytes of a regular file of at most `most` bytes; None: as many as the machine has memory.
+    """Return the bytes of a regular file of at most `most` bytes.
+
+    Without `most`, the limit is the memory of the machine.
 
     Raises:
         OSError: it is larger, or see `regular`.
@@ -64,7 +69,7 @@ def read_file(path: str | os.PathLike[str], most: int | None = None) -> bytes:
 
 
 def check_size(path: str | os.PathLike[str], size: int, most: int | None) -> None:
-    """Raise OSError for a file of more than `most` bytes; None: more than the machine has memory."""
+    """Raise OSError for a file of more than `most` bytes; None: than the machine has memory."""
     most = total_memory() if most is None else most
     if most is not None and size > most:
         raise OSError(errno.EFBIG, f"{size} bytes; the limit is {most}", os.fspath(path))

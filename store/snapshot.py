@@ -330,7 +330,7 @@ def take(planned: Plan, arena: Arena, *, on_device: bool = False) -> Snapshot:
 
 
 def _check_allocated(planned: Plan, number: int) -> None:
-    """Raise UnsupportedLeafError if the values of an array are no longer in its storage."""
+    """Raise UnsupportedLeafError if the storage of an array has become smaller or moved."""
     storage = planned.storages[number]
     if storage is None:
         return

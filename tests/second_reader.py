@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import re
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -668,6 +669,14 @@ def header_of(blob: bytes) -> tuple[dict[str, Any], Source]:
         at += length
     assert at == len(blob)
     header = json.loads(text)
+    assert header.keys() <= {"parent", "as", "raw", "tree", "why", "arrays", "bundles"}
+    assert header["arrays"].keys() <= {"count", *"ldsfmbpvqenyc"}
+    assert all(row.keys() <= set("afmbp") for row in header.get("bundles", []))
+    assert text.isascii()
+    values = re.sub(rb'"(\\.|[^"\\])*"', b"", text)
+    containers = values.count(b"[") + values.count(b"{")
+    assert containers <= 1 << 22
+    assert containers + values.count(b",") <= 1 << 23
     records: list[dict[str, Any]] = [{} for _ in range(header["arrays"].pop("count"))]
     for name, column in header["arrays"].items():
         if isinstance(column, dict):

@@ -1,4 +1,4 @@
-"""Parsing of JSON that others may have written: its values are counted before any of them is built."""
+"""Parsing of JSON that others may have written; its values are counted before it is parsed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def loads(data: bytes) -> Any:
 
 
 def check_limits(data: bytes) -> None:
-    """Raise ValueError for a JSON text beyond the limits of this module; its syntax is not checked."""
+    """Raise ValueError for a JSON text beyond the limits; its syntax is not checked."""
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = np.frombuffer(data.translate(None, _OTHERS), np.uint8)

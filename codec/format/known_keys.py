@@ -1,4 +1,7 @@
-"""The keys of a header and of its records. A reader refuses all others: new keys come with a new version."""
+"""The keys of a header and of its records.
+
+A reader refuses all others, because new keys come with a new version.
+"""
 
 from __future__ import annotations
 

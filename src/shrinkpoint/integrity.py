@@ -214,7 +214,7 @@ def _from(progress: Progress | None, name: str, done: int, total: int) -> Callab
 
 
 def _read(file: Path, progress: Callable[[int], object], most: int) -> Sealed:
-    """Return size and checksum of a file; of one that grows beyond `most` bytes, of its beginning."""
+    """Return size and checksum of a file; of its beginning if it grows beyond `most` bytes."""
     digest = blake3.blake3(max_threads=blake3.blake3.AUTO)
     block, size = bytearray(_BLOCK), 0
     with open(file, "rb", buffering=0, opener=regular) as opened:

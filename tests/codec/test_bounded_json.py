@@ -1,4 +1,4 @@
-"""JSON of files is counted before it is parsed, and headers have no other keys than the format's."""
+"""JSON of files is counted before it is parsed; headers have only the keys of the format."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def containers(value: Any) -> int:
 @given(_json, st.booleans(), st.integers(1, 9))
 @settings(max_examples=100)
 def test_marks_in_texts_are_not_counted(value: Any, ascii_only: bool, block: int) -> None:
-    """The limit is met to one, whatever texts hold and wherever blocks end."""
+    """The count is exact for all contents of texts and all ends of blocks."""
     data = json.dumps(value, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounded_json, "_BLOCK", block)

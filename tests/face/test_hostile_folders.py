@@ -137,7 +137,7 @@ _CLASS = b"ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n"
     ],
 )
 def test_pickles_that_grow(data: bytes, said: str, folder: Path, tmp_path: Path) -> None:
-    """Memory that a few bytes ask for: copies of one large collection, places of a memo, an array of bytes."""
+    """Pickles of a few bytes: copies of one large collection, a large memo, an array of bytes."""
     (folder / ".metadata").write_bytes(data)
     bad(1, said, "compress", folder, tmp_path / "o.spt")
 

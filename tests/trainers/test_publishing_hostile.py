@@ -1,4 +1,7 @@
-"""Published files that were altered, with right checksums: an update raises an error of the library or ends well."""
+"""Updates from altered published files with right checksums.
+
+An update reaches a version or raises an error of the library.
+"""
 
 from __future__ import annotations
 

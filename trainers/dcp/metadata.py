@@ -355,7 +355,9 @@ def is_path(path: Any) -> bool:
 
 
 def is_tree(paths: Mapping[str, Sequence[str | int]]) -> bool:
-    """Return whether no entry is at or below another one, and lists have at most `MAX_GAPS` empty positions in all.
+    """Return whether the paths of entries form a tree whose lists have few gaps.
+
+    No entry is at or below another one, and all lists have at most `MAX_GAPS` empty positions.
 
     Example:
         >>> is_tree({"a.0": ("a", 0), "a.1": ("a", 1)}), is_tree({"a.0": ("a", 4_000_000)})

@@ -157,7 +157,7 @@ def load_dcp(folder: Path) -> dict[str, Any]:
 
 
 def _is_whole(entry: Any) -> bool:
-    """Return whether an entry of a tensor is well-formed, and its shards have as many elements as it."""
+    """Return whether an entry is well-formed, and its shards have as many elements as it."""
     import torch
 
     def is_shape(found: Any) -> bool:
