@@ -137,10 +137,12 @@ def load_dcp(folder: Path) -> dict[str, Any]:
     total = 0
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            if not _is_whole(entry):
-                raise CorruptDataError(f"{folder / METADATA}: the shards of {name[:80]} do not fill it")
+            if not _is_sound(entry):
+                raise CorruptDataError(f"{folder / METADATA}: the entry of {name[:80]} is malformed")
             total += math.prod(entry.size) * entry.properties.dtype.itemsize
             check_memory(total, f"{folder}: the state")
+            if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+                raise CorruptDataError(f"{folder / METADATA}: the shards of {name[:80]} do not fill it")
             # Zeros, because shards that overlap leave places where an empty tensor has memory of the process.
             flat[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
         else:
@@ -156,20 +158,20 @@ def load_dcp(folder: Path) -> dict[str, Any]:
     return _nested(flat | values, metadata.planner_data, folder)
 
 
-def _is_whole(entry: Any) -> bool:
-    """Return whether an entry is well-formed, and its shards have as many elements as it."""
+def _is_sound(entry: Any) -> bool:
+    """Return whether shape, dtype and shards of a tensor's entry are what they must be."""
     import torch
 
     def is_shape(found: Any) -> bool:
-        return isinstance(found, tuple) and all(type(n) is int and 0 <= n < 1 << 48 for n in found)
+        is_sound = isinstance(found, tuple) and all(type(n) is int and n >= 0 for n in found)
+        return is_sound and math.prod(max(n, 1) for n in found) < 1 << 60  # also where an axis is zero
 
-    dtype, chunks = getattr(entry.properties, "dtype", None), entry.chunks
+    chunks = entry.chunks
     return (
         is_shape(entry.size)
-        and isinstance(dtype, torch.dtype)
+        and isinstance(getattr(entry.properties, "dtype", None), torch.dtype)
         and isinstance(chunks, list)
         and all(is_shape(chunk.sizes) and is_shape(chunk.offsets) for chunk in chunks)
-        and sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(entry.size)
     )
 
 
