@@ -695,6 +695,15 @@ def test_models_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
             call("no-such-protocol://x")
 
 
+def test_a_tensor_whose_storage_was_freed_is_refused(tmp_path: Path) -> None:
+    freed = torch.zeros(100)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(BadArgumentError, match="state: the storage of w was freed"):
+        sp.Publisher(tmp_path).publish(1, {"w": freed})
+    with pytest.raises(BadArgumentError, match="model: the storage of w was freed"):
+        sp.Subscriber(tmp_path, {"w": freed})
+
+
 def test_updates_from_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow update that staged an older version does not write after a newer one."""
     first = {"w": torch.randn(3000)}
