@@ -19,7 +19,7 @@ TEMPORARY = ".tmp-"
 
 _OF_THE_FILE = {
     getattr(errno, name)
-    for name in ("EIO", "EINVAL", "ELOOP", "ENXIO", "EBADMSG", "ENODATA", "EUCLEAN", "EOVERFLOW")
+    for name in ("EIO", "EINVAL", "ELOOP", "ENXIO", "EBADMSG", "ENODATA", "EUCLEAN", "EOVERFLOW", "EFBIG")
     if hasattr(errno, name)
 }
 """Errors of a disk that cannot read a file, or of something that is not a file."""

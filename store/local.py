@@ -16,14 +16,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from .files import TEMPORARY, StoreWarning
+from .regular_files import MOST_JSON, check_size, unlinked
 
-_READ = (
-    os.O_RDONLY
-    | getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)  # a pipe in the place of a file must not block the reader
-    | getattr(os, "O_CLOEXEC", 0)
-    | getattr(os, "O_BINARY", 0)
-)
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 """Errors of file systems without hard links."""
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
@@ -57,10 +51,8 @@ class LocalFiles:
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[int]:
         folder, base = posixpath.split(name)
-        fd = os.open(posixpath.join(self._folder(folder), base), _READ)
+        fd = unlinked(posixpath.join(self._folder(folder), base))
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", self.path(name))
             yield fd
         finally:
             os.close(fd)
@@ -68,7 +60,9 @@ class LocalFiles:
     def read(self, name: str) -> bytes:
         """Return all bytes of a file; FileNotFoundError if it does not exist."""
         with self._opened(name) as fd:
-            return _read(fd, os.fstat(fd).st_size)
+            size = os.fstat(fd).st_size
+            check_size(self.path(name), size, MOST_JSON if name.endswith(".json") else None)
+            return _read(fd, size)
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes start..stop of a file; fewer if it ends before."""

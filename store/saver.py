@@ -514,13 +514,16 @@ class Saver:
         if runner.busy and self.on_busy == "skip":
             future.set_result(SaveResult(step, "skipped", stall=time.perf_counter() - begin))
             return future
-        planned = plan({"state": state, "options": [grads, metric, asked], "kinds": kinds_tree(kinds)})
+        trees = {"state": state, "options": [grads, metric, asked], "kinds": kinds_tree(kinds)}
+        planned = plan(trees)
         waiting = time.perf_counter()
         if runner.busy:
             if self.on_busy == "cancel":
                 runner.executor.cancel()
             runner.wait()
             self._raise(runner)
+            # Other threads may have replaced arrays or freed their memory during the wait.
+            planned = plan(trees)
         waited = time.perf_counter() - waiting
         if self._handed is not None and self._handed.is_durable:
             self._durable = self._handed

@@ -12,6 +12,7 @@ from typing import Any
 from ..codec.errors import MissingParentError
 from ..kernels.errors import BadArgumentError
 from ..store.frozen_sets import Frozen
+from ..store.regular_files import read_file
 from ..store.saver import Saver
 from ..store.store import Store
 from .background import Background
@@ -264,5 +265,4 @@ def _is_cut_off(folder: str) -> bool:
         return True
     if not os.path.isfile(path) or os.path.getsize(path) > _STAND_IN:
         return False
-    with open(path, "rb") as file:
-        return POINTER.encode() in file.read()
+    return POINTER.encode() in read_file(path, _STAND_IN)

@@ -26,6 +26,7 @@ from ..codec.compress import compress
 from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, MissingParentError, ShrinkpointError
 from ..codec.evidence.module import kinds
+from ..codec.format.bounded_json import loads
 from ..codec.presets import lossless
 from ..codec.weights.past_weights import PastWeights
 from ..searching.arguments import SearchOptions
@@ -458,7 +459,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         """Restore the search result and random numbers; called on all processes."""
         before = state_dict.get("search")
         if self.search is not None and before is not None:
-            self.found = SearchResult.from_json(json.loads(before)).restored()
+            self.found = SearchResult.from_json(loads(before.encode())).restored()
         found = state_dict.get("rng") if self.rng else None
         if found is None:
             return

@@ -20,6 +20,7 @@ from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array, read_leaf
 from ..kernels.errors import BadArgumentError
 from ..store.links import check_link
+from ..store.regular_files import read_file
 
 PathLike: TypeAlias = str | os.PathLike[str]
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -157,7 +158,7 @@ def _check_state(state: Any, path: Path) -> tuple[dict[str, str], Tensors]:
 
 def _read_checkpoint(path: Path) -> Checkpoint:
     try:
-        return Checkpoint.from_bytes(path.read_bytes())
+        return Checkpoint.from_bytes(read_file(path))
     except CorruptDataError as e:
         raise CorruptDataError(f"{path}: {e}") from None
 

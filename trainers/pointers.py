@@ -23,6 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from ..codec.config import Config
 from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.evidence.kind import kinds_for
+from ..codec.format.bounded_json import loads
 from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError
@@ -118,8 +119,8 @@ def _read(fs: Any, name: str, path: PathLike) -> Pointer | None:
     try:
         if not fs.isfile(name) or fs.size(name) > _LARGEST:
             return None
-        fields = json.loads(fs.cat_file(name))
-    except (ValueError, RecursionError, FileNotFoundError):
+        fields = loads(fs.cat_file(name))
+    except (ValueError, FileNotFoundError):
         return None
     if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
         return None

@@ -21,10 +21,12 @@ import torch
 from ..codec.config import Config, check_config
 from ..codec.evidence.module import kinds
 from ..codec.extras import install
+from ..codec.format.bounded_json import check_limits
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from ..store.files import is_damage
 from ..store.frozen_sets import Frozen
 from ..store.links import check_link
+from ..store.regular_files import MOST_JSON, read_file
 from ..store.store import Store
 from .background import Background, check_compact
 from .frozen_parameters import digest_of, load_frozen, record, store_once, without
@@ -372,8 +374,9 @@ def newest_complete(folder: PathLike) -> str | None:
 def _is_complete(folder: str) -> bool:
     """Return whether weights and trainer state, which Trainer writes last, are in a folder."""
     try:
-        with open(os.path.join(folder, "trainer_state.json"), "rb") as file:
-            json.load(file)
+        data = read_file(os.path.join(folder, "trainer_state.json"), MOST_JSON)
+        check_limits(data)
+        json.loads(data)  # a loss may be NaN
     except (FileNotFoundError, ValueError):
         return False
     except OSError as e:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.backend.arrays import DEVICES, is_torch
+from ...kernels.backend.arrays import DEVICES, is_allocated, is_torch
 from ..errors import CorruptDataError, UnsupportedLeafError
 from ..memory_limit import total_memory
 
@@ -237,10 +237,7 @@ def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
         t = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
     name = _dtype_name(t.dtype)
     shape = tuple(t.shape)
-    span = t.numel()
-    if span and not t.is_contiguous():
-        span = sum((n - 1) * s for n, s in zip(shape, t.stride(), strict=True)) + 1
-    if (t.storage_offset() + span) * t.element_size() > t.untyped_storage().nbytes() and span:
+    if not is_allocated(t):
         raise UnsupportedLeafError(f"{path}: the storage of this tensor was freed")
     t = t.detach().resolve_conj().resolve_neg()
     if t.is_contiguous():

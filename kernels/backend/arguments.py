@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ..errors import BadArgumentError
-from .arrays import DEVICES, device_of, dtype_name, is_torch, on_gpu
+from .arrays import DEVICES, device_of, dtype_name, is_allocated, is_torch, on_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -66,8 +66,11 @@ def _check_tensor(name: str, x: Any) -> None:
         real = type(x) is torch.Tensor or (
             storage.device.type == x.device.type and (storage.data_ptr() != 0 or x.numel() == 0)
         )
+        freed = real and not is_allocated(x)
     except (RuntimeError, NotImplementedError):
-        real = False
+        real = freed = False
+    if freed:
+        raise BadArgumentError(f"{name} is a torch tensor whose storage was freed")
     if not real:
         raise BadArgumentError(
             f"{name} is a torch tensor ({type(x).__name__}) without memory of its own, as within vmap, torch.func or a "

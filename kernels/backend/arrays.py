@@ -32,6 +32,15 @@ def is_torch(x: Array) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
+def is_allocated(t: Array) -> bool:
+    """Return whether the storage of a strided tensor covers its elements.
+
+    FSDP, for example, frees storages that it does not need.
+    """
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return not t.numel() or (t.storage_offset() + last + 1) * t.element_size() <= t.untyped_storage().nbytes()
+
+
 def on_gpu(x: Array) -> bool:
     """Return whether x is on a CUDA device (torch, CuPy or JAX)."""
     if isinstance(x, np.ndarray):

@@ -1006,8 +1006,9 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 def test_ctrl_c_is_130(tmp_path: Path) -> None:
     """Ctrl-C while a file is read gives exit code 130."""
-    os.mkfifo(tmp_path / "a.pt")
-    command = [sys.executable, "-m", "shrinkpoint", "compress", "a.pt", "o.spt"]
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "a.pt")
+    os.mkfifo(tmp_path / "config.json")
+    command = [sys.executable, "-m", "shrinkpoint", "compress", "a.pt", "o.spt", "--config", "config.json"]
     process = subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -1018,7 +1019,7 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     # The pipe has a writer as soon as the command has opened it.
-    writer = os.open(tmp_path / "a.pt", os.O_WRONLY)
+    writer = os.open(tmp_path / "config.json", os.O_WRONLY)
     try:
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)

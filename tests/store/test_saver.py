@@ -786,6 +786,43 @@ def test_busy_in_a_thread(on_busy: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert store.steps() == [n for n, s in zip((1, 2), statuses, strict=True) if s == "saved"]
 
 
+@pytest.mark.parametrize("what", ["replaced", "freed"])
+def test_memory_replaced_or_freed_during_the_wait(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    store = sp.Store(memory_url())
+    parameter = torch.nn.Parameter(torch.zeros(5000))
+
+    def during_the_wait() -> None:
+        if what == "replaced":
+            parameter.data = torch.ones(5000)
+        else:
+            parameter.untyped_storage().resize_(0)
+        gate.open.set()
+
+    with sp.Saver(store) as saver:
+        saver.save(1, {"a": 1})
+        assert gate.entered.wait(PATIENCE)
+        threading.Timer(0.05, during_the_wait).start()
+        if what == "freed":
+            with pytest.raises(sp.UnsupportedLeafError, match=r"a: .*freed"):
+                saver.save(2, {"a": parameter})
+            return
+        saver.save(2, {"a": parameter})
+    assert store.load(2)["a"].tolist() == [1.0] * 5000
+
+
+def test_memory_freed_or_replaced_before_the_copy() -> None:
+    arena = Arena()
+    live = {"plain": torch.ones(100), "row": torch.ones(9, 9).T[2], "kept": torch.nn.Parameter(torch.ones(100))}
+    planned = plan({"state": live})
+    live["kept"].data = torch.zeros(100)
+    assert rebuild(take(planned, arena), arena)["state"]["kept"].tolist() == [1.0] * 100
+    live["plain"].untyped_storage().resize_(8)
+    with pytest.raises(sp.UnsupportedLeafError, match=r"float32 tensor of shape \[100\] was freed"):
+        take(planned, arena)
+    arena.close()
+
+
 def test_a_refused_state_cancels_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     with sp.Saver(sp.Store(memory_url()), on_busy="cancel") as saver:

@@ -18,7 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from ...codec.errors import BadArgumentError, CorruptDataError
+from ...codec.format.bounded_json import loads
 from ...store.links import check_link
+from ...store.regular_files import regular
 from ..model_folder import PathLike
 from .host_copy import published_tensors
 from .subscriber import Subscriber
@@ -141,7 +143,7 @@ def _sync(folder: Path) -> None:
 
 def _mapped(path: Path) -> tuple[mmap.mmap, dict[str, torch.Tensor]]:
     """Map a safetensors file into memory; return the mapping and its tensors."""
-    with path.open("r+b") as file:
+    with open(path, "r+b", opener=regular) as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
             raise CorruptDataError(f"{path}: {size} bytes, not a safetensors file")
@@ -150,10 +152,10 @@ def _mapped(path: Path) -> tuple[mmap.mmap, dict[str, torch.Tensor]]:
     if length > min(_LONGEST_HEADER, size - 8):
         raise CorruptDataError(f"{path}: a header of {length} bytes in a file of {size}")
     try:
-        header = json.loads(mapped[8 : 8 + length])
+        header = loads(mapped[8 : 8 + length])
         header.pop("__metadata__", None)
         return mapped, {name: _tensor(mapped, 8 + length, own) for name, own in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise CorruptDataError(f"{path}: its header does not fit: {e!r:.200}") from None
 
 

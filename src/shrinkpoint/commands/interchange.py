@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..codec.errors import BadArgumentError, CorruptDataError, UnsupportedLeafError
+from ..codec.format.bounded_json import loads
 from ..codec.state import tree
 from ..codec.state.leaves import is_array
+from ..store.regular_files import regular
 from .dcp import is_dcp, load_dcp, load_plain, save_dcp
 from .file_types import folder_contents, unreadable
 from .files import check_apart, check_free, write_file, write_folder
@@ -55,7 +57,7 @@ def load_state(path: Path) -> Any:
         return load_dcp(path)
     if (reason := unreadable(path)) is not None:
         raise CorruptDataError(f"{path}: cannot be read: {reason}")
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         start = file.read(9)
     if path.suffix == ".safetensors" or (len(start) == 9 and start[8:] == b"{" and start[:2] != b"PK"):
         return _load_safetensors(path)
@@ -86,8 +88,8 @@ def _load_safetensors(path: Path) -> Any:
         return arrays[name]
 
     try:
-        nodes = json.loads(metadata[_TREE])
-    except (ValueError, RecursionError) as error:
+        nodes = loads(metadata[_TREE].encode())
+    except ValueError as error:
         raise CorruptDataError(f"{path}: {_TREE}: {str(error)[:200]}") from None
     if not isinstance(nodes, list):
         raise CorruptDataError(f"{path}: {_TREE} is not a tree")
