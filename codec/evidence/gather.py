@@ -124,8 +124,9 @@ def _given(
 ) -> tuple[list[Kind | None], dict[int, Evidence]]:
     """Return the kind that `kinds=` gives for each array, or None, and the evidence of arrays of other trees.
 
-    Several arrays may end in one name, such as copies of weights or layers of another model. If their numbers of axes
-    differ, the name is ambiguous, and only an array whose whole path is that name gets the kind.
+    Several arrays may end in one name, such as copies of weights or layers of another model. Where a kind gives no
+    shape and their numbers of axes differ, the name is ambiguous, and only an array whose whole path is that name gets
+    the kind.
     """
     if not kinds:
         return [None] * len(arrays.paths), {}
@@ -137,10 +138,10 @@ def _given(
             found[i] = nested, kinds[nested]
     axes: dict[str, set[int]] = {}
     for match_, spec in zip(found, arrays.specs, strict=True):
-        if match_ is not None:
+        if match_ is not None and getattr(match_[1], "shape", None) is None:
             axes.setdefault(match_[0], set()).add(len(spec.shape))
     given = [
-        None if m is None or (len(axes[m[0]]) > 1 and m[0] != path) else _fitting(m, path, spec)
+        None if m is None or (len(axes.get(m[0], ())) > 1 and m[0] != path) else _fitting(m, path, spec)
         for m, path, spec in zip(found, arrays.paths, arrays.specs, strict=True)
     ]
     weights = {

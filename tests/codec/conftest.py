@@ -1,14 +1,11 @@
-"""Weights of these tests' states are trained, unless a test is about the evidence of that."""
+"""Weights of these tests' states are trained, unless a test asks for states without evidence of that."""
 
 from __future__ import annotations
 
 import pytest
 
-EVIDENCE = ("test_evidence", "test_kinds", "test_rules")
-"""Modules about what is known of an array."""
-
 
 @pytest.fixture(autouse=True)
 def _weights_are_trained(request: pytest.FixtureRequest) -> None:
-    if not request.module.__name__.endswith(EVIDENCE):
+    if request.node.get_closest_marker("no_evidence") is None:
         request.getfixturevalue("trained")
