@@ -86,7 +86,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     out["blind"], out["blind, next"] = (r.notes for r in (found, search(exact, blind, 0.02, group=group, last=found)))
     out["accurate"] = calls_of_an_accuracy(exact, loss, group)
     parts = in_parts(size, exact)
-    out["sharded"] = sp.search(parts, evaluate(exact), 0.02, group=group, options=sp.SearchOptions(cube=CUBE)).to_json()
+    out["sharded"] = search(parts, evaluate(exact), 0.02, group=group, options=sp.SearchOptions(cube=CUBE)).to_json()
     # One process that gives up before arrays are gathered must not leave the others waiting for its parts.
     for name, bad in (("threshold", {"threshold": -1.0}), ("kinds", {"kinds": {"0.weight": "nonsense"}})):
         arguments: dict[str, Any] = {"threshold": 0.02} | (bad if rank == 1 else {})
