@@ -96,7 +96,7 @@ class Checkpoint:
     Example:
         >>> import numpy as np
         >>> import shrinkpoint as sp
-        >>> ckpt = sp.compress({"weight": np.ones((64, 64), np.float32)})
+        >>> ckpt = sp.compress({"weight": np.ones((64, 64), np.float32)}, kinds={"weight": "linear"})
         >>> sp.Checkpoint.from_bytes(ckpt.to_bytes()).raw_nbytes
         16384
     """

@@ -26,6 +26,7 @@ from .errors import BadArgumentError, ShrinkpointWarning
 from .evidence.gather import Arrays, Evidence, gather
 from .evidence.kind import TINY, by_path, touched_rows
 from .evidence.names import layer_of
+from .evidence.reasons import SEVERAL_TREES
 from .inputs import Inputs, entries
 from .lossless.exact import Exact
 from .moments.clusters import Clusters
@@ -182,6 +183,15 @@ def _warn_of_unknown(leaves: Sequence[Leaf], evidence: Sequence[Evidence], whys:
     if size <= _MUCH * total:
         return
     largest = sorted(unknown, key=lambda leaf: -leaf.spec.nbytes)[:3]
+    several = {known.why for known in evidence if known.why.startswith(SEVERAL_TREES)}
+    if several:
+        tree = min(several)[len(SEVERAL_TREES) :].partition(", ")[0]
+        message = (
+            f"{size / total:.0%} of the float bytes stay exact: {min(several)}. Name one of them in the keys: "
+            f"kinds={{{tree!r} + name: kind for name, kind in sp.kinds(model, optimizer).items()}}"
+        )
+        warnings.warn(UnknownArraysWarning(message), stacklevel=2)
+        return
     found = (
         f"{size / total:.0%} of the float bytes stay exact, because nothing says what these arrays are: "
         f"{', '.join(leaf.path for leaf in largest)}{', ...' if len(unknown) > 3 else ''}. "

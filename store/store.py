@@ -277,7 +277,7 @@ class Store:
             >>> import shrinkpoint as sp
             >>> store = sp.Store("memory://earlier-example", sp.Config(ahead=True))
             >>> w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
-            >>> _ = store.save(1, {"weight": w})
+            >>> _ = store.save(1, {"weight": w}, kinds={"weight": "linear"})
             >>> store.earlier({"weight": 1.01 * w}, 2).steps
             1.0
         """

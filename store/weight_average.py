@@ -94,7 +94,7 @@ class WeightAverage:
         >>> ckpt, average = None, WeightAverage()
         >>> for step in range(10, 60, 10):
         ...     state = {"weight": w * np.float32(1 + 0.001 * step)}
-        ...     ckpt = sp.compress(state, ckpt, cfg, earlier=average.earlier(state, step))
+        ...     ckpt = sp.compress(state, ckpt, cfg, earlier=average.earlier(state, step), kinds={"weight": "linear"})
         ...     average.follow(state, ckpt, step)
         >>> average.earlier(state, step).steps
         30.951
