@@ -38,7 +38,8 @@ def compress(
             With `Config.rate`, their squares replace second moments that the state does not have.
         kinds: `{path: layer type or Kind}`, as `kinds(module, optimizer)` gives it. Without it, an array changes only
             if a rule names it or an optimizer entry belongs to it (`docs/lossy-or-exact.md`). Of several parts of a
-            state that have the names of the kinds, the kinds are those of one; see there. Paths that the state does not have are ignored, unless all are missing.
+            state that have the names of the kinds, the kinds are those of one; see there. Paths that the state does
+            not have are ignored, unless all are missing.
         earlier: the weights of about ten checkpoints ago, or a slow average of them: a tree with their keys (or the
             tails of their paths), or `PastWeights`, which also gives the number of steps since then. Levels that the
             encoder keeps to save bits lag behind the training, so each weight is extrapolated along its change since

@@ -23,7 +23,7 @@ from ..state.leaves import LeafSpec
 from . import names, reasons
 from .entries import ARRAY, Entry, Outline, entries_of
 from .kind import TINY, TINY_MOMENT, Kind, by_path
-from .moments import role_of, unpaired_roots
+from .moments import in_other_bases, role_of, unpaired_roots
 from .parameters import Matches, match
 
 _CHUNK = 1 << 20
@@ -281,6 +281,8 @@ def _spoilt(arrays: Arrays, entries: Mapping[int, Entry], roles: Mapping[int, st
         if why:
             spoilt[i] = why
     owners = {entries[i].owner: why for i, why in spoilt.items() if roles[i] == "second moment"}
+    shapes = [spec.shape for spec in arrays.specs]
+    spoilt |= {i: why for i, why in in_other_bases(entries, roles, shapes).items() if i not in spoilt}
     for i in moments:
         if entries[i].owner in owners and i not in spoilt:
             spoilt[i] = f"{owners[entries[i].owner]} (next to it)"

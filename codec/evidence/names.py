@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 FIRST = {"exp_avg", "momentum_buffer", "momentum", "exp_avg_slow", "exp_inf", "trace", "mu", "m"}
 """Names of averages in the unit of a gradient or an update. Adamax's `exp_inf` is one: it is not a square."""
-SECOND = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "nu", "v"}
+SECOND = {"exp_avg_sq", "square_avg", "acc_delta", "nu", "v"}
 """Names of averages of squares."""
 _NORM = re.compile(r"(^|[._/])(\w*norm\w*|ln|ln_?\w|bn|bn\d+|running_mean|running_var)([._/]|$)", re.IGNORECASE)
 _EMBEDDING = re.compile(r"(^|[._/])(\w*emb\w*|wte|wpe|tok\w*)([._/]|$)", re.IGNORECASE)
