@@ -27,12 +27,14 @@ settings.register_profile(
 settings.load_profile("default")
 
 
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _weights_are_trained(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Say of weights that stand alone in a state that they are trained, as `kinds=` of their module would.
 
-    For tests of what happens to weights after that: without evidence they are exact.
+    Most tests are about what happens to weights after that. Those about evidence have the mark `no_evidence`.
     """
+    if request.node.get_closest_marker("no_evidence") is not None:
+        return
 
     def with_kinds(nodes: list[Any], arrays: Any, kinds: Any) -> Any:
         if kinds is None and not any(entries_of(arrays.paths, Outline())):

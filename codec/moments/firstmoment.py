@@ -49,12 +49,12 @@ LARGEST_ERROR = 0.58
 Of a grid whose error is e without the gain it is e / sqrt(1 - e**2) with it: 0.58 for an error of 0.5."""
 _SAMPLE = 1 << 14
 """Elements from which the first step is chosen."""
-_GAIN_SAMPLE = 1 << 16
+_GAIN_SAMPLE = 1 << 18
 """Elements from which the gain is computed."""
 _LARGEST_GAIN = 1.5
 _GAIN_STEPS = 256
 """Gains are multiples of 1 / 256, so that no rounding of sums is seen in the bytes."""
-ATTEMPTS = 8
+ATTEMPTS = 12
 """Steps that are tried before log buckets."""
 MOST_OFF_GRID = 0.01
 """Share of the elements that may be on no grid point."""
@@ -135,7 +135,10 @@ class FirstMoment:
         stride = max(1, leaf.spec.size // _SAMPLE)
         if self.bound >= 1 or stride < 4:  # all elements are counted as quickly
             return self.step
-        x, square = as_float32(_strided(leaf.flat, stride), leaf.spec), placed_with(_strided(sibling, stride), leaf.flat)
+        x, square = (
+            as_float32(_strided(leaf.flat, stride), leaf.spec),
+            placed_with(_strided(sibling, stride), leaf.flat),
+        )
         step = self.step
         for _ in range(ATTEMPTS):
             symbols, sums, counts = grid_symbols(x, square, step)
@@ -224,17 +227,18 @@ def _gain(means: NpArray, parts: Sequence[tuple[Array, Array, Array]]) -> float:
         if on_gpu(own):
             import torch
 
-            wide = own.double().where(place != OFF_GRID, 0.0)
-            restored = torch.from_numpy(means).to(own.device)[place.long()] * scale.double().sqrt()
+            wide = own.where(place != OFF_GRID, 0.0).double()
+            restored = torch.from_numpy(means.astype(np.float32)).to(own.device)[place.long()] * scale.sqrt()
         else:
-            wide, place = own.astype(np.float64), on_host(place)
-            wide[place == OFF_GRID] = 0.0
-            restored = means[place] * np.sqrt(on_host(scale).astype(np.float64))
+            place = on_host(place)
+            wide = np.where(place == OFF_GRID, np.float32(0), own)
+            restored = means.astype(np.float32)[place] * np.sqrt(on_host(scale))
+            wide = wide.astype(np.float64)
         squares += float((wide * wide).sum())
         products += float((wide * restored).sum())
     if not 0 < products < math.inf:
         return 1.0
-    return round(_GAIN_STEPS * min(max(squares / products, 1.0), _LARGEST_GAIN)) / _GAIN_STEPS
+    return round(_GAIN_STEPS * min(max(squares / products, 1 / _LARGEST_GAIN), _LARGEST_GAIN)) / _GAIN_STEPS
 
 
 def _in_another_unit(leaf: Leaf, square: Array) -> bool:

@@ -52,17 +52,17 @@ def test_of_gradients_those_of_the_state_are_taken(tmp_path: Path, background: b
     held = {name: rng.standard_normal((100, 200)).astype(np.float32) for name in ("a.weight", "b.weight")}
     grads = {"state_dict": {n: np.abs(w[::-1]).copy() for n, w in held.items()} | {"left.out": np.ones(3, np.float32)}}
     cfg = sp.presets.inshrinkerator(protect=0.05, prune=0.0)
-    state = {"state_dict": held}
+    state, kinds = {"state_dict": held}, dict.fromkeys(held, "linear")
     store = sp.Store(tmp_path / "store", cfg)
     if background:
         saver = Background(store)
-        saver.save(tmp_path / "p.json", state, grads=grads)
+        saver.save(tmp_path / "p.json", state, grads=grads, kinds=kinds)
         saver.close()
     else:
-        save_at(tmp_path / "p.json", store, state, grads=grads)
+        save_at(tmp_path / "p.json", store, state, grads=grads, kinds=kinds)
     del grads["state_dict"]["left.out"]
-    assert store.read(0).to_bytes() == sp.compress(state, cfg=cfg, grads=grads).to_bytes()
-    assert store.read(0).to_bytes() != sp.compress(state, cfg=cfg).to_bytes()
+    assert store.read(0).to_bytes() == sp.compress(state, cfg=cfg, grads=grads, kinds=kinds).to_bytes()
+    assert store.read(0).to_bytes() != sp.compress(state, cfg=cfg, kinds=kinds).to_bytes()
     save_at(tmp_path / "q.json", store, {"step": 1}, grads=grads)
 
 
