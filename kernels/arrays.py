@@ -7,7 +7,6 @@ viewed as one of these without a copy where the library allows (DLPack), and res
 from __future__ import annotations
 
 import importlib
-import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from . import first_calls
 from .errors import BadArgumentError
+from .imported import imported
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -29,7 +29,7 @@ DEVICES = ("cpu", "cuda")
 
 def is_torch(x: Array) -> bool:
     """Return whether x is a torch tensor, without importing torch."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
