@@ -39,21 +39,23 @@ def sample_states(convert: Callable[[NpArray], Any]) -> Iterator[dict[str, Any]]
     weights = {name: drawn(shape, 1.0) for name, shape in shapes.items()}
     # Some rows are larger than others, as in trainings, because entropy coding has contexts for that.
     moments = {name: drawn(shape, 1e-3) for name, shape in shapes.items()}
-    counts = drawn(_SHAPE, 1.0)
+    exact = [drawn(_SHAPE, 1.0), drawn(_SHAPE, 1.0)]
     for moment in moments.values():
         moment[: len(moment) // 4] *= 8
     while True:
         for name, moment in moments.items():
             weights[name] = weights[name] + moment
             moments[name] = np.float32(0.9) * moment + drawn(moment.shape, 1e-4)
-        counts = np.where(random.random(_SHAPE) < 0.01, counts + np.float32(1e-3), counts)  # an array with few changes
+        for number, share in enumerate((1e-2, 1e-5)):  # few and very few changes
+            change = np.float32(1e-3) * (random.random(_SHAPE) < share)
+            exact[number] = exact[number] + change
         optimizer = {
             number: {"step": 1.0, "exp_avg": convert(m), "exp_avg_sq": convert(np.float32(1e-3) * m * m)}
             for number, m in enumerate(moments.values())
         }
         yield {
             "model": {name: convert(x) for name, x in weights.items()},
-            "counts": convert(counts),
+            "exact": [convert(x) for x in exact],
             "optimizer": {"state": optimizer, "param_groups": [{"params": list(optimizer)}]},
         }
 
