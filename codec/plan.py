@@ -34,7 +34,7 @@ from .moments.firstmoment import LARGEST_ERROR, FirstMoment
 from .moments.logbuckets import LogBuckets
 from .moments.moment_pairs import moment_pairs
 from .moments.secondmoment import SecondMoment
-from .state.leaves import read_leaf
+from .state.leaves import SEQUENCES, read_leaf
 from .weights.exponent import ExponentDelta
 from .weights.importance import second_moments, squared
 from .weights.past_weights import with_lead
@@ -135,8 +135,9 @@ def gathered(inputs: Inputs) -> Inputs:
 
 def _read(inputs: Inputs) -> Arrays:
     read = [read_leaf(node.value, node.path) for node in inputs.arrays]
-    paths, held = [node.path for node in inputs.arrays], [node.exact for node in inputs.arrays]
-    return Arrays(paths, [spec for spec, _ in read], [flat for _, flat in read], held)
+    paths, specs = [node.path for node in inputs.arrays], [spec for spec, _ in read]
+    held = [node.exact or spec.library in SEQUENCES for node, spec in zip(inputs.arrays, specs, strict=True)]
+    return Arrays(paths, specs, [flat for _, flat in read], held)
 
 
 def _with_companions(inputs: Inputs, leaves: list[Leaf], codecs: Sequence[Codec]) -> list[Leaf]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -22,8 +21,17 @@ import numpy.typing as npt
 from ..codec.errors import ShrinkpointError, UnsupportedLeafError
 from ..codec.memory_limit import available_memory
 from ..codec.state import tree
-from ..codec.state.leaves import LeafSpec, build_leaf, from_bytes, is_array, read_leaf, same_storage_key
+from ..codec.state.leaves import (
+    SCALARS,
+    LeafSpec,
+    build_leaf,
+    from_bytes,
+    is_stored_as_array,
+    read_leaf,
+    same_storage_key,
+)
 from ..kernels.backend.arrays import is_torch
+from ..kernels.backend.imported import imported
 from . import host_copy
 
 Bytes = npt.NDArray[np.uint8]
@@ -220,7 +228,7 @@ def plan(trees: Mapping[str, Any]) -> Plan:
     known: dict[Any, LeafSpec] = {}
     end = 0
     for name, value in trees.items():
-        nodes, found = tree.flatten(value, is_array, spell=False)
+        nodes, found = tree.flatten(value, is_stored_as_array, spell=False)
         numbers: list[int] = []
         for node in found:
             plain = _plain_tensor(node.value)
@@ -236,7 +244,7 @@ def plan(trees: Mapping[str, Any]) -> Plan:
                         spec, flat = read_leaf(node.value, "")
                     except ShrinkpointError:
                         # Spelling the paths of all arrays takes time: it is done only for a message.
-                        _, spelled = tree.flatten(value, is_array)
+                        _, spelled = tree.flatten(value, is_stored_as_array)
                         read_leaf(node.value, spelled[len(numbers)].path)
                         raise
                     size, pointer = spec.nbytes, _pointer(flat)
@@ -260,7 +268,7 @@ def _plain_tensor(t: Any) -> tuple[Any, ...] | None:
 
     Most arrays of a state are such tensors, and `read_leaf`, which handles all kinds, takes five times as long.
     """
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or type(t) not in (torch.Tensor, torch.nn.Parameter):
         return None
     plain = (
@@ -366,7 +374,7 @@ def rebuild(snapshot: Snapshot, arena: Arena) -> dict[str, Any]:
             arrays.append(snapshot.kept[number].reshape(spec.shape))
             continue
         flat = from_bytes(arena.view(offset, spec.nbytes), spec)
-        if spec.library in ("torch", "numpy", "numpy scalar"):
+        if spec.library in ("torch", "numpy", *SCALARS):
             arrays.append(build_leaf(flat, spec))
         else:
             arrays.append(HostArray(spec.library, flat.reshape(spec.shape)))

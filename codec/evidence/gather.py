@@ -19,7 +19,7 @@ from ...kernels.backend.arrays import is_torch
 from ...kernels.backend.floats import FORMATS
 from ..parallel import map_arrays
 from ..state import tree
-from ..state.leaves import LeafSpec
+from ..state.leaves import SCALARS, SEQUENCES, LeafSpec, build_leaf
 from . import names, reasons
 from .entries import ARRAY, Entry, Outline, entries_of
 from .kind import TINY, TINY_MOMENT, Kind, by_path
@@ -65,7 +65,7 @@ class Arrays:
         paths: of all arrays.
         specs: library, dtype and shape of each.
         flats: the values of each, flat.
-        held: whether an array is part of a tensor subclass, which stays exact.
+        held: whether an array is part of a tensor subclass, which stays exact, or a list of numbers.
     """
 
     paths: Sequence[str]
@@ -82,8 +82,13 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
         arrays: of the tree.
         kinds: as given to `compress`.
     """
-    outline = Outline.of(tree.unflatten(nodes, lambda _number, _place: ARRAY))
-    entries = {i: entry for i, entry in enumerate(entries_of(arrays.paths, outline)) if entry is not None}
+    lists = {i for i, spec in enumerate(arrays.specs) if spec.library in SEQUENCES}
+    outline = Outline.of(
+        tree.unflatten(nodes, lambda i, _: build_leaf(arrays.flats[i], arrays.specs[i]) if i in lists else ARRAY)
+    )
+    entries = {
+        i: entry for i, entry in enumerate(entries_of(arrays.paths, outline)) if entry is not None and i not in lists
+    }
     given, others = _given(arrays, entries, kinds, outline)
     for i, kind in enumerate(given):
         if kind is not None and kind.role == "weight":
@@ -256,7 +261,7 @@ def _bound(evidence: Evidence, spec: LeafSpec, spoilt: str) -> Evidence:
     kind = evidence.kind
     moment = kind.role.endswith("moment")
     least = TINY_MOMENT if moment else TINY
-    if spec.library == "numpy scalar" or spec.dtype not in FORMATS:
+    if spec.library in SCALARS or spec.dtype not in FORMATS:
         why = f"exact: {spec.dtype}"
     elif spoilt:
         why = f"exact: {spoilt}"

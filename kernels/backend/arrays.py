@@ -7,13 +7,13 @@ viewed as one of these without a copy where the library allows (DLPack), and res
 from __future__ import annotations
 
 import importlib
-import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import BadArgumentError
+from .imported import imported
 
 if TYPE_CHECKING:
     pass
@@ -28,7 +28,7 @@ DEVICES = ("cpu", "cuda")
 
 def is_torch(x: Array) -> bool:
     """Return whether x is a torch tensor, without importing torch."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 

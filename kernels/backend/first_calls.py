@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import time
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from .imported import imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,7 +127,7 @@ def _work(given: list[Any]) -> int:
 
 def _is_plain(x: Any) -> bool:
     """Return whether x is exactly a NumPy array or a torch tensor, not a subclass."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     return type(x) is np.ndarray or (torch is not None and type(x) is torch.Tensor)
 
 

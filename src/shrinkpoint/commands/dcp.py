@@ -9,6 +9,7 @@ its own reader.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import logging
 import math
@@ -301,6 +302,8 @@ def _metadata(folder: Path) -> Any:
         raise CorruptDataError(f"{folder / METADATA}: not the metadata of a distributed checkpoint")
     if not isinstance(found.state_dict_metadata, dict) or not all(type(n) is str for n in found.state_dict_metadata):
         raise CorruptDataError(f"{folder / METADATA}: its entries are not named")
+    if damage := _damage(found):
+        raise CorruptDataError(f"{folder / METADATA}: not the metadata of a distributed checkpoint: {damage}")
     root = os.path.realpath(folder)
     infos = list(found.storage_data.values())
     size = 0
@@ -318,6 +321,39 @@ def _metadata(folder: Path) -> Any:
     if not isinstance(paths, dict) or not all(map(is_path, paths.values())) or not is_tree(paths):
         raise CorruptDataError(f"{folder / METADATA}: its paths do not form a tree")
     return found
+
+
+def _damage(metadata: Any) -> str:
+    """Return what is wrong with the fields and names of unpickled metadata, or ""."""
+    stack: list[Any] = [metadata]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            stack += [*value, *value.values()]
+        elif isinstance(value, list):
+            stack += value
+        elif dataclasses.is_dataclass(value):
+            found = vars(value)
+            known = {field.name: field for field in dataclasses.fields(value)}
+            missing = [name for name in known if name not in found]
+            # Other versions of torch have fewer fields, or more; damage renames one.
+            if any(_is_required(known[name]) for name in missing) or (missing and found.keys() - known.keys()):
+                return f"{type(value).__name__} has no {missing[0]}"
+            for name in found.keys() & known.keys():
+                kind = known[name].type
+                if isinstance(kind, type) and kind is not Any and not isinstance(found[name], kind):
+                    return f"{name} of {type(value).__name__} is {str(found[name])[:60]!r}"
+            stack += found.values()
+    names, data, paths = metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data
+    if not isinstance(names, dict) or not isinstance(data, dict) or not isinstance(paths, dict | None):
+        return "a table of it is not a dict"
+    strange = {getattr(index, "fqn", index) for index in data} - names.keys()
+    strange |= names.keys() - paths.keys() if paths else set()
+    return f"it has {str(min(strange, key=str))[:60]!r} in one of its tables only" if strange else ""
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _nested(flat: dict[str, Any], paths: Any, folder: Path) -> dict[str, Any]:
