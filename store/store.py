@@ -630,7 +630,8 @@ class Store:
     ) -> Store:
         """Copy steps with all that they need to another store; every file is checked.
 
-        That is their chains, frozen sets, pins and tags. The number of restores is copied too: a run that continues there is the same run.
+        That is their chains, frozen sets, pins and tags. The number of restores is copied too: a run that continues
+        there is the same run.
 
         Args:
             url: the target. Steps that exist there already must be the same ones.
