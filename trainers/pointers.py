@@ -271,21 +271,31 @@ def points_to(path: PathLike, pointer: Pointer, store: Store) -> bool:
     return textual_name(store.url) in _places(path, pointer)
 
 
-def store_of(path: PathLike, pointer: Pointer, cfg: Config | None = None) -> Store:
+def store_of(path: PathLike, pointer: Pointer, *, is_item: bool = False) -> Store:
     """Return the store that a pointer file names, which must be below its folder or next to it.
 
     A file may come from anybody: a name that leads elsewhere, also by a link, could open any URL, and any store.
 
+    Args:
+        path: the file.
+        pointer: its contents.
+        is_item: whether the folder of the checkpoint is the one above that of the file.
+
     Raises:
         BadArgumentError: the store is elsewhere.
     """
-    inside = [place for place, folder in _named(path, pointer) if _is_near(textual_name(place), textual_name(folder))]
+
+    def is_near(place: str, folder: str) -> bool:
+        whole = textual_name(folder)
+        return _is_near(textual_name(place), posixpath.dirname(whole) if is_item else whole)
+
+    inside = [place for place, folder in _named(path, pointer) if is_near(place, folder)]
     if not inside:
         raise BadArgumentError(
             f"{os.fspath(path)}: points to the store {pointer.store[:200]!r}, which is neither below nor next to the "
             "folder of this file; open it by yourself, if you know it, and give it as store="
         )
-    return Store(next(filter(os.path.isdir, inside), inside[0]), cfg)
+    return Store(next(filter(os.path.isdir, inside), inside[0]))
 
 
 def _is_near(place: str, folder: str) -> bool:

@@ -202,6 +202,13 @@ def test_links_out_of_a_folder_are_neither_written_through_nor_copied(tmp_path: 
     save_file({"a": torch.zeros(300)}, tmp_path / "mine.safetensors")
     (tmp_path / "mine.txt").write_text("mine")
     before = (tmp_path / "mine.safetensors").read_bytes()
+    snapshot, blob = tmp_path / "models--m" / "snapshots" / "1", tmp_path / "models--m" / "blobs" / "ab"
+    for folder in (snapshot, blob.parent):
+        folder.mkdir(parents=True)
+    blob.write_bytes(before)
+    (snapshot / "model.safetensors").symlink_to(blob)
+    with pytest.raises(BadArgumentError, match=r"links to .*/blobs/ab"):  # other revisions may share it
+        CheckpointFolder(tmp_path / "url", snapshot)
     (tmp_path / "folder" / "model.safetensors").symlink_to(tmp_path / "mine.safetensors")
     with pytest.raises(BadArgumentError, match=r"model\.safetensors links to .*mine\.safetensors"):
         CheckpointFolder(tmp_path / "url", tmp_path / "folder")
