@@ -9,6 +9,7 @@ import math
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,7 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
-from shrinkpoint.kernels import first_calls
+from shrinkpoint.codec.plan import UnknownArraysWarning
+from shrinkpoint.kernels.backend import first_calls
 from shrinkpoint.kernels.errors import BadArgumentError, ShrinkpointError
 
 from . import machine
@@ -91,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments) or ["--help"])
     console = Console(stderr=True)
     first_calls.compile_at_once()
+    warnings.simplefilter("error", UnknownArraysWarning)  # a figure of exact arrays would not be what its row says
     module = _module(asked.name)
 
     def say(what: str) -> None:

@@ -330,8 +330,8 @@ def encoder(sample: data.Sample, n: int) -> Case:
 
 def _by_oracle(values: Any, nearest: Any, parent: Any, codebook: Any, price: float) -> Any:
     """Return the levels that `cheapest_levels` must give, by the reference kernels."""
-    from shrinkpoint.kernels.reference import levels as counted
-    from shrinkpoint.kernels.reference import ratedistortion as chosen
+    from shrinkpoint.kernels.levels import reference as counted
+    from shrinkpoint.kernels.rate_distortion import reference as chosen
 
     size, levels = codebook.size + 2, nearest
     for _ in range(3):

@@ -202,15 +202,15 @@ def rle_decode(at: Place) -> Job:
 
 
 def _pack_job(at: Place, *, decode: bool) -> Job:
-    from shrinkpoint.kernels.bitpack import pack_bits as pack
-    from shrinkpoint.kernels.bitpack import unpack_bits as unpack
+    from shrinkpoint.kernels.packing import pack_bits as pack
+    from shrinkpoint.kernels.packing import unpack_bits as unpack
 
     levels = at.device.array(_levels(at)[0])
     data = pack(levels, 5)
 
     def check() -> str:
         said = _back("values", unpack(data, 5, at.n), levels)
-        return said + _and_oracle("bitpack", "pack_bits", pack, levels[:PREFIX], 5)
+        return said + _and_oracle("packing", "pack_bits", pack, levels[:PREFIX], 5)
 
     call = (lambda: unpack(data, 5, at.n)) if decode else (lambda: pack(levels, 5))
     return _job(at, call, check, [], "5 bits a symbol")
@@ -225,10 +225,10 @@ def unpack_bits(at: Place) -> Job:
 
 
 def _octaves_job(at: Place, *, decode: bool) -> Job:
-    from shrinkpoint.kernels.float_split import join_octaves as join
-    from shrinkpoint.kernels.float_split import split_octaves as split
-    from shrinkpoint.kernels.floats import FORMATS
-    from shrinkpoint.kernels.logbucket import bucket_index
+    from shrinkpoint.kernels.backend.floats import FORMATS
+    from shrinkpoint.kernels.histogram import bucket_index
+    from shrinkpoint.kernels.scales import join_octaves as join
+    from shrinkpoint.kernels.scales import split_octaves as split
 
     bits = 1
     buckets = FORMATS["float32"].buckets(bits)
@@ -242,7 +242,7 @@ def _octaves_job(at: Place, *, decode: bool) -> Job:
         if octaves is None:
             raise CheckFailed("the octaves do not fit a byte")
         said = _back("indices", join(octaves, bits, buckets), index)
-        return said + _and_oracle("float_split", "split_octaves", split, index[:PREFIX], bits, buckets)
+        return said + _and_oracle("scales", "split_octaves", split, index[:PREFIX], bits, buckets)
 
     call = (lambda: join(octaves, bits, buckets)) if decode and octaves else (lambda: split(index, bits, buckets))
     crosses = ", the streams come to the host" if at.device.gpu and not decode else ""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -125,7 +125,7 @@ def role_of(path: str) -> str:
 
 def arrays(tree: Any, path: str = "") -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Yield every array of a state as (path, NumPy array); bfloat16 as its bit patterns."""
-    from shrinkpoint.kernels.arrays import is_torch, to_numpy
+    from shrinkpoint.kernels.backend.arrays import is_torch, to_numpy
 
     if isinstance(tree, dict):
         for key, value in tree.items():
@@ -338,3 +338,8 @@ class Sample:
     def levels_after(self, n: int) -> Levels:
         """Levels of the later weights by the same codebook, uint8 [n]."""
         return self._levels[1][:n]
+
+
+def layers_kinds(weights: Mapping[str, Any]) -> dict[str, str]:
+    """Return kinds which say that the matrices among weights are those of trained layers."""
+    return {name: "linear" for name, x in weights.items() if len(getattr(x, "shape", ())) >= 2}

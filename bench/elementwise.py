@@ -27,7 +27,7 @@ LEVELS = CODES + 2
 
 def oracle(subject: str) -> Any:
     """The reference back end of a subject."""
-    return import_module(f"shrinkpoint.kernels.reference.{subject}")
+    return import_module(f"shrinkpoint.kernels.{subject}.reference")
 
 
 @dataclass(frozen=True)
@@ -305,11 +305,11 @@ def _prices(at: Place) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 def rate_distortion(at: Place) -> Job:
     values = (at.sample.after(at.n), at.sample.levels_after(at.n), at.sample.levels_before(at.n))
-    return as_oracle(at, "ratedistortion.rate_distortion_levels", values, (at.sample.codebook, _prices(at)), 7)
+    return as_oracle(at, "rate_distortion.rate_distortion_levels", values, (at.sample.codebook, _prices(at)), 7)
 
 
 def unsettled_elements(at: Place) -> Job:
-    from shrinkpoint.kernels.ratedistortion import settled_bounds, unsettled
+    from shrinkpoint.kernels.rate_distortion import settled_bounds, unsettled
 
     values, old, new = at.sample.after(at.n), at.sample.levels_before(at.n), at.sample.levels_after(at.n)
     bounds = settled_bounds(at.sample.codebook, _prices(at))
@@ -317,7 +317,7 @@ def unsettled_elements(at: Place) -> Job:
 
     def check() -> str:
         p = at.prefix
-        expected = oracle("ratedistortion").unsettled(values[:p], new[:p], old[:p], bounds)
+        expected = oracle("rate_distortion").unsettled(values[:p], new[:p], old[:p], bounds)
         found = unsettled(x[:p], levels[:p], previous[:p], bounds)
         for name, part in zip(("at", "x", "levels", "previous"), expected, strict=False):
             same(name, getattr(found, name), part)
@@ -368,25 +368,25 @@ def delta(at: Place) -> Job:
 
 
 def bucket_index(at: Place) -> Job:
-    return as_oracle(at, "logbucket.bucket_index", (at.sample.before(at.n),), (1,), 8)
+    return as_oracle(at, "histogram.bucket_index", (at.sample.before(at.n),), (1,), 8)
 
 
 def bucket_value(at: Place) -> Job:
-    from shrinkpoint.kernels.logbucket import bucket_index as index_of
+    from shrinkpoint.kernels.histogram import bucket_index as index_of
 
     index = index_of(at.sample.before(at.n), 1)
-    return as_oracle(at, "logbucket.bucket_value", (index,), (1, "float32"), 8)
+    return as_oracle(at, "histogram.bucket_value", (index,), (1, "float32"), 8)
 
 
 def distortion(at: Place) -> Job:
-    from shrinkpoint.kernels.approximation_error import distortion as distance
+    from shrinkpoint.kernels.error_sums import distortion as distance
 
     values, others = at.sample.before(at.n), at.sample.after(at.n)
     x, y = _on(at, values, others)
 
     def check() -> str:
         mine = distance(x[: at.prefix], y[: at.prefix])
-        expected = oracle("approximation_error").distortion(values[: at.prefix], others[: at.prefix])
+        expected = oracle("error_sums").distortion(values[: at.prefix], others[: at.prefix])
         if not np.isclose(mine.relative_l2, expected.relative_l2, rtol=1e-9):
             raise CheckFailed(f"relative L2 {mine.relative_l2}, not {expected.relative_l2}")
         same("largest relative error", mine.largest_relative, expected.largest_relative)
@@ -396,7 +396,7 @@ def distortion(at: Place) -> Job:
 
 
 def extrapolate(at: Place) -> Job:
-    return as_oracle(at, "extrapolation.extrapolate", (at.sample.after(at.n), at.sample.before(at.n)), (1.5,), 12)
+    return as_oracle(at, "rate_distortion.extrapolate", (at.sample.after(at.n), at.sample.before(at.n)), (1.5,), 12)
 
 
 def split_planes(at: Place) -> Job:
@@ -451,7 +451,7 @@ def _bfloat16_patterns(at: Place) -> tuple[Any, Any]:
 
 def changed_mask(at: Place) -> Job:
     old, new = _bfloat16_patterns(at)
-    return as_oracle(at, "mask.changed_mask", (new, old), (), 4.125, width=2, note=_changed(old, new))
+    return as_oracle(at, "packing.changed_mask", (new, old), (), 4.125, width=2, note=_changed(old, new))
 
 
 def _changed(old: Any, new: Any) -> str:
@@ -459,8 +459,8 @@ def _changed(old: Any, new: Any) -> str:
 
 
 def gather(at: Place) -> Job:
-    from shrinkpoint.kernels.mask import changed_mask as mask_of
-    from shrinkpoint.kernels.mask import gather as gathered
+    from shrinkpoint.kernels.packing import changed_mask as mask_of
+    from shrinkpoint.kernels.packing import gather as gathered
 
     old, new = _bfloat16_patterns(at)
     previous, current = _on(at, old, new)
@@ -474,9 +474,9 @@ def gather(at: Place) -> Job:
 
 
 def scatter(at: Place) -> Job:
-    from shrinkpoint.kernels.mask import changed_mask as mask_of
-    from shrinkpoint.kernels.mask import gather as gathered
-    from shrinkpoint.kernels.mask import scatter as scattered
+    from shrinkpoint.kernels.packing import changed_mask as mask_of
+    from shrinkpoint.kernels.packing import gather as gathered
+    from shrinkpoint.kernels.packing import scatter as scattered
 
     old, new = _bfloat16_patterns(at)
     previous, current = _on(at, old, new)

@@ -59,7 +59,7 @@ def rows(options: Options) -> list[Row]:
             for name, what in ((SAVE, "save"), (LOAD, "load")):
                 environment = {**os.environ, "NUMBA_CACHE_DIR": str(Path(folder) / f"cache-{what}")}
                 done = subprocess.run(
-                    [sys.executable, "-c", _CODE, what, folder], check=True, capture_output=True, env=environment
+                    [sys.executable, "-P", "-c", _CODE, what, folder], check=True, capture_output=True, env=environment
                 )
                 spent, good = json.loads(done.stdout)
                 if not good:

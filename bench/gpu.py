@@ -87,9 +87,8 @@ def _state(at: Place, size: int, *, refit: bool) -> Job:
     import torch
 
     from shrinkpoint.codec.weights.codebook import Problem, solve_together
-    from shrinkpoint.kernels.histogram import log_histogram_many
+    from shrinkpoint.kernels.histogram import bucket_index, log_histogram_many
     from shrinkpoint.kernels.kmeans import bucket_weights
-    from shrinkpoint.kernels.logbucket import bucket_index
     from shrinkpoint.kernels.quantizer import assign
 
     limits, codebook = at.sample.thresholds, at.sample.codebook
@@ -120,7 +119,7 @@ def _state(at: Place, size: int, *, refit: bool) -> Job:
         host = [moment[0, :few].cpu().numpy() for moment in (weights, first, second)]
         expected = [
             oracle("quantizer").assign(host[0], limits, book, gradient=None),
-            *(oracle("logbucket").bucket_index(x, _MOMENT_BITS) for x in host[1:]),
+            *(oracle("histogram").bucket_index(x, _MOMENT_BITS) for x in host[1:]),
         ]
         same("levels and indices", [part[:few] for part in quantize(1)], expected)
         return f"{few:,} elements of each kind = oracle"

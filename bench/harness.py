@@ -427,7 +427,7 @@ def is_red(row: Row) -> bool:
 
 def host(x: Any) -> Any:
     """Return a result on any device as a NumPy array."""
-    from shrinkpoint.kernels.arrays import is_torch, to_numpy
+    from shrinkpoint.kernels.backend.arrays import is_torch, to_numpy
 
     return to_numpy(x.cpu() if is_torch(x) else x)
 

@@ -59,9 +59,8 @@ def rows(real: Pair, parameters: int, options: Options) -> list[Row]:
 
 def _child(source: Path, parameters: int, what: str) -> tuple[int, int, str]:
     code = "from shrinkpoint.bench.memory import child; child()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(source), str(parameters), what], capture_output=True, text=True, timeout=1800
-    )
+    command = [sys.executable, "-P", "-c", code, str(source), str(parameters), what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     if done.returncode:
         raise ValueError(done.stderr or f"status {done.returncode}")
     answer = json.loads(done.stdout)

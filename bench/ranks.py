@@ -27,7 +27,7 @@ def measure(world: int, parameters: int) -> dict[str, Any]:
     Raises:
         ValueError: a process failed; its last words are in the message.
     """
-    code = f"from {__name__} import child; child()"
+    code = "from shrinkpoint.bench.ranks import child; child()"
     found: dict[str, Any] = run_ranks(code, world, [str(parameters)], seconds=600)[0]
     return found
 
@@ -45,7 +45,7 @@ def run_ranks(code: str, world: int, arguments: Sequence[str], *, seconds: float
         ValueError: a process failed; its last words are in the message.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", code, folder, str(world), *arguments]
+        command = [sys.executable, "-P", "-c", code, folder, str(world), *arguments]
         running = [
             subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for rank in range(world)

@@ -86,7 +86,7 @@ def _moments(at: Place) -> tuple[Any, Any]:
 
 
 def grid_symbols(at: Place) -> Job:
-    from shrinkpoint.kernels.grid import grid_symbols as symbols_of
+    from shrinkpoint.kernels.moment_grid import grid_symbols as symbols_of
 
     x, square = _moments(at)
     a, b = at.device.array(x), at.device.array(square)
@@ -95,7 +95,7 @@ def grid_symbols(at: Place) -> Job:
         p = at.prefix
         (found, sums, counts), expected = (
             symbols_of(a[:p], b[:p], 0.5),
-            oracle("grid").grid_symbols(x[:p], square[:p], 0.5),
+            oracle("moment_grid").grid_symbols(x[:p], square[:p], 0.5),
         )
         same("symbols and counts", (found, counts), (expected[0], expected[2]))
         near("sums", sums, expected[1], _ROUNDING, _ROUNDING)
@@ -105,11 +105,11 @@ def grid_symbols(at: Place) -> Job:
 
 
 def grid_values(at: Place) -> Job:
-    from shrinkpoint.kernels.grid import grid_symbols as symbols_of
+    from shrinkpoint.kernels.moment_grid import grid_symbols as symbols_of
 
     x, square = _moments(at)
     table = np.linspace(-3, 3, 256, dtype=np.float32)
-    return as_oracle(at, "grid.grid_values", (symbols_of(x, square, 0.5)[0], square), (table,), 9)
+    return as_oracle(at, "moment_grid.grid_values", (symbols_of(x, square, 0.5)[0], square), (table,), 9)
 
 
 def _second(at: Place) -> Any:
@@ -118,14 +118,14 @@ def _second(at: Place) -> Any:
 
 
 def factor_sums(at: Place) -> Job:
-    from shrinkpoint.kernels.rank_one import factor_sums as sums_of
+    from shrinkpoint.kernels.scales import factor_sums as sums_of
 
     square = _second(at)
     x, part = at.device.array(square), at.prefix // COLUMNS * COLUMNS
 
     def check() -> str:
         for mine, expected in zip(
-            sums_of(x[:part], COLUMNS), oracle("rank_one").factor_sums(square[:part], COLUMNS), strict=True
+            sums_of(x[:part], COLUMNS), oracle("scales").factor_sums(square[:part], COLUMNS), strict=True
         ):
             near("sums", mine, expected, _ROUNDING, _ROUNDING)
         return f"{part:,} elements = oracle to 1e-9"
@@ -142,7 +142,7 @@ def _factors(square: Any) -> tuple[Any, Any]:
 
 
 def residual_symbols(at: Place) -> Job:
-    from shrinkpoint.kernels.rank_one import residual_symbols as symbols_of
+    from shrinkpoint.kernels.scales import residual_symbols as symbols_of
 
     square = _second(at)
     rows, columns = _factors(square)
@@ -150,7 +150,7 @@ def residual_symbols(at: Place) -> Job:
 
     def check() -> str:
         found, sums, counts = symbols_of(x[:p], rows, columns, 0, 1)
-        expected = oracle("rank_one").residual_symbols(square[:p], rows, columns, 0, 8)
+        expected = oracle("scales").residual_symbols(square[:p], rows, columns, 0, 8)
         same("symbols and counts", (found, counts), (expected[0], expected[2]))
         near("sums", sums, expected[1], _ROUNDING, _ROUNDING)
         return f"{p:,} elements = oracle, sums to 1e-9"
@@ -159,13 +159,13 @@ def residual_symbols(at: Place) -> Job:
 
 
 def residual_values(at: Place) -> Job:
-    from shrinkpoint.kernels.rank_one import residual_symbols as symbols_of
+    from shrinkpoint.kernels.scales import residual_symbols as symbols_of
 
     square = _second(at)
     rows, columns = _factors(square)
     symbols, _, _ = symbols_of(square, rows, columns, 0, 1)
     settings = (rows, columns, 0, np.linspace(0.5, 2, 256, dtype=np.float32))
-    return as_oracle(at, "rank_one.residual_values", (symbols,), settings, 5, note=_ROWS)
+    return as_oracle(at, "scales.residual_values", (symbols,), settings, 5, note=_ROWS)
 
 
 def row_kmeans(at: Place) -> Job:
@@ -219,7 +219,7 @@ def _rare(at: Place, *, decode: bool) -> Job:
 
 
 def pack_mask(at: Place) -> Job:
-    from shrinkpoint.kernels.mask import pack_mask as packed
+    from shrinkpoint.kernels.packing import pack_mask as packed
 
     flags = _mask(at)
     mask = at.device.array(flags)
@@ -232,7 +232,7 @@ def pack_mask(at: Place) -> Job:
 
 
 def unpack_mask(at: Place) -> Job:
-    from shrinkpoint.kernels.mask import unpack_mask as unpacked
+    from shrinkpoint.kernels.packing import unpack_mask as unpacked
 
     flags = _mask(at)
     bits = at.device.array(np.packbits(flags, bitorder="little"))
@@ -253,12 +253,12 @@ def _steps(at: Place) -> Any:
 
 def split_categories(at: Place) -> Job:
     values, note = (_steps(at),), "differences of float32"
-    return as_oracle(at, "categories.split_categories", values, (2,), 8, first=min(at.n, _PREFIX), note=note)
+    return as_oracle(at, "planes.split_categories", values, (2,), 8, first=min(at.n, _PREFIX), note=note)
 
 
 def join_categories(at: Place) -> Job:
-    from shrinkpoint.kernels.categories import join_categories as join
-    from shrinkpoint.kernels.categories import split_categories as split
+    from shrinkpoint.kernels.planes import join_categories as join
+    from shrinkpoint.kernels.planes import split_categories as split
 
     values = _steps(at)
     categories, extra = split(values, 2)
@@ -278,7 +278,7 @@ def row_column_sums(at: Place) -> Job:
 
 
 def class_sums(at: Place) -> Job:
-    from shrinkpoint.kernels.scale_classes import class_sums as classes_of
+    from shrinkpoint.kernels.scales import class_sums as classes_of
 
     rows = at.sample.levels_before(-(-at.n // COLUMNS))
     columns = at.sample.levels_after(at.n)[:COLUMNS]
@@ -286,7 +286,7 @@ def class_sums(at: Place) -> Job:
     def check() -> str:
         few = min(at.n, _PREFIX)
         part = rows[: -(-few // COLUMNS)]
-        expected = oracle("scale_classes").class_sums(part, columns, few, 0, 0, 256, None)
+        expected = oracle("scales").class_sums(part, columns, few, 0, 0, 256, None)
         same("classes", classes_of(part, columns, few), expected)
         return f"{few:,} elements = oracle"
 
@@ -294,13 +294,13 @@ def class_sums(at: Place) -> Job:
 
 
 def pattern_classes(at: Place) -> Job:
-    from shrinkpoint.kernels.scale_classes import pattern_classes as classes_of
+    from shrinkpoint.kernels.scales import pattern_classes as classes_of
 
     patterns = at.sample.before(at.n).view(np.uint32)
     table = (np.arange(1 << 9) % 61).astype(np.uint8)
 
     def check() -> str:
-        expected = oracle("scale_classes").pattern_classes(patterns[:_PREFIX], 23, table)
+        expected = oracle("scales").pattern_classes(patterns[:_PREFIX], 23, table)
         same("classes", classes_of(patterns[:_PREFIX], 23, table), expected)
         same("classes", classes_of(patterns, 23, table), table[patterns >> 23])
         return f"{min(at.n, _PREFIX):,} elements = oracle, all = NumPy"
@@ -327,14 +327,14 @@ def row_products(at: Place) -> Job:
 
 
 def column_products(at: Place) -> Job:
-    from shrinkpoint.kernels.integer_products import column_products as products_of
+    from shrinkpoint.kernels.prediction import column_products as products_of
 
     values, rows, _ = _low_rank(at)
 
     def check() -> str:
         few = values[:_PREFIX]
         part = rows[: -(-few.size // COLUMNS)]
-        expected = oracle("integer_products").column_products(few, part, COLUMNS, 0)
+        expected = oracle("prediction").column_products(few, part, COLUMNS, 0)
         same("products", products_of(few, part, COLUMNS), expected)
         return f"{few.size:,} elements = oracle"
 
@@ -342,14 +342,14 @@ def column_products(at: Place) -> Job:
 
 
 def product_classes(at: Place) -> Job:
-    from shrinkpoint.kernels.integer_products import product_classes as classes_of
+    from shrinkpoint.kernels.prediction import product_classes as classes_of
 
     _, rows, columns = _low_rank(at)
 
     def check() -> str:
         few = min(at.n, _PREFIX)
         part = rows[: -(-few // COLUMNS)]
-        expected = oracle("integer_products").product_classes(part, columns, few, 0, 5, 6)
+        expected = oracle("prediction").product_classes(part, columns, few, 0, 5, 6)
         same("classes", classes_of(part, columns, few, shift=5, most=6), expected)
         return f"{few:,} elements = oracle"
 

@@ -150,21 +150,21 @@ def boundaries(at: Place) -> Job:
 
 
 def settled_bounds(at: Place) -> Job:
-    from shrinkpoint.kernels.ratedistortion import settled_bounds as bounds_of
+    from shrinkpoint.kernels.rate_distortion import settled_bounds as bounds_of
 
     codebook = at.sample.codebook
     bits = -np.log2(_joint(at) + 1.0) + np.log2(at.n + 1.0)
     prices = (1e-4 * bits).astype(np.float32)
 
     def check() -> str:
-        same("bounds", bounds_of(codebook, prices), oracle("ratedistortion").settled_bounds(codebook, prices, 0.0))
+        same("bounds", bounds_of(codebook, prices), oracle("rate_distortion").settled_bounds(codebook, prices, 0.0))
         return "= oracle"
 
     return _job(at, lambda: bounds_of(codebook, prices), check, f"{LEVELS} x {LEVELS} pairs")
 
 
 def residual_factors(at: Place) -> Job:
-    from shrinkpoint.kernels.rank_one import residual_factors as factors_of
+    from shrinkpoint.kernels.scales import residual_factors as factors_of
 
     counts = np.zeros(256)
     counts[2:] = np.bincount(at.sample.before(at.n).view(np.uint8)[::4], minlength=256)[2:]

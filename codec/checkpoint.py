@@ -23,7 +23,7 @@ from .outputs import decoded_into, outputs_of, write_to
 from .parallel import map_arrays, map_chunks
 from .records import ArrayRecord, Bundle, Records, Stretch, records_of
 from .state import tree
-from .state.leaves import Array, LeafSpec, build_leaf, check_memory, from_bytes
+from .state.leaves import Array, LeafSpec, build_leaf, check_memory, from_bytes, import_libraries
 
 _HASH = re.compile("[0-9a-f]{64}")
 
@@ -96,7 +96,7 @@ class Checkpoint:
     Example:
         >>> import numpy as np
         >>> import shrinkpoint as sp
-        >>> ckpt = sp.compress({"weight": np.ones((64, 64), np.float32)})
+        >>> ckpt = sp.compress({"weight": np.ones((64, 64), np.float32)}, kinds={"weight": "linear"})
         >>> sp.Checkpoint.from_bytes(ckpt.to_bytes()).raw_nbytes
         16384
     """
@@ -409,6 +409,7 @@ class Checkpoint:
 
     def _memories(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> dict[str, Reference]:
         """Decode the references of these arrays."""
+        import_libraries(r.spec for r in wanted)
 
         def one(unit: tuple[ArrayRecord, ...]) -> dict[str, Reference]:
             first = unit[0]
@@ -425,7 +426,7 @@ class Checkpoint:
     @own_arithmetic()
     def decode(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> None:
         """Decode these arrays, keep their references, and fetch only their pieces."""
-        check_memory(sum(r.spec.nbytes for r in wanted), "the selected arrays")
+        check_memory(sum(r.spec.memory for r in wanted), "the selected arrays")
         self._body.fetch((r.stretch.offset, r.stretch.nbytes) for r in wanted)
         for with_sibling in (False, True):
             now = [r for r in wanted if (r.sibling is not None) == with_sibling]
@@ -537,9 +538,9 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = N
     elif not ckpt.is_resolved:
         raise MissingParentError(f"a delta needs its parent {str(ckpt.parent_id)[:12]}... as prev")
 
-    check_memory(ckpt.raw_nbytes, "the state")
-
     records = ckpt.records
+    check_memory(sum(r.spec.memory for r in records), "the state")
+    import_libraries(r.spec for r in records)
     targets = {} if out is None else outputs_of(out, records)
     jobs = _jobs(ckpt)
     sizes = [sum(records[i].spec.size for unit in job for i in unit) for job in jobs]

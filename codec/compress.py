@@ -37,8 +37,9 @@ def compress(
         grads: gradient averages for sensitivity, a tree with the keys of the weights (or the tails of their paths).
             With `Config.rate`, their squares replace second moments that the state does not have.
         kinds: `{path: layer type or Kind}`, as `kinds(module, optimizer)` gives it. Without it, an array changes only
-            if a rule names it, an optimizer entry belongs to it, or its name and shape are those of a layer's weights
-            (`docs/lossy-or-exact.md`). Paths that the state does not have are ignored, unless all are missing.
+            if a rule names it or an optimizer entry belongs to it (`docs/lossy-or-exact.md`). Of several parts of a
+            state that have the names of the kinds, the kinds are those of one; see there. Paths that the state does
+            not have are ignored, unless all are missing.
         earlier: the weights of about ten checkpoints ago, or a slow average of them: a tree with their keys (or the
             tails of their paths), or `PastWeights`, which also gives the number of steps since then. Levels that the
             encoder keeps to save bits lag behind the training, so each weight is extrapolated along its change since
@@ -57,8 +58,9 @@ def compress(
         >>> import numpy as np
         >>> import shrinkpoint as sp
         >>> w = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
-        >>> base = sp.compress({"weight": w})
-        >>> delta = sp.compress({"weight": w * 1.0001}, prev=base)
+        >>> kinds = {"weight": "linear"}
+        >>> base = sp.compress({"weight": w}, kinds=kinds)
+        >>> delta = sp.compress({"weight": w * 1.0001}, prev=base, kinds=kinds)
         >>> delta.is_delta, delta.nbytes < base.nbytes / 5
         (True, True)
     """

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..kernels.arguments import check_field, choice, flag, instance, integer, number, or_none, strings
-from ..kernels.floats import FORMATS
+from ..kernels.backend.arguments import check_field, choice, flag, instance, integer, number, or_none, strings
+from ..kernels.backend.floats import FORMATS
 from .base import Codec, from_json, to_json
 from .embeddings.rows import Rows
 from .errors import BadArgumentError, ShrinkpointWarning

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.arrays import is_torch, on_gpu
+from ..kernels.backend.arrays import is_torch, on_gpu
 from .base import CHUNK, Codec, Leaf, Reference, Stored
 from .errors import CorruptDataError
 from .lossless.exact import Exact

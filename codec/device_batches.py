@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ..kernels.arrays import device_of, on_gpu
+from ..kernels.backend.arrays import device_of, on_gpu
 from .base import Leaf
 from .parallel import map_chunks
 

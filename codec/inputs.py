@@ -12,7 +12,7 @@ from .errors import BadArgumentError, UnsupportedLeafError
 from .evidence.gather import Evidence
 from .evidence.kind import by_path, check_kinds, check_used, kinds_for
 from .state import tree
-from .state.leaves import is_array, same_storage_key
+from .state.leaves import is_array, is_stored_as_array, same_storage_key
 from .weights.past_weights import PastWeights
 
 
@@ -48,7 +48,7 @@ class Inputs:
         if prev is not None:
             check_resolved(prev)
         check_kinds(kinds)
-        nodes, found = tree.flatten(state, is_array)
+        nodes, found = tree.flatten(state, is_stored_as_array)
         check_used(kinds, [node.path for node in found])
         gradients = by_weights(grads, found, "grads")
         if earlier is not None:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..kernels.arrays import is_torch
+from ..kernels.backend.arrays import is_torch
 from .errors import BadArgumentError
 from .lossless.exact import decode_bytes_into
 from .state import tree
-from .state.leaves import Array, NpArray, as_bytes, is_array, read_leaf
+from .state.leaves import SCALARS, Array, NpArray, as_bytes, is_stored_as_array, read_leaf
 
 if TYPE_CHECKING:
     from .base import Reference
@@ -29,11 +29,11 @@ def outputs_of(out: Any, records: Sequence[ArrayRecord]) -> dict[int, Array]:
         BadArgumentError: an array is missing, has another dtype or shape, or cannot be written in place; nothing was
             written.
     """
-    _, found = tree.flatten(out, is_array, name="out")
+    _, found = tree.flatten(out, is_stored_as_array, name="out")
     given = {node.key: node.value for node in found}
     lines, targets = [], {}
     for number, record in enumerate(records):
-        if record.spec.library == "numpy scalar":
+        if record.spec.library in SCALARS:
             continue
         if record.key not in given:
             lines.append(f"{record.path}: not in out")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
-from ..kernels.arguments import integer, or_none
+from ..kernels.backend.arguments import integer, or_none
 from .arithmetic import subnormal_numbers
 from .base import CHUNK
 from .errors import BadArgumentError

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.arrays import is_torch
-from ..kernels.floats import FORMATS
+from ..kernels.backend.arrays import is_torch
+from ..kernels.backend.floats import FORMATS
 from .base import Codec, Leaf, Reference
 from .config import Config, Rule, is_lossless, warn_of_unmatched
 from .deduplication import copies
@@ -26,6 +26,7 @@ from .errors import BadArgumentError, ShrinkpointWarning
 from .evidence.gather import Arrays, Evidence, gather
 from .evidence.kind import TINY, by_path, touched_rows
 from .evidence.names import layer_of
+from .evidence.reasons import SEVERAL_TREES
 from .inputs import Inputs, entries
 from .lossless.exact import Exact
 from .moments.clusters import Clusters
@@ -33,7 +34,7 @@ from .moments.firstmoment import LARGEST_ERROR, FirstMoment
 from .moments.logbuckets import LogBuckets
 from .moments.moment_pairs import moment_pairs
 from .moments.secondmoment import SecondMoment
-from .state.leaves import read_leaf
+from .state.leaves import SEQUENCES, read_leaf
 from .weights.exponent import ExponentDelta
 from .weights.importance import second_moments, squared
 from .weights.past_weights import with_lead
@@ -134,8 +135,9 @@ def gathered(inputs: Inputs) -> Inputs:
 
 def _read(inputs: Inputs) -> Arrays:
     read = [read_leaf(node.value, node.path) for node in inputs.arrays]
-    paths, held = [node.path for node in inputs.arrays], [node.exact for node in inputs.arrays]
-    return Arrays(paths, [spec for spec, _ in read], [flat for _, flat in read], held)
+    paths, specs = [node.path for node in inputs.arrays], [spec for spec, _ in read]
+    held = [node.exact or spec.library in SEQUENCES for node, spec in zip(inputs.arrays, specs, strict=True)]
+    return Arrays(paths, specs, [flat for _, flat in read], held)
 
 
 def _with_companions(inputs: Inputs, leaves: list[Leaf], codecs: Sequence[Codec]) -> list[Leaf]:
@@ -182,6 +184,15 @@ def _warn_of_unknown(leaves: Sequence[Leaf], evidence: Sequence[Evidence], whys:
     if size <= _MUCH * total:
         return
     largest = sorted(unknown, key=lambda leaf: -leaf.spec.nbytes)[:3]
+    several = {known.why for known in evidence if known.why.startswith(SEVERAL_TREES)}
+    if several:
+        tree = min(several)[len(SEVERAL_TREES) :].partition(", ")[0]
+        message = (
+            f"{size / total:.0%} of the float bytes stay exact: {min(several)}. Name one of them in the keys: "
+            f"kinds={{{tree!r} + name: kind for name, kind in sp.kinds(model, optimizer).items()}}"
+        )
+        warnings.warn(UnknownArraysWarning(message), stacklevel=2)
+        return
     found = (
         f"{size / total:.0%} of the float bytes stay exact, because nothing says what these arrays are: "
         f"{', '.join(leaf.path for leaf in largest)}{', ...' if len(unknown) > 3 else ''}. "

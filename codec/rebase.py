@@ -13,6 +13,7 @@ from .checkpoint import Checkpoint, check_resolved
 from .format.fields import Piece
 from .parallel import map_chunks
 from .records import ArrayRecord
+from .state.leaves import import_libraries
 
 
 @own_arithmetic()
@@ -49,6 +50,7 @@ def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
     check_resolved(ckpt)
     if prev is not None:
         check_resolved(prev)
+    import_libraries(record.spec for record in ckpt.records)
 
     bundled = map_chunks(lambda number: _bundle(ckpt, number, prev), range(len(ckpt.bundles)))
     alone = [record for record in ckpt.records if record.bundle is None]

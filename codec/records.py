@@ -12,6 +12,7 @@ from .bundles.streams import BUNDLE_STREAMS
 from .errors import CorruptDataError
 from .evidence.reasons import REASONS
 from .format.columns import from_gaps
+from .format.known_keys import BUNDLE, check_keys
 from .other_packages import missing, package_of
 from .state.leaves import LeafSpec, spec_from_header
 from .streams import STREAMS, Stream
@@ -144,6 +145,8 @@ def records_of(header: Mapping[str, Any], keys: Sequence[tuple[str, str]]) -> Re
         raise CorruptDataError("header: arrays and tree do not fit")
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
         raise CorruptDataError("header: its bundles are malformed")
+    for row in found:
+        check_keys(row, BUNDLE, "a bundle")
     members = [from_gaps(row.get("a"), len(rows)) for row in found]
     bundle_of = {i: number for number, own in enumerate(members) for i in own}
     if len(bundle_of) != sum(map(len, members)):

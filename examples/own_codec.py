@@ -24,7 +24,7 @@ from shrinkpoint.codec.moments.logbuckets import ValuesReference
 from shrinkpoint.codec.registry import register
 from shrinkpoint.codec.state.leaves import LeafSpec, check_memory, from_bytes
 from shrinkpoint.codec.streams import Stream
-from shrinkpoint.kernels.arguments import check_field, integer
+from shrinkpoint.kernels.backend.arguments import check_field, integer
 
 NAME = "example.rounded"
 

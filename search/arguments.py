@@ -13,7 +13,7 @@ from typing import Any
 
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import BadArgumentError, ShrinkpointWarning
-from ..kernels.arguments import check_field, choice, flag, instance, integer, number, or_none
+from ..kernels.backend.arguments import check_field, choice, flag, instance, integer, number, or_none
 from .cube import Cube
 from .process_group import ProcessGroup
 from .progress import Progress

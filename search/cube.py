@@ -13,7 +13,7 @@ from ..codec.config import ChainPolicy, Config, Rule
 from ..codec.errors import BadArgumentError
 from ..codec.presets import inshrinkerator
 from ..codec.weights.quantize import Quantize
-from ..kernels.arguments import check_field, choice, number
+from ..kernels.backend.arguments import check_field, choice, number
 
 SYSTEMS = ("default", "inshrinkerator")
 METRICS = ("magnitude", "sensitivity")

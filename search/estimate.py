@@ -36,7 +36,7 @@ from ..codec.weights.quantize import Quantize
 from ..codec.weights.ratedistortion import cheapest_levels
 from ..codec.weights.rd_tradeoff import Trade, mean_roots, trades
 from ..codec.weights.sketch_refinement import few_values, fit_closely, held_codebook
-from ..kernels.arrays import is_torch
+from ..kernels.backend.arrays import is_torch
 from ..kernels.histogram import Histogram, kept_histogram
 from ..kernels.quantizer import Thresholds, assign
 from .cube import Point

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Iterator
 
 import numpy as np
+
+from ..kernels.backend.imported import imported
 
 
 @contextlib.contextmanager
@@ -17,7 +18,7 @@ def preserved() -> Iterator[None]:
     A training that draws from them (dropout, the order of a DataLoader) then continues as without a search. Generators
     of CUDA devices are included if CUDA was initialized before. Generator objects of the caller are not known here.
     """
-    python, torch = random.getstate(), sys.modules.get("torch")
+    python, torch = random.getstate(), imported("torch")
     numpy = np.random.get_state()  # noqa: NPY002 - the global generator is the one that trainings draw from
     if torch is None:
         host = devices = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..codec.config import Config
 from ..codec.errors import BadArgumentError
-from ..kernels.arguments import integer, number
+from ..kernels.backend.arguments import integer, number
 from .cube import Cube, Point
 
 DIRECTIONS = ("lower", "higher")
@@ -158,7 +158,8 @@ class SearchResult:
             >>> import numpy as np
             >>> import shrinkpoint as sp
             >>> w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
-            >>> found = sp.search({"weight": w}, lambda s: 1.0 + float(((s["weight"] - w) ** 2).mean()), 0.02)
+            >>> loss = lambda s: 1.0 + float(((s["weight"] - w) ** 2).mean())
+            >>> found = sp.search({"weight": w}, loss, 0.02, kinds={"weight": "linear"})
             >>> again = found.restored()
             >>> again.restores, again.spent == found.degradation
             (1, True)

@@ -73,9 +73,12 @@ def search(
         >>> w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
         >>> def loss(restored):
         ...     return 1.0 + float(((restored["weight"] - w) ** 2).mean())
-        >>> found = sp.search({"weight": w}, loss, 0.01)
-        >>> found.met, found.degradation <= 0.01, sp.compress({"weight": w}, cfg=found.config).nbytes < w.nbytes / 6
-        (True, True, True)
+        >>> kinds = {"weight": "linear"}
+        >>> found = sp.search({"weight": w}, loss, 0.01, kinds=kinds)
+        >>> found.met, found.degradation <= 0.01
+        (True, True)
+        >>> sp.compress({"weight": w}, cfg=found.config, kinds=kinds).nbytes < w.nbytes / 6
+        True
 
     Source: Inshrinkerator, section 5; DynaQuant, section A.3.
     """

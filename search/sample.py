@@ -13,7 +13,7 @@ from ..codec.state.casting import float_values
 from ..codec.state.leaves import LeafSpec, NpArray, as_bytes, blocks, taken
 from ..codec.state.scaling import unit
 from ..codec.weights.levels import LevelsReference
-from ..kernels.extrapolation import extrapolate
+from ..kernels.rate_distortion import extrapolate
 
 T = TypeVar("T")
 BLOCK = 1024

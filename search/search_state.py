@@ -20,11 +20,20 @@ from ..codec.inputs import Inputs, tie
 from ..codec.parallel import map_chunks
 from ..codec.plan import gathered, plan, with_importance
 from ..codec.state import tree
-from ..codec.state.leaves import as_bytes, build_leaf, from_bytes, is_array, is_sharded, local_part, read_leaf
+from ..codec.state.leaves import (
+    as_bytes,
+    build_leaf,
+    from_bytes,
+    is_array,
+    is_sharded,
+    is_stored_as_array,
+    local_part,
+    read_leaf,
+)
 from ..codec.weights.levels import compatible_parent
 from ..codec.weights.past_weights import PastWeights
 from ..codec.weights.quantize import Quantize
-from ..kernels.arrays import is_torch
+from ..kernels.backend.arrays import is_torch
 from .cube import Point
 
 _SMALL = 1 << 16
@@ -337,7 +346,7 @@ class SearchState:
         return Restored(state, nbytes)
 
     def _by_number(self, part: Any, numbers: Sequence[int]) -> dict[int, Array]:
-        _, found = tree.flatten(part, is_array)
+        _, found = tree.flatten(part, is_stored_as_array)
         by_key = {node.key: node.value for node in found}
         return {i: by_key[self.opened.arrays[i].key] for i in numbers}
 
@@ -349,4 +358,4 @@ def _whole(value: Array) -> Array:
 def _copy(value: Array) -> Array:
     if is_torch(value):
         return value.clone()
-    return value.copy() if isinstance(value, np.ndarray) else value
+    return value.copy() if isinstance(value, np.ndarray | list) else value

@@ -15,6 +15,8 @@ from .manifest import MAX_GENERATION, Manifest, manifest_name, parse_name
 
 T = TypeVar("T")
 FOLDER = "steps"
+FROZEN = "frozen"
+"""The folder of the store within a store that holds its frozen sets."""
 _ATTEMPTS = 100
 
 
@@ -186,6 +188,8 @@ class Catalog:
         with contextlib.suppress(CorruptDataError, NewerFormatError):
             present = self.get(manifest.step, known[-1]) if known else None
             if present is not None and present.manifest == manifest:
+                # A process may have been killed after it created the file, before that was durable.
+                self._files.sync([f"{FOLDER}/{manifest_name(manifest.step, present.generation)}"])
                 return present
         if self._exists(manifest.step, known[-1] + 2 if known else 1):
             # Another writer has replaced the step since the folder was listed.

@@ -7,6 +7,8 @@ from typing import Any
 
 import xxhash
 
+from ..codec.format.bounded_json import loads
+
 _CHECKSUM = b',\n "checksum": "'
 
 
@@ -22,10 +24,7 @@ def unseal(data: bytes) -> dict[str, Any]:
     Raises:
         ValueError: the bytes were not made by `seal`, or were altered.
     """
-    try:
-        fields = json.loads(data)
-    except RecursionError as e:
-        raise ValueError(str(e)) from None
+    fields = loads(data)
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
     check_sum(data)

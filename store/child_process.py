@@ -36,7 +36,7 @@ def child_environment(threads: int) -> dict[str, str]:
     """Return the environment of a worker: the same modules, few threads, no GPU."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(_module_folders()),
+        "PYTHONPATH": os.pathsep.join(module_folders()),
         "SHRINKPOINT_THREADS": str(threads),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -46,7 +46,7 @@ def child_environment(threads: int) -> dict[str, str]:
     }
 
 
-def _module_folders() -> list[str]:
+def module_folders() -> list[str]:
     """Return the folders where this process finds modules."""
     found = [entry for entry in sys.path if isinstance(entry, str)]
     if "" in found:

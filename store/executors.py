@@ -9,13 +9,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..codec import errors
 from ..codec.errors import ShrinkpointError
+from ..kernels.backend.imported import imported
 from .chain_head import ChainHead
 from .channel import close_all, high, receive, send
 from .child_process import start_worker
@@ -164,7 +164,7 @@ class ProcessExecutor:
         try:
             with theirs:
                 self._process = start_worker(theirs.fileno(), self._log, threads)
-            modules = ["torch"] if "torch" in sys.modules else []
+            modules = ["torch"] if imported("torch") else []
             first = {"store": store_options(store), "nice": nice, "modules": modules}
             # A worker that died at once is noticed when it is first waited for.
             with contextlib.suppress(BrokenPipeError, ConnectionError):

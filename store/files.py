@@ -19,7 +19,7 @@ TEMPORARY = ".tmp-"
 
 _OF_THE_FILE = {
     getattr(errno, name)
-    for name in ("EIO", "EINVAL", "ELOOP", "ENXIO", "EBADMSG", "ENODATA", "EUCLEAN", "EOVERFLOW")
+    for name in ("EIO", "EINVAL", "ELOOP", "ENXIO", "EBADMSG", "ENODATA", "EUCLEAN", "EOVERFLOW", "EFBIG")
     if hasattr(errno, name)
 }
 """Errors of a disk that cannot read a file, or of something that is not a file."""
@@ -67,8 +67,16 @@ class Files(Protocol):
         """Write a file that must not exist; False if it does, with other bytes."""
         ...
 
+    def sync(self, names: Sequence[str]) -> None:
+        """Make existing files of one folder durable."""
+        ...
+
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files of one folder, durably; missing ones are skipped."""
+        """Remove files, durably; missing ones are skipped."""
+        ...
+
+    def below(self, folder: str) -> Files:
+        """Return the files of a folder within these."""
         ...
 
     def sizes(self, folder: str) -> dict[str, int]:

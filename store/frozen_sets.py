@@ -1,73 +1,208 @@
 """Frozen sets: arrays that many steps share, stored once in the folder `frozen` of a store.
 
-A set is a step of a store of its own, with a tag that contains its hash. A checkpoint that needs the set has the hash
-among its plain values.
+A set is a step of a store of its own, with a tag that contains its hash. The number of the step is made from the hash,
+so that of two processes that store different sets neither replaces the other's. A checkpoint that needs the set has its
+record, `Frozen`, among its plain values.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from ..codec.errors import ShrinkpointError
+from ..codec.checkpoint import Checkpoint, decompress
+from ..codec.errors import CorruptDataError, MissingParentError, ShrinkpointError
+from ..codec.state import tree
 from . import labels
 from .catalog import FOLDER as STEPS
-from .catalog import Catalog, Entry
+from .catalog import FROZEN, Catalog, Entry
 from .chain import FOLDER as DATA
-from .chain import opener
+from .chain import opener, resolve
+from .chain_head import manifest_over
 from .files import TEMPORARY, Files
+from .garbage import collect, is_whole
 from .lock import InUseError, open_lock
 from .manifest import manifest_name
-from .urls import opened
 
-FOLDER = "frozen"
 UNUSED_FOR = 86_400.0
 """Seconds since its last mark from which a set may be removed: a save marks it before the step that needs it exists."""
+_MARK_EVERY = 3600.0
 _TAG = "frozen-"
+_FIELDS = {"names", "digest", "source"}
+_marked: dict[tuple[str, str], float] = {}
+"""(Folder, hash) -> when this process marked that set as used."""
 
 
-def tag_of(digest: str) -> str:
-    """Return the tag of the set with a hash."""
-    return f"{_TAG}{digest}"
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The record of frozen parameters in a checkpoint.
+
+    Args:
+        names: of the parameters, in the order of the model.
+        digest: BLAKE3 of their names, dtypes, shapes and bytes.
+        source: where they come from, as the user named it (a folder, or a hub model with its revision); None: they are
+            stored in the folder `frozen` of the store.
+    """
+
+    names: tuple[str, ...]
+    digest: str
+    source: str | None
+
+    def to_tree(self) -> dict[str, Any]:
+        """Return the record as it is stored."""
+        return {"names": list(self.names), "digest": self.digest, "source": self.source}
+
+    @staticmethod
+    def of_tree(tree: Any) -> Frozen | None:
+        """Return the record in a stored tree, or None; CorruptDataError if it is malformed."""
+        found = tree.get("frozen") if isinstance(tree, Mapping) else None
+        if found is None:
+            return None
+        if not isinstance(found, Mapping) or not found.keys() >= _FIELDS:
+            raise CorruptDataError("frozen: malformed record of frozen parameters")
+        return Frozen(tuple(found["names"]), str(found["digest"]), found["source"])
 
 
-def collect_frozen(
-    files: Files, url: str, entries: Callable[[], Iterable[Entry]], *, dry_run: bool = False
-) -> list[str]:
+def needed_by(ckpt: Checkpoint) -> set[str]:
+    """Return the hashes of the sets that a checkpoint needs; only its header is read."""
+    found: set[str] = set()
+    stack = [tree.unflatten(ckpt.header["tree"], lambda number, spell: None)]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Mapping):
+            if node.keys() >= _FIELDS and node["source"] is None and isinstance(node["digest"], str):
+                found.add(node["digest"])
+            stack.extend(node.values())
+        elif isinstance(node, (list, tuple)):
+            stack.extend(node)
+    return found
+
+
+class FrozenSets:
+    """The frozen sets of a store.
+
+    Args:
+        store: the files of the store.
+
+    Raises:
+        NotADirectoryError: the folder is a link.
+    """
+
+    def __init__(self, store: Files) -> None:
+        self.files = store.below(FROZEN)
+        self.catalog = Catalog(self.files)
+
+    def entry(self, digest: str) -> Entry:
+        """Return the manifest of a set.
+
+        Raises:
+            MissingParentError: the store does not have it.
+            CorruptDataError, NewerFormatError: its tag or manifest cannot be read.
+        """
+        step = labels.read_tag(self.files, f"{_TAG}{digest}")
+        entry = None if step is None else self.catalog.get(step)
+        if entry is None:
+            raise MissingParentError(f"{self.files.root}: the frozen parameters with hash {digest[:16]} are missing")
+        return entry
+
+    def load(self, digest: str) -> Any:
+        """Return the tree of a set.
+
+        Raises: as `entry`, and for a damaged data file.
+        """
+        return decompress(resolve(self.files, self.entry(digest).manifest)[0])
+
+    def has(self, digest: str, *, read: bool = False) -> bool:
+        """Return whether a set is there, by the size of its file or, with `read`, by its contents."""
+        try:
+            manifest = self.entry(digest).manifest
+            if read:
+                return is_whole(self.files, manifest.file)
+            return self.files.size(f"{DATA}/{manifest.file}") == manifest.nbytes
+        except (FileNotFoundError, ShrinkpointError):
+            return False
+
+    def mark(self, digest: str) -> bool:
+        """Keep `collect_frozen` from removing a set that a step will need; False if it is not there.
+
+        The tag is written again, so that its age is the time since the last use.
+        """
+        key = self.files.root, digest
+        if time.monotonic() - _marked.get(key, -math.inf) <= _MARK_EVERY:
+            return self.has(digest)
+        if not self.has(digest):
+            return False
+        with open_lock(self.files).shared():
+            if not self.has(digest):  # it was removed since
+                return False
+            entry = self.entry(digest)
+            # A process may have stored it, and been killed before it was durable.
+            self.files.sync([f"{DATA}/{entry.manifest.file}"])
+            self.files.sync([f"{STEPS}/{manifest_name(entry.manifest.step, entry.generation)}"])
+            self._tag(digest, entry.manifest.step)
+        return True
+
+    def put(self, digest: str, ckpt: Checkpoint) -> None:
+        """Store a set, a base, and mark it; a damaged one is replaced."""
+        with open_lock(self.files).shared():
+            manifest = manifest_over(None, int(digest[:9], 16), ckpt, None)
+            self.files.write(f"{DATA}/{manifest.file}", ckpt.to_bytes())
+            self.catalog.commit(manifest)
+            self._tag(digest, manifest.step)
+
+    def _tag(self, digest: str, step: int) -> None:
+        self.files.write(labels.tag_name(f"{_TAG}{digest}"), labels.tag_data(step))
+        _marked[self.files.root, digest] = time.monotonic()
+
+    def copy_to(self, target: FrozenSets, digest: str, *, repair: bool) -> None:
+        """Copy a set that the target does not have.
+
+        Args:
+            target: the sets of another store.
+            digest: of the set.
+            repair: also read the one that the target has, and replace it if it is damaged.
+
+        Raises: as `load`.
+        """
+        if (not repair or target.has(digest, read=True)) and target.mark(digest):
+            return
+        target.put(digest, resolve(self.files, self.entry(digest).manifest)[0])
+
+
+def collect_frozen(files: Files, entries: Callable[[], Iterable[Entry]], *, dry_run: bool = False) -> list[str]:
     """Remove the frozen sets that no step needs and no save has marked for a day.
 
-    While another process writes a set, or a step or set cannot be read, nothing is removed.
+    Unneeded files among them are removed too. While another process writes a set, or a step or set cannot be read,
+    nothing is removed.
 
     Args:
         files: of the store, whose lock is held alone.
-        url: of the store.
         entries: returns all steps that are kept; called only if a set is unmarked.
         dry_run: remove nothing.
 
     Returns:
         Names of the files that were removed, or would be.
     """
-    if not files.list(f"{FOLDER}/{STEPS}"):
+    sets = FrozenSets(files)
+    own, catalog = sets.files, sets.catalog
+    if not own.list(STEPS) and not own.list(DATA):
         return []
-    own = opened(f"{url.rstrip('/')}/{FOLDER}")
-    catalog = Catalog(own)
-    with contextlib.suppress(InUseError, ShrinkpointError), open_lock(own).alone(0.0):
-        sets, tags = catalog.all(), labels.tags(own)
-        old = _unmarked(own, sets, tags)
-        digests = {name.removeprefix(_TAG) for name, step in tags.items() if step in old}
+    with contextlib.suppress(InUseError, ShrinkpointError), open_lock(own).alone(0.0) as lease:
+        tags = labels.tags(own)
+        doomed = _unmarked(own, catalog.all(), tags)
+        digests = {name.removeprefix(_TAG) for name, step in tags.items() if step in doomed}
         used = _needed(files, entries(), digests) if digests else set()
-        doomed = old - {step for name, step in tags.items() if name.removeprefix(_TAG) in used}
-        shared = {name for step, entry in sets.items() if step not in doomed for name in entry.manifest.files}
+        doomed -= {step for name, step in tags.items() if name.removeprefix(_TAG) in used}
         names = [labels.tag_name(name) for name, step in tags.items() if step in doomed]
-        generations = {step: catalog.generations()[step] for step in sorted(doomed)}
-        data = sorted({name for step in doomed for name in sets[step].manifest.files} - shared)
-        found = [f"{STEPS}/{manifest_name(step, n)}" for step, known in generations.items() for n in known]
         if not dry_run:
             own.remove(names)
-            catalog.drop(generations)
-            own.remove([f"{DATA}/{name}" for name in data])
-        return [f"{FOLDER}/{name}" for name in (*names, *found, *(f"{DATA}/{name}" for name in data))]
+        removed = collect(own, catalog, lease, None, drop=doomed, dry_run=dry_run)
+        return [f"{FROZEN}/{name}" for name in (*names, *removed)]
     return []
 
 
@@ -93,16 +228,15 @@ def _unmarked(own: Files, sets: dict[int, Entry], tags: dict[str, int]) -> set[i
 
 
 def _needed(files: Files, entries: Iterable[Entry], digests: set[str]) -> set[str]:
-    """Return the hashes that occur among the plain values of any step.
+    """Return the hashes that any step needs, at least those of `digests`.
 
     Raises:
         ShrinkpointError: a step cannot be read.
     """
     found: set[str] = set()
     for entry in sorted(entries, key=lambda e: -e.manifest.step):
-        if found == digests:
+        if digests <= found:
             break
         if not entry.manifest.shards:  # `Writer` for torch.distributed.checkpoint has no frozen sets
-            tree = opener(files, entry.manifest)(None).header["tree"]
-            found |= digests.intersection(node for node in tree if isinstance(node, str))
+            found |= needed_by(opener(files, entry.manifest)(None))
     return found

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import BadArgumentError, CorruptDataError, ShrinkpointError
 from ..codec.parallel import give_way
-from . import labels, restore_counter, rewinds
+from . import labels, rewinds
 from .catalog import FOLDER as STEPS
 from .catalog import Catalog, Entry, named, unknown
 from .chain import FOLDER as DATA
@@ -17,15 +17,21 @@ from .chain import missing
 from .files import TEMPORARY, Files, StoreWarning, is_damage
 from .lock import Lease, Lock
 from .manifest import Manifest, is_data, manifest_name
+from .parts import PARTS
 from .retention import Retention
 
 _AT_ONCE = 64
 """Files that are removed before the lock is renewed and the work may be interrupted."""
-_FOLDERS = (STEPS, DATA, labels.PINS, labels.TAGS, restore_counter.FOLDER, rewinds.FOLDER)
 
 
 def collect(
-    files: Files, catalog: Catalog, lease: Lease, retention: Retention | None, *, dry_run: bool = False
+    files: Files,
+    catalog: Catalog,
+    lease: Lease,
+    retention: Retention | None,
+    *,
+    drop: Collection[int] = (),
+    dry_run: bool = False,
 ) -> list[str]:
     """Remove steps by a retention (None: keep all), then files that no step needs.
 
@@ -36,6 +42,7 @@ def collect(
         catalog: of the store.
         lease: on the store, held alone.
         retention: which steps to keep; pinned and tagged steps are always kept.
+        drop: steps to remove in any case.
         dry_run: remove nothing.
 
     Returns:
@@ -66,10 +73,11 @@ def collect(
             # A run that went back has two ends; each keeps its steps as if it were the newest.
             keep |= _kept(files, retention, {s: e for s, e in entries.items() if s not in behind})
         entries = {s: e for s, e in entries.items() if s in keep | protected}
+    entries = {s: e for s, e in entries.items() if s not in drop}
     needed = {name for entry in entries.values() for name in entry.manifest.files}
     doomed = {s: g[:-1] if s in entries else g for s, g in generations.items() if s not in entries or g[:-1]}
     manifests = sorted(f"{STEPS}/{manifest_name(s, n)}" for s, known in doomed.items() for n in known)
-    garbage = [_garbage(files, folder, needed) for folder in _FOLDERS]
+    garbage = [_garbage(files, part.folder, needed) for part in PARTS if not part.is_store]
     garbage.append(rewinds.garbage(records, {s: e.manifest.identity for s, e in entries.items()}))
     if not dry_run:
         gone = list(doomed)

@@ -71,6 +71,19 @@ def read_tag(files: Files, name: str) -> int | None:
     return step
 
 
+def copy_pins(source: Files, target: Files, chosen: Collection[int]) -> None:
+    """Pin in the target the steps that are pinned in the source."""
+    for step in sorted(pins(source).intersection(chosen)):
+        target.write(pin_name(step), b"")
+
+
+def copy_tags(source: Files, target: Files, chosen: Collection[int]) -> None:
+    """Give steps in the target the tags that they have in the source."""
+    for name, step in tags(source).items():
+        if step in chosen:
+            target.write(tag_name(name), tag_data(step))
+
+
 def unreadable(files: Files) -> dict[str, str]:
     """Return path -> reason of the damaged tags."""
     found = {}

@@ -16,14 +16,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from .files import TEMPORARY, StoreWarning
+from .regular_files import MOST_JSON, check_size, unlinked
 
-_READ = (
-    os.O_RDONLY
-    | getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)  # a pipe in the place of a file must not block the reader
-    | getattr(os, "O_CLOEXEC", 0)
-    | getattr(os, "O_BINARY", 0)
-)
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 """Errors of file systems without hard links."""
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
@@ -39,6 +33,8 @@ class LocalFiles:
     def __init__(self, root: str) -> None:
         self.root = root
         self._prefix = root if root.endswith("/") else f"{root}/"
+        self._durable: set[str] = set()
+        """Folders whose own names this object has made durable."""
 
     def path(self, name: str) -> str:
         """Return the full path of a name."""
@@ -55,10 +51,8 @@ class LocalFiles:
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[int]:
         folder, base = posixpath.split(name)
-        fd = os.open(posixpath.join(self._folder(folder), base), _READ)
+        fd = unlinked(posixpath.join(self._folder(folder), base))
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", self.path(name))
             yield fd
         finally:
             os.close(fd)
@@ -66,7 +60,9 @@ class LocalFiles:
     def read(self, name: str) -> bytes:
         """Return all bytes of a file; FileNotFoundError if it does not exist."""
         with self._opened(name) as fd:
-            return _read(fd, os.fstat(fd).st_size)
+            size = os.fstat(fd).st_size
+            check_size(self.path(name), size, MOST_JSON if name.endswith(".json") else None)
+            return _read(fd, size)
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes start..stop of a file; fewer if it ends before."""
@@ -110,6 +106,10 @@ class LocalFiles:
         except FileNotFoundError:
             return []
 
+    def below(self, folder: str) -> LocalFiles:
+        """Return the files of a folder within this one; NotADirectoryError if it is a link."""
+        return LocalFiles(self._folder(folder))
+
     def write(self, name: str, data: bytes) -> None:
         """Write or replace a file: durable when this returns; when it raises, old or new, but whole."""
         target = self.path(name)
@@ -134,18 +134,47 @@ class LocalFiles:
         return True
 
     def _holds(self, name: str, data: bytes) -> bool:
-        """Return whether a file has these bytes; False if it was removed meanwhile."""
+        """Return whether a file has these bytes, durably; False if it was removed meanwhile."""
         try:
-            return self.read(name) == data
+            if self.read(name) != data:
+                return False
+            self.sync([name])
         except FileNotFoundError:
             return False
+        return True
+
+    def sync(self, names: Sequence[str]) -> None:
+        """Make existing files of one folder durable.
+
+        Another process may have made them, and been killed before they were durable.
+        """
+        for name in names:
+            with self._opened(name) as fd:
+                os.fsync(fd)
+        if names:
+            folder = self._folder(posixpath.dirname(names[0]))
+            self._make_folder(folder)
+            sync_folder(folder)
+
+    def _make_folder(self, folder: str) -> None:
+        """Create a folder, and make its name durable, and those above it, once for this object.
+
+        A folder that exists may have been made by a process that was killed before it was durable.
+        """
+        make_folder(folder)
+        while folder not in self._durable and not os.path.ismount(folder):
+            self._durable.add(folder)
+            folder = posixpath.dirname(folder)
+            if not os.access(folder, os.R_OK | os.W_OK):  # no process with these rights has made a folder there
+                break
+            sync_folder(folder)
 
     @contextlib.contextmanager
     def _temporary(self, name: str, data: bytes) -> Iterator[str]:
         """A synced temporary file in the same folder; removed afterwards if it still exists."""
         below, base = posixpath.split(name)
         folder = self._folder(below)
-        make_folder(folder)
+        self._make_folder(folder)
         for number in itertools.count():
             temporary = posixpath.join(folder, f"{TEMPORARY}{number}-{base}")
             try:
@@ -171,15 +200,14 @@ class LocalFiles:
             _discard(temporary)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files of one folder, durably; missing ones are skipped."""
-        touched = ""
+        """Remove files, durably; missing ones are skipped."""
         for name in names:
             self._folder(posixpath.dirname(name))
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path(name))
-                touched = posixpath.dirname(self.path(name))
-        if touched:
-            sync_folder(touched)
+        for folder in {posixpath.dirname(name) for name in names}:
+            with contextlib.suppress(FileNotFoundError):  # missing files, too: others may have removed them just now
+                sync_folder(self.path(folder))
 
 
 def _read(fd: int, n: int) -> bytes:

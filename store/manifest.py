@@ -7,14 +7,14 @@ has a manifest, and only one of two writers can create a generation.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..codec.errors import BadArgumentError, CorruptDataError, NewerFormatError
-from ..kernels.arguments import integer
+from ..codec.format.bounded_json import loads
+from ..kernels.backend.arguments import integer
 from .checksummed_json import check_sum, seal
 
 VERSION = 2
@@ -110,7 +110,7 @@ class Manifest:
     def from_bytes(data: bytes, step: int) -> Manifest:
         """Read and check a manifest; a name that could leave the folder is refused."""
         try:
-            fields = json.loads(data)
+            fields = loads(data)
             version = fields.pop("version")
             if type(version) is int and version > VERSION:
                 raise NewerFormatError(
@@ -122,7 +122,7 @@ class Manifest:
                 raise ValueError(f"version {str(version)[:20]!r}")
             shards = tuple(fields.pop("shards", {}).items())
             manifest = Manifest(**{**fields, "parents": tuple(fields["parents"])}, shards=shards)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        except (ValueError, TypeError, KeyError, AttributeError) as e:
             raise CorruptDataError(f"step {step}: its manifest is malformed: {str(e)[:200]}") from None
         if not manifest._is_sound() or manifest.step != step:
             raise CorruptDataError(f"step {step}: its manifest is malformed")

@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from ..codec.errors import BadArgumentError, ShrinkpointWarning
 from ..codec.memory_limit import available_memory
-from ..kernels.arguments import integer
+from ..kernels.backend.arguments import integer
 from .checksummed_json import seal, unseal
 from .files import Files
 from .manifest import is_data
@@ -213,7 +213,7 @@ class FilesWithCopies:
         self.root, self.local, self.hits = files.root, files.local, 0
         self.path, self.exists, self.list, self.size = files.path, files.exists, files.list, files.size
         self.write, self.create, self.remove, self.modified = files.write, files.create, files.remove, files.modified
-        self.sizes, self.stamp = files.sizes, files.stamp
+        self.sizes, self.stamp, self.sync, self.below = files.sizes, files.stamp, files.sync, files.below
         self.read_range = files.read_range
         """From storage: only a whole file can be checked."""
 

@@ -148,6 +148,13 @@ class ObjectFiles:
         self.fs.invalidate_cache()
         return bool(self.fs.exists(self.path(name)))
 
+    def sync(self, names: Sequence[str]) -> None:
+        """Do nothing: an object that exists is durable."""
+
+    def below(self, folder: str) -> ObjectFiles:
+        """Return the objects below a longer prefix."""
+        return ObjectFiles(self.fs, self.path(folder), self._retry)
+
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects; missing ones are skipped."""
         for name in names:

@@ -8,6 +8,7 @@ import re
 import uuid
 
 from ..codec.errors import CorruptDataError
+from ..codec.format.bounded_json import loads
 from .files import Files
 
 FOLDER = "restores"
@@ -27,8 +28,8 @@ def steps(files: Files) -> list[int]:
     found = []
     for name in filter(_NAME.fullmatch, files.list(FOLDER)):
         try:
-            step = json.loads(files.read(f"{FOLDER}/{name}"))["step"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            step = loads(files.read(f"{FOLDER}/{name}"))["step"]
+        except (OSError, ValueError, KeyError, TypeError):
             continue
         if type(step) is int and step >= 0:
             found.append(step)
@@ -45,8 +46,8 @@ def add(files: Files, step: int, known: int) -> int:
     return number
 
 
-def copy(source: Files, target: Files) -> None:
-    """Count the source's restores in the target too, each only once."""
+def copy(source: Files, target: Files, _: object) -> None:
+    """Count the source's restores, of all steps, in the target too, each only once."""
     there = set(_records(target))
     number = count(target)
     for data in _records(source):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..kernels.arguments import check_field, flag, integer, or_none
+from ..kernels.backend.arguments import check_field, flag, integer, or_none
 
 
 @dataclass(frozen=True, slots=True)

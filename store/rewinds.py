@@ -244,18 +244,15 @@ def not_taken(root: str, step: int, behind: Mapping[int, Rewind]) -> str:
     )
 
 
-def copied(files: Files, catalog: Catalog, chosen: Mapping[int, str]) -> list[Rewind]:
-    """Return the records that a copy of some steps needs.
-
-    Args:
-        files: of the store.
-        catalog: of the store.
-        chosen: identities of the steps.
-    """
-    records = [r for r in read(files) if any(chosen.get(step) == identity for step, identity in r.left.items())]
+def copy(source: Files, target: Files, chosen: Mapping[int, str]) -> None:
+    """Copy the records that a copy of some steps (number -> identity) needs."""
+    catalog = Catalog(source)
+    records = [r for r in read(source) if any(chosen.get(step) == identity for step, identity in r.left.items())]
     # If the store has no such step either, the run has gone back and saved nothing yet.
     present = _identities(catalog, catalog.steps()) if any(not r.is_followed(chosen) for r in records) else {}
-    return [r for r in records if r.is_followed(chosen) or not r.is_followed(present)]
+    for record in records:
+        if record.is_followed(chosen) or not record.is_followed(present):
+            write(target, record)
 
 
 def garbage(records: Collection[Rewind], now: Mapping[int, str]) -> list[str]:

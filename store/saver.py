@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -25,7 +26,7 @@ from ..codec.evidence.kind import check_kinds, check_used
 from ..codec.inputs import by_weights
 from ..codec.state import tree
 from ..codec.state.leaves import is_array
-from ..kernels.arguments import choice, instance, integer, number, or_none
+from ..kernels.backend.arguments import choice, instance, integer, number, or_none
 from . import host_copy
 from .chain_head import ChainHead
 from .executors import Executor, Origin, ProcessExecutor, ThreadExecutor, Warned
@@ -57,6 +58,10 @@ _LOOK = 1.0
 
 class SaverWarning(ShrinkpointWarning):
     """A warning of the worker, or of the saver itself."""
+
+
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+"""The Savers of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +310,8 @@ class Saver:
     waited for during 30 s; then a ChildProcessError names the process. An error that no call was left to raise is
     printed at exit, and the exit status is 120.
 
+    A process has one Saver to a store; a SaverWarning names a store that has another open one.
+
     With a process, a state counts as saved once `save` has returned: the worker has all of it and finishes the save
     even if the trainer is killed at once.
 
@@ -385,11 +392,31 @@ class Saver:
         self._fruitless = 0
         self._handed: _Handed | None = None
         self._durable: _Handed | None = None
+        self._look_for_another()
         self._start()
+        _savers.add(self)
 
     def __repr__(self) -> str:
         doing = "closed" if self._is_closed else "busy" if self.busy else "idle"
         return f"<Saver to {self.store.url}, {self.mode}, {doing}>"
+
+    def _look_for_another(self) -> None:
+        """Warn of an open Saver of this process to the same store.
+
+        One that nothing refers to any more, and that was not closed, is waited for.
+        """
+        name = one_name(self.store.url)
+        if any(one_name(o.store.url) == name for o in list(_savers) if not (o._is_closed or o._is_foreign)):
+            warnings.warn(
+                f"{self.store.url}: this process has an open Saver to this store. Two Savers save at the same time, so "
+                "that a later step may come first, and each has a chain of its own: close() the other one before you "
+                "make this one (a notebook's cell that runs twice makes two), or use only one",
+                SaverWarning,
+                stacklevel=3,
+            )
+            return
+        with contextlib.suppress(ChildProcessError):  # a stopped worker, which its own Saver reports
+            EXIT_CLEANUP.wait_for(name)
 
     def _start(self) -> _Runner:
         runner = _Runner(self._execute(), one_name(self.store.url), bool(self._maintenance))
@@ -487,13 +514,16 @@ class Saver:
         if runner.busy and self.on_busy == "skip":
             future.set_result(SaveResult(step, "skipped", stall=time.perf_counter() - begin))
             return future
-        planned = plan({"state": state, "options": [grads, metric, asked], "kinds": kinds_tree(kinds)})
+        trees = {"state": state, "options": [grads, metric, asked], "kinds": kinds_tree(kinds)}
+        planned = plan(trees)
         waiting = time.perf_counter()
         if runner.busy:
             if self.on_busy == "cancel":
                 runner.executor.cancel()
             runner.wait()
             self._raise(runner)
+            # Other threads may have replaced arrays or freed their memory during the wait.
+            planned = plan(trees)
         waited = time.perf_counter() - waiting
         if self._handed is not None and self._handed.is_durable:
             self._durable = self._handed

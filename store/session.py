@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,16 @@ from .manifest import Manifest, check_metric, check_step
 from .memory_copies import MemoryCopies
 from .policy import Size, smaller
 from .weight_average import WeightAverage, arrays_by_path, needs_average
+
+
+@contextlib.contextmanager
+def _noted(step: int) -> Iterator[None]:
+    """Add to an error of the storage that it concerns this step only."""
+    try:
+        yield
+    except OSError as error:
+        error.add_note(f"This happened while step {step} was saved; no step that was saved before is lost.")
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +165,7 @@ class Session:
         step, metric = check_step(step), check_metric(metric)
         asked = self._cfg if cfg is None else replace(check_config(cfg), chain=self._cfg.chain)
         head = None
-        with contextlib.ExitStack() as undo:
+        with _noted(step), contextlib.ExitStack() as undo:
             # Held from before the parent is read until the manifest exists, so that `gc` does not remove the parent.
             with self._lock.shared() as lease:
                 asked = self._for_restores(asked)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -19,11 +18,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..codec.errors import ShrinkpointError
+from ..codec.errors import ShrinkpointError, UnsupportedLeafError
 from ..codec.memory_limit import available_memory
 from ..codec.state import tree
-from ..codec.state.leaves import LeafSpec, build_leaf, from_bytes, is_array, read_leaf, same_storage_key
-from ..kernels.arrays import is_torch
+from ..codec.state.leaves import (
+    SCALARS,
+    LeafSpec,
+    build_leaf,
+    from_bytes,
+    is_stored_as_array,
+    read_leaf,
+    same_storage_key,
+)
+from ..kernels.backend.arrays import is_torch
+from ..kernels.backend.imported import imported
 from . import host_copy
 
 Bytes = npt.NDArray[np.uint8]
@@ -156,6 +164,7 @@ class Plan:
         specs: of each array.
         values: of each array, contiguous; the live arrays themselves.
         pointers: to each array's values in host memory; 0 if they are elsewhere.
+        storages: of each torch tensor, which keep the memory if another thread gives the tensor another storage.
         sizes: of each array in bytes.
         offsets: of each array in the arena.
         nbytes: bytes of all arrays in the arena.
@@ -165,6 +174,7 @@ class Plan:
     specs: list[LeafSpec]
     values: list[Any]
     pointers: list[int]
+    storages: list[Any]
     sizes: list[int]
     offsets: list[int]
     nbytes: int
@@ -213,33 +223,36 @@ def plan(trees: Mapping[str, Any]) -> Plan:
         BadArgumentError, UnsupportedLeafError: see `compress`; the message has the path.
     """
     made: dict[str, list[Any]] = {}
-    planned = Plan(made, [], [], [], [], [], 0)
+    planned = Plan(made, [], [], [], [], [], [], 0)
     first: dict[Any, int] = {}
     known: dict[Any, LeafSpec] = {}
     end = 0
     for name, value in trees.items():
-        nodes, found = tree.flatten(value, is_array, spell=False)
+        nodes, found = tree.flatten(value, is_stored_as_array, spell=False)
         numbers: list[int] = []
         for node in found:
             plain = _plain_tensor(node.value)
-            key = same_storage_key(node.value) if plain is None else plain
+            key = same_storage_key(node.value) if plain is None else plain[:4]
             number = None if key is None else first.get(key)
             if number is None:
                 number = len(planned.specs)
                 if plain is not None:
-                    spec, flat, size, pointer = _spec_of(plain, known), node.value, node.value.nbytes, plain[0]
+                    spec, flat, size = _spec_of(plain, known), node.value, node.value.nbytes
+                    pointer, storage = plain[0], plain[4]
                 else:
                     try:
                         spec, flat = read_leaf(node.value, "")
                     except ShrinkpointError:
                         # Spelling the paths of all arrays takes time: it is done only for a message.
-                        _, spelled = tree.flatten(value, is_array)
+                        _, spelled = tree.flatten(value, is_stored_as_array)
                         read_leaf(node.value, spelled[len(numbers)].path)
                         raise
                     size, pointer = spec.nbytes, _pointer(flat)
+                    storage = flat.untyped_storage() if is_torch(flat) else None
                 planned.specs.append(spec)
                 planned.values.append(flat)
                 planned.pointers.append(pointer)
+                planned.storages.append(storage)
                 planned.sizes.append(size)
                 planned.offsets.append(end)
                 end += -(-size // _ALIGN) * _ALIGN
@@ -251,11 +264,11 @@ def plan(trees: Mapping[str, Any]) -> Plan:
 
 
 def _plain_tensor(t: Any) -> tuple[Any, ...] | None:
-    """Return address, dtype, shape and strides of a plain tensor on the host, or None.
+    """Return address, dtype, shape, strides and storage of a plain tensor on the host, or None.
 
     Most arrays of a state are such tensors, and `read_leaf`, which handles all kinds, takes five times as long.
     """
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or type(t) not in (torch.Tensor, torch.nn.Parameter):
         return None
     plain = (
@@ -263,9 +276,12 @@ def _plain_tensor(t: Any) -> tuple[Any, ...] | None:
         and t.layout is torch.strided
         and not (t.is_nested or t.is_quantized or t.is_neg() or t.is_conj())
         and t.is_contiguous()
-        and 0 < t.storage_offset() * t.itemsize + t.nbytes <= t.untyped_storage().nbytes()
     )
-    return (t.data_ptr(), t.dtype, t.shape, t.stride()) if plain else None
+    if not plain:
+        return None
+    storage = t.untyped_storage()
+    fits = 0 < t.storage_offset() * t.itemsize + t.nbytes <= storage.nbytes()
+    return (t.data_ptr(), t.dtype, t.shape, t.stride(), storage) if fits else None
 
 
 def _spec_of(plain: tuple[Any, ...], known: dict[Any, LeafSpec]) -> LeafSpec:
@@ -293,8 +309,11 @@ def take(planned: Plan, arena: Arena, *, on_device: bool = False) -> Snapshot:
 
     Raises:
         MemoryError: the arena cannot grow to this size.
+        UnsupportedLeafError: another thread has freed the memory of an array since it was planned.
     """
     arena.reserve(planned.nbytes)
+    if not on_device and not all(p or not n for p, n in zip(planned.pointers, planned.sizes, strict=True)):
+        arena.pin()
     base = arena.address
     kept: dict[int, Any] = {}
     pieces: list[tuple[int, int, int]] = []
@@ -304,6 +323,7 @@ def take(planned: Plan, arena: Arena, *, on_device: bool = False) -> Snapshot:
     ):
         if not size:
             continue
+        _check_allocated(planned, number)
         if pointer:
             pieces.append((base + offset, pointer, size))
             continue
@@ -312,10 +332,22 @@ def take(planned: Plan, arena: Arena, *, on_device: bool = False) -> Snapshot:
         if on_device:
             kept[number] = flat.clone()
         else:
-            arena.pin()
             from_bytes(arena.view(offset, size), planned.specs[number]).copy_(flat, non_blocking=True)
     host_copy.copy(pieces)
     return Snapshot(planned.trees, planned.specs, planned.offsets, kept, _finish(devices, on_device))
+
+
+def _check_allocated(planned: Plan, number: int) -> None:
+    """Raise UnsupportedLeafError if the storage of an array has become smaller or moved."""
+    storage = planned.storages[number]
+    if storage is None:
+        return
+    begin, pointer = storage.data_ptr(), planned.pointers[number] or storage.data_ptr()
+    if not begin <= pointer <= pointer + planned.sizes[number] <= begin + storage.nbytes():
+        spec = planned.specs[number]
+        raise UnsupportedLeafError(
+            f"the storage of a {spec.dtype} tensor of shape {list(spec.shape)} was freed while its copy began"
+        )
 
 
 def _finish(devices: set[Any], on_device: bool) -> list[tuple[Any, Any]]:
@@ -342,7 +374,7 @@ def rebuild(snapshot: Snapshot, arena: Arena) -> dict[str, Any]:
             arrays.append(snapshot.kept[number].reshape(spec.shape))
             continue
         flat = from_bytes(arena.view(offset, spec.nbytes), spec)
-        if spec.library in ("torch", "numpy", "numpy scalar"):
+        if spec.library in ("torch", "numpy", *SCALARS):
             arrays.append(build_leaf(flat, spec))
         else:
             arrays.append(HostArray(spec.library, flat.reshape(spec.shape)))

@@ -15,7 +15,7 @@ from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.partial import check_patterns, decompress_only
 from ..codec.weights.past_weights import PastWeights
-from ..kernels.arguments import flag, function, instance, number, or_none, sequence
+from ..kernels.backend.arguments import flag, function, instance, number, or_none, sequence
 from . import labels, rewinds
 from .catalog import FOLDER as STEPS
 from .catalog import Catalog, Entry, named, unknown
@@ -25,11 +25,12 @@ from .chain_head import ChainHead
 from .compaction import MAX_COST, Compaction
 from .exit_cleanup import EXIT_CLEANUP
 from .files import StoreWarning
-from .frozen_sets import collect_frozen
+from .frozen_sets import FrozenSets, collect_frozen
 from .garbage import collect, drop
 from .lock import InUseError, open_lock
 from .manifest import Manifest, check_metric, check_step, manifest_name
 from .memory_copies import FilesWithCopies, InMemoryWarning, MemoryCopies, check_keep, files_with_copies
+from .parts import PARTS, stores
 from .retention import Retention
 from .session import Saved, Session
 from .transfer import Side, copy_all
@@ -43,7 +44,7 @@ class DiskUsage(NamedTuple):
     """Bytes of a store's data files.
 
     Args:
-        steps: of the files of the steps that `steps()` lists.
+        steps: of the files of the steps that `steps()` lists, and of frozen sets.
         total: of all data files, including files of removed steps that chains need, and garbage.
     """
 
@@ -172,9 +173,13 @@ class Store:
             >>> store.disk_usage() == (saved.nbytes, saved.nbytes)
             True
         """
-        sizes = self._files.sizes(DATA)
-        steps = {name for manifest in self.manifests()[0].values() for name in manifest.own_files}
-        return DiskUsage(sum(size for name, size in sizes.items() if name in steps), sum(sizes.values()))
+        steps = total = 0
+        for _, files in stores(self._files):
+            sizes = files.sizes(DATA)
+            own = {name for entry in Catalog(files).readable()[0].values() for name in entry.manifest.own_files}
+            steps += sum(size for name, size in sizes.items() if name in own)
+            total += sum(sizes.values())
+        return DiskUsage(steps, total)
 
     def read(self, step: int | str) -> Checkpoint:
         """Return a step's checkpoint (by number or tag), resolved: for `summary()`, or as a parent.
@@ -182,6 +187,11 @@ class Store:
         Raises: as `load`.
         """
         return self._resolve(self._step(step))[1]
+
+    @property
+    def frozen_sets(self) -> FrozenSets:
+        """Arrays that many steps share, see `trainers.save(frozen="once")`."""
+        return FrozenSets(self._files)
 
     def restores(self) -> int:
         """Return how often `load` has restored from this store, in all processes."""
@@ -267,7 +277,7 @@ class Store:
             >>> import shrinkpoint as sp
             >>> store = sp.Store("memory://earlier-example", sp.Config(ahead=True))
             >>> w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
-            >>> _ = store.save(1, {"weight": w})
+            >>> _ = store.save(1, {"weight": w}, kinds={"weight": "linear"})
             >>> store.earlier({"weight": 1.01 * w}, 2).steps
             1.0
         """
@@ -406,7 +416,9 @@ class Store:
     # ---------------------------------------------------------------------------------------------------- checking
 
     def verify(self, progress: Progress | None = None) -> dict[int, str]:
-        """Read and check every step with its chain; return the damaged steps and the reasons.
+        """Read and check every step; return the damaged ones and the reasons.
+
+        A step is read with its chain and its frozen set.
 
         Args:
             progress: called with (step, done, total) after each step.
@@ -418,7 +430,13 @@ class Store:
 
         `verify` does not read them, because they are not steps; but while one is damaged, `gc` removes nothing.
         """
-        return labels.unreadable(self._files) | rewinds.unreadable(self._files)
+        return {
+            f"{prefix}{path}": why
+            for prefix, files in stores(self._files)
+            for part in PARTS
+            if part.unreadable is not None
+            for path, why in part.unreadable(files).items()
+        }
 
     # ----------------------------------------------------------------------------------------------- housekeeping
 
@@ -488,7 +506,7 @@ class Store:
             return []
         with self._lock.alone(timeout) as lease:
             removed = collect(self._files, self._catalog, lease, retention, dry_run=dry_run)
-            removed += collect_frozen(self._files, self.url, lambda: self._entries_without(removed), dry_run=dry_run)
+            removed += collect_frozen(self._files, lambda: self._entries_without(removed), dry_run=dry_run)
         if retention is not None and not dry_run and self._free_parents():
             with contextlib.suppress(InUseError), self._lock.alone(timeout) as lease:
                 removed += collect(self._files, self._catalog, lease, None)
@@ -538,6 +556,9 @@ class Store:
         later = [s for s in self.steps() if s > number]
         if later:
             self.drop(*reversed(later))
+        elif (entry := self._catalog.get(number)) is not None:
+            # A process may have removed them and been killed before that was durable.
+            self._files.sync([f"{STEPS}/{manifest_name(number, entry.generation)}"])
         return later
 
     # ------------------------------------------------------------------------------------------------------- labels
@@ -607,9 +628,10 @@ class Store:
     def copy(
         self, url: str | os.PathLike[str], steps: Iterable[int | str] | None = None, *, repair: bool = False
     ) -> Store:
-        """Copy steps with their chains, pins and tags to another store; every file is checked.
+        """Copy steps with all that they need to another store; every file is checked.
 
-        The number of restores is copied too: a run that continues there is the same run.
+        That is their chains, frozen sets, pins and tags. The number of restores is copied too: a run that continues
+        there is the same run.
 
         Args:
             url: the target. Steps that exist there already must be the same ones.

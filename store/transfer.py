@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError
-from . import labels, restore_counter, rewinds
+from . import labels
+from .catalog import FOLDER as STEPS
 from .catalog import Catalog
-from .chain import FOLDER
+from .chain import FOLDER, opener
 from .files import Files
+from .frozen_sets import FrozenSets, needed_by
 from .lock import Lease
-from .manifest import Manifest
+from .manifest import Manifest, manifest_name
+from .parts import PARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ def copy_all(
     may_go: bool = False,
     repair: bool = False,
 ) -> list[int]:
-    """Copy steps, the lowest first, then pins, tags, restores and records of rewinds.
+    """Copy steps, the lowest first, each after its frozen set; then the other parts.
 
     Args:
         source: the store to copy from.
@@ -54,9 +57,10 @@ def copy_all(
     """
     tags = {name: step for name, step in labels.tags(source.files).items() if step in chosen}
     try:
-        there = {step: e.manifest for step, e in target.catalog.all().items() if step in chosen}
+        entries = {step: e for step, e in target.catalog.all().items() if step in chosen}
     except CorruptDataError as e:
         raise CorruptDataError(f"{target.url}: {e}; drop the step there, and copy again") from None
+    there = {step: e.manifest for step, e in entries.items()}
     for step, manifest in there.items():
         if manifest.identity != chosen[step].identity:
             raise BadArgumentError(f"step {step}: {target.url} has another one of that number")
@@ -64,17 +68,24 @@ def copy_all(
     for name, step in labels.tags(target.files).items():
         if tags.get(name, step) != step:
             raise BadArgumentError(f"tag {name!r}: {target.url} has it at step {step}")
+    # A copy may have been killed after it created a manifest, before that was durable.
+    target.files.sync([f"{STEPS}/{manifest_name(step, e.generation)}" for step, e in entries.items()])
     sound: set[str] = set()
+    frozen = _FrozenCopy(source.files, target.files, repair)
     chosen = dict(chosen)
     for step in sorted(chosen):
         if step not in there:
             try:
-                source.catalog.settled(step, lambda e: _copy_step(source.files, e.manifest, target, sound))
+                source.catalog.settled(step, lambda e: _copy_step(source.files, e.manifest, target, sound, frozen))
             except MissingParentError:
                 if not may_go or source.catalog.get(step) is not None:
                     raise
                 del chosen[step]
-        elif repair:
+            lease.renew()
+            continue
+        if frozen.any:
+            source.catalog.settled(step, lambda e: frozen.of(e.manifest))
+        if repair:
             try:
                 copy_files(source.files, there[step], target.files, sound)
             except MissingParentError:
@@ -83,14 +94,10 @@ def copy_all(
                     "compacted: drop it there, and copy again"
                 ) from None
         lease.renew()
-    for step in sorted(labels.pins(source.files) & set(chosen)):
-        target.files.write(labels.pin_name(step), b"")
-    for name, step in tags.items():
-        if step in chosen:
-            target.files.write(labels.tag_name(name), labels.tag_data(step))
-    restore_counter.copy(source.files, target.files)
-    for record in rewinds.copied(source.files, source.catalog, {s: m.identity for s, m in chosen.items()}):
-        rewinds.write(target.files, record)
+    identities = {step: manifest.identity for step, manifest in chosen.items()}
+    for part in PARTS:
+        if part.copy is not None:
+            part.copy(source.files, target.files, identities)
     return sorted(chosen)
 
 
@@ -108,7 +115,10 @@ def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]
     """
     for name in reversed(manifest.files):
         path = f"{FOLDER}/{name}"
-        if name in sound or _is_sound(target, name):
+        if name in sound:
+            continue
+        if _is_sound(target, name):
+            target.sync([path])
             sound.add(name)
             continue
         try:
@@ -121,8 +131,33 @@ def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]
         sound.add(name)
 
 
-def _copy_step(source: Files, manifest: Manifest, target: Side, sound: set[str]) -> None:
+class _FrozenCopy:
+    """Copies of the frozen sets that steps need, each once."""
+
+    def __init__(self, source: Files, target: Files, repair: bool) -> None:
+        self._files, self._source, self._target = source, FrozenSets(source), FrozenSets(target)
+        self._repair, self._done = repair, set[str]()
+        self.any = bool(self._source.catalog.steps())
+
+    def of(self, manifest: Manifest) -> None:
+        """Copy the sets of a step.
+
+        Raises:
+            CorruptDataError, MissingParentError: with the step.
+        """
+        if manifest.shards:
+            return
+        for digest in sorted(needed_by(opener(self._files, manifest)(None)) - self._done):
+            try:
+                self._source.copy_to(self._target, digest, repair=self._repair)
+            except (CorruptDataError, MissingParentError) as e:
+                raise type(e)(f"step {manifest.step}: {e}") from None
+            self._done.add(digest)
+
+
+def _copy_step(source: Files, manifest: Manifest, target: Side, sound: set[str], frozen: _FrozenCopy) -> None:
     copy_files(source, manifest, target.files, sound)
+    frozen.of(manifest)
     target.catalog.commit(manifest)
 
 

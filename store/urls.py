@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import posixpath
 import stat
 from collections.abc import Iterator
 from typing import Any
@@ -38,6 +41,31 @@ def one_name(url: str) -> str:
     except UNOPENED:
         return url.rstrip("/") or url
     return os.path.realpath(root) if isinstance(fs, LocalFileSystem) else str(fs.unstrip_protocol(root.rstrip("/")))
+
+
+def textual_name(url: str) -> str:
+    """Return one spelling of a path or URL without opening its file system.
+
+    Opening one may send requests. Paths are resolved as `one_name` does; a URL only by its text.
+
+    Example:
+        >>> from shrinkpoint.store.urls import textual_name
+        >>> textual_name("/a/../b/"), textual_name("memory:///aa/x/../"), textual_name("file:///a")
+        ('/b', 'memory://aa', '/a')
+    """
+    url = without_client(url)
+    if "::" in url:
+        return url.rstrip("/")
+    protocol, marked, rest = url.partition("://")
+    if not marked:
+        return os.path.realpath(os.path.expanduser(url))
+    if protocol in ("file", "local"):
+        return os.path.realpath(rest)
+    with contextlib.suppress(ValueError, ImportError):  # a protocol of several names, such as s3 and s3a
+        known = fsspec.get_filesystem_class(protocol).protocol
+        protocol = known if isinstance(known, str) else known[0]
+    rest = rest.strip("/")
+    return f"{protocol}://{posixpath.normpath(rest) if rest else ''}"
 
 
 def without_client(url: str) -> str:
@@ -97,6 +125,11 @@ def opened(url: Any) -> Files:
     return files
 
 
+def _target(link: str) -> str:
+    """Return where a link leads, as an absolute path."""
+    return os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
+
+
 def _check_folder(url: str, root: str) -> None:
     """Raise BadArgumentError unless a path is a folder or does not exist yet."""
     if "::" in without_client(url):
@@ -109,9 +142,15 @@ def _check_folder(url: str, root: str) -> None:
         except UnicodeEncodeError as e:
             raise BadArgumentError(f"url {url!r}: a file cannot have this name here: {e}") from None
         except (FileNotFoundError, NotADirectoryError):
+            if os.path.islink(path):
+                raise BadArgumentError(
+                    f"url {url!r}: {path} is a link to {_target(path)}, which does not exist"
+                ) from None
             path = os.path.dirname(path)
             continue
-        except OSError:
+        except OSError as e:
+            if e.errno == errno.ELOOP and os.path.islink(path):
+                raise BadArgumentError(f"url {url!r}: {path} is a link to {_target(path)}, in a circle") from None
             return  # reading or writing will raise it
         if not stat.S_ISDIR(mode):
             raise BadArgumentError(f"url {url!r}: {path} is not a folder")

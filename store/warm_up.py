@@ -30,6 +30,7 @@ def sample_states(convert: Callable[[NpArray], Any]) -> Iterator[dict[str, Any]]
         "linear.weight": _SHAPE,
         "convolution.weight": (128, 64, 3, 3),
         "norm.weight": _SHAPE[1:],
+        **{f"layers.{number}.weight": (48, 48) for number in range(12)},  # small ones are coded together
     }
 
     def drawn(shape: tuple[int, ...], scale: float) -> NpArray:
@@ -38,18 +39,23 @@ def sample_states(convert: Callable[[NpArray], Any]) -> Iterator[dict[str, Any]]
     weights = {name: drawn(shape, 1.0) for name, shape in shapes.items()}
     # Some rows are larger than others, as in trainings, because entropy coding has contexts for that.
     moments = {name: drawn(shape, 1e-3) for name, shape in shapes.items()}
+    exact = [drawn(_SHAPE, 1.0), drawn(_SHAPE, 1.0)]
     for moment in moments.values():
         moment[: len(moment) // 4] *= 8
     while True:
         for name, moment in moments.items():
             weights[name] = weights[name] + moment
             moments[name] = np.float32(0.9) * moment + drawn(moment.shape, 1e-4)
+        for number, share in enumerate((1e-2, 1e-5)):  # few and very few changes
+            change = np.float32(1e-3) * (random.random(_SHAPE) < share)
+            exact[number] = exact[number] + change
         optimizer = {
             number: {"step": 1.0, "exp_avg": convert(m), "exp_avg_sq": convert(np.float32(1e-3) * m * m)}
             for number, m in enumerate(moments.values())
         }
         yield {
             "model": {name: convert(x) for name, x in weights.items()},
+            "exact": [convert(x) for x in exact],
             "optimizer": {"state": optimizer, "param_groups": [{"params": list(optimizer)}]},
         }
 

@@ -24,8 +24,8 @@ from ..codec.state.leaves import is_array, is_sharded, read_leaf
 from ..codec.state.tree import flatten
 from ..codec.weights.past_weights import PastWeights
 from ..codec.weights.quantize import Quantize
-from ..kernels import arguments
-from ..kernels.arrays import is_torch, on_gpu
+from ..kernels.backend import arguments
+from ..kernels.backend.arrays import is_torch, on_gpu
 
 Array = Any
 _SHARE = 0.1
@@ -94,7 +94,7 @@ class WeightAverage:
         >>> ckpt, average = None, WeightAverage()
         >>> for step in range(10, 60, 10):
         ...     state = {"weight": w * np.float32(1 + 0.001 * step)}
-        ...     ckpt = sp.compress(state, ckpt, cfg, earlier=average.earlier(state, step))
+        ...     ckpt = sp.compress(state, ckpt, cfg, earlier=average.earlier(state, step), kinds={"weight": "linear"})
         ...     average.follow(state, ckpt, step)
         >>> average.earlier(state, step).steps
         30.951

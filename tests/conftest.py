@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from shrinkpoint.kernels import first_calls
+from shrinkpoint.codec import plan
+from shrinkpoint.codec.evidence import gather, names
+from shrinkpoint.codec.evidence.entries import Outline, entries_of
+from shrinkpoint.kernels.backend import first_calls
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -21,6 +25,28 @@ settings.register_profile(
     "default", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def _weights_are_trained(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say of weights that stand alone in a state that they are trained, as `kinds=` of their module would.
+
+    Most tests are about what happens to weights after that. Those about evidence have the mark `no_evidence`.
+    """
+    if request.node.get_closest_marker("no_evidence") is not None:
+        return
+
+    def with_kinds(nodes: list[Any], arrays: Any, kinds: Any) -> Any:
+        if kinds is None and not any(entries_of(arrays.paths, Outline())):
+            kinds = {
+                path: names.layer_of(path, spec)
+                for path, spec in zip(arrays.paths, arrays.specs, strict=True)
+                if len(spec.shape) >= 2 and names.has_weight_name(path) and not names.is_average(path)
+            }
+        return gather.gather(nodes, arrays, kinds)
+
+    monkeypatch.setattr(plan, "gather", with_kinds)
+
 
 LONG = (
     "store/test_crash.py",

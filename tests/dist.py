@@ -17,7 +17,7 @@ def problems(folder: Path) -> list[str]:
         links = [member.name for member in archive if not (member.isfile() or member.isdir())]
         shipped = {name.partition("/")[2] for name in archive.getnames()}
     found = [f"the source distribution holds a link: {name}" for name in links]
-    modules = ("codec/compress.py", "kernels/cpu/jit.py", "searching/run.py", "store/store.py", "trainers/loop.py")
+    modules = ("codec/compress.py", "kernels/backend/jit.py", "searching/run.py", "store/store.py", "trainers/loop.py")
     for name in ("py.typed", "__main__.py", *modules):
         if f"shrinkpoint/{name}" not in installed:
             found.append(f"the wheel lacks {name}")

@@ -666,12 +666,12 @@ def header_of(blob: bytes) -> tuple[dict[str, Any], Source]:
     for length, digest in struct.iter_unpack("<Q16s", blob[56 + stored : start]):
         assert xxhash.xxh3_128(blob[at : at + length]).digest() == digest
         at += length
-    assert at == len(blob)
-    header = json.loads(text)
+    others = (header := json.loads(text)).keys() - {"parent", "as", "raw", "tree", "why", "arrays", "bundles"}
+    assert (at, others, header["arrays"].keys() - {"count", *"ldsfmbpvqenyc"}) == (len(blob), set(), set())
+    assert all(row.keys() <= set("afmbp") for row in header.get("bundles", []))
     records: list[dict[str, Any]] = [{} for _ in range(header["arrays"].pop("count"))]
     for name, column in header["arrays"].items():
-        if isinstance(column, dict):
-            column = [column["v"][i] for i in column.get("i", [0] * len(records))]
+        column = [column["v"][i] for i in column.get("i", [0] * len(records))] if isinstance(column, dict) else column
         for record, value in zip(records, column, strict=True):
             record |= {} if value is None else {name: value}
     return header | {"arrays": records}, Source(blob[start:])

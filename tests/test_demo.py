@@ -148,6 +148,15 @@ def test_a_failing_trainer_is_told_plainly(tmp_path: Path) -> None:
         supervise(job, tmp_path / "log", lambda _: None)
 
 
+def test_the_trainer_imports_nothing_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    job = Job(STEPS, EVERY, 0, "tiny", 1).with_store(tmp_path / "store", "no-such-preset")
+    with pytest.raises(DemoError, match="no-such-preset"):
+        supervise(job, tmp_path / "log", lambda _: None)
+
+
 # --- the command line ---
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 from ..codec.errors import MissingParentError
 from ..kernels.errors import BadArgumentError
+from ..store.frozen_sets import Frozen
+from ..store.regular_files import read_file
 from ..store.saver import Saver
 from ..store.store import Store
 from .background import Background
-from .frozen_parameters import Frozen, check_frozen, digest_of, load_frozen, record, store_once, without
+from .frozen_parameters import check_frozen, digest_of, load_frozen, record, store_once, without
 from .optimizer_dtypes import load_optimizer
 from .pointers import drop, load_at, read_pointer, save_at, steps_in_use
 from .preemption import Preemption
@@ -266,5 +268,4 @@ def _is_cut_off(folder: str) -> bool:
         return True
     if not os.path.isfile(path) or os.path.getsize(path) > _STAND_IN:
         return False
-    with open(path, "rb") as file:
-        return POINTER.encode() in file.read()
+    return POINTER.encode() in read_file(path, _STAND_IN)

@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from ..codec.checkpoint import Checkpoint
 from ..codec.config import Config
 from ..codec.errors import BadArgumentError, ShrinkpointError
-from ..kernels.arguments import number, or_none
+from ..kernels.backend.arguments import number, or_none
 from ..store.saver import Saver, SaveResult
 from ..store.store import Store
 from .pointers import (

@@ -77,5 +77,6 @@ def _device(parameter: Any) -> torch.device:
     """Return the device of a parameter if the processes can send from there, else one from which they can."""
     group: Any = dist.group.WORLD
     devices = list(group._device_types)
-    own = getattr(parameter, "device", None)
-    return own if own is not None and own.type in {device.type for device in devices} else devices[0]
+    own: torch.device | None = getattr(parameter, "device", None)
+    first: torch.device = devices[0]
+    return own if own is not None and own.type in {device.type for device in devices} else first

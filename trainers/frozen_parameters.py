@@ -3,61 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 from blake3 import blake3
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError
+from ..codec.compress import compress
+from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
 from ..codec.presets import lossless
 from ..codec.state.leaves import as_bytes, read_leaf
-from ..store.frozen_sets import FOLDER, tag_of
+from ..store.frozen_sets import Frozen
 from ..store.store import Store
 from .model_state import parameters_of, whole
 from .processes import on_all, on_rank_0, rank
 
 ONCE = "once"
-_MARK_EVERY = 3600.0
-_marked: dict[tuple[str, str], float] = {}
-"""(Store, tag) -> when this process marked that set as used: `gc` must not remove it before the step is committed."""
 _digests: Any = WeakIdKeyDictionary()
-"""Parameter -> (version, address, hash): a frozen parameter is hashed once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    """The record of frozen parameters in a checkpoint.
-
-    Args:
-        names: of the parameters, in the order of the model.
-        digest: BLAKE3 of their names, dtypes, shapes and bytes.
-        source: where they come from, as the user named it (a folder, or a hub model with its revision); None: they are
-            stored in the folder `frozen` of the store.
-    """
-
-    names: tuple[str, ...]
-    digest: str
-    source: str | None
-
-    def to_tree(self) -> dict[str, Any]:
-        """Return the record as it is stored."""
-        return {"names": list(self.names), "digest": self.digest, "source": self.source}
-
-    @staticmethod
-    def of_tree(tree: Any) -> Frozen | None:
-        """Return the record in a stored tree, or None; CorruptDataError if it is malformed."""
-        found = tree.get("frozen") if isinstance(tree, Mapping) else None
-        if found is None:
-            return None
-        if not isinstance(found, Mapping) or not {"names", "digest", "source"} <= found.keys():
-            raise CorruptDataError("frozen: malformed record of frozen parameters")
-        return Frozen(tuple(found["names"]), str(found["digest"]), found["source"])
+"""Parameter -> (XXH3 of the part in this process, BLAKE3 of the whole)."""
 
 
 def check_frozen(frozen: Any) -> str | None:
@@ -92,6 +58,9 @@ def _parameters(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tenso
 def digest_of(model: nn.Module, names: Sequence[str]) -> str:
     """Return the hash of parameters, "" on ranks other than 0; a collective.
 
+    All bytes are read each time: writes through `.data` or NumPy change neither the version that PyTorch counts nor the
+    address. XXH3 finds the changed parameters, at the speed of memory; only these are gathered and hashed by BLAKE3.
+
     Args:
         model: wrapped or not.
         names: of the bare model's parameters.
@@ -99,28 +68,43 @@ def digest_of(model: nn.Module, names: Sequence[str]) -> str:
     found = blake3()
     table = parameters_of(model)
     here = _parameters(model, names)
-    keys = {name: (table[name]._version, _address(here[name])) for name in names}
-    known = {name: _digests.get(table[name]) for name in names}
-    # A rank may have a changed part of a sharded parameter where the others have not: all hash it then, or none.
-    changed = {name for name in names if known[name] is None or known[name][0] != keys[name]}
-    _, everywhere = on_all(lambda: sorted(changed), lambda found: found)
+    keys = {id(table[name]): "" for name in names}
     for name in names:
-        if any(name in one for one in everywhere):
+        if not keys[id(table[name])]:
+            keys[id(table[name])] = _fingerprint(here[name], name)
+    # A rank may have a changed part of a sharded parameter where the others have not: all hash it then, or none.
+    changed = sorted(name for name in names if _digests.get(table[name], ("",))[0] != keys[id(table[name])])
+    _, everywhere = on_all(lambda: changed, lambda found: found)
+    to_hash = {id(table[name]) for one in everywhere for name in one}
+    for name in names:
+        key = id(table[name])
+        if key in to_hash:
+            to_hash.remove(key)
             value = whole(here[name])
-            _digests[table[name]] = keys[name], _hash(value) if rank() == 0 else ""
+            _digests[table[name]] = keys[key], _hash(value, blake3(), name) if rank() == 0 else ""
         found.update(json.dumps([name, _digests[table[name]][1]]).encode())
     return found.hexdigest() if rank() == 0 else ""
 
 
-def _address(tensor: Any) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.data_ptr())
+def _fingerprint(tensor: Any, name: str) -> str:
+    """Return the XXH3 of this process's part of a parameter; "-" if rank 0 hashes it."""
+    if hasattr(tensor, "to_local"):
+        return _hash(tensor.to_local(), xxhash.xxh3_128(), name)
+    return _hash(tensor, xxhash.xxh3_128(), name) if rank() == 0 else "-"
 
 
-def _hash(tensor: torch.Tensor) -> str:
-    spec, flat = read_leaf(tensor, "")
-    found = blake3(json.dumps([spec.dtype, list(spec.shape)]).encode())
-    found.update(as_bytes(flat).data)
+def _hash(tensor: torch.Tensor, hasher: Any, name: str) -> str:
+    spec, flat = read_leaf(tensor, name)
+    hasher.update(json.dumps([spec.dtype, list(spec.shape)]).encode())
+    hasher.update(as_bytes(flat).data)
+    return str(hasher.hexdigest())
+
+
+def _digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return what `digest_of` returns for a model with these parameters."""
+    found = blake3()
+    for name, tensor in tensors.items():
+        found.update(json.dumps([name, _hash(tensor, blake3(), name)]).encode())
     return str(found.hexdigest())
 
 
@@ -132,41 +116,24 @@ def record(model: nn.Module, frozen: str | None) -> Frozen | None:
     return Frozen(tuple(names), digest_of(model, names), None if frozen == ONCE else frozen)
 
 
-def frozen_store(store: Store) -> Store:
-    """Return the lossless store of a run's frozen parameters, in the folder `frozen`."""
-    return Store(f"{store.url.rstrip('/')}/{FOLDER}", lossless())
-
-
 def store_once(store: Store, model: nn.Module, found: Frozen) -> None:
-    """Store frozen parameters unless the run's store has them; a collective."""
+    """Store frozen parameters unless the run's store has them; a collective.
+
+    Raises:
+        ShrinkpointError: they were changed meanwhile, by another thread.
+    """
     if found.source is not None:
         return
-
-    def is_there() -> bool:
-        target = frozen_store(store)
-        step = target.tags().get(tag_of(found.digest))
-        if step is None:
-            return False
-        if time.monotonic() - _marked.get((target.url, tag_of(found.digest)), -math.inf) > _MARK_EVERY:
-            try:
-                mark(target, step)
-            except BadArgumentError:  # `gc` has removed it since it was listed
-                return False
-        return True
-
-    def mark(target: Store, step: int) -> None:
-        """Write the tag again, so that its age is the time since the last use."""
-        target.tag(tag_of(found.digest), step)
-        _marked[target.url, tag_of(found.digest)] = time.monotonic()
-
-    if on_rank_0(is_there, lambda there: there, "the frozen parameters were not stored"):
+    sets = store.frozen_sets
+    if on_rank_0(lambda: sets.mark(found.digest), lambda there: there, "the frozen parameters were not stored"):
         return
     tensors = {name: whole(value) for name, value in _parameters(model, found.names).items()}
 
     def write() -> None:
-        target = frozen_store(store)
-        saved = target.save(max(target.steps(), default=-1) + 1, {"model": tensors})
-        mark(target, saved.step)
+        ckpt = compress({"model": tensors}, cfg=lossless())
+        if _digest_of_tensors(tensors) != found.digest:
+            raise ShrinkpointError("the frozen parameters were changed while they were saved")
+        sets.put(found.digest, ckpt)
 
     on_rank_0(write, lambda _: None, "the frozen parameters were not stored")
 
@@ -176,16 +143,17 @@ def load_frozen(store: Store, found: Frozen) -> dict[str, Any]:
 
     Raises:
         MissingParentError: the store does not have them, or they are named by reference.
+        CorruptDataError: the stored ones are others.
     """
     if found.source is not None:
         raise MissingParentError(
             f"the frozen parameters of the model are not those of the checkpoint: build the model from {found.source} "
             f"(hash {found.digest[:16]})"
         )
-    source = frozen_store(store)
-    if tag_of(found.digest) not in source.tags():
-        raise MissingParentError(f"{source.url}: the frozen parameters with hash {found.digest[:16]} are gone")
-    loaded: dict[str, Any] = source.load(tag_of(found.digest))["model"]
+    sets = store.frozen_sets
+    loaded: dict[str, Any] = sets.load(found.digest)["model"]
+    if loaded.keys() != set(found.names) or _digest_of_tensors({n: loaded[n] for n in found.names}) != found.digest:
+        raise CorruptDataError(f"{sets.files.root}: the frozen parameters under {found.digest[:16]} have another hash")
     return loaded
 
 

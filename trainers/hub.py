@@ -81,8 +81,8 @@ def save_pretrained(
         cfg: how to compress; default `presets.lossless()`: every bit comes back.
 
     Raises:
-        BadArgumentError: the folder does not exist, has no safetensors files, or has broken or circular links; the
-            target is not empty, or is within a folder that is read.
+        BadArgumentError: the folder does not exist, has no safetensors files, or has links that are broken, circular
+            or lead out of it and its Hub cache; the target is not empty, or is within a folder that is read.
         CorruptDataError, MissingParentError: the base is compressed and not readable.
 
     Example:

@@ -27,6 +27,7 @@ from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, MissingParentError, ShrinkpointError
 from ..codec.evidence.module import kinds
 from ..codec.evidence.module_names import state_name
+from ..codec.format.bounded_json import loads
 from ..codec.presets import lossless
 from ..codec.weights.past_weights import PastWeights
 from ..searching.arguments import SearchOptions
@@ -43,14 +44,13 @@ from .pointers import (
     PathLike,
     drop,
     grads_within,
-    is_same,
     is_shared,
     kinds_within,
     load_at,
     next_step,
+    points_to,
     read_pointer,
     save_at,
-    store_of,
     wait_for_files,
 )
 from .preemption import Preemption
@@ -239,19 +239,18 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
                 raise FileNotFoundError(f"Checkpoint file not found: {os.fspath(path)}")
             return _torch_load(path, map_location, weights_only)
         store = self._store(path)
-        named = store_of(path, pointer)
-        store = store if is_same(store, named) else named
-        state: dict[str, Any] = load_at(path, store=store)
+        state: dict[str, Any] = load_at(path, store=store if points_to(path, pointer, store) else None)
         found: dict[str, Any] = _moved(state, map_location)
         return found
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Remove a checkpoint's file and its step; called by Lightning."""
-        saver = None if _is_temporary(path) else self._savers.get(self._store(path).url)
+        store = self._store(path)
+        saver = None if _is_temporary(path) else self._savers.get(store.url)
         if saver is None:
-            _remove(path)
+            _remove(path, store)
         else:
-            saver.then(lambda: _remove(path))
+            saver.then(lambda: _remove(path, Store(store.url)))
 
 
 class CompressedCheckpoints(Callback):  # type: ignore[misc]
@@ -459,7 +458,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         """Restore the search result and random numbers; called on all processes."""
         before = state_dict.get("search")
         if self.search is not None and before is not None:
-            self.found = SearchResult.from_json(json.loads(before)).restored()
+            self.found = SearchResult.from_json(loads(before.encode())).restored()
         found = state_dict.get("rng") if self.rng else None
         if found is None:
             return
@@ -472,21 +471,22 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         self._restore()
 
 
-def load_from_checkpoint(cls: type[Module], path: PathLike, **keywords: Any) -> Module:
+def load_from_checkpoint(cls: type[Module], path: PathLike, *, store: Store | None = None, **keywords: Any) -> Module:
     """Load a module class from a compressed checkpoint, as `Model.load_from_checkpoint` does.
 
     Args:
         cls: a LightningModule or LightningDataModule class.
         path: what `ModelCheckpoint` calls it.
+        store: the store that it is in; None: the one that the file names, below or next to its folder.
         keywords: as for `cls.load_from_checkpoint`.
 
     Raises:
-        BadArgumentError: not a compressed checkpoint.
+        BadArgumentError: not a compressed checkpoint, or one in a store elsewhere.
         MissingParentError, CorruptDataError: see `Store.load`.
     """
     # Lightning reads checkpoints by torch.load alone, but also from memory.
     buffer = io.BytesIO()
-    torch.save(load_at(path), buffer)
+    torch.save(load_at(path, store=store), buffer)
     buffer.seek(0)
     loader: Any = cls
     found: Module = loader.load_from_checkpoint(buffer, **{"weights_only": False, **keywords})
@@ -504,14 +504,14 @@ def _is_temporary(path: PathLike) -> bool:
     return _TEMPORARY.fullmatch(os.path.basename(os.fspath(path))) is not None
 
 
-def _remove(path: PathLike) -> None:
-    """Remove a checkpoint's file, and steps of its store that no other file points to."""
+def _remove(path: PathLike, store: Store) -> None:
+    """Remove a checkpoint's file, and its step in this store if no other file points to it."""
     pointer = read_pointer(path)
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     if fs.exists(name):
         fs.rm(name, recursive=True)
-    if pointer is not None and not is_shared(path, pointer):
-        drop(store_of(path, pointer), [pointer.step])
+    if pointer is not None and points_to(path, pointer, store) and not is_shared(path, pointer):
+        drop(store, [pointer.step])
 
 
 def _torch_load(path: PathLike, map_location: Any, weights_only: bool | None) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from torch import nn
 
 from ..codec.config import Config
 from ..codec.errors import ShrinkpointWarning
+from ..codec.evidence.module_names import bare
 from ..kernels.errors import BadArgumentError
+from ..store.frozen_sets import Frozen
 from ..store.manifest import check_step
 from ..store.saver import Saver, SaveResult
 from ..store.session import Saved
@@ -23,7 +25,7 @@ from ..store.store import Store
 from . import model_state as models
 from . import optimizer_state
 from .auxiliary_state import at, label
-from .frozen_parameters import ONCE, Frozen, digest_of, load_frozen, store_once
+from .frozen_parameters import ONCE, digest_of, load_frozen, store_once
 from .processes import explaining, on_all, on_rank_0, rank, world
 from .rows import RowTracker
 from .save_timing import timed
@@ -247,7 +249,7 @@ def resume(
     parts.insert(0, (into.model, state.get("model", {})))
     models.set_models(parts, doubts, where, strict=strict, keep=kept)
     if not strict and rank() == 0:
-        models.warn(sum(differences(), []), where, stacklevel=3)
+        models.warn([line for lines in differences() for line in lines], where, stacklevel=3)
     rates = optimizer_state.LearningRates.of(optimizers, into.scheduler) if "lr" in keep else None
     if optimizers:
         resized = models.resized(into.model, state.get("model", {}))
@@ -343,7 +345,7 @@ def _check_trackers(model: Any, tracker: Any, sensitivity: Any, grads: Any) -> N
     if tracker is not None:
         if not isinstance(tracker, RowTracker):
             raise BadArgumentError(f"tracker must be a RowTracker, not {type(tracker).__qualname__}")
-        if isinstance(model, nn.Module) and tracker.module is not models.bare(model):
+        if isinstance(model, nn.Module) and tracker.module is not bare(model):
             raise BadArgumentError(
                 f"tracker: it follows a {type(tracker.module).__qualname__} that is not the bare model; make it with "
                 "RowTracker(model), before the model is wrapped"

@@ -19,6 +19,8 @@ from ..codec.lossless.reference import BytesReference
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array, read_leaf
 from ..kernels.errors import BadArgumentError
+from ..store.links import check_link
+from ..store.regular_files import read_file
 
 PathLike: TypeAlias = str | os.PathLike[str]
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -36,7 +38,7 @@ class ModelFolder:
             raise BadArgumentError(f"a folder must be a path, not {type(folder).__qualname__}") from None
         if not self.folder.is_dir():
             raise BadArgumentError(f"{self.folder} is not a folder")
-        self.files = sorted(p.relative_to(self.folder) for p in _walk(self.folder))
+        self.files = sorted(p.relative_to(self.folder) for p in _walk(self.folder, self.folder))
         self.compressed = [p for p in self.files if p.name.endswith(f".safetensors{SUFFIX}")]
         self.raw = [p for p in self.files if p.suffix == ".safetensors"]
         self.rest = [p for p in self.files if p not in {*self.compressed, *self.raw}]
@@ -156,7 +158,7 @@ def _check_state(state: Any, path: Path) -> tuple[dict[str, str], Tensors]:
 
 def _read_checkpoint(path: Path) -> Checkpoint:
     try:
-        return Checkpoint.from_bytes(path.read_bytes())
+        return Checkpoint.from_bytes(read_file(path))
     except CorruptDataError as e:
         raise CorruptDataError(f"{path}: {e}") from None
 
@@ -181,11 +183,17 @@ def _safetensors_names(path: Path) -> list[str]:
         raise CorruptDataError(f"{path}: {e}") from None
 
 
-def _walk(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+def _walk(folder: Path, top: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
     """Yield the files below a folder, except in hidden folders, where tools keep caches.
 
+    Args:
+        folder: which.
+        top: the folder that the user has named.
+        above: the real folders that this one is in.
+
     Raises:
-        BadArgumentError: an entry is a link to nothing or to a folder that it is in, or neither a file nor a folder.
+        BadArgumentError: an entry is a link to nothing, to a folder that it is in, or out of `top` (see `check_link`),
+            or neither a file nor a folder.
     """
     above = (*above, folder.resolve())
     for entry in sorted(folder.iterdir()):
@@ -194,8 +202,10 @@ def _walk(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
                 continue
             if entry.resolve() in above:
                 raise BadArgumentError(f"{entry} links to {entry.resolve()}, a folder that it is in")
-            yield from _walk(entry, above)
+            check_link(entry, top)
+            yield from _walk(entry, top, above)
         elif entry.is_file():
+            check_link(entry, top)
             yield entry
         else:
             what = f"a link to {os.readlink(entry)}, which is not there" if entry.is_symlink() else "no ordinary file"

@@ -24,7 +24,7 @@ from ..store.saver import Saver, SaveResult
 from ..store.store import Store
 from .background import refuse_keep
 from .jax import fitted, names, nested
-from .pointers import drop, is_same, load_at, next_step, read_pointer, store_of, write_pointer
+from .pointers import Pointer, drop, load_at, next_step, points_to, read_pointer, store_of, write_pointer
 
 if TYPE_CHECKING:
     import jax
@@ -37,6 +37,8 @@ else:
         raise ImportError(f"this adapter needs Orbax: {install('orbax')}") from None
 
 POINTER = "shrinkpoint.json"
+_STEP_FILE = "_CHECKPOINT_METADATA"
+"""File by which Orbax marks the folder of a step, which has a folder for each item."""
 
 
 class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[misc]
@@ -129,9 +131,8 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         """
         path = str(directory / POINTER)
         pointer = read_pointer(path)
-        store = None if pointer is None else store_of(path, pointer)
-        # Use our own store object if it is the same store: the next save is then a delta over the loaded step.
-        store = self.store if store is not None and is_same(store, self.store) else store
+        store = None if pointer is None else self._store_of(directory, pointer)
+        first = store is self.store and jax.process_index() == 0  # a restore of another run is not counted there
         item, part = (None, False) if args is None else (args.item, args.partial_restore)
         try:
             if item is None and part:
@@ -139,7 +140,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
             paths = [glob.escape(name) for name in names(item, what="item")] if part else None
             if paths == []:
                 raise BadArgumentError("partial_restore: item is empty")
-            state = load_at(path, paths, store=store, first=jax.process_index() == 0)
+            state = load_at(path, paths, store=store, first=first)
             return state if item is None else fitted(state, item, what="item", partial=part)
         except BadArgumentError as e:
             raise BadArgumentError(f"{path}: {e}") from None
@@ -158,7 +159,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         pointer = read_pointer(path)
         if pointer is None:
             raise BadArgumentError(f"{path}: not a checkpoint of shrinkpoint")
-        store = store_of(path, pointer)
+        store = self._store_of(directory, pointer)
         manifest = store.describe(pointer.step) if pointer.step in store.steps() else None
         if manifest is None or manifest.identity != pointer.identity:
             raise MissingParentError(f"{path}: step {pointer.step} of {store.url} is not there, or is another one")
@@ -170,6 +171,16 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
             lambda number, _: struct(specs[number].shape, jax.numpy.dtype(specs[number].dtype)),
             rebuild=True,
         )
+
+    def _store_of(self, directory: Any, pointer: Pointer) -> Store:
+        """Return the store that a folder's pointer names; our own object if it is the same.
+
+        The next save is then a delta over the loaded step.
+        """
+        path = str(directory / POINTER)
+        if points_to(path, pointer, self.store):
+            return self.store
+        return store_of(path, pointer, is_item=(directory.parent / _STEP_FILE).exists())
 
     def close(self) -> None:
         """Remove unreferenced steps when Orbax closes the manager."""

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,13 +23,14 @@ from fsspec.implementations.local import LocalFileSystem
 from ..codec.config import Config
 from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.evidence.kind import kinds_for
+from ..codec.format.bounded_json import loads
 from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError
 from ..store.exit_cleanup import EXIT_CLEANUP
 from ..store.local import LocalFiles
 from ..store.store import Store
-from ..store.urls import one_name
+from ..store.urls import one_name, textual_name
 from .processes import rank
 from .save_timing import timed
 
@@ -117,8 +119,8 @@ def _read(fs: Any, name: str, path: PathLike) -> Pointer | None:
     try:
         if not fs.isfile(name) or fs.size(name) > _LARGEST:
             return None
-        fields = json.loads(fs.cat_file(name))
-    except (ValueError, RecursionError, FileNotFoundError):
+        fields = loads(fs.cat_file(name))
+    except (ValueError, FileNotFoundError):
         return None
     if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
         return None
@@ -191,7 +193,7 @@ def write_pointer(path: PathLike, store: Store, step: int, identity: str) -> Poi
     """Write a pointer file durably, and atomically if possible."""
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     where = store.url
-    if "://" not in where:
+    if "://" not in where and isinstance(fs, LocalFileSystem):
         where = os.path.relpath(where, os.path.dirname(os.path.abspath(name)))
     pointer = Pointer(where, step, identity)
     folder, base = os.path.split(name)
@@ -205,7 +207,7 @@ def write_pointer(path: PathLike, store: Store, step: int, identity: str) -> Poi
 
 def drop_replaced(path: PathLike, store: Store, before: Pointer | None) -> None:
     """Remove the step that a rewritten file pointed to, if no other file does."""
-    if before is not None and is_same(store_of(path, before), store) and not is_shared(path, before):
+    if before is not None and points_to(path, before, store) and not is_shared(path, before):
         drop(store, [before.step])
 
 
@@ -218,7 +220,7 @@ def is_shared(path: PathLike, pointer: Pointer) -> bool:
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     fs.invalidate_cache()
     folder, base = os.path.split(name)
-    store = one_name(store_of(path, pointer).url)
+    places = _places(path, pointer)
     others = [entry["name"] for entry in _entries(fs, folder) if entry["type"] == "file"]
     others += [f"{entry['name'].rstrip('/')}/{base}" for entry in _entries(fs, os.path.dirname(folder))]
     for other in others:
@@ -229,7 +231,7 @@ def is_shared(path: PathLike, pointer: Pointer) -> bool:
             found = _read(fs, other, url)
         except (CorruptDataError, NewerFormatError):  # its step is unknown, so no step may be removed
             return True
-        if found is not None and found.step == pointer.step and one_name(store_of(url, found).url) == store:
+        if found is not None and found.step == pointer.step and places & _places(url, found):
             return True
     return False
 
@@ -242,21 +244,66 @@ def _entries(fs: Any, folder: str) -> list[dict[str, Any]]:
     return found
 
 
-def store_of(path: PathLike, pointer: Pointer, cfg: Config | None = None) -> Store:
-    """Return the store that a pointer file names."""
-    if "://" in pointer.store or os.path.isabs(pointer.store):
-        return Store(pointer.store, cfg)
-    folder = os.path.dirname(os.fspath(path)) or "."
-    found = os.path.normpath(os.path.join(folder, pointer.store))
-    if "://" not in found and not os.path.isdir(found):  # a link to a file or folder elsewhere
-        beyond = os.path.normpath(os.path.join(os.path.dirname(os.path.realpath(path)), pointer.store))
-        found = beyond if os.path.isdir(beyond) else found
-    return Store(found, cfg)
+def _named(path: PathLike, pointer: Pointer) -> list[tuple[str, str]]:
+    """Return the places that a pointer may name, each with the folder of the pointer.
+
+    There are two if the file is reached by links: seen from the given path, and from where the file really is.
+    """
+    text = os.fspath(path)
+    text = text.partition("://")[2] if text.startswith(("file://", "local://")) else text
+    if "://" in text:
+        protocol, _, name = text.partition("://")
+        folder = f"{protocol}://{posixpath.dirname(name)}"
+        is_whole = "://" in pointer.store or os.path.isabs(pointer.store)
+        return [(pointer.store if is_whole else f"{folder}/{pointer.store}", folder)]
+    folders = dict.fromkeys((os.path.dirname(os.path.abspath(text)), os.path.dirname(os.path.realpath(text))))
+    if "://" in pointer.store:
+        return [(pointer.store, folder) for folder in folders]
+    return [(os.path.normpath(os.path.join(folder, pointer.store)), folder) for folder in folders]
 
 
-def is_same(store: Store, other: Store) -> bool:
-    """Return whether two stores are the same store, however their URLs are spelled."""
-    return one_name(store.url) == one_name(other.url)
+def _places(path: PathLike, pointer: Pointer) -> set[str]:
+    return {textual_name(place) for place, _ in _named(path, pointer)}
+
+
+def points_to(path: PathLike, pointer: Pointer, store: Store) -> bool:
+    """Return whether a pointer names this store. No other store is opened for it."""
+    return textual_name(store.url) in _places(path, pointer)
+
+
+def store_of(path: PathLike, pointer: Pointer, *, is_item: bool = False) -> Store:
+    """Return the store that a pointer file names, which must be below its folder or next to it.
+
+    A file may come from anybody: a name that leads elsewhere, also by a link, could open any URL, and any store.
+
+    Args:
+        path: the file.
+        pointer: its contents.
+        is_item: whether the folder of the checkpoint is the one above that of the file.
+
+    Raises:
+        BadArgumentError: the store is elsewhere.
+    """
+
+    def is_near(place: str, folder: str) -> bool:
+        whole = textual_name(folder)
+        return _is_near(textual_name(place), posixpath.dirname(whole) if is_item else whole)
+
+    inside = [place for place, folder in _named(path, pointer) if is_near(place, folder)]
+    if not inside:
+        raise BadArgumentError(
+            f"{os.fspath(path)}: points to the store {pointer.store[:200]!r}, which is neither below nor next to the "
+            "folder of this file; open it by yourself, if you know it, and give it as store="
+        )
+    return Store(next(filter(os.path.isdir, inside), inside[0]))
+
+
+def _is_near(place: str, folder: str) -> bool:
+    """Return whether a place is below a folder or next to it, within a bucket or host."""
+    above = posixpath.dirname(folder)
+    is_below = place.startswith(f"{folder.rstrip('/')}/")
+    is_next = posixpath.dirname(place) == above and place != folder and "/" in above
+    return "::" not in place and (is_below or is_next)
 
 
 def load_at(
@@ -271,20 +318,20 @@ def load_at(
     Args:
         path: the pointer file.
         paths: see `Store.load`.
-        store: the store it is known to be in: the next save can then be a delta over the loaded state. None: the store
-            that the file names.
+        store: the store it is known to be in: the next save can then be a delta over the loaded state, and the restore
+            is counted there. None: the store that the file names, which is only read, see `store_of`.
         first: whether this process is the one of a run that counts its restores. None: rank 0 of torch's.
 
     Raises:
-        BadArgumentError: not a pointer.
+        BadArgumentError: not a pointer, or one to a store elsewhere.
         MissingParentError: the store does not have it (any more): the file was copied without it, or it was removed.
         CorruptDataError: it is not readable.
     """
     pointer = read_pointer(path)
     if pointer is None:
         raise BadArgumentError(f"{os.fspath(path)}: not a checkpoint of shrinkpoint")
-    if store is None:
-        store = store_of(path, pointer)
+    is_own = store is not None
+    store = store_of(path, pointer) if store is None else store
     if pointer.step not in store.steps() or store.describe(pointer.step).identity != pointer.identity:
         raise MissingParentError(
             f"{os.fspath(path)}: points to step {pointer.step} of {store.url}, which has no such checkpoint; "
@@ -292,7 +339,7 @@ def load_at(
         )
     # All processes of a run load; that is one restore.
     first = rank() == 0 if first is None else first
-    return store.load(pointer.step, paths, count=paths is None and first)
+    return store.load(pointer.step, paths, count=is_own and paths is None and first)
 
 
 def steps_in_use(store: Store, paths: Iterable[PathLike]) -> set[int]:
@@ -300,7 +347,7 @@ def steps_in_use(store: Store, paths: Iterable[PathLike]) -> set[int]:
     found = set()
     for path in paths:
         pointer = read_pointer(path)
-        if pointer is not None and is_same(store_of(path, pointer), store):
+        if pointer is not None and points_to(path, pointer, store):
             found.add(pointer.step)
     return found
 

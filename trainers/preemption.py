@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..codec.errors import BadArgumentError, ShrinkpointError
-from ..kernels.arguments import integer, number
+from ..kernels.backend.arguments import integer, number
 from ..store.saver import Saver
 from ..store.store import Store
 from .loop import save

@@ -26,7 +26,7 @@ from ..codec.evidence.kind import Kind
 from ..codec.evidence.module import kinds as kinds_of
 from ..codec.evidence.module_names import canonical_name
 from ..kernels.errors import BadArgumentError
-from ..kernels.mask import pack_mask
+from ..kernels.packing import pack_mask
 from .optimizer_hooks import Nesting, closure_of, remove, weak
 from .processes import world
 

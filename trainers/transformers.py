@@ -21,11 +21,15 @@ import torch
 from ..codec.config import Config, check_config
 from ..codec.evidence.module import kinds
 from ..codec.extras import install
+from ..codec.format.bounded_json import check_limits
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from ..store.files import is_damage
+from ..store.frozen_sets import Frozen
+from ..store.links import check_link
+from ..store.regular_files import MOST_JSON, read_file
 from ..store.store import Store
 from .background import Background, check_compact
-from .frozen_parameters import Frozen, digest_of, load_frozen, record, store_once, without
+from .frozen_parameters import digest_of, load_frozen, record, store_once, without
 from .optimizer_dtypes import load_optimizer
 from .pointers import (
     PathLike,
@@ -282,7 +286,7 @@ class CompressedCheckpoints:
             super()._load_best_model()  # type: ignore[misc]
             return
         store = self._the_store(self.state.best_model_checkpoint)
-        self._load_weights(self._bare(), load_at(pointer, _MODEL), pointer, store)
+        self._load_weights(self._bare(), load_at(pointer, _MODEL, store=store), pointer, store)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer and the scheduler; called by Trainer."""
@@ -371,8 +375,9 @@ def newest_complete(folder: PathLike) -> str | None:
 def _is_complete(folder: str) -> bool:
     """Return whether weights and trainer state, which Trainer writes last, are in a folder."""
     try:
-        with open(os.path.join(folder, "trainer_state.json"), "rb") as file:
-            json.load(file)
+        data = read_file(os.path.join(folder, "trainer_state.json"), MOST_JSON)
+        check_limits(data)
+        json.loads(data)  # a loss may be NaN
     except (FileNotFoundError, ValueError):
         return False
     except OSError as e:
@@ -400,24 +405,31 @@ def _rotate_before_5(trainer: Any, home: str, limit: int) -> None:
     trainer._rotate_checkpoints(use_mtime=False, output_dir=home)
 
 
-def expand(folder: PathLike) -> str:
+def expand(folder: PathLike, *, store: Store | None = None) -> str:
     """Write the raw files of a compressed checkpoint folder, for any Trainer.
 
+    Args:
+        folder: of the checkpoint.
+        store: the store that it is in; None: the one that its pointer names, below or next to it.
+
     Raises:
-        BadArgumentError: not a compressed checkpoint.
+        BadArgumentError: not a compressed checkpoint, or one in a store elsewhere; a file to write is a link out of the
+            folder.
         MissingParentError, CorruptDataError: see `Store.load`.
     """
     from safetensors.torch import save_file
 
     path = Path(folder)
-    state = load_at(path / POINTER)
+    for name in (_WEIGHTS, _ADAPTER, *_PARTS.values()):
+        check_link(path / name, path, writes=True)
+    state = load_at(path / POINTER, store=store)
     seen: set[int] = set()
     # Tied weights once, as Transformers writes them.
     tensors = {}
     # The names by which PEFT reads an adapter; a model without one keeps its own.
     names, weights = state.get("adapter"), state["model"]
     if names is None and (found := Frozen.of_tree(state)) is not None:
-        weights = weights | load_frozen(store_of(path / POINTER, _pointer(path)), found)
+        weights = weights | load_frozen(store or store_of(path / POINTER, _pointer(path)), found)
     for name, tensor in weights.items():
         if names is not None and name not in names:
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from types import FunctionType, ModuleType
+from types import FunctionType
 
 from shrinkpoint import kernels as public
 
@@ -44,12 +44,12 @@ IN_STATES = (
 
 
 def functions() -> dict[str, str]:
-    """Return the module of each function of `shrinkpoint.kernels`."""
+    """Return the module of each function of `shrinkpoint.kernels`, below that package."""
     named = {name: getattr(public, name) for name in public.__all__}
     return {
-        name: name if isinstance(value, ModuleType) else value.__module__.rpartition(".")[2]
+        name: value.__module__.removeprefix(f"{public.__name__}.")
         for name, value in named.items()
-        if isinstance(value, ModuleType | FunctionType)
+        if isinstance(value, FunctionType)
     }
 
 
@@ -60,11 +60,14 @@ def kernels() -> str:
         found.setdefault((row["row"], row["device"].startswith("cpu")), row)  # keeps the row of the first size
     lines = []
     for name, subject in functions().items():
-        tests = [f"tests/kernels/test_{of}.py" for of in (subject, "many")]
-        test = next(f"[test](../{path})" for path in tests if _stands(path, rf"\b{name}\b"))
+        files = sorted((HOME / "tests/kernels").glob("test_*.py"), key=lambda path: path.stem != f"test_{subject}")
+        test = next(p.name for p in files if _stands(f"tests/kernels/{p.name}", rf"\b{name}\b"))
         host, card = (found.get((ROWS.get(name, name), cpu)) for cpu in (True, False))
-        on_card = NONE if _stands(f"kernels/gpu/{subject}.py", rf"^def {name}\(") else ""
-        lines.append([f"[`{name}`](../kernels/{subject}.py)", test, _figure(host), _figure(card) or on_card])
+        on_card = NONE if _stands(f"kernels/{subject}/gpu.py", rf"^def {name}\(") else ""
+        page = f"kernels/{subject.replace('.', '/')}"
+        page = f"{page}/__init__.py" if (HOME / page).is_dir() else f"{page}.py"
+        places = [f"[`{name}`](../{page})", f"[test](../tests/kernels/{test})"]
+        lines.append([*places, _figure(host), _figure(card) or on_card])
     return markdown(["", "", "CPU, one thread, x memcpy", "GPU"], lines)
 
 

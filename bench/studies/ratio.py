@@ -27,6 +27,7 @@ from shrinkpoint.codec.config import Rule
 from shrinkpoint.codec.moments.logbuckets import LogBuckets
 from shrinkpoint.codec.weights.quantize import Quantize
 
+from ..data import layers_kinds
 from ..devices import threads
 from ..harness import Options, Row, lacking
 from . import workloads
@@ -205,7 +206,8 @@ class Training:
 
     def alone(self, bins: int) -> Restored:
         """Code the weights without a parent and the rest exactly, then resume."""
-        ckpt = sp.compress({"model": self.state["model"]}, cfg=sp.Config(rules=[("weight", Quantize(bins=bins))]))
+        cfg, weights = sp.Config(rules=[("weight", Quantize(bins=bins))]), self.state["model"]
+        ckpt = sp.compress({"model": weights}, cfg=cfg, kinds=layers_kinds(weights))
         return self.judged({**self.state, **sp.decompress(ckpt)}, ckpt.ratio)
 
     def ours(self, config: sp.Config) -> Pair:

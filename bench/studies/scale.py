@@ -52,8 +52,8 @@ def _in_process(function: str, *arguments: Any) -> dict[str, Any]:
     Raises:
         ValueError: the process failed.
     """
-    code = f"from {__name__} import {function}; {function}()"
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+    code = f"from shrinkpoint.bench.studies.scale import {function}; {function}()"
+    command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     if done.returncode:
         raise ValueError(done.stderr[-2000:] or f"status {done.returncode}")
@@ -175,7 +175,7 @@ def chain(options: Options) -> list[Row]:
 
 
 def _listed(folder: str) -> None:
-    subprocess.run([sys.executable, "-m", "shrinkpoint", "ls", folder], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-P", "-m", "shrinkpoint", "ls", folder], check=True, capture_output=True)
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -224,7 +224,7 @@ def ranks(options: Options) -> list[Row]:
 
 def _searched(world: int, steps: int) -> dict[str, Any]:
     """Run the search by `world` processes, and check that all found the same."""
-    code = f"from {__name__} import ranks_child; ranks_child()"
+    code = "from shrinkpoint.bench.studies.scale import ranks_child; ranks_child()"
     answers = run_ranks(code, world, [str(steps)], seconds=1200)
     points = [[answer[what]["point"] for what in ("first checkpoint", "next checkpoint")] for answer in answers]
     if any(one != points[0] for one in points):

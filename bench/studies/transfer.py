@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube
 
+from ..data import layers_kinds
 from ..harness import CheckFailed, Options, Row, lacking
 from . import workloads
 from .accuracy import Ladder, adaptive_ladder, uniform_ladder
@@ -110,13 +111,15 @@ def _by_cube(cube: Cube) -> Callable[[Subject], Compressed]:
 
     def compress(subject: Subject) -> Compressed:
         state = {"model": subject.weights}
+        kinds = layers_kinds(subject.weights)
         choice = sp.search(
             state,
             lambda restored: subject.quality(restored["model"]),
             THRESHOLD,
+            kinds=kinds,
             options=sp.SearchOptions(cube=cube, direction="lower", progress=False),
         )
-        ckpt = sp.compress(state, cfg=choice.config)
+        ckpt = sp.compress(state, cfg=choice.config, kinds=kinds)
         note = f"{choice.point}; {choice.evaluations} evaluations"
         return Compressed(sp.decompress(ckpt)["model"], ckpt.ratio, note)
 

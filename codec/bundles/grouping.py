@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...kernels.arrays import is_torch
+from ...kernels.backend.arrays import is_torch
 from ..base import Codec, Leaf, Reference
 from ..entropy.row_column_classes import columns_of
 from ..lossless.exact import Exact

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...kernels.arrays import is_torch
+from ...kernels.backend.arrays import is_torch
 from ..base import Leaf, Reference, Stored
 from ..entropy.row_column_classes import columns_of
 from ..format.fields import Piece
 from ..lossless.reference import BytesReference
 from ..moments.logbuckets import ValuesReference
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
+from ..state.leaves import SCALARS, Array, LeafSpec, NpArray, as_bytes, from_bytes
 
 MOST_BYTES = 1 << 20
 """Most raw bytes of a bundle, and so the most that is decoded to read one of its arrays."""
@@ -100,7 +100,7 @@ def joined_spec(specs: Sequence[LeafSpec]) -> LeafSpec:
         shape: tuple[int, ...] = (size // columns, columns)
     else:
         shape = (size,)
-    library = "numpy" if first.library == "numpy scalar" else first.library
+    library = "numpy" if first.library in SCALARS else first.library
     return LeafSpec(library, first.dtype, shape)
 
 

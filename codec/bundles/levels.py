@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.quantizer import FIRST_CODE, MAX_CODES, Thresholds
-from ...kernels.uniform_levels import LARGEST_STEP, SMALLEST_STEP, uniform_values_many
+from ...kernels.quantizer import FIRST_CODE, LARGEST_STEP, MAX_CODES, SMALLEST_STEP, Thresholds, uniform_values_many
 from .. import entropy
 from ..base import Leaf, Reference, Stored
 from ..entropy.row_column_classes import columns_of

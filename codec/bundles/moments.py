@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.approximation_error import Distortion, distortion_many
-from ...kernels.grid import ESCAPE as OFF_GRID
-from ...kernels.grid import grid_symbols, grid_values
-from ...kernels.logbucket import bucket_index
-from ...kernels.rank_one import ESCAPE as NO_RESIDUAL
-from ...kernels.rank_one import factors_many, residual_factors, residual_symbols_many, residual_values_many
+from ...kernels.error_sums import Distortion, distortion_many
+from ...kernels.histogram import bucket_index
+from ...kernels.moment_grid import ESCAPE as OFF_GRID
+from ...kernels.moment_grid import grid_symbols, grid_values
+from ...kernels.scales import ESCAPE as NO_RESIDUAL
+from ...kernels.scales import factors_many, residual_factors, residual_symbols_many, residual_values_many
 from ..base import Leaf, Reference, Stored
 from ..entropy.row_column_classes import columns_of
 from ..errors import CorruptDataError
@@ -259,7 +259,7 @@ def first_moments_together(codec: FirstMoment, leaves: Sequence[Leaf]) -> Togeth
             break
         missed: dict[float, list[int]] = {}
         for step, group in waiting.items():
-            for i, met in zip(group, _on_grid(leaves, group, step).met, strict=True):
+            for i, met in zip(group, _on_grid(codec, leaves, group, step).met, strict=True):
                 narrower = codec.narrower(step, met.relative_l2)
                 if narrower is None:
                     steps[i] = step
@@ -271,14 +271,14 @@ def first_moments_together(codec: FirstMoment, leaves: Sequence[Leaf]) -> Togeth
     alone |= {i: None for group in waiting.values() for i in group}
     bundles = []
     for step, group in _by_step(steps).items():
-        found = _on_grid(leaves, group, step)
+        found = _on_grid(codec, leaves, group, step)
         late = [i for i, met in zip(group, found.met, strict=True) if codec.narrower(step, met.relative_l2)]
         if late:  # by other means of grid points than in the trial
             alone |= dict.fromkeys(late)
             group = [i for i in group if i not in set(late)]
             if not group:
                 continue
-            found = _on_grid(leaves, group, step)
+            found = _on_grid(codec, leaves, group, step)
             if any(codec.narrower(step, met.relative_l2) for met in found.met):
                 alone |= dict.fromkeys(group)
                 continue
@@ -306,16 +306,14 @@ def _by_step(steps: dict[int, float]) -> dict[float, list[int]]:
     return found
 
 
-def _on_grid(leaves: Sequence[Leaf], group: Sequence[int], step: float) -> _OnGrid:
+def _on_grid(codec: FirstMoment, leaves: Sequence[Leaf], group: Sequence[int], step: float) -> _OnGrid:
     members = [leaves[i] for i in group]
     specs = [leaf.spec for leaf in members]
     leaf = joined_leaf(members)
     square = np.concatenate([leaf.sibling for leaf in members])
     x = as_float32(leaf.flat, leaf.spec)
     symbols, sums, counts = grid_symbols(x, square, step)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        table = to_bfloat16(np.where(counts > 0, sums / counts, 0.0))
-    table[OFF_GRID] = 0.0
+    table = codec.table_of(sums, counts, [(x, square, symbols)])
     escaped = escapes_of(x, symbols, OFF_GRID, counts)
     values = with_escapes(grid_values(symbols, square, table), symbols, OFF_GRID, escaped)
     met = distortion_many(leaf.flat, as_stored(values, leaf.spec), ends_of(specs))

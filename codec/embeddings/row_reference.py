@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels.arrays import is_torch
-from ...kernels.bitpack import pack_bits, unpack_bits
+from ...kernels.backend.arrays import is_torch
+from ...kernels.packing import pack_bits, unpack_bits
 from ...kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 from ..base import CHUNK
 from ..errors import CorruptDataError

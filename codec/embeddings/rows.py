@@ -20,11 +20,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...kernels.approximation_error import Distortion, distortion
-from ...kernels.arguments import check_field, choice, integer, number, or_none, shown
-from ...kernels.arrays import is_torch
-from ...kernels.bitpack import pack_bits
-from ...kernels.mask import unpack_mask
+from ...kernels.backend.arguments import check_field, choice, integer, number, or_none, shown
+from ...kernels.backend.arrays import is_torch
+from ...kernels.error_sums import Distortion, distortion
+from ...kernels.packing import pack_bits, unpack_mask
 from .. import entropy
 from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError

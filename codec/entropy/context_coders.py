@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.integer_products import MOST_RANK
 from ...kernels.levels import joint_counts
+from ...kernels.prediction import MOST_RANK
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from .low_rank import CLASSES, HALF_STEPS, Factors, expected, factors_each, factors_of, signed

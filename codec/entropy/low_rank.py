@@ -16,13 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.integer_products import (
-    TOP,
-    column_products,
-    orthogonal_directions,
-    product_classes,
-    row_products,
-)
+from ...kernels.prediction import TOP, column_products, orthogonal_directions, product_classes, row_products
 
 NpArray = np.ndarray[Any, Any]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from ...kernels.bitpack import pack_bits, unpack_bits
 from ...kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, pack_lengths, unpack_lengths
+from ...kernels.packing import pack_bits, unpack_bits
 from ...kernels.rans import entropy_bits
 from ...kernels.sparse_changes import rare_decode, rare_encode
 from ..errors import CorruptDataError

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.scale_classes import class_sums, row_column_sums
+from ...kernels.scales import class_sums, row_column_sums
 
 U8 = np.ndarray[Any, np.dtype[np.uint8]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]

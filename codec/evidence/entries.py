@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from .names import FIRST, OPTIMIZER, SECOND
 
-KNOWN = FIRST | SECOND
+KNOWN = FIRST | SECOND | {"max_exp_avg_sq"}
+"""Names of optimizer entries; AMSGrad's maximum is not a moment: an error could put it below the second moment."""
 _FLAT = re.compile(r"(?:(?P<above>.*)\.)?state\.(?P<rest>.+\..+)")
 _INDEX = re.compile(r"\d+")
 _ADAM = ("exp_avg", "exp_avg_sq")

@@ -8,24 +8,27 @@ that only weights have. Everything else is exact.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ...kernels.arrays import is_torch
-from ...kernels.floats import FORMATS
+from ...kernels.backend.arrays import is_torch
+from ...kernels.backend.floats import FORMATS
 from ..parallel import map_arrays
 from ..state import tree
-from ..state.leaves import LeafSpec
+from ..state.leaves import SCALARS, SEQUENCES, LeafSpec, build_leaf
 from . import names, reasons
 from .entries import ARRAY, Entry, Outline, entries_of
 from .kind import TINY, TINY_MOMENT, Kind, by_path
-from .moments import role_of, unpaired_roots
+from .moments import in_other_bases, role_of, unpaired_roots
 from .parameters import Matches, match
 
 _CHUNK = 1 << 20
+_RANKS = re.compile(r"(^|/)ranks/\d+/")
+"""The part of a path that names a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Arrays:
         paths: of all arrays.
         specs: library, dtype and shape of each.
         flats: the values of each, flat.
-        held: whether an array is part of a tensor subclass, which stays exact.
+        held: whether an array is part of a tensor subclass, which stays exact, or a list of numbers.
     """
 
     paths: Sequence[str]
@@ -79,9 +82,14 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
         arrays: of the tree.
         kinds: as given to `compress`.
     """
-    outline = Outline.of(tree.unflatten(nodes, lambda _number, _place: ARRAY))
-    entries = {i: entry for i, entry in enumerate(entries_of(arrays.paths, outline)) if entry is not None}
-    given = _given(arrays, entries, kinds)
+    lists = {i for i, spec in enumerate(arrays.specs) if spec.library in SEQUENCES}
+    outline = Outline.of(
+        tree.unflatten(nodes, lambda i, _: build_leaf(arrays.flats[i], arrays.specs[i]) if i in lists else ARRAY)
+    )
+    entries = {
+        i: entry for i, entry in enumerate(entries_of(arrays.paths, outline)) if entry is not None and i not in lists
+    }
+    given, others = _given(arrays, entries, kinds, outline)
     for i, kind in enumerate(given):
         if kind is not None and kind.role == "weight":
             entries.pop(i, None)
@@ -97,7 +105,9 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
     found = []
     for i, (path, spec) in enumerate(zip(arrays.paths, arrays.specs, strict=True)):
         kind = given[i]
-        if i in entries:
+        if i in others:
+            evidence = others[i]
+        elif i in entries:
             evidence = _of_entry(path, spec, entries[i], roles[i], kind)
         elif kind is not None and (kind.role == "state" or kind.layer != "other"):
             evidence = Evidence(kind, "kinds", "kinds: " + (kind.layer if kind.role == "weight" else kind.role))
@@ -114,14 +124,17 @@ def _role(entry: Entry, shape: tuple[int, ...], kind: Kind | None) -> str:
     return role_of(entry) if shape else "state"
 
 
-def _given(arrays: Arrays, entries: Mapping[int, Entry], kinds: Mapping[str, Any] | None) -> list[Kind | None]:
-    """Return the kind that `kinds=` gives for each array; None if no entry matches.
+def _given(
+    arrays: Arrays, entries: Mapping[int, Entry], kinds: Mapping[str, Any] | None, outline: Outline
+) -> tuple[list[Kind | None], dict[int, Evidence]]:
+    """Return the kind that `kinds=` gives for each array, or None, and the evidence of arrays of other trees.
 
-    Several arrays may end in one name, such as copies of weights or layers of another model. If their numbers of axes
-    differ, the name is ambiguous, and only an array whose whole path is that name gets the kind.
+    Several arrays may end in one name, such as copies of weights or layers of another model. Where a kind gives no
+    shape and their numbers of axes differ, the name is ambiguous, and only an array whose whole path is that name gets
+    the kind.
     """
     if not kinds:
-        return [None] * len(arrays.paths)
+        return [None] * len(arrays.paths), {}
     found = [by_path(kinds, path) for path in arrays.paths]
     for i, entry in entries.items():
         # A flattened entry's path has no tail of the form that `kinds` uses.
@@ -130,12 +143,61 @@ def _given(arrays: Arrays, entries: Mapping[int, Entry], kinds: Mapping[str, Any
             found[i] = nested, kinds[nested]
     axes: dict[str, set[int]] = {}
     for match_, spec in zip(found, arrays.specs, strict=True):
-        if match_ is not None:
+        if match_ is not None and getattr(match_[1], "shape", None) is None:
             axes.setdefault(match_[0], set()).add(len(spec.shape))
-    return [
-        None if m is None or (len(axes[m[0]]) > 1 and m[0] != path) else _fitting(m, path, spec)
+    given = [
+        None if m is None or (len(axes.get(m[0], ())) > 1 and m[0] != path) else _fitting(m, path, spec)
         for m, path, spec in zip(found, arrays.paths, arrays.specs, strict=True)
     ]
+    weights = {
+        i: m[0]
+        for i, (m, kind) in enumerate(zip(found, given, strict=True))
+        if m is not None and kind is not None and kind.role == "weight" and i not in entries
+    }
+    others = _of_other_trees(weights, arrays, entries, outline)
+    return [None if i in others else kind for i, kind in enumerate(given)], others
+
+
+def _of_other_trees(
+    weights: Mapping[int, str], arrays: Arrays, entries: Mapping[int, Entry], outline: Outline
+) -> dict[int, Evidence]:
+    """Return the evidence of arrays that have a weight's name but are not in the tree that `kinds=` were made from.
+
+    Kinds were made from one tree, and a state may hold several with the same names: the model, an earlier one, masters,
+    accumulated gradients. The tree is the one whose whole paths the kinds name, else the one that optimizer entries
+    belong to, else the only one that is called as a model is. If none of these says it, all of them stay exact.
+
+    Args:
+        weights: key in the kinds of each weight that they name, by number.
+        arrays: of the state.
+        entries: of optimizers, by number.
+        outline: of the state.
+    """
+    trees = {i: _RANKS.sub(r"\1", arrays.paths[i][: len(arrays.paths[i]) - len(key)]) for i, key in weights.items()}
+    of_key: dict[str, set[str]] = {}
+    for i, key in weights.items():
+        of_key.setdefault(key, set()).add(trees[i])
+    if all(len(found) == 1 for found in of_key.values()):
+        return {}
+    shapes = [spec.shape for spec in arrays.specs]
+    parameters = {i: (p, shapes[i]) for i, p in enumerate(arrays.paths) if _may_be_parameter(i, arrays, entries)}
+    trained = match(parameters, {i: (entry, shapes[i]) for i, entry in sorted(entries.items())}, outline).trained
+    supported = {trees[i] for i in weights.keys() & trained.keys()}
+    others = {}
+    for i, key in weights.items():
+        found = of_key[key]
+        kept = found & {""} or found & supported
+        if not kept:
+            kept = {tree for tree in found if names.is_model(tree)}
+            kept = kept if len(kept) == 1 else set()
+        if len(found) > 1 and trees[i] not in kept:
+            state = Kind(names.layer_of(arrays.paths[i], arrays.specs[i]), "state")
+            if kept:
+                why = f"kinds are those of {' and '.join(sorted(kept))}"
+            else:
+                why = reasons.SEVERAL_TREES + ", ".join(sorted(found))
+            others[i] = Evidence(state, "", why, is_unknown=not kept)
+    return others
 
 
 def _fitting(found: tuple[str, Any], path: str, spec: LeafSpec) -> Kind | None:
@@ -190,12 +252,7 @@ def _of_parameter(
             if matches.complete
             else Evidence(state, "", reasons.UNMATCHED, is_unknown=True)
         )
-    above = path.rpartition("/")[0]
-    named = len(spec.shape) >= 2 and names.has_weight_name(path)
     elsewhere = names.is_other_part(path) or names.is_average(path)
-    in_module = above not in outline.mixed or "." in path.rpartition("/")[2]
-    if named and in_module and not elsewhere:
-        return Evidence(Kind(layer, "weight"), "name", reasons.NAMED)
     return Evidence(state, "", reasons.NOTHING, is_unknown=not elsewhere)
 
 
@@ -204,7 +261,7 @@ def _bound(evidence: Evidence, spec: LeafSpec, spoilt: str) -> Evidence:
     kind = evidence.kind
     moment = kind.role.endswith("moment")
     least = TINY_MOMENT if moment else TINY
-    if spec.library == "numpy scalar" or spec.dtype not in FORMATS:
+    if spec.library in SCALARS or spec.dtype not in FORMATS:
         why = f"exact: {spec.dtype}"
     elif spoilt:
         why = f"exact: {spoilt}"
@@ -229,6 +286,8 @@ def _spoilt(arrays: Arrays, entries: Mapping[int, Entry], roles: Mapping[int, st
         if why:
             spoilt[i] = why
     owners = {entries[i].owner: why for i, why in spoilt.items() if roles[i] == "second moment"}
+    shapes = [spec.shape for spec in arrays.specs]
+    spoilt |= {i: why for i, why in in_other_bases(entries, roles, shapes).items() if i not in spoilt}
     for i in moments:
         if entries[i].owner in owners and i not in spoilt:
             spoilt[i] = f"{owners[entries[i].owner]} (next to it)"

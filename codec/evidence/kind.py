@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.arguments import shown
+from ...kernels.backend.arguments import shown
 from ..errors import BadArgumentError
 
 LAYERS = ("linear", "convolution", "attention", "embedding", "norm", "bias", "other")

@@ -7,6 +7,7 @@ attribute may stand in the names of parameters and of the state dict; in a canon
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 WRAPPERS = {
@@ -24,14 +25,20 @@ _HIDDEN = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_modul
 
 
 @functools.lru_cache(1024)
-def _attribute(cls: type) -> str | None:
-    bases = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
+def _attribute(cls: Hashable) -> str | None:
+    bases = (f"{base.__module__}.{base.__qualname__}" for base in getattr(cls, "__mro__", ()))
     return next((WRAPPERS[base] for base in bases if base in WRAPPERS), None)
+
+
+def _attribute_of(module: Any) -> str | None:
+    """Return the attribute of a wrapper that holds the wrapped module; None: not a wrapper."""
+    cls: Any = type(module)
+    return _attribute(cls)
 
 
 def bare(module: Any) -> Any:
     """Return the module within all wrappers around it."""
-    while (attribute := _attribute(type(module))) is not None:
+    while (attribute := _attribute_of(module)) is not None:
         module = getattr(module, attribute)
     return module
 
@@ -48,7 +55,7 @@ def canonical_name(module: Any, name: str) -> str:
     """
     kept = []
     for part in name.split("."):
-        while (attribute := _attribute(type(module))) not in (None, part):
+        while (attribute := _attribute_of(module)) not in (None, part):
             module = getattr(module, str(attribute))
         if attribute is None:
             kept.append(part)
@@ -66,7 +73,7 @@ def state_name(module: Any, name: str) -> str:
     """
     parts = []
     for part in name.split("."):
-        while (attribute := _attribute(type(module))) is not None:
+        while (attribute := _attribute_of(module)) is not None:
             if attribute not in _HIDDEN:
                 parts.append(attribute)
             module = getattr(module, attribute)

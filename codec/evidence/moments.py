@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .entries import Entry, parse
+from .entries import KNOWN, Entry, parse
 from .kind import Kind
 from .names import FIRST, SECOND, layer_of
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _SUBTRACTED = {"grad_avg", "average_gradient", "average_grad", "mean_grad", "mg"}
 """Averages of the gradient whose square an update subtracts from the second moment, before it takes a root."""
-_PAIRS = {("exp_avg", "exp_avg_sq"), ("exp_avg", "max_exp_avg_sq"), ("mu", "nu"), ("m", "v")}
+_PAIRS = {("exp_avg", "exp_avg_sq"), ("mu", "nu"), ("m", "v")}
 """First and second moments whose update is the one over the root of the other: Adam's, by any name."""
 _ADAMS = {"adam", "adamw", "nadam", "radam", "lamb"}
 """Optimizers, by class name in lower case, of whose moments that is so under every name."""
@@ -61,6 +61,30 @@ def is_update(first: Entry, kind: Kind, second: Entry) -> bool:
     if kind.optimizer is not None and kind.optimizer.lower() in _ADAMS:
         return True
     return (first.name, second.name) in _PAIRS and kind.optimizer not in _OTHER_UNITS
+
+
+def in_other_bases(
+    entries: Mapping[int, Entry], roles: Mapping[int, str], shapes: Sequence[tuple[int, ...]]
+) -> dict[int, str]:
+    """Return the numbers of first moments that may live in another basis than their second moments, with the reason.
+
+    An optimizer that keeps further matrices for a parameter, of another shape, may turn or project its gradients
+    (SOAP's rotations). Its first moment is then no update in units of the second one.
+
+    Args:
+        entries: of the arrays below optimizers, by number.
+        roles: of the same arrays.
+        shapes: of all arrays.
+    """
+    further: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+    for i, entry in entries.items():
+        if entry.name not in KNOWN and len(shapes[i]) >= 2:
+            further.setdefault(entry.owner, set()).add(shapes[i])
+    return {
+        i: "its optimizer keeps matrices of another basis"
+        for i, entry in entries.items()
+        if roles[i] == "first moment" and further.get(entry.owner, set()) - {shapes[i]}
+    }
 
 
 def unpaired_roots(

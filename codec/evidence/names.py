@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 FIRST = {"exp_avg", "momentum_buffer", "momentum", "exp_avg_slow", "exp_inf", "trace", "mu", "m"}
 """Names of averages in the unit of a gradient or an update. Adamax's `exp_inf` is one: it is not a square."""
-SECOND = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "nu", "v"}
+SECOND = {"exp_avg_sq", "square_avg", "acc_delta", "nu", "v"}
 """Names of averages of squares."""
 _NORM = re.compile(r"(^|[._/])(\w*norm\w*|ln|ln_?\w|bn|bn\d+|running_mean|running_var)([._/]|$)", re.IGNORECASE)
 _EMBEDDING = re.compile(r"(^|[._/])(\w*emb\w*|wte|wpe|tok\w*)([._/]|$)", re.IGNORECASE)
@@ -47,6 +47,8 @@ _AVERAGE = re.compile(
 """Keys near the root of a state that hold an average or a late copy of the weights."""
 _CODEBOOK = re.compile(r"(^|[._/])(\w*codebooks?\w*|\w*quanti[sz]e\w*|r?vq\w*)([._/]|$)", re.IGNORECASE)
 """Vector quantizers: their codebooks follow averages, not gradients."""
+_MODELS = frozenset({"model", "model_state", "model_state_dict", "module", "net", "network", "params", "state_dict"})
+"""Last keys of the trees that states hold their model in."""
 _DEPTH = 2
 _KNOWN = 1 << 16
 """Paths whose answers are kept: the saves of a training ask for the same ones."""
@@ -125,6 +127,16 @@ def is_other_part(path: str) -> bool:
         (True, False)
     """
     return _near_root(_PLACES, path)
+
+
+def is_model(tree: str) -> bool:
+    """Return whether the last key of a tree's path is what states call the model.
+
+    Example:
+        >>> is_model("model/"), is_model("best_model/"), is_model("agent/state_dict/")
+        (True, False, True)
+    """
+    return tree.rstrip("/").rpartition("/")[2] in _MODELS
 
 
 @lru_cache(_KNOWN)

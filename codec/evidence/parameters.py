@@ -85,11 +85,11 @@ def match(
     for i, owner in _by_order([o for o in optimizers if o.is_numbered], candidates, outline):
         claimed[i] += 1
         trained[i] = owner
-    numbered = sum(len(o.shapes) for o in optimizers if o.is_numbered)
-    matrices = sum(max(map(len, s)) > 1 for o in optimizers if o.is_numbered for s in o.shapes.values())
-    by_order = [owner for owner in trained.values() if _INDEX.fullmatch(owner[1])]
-    complete &= not numbered or len(by_order) >= matrices > 0
     trained = {i: owner for i, owner in trained.items() if claimed[i] == 1}
+    found_owners = set(trained.values())
+    for one in (o for o in optimizers if o.is_numbered):
+        matrices = [one.owners[p] for p, shapes in one.shapes.items() if max(map(len, shapes)) > 1]
+        complete &= bool(matrices) and found_owners.issuperset(matrices)
     return Matches(trained, contradicted, complete)
 
 

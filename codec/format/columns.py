@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CorruptDataError
+from .known_keys import RECORD, check_keys
 
 _COUNT = "count"
 Record = dict[str, Any]
@@ -65,6 +66,7 @@ def from_columns(columns: Any, most: int) -> list[Record]:
     count = columns.get(_COUNT) if isinstance(columns, dict) else None
     if type(count) is not int or not 0 <= count <= most:
         raise CorruptDataError("header: malformed columns of arrays, or more arrays than the tree has")
+    check_keys(columns.keys() - {_COUNT}, RECORD, "a record")
     records: list[Record] = [{} for _ in range(count)]
     for name, column in columns.items():
         if name == _COUNT:
@@ -79,7 +81,7 @@ def _values(name: str, column: Any, count: int) -> Sequence[Any]:
     if isinstance(column, list):
         if len(column) == count:
             return column
-    elif isinstance(column, dict) and isinstance(column.get("v"), list):
+    elif isinstance(column, dict) and column.keys() <= {"v", "i"} and isinstance(column.get("v"), list):
         values, index = column["v"], column.get("i")
         if index is None and len(values) == 1:
             return [values[0]] * count

@@ -24,9 +24,11 @@ import xxhash
 import zstandard
 
 from ..errors import BadArgumentError, CorruptDataError, NewerFormatError
+from .bounded_json import check_limits, loads
 from .columns import from_columns, to_columns
 from .development import before_release
 from .fields import Bytes, Piece, parts_of
+from .known_keys import HEADER, check_keys
 from .ranged import Ranged
 
 Source = memoryview | Ranged
@@ -37,6 +39,8 @@ EPOCH = 1
 """1 since release 0.1.0, 0 before: no release reads a file of a development version."""
 CHUNK_TARGET = 1 << 18
 MAX_HEADER = 1 << 28
+MOST_ARRAYS = 1 << 20
+"""Arrays of a state: their records take about a kilobyte of memory each."""
 _SMALL_HEADER = 1 << 19
 _PREFIX = struct.Struct("<8sIIQQII")
 _CHECKSUM = 16
@@ -63,12 +67,18 @@ class Layout:
 
 def write(header: dict[str, Any], pieces: Iterable[Piece]) -> tuple[bytes, Layout]:
     """Return the bytes of a file with this header and these pieces, and its layout."""
+    if len(header.get("arrays", ())) > MOST_ARRAYS:
+        raise BadArgumentError(f"the state has {len(header['arrays'])} arrays; the limit is {MOST_ARRAYS}")
     stored_header = header | {"arrays": to_columns(header["arrays"])} if "arrays" in header else header
     plain = json.dumps(stored_header, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
     if len(plain) > MAX_HEADER:
         raise BadArgumentError(
             f"tree and scalars take {len(plain)} bytes, the limit is {MAX_HEADER}: store large ones as arrays"
         )
+    try:
+        check_limits(plain)
+    except ValueError as e:
+        raise BadArgumentError(f"tree and scalars: {e}: store large ones as arrays") from None
     # A higher level pays if the header is a large part of a small file; the highest level is 20 times slower.
     level = 12 if len(plain) <= _SMALL_HEADER else 3
     stored = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True).compress(plain)
@@ -144,17 +154,29 @@ def _header(stored: memoryview, plain_len: int) -> dict[str, Any]:
         plain = zstandard.ZstdDecompressor(max_window_size=1 << 28).decompress(
             stored, max_output_size=plain_len, allow_extra_data=False
         )
-        header = json.loads(plain)
-    except (zstandard.ZstdError, ValueError, RecursionError, MemoryError) as e:
+        if not plain.isascii():
+            raise ValueError("not ASCII")
+        header = loads(plain)
+    except (zstandard.ZstdError, ValueError, MemoryError) as e:
         if isinstance(e, CorruptDataError):
             raise
         raise CorruptDataError(f"header: {e}") from None
     if not isinstance(header, dict):
         raise CorruptDataError("header: no JSON object")
-    nodes = header.get("tree")
+    check_keys(header, HEADER, "it")
     if "arrays" in header:
-        header["arrays"] = from_columns(header["arrays"], len(nodes) if isinstance(nodes, list) else 0)
+        header["arrays"] = from_columns(header["arrays"], _arrays_in(header.get("tree")))
     return header
+
+
+def _arrays_in(nodes: Any) -> int:
+    """Return the number of different arrays in a tree."""
+    if not isinstance(nodes, list):
+        return 0
+    found = {n["a"] for n in nodes if type(n) is dict and type(n.get("a")) is int}
+    if len(found) > MOST_ARRAYS:
+        raise CorruptDataError(f"header: {len(found)} arrays; the limit is {MOST_ARRAYS}")
+    return len(found)
 
 
 class Body:

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...kernels.arguments import check_field, choice
-from ...kernels.mask import changed_mask, gather, scatter
+from ...kernels.backend.arguments import check_field, choice
+from ...kernels.packing import changed_mask, gather, scatter
 from .. import entropy
 from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import CorruptDataError

@@ -14,10 +14,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from ...kernels.categories import join_categories, most_bits, split_categories
 from ...kernels.levels import joint_counts
-from ...kernels.planes import difference, undifference
-from ...kernels.scale_classes import pattern_classes
+from ...kernels.planes import difference, join_categories, most_bits, split_categories, undifference
+from ...kernels.scales import pattern_classes
 from .. import entropy
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...kernels.planes import merge_planes, split_planes
-from ...kernels.scale_classes import class_sums, row_column_sums
+from ...kernels.scales import class_sums, row_column_sums
 from .. import entropy
 from ..entropy.row_column_classes import populations
 from ..errors import CorruptDataError

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.categories import join_categories, most_bits, split_categories
+from ...kernels.planes import join_categories, most_bits, split_categories
 from ...kernels.sparse_delta import (
     GAP_BITS,
     MOST_EDGES,

@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...kernels.approximation_error import Distortion, distortion
-from ...kernels.arguments import check_field, choice, integer, number, or_none
-from ...kernels.arrays import on_gpu
-from ...kernels.bitpack import pack_bits
+from ...kernels.backend.arguments import check_field, choice, integer, number, or_none
+from ...kernels.backend.arrays import on_gpu
+from ...kernels.backend.floats import FORMATS
 from ...kernels.cluster import cluster_dequantize, cluster_quantize
-from ...kernels.floats import FORMATS
+from ...kernels.error_sums import Distortion, distortion
+from ...kernels.packing import pack_bits
 from .. import entropy
 from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError

@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...kernels.approximation_error import Distortion
-from ...kernels.arguments import check_field, number, or_none
-from ...kernels.float_split import MAX_OCTAVES, Octaves, join_octaves, split_octaves
-from ...kernels.floats import FORMATS, bits_for
-from ...kernels.logbucket import bucket_index, bucket_value
+from ...kernels.backend.arguments import check_field, number, or_none
+from ...kernels.backend.floats import FORMATS, bits_for
+from ...kernels.error_sums import Distortion
+from ...kernels.histogram import bucket_index, bucket_value
+from ...kernels.scales import MAX_OCTAVES, Octaves, join_octaves, split_octaves
 from .. import entropy
 from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import CorruptDataError

@@ -19,20 +19,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...kernels.approximation_error import Distortion, distortion
-from ...kernels.arguments import check_field, number
-from ...kernels.arrays import on_gpu
-from ...kernels.floats import FORMATS
-from ...kernels.logbucket import bucket_index, bucket_value
-from ...kernels.rank_one import ESCAPE as NO_RESIDUAL
-from ...kernels.rank_one import (
-    MOST_OCTAVES,
-    eighths_of,
-    factor_sums,
-    residual_factors,
-    residual_symbols,
-    residual_values,
-)
+from ...kernels.backend.arguments import check_field, number
+from ...kernels.backend.arrays import on_gpu
+from ...kernels.backend.floats import FORMATS
+from ...kernels.error_sums import Distortion, distortion
+from ...kernels.histogram import bucket_index, bucket_value
+from ...kernels.scales import ESCAPE as NO_RESIDUAL
+from ...kernels.scales import MOST_OCTAVES, eighths_of, factor_sums, residual_factors, residual_symbols, residual_values
 from .. import entropy
 from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError

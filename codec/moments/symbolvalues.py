@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.arrays import on_gpu
+from ...kernels.backend.arrays import on_gpu
 from .. import entropy
 from ..base import CHUNK
 from ..errors import CorruptDataError

@@ -7,17 +7,20 @@ through their own namespace.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ...kernels.arrays import DEVICES, is_torch
+from ...kernels.backend.arrays import DEVICES, is_allocated, is_torch
+from ...kernels.backend.imported import imported
 from ..errors import CorruptDataError, UnsupportedLeafError
 from ..memory_limit import total_memory
 
@@ -29,10 +32,22 @@ LIBRARIES = {
     "torch": "torch",
     "numpy": "numpy",
     "numpy scalar": "numpy",
+    "list": "numpy",
+    "tuple": "numpy",
     "jax": "jax.numpy",
     "cupy": "cupy",
     "array_api_strict": "array_api_strict",
 }
+SEQUENCES = ("list", "tuple")
+"""Libraries of Python's lists and tuples of numbers."""
+SCALARS = ("numpy scalar", *SEQUENCES)
+"""Libraries of what is read and built as NumPy and is no array of the caller."""
+LONG = 64
+"""Length from which a list or tuple of numbers is stored like an array; a shorter one costs less in the tree."""
+_NUMBERS = {bool: ("bool",), int: ("int64", "uint64"), float: ("float64",)}
+"""dtypes that hold a list or tuple of numbers, by the type of all its items."""
+_OBJECT = 40
+"""Bytes that an item of a list takes, at most: a pointer and a Python number."""
 _MAX_ELEMENTS = 1 << 48
 _MAX_ITEM = 1 << 14
 _NEVER_TOO_LARGE = 1 << 26
@@ -67,10 +82,44 @@ class LeafSpec:
         """Bytes of all elements."""
         return self.size * self.itemsize
 
+    @property
+    def memory(self) -> int:
+        """Bytes that the restored values take, at most."""
+        return self.nbytes + (self.size * _OBJECT if self.library in SEQUENCES else 0)
+
+
+def import_libraries(specs: Iterable[LeafSpec]) -> None:
+    """Import what these arrays need, before threads would import it, each at the same time."""
+    for name in {LIBRARIES[spec.library] for spec in specs}:
+        with contextlib.suppress(ImportError):  # reported for the array that needs it
+            importlib.import_module(name)
+
 
 def is_array(value: Any) -> bool:
     """Return whether a value is an array: torch, NumPy (including scalars) or array-API."""
     return isinstance(value, (np.ndarray, np.generic)) or is_torch(value) or hasattr(value, "__array_namespace__")
+
+
+def is_stored_as_array(value: Any) -> bool:
+    """Return whether a value is stored like an array: arrays, and long lists and tuples of numbers of one type."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return False
+    return _numbers_dtype(value) is not None if kind is list or kind is tuple else is_array(value)
+
+
+_PLAIN = frozenset({str, int, float, bool, type(None), dict})
+
+
+def _numbers_dtype(values: list[Any] | tuple[Any, ...]) -> str | None:
+    """Return the dtype that holds the numbers of a long list or tuple exactly, or None."""
+    kind = type(values[0]) if len(values) >= LONG else None
+    if kind not in _NUMBERS or set(map(type, values)) != {kind}:
+        return None
+    for name in _NUMBERS[kind]:
+        if kind is not int or (np.iinfo(name).min <= min(values) and max(values) <= np.iinfo(name).max):
+            return name
+    return None
 
 
 @functools.cache
@@ -137,6 +186,8 @@ def read_leaf(value: Array, path: str) -> tuple[LeafSpec, Array]:
         return LeafSpec("numpy scalar", spec.dtype, ()), flat
     if isinstance(value, np.ndarray):
         return _read_numpy(value, path)
+    if isinstance(value, (list, tuple)) and (dtype := _numbers_dtype(value)) is not None:
+        return LeafSpec(type(value).__name__, dtype, (len(value),)), np.array(value, dtype)
     try:
         library = value.__array_namespace__().__name__.split(".")[0]
     except (NotImplementedError, TypeError, AttributeError):
@@ -207,7 +258,7 @@ def _dtype_name(dtype: Any) -> str:
 
 def is_sharded(value: Any) -> bool:
     """Return whether a tensor is a DTensor, without importing torch.distributed."""
-    distributed = sys.modules.get("torch.distributed.tensor")
+    distributed = imported("torch.distributed.tensor")
     return distributed is not None and isinstance(value, distributed.DTensor)
 
 
@@ -237,10 +288,7 @@ def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
         t = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
     name = _dtype_name(t.dtype)
     shape = tuple(t.shape)
-    span = t.numel()
-    if span and not t.is_contiguous():
-        span = sum((n - 1) * s for n, s in zip(shape, t.stride(), strict=True)) + 1
-    if (t.storage_offset() + span) * t.element_size() > t.untyped_storage().nbytes() and span:
+    if not is_allocated(t):
         raise UnsupportedLeafError(f"{path}: the storage of this tensor was freed")
     t = t.detach().resolve_conj().resolve_neg()
     if t.is_contiguous():
@@ -316,6 +364,8 @@ def build_leaf(flat: Array, spec: LeafSpec) -> Array:
         return shaped
     if spec.library == "numpy scalar":
         return _text(shaped) if shaped.dtype.kind in "SU" else shaped[()]
+    if spec.library in SEQUENCES:
+        return shaped.tolist() if spec.library == "list" else tuple(shaped.tolist())
     try:
         namespace = importlib.import_module(LIBRARIES[spec.library])
     except ImportError:
@@ -349,9 +399,9 @@ def spec_from_header(library: Any, dtype: Any, shape: Any) -> LeafSpec:
     if len(shape) > 64 or not all(type(n) is int and 0 <= n < _MAX_ELEMENTS for n in shape):
         raise CorruptDataError(f"header: {str(shape)[:60]} is not a shape")
     spec = LeafSpec(library, dtype, tuple(shape))
-    if library not in ("torch", "numpy", "numpy scalar") and not (
-        _NATIVE.fullmatch(dtype) or _EXTENSION.fullmatch(dtype)
-    ):
+    if library in SEQUENCES and (len(shape) != 1 or dtype not in ("bool", "int64", "uint64", "float64")):
+        raise CorruptDataError(f"header: a {library} of {dtype[:40]!r} with the shape {str(shape)[:60]}")
+    if library not in ("torch", "numpy", *SCALARS) and not (_NATIVE.fullmatch(dtype) or _EXTENSION.fullmatch(dtype)):
         raise CorruptDataError(f"header: {library} has no dtype {dtype[:40]!r}")
     # Libraries multiply the other axes even where one is zero.
     if math.prod(max(n, 1) for n in shape) >= _MAX_ELEMENTS or spec.itemsize > _MAX_ITEM:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ...kernels.approximation_error import Distortion, distortion
+from ...kernels.error_sums import Distortion, distortion
 from .leaves import Array
 
 

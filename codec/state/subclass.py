@@ -8,10 +8,10 @@ module this process has imported already is used, and only if it is a tensor wit
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from ...kernels.arrays import is_torch
+from ...kernels.backend.arrays import is_torch
+from ...kernels.backend.imported import imported
 from ..errors import CorruptDataError, UnsupportedLeafError
 
 CLASS, TENSORS, CONTEXT, SIZE, STRIDE = "class", "tensors", "context", "size", "stride"
@@ -58,7 +58,7 @@ def put_together(parts: Wrapper, path: str) -> Any:
     if not isinstance(name, str):
         raise CorruptDataError(f"{path}: a tensor subclass without a name")
     module, _, qualified = name.partition(":")
-    kind: Any = sys.modules.get(module)
+    kind: Any = imported(module)
     for step in qualified.split("."):
         kind = getattr(kind, step, None)
     import torch

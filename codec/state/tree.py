@@ -29,7 +29,7 @@ from .hash_collision_guard import is_crowded
 from .subclass import PARTS, Wrapper, is_wrapper, put_together, taken_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 Json = Any
 _DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c", Wrapper: "w"}
@@ -108,6 +108,16 @@ class _Spelled:
         return path, key
 
 
+def _is_itself(value: Any) -> bool:
+    """Return whether a value is its own node; for most scalars, and faster than `encode_scalar`."""
+    kind = type(value)
+    if kind is str:
+        return bool(value.isascii())
+    if kind is float:
+        return math.isfinite(value)
+    return kind is bool or value is None or (kind is int and -_EXACT_INT <= value <= _EXACT_INT)
+
+
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
@@ -141,6 +151,8 @@ def _hint(value: Any) -> str:
 
 
 def _encode_key(key: Any, place: Place) -> Json:
+    if _is_itself(key):
+        return key
     if type(key) is tuple:
         return {"k": [_encode_key(k, place) for k in key]}
     try:
@@ -180,46 +192,55 @@ def flatten(
     arrays: list[ArrayNode] = []
     ancestors: set[int] = set()
     spelled = _Spelled(BadArgumentError)
-    # A container is followed on the stack by a mark that ends its ancestry.
-    stack: list[tuple[Any, Place | None]] = [(state, Place(None, "", ""))]
+    # Open containers: their place, their remaining children (name, its node, value), and their id.
+    stack: list[tuple[Place | None, Iterator[tuple[Any, Json, Any]], int]] = [(None, iter([("", "", state)]), 0)]
     while stack:
-        value, place = stack.pop()
-        if place is None:
-            ancestors.discard(value)
-            continue
-        inside = place.exact
-        if is_array(value):
-            if not is_wrapper(value):
-                nodes.append({"a": len(arrays)})
-                arrays.append(ArrayNode(*(spelled(place) if spell else ("", "")), value, inside))
+        above, children, own = stack[-1]
+        for key, node, value in children:
+            if _is_itself(value):
+                nodes.append(value)
                 continue
-            value = taken_apart(value, place.path())
-        kind = type(value)
-        inside = inside or kind is Wrapper
-        children: list[tuple[Any, Place | None]]
-        if kind in _DICTS:
-            keys = [_encode_key(k, place) for k in value]
-            if is_crowded(list(value)):
-                raise UnsupportedLeafError(f"{place.path() or '<root>'}: {CROWDED}")
-            nodes.append({_DICTS[kind]: keys})
-            children = [(v, Place(place, k, e, inside)) for (k, v), e in zip(value.items(), keys, strict=True)]
-        elif kind in _SEQUENCES:
-            nodes.append({_SEQUENCES[kind]: len(value)})
-            children = [(v, Place(place, i, i, inside)) for i, v in enumerate(value)]
-        elif isinstance(value, dict | list | tuple):
-            raise UnsupportedLeafError(
-                f"{place.path() or '<root>'}: {kind.__module__}.{kind.__qualname__} cannot be rebuilt without pickle; "
-                f"convert it to a plain dict, list or tuple{_hint(value)}"
-            )
+            place = Place(above, key, node, above is not None and above.exact)
+            if is_array(value):
+                if not is_wrapper(value):
+                    nodes.append({"a": len(arrays)})
+                    arrays.append(ArrayNode(*(spelled(place) if spell else ("", "")), value, place.exact))
+                    continue
+                value = taken_apart(value, place.path())
+                place.exact = True
+            opened = _opened(value, place)
+            if opened is None:
+                nodes.append(encode_scalar(value, place))
+                continue
+            if id(value) in ancestors:
+                raise BadArgumentError(f"{place.path()}: the tree contains itself")
+            ancestors.add(id(value))
+            nodes.append(opened[0])
+            stack.append((place, opened[1], id(value)))
+            break
         else:
-            nodes.append(encode_scalar(value, place))
-            continue
-        if id(value) in ancestors:
-            raise BadArgumentError(f"{place.path()}: the tree contains itself")
-        ancestors.add(id(value))
-        stack.append((id(value), None))
-        stack.extend(reversed(children))
+            stack.pop()
+            ancestors.discard(own)
     return nodes, arrays
+
+
+def _opened(value: Any, place: Place) -> tuple[Json, Iterator[tuple[Any, Json, Any]]] | None:
+    """Return the node of a container and its children (name, its node, value); None for other values."""
+    kind = type(value)
+    if kind in _DICTS:
+        names = list(value)
+        keys = [_encode_key(k, place) for k in names]
+        if is_crowded(names):
+            raise UnsupportedLeafError(f"{place.path() or '<root>'}: {CROWDED}")
+        return {_DICTS[kind]: keys}, zip(names, keys, list(value.values()), strict=True)
+    if kind in _SEQUENCES:
+        return {_SEQUENCES[kind]: len(value)}, zip(range(len(value)), range(len(value)), list(value), strict=True)
+    if isinstance(value, dict | list | tuple):
+        raise UnsupportedLeafError(
+            f"{place.path() or '<root>'}: {kind.__module__}.{kind.__qualname__} cannot be rebuilt without pickle; "
+            f"convert it to a plain dict, list or tuple{_hint(value)}"
+        )
+    return None
 
 
 def _decode_scalar(node: Json) -> Any:
@@ -302,24 +323,30 @@ def unflatten(
     root: list[Any] = []
     # The root's own place has no name: it stands above all paths.
     stack = [_Open("l", None, None, Place(None, "", ""), root, 1)]
+    top = stack[0]
     for node in nodes:
-        while len(stack) > 1 and len(stack[-1].items) == stack[-1].size:
+        while len(top.items) == top.size and len(stack) > 1:
             done = stack.pop()
-            stack[-1].items.append(done.close())
-        top = stack[-1]
+            top = stack[-1]
+            top.items.append(done.close())
         if len(top.items) == top.size:
             raise CorruptDataError("header: the tree has nodes beyond its end")
+        if not isinstance(node, dict):
+            top.items.append(_decode_scalar(node))
+            continue
         place = top.next_place() if len(stack) > 1 else top.place
-        tag, body = next(iter(node.items())) if isinstance(node, dict) and len(node) == 1 else ("", None)
+        tag, body = next(iter(node.items())) if len(node) == 1 else ("", None)
         if tag == "a" and type(body) is int:
             top.items.append(array(body, partial(spelled, place)))
         elif tag in ("l", "t") and type(body) is int and 0 <= body <= len(nodes):
-            stack.append(_Open(tag, None, None, place, [], body))
+            top = _Open(tag, None, None, place, [], body)
+            stack.append(top)
         elif tag in DICT_TAGS and isinstance(body, list):
-            keys = [_decode_key(k) for k in body]
+            keys = [k if type(k) is str else _decode_key(k) for k in body]
             if is_crowded(keys):
                 raise CorruptDataError(f"header: {CROWDED}")
-            stack.append(_Open(tag, keys, body, place, [], len(keys), rebuild))
+            top = _Open(tag, keys, body, place, [], len(keys), rebuild)
+            stack.append(top)
         else:
             top.items.append(_decode_scalar(node))
     while len(stack) > 1:

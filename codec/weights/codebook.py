@@ -15,13 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.histogram import Histogram
-from ...kernels.kmeans import (
-    bucket_weights,
-    least_losses,
-    quantization_loss,
-    weighted_kmeans,
-    weighted_kmeans_many,
-)
+from ...kernels.kmeans import bucket_weights, least_losses, quantization_loss, weighted_kmeans, weighted_kmeans_many
 from ..state.leaves import Array, NpArray
 from ..state.scaling import unit
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...kernels.approximation_error import Distortion
+from ...kernels.error_sums import Distortion
 from .levels import GAIN_STEPS, LARGEST_GAIN
 
 _GAIN = 0.5

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels.approximation_error import Distortion
+from ...kernels.error_sums import Distortion
 from ...kernels.histogram import Histogram
 from ...kernels.quantizer import Thresholds
 from ..base import Leaf

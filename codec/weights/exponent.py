@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...kernels.approximation_error import Distortion, distortion
-from ...kernels.arguments import check_field, choice, integer, number, or_none
-from ...kernels.bitpack import pack_bits, unpack_bits
+from ...kernels.backend.arguments import check_field, choice, integer, number, or_none
+from ...kernels.backend.floats import FORMATS
+from ...kernels.error_sums import Distortion, distortion
 from ...kernels.exponent import (
     MAX_BITS,
     Buckets,
@@ -33,8 +33,8 @@ from ...kernels.exponent import (
     merge_buckets,
     promote,
 )
-from ...kernels.floats import FORMATS
 from ...kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, pack_lengths, unpack_lengths
+from ...kernels.packing import pack_bits, unpack_bits
 from .. import entropy
 from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...kernels.arrays import is_torch, on_gpu, to_numpy
+from ...kernels.backend.arrays import is_torch, on_gpu, to_numpy
 from ...kernels.histogram import log_histogram
 from ..base import Array, Leaf
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels.approximation_error import Distortion
-from ...kernels.arrays import is_torch, on_gpu
-from ...kernels.extrapolation import extrapolate
+from ...kernels.backend.arrays import is_torch, on_gpu
+from ...kernels.error_sums import Distortion
 from ...kernels.quantizer import Thresholds, assign, dequantize
+from ...kernels.rate_distortion import extrapolate
 from ..base import CHUNK, Leaf
 from ..parallel import map_chunks
 from ..state.leaves import Array, NpArray, from_bytes, on_host

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.arrays import is_torch
-from ...kernels.floats import FORMATS
+from ...kernels.backend.arrays import is_torch
+from ...kernels.backend.floats import FORMATS
 from ...kernels.quantizer import Thresholds, dequantize
 from .. import entropy
 from ..base import CHUNK, Reference

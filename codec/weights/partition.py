@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.floats import FORMATS
+from ...kernels.backend.floats import FORMATS
 from ...kernels.histogram import Histogram, merge
 from ...kernels.quantizer import Thresholds
 

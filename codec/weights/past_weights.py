@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...kernels.arguments import check_field, number, or_none
+from ...kernels.backend.arguments import check_field, number, or_none
 from ..base import Codec, Leaf
 from ..moments.firstmoment import FirstMoment
 from ..moments.moment_pairs import moment_pairs

@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ...kernels.arrays import on_gpu
-from ...kernels.floats import FORMATS, bits_for
+from ...kernels.backend.arrays import on_gpu
+from ...kernels.backend.floats import FORMATS, bits_for
 from ...kernels.histogram import kept_histogram_many, log_histogram_many, used_buckets_many
 from ...kernels.quantizer import Thresholds
 from ..base import Leaf, Reference

@@ -10,7 +10,7 @@ import itertools
 
 import numpy as np
 
-from ...kernels.arrays import is_torch
+from ...kernels.backend.arrays import is_torch
 from ...kernels.planes import difference, merge_planes, split_planes, undifference
 from .. import entropy
 from ..errors import CorruptDataError

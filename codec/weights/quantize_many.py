@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.approximation_error import Distortion
+from ...kernels.error_sums import Distortion
 from ...kernels.histogram import Histogram
 from ...kernels.kmeans import least_losses
-from ...kernels.uniform_levels import LARGEST_STEP, SMALLEST_STEP, uniform_levels_many
+from ...kernels.quantizer import LARGEST_STEP, SMALLEST_STEP, uniform_levels_many
 from ..base import Leaf, Reference
 from ..state.casting import float_values
 from ..state.leaves import NpArray, on_host

@@ -10,9 +10,9 @@ import math
 
 import numpy as np
 
-from ...kernels.arrays import is_torch
+from ...kernels.backend.arrays import is_torch
 from ...kernels.levels import joint_counts
-from ...kernels.ratedistortion import Unsettled, rate_distortion_levels, settled_bounds, unsettled
+from ...kernels.rate_distortion import Unsettled, rate_distortion_levels, settled_bounds, unsettled
 from ..state.leaves import Array, NpArray, on_host
 
 ROUNDS = 3

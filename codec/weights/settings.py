@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...kernels.arguments import check_field, choice, flag, integer, number, or_none
+from ...kernels.backend.arguments import check_field, choice, flag, integer, number, or_none
 from ..base import Leaf
 from ..errors import BadArgumentError
 from .codebook import Fit

@@ -12,8 +12,8 @@ import math
 
 import numpy as np
 
-from ...kernels.arrays import on_gpu
-from ...kernels.floats import FORMATS
+from ...kernels.backend.arrays import on_gpu
+from ...kernels.backend.floats import FORMATS
 from ...kernels.histogram import Histogram, log_histogram, merge
 from ...kernels.quantizer import Thresholds, assign
 from ..base import CHUNK, Leaf

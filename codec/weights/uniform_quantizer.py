@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.approximation_error import Distortion, distortion
+from ...kernels.error_sums import Distortion, distortion
 from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Writer

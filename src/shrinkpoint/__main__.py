@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .commands import convert, diff, housekeeping, inspect, report, seal, warm
-from .commands.exit_codes import Guarded
+from .commands.exit_codes import FAULT, Guarded, fault
 from .commands.options import grouped
 
 app = typer.Typer(
     name="shrinkpoint",
     help="Compressed training checkpoints.",
-    epilog="Exit codes: 0 success, 1 damaged data or failing storage, 2 wrong usage, 130 interrupted.",
+    epilog="Exit codes: 0 success, 1 damaged data or failing storage, 2 wrong usage, 70 a fault of shrinkpoint, "
+    "130 interrupted.",
     cls=Guarded,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -119,6 +121,10 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        traceback.print_exc()
+        typer.echo(f"shrinkpoint: {fault(error)}", err=True)
+        sys.exit(FAULT)
 
 
 if __name__ == "__main__":

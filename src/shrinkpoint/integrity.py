@@ -20,7 +20,10 @@ from typing import Any
 
 import blake3
 
+from .codec.format.bounded_json import loads
 from .kernels.errors import BadArgumentError, CorruptDataError
+from .store.links import check_link
+from .store.regular_files import MOST_JSON, read_file, regular
 
 SEAL = "shrinkpoint-seal.json"
 FORMAT = "shrinkpoint seal"
@@ -110,7 +113,7 @@ def make_seal(path: Path, progress: Progress | None = None) -> Seal:
     files = {}
     for name, file in names:
         before = os.stat(file)
-        found = _read(file, _from(progress, name, done, total))
+        found = _read(file, _from(progress, name, done, total), most=before.st_size)
         after = os.stat(file)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or found.size != after.st_size:
             raise OSError(f"{file}: changed while it was read; seal a checkpoint after it has been written")
@@ -137,7 +140,7 @@ def from_bytes(data: bytes) -> Seal:
         CorruptDataError: the contents are damaged, or of a newer version.
     """
     try:
-        fields = json.loads(data)
+        fields = loads(data)
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise ValueError("it is not a seal")
         if fields["version"] != VERSION:
@@ -149,7 +152,7 @@ def from_bytes(data: bytes) -> Seal:
         if not all(type(f.size) is int and f.size >= 0 and _DIGEST.fullmatch(f.blake3) for f in files.values()):
             raise ValueError("a size or checksum in it is malformed")
         return Seal(files, float(fields["sealed_at"]))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptDataError(f"the seal cannot be used: {str(error)[:200]}") from None
 
 
@@ -162,7 +165,7 @@ def read_seal(path: Path) -> Seal:
     """
     file = seal_path(path)
     try:
-        return from_bytes(file.read_bytes())
+        return from_bytes(read_file(file, MOST_JSON))
     except CorruptDataError as error:
         raise CorruptDataError(f"{file}: {error}") from None
 
@@ -195,7 +198,7 @@ def _difference(name: str, file: Path, was: Sealed, progress: Callable[[int], ob
         if size != was.size:  # no need to read it
             sizes = f"{size} of {was.size} bytes"
             return [Difference(name, "torn" if size < was.size else "altered", sizes)]
-        now = _read(file, progress)
+        now = _read(file, progress, most=size)
     except OSError as error:
         return [Difference(name, "altered", f"cannot be read: {error.strerror or error}")]
     return [] if now == was else [Difference(name, "altered", "")]
@@ -211,11 +214,12 @@ def _from(progress: Progress | None, name: str, done: int, total: int) -> Callab
     return report
 
 
-def _read(file: Path, progress: Callable[[int], object]) -> Sealed:
+def _read(file: Path, progress: Callable[[int], object], most: int) -> Sealed:
+    """Return size and checksum of a file; of its beginning if it grows beyond `most` bytes."""
     digest = blake3.blake3(max_threads=blake3.blake3.AUTO)
     block, size = bytearray(_BLOCK), 0
-    with open(file, "rb", buffering=0) as opened:
-        while count := opened.readinto(block):
+    with open(file, "rb", buffering=0, opener=regular) as opened:
+        while size <= most and (count := opened.readinto(block)):
             digest.update(memoryview(block)[:count])
             size += count
             progress(size)
@@ -226,7 +230,8 @@ def _files(path: Path, *, strict: bool = True) -> Iterator[tuple[str, Path]]:
     """Yield the files to seal, sorted by relative path, without the seal itself.
 
     Links to files are followed, because the caches of model hubs consist of them. With `strict`, entries that cannot be
-    sealed raise BadArgumentError; otherwise they count as files, which the seal does not list.
+    sealed, and links out of the folder and its cache, raise BadArgumentError; otherwise they count as files, which the
+    seal does not list.
     """
     if not path.is_dir():
         if strict or path.exists():
@@ -246,6 +251,8 @@ def _files(path: Path, *, strict: bool = True) -> Iterator[tuple[str, Path]]:
                 continue
             if strict and not file.is_file():
                 raise BadArgumentError(f"{file}: is neither a file nor a folder, and cannot be sealed")
+            if strict:
+                check_link(file, path)
             if strict and not _is_text(relative):
                 raise BadArgumentError(f"{relative!a}: its name is not valid UTF-8, and cannot be sealed")
             yield relative, file

@@ -21,7 +21,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.parallel import set_threads
 from shrinkpoint.codec.state import leaves
 from shrinkpoint.codec.weights import planning
-from shrinkpoint.kernels import arguments, arrays
+from shrinkpoint.kernels.backend import arguments, arrays
 from tests import pretended
 from tests.codec import test_gpu as gpu
 
@@ -34,9 +34,14 @@ CONFIGS = (
 
 def take_for_gpus() -> None:
     """Let the library treat the pretended devices as GPUs."""
-    for package in ("kernels", "kernels.gpu", "codec"):
-        for module in pkgutil.iter_modules(importlib.import_module(f"shrinkpoint.{package}").__path__):
-            importlib.import_module(f"shrinkpoint.{package}.{module.name}")
+    back_ends = 0
+    for package in ("kernels", "codec"):
+        path = importlib.import_module(f"shrinkpoint.{package}").__path__
+        for module in pkgutil.walk_packages(path, f"shrinkpoint.{package}."):
+            if package == "kernels" or module.name.count(".") == 2:
+                importlib.import_module(module.name)
+                back_ends += module.name.endswith(".gpu")
+    assert back_ends > 10
     kind, of_others, plain = arrays.device_of, arrays.on_gpu, (*leaves._plain_tensors(), pretended.Elsewhere)
 
     def on_gpu(x: Any) -> bool:

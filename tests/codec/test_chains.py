@@ -182,7 +182,7 @@ def test_it_does_not_matter_whether_the_parent_came_from_memory_or_from_bytes() 
 
 
 def test_an_unchanged_state_costs_almost_nothing() -> None:
-    w, m, kinds = torch.randn(200, 200), torch.randn(200, 200), {"m": "linear"}
+    w, m, kinds = torch.randn(200, 200), torch.randn(200, 200), {"m": "linear", "weight": "linear"}
     for cfg in (sp.Config(), sp.presets.inshrinkerator(), sp.presets.lossless()):
         base = sp.compress({"weight": w}, cfg=cfg)
         assert sp.compress({"weight": w}, base, cfg).nbytes < 2000
@@ -192,7 +192,7 @@ def test_an_unchanged_state_costs_almost_nothing() -> None:
 
 
 def test_rows_say_what_was_done() -> None:
-    w, kinds = torch.randn(64, 64), {"grown": "linear"}
+    w, kinds = torch.randn(64, 64), {"grown": "linear", "weight": "linear"}
     base = sp.compress({"weight": w, "gone": torch.arange(3), "grown": torch.randn(40, 40)}, kinds=kinds)
     delta = sp.compress({"weight": w, "new": torch.arange(4), "grown": torch.randn(41, 40)}, base, kinds=kinds)
     assert [row.path for row in delta.summary()] == ["weight", "new", "grown"]

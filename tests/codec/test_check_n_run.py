@@ -27,7 +27,7 @@ from shrinkpoint.codec.embeddings.row_reference import (
     same_records,
 )
 from shrinkpoint.codec.state.leaves import LeafSpec, read_leaf
-from shrinkpoint.kernels.mask import pack_mask
+from shrinkpoint.kernels.packing import pack_mask
 from shrinkpoint.kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 
 from .common import bits as bits_of

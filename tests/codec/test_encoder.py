@@ -17,7 +17,7 @@ from shrinkpoint.codec.weights.ratedistortion import cheapest_levels
 from shrinkpoint.kernels.kmeans import quantization_loss, weighted_kmeans
 from shrinkpoint.kernels.levels import joint_counts
 from shrinkpoint.kernels.quantizer import Thresholds, assign
-from shrinkpoint.kernels.ratedistortion import rate_distortion_levels, unsettled
+from shrinkpoint.kernels.rate_distortion import rate_distortion_levels, unsettled
 
 
 def drawn(*shape: int, seed: int = 0) -> Any:
@@ -76,7 +76,7 @@ def test_a_threshold_stays_while_it_protects_about_what_was_asked_and_the_note_s
 def test_an_array_that_comes_to_protect_much_more_gets_a_new_codebook() -> None:
     """An array that protects over 8 times the given share gets a new codebook."""
     large, small = drawn(600, 600), drawn(100, 100, seed=1)
-    prev = sp.compress({"weight": small, "x": large}, kinds={"x": "linear"})
+    prev = sp.compress({"weight": small, "x": large}, kinds={"x": "linear", "weight": "linear"})
     asked = sp.Quantize().protect
     notes = []
     for far in (0, 20, 160, 165):

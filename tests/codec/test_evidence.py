@@ -171,6 +171,7 @@ def test_an_entry_of_another_shape_contradicts() -> None:
 # -------------------------------------------------------------------------------------- names, where nothing else is
 
 
+@pytest.mark.no_evidence
 @pytest.mark.parametrize(
     "state",
     [
@@ -182,11 +183,14 @@ def test_an_entry_of_another_shape_contradicts() -> None:
         {"epoch": 3, "fc.weight": drawn(64, 64)},
     ],
 )
-def test_names_of_layers_weights(state: Any) -> None:
-    found = whys(state)
-    assert any(why == "name and shape of a layer's weights" and not exact for exact, why in found.values())
+def test_names_alone_are_no_evidence(state: Any) -> None:
+    """A frozen layer, a buffer and a trained layer may have the same name and shape."""
+    with pytest.warns(sp.UnknownArraysWarning, match="nothing says what these arrays are"):
+        found = whys(state)
+    assert all(exact for exact, _ in found.values())
 
 
+@pytest.mark.no_evidence
 @pytest.mark.filterwarnings(QUIET)
 @pytest.mark.parametrize(
     "state",
@@ -375,6 +379,7 @@ NAMES = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.no_evidence
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(NAMES, min_size=1, max_size=4), min_size=1, max_size=6))
 def test_every_array_that_changes_has_evidence(paths: list[list[str]]) -> None:

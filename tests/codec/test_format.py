@@ -46,6 +46,8 @@ def as_library(x: Any) -> Any:
         codec = "utf-32-be" if x.dtype[0] == ">" else "utf-32-le"
         return np.bytes_(data) if np.dtype(x.dtype).kind == "S" else np.str_(data.decode(codec, "surrogatepass"))
     array = np.frombuffer(data, np.dtype(x.dtype)).reshape(x.shape)
+    if x.library in ("list", "tuple"):
+        return array.tolist() if x.library == "list" else tuple(array.tolist())
     return array[()] if x.library == "numpy scalar" else array
 
 

@@ -23,7 +23,7 @@ from shrinkpoint.codec.parallel import set_threads
 from shrinkpoint.codec.state import leaves
 from shrinkpoint.codec.weights import planning, quantize
 from shrinkpoint.codec.weights.codebook import Problem
-from shrinkpoint.kernels.arrays import is_torch
+from shrinkpoint.kernels.backend.arrays import is_torch
 
 from .common import take_apart
 
@@ -176,7 +176,7 @@ def test_sketches_and_codebooks_of_a_model_take_one_launch_each(
     seen: dict[str, int] = {}
 
     def count(subject: str, name: str) -> None:
-        module = importlib.import_module(f"shrinkpoint.kernels.gpu.{subject}")
+        module = importlib.import_module(f"shrinkpoint.kernels.{subject}.gpu")
         real = getattr(module, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,10 @@ CONFIGS = {
 }
 
 
+UNKNOWN = pytest.mark.filterwarnings("ignore::shrinkpoint.UnknownArraysWarning")
+"""For states of which the kinds name a part."""
+
+
 def drawn(seed: int = 0) -> Any:
     return np.random.default_rng(seed).normal(size=(128, 96)).astype("f4")
 
@@ -180,6 +184,7 @@ def test_a_kind_told_by_hand_is_kept_below_a_number() -> None:
     assert {r.path: r.stream for r in sp.compress(state, kinds=told).summary()}["1/0/mu/weight"] == "log-buckets"
 
 
+@UNKNOWN
 @pytest.mark.parametrize("both", [False, True])
 def test_kinds_of_one_model_say_nothing_of_another_whose_layers_are_called_alike(both: bool) -> None:
     torch.manual_seed(0)
@@ -187,10 +192,10 @@ def test_kinds_of_one_model_say_nothing_of_another_whose_layers_are_called_alike
     other = torch.nn.Sequential(torch.nn.LayerNorm(2048), torch.nn.Linear(2048, 1))
     torch.nn.init.normal_(other[0].weight)
     given = {**sp.kinds(other), **sp.kinds(one)} if both else sp.kinds(one)
-    state = {"one": one.state_dict(), "other": other.state_dict(), "average": one.state_dict()}
+    state = {"model": one.state_dict(), "other": other.state_dict(), "average": one.state_dict()}
     rows = {row.path: row for row in sp.compress(state, kinds=given).summary()}
     assert rows["other/0.weight"].measure == "exact"
-    assert rows["one/0.weight"].stream == "levels"
+    assert rows["model/0.weight"].stream == "levels"
 
 
 def test_a_copy_of_a_model_is_of_its_kinds() -> None:
@@ -232,6 +237,7 @@ def test_momentum_below_an_optimizer_is_a_first_moment(path: str) -> None:
     assert row.stream == "log-buckets"
 
 
+@UNKNOWN
 def test_kinds_of_another_state_are_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64))
     wrapped = {f"module.{name}": x for name, x in model.state_dict().items()}
@@ -248,11 +254,13 @@ def test_kinds_of_another_state_are_refused() -> None:
     sp.compress({"step": 3}, kinds=sp.kinds(model))
 
 
+@UNKNOWN
 def test_kinds_may_name_the_second_name_of_a_tied_array() -> None:
     w = torch.randn(64, 64)
     sp.compress({"head.weight": w, "table.weight": w}, kinds={"table.weight": "embedding"})
 
 
+@UNKNOWN
 def test_a_framework_may_save_a_part_of_what_its_kinds_name(tmp_path: Any) -> None:
     """Kinds may name arrays that the saved part of a state does not have."""
     from shrinkpoint.trainers.pointers import load_at, save_at
@@ -269,8 +277,10 @@ def test_names_of_moments_on_dtypes_that_have_no_order(path: str, dtype: torch.d
     assert difference(state, sp.decompress(sp.compress(state))) == ""
 
 
+@UNKNOWN
 def test_what_stands_beside_a_word_of_optimizers_in_a_model_is_not_exact() -> None:
-    (first, second) = sp.compress({"net": {"mg": drawn(), "kernel": drawn(1)}}, kinds={"net/mg": "linear"}).summary()
+    kinds = {"net/mg": "linear", "net/kernel": "linear"}
+    (first, second) = sp.compress({"net": {"mg": drawn(), "kernel": drawn(1)}}, kinds=kinds).summary()
     assert (first.stream, second.stream) == ("levels", "levels")
 
 
@@ -286,3 +296,72 @@ def test_gradients_of_subnormal_size() -> None:
     assert (
         sp.compress({"weight": drawn()[:64, :64].copy()}, cfg=sp.Config(rate=0.001), grads=gradients).is_delta is False
     )
+
+
+# ------------------------------------------------------------------------------------------- several trees of one name
+
+
+def trained_pair() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(32, 32)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def lossy(state: Any, kinds: Any = None) -> set[str]:
+    """Return the paths of weights that `compress` changes."""
+    return {row.path for row in sp.compress(state, kinds=kinds).summary() if row.codec == "quantize"}
+
+
+@pytest.mark.parametrize("copy", ["best_model", "fisher", "policy_old", "master_weights", "zz"])
+def test_kinds_are_those_of_the_model_and_of_no_copy(copy: str) -> None:
+    model, optimizer = trained_pair()
+    weights = model.state_dict()
+    others = {name: value * 0.9 for name, value in weights.items()}
+    state = {copy: others, "model": weights, "optimizer": optimizer.state_dict()}
+    assert lossy(state, sp.kinds(model, optimizer)) == {"model/0.weight", "model/2.weight"}
+    reasons = {row.path: row.why for row in sp.compress(state, kinds=sp.kinds(model, optimizer)).summary()}
+    assert reasons[f"{copy}/2.weight"] == "kinds are those of model/"
+
+
+def test_kinds_that_fit_several_trees_are_no_evidence() -> None:
+    model, optimizer = trained_pair()
+    weights = model.state_dict()
+    state = {"online": weights, "second": {name: 2 * value for name, value in weights.items()}}
+    kinds = sp.kinds(model, optimizer)
+    with pytest.warns(sp.UnknownArraysWarning, match=r"online/, second/.*'online/' \+ name"):
+        assert lossy(state, kinds) == set()
+    with pytest.warns(sp.UnknownArraysWarning, match="second/2.weight"):
+        found = lossy(state, {"online/" + name: kind for name, kind in kinds.items()})
+    assert found == {"online/0.weight", "online/2.weight"}
+
+
+def test_the_tree_of_an_optimizer_has_the_kinds() -> None:
+    """Two models with equal names and an optimizer each keep their kinds."""
+    (generator, first), (critic, second) = trained_pair(), trained_pair()
+    state = {
+        "gen": generator.state_dict(),
+        "disc": critic.state_dict(),
+        "opt_g": first.state_dict(),
+        "opt_d": second.state_dict(),
+    }
+    kinds = {**sp.kinds(generator, first), **sp.kinds(critic, second)}
+    assert lossy(state, kinds) == {f"{part}/{i}.weight" for part in ("gen", "disc") for i in (0, 2)}
+
+
+def test_ranks_hold_the_same_tree() -> None:
+    model, optimizer = trained_pair()
+    state = {"ranks": {str(i): {"model": {k: v + i for k, v in model.state_dict().items()}} for i in range(2)}}
+    assert len(lossy(state, sp.kinds(model, optimizer))) == 4
+
+
+@pytest.mark.no_evidence
+def test_a_name_alone_is_no_evidence() -> None:
+    model, _ = trained_pair()
+    model.register_buffer("kernel", torch.randn(64, 1, 5, 5))
+    with pytest.warns(sp.UnknownArraysWarning, match="nothing says what these arrays are"):
+        assert lossy({"model": model.state_dict()}) == set()
+    assert lossy({"model": model.state_dict()}, sp.kinds(model)) == {"model/0.weight", "model/2.weight"}

@@ -17,8 +17,7 @@ from shrinkpoint.codec.base import CHUNK
 from shrinkpoint.codec.entropy import context_coders as placed
 from shrinkpoint.codec.entropy import low_rank as lowrank
 from shrinkpoint.codec.entropy.low_rank import CLASSES, HALF_STEPS, Factors, expected, factors_of, signed
-from shrinkpoint.kernels.integer_products import orthogonal_directions
-from shrinkpoint.kernels.reference import integer_products as reference
+from shrinkpoint.kernels.prediction import orthogonal_directions, reference
 
 from .common import small_chunks, threads
 

@@ -79,7 +79,7 @@ def test_a_rate_leaves_moments_as_they_are(rate: float) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 0.3, 0.1])
 def test_a_first_moment_keeps_half_of_itself_unless_its_codec_gives_that_up(scale: float) -> None:
-    """A coarse grid is refined until the relative error of a first moment is 0.5."""
+    """A coarse grid is refined until the relative error of a first moment is 0.58."""
     entry = adam((64, 96))
     entry["exp_avg"] *= scale
     for step, bound, least in ((0.5, None, 0.0), (4.0, None, 0.0), (4.0, 1, 0.9)):
@@ -87,7 +87,7 @@ def test_a_first_moment_keeps_half_of_itself_unless_its_codec_gives_that_up(scal
         ckpt = sp.compress(state(entry), cfg=cfg)
         row = rows_of(ckpt)["exp_avg"]
         met = relative(entry["exp_avg"], sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg"])
-        assert least <= met <= 0.5 + 0.51 * (bound == 1)
+        assert least <= met <= 0.58 + 0.43 * (bound == 1)
         assert row.stream == "grid"
         assert ("as good as zero" in row.note) == (row.error >= 0.9) == (bound == 1)
 
@@ -440,3 +440,33 @@ def test_log_buckets_at_hand_are_those_a_reader_sees(library: str, dtype: str) -
     pieces = [memoryview(piece) for piece in stored.pieces]
     seen = STREAMS[stored.stream].decode(spec, stored.meta, pieces, None, None).values(spec)
     np.testing.assert_array_equal(as_bytes(stored.decoded()), as_bytes(seen))
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.0, 1.5])
+@pytest.mark.parametrize("shape", [(64, 96), (300, 700)])
+def test_first_moments_come_back_without_bias(spread: float, shape: tuple[int, int]) -> None:
+    """The projection of the restored first moment on the original is the original's size."""
+    torch.manual_seed(1)
+    v = torch.exp(2 * torch.randn(shape)).float()
+    u = torch.randn(shape) * 0.25 * torch.exp(spread * torch.randn(shape[0], 1))
+    entry = {"step": torch.tensor(10.0), "exp_avg": u * v.sqrt(), "exp_avg_sq": v}
+    back = sp.decompress(sp.compress(state(entry)))["optimizer"]["state"][0]["exp_avg"].double()
+    m = entry["exp_avg"].double()
+    assert 0.98 <= float((back * m).sum() / (m * m).sum()) <= 1.02
+
+
+def test_a_coarse_grid_without_bound_has_no_gain() -> None:
+    entry = adam((64, 96))
+    cfg = sp.Config([("first moment", sp.FirstMoment(step=4.0, max_error=1))])
+    back = sp.decompress(sp.compress(state(entry), cfg=cfg))["optimizer"]["state"][0]["exp_avg"]
+    assert float((back * entry["exp_avg"]).sum() / entry["exp_avg"].square().sum()) < 0.9
+
+
+def test_moments_of_another_basis_and_maxima_are_exact() -> None:
+    entry = adam((64, 96))
+    rotated = entry | {"Q": [torch.eye(64), torch.eye(96)]}
+    assert rows_of(sp.compress(state(rotated)))["exp_avg"].measure == "exact"
+    largest = entry | {"max_exp_avg_sq": 2 * entry["exp_avg_sq"]}
+    rows = rows_of(sp.compress(state(largest)))
+    assert rows["max_exp_avg_sq"].measure == "exact"
+    assert rows["exp_avg"].stream == "grid"

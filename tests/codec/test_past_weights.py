@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.codec.weights.drift_gain import Distances
 from shrinkpoint.codec.weights.levels import GAIN_STEPS, LARGEST_GAIN, LevelsReference
-from shrinkpoint.kernels.approximation_error import distortion
+from shrinkpoint.kernels.error_sums import distortion
 
 from .common import bits, put_together, take_apart, through_bytes
 

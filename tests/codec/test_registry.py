@@ -39,7 +39,7 @@ assert "tiny_codec" not in sys.modules
 w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 cfg = sp.Config([("weight", from_json(CODECS, {"id": "example.rounded", "bits": 5}))])
 assert sp.Config.from_json(cfg.to_json()) == cfg
-ckpt = sp.compress({"weight": w}, cfg=cfg)
+ckpt = sp.compress({"weight": w}, cfg=cfg, kinds={"weight": "linear"})
 assert ckpt.summary()[0].codec == "example.rounded", ckpt.summary()
 open(sys.argv[1], "wb").write(ckpt.to_bytes())
 """

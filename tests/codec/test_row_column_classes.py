@@ -22,8 +22,8 @@ from shrinkpoint.codec.entropy.table import Table
 from shrinkpoint.codec.errors import CorruptDataError
 from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.rebase import rebase as restate
-from shrinkpoint.kernels.cpu import rans
 from shrinkpoint.kernels.levels import joint_counts
+from shrinkpoint.kernels.rans import cpu as rans
 from shrinkpoint.kernels.rans import entropy_bits, pack_frequencies
 
 from .common import difference, small_chunks, through_bytes

@@ -601,6 +601,79 @@ def test_a_dcp_folder_cannot_ask_for_all_memory(tmp_path: Path) -> None:
     bad(1, "needs .* bytes, this machine or container has", "compress", folder, tmp_path / "o.spt")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (b"state_dict_metadata", b"suate_dict_metadata", "Metadata has no state_dict_metadata"),
+        (b"planner_data", b"plan-er_data", "Metadata has no planner_data"),
+        (b"properties", b"propertiez", "TensorStorageMetadata has no properties"),
+        (b"save_id", b"save_ie", "StorageMeta has no save_id"),
+    ],
+)
+def test_renamed_fields_of_dcp_metadata_are_damage(old: bytes, new: bytes, says: str, tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    save_state({"weight": torch.zeros(4)}, folder, "dcp", False)
+    data = (folder / ".metadata").read_bytes()
+    assert old in data
+    (folder / ".metadata").write_bytes(data.replace(old, new))
+    bad(1, says, "compress", folder, tmp_path / "o.spt")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m: m.state_dict_metadata.update(b=m.state_dict_metadata.pop("a")), "'.' in one of its tables only"),
+        (lambda m: m.planner_data.pop("a"), "'a' in one of its tables only"),
+        (lambda m: setattr(m, "planner_data", 3), "a table of it is not a dict"),
+        (lambda m: setattr(next(iter(m.storage_data.values())), "offset", "0"), "offset of _StorageInfo is '0'"),
+    ],
+)
+def test_contradictions_of_dcp_metadata_are_damage(change: Any, says: str, tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    save_state({"a": torch.zeros(4), "c": 3}, folder, "dcp", False)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    bad(1, says, "compress", folder, tmp_path / "o.spt")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("way", ["file", "store", "pt"])
+def test_texts_of_a_safetensors_header_survive(nested: bool, way: str, tmp_path: Path) -> None:
+    texts = {"ss_network_dim": "8", "modelspec.title": "a style, \u03c0", "format": "np" if nested else "pt"}
+    source, between, target = tmp_path / "a.safetensors", tmp_path / "a.spt", tmp_path / "b.safetensors"
+    tensors: dict[str, Any] = {"unet.down.weight": torch.randn(8, 64), "unet.alpha": torch.tensor(4.0)}
+    if nested:
+        save_state({"model": tensors, "step": 3, "__metadata__": texts}, source, "safetensors", False)
+    else:
+        save_file(tensors, source, texts)
+    if way == "pt":
+        good("compress", source, between)
+        assert "'__metadata__'" in run("restore", between, tmp_path / "a.pt")[2]
+        loaded = torch.load(tmp_path / "a.pt")
+        assert loaded.pop("__metadata__") == {k: v for k, v in texts.items() if (k, v) != ("format", "pt")}
+        source, between = tmp_path / "a.pt", tmp_path / "b.spt"
+    if way == "store":
+        good("compress", source, tmp_path / "run", "--step", 1)
+        good("compress", source, tmp_path / "run", "--step", 2)
+        good("restore", tmp_path / "run", target)
+    else:
+        good("compress", source, between)
+        good("restore", between, target)
+    with safe_open(target, "pt") as file:
+        assert {k: v for k, v in file.metadata().items() if k != "shrinkpoint.tree"} == texts
+        assert sorted(file.keys()) == sorted(f"model/{k}" if nested else k for k in tensors)
+    again = load_state(target)
+    assert (again["model"]["unet.alpha"] if nested else again["unet.alpha"]) == 4.0
+
+
+@pytest.mark.parametrize("entry", [{}, {"a": 1}, {"shrinkpoint.tree": "[]"}, {"a": "\ud800"}, "text"])
+def test_another_entry_of_that_name_stays_in_the_state(entry: Any, tmp_path: Path) -> None:
+    state = {"weight": torch.ones(3), "__metadata__": entry}
+    save_state(state, tmp_path / "a.safetensors", "safetensors", False)
+    assert load_state(tmp_path / "a.safetensors")["__metadata__"] == entry
+
+
 @pytest.mark.parametrize("kind", ["pt", "safetensors", "dcp", "spt"])
 def test_damaged_files_are_told_plainly(kind: str, tmp_path: Path) -> None:
     """Damaged files give an error of one line, never a traceback."""
@@ -610,6 +683,10 @@ def test_damaged_files_are_told_plainly(kind: str, tmp_path: Path) -> None:
     else:
         save_state(state(), path, kind, False)
     target = path / ".metadata" if kind == "dcp" else path
+    if kind == "dcp":  # it names its folder and a random id: the same bytes are damaged in each run
+        metadata = pickle.loads(target.read_bytes())
+        metadata.storage_meta.checkpoint_id, metadata.storage_meta.save_id = "folder", "id"
+        target.write_bytes(pickle.dumps(metadata))
     data = target.read_bytes()
     reads = (path, tmp_path / "o.spt") if kind != "spt" else (path, tmp_path / "o.pt")
     rng = np.random.default_rng(1)
@@ -1006,8 +1083,9 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 def test_ctrl_c_is_130(tmp_path: Path) -> None:
     """Ctrl-C while a file is read gives exit code 130."""
-    os.mkfifo(tmp_path / "a.pt")
-    command = [sys.executable, "-m", "shrinkpoint", "compress", "a.pt", "o.spt"]
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "a.pt")
+    os.mkfifo(tmp_path / "config.json")
+    command = [sys.executable, "-m", "shrinkpoint", "compress", "a.pt", "o.spt", "--config", "config.json"]
     process = subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -1018,7 +1096,7 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     # The pipe has a writer as soon as the command has opened it.
-    writer = os.open(tmp_path / "a.pt", os.O_WRONLY)
+    writer = os.open(tmp_path / "config.json", os.O_WRONLY)
     try:
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)

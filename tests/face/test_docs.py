@@ -128,6 +128,7 @@ def modules_with_examples() -> list[str]:
             if ">>> " in path.read_text(encoding="utf-8"):
                 parts = path.relative_to(HOME / "src" if folder.startswith("src") else HOME).with_suffix("").parts
                 parts = ("searching", *parts[1:]) if parts[0] == "search" else parts
+                parts = parts[:-1] if parts[-1] == "__init__" else parts
                 found.append(".".join(parts if parts[0] == "shrinkpoint" else ("shrinkpoint", *parts)))
     return found
 

@@ -176,17 +176,22 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 
 
 def test_links_to_files_are_followed(tmp_path: Path) -> None:
-    """Links to files are followed, as in the caches of model hubs."""
-    blob = tmp_path / "blob"
+    """Links to files are followed in the caches of model hubs, and refused where they lead elsewhere."""
+    snapshot, blob = tmp_path / "models--m" / "snapshots" / "1", tmp_path / "models--m" / "blobs" / "ab"
+    for folder in (snapshot, blob.parent):
+        folder.mkdir(parents=True)
     blob.write_bytes(b"weights")
-    (tmp_path / "snapshot").mkdir()
-    (tmp_path / "snapshot" / "model.bin").symlink_to(blob)
-    good("seal", tmp_path / "snapshot")
-    assert problems(tmp_path / "snapshot") == {}
+    (snapshot / "model.bin").symlink_to("../../blobs/ab")
+    good("seal", snapshot)
+    assert problems(snapshot) == {}
     blob.write_bytes(b"weightz")
-    assert problems(tmp_path / "snapshot") == {"model.bin": "altered"}
+    assert problems(snapshot) == {"model.bin": "altered"}
     blob.unlink()
-    assert problems(tmp_path / "snapshot") == {"model.bin": "altered"}
+    assert problems(snapshot) == {"model.bin": "altered"}
+    (tmp_path / "secret").write_bytes(b"key")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes").symlink_to(tmp_path / "secret")
+    bad(2, "notes links to .*/secret, which is outside of", "seal", tmp_path / "folder")
 
 
 def test_a_seal_is_only_replaced_on_request(tmp_path: Path) -> None:

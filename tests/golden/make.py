@@ -8,6 +8,7 @@ replaced: an encoder that writes other bytes gets a further folder, and its case
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -19,7 +20,7 @@ from blake3 import blake3
 
 import shrinkpoint as sp
 from shrinkpoint.codec.rebase import rebase
-from shrinkpoint.codec.state.leaves import is_array
+from shrinkpoint.codec.state.leaves import is_stored_as_array, read_leaf
 from shrinkpoint.codec.state.tree import flatten
 
 from .subclass import Coded, coded
@@ -273,6 +274,26 @@ def small(t: int) -> dict[str, Any]:
     return {"model": model, "optimizer": {"state": entries}}
 
 
+def numbers(t: int) -> dict[str, Any]:
+    """Return lists and tuples of Python numbers, long enough to be stored as arrays, and others."""
+    mantissas = [struct.unpack(">d", bytes.fromhex(text))[0] for text in ("7ff4dead0000beef", "fff8000000000001")]
+    order = [int(n) for n in 10_000 * uniform(300, 401)]
+    return {
+        "order": order,
+        "losses": [float(x) for x in bell(200 + t, 402)],
+        "odd": [*mantissas, -0.0, float("inf"), -float("inf"), 5e-324] * 20,
+        "flags": [n % 3 == 0 for n in order],
+        "state": (3, tuple(2**31 + n + t for n in order), None),
+        "large": [2**64 - 1 - n for n in order],
+        "larger": [2**64 + n for n in order[:70]],
+        "both signs": [-1, 2**63] * 40,
+        "mixed": [1, 1.0, True] * 30,
+        "short": order[:63],
+        "pairs": [[float(n), order[:64]] for n in range(2)],
+        "one": [7] * 1000,
+    }
+
+
 KINDS: dict[Any, dict[str, Any]] = {
     training: {"fc.weight": "linear", "wte.weight": "embedding", "half": "linear", "odd": "linear", "zero": "linear"},
     tables: {"emb.weight": "embedding", "wte.weight": "embedding"},
@@ -318,6 +339,7 @@ def cases() -> dict[str, tuple[Any, sp.Config, int]]:
         "many": (many, sp.presets.lossless(), 2),
         "small": (small, sp.Config(), 3),
         "small-rate": (small, sp.Config([("second moment", sp.LogBuckets())], rate=0.001), 2),
+        "numbers": (numbers, sp.Config([("*", sp.Quantize())]), 2),
         "subclass": (lambda t: {"state": {0: {"exp_avg": coded(t), "step": t}}}, sp.Config(), 2),
     }
 
@@ -330,7 +352,7 @@ FILES += [f"{name}-{t}.spt" for name, (_, t, _) in AGAIN.items()]
 
 def arrays_of(ckpt: sp.Checkpoint, state: Any) -> dict[str, list[Any]]:
     """Return library, dtype, shape and hash of each restored array, by its key as JSON."""
-    _, nodes = flatten(state, is_array)
+    _, nodes = flatten(state, is_stored_as_array)
     values = {node.key: node.value for node in reversed(nodes)}
     found = {}
     for record in ckpt.records:
@@ -349,6 +371,8 @@ def bits(value: Any) -> bytes:
     """Return the bytes of an array in C order; text scalars with all of their characters."""
     if isinstance(value, torch.Tensor):
         return bytes(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if value.numel() else b""
+    if isinstance(value, list | tuple):
+        value = read_leaf(value, "")[1]
     return bytes(value.tobytes())
 
 

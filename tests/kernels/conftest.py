@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from shrinkpoint.kernels.arrays import is_torch, to_numpy
+from shrinkpoint.kernels.backend.arrays import is_torch, to_numpy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ class BackEnd:
 
     def module(self, subject: str) -> ModuleType:
         """The module of `subject` in this back end."""
-        return importlib.import_module(f"shrinkpoint.kernels.{self.name}.{subject}")
+        return importlib.import_module(f"shrinkpoint.kernels.{subject}.{self.name}")
 
     def array(self, x: Any, dtype: str | None = None) -> Any:
         """x as an array of this back end's library.
@@ -75,7 +75,7 @@ class BackEnd:
 
 def _block(launch: str) -> int:
     subject, name = launch.split(".")
-    block: int = getattr(importlib.import_module(f"shrinkpoint.kernels.gpu.{subject}"), name).block
+    block: int = getattr(importlib.import_module(f"shrinkpoint.kernels.{subject}.gpu"), name).block
     return block
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shrinkpoint.kernels.floats import FORMATS
+from shrinkpoint.kernels.backend.floats import FORMATS
 from shrinkpoint.kernels.planes import WIDTHS
 
 if TYPE_CHECKING:

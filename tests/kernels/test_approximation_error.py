@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from shrinkpoint.kernels.approximation_error import Distortion, distortion
+from shrinkpoint.kernels.error_sums import Distortion, distortion
 from shrinkpoint.kernels.errors import BadArgumentError
 
 from .conftest import STRICT_SHAPES, BackEnd, strict_array
@@ -17,10 +17,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_sums_and_largest(back_end: BackEnd, dtype: str, fresh: np.random.Generator) -> None:
-    for n in back_end.sizes([0, 1, 3, 127, 128, 129, 1000], "approximation_error.SUMS"):
+    for n in back_end.sizes([0, 1, 3, 127, 128, 129, 1000], "error_sums.SUMS"):
         x = back_end.array(fresh.normal(size=n), dtype)
         y = back_end.array(fresh.normal(size=n), dtype)
-        got = back_end.module("approximation_error").distortion(x, y)
+        got = back_end.module("error_sums").distortion(x, y)
         a, b = (_wide(back_end.numpy(v), dtype) for v in (x, y))
         assert got.squared_error == pytest.approx(((b - a) ** 2).sum(), rel=1e-12)
         assert got.squared_norm == pytest.approx((a * a).sum(), rel=1e-12)
@@ -34,7 +34,7 @@ def _wide(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def test_what_is_not_finite_and_zeros(back_end: BackEnd) -> None:
-    module = back_end.module("approximation_error")
+    module = back_end.module("error_sums")
     x = back_end.array([1.0, np.nan, np.inf, -np.inf, 0.0, 2.0], "float32")
     y = back_end.array([1.5, 0.0, np.inf, 0.0, 0.0, 2.0], "float32")
     assert module.distortion(x, y) == Distortion(0.25, 5.0, 0.5)
@@ -49,7 +49,7 @@ def test_nan_in_what_is_finite_is_told(back_end: BackEnd, dtype: str, at: int) -
     x = np.ones(6000)
     y = x + 0.25
     y[at] = np.nan
-    found = back_end.module("approximation_error").distortion(back_end.array(x, dtype), back_end.array(y, dtype))
+    found = back_end.module("error_sums").distortion(back_end.array(x, dtype), back_end.array(y, dtype))
     assert math.isnan(found.largest_relative)
     assert math.isnan(found.relative_l2)
     fine = Distortion(1.0, 1.0, 0.5)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shrinkpoint import kernels as k
-from shrinkpoint.kernels import arguments
+from shrinkpoint.kernels.backend import arguments
 from shrinkpoint.kernels.errors import BadArgumentError
 from shrinkpoint.kernels.rows import search_steps
 
@@ -350,3 +350,10 @@ def test_integers_of_any_library_are_integers() -> None:
     for value in (0.5, np.float16(0.5), np.float32(0.5), np.float64(0.5), np.longdouble(0.5)):
         assert type(arguments.number("alpha", value, 0, 1)) is float
     assert arguments.number("q", 1, 0, 1) == 1.0
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused() -> None:
+    freed = torch.zeros(100)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(BadArgumentError, match="x is a torch tensor whose storage was freed"):
+        k.log_histogram(freed, 6)

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.kernels.bitpack import pack_bits, unpack_bits
-from shrinkpoint.kernels.cpu import bitpack as compiled
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
-from shrinkpoint.kernels.reference import bitpack as oracle
+from shrinkpoint.kernels.packing import cpu as compiled
+from shrinkpoint.kernels.packing import pack_bits, unpack_bits
+from shrinkpoint.kernels.packing import reference as oracle
 
 if TYPE_CHECKING:
     from .conftest import BackEnd
@@ -39,7 +39,7 @@ def long_number(values: Values, width: int) -> list[int]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_width(back_end: BackEnd, fresh: np.random.Generator, dtype: str) -> None:
-    module = back_end.module("bitpack")
+    module = back_end.module("packing")
     for width in range(int(dtype[4:]) + 1):
         for n in SIZES if width in (1, 3, 8) else fresh.choice(SIZES, 2).tolist():
             values = drawn(fresh, n, width, dtype)
@@ -53,7 +53,7 @@ def test_every_width(back_end: BackEnd, fresh: np.random.Generator, dtype: str) 
 @pytest.mark.parametrize(("dtype", "width"), [("uint8", 3), ("uint8", 8), ("uint16", 11), ("uint32", 32)])
 def test_sizes_around_a_block(back_end: BackEnd, fresh: np.random.Generator, dtype: str, width: int) -> None:
     """Sizes around a GPU block: 1,024 words or 2,048 values."""
-    module = back_end.module("bitpack")
+    module = back_end.module("packing")
     packed = 1024 // width * 32
     for size in (1024, 2048, packed, 3 * packed):
         for n in (size - 1, size, size + 1):
@@ -66,7 +66,7 @@ def test_sizes_around_a_block(back_end: BackEnd, fresh: np.random.Generator, dty
 
 
 def test_strides_and_any_start_in_memory(back_end: BackEnd, fresh: np.random.Generator) -> None:
-    module = back_end.module("bitpack")
+    module = back_end.module("packing")
     for dtype, width in (("uint8", 5), ("uint16", 9), ("uint32", 31)):
         values = drawn(fresh, 300, width, dtype)
         data = module.pack_bits(back_end.array(values)[1::3], width)
@@ -109,7 +109,7 @@ def test_any_bytes(data: bytes, width: int, n: int) -> None:
 
 
 def test_truncated_extended_and_trailing_bits(back_end: BackEnd) -> None:
-    unpack = back_end.module("bitpack").unpack_bits
+    unpack = back_end.module("packing").unpack_bits
     for width, n in ((1, 5), (3, 11), (7, 9), (12, 3)):
         data = compiled.pack_bits(np.zeros(n, np.uint16), width)
         for size in range(data.size):
@@ -132,7 +132,7 @@ def test_truncated_extended_and_trailing_bits(back_end: BackEnd) -> None:
 def test_a_value_of_too_many_bits_is_found_wherever_it_is(
     back_end: BackEnd, fresh: np.random.Generator, dtype: str
 ) -> None:
-    pack = back_end.module("bitpack").pack_bits
+    pack = back_end.module("packing").pack_bits
     for width in {0, 1, 3, 7, int(dtype[4:]) - 1}:
         for at in (0, 1, 31, 32, 77, int(fresh.integers(100)), 99):
             values = drawn(fresh, 100, width, dtype)

@@ -17,7 +17,7 @@ import numba
 import numpy as np
 import pytest
 
-from shrinkpoint.kernels.cpu import cache, jit
+from shrinkpoint.kernels.backend import cache, jit
 
 pytestmark = pytest.mark.skipif(
     bool(numba.config.DISABLE_JIT),  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ def counted():
     return {"hits": hits, "misses": misses}
 """
 PACK = f"""{COUNT}
-import numpy as np, shrinkpoint.kernels.cpu.mask as k
+import numpy as np, shrinkpoint.kernels.packing.cpu as k
 packed = k.pack_mask(np.array([True, False, True] * 5)).tolist()
 print(json.dumps({{"packed": packed, **counted()}}))
 """
@@ -86,7 +86,7 @@ def test_the_second_process_compiles_nothing(filled: Path) -> None:
 
 def test_compiling_is_said_once_and_only_where_it_takes_long(filled: Path, tmp_path: Path) -> None:
     """A long compilation is logged once, and not if the cache is read."""
-    at_once = f"import shrinkpoint.kernels.cpu.compile_notice as c\nc.PATIENCE = 0.0\n{PACK}"
+    at_once = f"import shrinkpoint.kernels.backend.compile_notice as c\nc.PATIENCE = 0.0\n{PACK}"
     for folder, times in ((tmp_path, 1), (filled, 0)):
         process = start(at_once, NUMBA_CACHE_DIR=str(folder))
         assert process.communicate(timeout=300)[1].count(NOTICE) == times
@@ -123,7 +123,7 @@ def test_without_any_folder_everything_runs(tmp_path: Path) -> None:
     """Kernels run if neither the package folder nor a home can be written."""
     copy = tmp_path / "shrinkpoint"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "results", "baselines"))
-    (copy / "kernels" / "cpu" / "__pycache__").touch()
+    (copy / "kernels" / "packing" / "__pycache__").touch()
     nothing = {"NUMBA_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": os.devnull}
     code = PACK.replace("print(", "assert k.__file__.startswith(" + repr(str(tmp_path)) + "); print(")
     found, said = ended(start(code, PYTHONPATH=str(tmp_path), **nothing))
@@ -137,7 +137,7 @@ def test_processes_that_compile_at_once_leave_what_both_can_use(tmp_path: Path) 
     calls = [f"k.changed_mask(np.arange(9, dtype='{d}'), np.zeros(9, '{d}')).tolist()" for d in ("u1", "u2")]
 
     def code(*calls: str) -> str:
-        body = f"import numpy as np, shrinkpoint.kernels.cpu.mask as k\nfound = [{', '.join(calls)}]\n"
+        body = f"import numpy as np, shrinkpoint.kernels.packing.cpu as k\nfound = [{', '.join(calls)}]\n"
         return f"{COUNT}{body}print(json.dumps({{'found': found, **counted()}}))"
 
     together = [start(code(call), NUMBA_CACHE_DIR=str(tmp_path)) for call in calls]

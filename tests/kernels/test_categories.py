@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.kernels.categories import WIDTHS, category_count, join_categories, most_bits, split_categories
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
-from shrinkpoint.kernels.reference import categories as oracle
+from shrinkpoint.kernels.planes import VALUE_WIDTHS as WIDTHS
+from shrinkpoint.kernels.planes import category_count, join_categories, most_bits, split_categories
+from shrinkpoint.kernels.planes import reference as oracle
 
 if TYPE_CHECKING:
     from .conftest import BackEnd
@@ -33,7 +34,7 @@ def drawn(rng: np.random.Generator, n: int, dtype: str) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize(("dtype", "bits"), CASES)
 def test_every_length(sequential_back_end: BackEnd, fresh: np.random.Generator, dtype: str, bits: int) -> None:
-    module = sequential_back_end.module("categories")
+    module = sequential_back_end.module("planes")
     for n in SIZES if sequential_back_end.name == "cpu" else SIZES[:6]:
         values = drawn(fresh, n, dtype)
         categories, extra = module.split_categories(sequential_back_end.array(values), bits)

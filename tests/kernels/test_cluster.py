@@ -22,8 +22,8 @@ from shrinkpoint.kernels.cluster import (
     normal_quantiles,
     thresholds,
 )
+from shrinkpoint.kernels.cluster import reference as oracle
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
-from shrinkpoint.kernels.reference import cluster as oracle
 
 from .patterns import assert_same_bits
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shrinkpoint.kernels.backend.floats import FORMATS
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.kernels.exponent import (
     Buckets,
@@ -20,7 +21,6 @@ from shrinkpoint.kernels.exponent import (
     merge_buckets,
     promote,
 )
-from shrinkpoint.kernels.floats import FORMATS
 
 from .patterns import array_of, random_patterns
 

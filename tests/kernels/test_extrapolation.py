@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from shrinkpoint.kernels.cpu.widen import widened
+from shrinkpoint.kernels.backend.widen import widened
 from shrinkpoint.kernels.errors import BadArgumentError
-from shrinkpoint.kernels.extrapolation import extrapolate
+from shrinkpoint.kernels.rate_distortion import extrapolate
 
 from .conftest import STRICT_SHAPES, BackEnd, strict_array
 from .patterns import array_of, assert_same_bits, random_patterns
@@ -47,12 +47,12 @@ def test_agrees_with_the_written_order(
 ) -> None:
     """Results equal the written order of operations for any patterns."""
     sizes = [*SIZES, WIDENED] if back_end.name == "cpu" else SIZES
-    for n in back_end.sizes(sizes, "extrapolation.ELEMENTS"):
+    for n in back_end.sizes(sizes, "rate_distortion.ELEMENTS"):
         u, v = random_patterns(fresh, dtype, n), random_patterns(fresh, earlier_dtype, n)
         x, earlier = values_of(u, dtype), values_of(v, earlier_dtype)
         arrays = array_of(back_end, u, dtype), array_of(back_end, v, earlier_dtype)
         for factor in (0.0, 0.1, float(np.finfo(np.float32).max)):
-            found = back_end.module("extrapolation").extrapolate(*arrays, factor)
+            found = back_end.module("rate_distortion").extrapolate(*arrays, factor)
             assert_same_bits(back_end, found, expected(x, earlier, factor))
 
 
@@ -61,7 +61,7 @@ def test_nothing_is_fused(back_end: BackEnd, dtype: str, fresh: np.random.Genera
     """No fused multiply-add changes the last bit."""
     x = fresh.normal(size=20001).astype(dtype)
     earlier = (x + fresh.normal(size=x.size) * 0.01).astype(dtype)
-    found = back_end.module("extrapolation").extrapolate(back_end.array(x), back_end.array(earlier), 1.1)
+    found = back_end.module("rate_distortion").extrapolate(back_end.array(x), back_end.array(earlier), 1.1)
     want = expected(x, earlier, 1.1)
     assert_same_bits(back_end, found, want)
     if dtype == "float32":
@@ -73,14 +73,14 @@ def test_what_is_not_finite_stays_what_x_is(back_end: BackEnd) -> None:
     largest = float(np.finfo(np.float32).max)
     x = np.array([np.nan, np.inf, -np.inf, largest, -largest, 2.0, 2.0, -0.0, 1e-45], np.float32)
     earlier = np.array([1.0, 1.0, np.inf, -largest, 0.0, np.nan, -np.inf, -0.0, 2.8e-45], np.float32)
-    found = back_end.module("extrapolation").extrapolate(back_end.array(x), back_end.array(earlier), 2.0)
+    found = back_end.module("rate_distortion").extrapolate(back_end.array(x), back_end.array(earlier), 2.0)
     want = np.array([np.nan, np.inf, -np.inf, largest, -largest, 2.0, 2.0, 0.0, -1.4e-45], np.float32)
     assert_same_bits(back_end, found, want)
 
 
 def test_what_is_wider_is_rounded_first(back_end: BackEnd) -> None:
     x, earlier = back_end.array(np.float32([1.0, 1.0])), back_end.array(np.array([1.0 + 2.0**-30, 1e300]))
-    found = back_end.module("extrapolation").extrapolate(x, earlier, 2.0**20)
+    found = back_end.module("rate_distortion").extrapolate(x, earlier, 2.0**20)
     assert_same_bits(back_end, found, np.float32([1.0, 1.0]))
 
 
@@ -88,11 +88,11 @@ def test_shapes_and_strides(back_end: BackEnd, fresh: np.random.Generator) -> No
     x, earlier = fresh.normal(size=(2, 34, 50)).astype(np.float32)
     cut = [back_end.array(a)[::2, 3::5] for a in (x, earlier)]
     assert_same_bits(
-        back_end, back_end.module("extrapolation").extrapolate(*cut, 0.5), expected(x, earlier, 0.5)[::2, 3::5]
+        back_end, back_end.module("rate_distortion").extrapolate(*cut, 0.5), expected(x, earlier, 0.5)[::2, 3::5]
     )
     for shape in STRICT_SHAPES:
         x, earlier = np.asarray(fresh.normal(size=shape)), np.asarray(fresh.normal(size=shape))
-        found = back_end.module("extrapolation").extrapolate(back_end.array(x), back_end.array(earlier), 0.5)
+        found = back_end.module("rate_distortion").extrapolate(back_end.array(x), back_end.array(earlier), 0.5)
         assert_same_bits(back_end, found, np.asarray(expected(x, earlier, 0.5)))
 
 

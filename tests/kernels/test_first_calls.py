@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shrinkpoint.kernels import first_calls, huffman_lengths, split_planes
+from shrinkpoint.kernels import huffman_lengths, split_planes
+from shrinkpoint.kernels.backend import first_calls
 
 from .test_cache import start
 from .test_start import jit
@@ -19,7 +20,7 @@ STATE = """
 import hashlib, json, sys
 import numpy as np
 import shrinkpoint as sp
-from shrinkpoint.kernels import first_calls
+from shrinkpoint.kernels.backend import first_calls
 if sys.argv[1] == "compiled":
     first_calls.compile_at_once()
 random = np.random.default_rng(0)
@@ -34,7 +35,7 @@ delta = sp.compress(after, base)
 sp.decompress(sp.Checkpoint.from_bytes(delta.to_bytes(), prev=sp.Checkpoint.from_bytes(base.to_bytes())))
 compiled = 0
 if "numba" in sys.modules:
-    from shrinkpoint.kernels.cpu import jit
+    from shrinkpoint.kernels.backend import jit
     found = {id(v): v for n, m in list(sys.modules.items()) if n.startswith("shrinkpoint.") for v in vars(m).values()
              if type(v).__name__ in ("CPUDispatcher", "Helper")}
     compiled = sum(len(v.overloads) for v in found.values())
@@ -69,9 +70,9 @@ def test_a_large_array_is_compiled_and_so_are_small_ones_after_it() -> None:
     small, large = np.zeros(10, np.float32), np.zeros(first_calls.SMALL + 1, np.float32)
     split_planes(small)
     chosen = first_calls.cpu("planes")
-    assert chosen.split_planes.__module__ != "shrinkpoint.kernels.cpu.planes"
+    assert chosen.split_planes.__module__ != "shrinkpoint.kernels.planes.cpu"
     split_planes(large)
-    assert chosen.split_planes.__module__ == "shrinkpoint.kernels.cpu.planes"
+    assert chosen.split_planes.__module__ == "shrinkpoint.kernels.planes.cpu"
     np.testing.assert_array_equal(split_planes(small), np.zeros((4, 10), np.uint8))
 
 
@@ -79,10 +80,10 @@ def test_a_large_array_is_compiled_and_so_are_small_ones_after_it() -> None:
 def test_a_function_is_compiled_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     huffman_lengths(np.ones(4, np.int64))
     chosen = first_calls.cpu("huffman")
-    assert chosen.huffman_lengths.__module__ != "shrinkpoint.kernels.cpu.huffman"
+    assert chosen.huffman_lengths.__module__ != "shrinkpoint.kernels.huffman.cpu"
     monkeypatch.setattr(first_calls, "PATIENCE", 1e-9)
     huffman_lengths(np.ones(4, np.int64))
-    assert chosen.huffman_lengths.__module__ == "shrinkpoint.kernels.cpu.huffman"
+    assert chosen.huffman_lengths.__module__ == "shrinkpoint.kernels.huffman.cpu"
 
 
 @pytest.mark.usefixtures("cold")
@@ -95,6 +96,6 @@ def test_work_counts_arrays_within_arguments_and_integers() -> None:
 
 def test_compiled_code_on_disk_is_used_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    (tmp_path / "cpu_0123").mkdir()
-    (tmp_path / "cpu_0123" / "planes._split-1.py311.abc.nbc").touch()
+    (tmp_path / "planes_0123").mkdir()
+    (tmp_path / "planes_0123" / "cpu._split-1.py311.abc.nbc").touch()
     assert first_calls._on_disk.__wrapped__() == {"planes"}

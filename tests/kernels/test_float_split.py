@@ -11,11 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.kernels import float_split as public
-from shrinkpoint.kernels.cpu import float_split as cpu
+from shrinkpoint.kernels import scales as public
 from shrinkpoint.kernels.errors import BadArgumentError
-from shrinkpoint.kernels.logbucket import bucket_index
-from shrinkpoint.kernels.reference import float_split as reference
+from shrinkpoint.kernels.histogram import bucket_index
+from shrinkpoint.kernels.scales import cpu, reference
 
 if TYPE_CHECKING:
     from .conftest import BackEnd
@@ -59,10 +58,10 @@ def finite(index: Indices, buckets: int) -> Indices:
 
 @pytest.mark.parametrize("bits", [0, 1, 7, 8, 9, 16])
 def test_everything_matches_the_oracle(back_end: BackEnd, fresh: np.random.Generator, bits: int) -> None:
-    module = back_end.module("float_split")
+    module = back_end.module("scales")
     octaves = int(fresh.choice([1, 40, 254, 277, 2098]))
     buckets = octaves << bits
-    for n in back_end.sizes(SIZES, "float_split.SPLIT", "float_split.JOIN"):
+    for n in back_end.sizes(SIZES, "scales.SPLIT", "scales.JOIN"):
         index = drawn(fresh, n, bits, octaves, float(fresh.choice([0.02, 0.5, 0.95, 1.0])))
         found = module.split_octaves(back_end.array(index), bits, buckets)
         assert_same(found, reference.split_octaves(index, bits, buckets))
@@ -72,7 +71,7 @@ def test_everything_matches_the_oracle(back_end: BackEnd, fresh: np.random.Gener
 
 @pytest.mark.parametrize("fill", ["zeros", "not finite", "lowest", "highest", "negative"])
 def test_all_equal(back_end: BackEnd, fill: str) -> None:
-    module, bits, buckets = back_end.module("float_split"), 3, 277 << 3
+    module, bits, buckets = back_end.module("scales"), 3, 277 << 3
     value = {"zeros": buckets, "not finite": 2 * buckets + 1, "lowest": buckets + 1, "highest": 2 * buckets}
     index = np.full(2051, value.get(fill, 0), np.int32)
     found = module.split_octaves(back_end.array(index), bits, buckets)
@@ -85,7 +84,7 @@ def test_strides(back_end: BackEnd, fresh: np.random.Generator) -> None:
     if back_end.library == "strict":
         pytest.skip("the array API standard has no strides")
     index = drawn(fresh, 3000, 6, 277)
-    found = back_end.module("float_split").split_octaves(back_end.array(index)[1::3], 6, 277 << 6)
+    found = back_end.module("scales").split_octaves(back_end.array(index)[1::3], 6, 277 << 6)
     assert_same(found, reference.split_octaves(index[1::3], 6, 277 << 6))
 
 
@@ -97,7 +96,7 @@ def test_any_bytes_are_joined_alike(back_end: BackEnd, fresh: np.random.Generato
         streams = fresh.integers(0, 256, (1 + (bits + 7) // 8, m)).astype(np.uint8)
         for low in (0, 200, 2**30 - 1):
             octaves = public.Octaves(low, low, symbols, streams[0], streams[1:], np.empty(0, np.int64))
-            joined = back_end.module("float_split").join_octaves(beside(back_end, octaves), bits, 277 << bits)
+            joined = back_end.module("scales").join_octaves(beside(back_end, octaves), bits, 277 << bits)
             np.testing.assert_array_equal(
                 back_end.numpy(joined), reference.join_octaves(octaves, bits, 277 << bits), strict=True
             )
@@ -115,7 +114,7 @@ def test_the_inverse_is_exact(bits: int, octaves: int, n: int, seed: int) -> Non
 
 
 def test_too_many_octaves_are_reported(back_end: BackEnd) -> None:
-    split = back_end.module("float_split").split_octaves
+    split = back_end.module("scales").split_octaves
     index = np.array([301, 555], np.int32)
     assert split(back_end.array(index), 0, 300) is None
     assert split(back_end.array(index - np.array([0, 1], np.int32)), 0, 300) is not None

@@ -20,16 +20,21 @@ import torch
 
 pytest.importorskip("triton")
 
-from shrinkpoint.kernels import gpu
+from shrinkpoint import kernels
+from shrinkpoint.kernels.backend import aot
+from shrinkpoint.kernels.backend.floats import FORMATS
+from shrinkpoint.kernels.backend.launch import INTERPRETED
 from shrinkpoint.kernels.exponent import promote
-from shrinkpoint.kernels.floats import FORMATS
-from shrinkpoint.kernels.gpu import aot
-from shrinkpoint.kernels.gpu.launch import INTERPRETED
 from shrinkpoint.kernels.quantizer import Thresholds
 
 OLDEST = importlib.import_module("triton").__version__.startswith("3.6.")
 """Whether this is the oldest Triton, whose compiler allocates registers differently."""
-MODULES = [importlib.import_module(f"{gpu.__name__}.{m.name}") for m in pkgutil.iter_modules(gpu.__path__)]
+MODULES = [
+    importlib.import_module(m.name)
+    for m in pkgutil.walk_packages(kernels.__path__, "shrinkpoint.kernels.")
+    if m.name.rpartition(".")[2] in ("gpu", "gpu_bits", "launch", "tally", "aot")
+]
+assert len(MODULES) > 10
 BY_SIZE = {"BLOCK", "ROWS", "COLUMNS", "FIELD", "BYTES"}
 """Constants that the interpreter chooses by the size of the data."""
 
@@ -136,8 +141,9 @@ def test_what_must_not_be_is_found(tmp_path: Path) -> None:
         textwrap.dedent("""
         import triton
         import triton.language as tl
-        from shrinkpoint.kernels.gpu import aot, kmeans
-        from shrinkpoint.kernels.gpu.launch import Launch
+        from shrinkpoint.kernels.backend import aot
+        from shrinkpoint.kernels.kmeans import gpu as kmeans
+        from shrinkpoint.kernels.backend.launch import Launch
 
         @triton.jit
         def bad_kernel(x_ptr, out_ptr, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
@@ -184,10 +190,10 @@ def test_what_is_launched_is_what_was_compiled(monkeypatch: pytest.MonkeyPatch, 
     run = interpreter.GridExecutor.__call__
 
     def observe(self: Any, *arguments: Any, **constants: Any) -> Any:
-        module = self.fn.__module__.rsplit(".", 1)[-1]
+        subject = aot.subject_of(self.fn)
         types = " ".join(_type(self.fn, i, a) for i, a in enumerate(arguments))
         kept = {k: int(v) for k, v in constants.items() if k.isupper() and k not in BY_SIZE}
-        seen.add((f"{module}.{self.fn.__name__}", types, tuple(sorted(kept.items()))))
+        seen.add((f"{subject}.{self.fn.__name__}", types, tuple(sorted(kept.items()))))
         return run(self, *arguments, **constants)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", observe)
@@ -217,7 +223,7 @@ def _type(function: Any, number: int, argument: Any) -> str:
 
 def _call_everything(rng: np.random.Generator) -> None:
     def back_end(subject: str) -> Any:
-        return importlib.import_module(f"{gpu.__name__}.{subject}")
+        return importlib.import_module(f"shrinkpoint.kernels.{subject}.gpu")
 
     wide = torch.from_numpy(rng.normal(size=600))
     codebook = np.array([-1.0, 0.0, 1.0])
@@ -239,13 +245,13 @@ def _call_everything(rng: np.random.Generator) -> None:
         code = torch.from_numpy(codes).to(dtype)
         back_end("quantizer").dequantize(levels, code)
         back_end("quantizer").dequantize(levels, code, protected=x[levels == 1])
-        index = back_end("logbucket").bucket_index(x, 3)
-        back_end("logbucket").bucket_value(index, 3, str(dtype).rsplit(".", 1)[-1])
+        index = back_end("histogram").bucket_index(x, 3)
+        back_end("histogram").bucket_value(index, 3, str(dtype).rsplit(".", 1)[-1])
         back_end("planes").merge_planes(back_end("planes").split_planes(x), str(dtype).rsplit(".", 1)[-1])
         for method in ("arithmetic", "xor"):
             back_end("planes").undifference(back_end("planes").difference(x, x, method), x, method)
-        mask = back_end("mask").changed_mask(x, x * 2)
-        back_end("mask").scatter(x, mask, back_end("mask").gather(x, mask))
+        mask = back_end("packing").changed_mask(x, x * 2)
+        back_end("packing").scatter(x, mask, back_end("packing").gather(x, mask))
         buckets = back_end("exponent").exponent_buckets(x)
         for bits in (2, 9):  # levels of one byte and of two
             promotion = promote(buckets, bits)
@@ -253,9 +259,9 @@ def _call_everything(rng: np.random.Generator) -> None:
             assert ranks.dtype == (torch.uint8 if bits == 2 else torch.uint16)
             back_end("exponent").exponent_dequantize(ranks, promotion.codebook)
         back_end("cluster").cluster_dequantize(*back_end("cluster").cluster_quantize(x, 4))
-        back_end("approximation_error").distortion(x, x)
+        back_end("error_sums").distortion(x, x)
         for earlier in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-            back_end("extrapolation").extrapolate(x, wide.to(earlier), 0.5)
+            back_end("rate_distortion").extrapolate(x, wide.to(earlier), 0.5)
         matrix = x.reshape(3, 200)
         for method in ("symmetric", "asymmetric", "adaptive"):
             codes_, scale, minimum = back_end("rows").row_quantize(matrix, 2, method, num_bins=3)
@@ -263,25 +269,25 @@ def _call_everything(rng: np.random.Generator) -> None:
         prices = np.zeros((5, 5), np.float32)
         fine = torch.from_numpy(rng.integers(0, 5, 600).astype(np.uint8))
         for importance in (None, torch.ones(x.shape[0], dtype=torch.float32, device=x.device)):
-            back_end("ratedistortion").rate_distortion_levels(
+            back_end("rate_distortion").rate_distortion_levels(
                 x, fine, fine, codebook.astype(np.float32), prices, importance
             )
             bounds = np.zeros((5, 5, 4), np.float32)
-            back_end("ratedistortion").unsettled(x, fine, fine, bounds, importance)
+            back_end("rate_distortion").unsettled(x, fine, fine, bounds, importance)
     back_end("cluster").cluster_quantize(wide.repeat(2), 4)
-    flags = back_end("mask").unpack_mask(mask, 600)
-    back_end("mask").pack_mask(flags)
+    flags = back_end("packing").unpack_mask(mask, 600)
+    back_end("packing").pack_mask(flags)
     for bits in (2, 4, 8):
         codes_, book = back_end("rows").row_kmeans(wide.float().reshape(3, 200), bits, iterations=1)
     back_end("rows").row_lookup(codes_, book)
     for kind, width in (("uint8", 3), ("uint16", 9), ("uint32", 17)):
         values = torch.from_numpy(rng.integers(0, 8, 600).astype(kind))
-        back_end("bitpack").unpack_bits(back_end("bitpack").pack_bits(values, width), width, 600, kind)
+        back_end("packing").unpack_bits(back_end("packing").pack_bits(values, width), width, 600, kind)
     for bits in (0, 1, 16):
-        index = back_end("logbucket").bucket_index(wide.float(), bits)
-        octaves = back_end("float_split").split_octaves(index, bits, FORMATS["float32"].buckets(bits))
+        index = back_end("histogram").bucket_index(wide.float(), bits)
+        octaves = back_end("scales").split_octaves(index, bits, FORMATS["float32"].buckets(bits))
         streams = {x: torch.tensor(getattr(octaves, x)) for x in ("symbols", "negative", "fraction")}
-        back_end("float_split").join_octaves(replace(octaves, **streams), bits, FORMATS["float32"].buckets(bits))
+        back_end("scales").join_octaves(replace(octaves, **streams), bits, FORMATS["float32"].buckets(bits))
     for width in (8, 16, 32, 64):
         old = torch.from_numpy(rng.integers(0, 99, 600).astype(f"uint{width}"))
         new = torch.from_numpy(old.numpy() ^ (rng.random(600) < 0.1).astype(f"uint{width}"))
@@ -301,8 +307,8 @@ def _call_everything(rng: np.random.Generator) -> None:
     back_end("kmeans").weighted_kmeans(points, weights, 3)
     back_end("kmeans").weighted_kmeans(points, weights, 3, method="kmeans++")
     square = (wide * wide).float()
-    symbols, _, _ = back_end("grid").grid_symbols(wide.float(), square, 0.5)
-    back_end("grid").grid_values(symbols, square, np.ones(256, np.float32))
+    symbols, _, _ = back_end("moment_grid").grid_symbols(wide.float(), square, 0.5)
+    back_end("moment_grid").grid_values(symbols, square, np.ones(256, np.float32))
     r, c = np.ones(3, np.float32), np.ones(200, np.float32)
-    symbols, _, _ = back_end("rank_one").residual_symbols(square, r, c, 0, 24)
-    back_end("rank_one").residual_values(symbols, r, c, 0, np.ones(256, np.float32))
+    symbols, _, _ = back_end("scales").residual_symbols(square, r, c, 0, 24)
+    back_end("scales").residual_values(symbols, r, c, 0, np.ones(256, np.float32))

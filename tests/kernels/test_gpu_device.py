@@ -16,15 +16,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from shrinkpoint.kernels import gpu
-from shrinkpoint.kernels.gpu import launch
+from shrinkpoint import kernels
+from shrinkpoint.kernels.backend import launch
 from shrinkpoint.kernels.quantizer import Thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MODULES = [
-    importlib.import_module(f"{gpu.__name__}.{m.name}") for m in pkgutil.iter_modules(gpu.__path__) if m.name != "aot"
+    importlib.import_module(m.name)
+    for m in pkgutil.walk_packages(kernels.__path__, "shrinkpoint.kernels.")
+    if m.name.rpartition(".")[2] in ("gpu", "gpu_bits", "launch", "tally")
 ]
 
 
@@ -93,9 +95,11 @@ def test_launches_of_a_call_run_on_the_device_of_its_data(monkeypatch: pytest.Mo
             monkeypatch.setattr(module, "on", on)
     x = torch.linspace(-2, 2, 1500)
     with np.errstate(all="ignore"):
-        levels = importlib.import_module(f"{gpu.__name__}.quantizer").assign(x, Thresholds(), np.array([-1.0, 1.0]))
-        importlib.import_module(f"{gpu.__name__}.histogram").log_histogram(x, 4)
-        importlib.import_module(f"{gpu.__name__}.levels").split_by_level(levels, levels, 4)
+        levels = importlib.import_module("shrinkpoint.kernels.quantizer.gpu").assign(
+            x, Thresholds(), np.array([-1.0, 1.0])
+        )
+        importlib.import_module("shrinkpoint.kernels.histogram.gpu").log_histogram(x, 4)
+        importlib.import_module("shrinkpoint.kernels.levels.gpu").split_by_level(levels, levels, 4)
     assert len(seen) >= 4
     assert set(seen) == {"cuda:1"}
     assert current.stack == ["cuda:0"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shrinkpoint.kernels import grid
+from shrinkpoint.kernels import moment_grid as grid
 from shrinkpoint.kernels.errors import BadArgumentError
 
 from .conftest import BackEnd
@@ -19,7 +19,7 @@ SIZES = [0, 1, 5, 1000, 40000]
 def test_grid_agrees_with_the_oracle(back_end: BackEnd, n: int, fresh: np.random.Generator) -> None:
     x, square = over_all_octaves(fresh, n), np.abs(over_all_octaves(fresh, n))
     square[~np.isfinite(square)] = 0
-    module = back_end.module("grid")
+    module = back_end.module("moment_grid")
     symbols, sums, counts = module.grid_symbols(back_end.array(x), back_end.array(square), 0.5)
     with np.errstate(all="ignore"):
         scale = np.sqrt(square)

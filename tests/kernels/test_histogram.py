@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.kernels.cpu import histogram as compiled
+from shrinkpoint.kernels.backend.floats import FORMATS
 from shrinkpoint.kernels.errors import BadArgumentError
-from shrinkpoint.kernels.floats import FORMATS
 from shrinkpoint.kernels.histogram import (
     Histogram,
     kept_histogram,
@@ -24,8 +23,9 @@ from shrinkpoint.kernels.histogram import (
     merge,
     quantile,
 )
+from shrinkpoint.kernels.histogram import cpu as compiled
+from shrinkpoint.kernels.histogram import reference as oracle
 from shrinkpoint.kernels.quantizer import Thresholds
-from shrinkpoint.kernels.reference import histogram as oracle
 
 from .conftest import BackEnd
 
@@ -179,7 +179,7 @@ def test_many_with_gradients_equal_one_by_one(back_end: BackEnd, fresh: np.rando
 @pytest.mark.parametrize("limit", ["SLICE", "COPIES", "COPIED_COUNTERS", "COUNTERS"])
 def test_launches_on_a_gpu(limit: str, monkeypatch: pytest.MonkeyPatch, fresh: np.random.Generator) -> None:
     """All tensors of a dtype share one launch, with any number of parts and copies."""
-    gpu = pytest.importorskip("shrinkpoint.kernels.gpu.histogram")
+    gpu = pytest.importorskip("shrinkpoint.kernels.histogram.gpu")
     launches: list[tuple[int, int]] = []
     launch = gpu._launch
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from shrinkpoint.kernels.cpu.integer_products import SHORT
 from shrinkpoint.kernels.errors import BadArgumentError
-from shrinkpoint.kernels.integer_products import MOST_RANK, column_products, product_classes, row_products
-from shrinkpoint.kernels.reference import integer_products as oracle
+from shrinkpoint.kernels.prediction import MOST_RANK, column_products, product_classes, row_products
+from shrinkpoint.kernels.prediction import reference as oracle
+from shrinkpoint.kernels.prediction.cpu import SHORT
 
 if TYPE_CHECKING:
     from .conftest import BackEnd
@@ -43,7 +43,7 @@ def classes(rows: NpArray, columns: NpArray, shift: int, most: int) -> NpArray:
 
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_products_and_classes(sequential_back_end: BackEnd, fresh: np.random.Generator, columns: int) -> None:
-    module, array = sequential_back_end.module("integer_products"), sequential_back_end.array
+    module, array = sequential_back_end.module("prediction"), sequential_back_end.array
     for n in SIZES:
         for phase in {0, columns // 2, columns - 1}:
             values = small(fresh, n)

@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 
 from shrinkpoint.kernels.errors import BadArgumentError
 from shrinkpoint.kernels.histogram import log_histogram
-from shrinkpoint.kernels.kmeans import (
-    bucket_weights,
-    prepare,
-    quantization_loss,
-    weighted_kmeans,
-    weighted_kmeans_many,
-)
-from shrinkpoint.kernels.reference import kmeans as oracle
+from shrinkpoint.kernels.kmeans import bucket_weights, prepare, quantization_loss, weighted_kmeans, weighted_kmeans_many
+from shrinkpoint.kernels.kmeans import reference as oracle
 
 if TYPE_CHECKING:
     from .conftest import BackEnd
@@ -151,7 +145,7 @@ def test_problems_that_keep_too_many_cuts_take_several_launches(
     starts: bool, monkeypatch: pytest.MonkeyPatch, fresh: np.random.Generator
 ) -> None:
     """Problems that keep too many cuts take several launches on a GPU."""
-    gpu = pytest.importorskip("shrinkpoint.kernels.gpu.kmeans")
+    gpu = pytest.importorskip("shrinkpoint.kernels.kmeans.gpu")
     problems = [(np.sort(fresh.standard_normal(m)), 0.1 + fresh.random(m)) for m in (64, 40, 3, 90, 51)]
     ks = [8, 5, 3, 6, 4]
     initial = [None, np.array([-1.0, 1.0]) if starts else None, None, None, None]

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from shrinkpoint.kernels import levels as public
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
-from shrinkpoint.kernels.reference import levels as oracle
+from shrinkpoint.kernels.levels import reference as oracle
 
 if TYPE_CHECKING:
     from .conftest import BackEnd

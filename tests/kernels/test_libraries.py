@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from shrinkpoint import kernels as k
-from shrinkpoint.kernels.arrays import device_of, dtype_name, like, to_host, to_numpy
+from shrinkpoint.kernels.backend.arrays import device_of, dtype_name, like, to_host, to_numpy
 from shrinkpoint.kernels.errors import BadArgumentError
 
 from .conftest import GPU_HERE, TRITON_HERE
@@ -40,7 +40,8 @@ HOST_RESULTS = {"boundaries", "factor_sums", "log_histogram", "kept_histogram", 
 HOST_RESULTS |= {"prepare", "split_octaves", "log_histogram_many", "kept_histogram_many"}
 HOST_AFTER_THE_FIRST = {"grid_symbols", "residual_symbols"}
 """Functions whose results, or all but the first, are NumPy for every library."""
-GPU_SUBJECTS = {p.stem for p in (Path(k.__file__).parent / "gpu").glob("*.py")} & set(k._MODULE_OF.values())
+GPU_SUBJECTS = {p.parent.name for p in Path(k.__file__).parent.glob("*/gpu.py")}
+assert len(GPU_SUBJECTS) > 10
 LISTS = {"problems", "xs", "gradients"}
 """Arguments that are lists of arrays, or of tuples of them."""
 OWN_TESTS = {"collect_changes", "collect_and_locate", "locate_changes", "apply_changes", "join_changes"}
@@ -181,7 +182,7 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray[Any, Any]],
         pytest.skip("Triton is not installed on this platform")
     if not GPU_HERE:
         for subject in GPU_SUBJECTS:
-            import_module(f"shrinkpoint.kernels.gpu.{subject}")
+            import_module(f"shrinkpoint.kernels.{subject}.gpu")
         for name, module in list(sys.modules.items()):
             if name.startswith("shrinkpoint.kernels.") and hasattr(module, "on_gpu"):
                 monkeypatch.setattr(module, "on_gpu", lambda x: isinstance(x, Foreign))
@@ -192,8 +193,9 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray[Any, Any]],
 def test_arrays_that_forbid_numpy(
     function: Callable[..., Any], arguments: dict[str, Any], foreign: Callable[[Any], Foreign]
 ) -> None:
-    subject = k._MODULE_OF[name_of(function)]
-    if subject not in GPU_SUBJECTS or name_of(function) in ("bucket_weights", "prepare"):
+    subject = function.__module__.rpartition(".")[2]
+    on_gpu = subject in GPU_SUBJECTS and hasattr(import_module(f"{function.__module__}.gpu"), name_of(function))
+    if not on_gpu:
         given = {name: converted(v, foreign) for name, v in arrays_among(function, arguments).items()}
         with pytest.raises(BadArgumentError, match=r"on a GPU|different devices"):
             function(**{**arguments, **given})

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shrinkpoint.kernels.backend.floats import FORMATS
 from shrinkpoint.kernels.errors import BadArgumentError
-from shrinkpoint.kernels.floats import FORMATS
-from shrinkpoint.kernels.logbucket import bucket_index, bucket_value
-from shrinkpoint.kernels.reference import logbucket as oracle
+from shrinkpoint.kernels.histogram import bucket_index, bucket_value
+from shrinkpoint.kernels.histogram import reference as oracle
 
 if TYPE_CHECKING:
     from .conftest import BackEnd
@@ -53,7 +53,7 @@ def test_index_and_value_match_the_oracle(back_end: BackEnd, fresh: np.random.Ge
     bits = bits_of(bits, dtype)
     x = patterns(fresh, dtype, 3001)
     expected = oracle_index(x, bits, dtype)
-    module = back_end.module("logbucket")
+    module = back_end.module("histogram")
     index = module.bucket_index(back_end.array(x, dtype), bits)
     np.testing.assert_array_equal(back_end.numpy(index), expected, strict=True)
 
@@ -103,7 +103,7 @@ def test_index_is_monotone_and_odd(values: list[float], bits: int) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (5, 7)])
 def test_shapes_and_strides(back_end: BackEnd, fresh: np.random.Generator, shape: tuple[int, ...]) -> None:
     x = fresh.standard_normal(shape).astype(np.float32)
-    module = back_end.module("logbucket")
+    module = back_end.module("histogram")
     index = module.bucket_index(back_end.array(x), 6)
     assert tuple(index.shape) == shape
     np.testing.assert_array_equal(back_end.numpy(index), oracle.bucket_index(np.asarray(x), 6))

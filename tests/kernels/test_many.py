@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shrinkpoint import kernels as k
-from shrinkpoint.kernels.reference import histogram as histogram_oracle
-from shrinkpoint.kernels.reference import integer_products as products_oracle
-from shrinkpoint.kernels.reference import kmeans as kmeans_oracle
-from shrinkpoint.kernels.reference import rank_one as rank_one_oracle
+from shrinkpoint.kernels.histogram import reference as histogram_oracle
+from shrinkpoint.kernels.kmeans import reference as kmeans_oracle
+from shrinkpoint.kernels.prediction import reference as products_oracle
+from shrinkpoint.kernels.scales import reference as rank_one_oracle
 
 NpArray = np.ndarray[Any, Any]
 ODD = np.array([0.0, -0.0, 1e-44, -1e-39, 1e38, np.inf, -np.inf, np.nan], np.float32)

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.kernels.cpu import mask as compiled
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
-from shrinkpoint.kernels.mask import changed_mask, gather, pack_mask, scatter, unpack_mask
+from shrinkpoint.kernels.packing import changed_mask, gather, pack_mask, scatter, unpack_mask
+from shrinkpoint.kernels.packing import cpu as compiled
 
 from .conftest import STRICT_SHAPES, strict_array
 from .patterns import array_of, patterns_of, random_patterns
@@ -30,8 +30,8 @@ def packed(mask: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def test_pack_and_unpack(back_end: BackEnd, fresh: np.random.Generator) -> None:
-    module = back_end.module("mask")
-    for n in back_end.sizes(SIZES, "mask.PACK", "mask.UNPACK"):
+    module = back_end.module("packing")
+    for n in back_end.sizes(SIZES, "packing.PACK_MASK", "packing.UNPACK_MASK"):
         mask = fresh.random(n) < fresh.random()
         bits = module.pack_mask(back_end.array(mask))
         np.testing.assert_array_equal(back_end.numpy(bits), packed(mask), strict=True)
@@ -40,8 +40,8 @@ def test_pack_and_unpack(back_end: BackEnd, fresh: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_changed_compares_patterns(back_end: BackEnd, fresh: np.random.Generator, dtype: str) -> None:
-    module = back_end.module("mask")
-    for n in back_end.sizes([0, 1, 65, 4097], "mask.PACK"):
+    module = back_end.module("packing")
+    for n in back_end.sizes([0, 1, 65, 4097], "packing.PACK_MASK"):
         u = random_patterns(fresh, dtype, n)
         v = np.where(fresh.random(n) < 0.5, u, random_patterns(fresh, dtype, n))
         bits = module.changed_mask(array_of(back_end, u, dtype), array_of(back_end, v, dtype))
@@ -51,14 +51,14 @@ def test_changed_compares_patterns(back_end: BackEnd, fresh: np.random.Generator
 def test_signed_zeros_differ_and_nans_are_themselves(back_end: BackEnd) -> None:
     u = np.array([0, 0, 0x7FC00000, 0x7FC00000], np.uint32)
     v = np.array([0, 1 << 31, 0x7FC00000, 0x7FC00001], np.uint32)
-    bits = back_end.module("mask").changed_mask(array_of(back_end, u, "float32"), array_of(back_end, v, "float32"))
+    bits = back_end.module("packing").changed_mask(array_of(back_end, u, "float32"), array_of(back_end, v, "float32"))
     assert back_end.numpy(bits).tolist() == [0b1010]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gather_and_scatter(back_end: BackEnd, fresh: np.random.Generator, dtype: str) -> None:
-    module = back_end.module("mask")
-    for n in back_end.sizes([0, 1, 64, 65, 200, 1301], "mask.MOVE"):
+    module = back_end.module("packing")
+    for n in back_end.sizes([0, 1, 64, 65, 200, 1301], "packing.MOVE"):
         for density in DENSITIES:
             u, v = random_patterns(fresh, dtype, n), random_patterns(fresh, dtype, n)
             mask = fresh.random(n) < density
@@ -76,7 +76,7 @@ def test_gather_and_scatter(back_end: BackEnd, fresh: np.random.Generator, dtype
 def test_shapes_and_strides(back_end: BackEnd, fresh: np.random.Generator) -> None:
     if back_end.library == "strict":
         pytest.skip("the array API standard has no strides")
-    module = back_end.module("mask")
+    module = back_end.module("packing")
     u, v = (random_patterns(fresh, "float32", 26 * 9).reshape(26, 9) for _ in range(2))
     v[fresh.random(v.shape) < 0.5] = 0
     u[v == 0] = 0
@@ -93,7 +93,7 @@ def test_shapes_and_strides(back_end: BackEnd, fresh: np.random.Generator) -> No
 
 def test_mixed_dense_and_sparse_words(back_end: BackEnd, fresh: np.random.Generator) -> None:
     """Words that are full, empty, sparse and dense side by side, dense ones at either end."""
-    module = back_end.module("mask")
+    module = back_end.module("packing")
     n = 64 * 12 + 5
     density = np.repeat(fresh.permutation([1.0, 0.0, 0.9, 0.1, 1.0, 0.6, 0.5, 0.95, 0.0, 1.0, 0.3, 0.8, 1.0]), 64)[:n]
     mask = fresh.random(n) < density
@@ -123,7 +123,7 @@ def test_no_index_leaves_its_array(fresh: np.random.Generator, length: int, monk
 
 @pytest.mark.parametrize("n", [3, 63, 130])
 def test_a_bit_past_the_end_is_refused(back_end: BackEnd, n: int) -> None:
-    module = back_end.module("mask")
+    module = back_end.module("packing")
     bits = np.zeros((n + 7) // 8, np.uint8)
     bits[-1] = 1 << n % 8
     data, x = back_end.array(bits), back_end.array(np.zeros(n))
@@ -138,7 +138,7 @@ def test_a_bit_past_the_end_is_refused(back_end: BackEnd, n: int) -> None:
 
 @pytest.mark.parametrize("values", [0, 1, 64, 299, 301])
 def test_a_wrong_number_of_values_is_refused(back_end: BackEnd, values: int) -> None:
-    module = back_end.module("mask")
+    module = back_end.module("packing")
     mask = np.zeros(1000, bool)
     mask[:300] = True
     with pytest.raises(CorruptDataError, match=f"300 elements.* {values} values"):

@@ -8,7 +8,8 @@ import sys
 
 CODE = """
 import numpy as np
-from shrinkpoint.kernels.cpu import categories, wide_rans
+from shrinkpoint.kernels.planes import cpu as categories
+from shrinkpoint.kernels.rans import wide as wide_rans
 symbols, frequencies = np.arange(5000, dtype=np.uint8) % 7 % 3, np.asarray([[2000, 1000, 1096]], np.uint32)
 stored = wide_rans.encode(symbols, None, frequencies)
 assert (wide_rans.decode(stored, None, frequencies, 5000) == symbols).all()

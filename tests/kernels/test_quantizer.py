@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shrinkpoint.kernels.backend.floats import FORMATS
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
-from shrinkpoint.kernels.floats import FORMATS
 from shrinkpoint.kernels.quantizer import Thresholds, assign, boundaries, codebook_float64, dequantize, magnitude_bits
-from shrinkpoint.kernels.reference import quantizer as oracle
+from shrinkpoint.kernels.quantizer import reference as oracle
 
 if TYPE_CHECKING:
     from .conftest import BackEnd

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from shrinkpoint.kernels.cpu import rangecoder as cpu
 from shrinkpoint.kernels.errors import CorruptDataError
+from shrinkpoint.kernels.rangecoder import cpu
+from shrinkpoint.kernels.rangecoder import reference as oracle
 from shrinkpoint.kernels.rans import rans_frequencies
-from shrinkpoint.kernels.reference import rangecoder as oracle
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shrinkpoint.kernels import rank_one
+from shrinkpoint.kernels import scales as rank_one
 from shrinkpoint.kernels.errors import BadArgumentError
 
 from .conftest import BackEnd
@@ -22,7 +22,7 @@ def test_factor_sums_are_those_of_what_is_finite(
     back_end: BackEnd, rows: int, columns: int, finite: bool, fresh: np.random.Generator
 ) -> None:
     x = fresh.normal(size=rows * columns).astype(np.float32) if finite else over_all_octaves(fresh, rows * columns)
-    by_row, by_column = back_end.module("rank_one").factor_sums(back_end.array(x), columns)
+    by_row, by_column = back_end.module("scales").factor_sums(back_end.array(x), columns)
     wide = np.where(np.isfinite(x), x, 0).astype(np.float64).reshape(rows, columns)
     for got, axis in ((by_row, 1), (by_column, 0)):
         assert isinstance(got, np.ndarray)
@@ -50,7 +50,7 @@ def test_residual_agrees_with_the_oracle(
         near = np.exp2(fresh.normal(size=n)).astype(np.float32) * estimate
         x = np.where(fresh.random(n) < 0.5, near, x)  # half of them within reach of fine cells
         ratio = x / estimate
-    module = back_end.module("rank_one")
+    module = back_end.module("scales")
     symbols, sums, counts = module.residual_symbols(back_end.array(x), r, c, start, eighths)
     patterns = [y.view(np.uint32).astype(np.int64) for y in (x, estimate, ratio)]
     distance = patterns[2] - (127 << 23)

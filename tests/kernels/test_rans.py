@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.kernels.cpu import rans as cpu
-from shrinkpoint.kernels.cpu import wide_rans
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.kernels.rans import (
     START,
     coding_cost,
+    cpu,
     entropy_bits,
     pack_frequencies,
     rans_decode,
@@ -22,7 +21,8 @@ from shrinkpoint.kernels.rans import (
     rans_frequencies,
     unpack_frequencies,
 )
-from shrinkpoint.kernels.reference import rans as oracle
+from shrinkpoint.kernels.rans import reference as oracle
+from shrinkpoint.kernels.rans import wide as wide_rans
 
 from .hostile import outcome
 

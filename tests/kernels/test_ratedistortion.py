@@ -7,7 +7,7 @@ import pytest
 
 from shrinkpoint.kernels.errors import BadArgumentError
 from shrinkpoint.kernels.quantizer import Thresholds, assign
-from shrinkpoint.kernels.ratedistortion import rate_distortion_levels, settled_bounds, unsettled
+from shrinkpoint.kernels.rate_distortion import rate_distortion_levels, settled_bounds, unsettled
 
 from .conftest import BackEnd
 
@@ -28,7 +28,7 @@ def test_agrees_with_the_oracle(back_end: BackEnd, dtype: str, n: int, k: int, f
     own = back_end.array(x, dtype)
     rounded = back_end.numpy(own)
     wide = (rounded.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else rounded.astype(np.float32)
-    rate_distortion = back_end.module("ratedistortion").rate_distortion_levels
+    rate_distortion = back_end.module("rate_distortion").rate_distortion_levels
     given = own, back_end.array(levels), back_end.array(previous), codebook, prices
     expected = _slow(wide, levels, previous, codebook, prices, np.ones(n, np.float32))
     np.testing.assert_array_equal(back_end.numpy(rate_distortion(*given)), expected)
@@ -91,7 +91,7 @@ def test_bounds_are_the_oracles(sequential_back_end: BackEnd, k: int, slack: flo
     prices[k // 2] = prices[k // 2, 0]
     for unit, worth in ((1, 1), (1e-15, 1e-30), (1e15, 1e30), (1e19, 1), (1, 0)):
         codes, costs = codebook * np.float32(unit), prices * np.float32(worth)
-        found = sequential_back_end.module("ratedistortion").settled_bounds(codes, costs, slack)
+        found = sequential_back_end.module("rate_distortion").settled_bounds(codes, costs, slack)
         np.testing.assert_array_equal(found, settled_bounds(codes, costs, slack), strict=True)
         assert not np.isnan(found).any()
 
@@ -115,7 +115,7 @@ def test_every_back_end_finds_the_same_elements(
         with np.errstate(invalid="ignore", over="ignore"):
             at = np.flatnonzero((s * (wide - low) < low_worth) | (s * (high - wide) < high_worth))
         given = own, back_end.array(levels), back_end.array(previous), bounds
-        found = back_end.module("ratedistortion").unsettled(
+        found = back_end.module("rate_distortion").unsettled(
             *given, None if weights is None else back_end.array(weights)
         )
         assert (found[4] is None) == (weights is None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
-from shrinkpoint.kernels.reference import rows as oracle
+from shrinkpoint.kernels.rows import reference as oracle
 from shrinkpoint.kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize, search_steps
 
 from .patterns import assert_same_bits

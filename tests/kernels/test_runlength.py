@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.kernels.cpu import runlength as cpu
 from shrinkpoint.kernels.errors import BadArgumentError
-from shrinkpoint.kernels.reference import runlength as oracle
-from shrinkpoint.kernels.runlength import LONGEST, rle_decode, rle_encode
+from shrinkpoint.kernels.runlength import LONGEST, cpu, rle_decode, rle_encode
+from shrinkpoint.kernels.runlength import reference as oracle
 
 from .hostile import outcome
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from shrinkpoint.kernels.cpu.scale_classes import SHORT
 from shrinkpoint.kernels.errors import BadArgumentError
-from shrinkpoint.kernels.reference import scale_classes as oracle
-from shrinkpoint.kernels.scale_classes import class_sums, pattern_classes, row_column_sums
+from shrinkpoint.kernels.scales import class_sums, pattern_classes, row_column_sums
+from shrinkpoint.kernels.scales import reference as oracle
+from shrinkpoint.kernels.scales.cpu import SHORT
 
 if TYPE_CHECKING:
     from .conftest import BackEnd
@@ -23,7 +23,7 @@ CONTEXTS = [(0, 256, 1), (3, 16, 16), (250, 5, 256), (255, 1, 256)]
 
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_sums_and_classes(sequential_back_end: BackEnd, fresh: np.random.Generator, columns: int) -> None:
-    module = sequential_back_end.module("scale_classes")
+    module = sequential_back_end.module("scales")
     for n in SIZES:
         for phase in {0, columns // 2, columns - 1}:
             values = fresh.integers(0, 256, n).astype(np.uint8)
@@ -88,7 +88,7 @@ def test_pattern_classes(sequential_back_end: BackEnd, fresh: np.random.Generato
         shift = width - 9
     values = fresh.integers(0, 1 << width, 300, dtype=np.uint64).astype(dtype)
     table = fresh.integers(0, 256, 1 << (width - shift)).astype(np.uint8)
-    found = sequential_back_end.module("scale_classes").pattern_classes(
+    found = sequential_back_end.module("scales").pattern_classes(
         sequential_back_end.array(values), shift, sequential_back_end.array(table)
     )
     right = table[[v >> shift for v in values.tolist()]]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
-from shrinkpoint.kernels.reference import sparse_changes as oracle
 from shrinkpoint.kernels.sparse_changes import rare_decode, rare_encode
+from shrinkpoint.kernels.sparse_changes import reference as oracle
 
 if TYPE_CHECKING:
     from .conftest import BackEnd

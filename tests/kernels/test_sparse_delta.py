@@ -10,20 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.kernels.cpu import change_symbols
-from shrinkpoint.kernels.cpu import sparse_delta as compiled
-from shrinkpoint.kernels.cpu.lanes import BLOCK
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.kernels.planes import WIDTHS, difference, ordered_by_sign
 from shrinkpoint.kernels.sparse_delta import (
     SparseDelta,
     apply_changes,
+    change_symbols,
     collect_changes,
     gap_shifts,
     join_changes,
     locate_changes,
     split_changes,
 )
+from shrinkpoint.kernels.sparse_delta import cpu as compiled
+from shrinkpoint.kernels.sparse_delta.lanes import BLOCK
 
 from .patterns import array_of, patterns_of, random_patterns
 
@@ -169,7 +169,7 @@ def test_split_and_join(sequential_back_end: BackEnd, fresh: np.random.Generator
 
 
 def test_back_ends_write_the_same_bytes(fresh: np.random.Generator) -> None:
-    from shrinkpoint.kernels.reference import sparse_delta as oracle
+    from shrinkpoint.kernels.sparse_delta import reference as oracle
 
     new, old = pair(fresh, "float16", 4000, 0.2)
     found = collect_changes(new, old, (3000, 9000), dtype="float16")

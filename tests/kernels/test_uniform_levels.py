@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shrinkpoint import kernels as k
-from shrinkpoint.kernels.reference import uniform_levels as uniform_oracle
+from shrinkpoint.kernels.quantizer import reference as uniform_oracle
 
 from .test_many import LENGTHS, drawn
 

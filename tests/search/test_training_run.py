@@ -117,7 +117,7 @@ def test_a_configuration_for_one_save_is_for_that_one(how: str, tmp_path: Path) 
     store = sp.Store(tmp_path, sp.presets.lossless())
     saver = None if how == "store" else sp.Saver(store, mode=how)
     to = saver or store
-    to.save(1, {"weight": x}, cfg=coarse)
+    to.save(1, {"weight": x}, cfg=coarse, kinds={"weight": "linear"})
     to.save(2, {"weight": x})
     with pytest.raises(BadArgumentError, match="cfg must be a Config"):
         to.save(3, {"weight": x}, cfg=sp.presets.lossless)  # type: ignore[arg-type]

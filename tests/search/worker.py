@@ -42,6 +42,11 @@ def error_of(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
+def search(exact: Any, *arguments: Any, **options: Any) -> sp.SearchResult:
+    """Search with kinds which say that the weights are trained."""
+    return sp.search(exact, *arguments, kinds=dict.fromkeys(exact, "linear"), **options)
+
+
 def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     sp.set_threads(1)
@@ -66,24 +71,22 @@ def main(rank: int, size: int, folder: Path) -> None:
         return loss(restored)
 
     out: dict[str, Any] = {}
-    first = sp.search(exact, counted, 0.02, group=group, options=sp.SearchOptions(cube=CUBE, progress=False))
+    first = search(exact, counted, 0.02, group=group, options=sp.SearchOptions(cube=CUBE, progress=False))
     out["first"], out["calls"] = first.to_json(), calls
-    out["next"] = sp.search(exact, loss, 0.02, group=group, last=first).to_json()
+    out["next"] = search(exact, loss, 0.02, group=group, last=first).to_json()
     calls = 0
-    out["broken"] = error_of(lambda: sp.search(exact, broken, 0.02, group=group, options=sp.SearchOptions(cube=CUBE)))
-    out["bad argument"] = error_of(lambda: sp.search(exact, loss, -1.0 if rank == 1 else 0.02, group=group))
+    out["broken"] = error_of(lambda: search(exact, broken, 0.02, group=group, options=sp.SearchOptions(cube=CUBE)))
+    out["bad argument"] = error_of(lambda: search(exact, loss, -1.0 if rank == 1 else 0.02, group=group))
     mine = state(seed=rank)
-    out["states"] = error_of(lambda: sp.search(mine, loss, 0.02, group=group))
+    out["states"] = error_of(lambda: search(mine, loss, 0.02, group=group))
     uneven = lambda restored: loss(restored) + 0.1 * rank  # noqa: E731
-    out["uneven"] = error_of(lambda: sp.search(exact, uneven, 0.02, group=group))
+    out["uneven"] = error_of(lambda: search(exact, uneven, 0.02, group=group))
     blind = lambda restored: 1.0 if rank == 1 else loss(restored)  # noqa: E731
-    found = sp.search(exact, blind, 0.02, group=group, options=sp.SearchOptions(cube=CUBE, progress=False))
-    out["blind"], out["blind, next"] = (
-        r.notes for r in (found, sp.search(exact, blind, 0.02, group=group, last=found))
-    )
+    found = search(exact, blind, 0.02, group=group, options=sp.SearchOptions(cube=CUBE, progress=False))
+    out["blind"], out["blind, next"] = (r.notes for r in (found, search(exact, blind, 0.02, group=group, last=found)))
     out["accurate"] = calls_of_an_accuracy(exact, loss, group)
     parts = in_parts(size, exact)
-    out["sharded"] = sp.search(parts, evaluate(exact), 0.02, group=group, options=sp.SearchOptions(cube=CUBE)).to_json()
+    out["sharded"] = search(parts, evaluate(exact), 0.02, group=group, options=sp.SearchOptions(cube=CUBE)).to_json()
     # One process that gives up before arrays are gathered must not leave the others waiting for its parts.
     for name, bad in (("threshold", {"threshold": -1.0}), ("kinds", {"kinds": {"0.weight": "nonsense"}})):
         arguments: dict[str, Any] = {"threshold": 0.02} | (bad if rank == 1 else {})
@@ -99,7 +102,7 @@ def main(rank: int, size: int, folder: Path) -> None:
             os._exit(3)
         return loss(restored)
 
-    (folder / f"{rank}.gone").write_text(error_of(lambda: sp.search(exact, dying, 0.02, group=group)))
+    (folder / f"{rank}.gone").write_text(error_of(lambda: search(exact, dying, 0.02, group=group)))
     # Gloo may call std::terminate when a process leaves while a group that has lost a member still has threads.
     sys.stdout.flush()
     os._exit(0)

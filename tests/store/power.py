@@ -3,11 +3,15 @@
 The calls that `store.local` makes are recorded with a model of what POSIX promises: a file's bytes are durable after
 its fsync, a name in a folder (or its being gone) after the folder's. Before that each unsynced name may or may not have
 reached the disk, in any order, and an unsynced file is empty.
+
+A process may also be killed between two calls. Its names that are not synced stay so: the process that is started after
+it finds them, and a power loss would still undo them.
 """
 
 from __future__ import annotations
 
 import builtins
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +22,10 @@ from typing import Any
 import pytest
 
 from shrinkpoint.store import local
+
+
+class Killed(BaseException):
+    """The simulated end of a process: from then on no call of `store.local` has an effect."""
 
 
 @dataclass(eq=False)
@@ -50,11 +58,19 @@ class Disk:
     kept: dict[str, _File | None] = field(default_factory=dict)
     images: list[tuple[str, Image]] = field(default_factory=list)
     fds: dict[int, str] = field(default_factory=dict)
+    calls_left: float = math.inf
+    """Calls that change the disk until the process is killed."""
 
     def __post_init__(self) -> None:
         for path in sorted(self.root.rglob("*")):
             self.seen[str(path)] = None if path.is_dir() else _File(path.read_bytes())
         self.kept = dict(self.seen)
+
+    def call(self) -> None:
+        """Count a call that changes the disk; raise Killed if the process does not reach it."""
+        if self.calls_left <= 0:
+            raise Killed
+        self.calls_left -= 1
 
     def event(self, what: str) -> None:
         """Record every image that a power loss at this moment may leave."""
@@ -97,6 +113,7 @@ class Disk:
         self.event("end")
 
     def _open(self, path: str, mode: str) -> Any:
+        self.call()
         file = builtins.open(path, mode)  # noqa: SIM115 - the caller closes it
         self.seen[path] = _File()
         self.fds[file.fileno()] = path
@@ -119,6 +136,7 @@ class _Os:
         return fd
 
     def fsync(self, fd: int) -> None:
+        self._disk.call()
         os.fsync(fd)
         disk, path = self._disk, self._disk.fds[fd]
         disk.event(f"before fsync {path}")
@@ -135,21 +153,25 @@ class _Os:
         disk.event(f"after fsync {path}")
 
     def replace(self, source: str, target: str) -> None:
+        self._disk.call()
         os.replace(source, target)
         self._disk.seen[target] = self._disk.seen.pop(source)
         self._disk.event(f"rename {target}")
 
     def link(self, source: str, target: str) -> None:
+        self._disk.call()
         os.link(source, target)
         self._disk.seen[target] = self._disk.seen[source]
         self._disk.event(f"link {target}")
 
     def unlink(self, path: str) -> None:
+        self._disk.call()
         os.unlink(path)
         del self._disk.seen[path]
         self._disk.event(f"unlink {path}")
 
     def mkdir(self, path: str) -> None:
+        self._disk.call()
         os.mkdir(path)
         self._disk.seen[path] = None
         self._disk.event(f"mkdir {path}")

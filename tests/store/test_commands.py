@@ -71,9 +71,11 @@ def test_info_of_a_file_reads_its_header_only(store: sp.Store, tmp_path: Path) -
 def test_manifests_are_read_once(store: sp.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[str] = []
     real = LocalFiles.list
-    monkeypatch.setattr(LocalFiles, "list", lambda self, folder: (listed.append(folder), real(self, folder))[1])
+    monkeypatch.setattr(
+        LocalFiles, "list", lambda self, folder: (listed.append(self.path(folder)), real(self, folder))[1]
+    )
     parsed("ls", store.url)
-    assert listed.count("steps") == 2, "once to see that it is a store"
+    assert listed.count(f"{store.url}/steps") == 2, "once to see that it is a store"
 
 
 def test_a_dry_run_says_what_gc_then_does(store: sp.Store) -> None:

@@ -282,6 +282,7 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}") as caught:
             store.save(2, {"weight": 1})
     assert caught.value.errno == errno.ENOSPC
+    assert caught.value.__notes__ == ["This happened while step 2 was saved; no step that was saved before is lost."]
     assert same(sp.Store(tmp_path).load(), 1)
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import shrinkpoint as sp
 from shrinkpoint.store import local
 from shrinkpoint.store.retention import Retention
 from tests.store.common import fill, lossless, manifest_path, same, state
-from tests.store.power import Disk
+from tests.store.power import Disk, Killed
 
 
 def check(root: Path, must: set[int], may: set[int]) -> None:
@@ -134,6 +137,45 @@ def test_a_former_generation_does_not_come_back(tmp_path: Path) -> None:
         assert found.steps() == [0] or same(found.load(1), 100)
     assert len(disk.images) > 2
     assert sp.Store(run).steps() == [0]
+
+
+@pytest.mark.parametrize(
+    ("act", "kept"),
+    [
+        (lambda store: fill(store, 0), lambda store: store.steps() == [0] and same(store.load(0), 0)),
+        (lambda store: fill(store, 0).copy(f"{store.url}-b"), lambda store: sp.Store(f"{store.url}-b").steps() == [0]),
+        (lambda store: fill(store, 0).tag("best", 0), lambda store: store.tags() == {"best": 0}),
+        (lambda store: fill(store, 0, 1).drop_after(0), lambda store: store.steps() == [0]),
+        (
+            lambda store: sp.Publisher(store.url).publish(1, {"w": torch.ones(8)}),
+            lambda store: sp.Subscriber(store.url, {"w": torch.zeros(8)}).update() == 1,
+        ),
+    ],
+    ids=["save", "copy", "tag", "drop", "publish"],
+)
+def test_a_call_repeated_after_a_kill(
+    act: Callable[[sp.Store], object], kept: Callable[[sp.Store], bool], tmp_path: Path
+) -> None:
+    """A call that returns has made durable what a killed process left of the same call."""
+    calls, done = 0, False
+    while not done:
+        home = tmp_path / str(calls)
+        home.mkdir()
+        disk = Disk(home, calls_left=calls)
+        with contextlib.suppress(Killed), disk.recording():
+            act(sp.Store(home / "runs" / "run", lossless()))
+            done = True
+        disk.calls_left = math.inf
+        with disk.recording():
+            act(sp.Store(home / "runs" / "run", lossless()))
+        disk.images.clear()
+        disk.event("returned")
+        for number, (_, image) in enumerate(disk.images):
+            image.lay_out(home, tmp_path / "image")
+            assert kept(sp.Store(tmp_path / "image" / "runs" / "run")), f"killed before call {calls}, image {number}"
+            shutil.rmtree(tmp_path / "image")
+        calls += 1
+    assert calls > 20
 
 
 @pytest.mark.parametrize("forgotten", ["file", "folder"])

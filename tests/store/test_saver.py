@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from shrinkpoint.codec.parallel import Stopped, map_chunks, stoppable
 from shrinkpoint.codec.state.leaves import is_array, read_leaf
 from shrinkpoint.store import executors, host_copy
 from shrinkpoint.store.jobs import kinds_tree
+from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.store.maintenance import Maintenance
 from shrinkpoint.store.memory_copies import MemoryCopies
 from shrinkpoint.store.saver import SaverWarning
@@ -784,6 +786,43 @@ def test_busy_in_a_thread(on_busy: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert store.steps() == [n for n, s in zip((1, 2), statuses, strict=True) if s == "saved"]
 
 
+@pytest.mark.parametrize("what", ["replaced", "freed"])
+def test_memory_replaced_or_freed_during_the_wait(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    store = sp.Store(memory_url())
+    parameter = torch.nn.Parameter(torch.zeros(5000))
+
+    def during_the_wait() -> None:
+        if what == "replaced":
+            parameter.data = torch.ones(5000)
+        else:
+            parameter.untyped_storage().resize_(0)
+        gate.open.set()
+
+    with sp.Saver(store) as saver:
+        saver.save(1, {"a": 1})
+        assert gate.entered.wait(PATIENCE)
+        threading.Timer(0.05, during_the_wait).start()
+        if what == "freed":
+            with pytest.raises(sp.UnsupportedLeafError, match=r"a: .*freed"):
+                saver.save(2, {"a": parameter})
+            return
+        saver.save(2, {"a": parameter})
+    assert store.load(2)["a"].tolist() == [1.0] * 5000
+
+
+def test_memory_freed_or_replaced_before_the_copy() -> None:
+    arena = Arena()
+    live = {"plain": torch.ones(100), "row": torch.ones(9, 9).T[2], "kept": torch.nn.Parameter(torch.ones(100))}
+    planned = plan({"state": live})
+    live["kept"].data = torch.zeros(100)
+    assert rebuild(take(planned, arena), arena)["state"]["kept"].tolist() == [1.0] * 100
+    live["plain"].untyped_storage().resize_(8)
+    with pytest.raises(sp.UnsupportedLeafError, match=r"float32 tensor of shape \[100\] was freed"):
+        take(planned, arena)
+    arena.close()
+
+
 def test_a_refused_state_cancels_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     with sp.Saver(sp.Store(memory_url()), on_busy="cancel") as saver:
@@ -1331,3 +1370,35 @@ def test_close_ends_though_nobody_can_be_waited_for(tmp_path: Path, monkeypatch:
         closing.join(20)
         assert not closing.is_alive()
     assert place._process.wait(60) is not None
+
+
+def test_a_second_saver_of_a_process_is_reported(tmp_path: Path) -> None:
+    with sp.Saver(sp.Store(tmp_path / "run"), mode="thread") as first:
+        for _ in range(2):
+            with pytest.warns(SaverWarning, match=r"/run: this process has an open Saver .* close\(\) the"):
+                second = sp.Saver(sp.Store(f"{tmp_path}/x/../run"), mode="thread")
+            second.close()
+        sp.Saver(sp.Store(tmp_path / "other"), mode="thread").close()
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                sp.Saver(sp.Store(tmp_path / "run"), mode="thread")  # a warning is an error here
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        first.close()
+        sp.Saver(sp.Store(tmp_path / "run"), mode="thread").close()
+
+
+def test_a_saver_that_was_left_open_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save of a Saver that nothing refers to comes before those of the next one."""
+    may_go, real = threading.Event(), LocalFiles.create
+    monkeypatch.setattr(LocalFiles, "create", lambda *args: may_go.wait() and real(*args))
+    saver: sp.Saver | None = sp.Saver(sp.Store(tmp_path), mode="thread")
+    assert saver is not None
+    saver.save(10, {"w": np.ones(3)})
+    saver = None
+    gc.collect()
+    threading.Timer(0.2, may_go.set).start()
+    with sp.Saver(sp.Store(tmp_path), mode="thread"):
+        assert sp.Store(tmp_path).steps() == [10]

@@ -481,6 +481,17 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     for url in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(sp.BadArgumentError, match=f"{tmp_path / 'file'} is not a folder"):
             sp.Store(url)
+    (tmp_path / "dangling").symlink_to("gone/far")
+    for url in (tmp_path / "dangling", tmp_path / "dangling" / "run"):
+        with pytest.raises(
+            sp.BadArgumentError, match=f"dangling is a link to {tmp_path}/gone/far, which does not exist"
+        ):
+            sp.Store(url)
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(sp.BadArgumentError, match=f"circle is a link to {tmp_path}/circle, in a circle"):
+        sp.Store(tmp_path / "circle")
+    (tmp_path / "linked").symlink_to(tmp_path)
+    assert sp.Store(tmp_path / "linked" / "run").steps() == []
     store = sp.Store(tmp_path / "later" / "run")
     (tmp_path / "later").write_text("in the way")
     with pytest.raises(OSError, match="later"):

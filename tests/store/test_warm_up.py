@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.kernels import first_calls
+from shrinkpoint.kernels.backend import first_calls
 from shrinkpoint.store import warm_up
 
 

@@ -249,19 +249,22 @@ GLOBAL = {
 }
 
 
+KINDS = {"embedding.weight": "embedding", "up.weight": "linear", "half.weight": "linear", "alike.weight": "linear"}
+
+
 def thresholds(folder: Path) -> None:
     """Save the same weights in shards by each configuration, also in a thread."""
     mesh = init_device_mesh("cpu", (WORLD,))
     group = dist.new_group(backend="gloo")
     for name, cfg in GLOBAL.items():
-        writer = Writer(cfg=cfg)
+        writer = Writer(cfg=cfg, kinds=KINDS)
         for step in range(2):
             state = {
                 n: w if n.startswith("alike") else distribute_tensor(w, mesh, [Shard(0)])
                 for n, w in uneven(step).items()
             }
             dcp.save({"model": state}, storage_writer=writer, checkpoint_id=folder / f"{name}-{WORLD}-{step}")
-    aside = Writer(folder / f"aside-{WORLD}", GLOBAL["two"], process_group=group)
+    aside = Writer(folder / f"aside-{WORLD}", GLOBAL["two"], kinds=KINDS, process_group=group)
     dcp.async_save({"model": state}, storage_writer=aside, process_group=group).result()
     if WORLD == 4:
         # Two of the ranks alone, with and without a word to the writer: nobody waits for the other two.
@@ -269,9 +272,11 @@ def thresholds(folder: Path) -> None:
         cut = init_device_mesh("cpu", (2, 2), mesh_dim_names=("which", "rows"))["rows"]
         if RANK >= 2:
             part = {"weight": distribute_tensor(uneven(0)["up.weight"], cut, [Shard(0)])}
-            dcp.save(part, storage_writer=Writer(folder / "pair-unsaid"), process_group=pair)
-            dcp.save(part, storage_writer=Writer(folder / "pair", process_group=pair), process_group=pair)
-    alone = Writer(folder / f"alone-{WORLD}", GLOBAL["default"])
+            kinds = {"weight": "linear"}
+            dcp.save(part, storage_writer=Writer(folder / "pair-unsaid", kinds=kinds), process_group=pair)
+            known = Writer(folder / "pair", kinds=kinds, process_group=pair)
+            dcp.save(part, storage_writer=known, process_group=pair)
+    alone = Writer(folder / f"alone-{WORLD}", GLOBAL["default"], kinds=KINDS)
     dcp.async_save({"model": state}, storage_writer=alone).result()
 
 

@@ -293,7 +293,7 @@ def main(home: Path, number: int) -> None:
     if number == 0:
         save_at(home / "pointer.json", sp.Store(home / "pointed"), {"weight": torch.arange(4.0)})
     dist.barrier()
-    assert load_at(home / "pointer.json")["weight"].tolist() == [0, 1, 2, 3]
+    assert load_at(home / "pointer.json", store=sp.Store(home / "pointed"))["weight"].tolist() == [0, 1, 2, 3]
     dist.barrier()
     dist.destroy_process_group()
 

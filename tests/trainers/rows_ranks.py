@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shrinkpoint as sp
-from shrinkpoint.kernels.mask import unpack_mask
+from shrinkpoint.kernels.packing import unpack_mask
 
 ROWS, COLUMNS = 200_000, 16
 CONFIG = sp.presets.check_n_run(8, policy="consecutive")

@@ -1203,7 +1203,8 @@ def test_under_a_rate_what_is_loaded_is_not_behind(tmp_path: Path) -> None:
     w, way = torch.randn(2, 128, 128, generator=g)
     behind = {}
     for ahead in (True, False):
-        writer = Writer(cfg=sp.Config(rate=0.002, chain=sp.ChainPolicy(15), ahead=ahead))
+        cfg = sp.Config(rate=0.002, chain=sp.ChainPolicy(15), ahead=ahead)
+        writer = Writer(cfg=cfg, kinds={"weight": "linear"})
         for number in range(40):
             now = w + 0.003 * number * way + 0.004 * torch.randn(128, 128, generator=g)
             save({"weight": now}, tmp_path / f"{ahead}{number}", writer)

@@ -193,3 +193,33 @@ def test_a_folder_that_could_not_be_written_is_followed_by_a_whole_one(
     assert (source / "weight_v000002" / "model.safetensors").exists()
     pull(local, source, 0, 2)
     assert same(local, now)
+
+
+def test_links_out_of_a_folder_are_neither_written_through_nor_copied(tmp_path: Path) -> None:
+    now = {"a": torch.randn(300)}
+    sp.Publisher(tmp_path / "url").publish(1, now)
+    (tmp_path / "folder").mkdir()
+    save_file({"a": torch.zeros(300)}, tmp_path / "mine.safetensors")
+    (tmp_path / "mine.txt").write_text("mine")
+    before = (tmp_path / "mine.safetensors").read_bytes()
+    snapshot, blob = tmp_path / "models--m" / "snapshots" / "1", tmp_path / "models--m" / "blobs" / "ab"
+    for folder in (snapshot, blob.parent):
+        folder.mkdir(parents=True)
+    blob.write_bytes(before)
+    (snapshot / "model.safetensors").symlink_to(blob)
+    with pytest.raises(BadArgumentError, match=r"links to .*/blobs/ab"):  # other revisions may share it
+        CheckpointFolder(tmp_path / "url", snapshot)
+    (tmp_path / "folder" / "model.safetensors").symlink_to(tmp_path / "mine.safetensors")
+    with pytest.raises(BadArgumentError, match=r"model\.safetensors links to .*mine\.safetensors"):
+        CheckpointFolder(tmp_path / "url", tmp_path / "folder")
+    (tmp_path / "folder" / "model.safetensors").unlink()
+    (tmp_path / "folder" / "shrinkpoint-version.tmp").symlink_to(tmp_path / "mine.txt")
+    (tmp_path / "folder" / "model.tmp").symlink_to(tmp_path / "mine.safetensors")
+    CheckpointFolder(tmp_path / "url", tmp_path / "folder").update()
+    assert same(loaded(tmp_path / "folder"), now)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").symlink_to(tmp_path / "mine.txt")
+    with pytest.raises(BadArgumentError, match=r"config\.json links to .*mine\.txt"):
+        DeltaFolders(tmp_path / "url", tmp_path / "out", model=tmp_path / "model").update()
+    assert not list((tmp_path / "out").glob("weight_v*"))
+    assert ((tmp_path / "mine.safetensors").read_bytes(), (tmp_path / "mine.txt").read_text()) == (before, "mine")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint import trainers
+from shrinkpoint.store import frozen_sets
+from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.trainers import frozen_parameters
-from shrinkpoint.trainers.frozen_parameters import digest_of, frozen_names, frozen_store
+from shrinkpoint.trainers.frozen_parameters import digest_of, frozen_names
 
 
 def built(seed: int = 0) -> nn.Module:
@@ -73,6 +77,31 @@ def test_another_base_is_refused_by_reference(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
+@pytest.mark.parametrize("how", ["data", "numpy", "memory"])
+def test_weights_changed_without_the_knowledge_of_autograd(tmp_path: Path, how: str) -> None:
+    """A change that PyTorch's version does not count is stored like any other."""
+    model = built()
+    model[0].weight = nn.Parameter(model[0].weight.detach().t(), requires_grad=False)  # type: ignore[index, union-attr, assignment]
+    model.register_parameter("tied", model[0].weight)  # type: ignore[index, arg-type]
+    store = sp.Store(tmp_path)
+    trainers.save(store, 1, model, frozen="once")
+    weight = model[0].weight  # type: ignore[index]
+    version, first = weight._version, weight.detach().clone()
+    if how == "data":
+        weight.data[3, 4] += 1  # type: ignore[index, operator]
+    elif how == "numpy":
+        weight.detach().numpy()[3, 4] += 1  # type: ignore[operator]
+    else:
+        torch.frombuffer(memoryview(weight.detach().t().numpy()), dtype=torch.float32)[7] += 1  # type: ignore[operator]
+    assert weight._version == version
+    trainers.save(store, 2, model, frozen="once")
+    for step, value in ((1, first), (2, weight)):
+        again = built(seed=1)
+        again.register_parameter("tied", again[0].weight)  # type: ignore[index, arg-type]
+        assert trainers.resume(sp.Store(tmp_path), again, step=step) == step
+        assert torch.equal(again[0].weight, value)  # type: ignore[index, arg-type]
+
+
 def test_a_base_that_changed_is_hashed_again(tmp_path: Path) -> None:
     model, store = built(), sp.Store(tmp_path)
     names = frozen_names(model)
@@ -86,6 +115,11 @@ def test_a_base_that_changed_is_hashed_again(tmp_path: Path) -> None:
         model[0].weight[0, 0] += 1  # type: ignore[index, operator]
     trainers.save(store, 2, model, frozen="once")
     assert len(frozen_store(store).steps()) == 2
+
+
+def frozen_store(store: sp.Store) -> sp.Store:
+    """Return the store of the frozen sets."""
+    return sp.Store(f"{store.url}/frozen", sp.presets.lossless())
 
 
 def with_old_sets(folder: Path) -> tuple[sp.Store, nn.Module]:
@@ -131,13 +165,22 @@ def test_a_retention_frees_the_sets_of_the_steps_that_it_removes(tmp_path: Path)
 def test_gc_keeps_a_set_whose_step_is_still_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = with_old_sets(tmp_path)
     store.drop(2)
-    monkeypatch.setattr(frozen_parameters, "_marked", {})  # as in another process
+    monkeypatch.setattr(frozen_sets, "_marked", {})  # as in another process
     other = built(seed=1)
     kept_out = frozen_parameters.record(other, "once")
     assert kept_out is not None
     frozen_parameters.store_once(store, other, kept_out)
     store.gc()
     assert len(frozen_store(store).steps()) == 2
+
+
+def test_gc_removes_what_a_killed_save_left_among_the_sets(tmp_path: Path) -> None:
+    store, _ = with_old_sets(tmp_path)
+    for name in ("000000000007-0123456789abcdef.spt", ".tmp-0-000000000007-0123456789abcdef.spt"):
+        (tmp_path / "frozen/data" / name).write_bytes(b"half")
+    assert store.gc(dry_run=True) == store.gc()
+    assert len(list((tmp_path / "frozen/data").iterdir())) == 2
+    assert store.verify() == {}
 
 
 def test_gc_keeps_all_sets_while_a_step_cannot_be_read(tmp_path: Path) -> None:
@@ -152,15 +195,16 @@ def test_gc_keeps_all_sets_while_a_step_cannot_be_read(tmp_path: Path) -> None:
 
 def test_gc_keeps_what_a_user_has_pinned_or_tagged(tmp_path: Path) -> None:
     store, _ = with_old_sets(tmp_path)
-    frozen_store(store).pin(0)
-    frozen_store(store).tag("mine", 1)
+    first, second = frozen_store(store).steps()
+    frozen_store(store).pin(first)
+    frozen_store(store).tag("mine", second)
     make_old(tmp_path)
     store.drop(1, 2, 3)
     store.gc()
-    assert frozen_store(store).steps() == [0, 1]
-    frozen_store(store).unpin(0)
+    assert frozen_store(store).steps() == [first, second]
+    frozen_store(store).unpin(first)
     store.gc()
-    assert frozen_store(store).steps() == [1]
+    assert frozen_store(store).steps() == [second]
 
 
 @pytest.mark.parametrize("frozen", ["", 3])
@@ -223,3 +267,127 @@ def test_unknown_settings_are_refused(tmp_path: Path, keep: object, why: str) ->
     model = nn.Linear(4, 4)
     with pytest.raises(sp.BadArgumentError, match=why):
         trainers.resume(sp.Store(tmp_path), model, torch.optim.AdamW(model.parameters()), keep=keep)  # type: ignore[arg-type]
+
+
+# ---- operations over a store with frozen sets
+
+
+@pytest.mark.parametrize("target", ["folder", "memory"])
+def test_a_copy_can_be_resumed(tmp_path: Path, target: str) -> None:
+    store, model = sp.Store(tmp_path / "run"), built()
+    trainers.save(store, 1, model, frozen="once")
+    trainers.save(store, 2, built(seed=1), frozen="once")
+    url = tmp_path / "copy" if target == "folder" else f"memory://{tmp_path.name}/copy"
+    copied = store.copy(url, [1])
+    assert len(frozen_store(copied).steps()) == 1, "only the set of the chosen step"
+    store.copy(url)
+    assert copied.verify() == {}
+    again = built(seed=2)
+    assert trainers.resume(copied, again, step=1) == 1
+    assert torch.equal(again[0].weight, model[0].weight)  # type: ignore[index]
+    assert copied.disk_usage() == store.disk_usage()
+    assert store.disk_usage().steps > 2 * 512 * 512
+
+
+@pytest.mark.parametrize("harm", ["altered", "missing data", "no tag", "no folder"])
+def test_verify_finds_and_copy_repairs_a_set_that_is_not_intact(tmp_path: Path, harm: str) -> None:
+    store, model = sp.Store(tmp_path / "run"), built()
+    trainers.save(store, 1, model, frozen="once")
+    trainers.save(store, 2, model, frozen=None)
+    good = store.copy(tmp_path / "good")
+    (data,) = (tmp_path / "run/frozen/data").iterdir()
+    if harm == "altered":
+        data.write_bytes(data.read_bytes()[:-9] + bytes(9))
+    elif harm == "missing data":
+        data.unlink()
+    elif harm == "no tag":
+        next((tmp_path / "run/frozen/tags").iterdir()).unlink()
+    else:
+        shutil.rmtree(tmp_path / "run/frozen")
+    assert list(store.verify()) == [1]
+    assert "step 1: its frozen parameters: " in store.verify()[1]
+    with pytest.raises((sp.MissingParentError, sp.CorruptDataError), match="step 1: "):
+        store.copy(tmp_path / "never", [1])
+    assert sp.Store(tmp_path / "never").steps() == []
+    with pytest.raises((sp.MissingParentError, sp.CorruptDataError)):
+        trainers.resume(sp.Store(tmp_path / "run"), built(seed=1), step=1)
+    good.copy(store.url, repair=True)
+    assert store.verify() == {}
+    again = built(seed=1)
+    assert trainers.resume(sp.Store(tmp_path / "run"), again, step=1) == 1
+    assert torch.equal(again[0].weight, model[0].weight)  # type: ignore[index]
+
+
+def test_a_save_stores_a_set_again_that_was_lost(tmp_path: Path) -> None:
+    store, model = sp.Store(tmp_path), built()
+    trainers.save(store, 1, model, frozen="once")
+    next((tmp_path / "frozen/data").iterdir()).unlink()
+    trainers.save(store, 2, model, frozen="once")
+    assert store.verify() == {}
+
+
+def test_a_damaged_tag_of_a_set_is_named(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path)
+    trainers.save(store, 1, built(), frozen="once")
+    (tag,) = (tmp_path / "frozen/tags").iterdir()
+    tag.write_bytes(b"{")
+    assert list(store.verify_labels()) == [f"frozen/tags/{tag.name}"]
+
+
+def test_sets_of_two_writers_at_one_moment_are_both_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set does not take the number that another process is about to use."""
+    store, models = sp.Store(tmp_path), [built(0), built(1)]
+    real = LocalFiles.write
+    saves = [lambda: trainers.save(sp.Store(tmp_path), 1, models[1], frozen="once")]
+
+    def write(self: LocalFiles, name: str, data: bytes) -> None:
+        if saves and self.root.endswith("/frozen") and name.startswith("data/"):
+            saves.pop()()
+        real(self, name, data)
+
+    monkeypatch.setattr(LocalFiles, "write", write)
+    trainers.save(store, 2, models[0], frozen="once")
+    for step, model in ((2, models[0]), (1, models[1])):
+        again = built(seed=2)
+        trainers.resume(store, again, step=step)
+        assert torch.equal(again[0].weight, model[0].weight)  # type: ignore[index]
+
+
+def test_sets_with_numbers_from_zero_are_read_and_copied(tmp_path: Path) -> None:
+    """Release 0.1 numbers the sets of a store from 0."""
+    for seed in (0, 1):
+        store, model = sp.Store(tmp_path / str(seed)), built(seed)
+        digest = digest_of(model, frozen_names(model))
+        tensors = {name: model.state_dict()[name] for name in frozen_names(model)}
+        frozen_store(store).save(0, {"model": tensors})
+        frozen_store(store).tag(f"frozen-{digest}", 0)
+        trainers.save(store, seed + 1, model, frozen="once")
+        assert frozen_store(store).steps() == [0]
+        store.copy(tmp_path / "both")
+    for step in (1, 2):
+        again = built(seed=3)
+        assert trainers.resume(sp.Store(tmp_path / "both"), again, step=step) == step
+        assert torch.equal(again[0].weight, built(step - 1)[0].weight)  # type: ignore[index]
+
+
+def test_weights_that_change_while_they_are_stored_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, model = sp.Store(tmp_path), built()
+    real = frozen_parameters.compress
+
+    def compress(*args: Any, **options: Any) -> sp.Checkpoint:
+        model[0].weight.data += 1  # type: ignore[index, operator]
+        return real(*args, **options)
+
+    monkeypatch.setattr(frozen_parameters, "compress", compress)
+    with pytest.raises(sp.ShrinkpointError, match="changed while they were saved"):
+        trainers.save(store, 1, model, frozen="once")
+    assert store.steps() == []
+
+
+def test_a_link_in_the_place_of_the_sets_is_not_followed(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path / "run")
+    trainers.save(store, 1, built(), frozen="once")
+    shutil.move(tmp_path / "run/frozen", tmp_path / "elsewhere")
+    (tmp_path / "run/frozen").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NotADirectoryError, match="frozen"):
+        trainers.resume(sp.Store(tmp_path / "run"), built(seed=1))

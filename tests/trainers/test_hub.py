@@ -262,11 +262,6 @@ def test_nothing_is_written_into_what_it_is_made_from(tmp_path: Path) -> None:
             call()
     assert {path: everything(path) for path in before} == before
     assert not (source / "deep").exists()
-    # Links to files are how caches of a hub are laid out.
-    (tmp_path / "cache").mkdir()
-    for path in source.glob("*.safetensors"):
-        (tmp_path / "cache" / path.name).symlink_to(path)
-    sp.save_pretrained(tmp_path / "cache", tmp_path / "of-links")
 
 
 @pytest.mark.parametrize(
@@ -286,6 +281,61 @@ def test_links_to_nothing_and_in_circles_are_named(tmp_path: Path, link: str, to
         sp.save_pretrained(source, tmp_path / "small")
     assert not (tmp_path / "small").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+
+
+def cached(home: Path, files: dict[str, bytes]) -> Path:
+    """Return a snapshot in a cache of the Hub with these files."""
+    model = home / "models--org--name"
+    for number, (name, data) in enumerate(files.items()):
+        blob, link = model / "blobs" / f"{number:040x}", model / "snapshots" / "rev" / name
+        for path in (blob, link):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(data)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    return model / "snapshots" / "rev"
+
+
+def test_a_snapshot_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    source = folder(tmp_path / "m", weights())
+    (source / "again.json").symlink_to("config.json")
+    snapshot = cached(tmp_path, everything(source))
+    (tmp_path / "main").symlink_to(snapshot)
+    for number, place in enumerate((source, snapshot, tmp_path / "main")):
+        small = sp.save_pretrained(place, tmp_path / f"small{number}", place).path
+        assert everything(sp.load_pretrained(small, place, to=tmp_path / f"to{number}")) == everything(source)
+    sp.save_pretrained(snapshot / "nested/..", tmp_path / "small")
+
+
+@pytest.mark.parametrize("where", ["plain", "snapshot"])
+@pytest.mark.parametrize("link", ["notes.txt", "nested/notes.txt", "extra", "b.safetensors", "through"])
+def test_links_that_lead_out_are_refused(tmp_path: Path, where: str, link: str) -> None:
+    source = folder(tmp_path / "m", weights())
+    small = sp.save_pretrained(source, tmp_path / "small").path
+    place = source if where == "plain" else cached(tmp_path, everything(source))
+    home = tmp_path / "home"
+    home.mkdir()
+    secret = home / ("b.safetensors" if link.startswith("b.") else "secret")
+    secret.write_bytes(next(source.glob("*.safetensors")).read_bytes())
+    target = home if link == "extra" else secret
+    if link == "through":  # in two steps, by way of what may be followed
+        blobs = tmp_path / "models--org--name" / "blobs"
+        blobs.mkdir(parents=True, exist_ok=True)
+        (blobs / "ff").symlink_to(secret)
+        target = blobs / "ff"
+    for folder_ in (place, small):
+        (folder_ / link).parent.mkdir(exist_ok=True)
+        (folder_ / link).symlink_to(target)
+    for call in (
+        lambda: sp.save_pretrained(place, tmp_path / "out"),
+        lambda: sp.save_pretrained(nn.Linear(2, 2), tmp_path / "out", place),
+        lambda: sp.load_pretrained(small, to=tmp_path / "out"),
+        lambda: sp.load_pretrained(small),
+    ):
+        with pytest.raises(
+            sp.BadArgumentError, match=rf"{link} links to .*{target.name if link == 'extra' else secret.name}"
+        ):
+            call()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_pipe_is_refused(tmp_path: Path) -> None:

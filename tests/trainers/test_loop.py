@@ -19,6 +19,7 @@ from torch import nn
 import shrinkpoint as sp
 from shrinkpoint import trainers
 from shrinkpoint.store.files import StoreWarning
+from shrinkpoint.store.saver import SaverWarning
 from shrinkpoint.trainers.loop import PartNotRestoredWarning, RanksChangedWarning
 from shrinkpoint.trainers.model_state import StateMismatchWarning
 
@@ -795,7 +796,9 @@ def test_resume_waits_for_a_save_in_flight(tmp_path: Path) -> None:
     with sp.Saver(sp.Store(tmp_path)) as first:
         for step in (1, 2):
             trainers.save(first, step, model)
-        with sp.Saver(sp.Store(tmp_path)) as second:
+        with pytest.warns(SaverWarning, match="has an open Saver"):
+            second = sp.Saver(sp.Store(tmp_path))
+        with second:
             assert trainers.resume(second, model) == 2
 
 

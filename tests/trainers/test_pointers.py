@@ -14,7 +14,16 @@ import pytest
 import shrinkpoint as sp
 from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.trainers.background import Background
-from shrinkpoint.trainers.pointers import Pointer, drop, is_shared, load_at, read_pointer, save_at, steps_in_use
+from shrinkpoint.trainers.pointers import (
+    Pointer,
+    drop,
+    is_shared,
+    load_at,
+    read_pointer,
+    save_at,
+    steps_in_use,
+    store_of,
+)
 
 
 def state(value: float) -> dict[str, Any]:
@@ -43,17 +52,17 @@ def test_of_gradients_those_of_the_state_are_taken(tmp_path: Path, background: b
     held = {name: rng.standard_normal((100, 200)).astype(np.float32) for name in ("a.weight", "b.weight")}
     grads = {"state_dict": {n: np.abs(w[::-1]).copy() for n, w in held.items()} | {"left.out": np.ones(3, np.float32)}}
     cfg = sp.presets.inshrinkerator(protect=0.05, prune=0.0)
-    state = {"state_dict": held}
+    state, kinds = {"state_dict": held}, dict.fromkeys(held, "linear")
     store = sp.Store(tmp_path / "store", cfg)
     if background:
         saver = Background(store)
-        saver.save(tmp_path / "p.json", state, grads=grads)
+        saver.save(tmp_path / "p.json", state, grads=grads, kinds=kinds)
         saver.close()
     else:
-        save_at(tmp_path / "p.json", store, state, grads=grads)
+        save_at(tmp_path / "p.json", store, state, grads=grads, kinds=kinds)
     del grads["state_dict"]["left.out"]
-    assert store.read(0).to_bytes() == sp.compress(state, cfg=cfg, grads=grads).to_bytes()
-    assert store.read(0).to_bytes() != sp.compress(state, cfg=cfg).to_bytes()
+    assert store.read(0).to_bytes() == sp.compress(state, cfg=cfg, grads=grads, kinds=kinds).to_bytes()
+    assert store.read(0).to_bytes() != sp.compress(state, cfg=cfg, kinds=kinds).to_bytes()
     save_at(tmp_path / "q.json", store, {"step": 1}, grads=grads)
 
 
@@ -100,7 +109,7 @@ def test_urls_and_moved_folders(tmp_path: Path) -> None:
     save_at(tmp_path / "p.json", store, state(1))
     save_at("memory://pointers/p.json", store, state(2))
     assert read_pointer(tmp_path / "p.json").store == store.url  # type: ignore[union-attr]
-    assert [load_at(p)["step"] for p in (tmp_path / "p.json", "memory://pointers/p.json")] == [1, 2]
+    assert [load_at(tmp_path / "p.json", store=store)["step"], load_at("memory://pointers/p.json")["step"]] == [1, 2]
     save_at(tmp_path / "a" / "x" / "p.json", sp.Store(tmp_path / "a" / "store"), state(3))
     (tmp_path / "a").rename(tmp_path / "b")
     assert load_at(tmp_path / "b" / "x" / "p.json")["step"] == 3
@@ -164,6 +173,66 @@ def test_a_link_from_elsewhere_is_followed(tmp_path: Path, linked: str) -> None:
     link = tmp_path / "far" / "off" / "best"
     link.symlink_to(tmp_path / "run" / "a" / ("p.json" if linked == "file" else ""))
     assert load_at(link if linked == "file" else link / "p.json")["step"] == 1
+
+
+def test_a_pointer_leads_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store elsewhere is opened only if the caller gives it; reading changes none."""
+    private = sp.Store(tmp_path / "home" / "private")
+    identity = private.save(1, state(1)).checkpoint.identity
+    path = tmp_path / "downloads" / "checkpoint-1" / "p.json"
+    (path.parent / "below").mkdir(parents=True)
+    (path.parent / "linked").symlink_to(private.url)
+    (path.parent.parent / "linked").symlink_to(private.url)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(path.parent)
+    opened: list[str] = []
+    real = sp.Store.__init__
+    monkeypatch.setattr(
+        sp.Store, "__init__", lambda self, url, *more: (opened.append(str(url)), real(self, url, *more))[1]
+    )
+    names = (
+        *(
+            "http://127.0.0.1:9/x",
+            "s3://bucket/run",
+            "memory://run",
+            "ftp://127.0.0.1/x",
+            "zip::http://127.0.0.1:9/x.zip",
+        ),
+        *(
+            private.url,
+            f"file://{private.url}",
+            f"local://{private.url}",
+            "../../home/private",
+            "below/../../../home/private",
+        ),
+        *("linked", "../linked", "below/../linked", "..", ".", "", "/", "dir::home"),
+    )
+    for name in names:
+        path.write_bytes(Pointer(name, 1, identity).to_bytes())
+        for given in (path, "p.json", f"file://{path}"):
+            with pytest.raises(sp.BadArgumentError, match="neither below nor next to"):
+                load_at(given)
+        assert not is_shared(path, Pointer(name, 1, identity))
+        assert steps_in_use(sp.Store(tmp_path / "other"), [path]) == set()
+    assert set(opened) == {str(tmp_path / "other")}
+    path.write_bytes(Pointer("~/private", 1, identity).to_bytes())
+    with pytest.raises(sp.MissingParentError, match="checkpoint-1/~/private"):
+        load_at("p.json")
+    assert load_at(path, store=private)["step"] == 1
+    assert private.restores() == 1, "of a store that the caller knows"
+    near = sp.Store(tmp_path / "downloads" / "near")
+    identity = near.save(1, state(2)).checkpoint.identity
+    before = sorted(p.name for p in Path(near.url).rglob("*"))
+    path.write_bytes(Pointer("../near", 1, identity).to_bytes())
+    assert load_at(path)["step"] == 2
+    assert sorted(p.name for p in Path(near.url).rglob("*")) == before
+
+
+@pytest.mark.parametrize("folder", ["s3://bucket", "s3://bucket/run/7", "memory://run/7", "http://host/a"])
+@pytest.mark.parametrize("name", ["{}/../../../x", "s3://other", "http://other/a", "memory://x/y", "../../../x"])
+def test_a_pointer_at_a_url_leads_nowhere_else(folder: str, name: str) -> None:
+    with pytest.raises(sp.BadArgumentError, match="neither below nor next to"):
+        store_of(f"{folder}/p.json", Pointer(name.format(folder), 1, ""))
 
 
 def test_beside_a_pointer_that_is_not_readable_nothing_is_removed(tmp_path: Path) -> None:

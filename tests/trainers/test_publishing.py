@@ -462,7 +462,11 @@ def test_receivers_of_some_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
+    "dtype",
+    [
+        *(torch.bfloat16, torch.float32, torch.complex64, torch.uint8, torch.int8),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    ],
 )
 def test_slices(tmp_path: Path, dtype: torch.dtype) -> None:
     """Each receiver gets the rows, columns or block that it holds."""
@@ -689,6 +693,15 @@ def test_models_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     for call in (sp.Publisher, lambda url: sp.Subscriber(url, w)):
         with pytest.raises(BadArgumentError, match="no-such-protocol"):
             call("no-such-protocol://x")
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused(tmp_path: Path) -> None:
+    freed = torch.zeros(100)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(BadArgumentError, match="state: the storage of w was freed"):
+        sp.Publisher(tmp_path).publish(1, {"w": freed})
+    with pytest.raises(BadArgumentError, match="model: the storage of w was freed"):
+        sp.Subscriber(tmp_path, {"w": freed})
 
 
 def test_updates_from_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

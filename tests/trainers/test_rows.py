@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shrinkpoint as sp
-from shrinkpoint.kernels.mask import unpack_mask
+from shrinkpoint.kernels.packing import unpack_mask
 from shrinkpoint.trainers.rows import _Hook, _Table
 
 from . import rows_ranks

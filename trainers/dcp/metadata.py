@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ...codec.errors import BadArgumentError, CorruptDataError, NewerFormatError
+from ...codec.format.bounded_json import loads
 
 FORMAT = "shrinkpoint-dcp"
 VERSION = 1
@@ -40,9 +41,11 @@ FOLDER = "data"
 MAX_BYTES = 1 << 28
 """Of metadata: 1,000 ranks take about a megabyte."""
 MAX_PAIRS = 1 << 32
-"""Of shards that are compared for overlap, all layouts together: 1,000 ranks and 100 layouts are 10**8."""
-MAX_INDEX = 1 << 16
-"""Of a list in the path of an entry: rebuilding the list allocates as many places."""
+"""Of shards that are compared for overlap, times dimensions: 1,000 ranks and 100 matrices are 3 * 10**8."""
+MAX_POSITION = 1 << 24
+"""In a list, in the path of an entry."""
+MAX_GAPS = 1 << 16
+"""Of all lists in the paths of entries: empty positions that rebuilding the lists allocates."""
 _NAME = re.compile(r"(?:[0-9]{6}){1,2}-[0-9a-f]{16}\.spt")
 """In a folder with the rank, in a store with the step."""
 _FRONT = re.compile(rb'\{"checksum":"([0-9a-f]{32})",')
@@ -115,6 +118,11 @@ class Layout:
 
     shards: tuple[Shard, ...]
 
+    @property
+    def dimensions(self) -> int:
+        """Largest number of dimensions of a shard."""
+        return max((len(s.sizes) for s in self.shards), default=0)
+
     @cached_property
     def by_offsets(self) -> dict[Offsets, Shard]:
         """Shards by offsets; one with elements has priority over an empty one."""
@@ -145,9 +153,10 @@ class Layout:
         begin = np.array([s.offsets for s in filled], np.int64)
         end = begin + np.array([s.sizes for s in filled], np.int64)
         # A block of shards against all, so that memory stays linear in their number.
-        for i in range(0, len(filled), 256):
-            apart = (begin[i : i + 256, None] >= end[None]) | (begin[None] >= end[i : i + 256, None])
-            if (~apart.any(axis=-1)).sum() > min(256, len(filled) - i):
+        count = max(1, min(256, (1 << 24) // begin.size))
+        for i in range(0, len(filled), count):
+            apart = (begin[i : i + count, None] >= end[None]) | (begin[None] >= end[i : i + count, None])
+            if (~apart.any(axis=-1)).sum() > min(count, len(filled) - i):
                 return True
         return False
 
@@ -200,7 +209,10 @@ class Index:
         return self.files[number], shards
 
     def to_torch(self) -> Metadata:
-        """Return torch's metadata; entries of one layout share one list of chunks."""
+        """Return torch's metadata; entries of one layout share one list of chunks.
+
+        Entries whose paths do not form a tree have none.
+        """
         table: dict[str, Any] = {}
         for fqn, e in self.entries.items():
             if e.file is not None:
@@ -213,7 +225,7 @@ class Index:
             )
             table[fqn] = TensorStorageMetadata(properties, torch.Size(e.size), self.layouts[e.layout].chunks)
         paths = {fqn: e.path for fqn, e in self.entries.items() if e.path is not None}
-        return Metadata(table, planner_data=paths or None, storage_data=self)
+        return Metadata(table, planner_data=paths if paths and is_tree(paths) else None, storage_data=self)
 
     def to_bytes(self) -> bytes:
         """Return the contents of the metadata file."""
@@ -268,7 +280,10 @@ def build(metadata: Metadata, files: Sequence[RankFile]) -> Index:
     entries: dict[str, Entry] = {}
     holes = ""
     for fqn, planned in metadata.state_dict_metadata.items():
-        path = _checked_path(fqn, paths.get(fqn))
+        try:
+            path = _checked_path(fqn, paths.get(fqn))
+        except ValueError as e:
+            raise BadArgumentError(str(e)) from None
         if not isinstance(planned, TensorStorageMetadata):
             if fqn not in values:
                 raise BadArgumentError(f"{fqn}: no rank wrote it")
@@ -324,20 +339,43 @@ def _shards(rows: Any) -> tuple[Shard, ...]:
 def _checked_path(fqn: str, path: Any) -> tuple[str | int, ...] | None:
     if path is None:
         return None
-    if not _is_path(list(path)):
-        raise BadArgumentError(
-            f"{fqn}: its path {str(path)[:100]} does not consist of strings and indices up to {MAX_INDEX}"
-        )
+    if not is_path(path):
+        raise ValueError(f"{fqn}: its path {str(path)[:100]} does not consist of strings and positions")
     return tuple(path)
 
 
-def _is_path(path: Any) -> bool:
+def is_path(path: Any) -> bool:
+    """Return whether this is a path of keys and of positions in lists that begins with a key."""
     return (
-        isinstance(path, list)
+        isinstance(path, (list, tuple))
         and 0 < len(path) <= 64
         and isinstance(path[0], str)
-        and all(isinstance(k, str) or (type(k) is int and 0 <= k <= MAX_INDEX) for k in path)
+        and all(isinstance(k, str) or (type(k) is int and 0 <= k <= MAX_POSITION) for k in path)
     )
+
+
+def is_tree(paths: Mapping[str, Sequence[str | int]]) -> bool:
+    """Return whether the paths of entries form a tree whose lists have few gaps.
+
+    No entry is at or below another one, and all lists have at most `MAX_GAPS` empty positions.
+
+    Example:
+        >>> is_tree({"a.0": ("a", 0), "a.1": ("a", 1)}), is_tree({"a.0": ("a", 4_000_000)})
+        (True, False)
+    """
+    places = set(map(tuple, paths.values()))
+    if len(places) < len(paths):
+        return False
+    lengths: dict[tuple[str | int, ...], int] = {}
+    for path in places:
+        for i, key in enumerate(path):
+            above = path[:i]
+            if above in places:
+                return False
+            if isinstance(key, int):
+                lengths[above] = max(lengths.get(above, 0), key + 1)
+    # A place that is not empty has an element of a path of its own.
+    return sum(lengths.values()) <= MAX_GAPS + sum(map(len, paths.values()))
 
 
 def parse(data: bytes, where: str) -> Index:
@@ -357,14 +395,14 @@ def parse(data: bytes, where: str) -> Index:
     if xxhash.xxh3_128_hexdigest(b"{" + data[front.end() :]).encode() != front.group(1):
         raise CorruptDataError(f"{where}: the checksum does not match")
     try:
-        fields = json.loads(data)
+        fields = loads(data)
         version = fields["version"]
         if type(version) is int and version > VERSION and fields["format"] == FORMAT:
             raise NewerFormatError(f"{where}: metadata version {version}; this reader knows up to {VERSION}")
         if (fields["format"], version) != (FORMAT, VERSION) or type(version) is not int:
             raise ValueError(f"format {str(fields['format'])[:40]!r}, version {str(version)[:20]}")
         return _index(fields)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as e:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as e:
         raise CorruptDataError(f"{where}: malformed: {type(e).__name__} {str(e)[:200]}") from None
 
 
@@ -373,7 +411,7 @@ def _index(fields: Mapping[str, Any]) -> Index:
     if len({f.rank for f in files}) != len(files):
         raise ValueError("two files of one rank")
     layouts = tuple(Layout(_shards(_row(r, len(files)) for r in rows)) for rows in fields["layouts"])
-    if sum(len(layout.shards) ** 2 for layout in layouts) > MAX_PAIRS:
+    if sum(len(layout.shards) ** 2 * (1 + layout.dimensions) for layout in layouts) > MAX_PAIRS:
         raise ValueError("more shards than can be compared")
     for number, layout in enumerate(layouts):
         if len({len(s.sizes) for s in layout.shards}) > 1 or layout.overlap():
@@ -384,10 +422,7 @@ def _index(fields: Mapping[str, Any]) -> Index:
     entries: dict[str, Entry] = {}
     checked: set[tuple[int, Offsets]] = set()
     for fqn, row in fields["entries"].items():
-        path = row.get("p")
-        if path is not None and not _is_path(path):
-            raise ValueError(f"{fqn}: its path {str(path)[:60]}")
-        path = None if path is None else tuple(path)
+        path = _checked_path(fqn, row.get("p"))
         if "b" in row:
             entries[fqn] = Entry(path, file=_number(row["b"], len(files)))
             continue

@@ -10,7 +10,7 @@ import zstandard
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 
 from ...codec.errors import CorruptDataError
-from ...kernels.arguments import integer
+from ...kernels.backend.arguments import integer
 
 MAGIC = b"SPST"
 VERSION = 1

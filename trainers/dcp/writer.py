@@ -115,7 +115,8 @@ class Writer(StorageWriter):
         parent: folder (with a store, step) of the checkpoint that this run resumed from: the first save is a delta
             against it. None: the checkpoint in the target folder, or the one that a `Reader` of this store has loaded.
         keep: with a store, which steps rank 0 keeps after each save, as `Store.gc` does; default all.
-        kinds: `{path: layer type or Kind}`, as `shrinkpoint.kinds(model, optimizer)` gives it; default: by name.
+        kinds: `{path: layer type or Kind}`, as `shrinkpoint.kinds(model, optimizer)` gives it; default: by
+            the optimizer's entries, and exact without them.
         process_group: the group given to `dcp.save` or `dcp.async_save`, over which ranks agree on thresholds. None:
             the default group, in `dcp.save` and in `async_save` with a process. In `async_save` with a thread and None,
             each rank uses its own thresholds, because that thread must not use the default group during training.

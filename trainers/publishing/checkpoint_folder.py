@@ -18,6 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from ...codec.errors import BadArgumentError, CorruptDataError
+from ...codec.format.bounded_json import loads
+from ...store.links import check_link
+from ...store.regular_files import regular
 from ..model_folder import PathLike
 from .host_copy import published_tensors
 from .subscriber import Subscriber
@@ -54,7 +57,7 @@ class CheckpointFolder:
             Other files, as the configuration and the tokenizer, are left as they are.
 
     Raises:
-        BadArgumentError: a folder whose tensors cannot be mapped.
+        BadArgumentError: a folder whose tensors cannot be mapped, or with a safetensors file that is a link out of it.
     """
 
     def __init__(self, url: str | os.PathLike[str], folder: PathLike) -> None:
@@ -65,6 +68,7 @@ class CheckpointFolder:
         self._maps: list[mmap.mmap] = []
         tensors: dict[str, torch.Tensor] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
+            check_link(path, self.folder, writes=True)
             mapped, own = _mapped(path)
             twice = next((name for name in own if name in tensors), None)
             if twice is not None:
@@ -113,6 +117,7 @@ class _Removed:
 
 def _write_marker(path: Path, version: int) -> None:
     temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)  # it may be a link
     with temporary.open("w") as file:
         json.dump({"version": version}, file)
         file.flush()
@@ -123,6 +128,7 @@ def _write_marker(path: Path, version: int) -> None:
 
 def _write_new(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)  # it may be a link
     save_file(tensors, temporary, metadata={"format": "pt"})
     os.replace(temporary, path)
 
@@ -137,7 +143,7 @@ def _sync(folder: Path) -> None:
 
 def _mapped(path: Path) -> tuple[mmap.mmap, dict[str, torch.Tensor]]:
     """Map a safetensors file into memory; return the mapping and its tensors."""
-    with path.open("r+b") as file:
+    with open(path, "r+b", opener=regular) as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
             raise CorruptDataError(f"{path}: {size} bytes, not a safetensors file")
@@ -146,10 +152,10 @@ def _mapped(path: Path) -> tuple[mmap.mmap, dict[str, torch.Tensor]]:
     if length > min(_LONGEST_HEADER, size - 8):
         raise CorruptDataError(f"{path}: a header of {length} bytes in a file of {size}")
     try:
-        header = json.loads(mapped[8 : 8 + length])
+        header = loads(mapped[8 : 8 + length])
         header.pop("__metadata__", None)
         return mapped, {name: _tensor(mapped, 8 + length, own) for name, own in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise CorruptDataError(f"{path}: its header does not fit: {e!r:.200}") from None
 
 

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from ...codec.errors import BadArgumentError
 from ...codec.state.leaves import NpArray
+from ...store.links import check_link
 from ..model_folder import PathLike
 from .host_copy import Change, HostCopy
 from .tensors import host_bytes
@@ -97,12 +98,14 @@ class DeltaFolders:
         if changes is None:
             for path in () if self._model is None else self._model.iterdir():
                 if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json")):
+                    check_link(path, path.parent)
                     shutil.copyfile(path, temporary / path.name)
             save_file(self._copy.tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         else:
             self._write_changes(temporary, changes, number)
         for path in temporary.iterdir():
             _sync(path)
+        _sync(temporary)
         os.rename(temporary, target)
         _sync(self.folder)
         self.number = number

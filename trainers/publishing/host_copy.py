@@ -12,7 +12,7 @@ import torch
 
 from ...codec.checkpoint import Checkpoint
 from ...codec.errors import CorruptDataError, MissingParentError, NewerFormatError
-from ...codec.state.leaves import NpArray
+from ...codec.state.leaves import NpArray, check_memory
 from ...store.urls import opened
 from .layout import Version, version_name, version_of
 from .patches import Patch, of_one
@@ -36,6 +36,10 @@ def published_tensors(url: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         except (OSError, CorruptDataError, NewerFormatError) as e:
             problem = e
             continue
+        if any(r.spec.library != "torch" for r in ckpt.records):
+            problem = CorruptDataError(f"version {number}: arrays that are not tensors")
+            continue
+        check_memory(ckpt.raw_nbytes, f"version {number}")
         return {r.path: torch.zeros(r.spec.shape, dtype=getattr(torch, r.spec.dtype)) for r in ckpt.records}
     if problem is not None:
         kind = NewerFormatError if isinstance(problem, NewerFormatError) else CorruptDataError

@@ -19,6 +19,7 @@ from typing import Any
 import xxhash
 
 from ...codec.errors import CorruptDataError, NewerFormatError
+from ...codec.format.bounded_json import loads
 
 FORMAT = 1
 _NAME = re.compile(r"versions/(\d{12})\.json")
@@ -67,7 +68,7 @@ class Version:
             NewerFormatError: a newer release wrote it.
         """
         try:
-            fields = json.loads(data)
+            fields = loads(data)
             number = fields["format"]
             if type(number) is int and number > FORMAT:
                 raise NewerFormatError(
@@ -77,7 +78,7 @@ class Version:
             if found != xxhash.xxh3_128_hexdigest(_plain(fields)) or fields.pop("format") != FORMAT:
                 raise ValueError("the checksum or the format number does not match")
             made = Version(**fields)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        except (ValueError, TypeError, KeyError, AttributeError) as e:
             raise CorruptDataError(f"version {version}: its file is damaged: {e}") from None
         if not made._is_sound() or made.version != version:
             raise CorruptDataError(f"version {version}: its file has fields that do not fit")

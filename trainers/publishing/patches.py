@@ -82,36 +82,58 @@ def stage(part: Part, links: Sequence[tuple[Checkpoint, ArrayRecord]]) -> list[P
     Raises:
         CorruptDataError: a link is damaged, or is a delta against other values than the tensor's.
     """
-    spec = links[0][1].spec
-    pieces = [ckpt.pieces_of(record) for ckpt, record in links]
+    spec, base = links[0][1].spec, not links[0][0].is_delta
     parts = range(0, spec.nbytes, STEP)
-    for own, (_, record) in zip(pieces, links, strict=True):
-        if len(own) != len(parts) or record.stream != "bytes":
+    pieces = []
+    for ckpt, record in links:
+        own = ckpt.pieces_of(record)
+        if len(own) != len(parts) or record.stream != "bytes" or record.bundle is not None:
             raise CorruptDataError(f"{record.path}: {len(own)} pieces of {record.stream} for {len(parts)}")
-    if part.where is None:
-        data = host_bytes(part.tensor)
-        work = [(i, start) for i, start in enumerate(parts)]
-        found = map_chunks(
-            lambda w: _whole(part, spec, data[w[1] : w[1] + STEP], [p[w[0]] for p in pieces], w[1]), work
-        )
-        return [patch for own in found for patch in own]
-    return _slice(part, spec, pieces)
+        pieces.append([_Piece.of(piece, record.path) for piece in own])
+    if base and any(piece.method in (UNCHANGED, SPARSE) for piece in pieces[0]):
+        raise CorruptDataError(f"{part.source}: changes in a base")
+    if part.where is not None:
+        return _slice(part, spec, pieces)
+    data = host_bytes(part.tensor)
+    work = [(i, start) for i, start in enumerate(parts)]
+    found = map_chunks(
+        lambda w: _whole(part, spec, data[w[1] : w[1] + STEP], [p[w[0]] for p in pieces], w[1], base), work
+    )
+    return [patch for own in found for patch in own]
 
 
-def _whole(part: Part, spec: LeafSpec, before: NpArray, pieces: Sequence[memoryview], start: int) -> list[Patch]:
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A piece and its method, the first byte."""
+
+    method: int
+    data: memoryview
+
+    @staticmethod
+    def of(data: memoryview, path: str) -> _Piece:
+        """Check that the piece is not empty."""
+        if not data or (data[0] == UNCHANGED and len(data) > 1):
+            raise CorruptDataError(f"{path}: a malformed piece of {len(data)} bytes")
+        return _Piece(data[0], data)
+
+
+def _whole(
+    part: Part, spec: LeafSpec, before: NpArray, pieces: Sequence[_Piece], start: int, base: bool
+) -> list[Patch]:
     """Return the patch of one part of a whole tensor."""
     item = spec.itemsize
-    changed = [p for p in pieces if bytes(p[:1]) != bytes([UNCHANGED])]
+    changed = [p for p in pieces if p.method != UNCHANGED]
     if not changed:
         return []
     kind = np.dtype(f"<u{item}") if item in (1, 2, 4, 8) else np.dtype(f"V{item}")
-    if len(changed) == 1 and changed[0][0] == SPARSE and item in (1, 2, 4, 8) and not spec.dtype.startswith("complex"):
-        positions, values = read_sparse(Reader(changed[0][1:], "patch"), before.size, spec).positions(before)
+    sparse = len(changed) == 1 and changed[0].method == SPARSE
+    if sparse and item in (1, 2, 4, 8) and not spec.dtype.startswith("complex"):
+        positions, values = read_sparse(Reader(changed[0].data[1:], "patch"), before.size, spec).positions(before)
         return [Patch(part.name, positions + start // item, values)]
     scratch = before.copy()
-    for piece in changed:
-        old = scratch.copy() if piece[0] != SPARSE else scratch
-        decode_chunk(piece, scratch, spec, old)
+    for number, piece in enumerate(changed):
+        old = scratch.copy() if piece.method != SPARSE else scratch
+        decode_chunk(piece.data, scratch, spec, None if base and not number else old)
     new, old = scratch.view(kind), before.view(kind)
     at = np.flatnonzero(new != old)
     if at.size * _DENSE > new.size:
@@ -119,21 +141,23 @@ def _whole(part: Part, spec: LeafSpec, before: NpArray, pieces: Sequence[memoryv
     return [Patch(part.name, at + start // item, new[at])] if at.size else []
 
 
-def _slice(part: Part, spec: LeafSpec, links: Sequence[Sequence[memoryview]]) -> list[Patch]:
+def _slice(part: Part, spec: LeafSpec, links: Sequence[Sequence[_Piece]]) -> list[Patch]:
     """Return the patches of a slice: the links are applied to a copy of the local tensor."""
     assert part.where is not None
     item, shape, where = spec.itemsize, spec.shape, part.where
-    kind = np.dtype(f"<u{item}") if item in (1, 2, 4, 8) else np.dtype(f"V{item}")
-    before = host_bytes(part.tensor).view(kind)
-    local = before.copy()
+    if spec.dtype.startswith("complex"):  # coded as pairs of numbers
+        item, shape, where = item // 2, (*shape, 2), (*where, (0, 2))
+    kind = np.dtype(f"<u{item}")
+    data = host_bytes(part.tensor)
+    local = data.copy().view(kind)
     for pieces in links:
         for number, piece in enumerate(pieces):
             first = number * STEP // item
             count = min(STEP, spec.nbytes - number * STEP) // item
-            if piece[0] == UNCHANGED or not _meets(shape, where, first, count):
+            if piece.method == UNCHANGED or not _meets(shape, where, first, count):
                 continue
-            if piece[0] == SPARSE:
-                changes = read_sparse(Reader(piece[1:], "patch"), count * item, spec)
+            if piece.method == SPARSE:
+                changes = read_sparse(Reader(piece.data[1:], "patch"), count * item, spec)
                 if changes.edges:
                     raise CorruptDataError(f"{part.source}: published without sliced=True; a slice cannot be updated")
                 positions = changes.delta.ranks
@@ -144,11 +168,14 @@ def _slice(part: Part, spec: LeafSpec, links: Sequence[Sequence[memoryview]]) ->
                 local[at] = values[inside] if np.array_equal(found, positions) else values
             else:
                 out = np.empty(count * item, np.uint8)
-                decode_chunk(piece, out, spec, None)
+                decode_chunk(piece.data, out, spec, None)
                 at, inside = _local_positions(shape, where, np.arange(first, first + count))
                 local[at] = out.view(kind)[inside]
-    at = np.flatnonzero(local != before)
-    return [Patch(part.name, at, local[at])] if at.size else []
+    rows = (-1, spec.itemsize)
+    new = local.view(np.uint8).reshape(rows)
+    at = np.flatnonzero((new != data.reshape(rows)).any(axis=1))
+    whole = np.dtype(f"<u{spec.itemsize}") if spec.itemsize in (1, 2, 4, 8) else np.dtype(f"V{spec.itemsize}")
+    return [Patch(part.name, at, new.view(whole).reshape(-1)[at])] if at.size else []
 
 
 def _meets(shape: tuple[int, ...], where: tuple[tuple[int, int], ...], first: int, count: int) -> bool:

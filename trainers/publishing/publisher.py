@@ -16,7 +16,7 @@ from blake3 import blake3
 from ...codec.errors import BadArgumentError, CorruptDataError, NewerFormatError, ShrinkpointError
 from ...codec.format import container
 from ...codec.state.leaves import LeafSpec, NpArray
-from ...kernels.arguments import flag, integer
+from ...kernels.backend.arguments import flag, integer
 from ...store.files import Files
 from ...store.urls import opened
 from .layout import LARGEST, Version, data_name, version_name, version_of
@@ -191,6 +191,9 @@ class Publisher:
         if version == newest:
             there = Version.from_bytes(self._files.read(version_name(version)), version)
             if there.state == state_is:
+                for name in (there.delta, there.base, version_name(version)):
+                    if name is not None:  # its publisher may have been killed before they were durable
+                        self._files.sync([name])
                 return True
         raise BadArgumentError(
             f"version {version} is not above {newest}, the newest at {self._files.path('versions')}; versions ascend, "

@@ -18,7 +18,7 @@ from ...codec.checkpoint import Checkpoint
 from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ...codec.records import ArrayRecord
 from ...codec.state.leaves import LeafSpec, NpArray
-from ...kernels.arguments import integer
+from ...kernels.backend.arguments import integer
 from ...store.files import Files, StoreWarning
 from ...store.urls import opened
 from .layout import LARGEST, Version, version_name, version_of

@@ -11,7 +11,8 @@ import torch
 import xxhash
 
 from ...codec.errors import BadArgumentError
-from ...codec.state.leaves import LeafSpec, NpArray
+from ...codec.state.leaves import LeafSpec, NpArray, local_part
+from ...kernels.backend.arrays import is_allocated
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ def check_dense(tensors: Mapping[str, torch.Tensor], what: str) -> None:
             raise BadArgumentError(
                 f"{what}: {name} has layout {tensor.layout} on {tensor.device}; dense ones are needed"
             )
+        if not is_allocated(local_part(tensor)):
+            raise BadArgumentError(f"{what}: the storage of {name} was freed")
 
 
 def hash_of(spec: LeafSpec, data: NpArray) -> str:

@@ -13,9 +13,9 @@ import zstandard
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.state.leaves import LeafSpec
-from shrinkpoint.kernels.bitpack import pack_bits, unpack_bits
 from shrinkpoint.kernels.histogram import log_histogram
 from shrinkpoint.kernels.kmeans import weighted_kmeans
+from shrinkpoint.kernels.packing import pack_bits, unpack_bits
 from shrinkpoint.kernels.quantizer import Thresholds, assign
 
 from .base import Saved, State

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.state.leaves import LeafSpec
-from shrinkpoint.kernels.bitpack import pack_bits, unpack_bits
+from shrinkpoint.kernels.packing import pack_bits, unpack_bits
 from shrinkpoint.kernels.quantizer import Thresholds, assign
 
 from .base import Saved, State

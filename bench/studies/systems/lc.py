@@ -414,14 +414,15 @@ def shares(name: str, options: Options) -> list[Row]:
             task = TASKS[label]()
             for bits in (2, 3):
                 run, base = Training(task, 0), sp.presets.lc_checkpoint(bits)
-                head = sp.compress(run.state(), None, base)
+                kinds = sp.kinds(run.model)
+                head = sp.compress(run.state(), None, base, kinds=kinds)
                 sizes: dict[str, list[int]] = {step: [] for step in _STEPS}
                 for _ in range(10 if options.quick else 40):
                     run.advance()
                     for step, make in _STEPS.items():
-                        own = sp.compress(run.state(), head, make(bits))
+                        own = sp.compress(run.state(), head, make(bits), kinds=kinds)
                         sizes[step].append(sum(found.stored_bytes for found in own.summary()))
-                    head = sp.compress(run.state(), head, base)
+                    head = sp.compress(run.state(), head, base, kinds=kinds)
                 raw, limit = raw_bytes(run.model), {2: 5, 3: 10}[bits]
                 for step, values in sizes.items():
                     value = 100 * statistics.fmean(values) / raw

@@ -12,7 +12,7 @@ import zstandard
 
 import shrinkpoint as sp
 from shrinkpoint.codec.entropy import in_context
-from shrinkpoint.kernels.bitpack import pack_bits
+from shrinkpoint.kernels.packing import pack_bits
 
 from ...devices import threads
 from ...harness import CheckFailed, Options, Row

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from ..codec.config import Config
 from ..codec.errors import BadArgumentError
+from ..codec.format.bounded_json import loads
 from ..demo.config import presets
 from .text import nearest
 
@@ -46,8 +46,8 @@ def config(
 
 def _read(file: Path) -> Config:
     try:
-        data = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
+        data = loads(file.read_bytes())
+    except ValueError as error:
         raise BadArgumentError(f"{file}: not JSON: {str(error)[:200]}") from None
     try:
         return Config.from_json(data)

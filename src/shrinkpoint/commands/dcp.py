@@ -9,6 +9,7 @@ its own reader.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import logging
 import math
@@ -16,15 +17,20 @@ import os
 import pickle
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..codec.errors import CorruptDataError, ShrinkpointError, UnsupportedLeafError
-from ..codec.state.leaves import check_memory
+from ..codec.format.bounded_json import MOST_VALUES
+from ..codec.state.leaves import check_memory, is_array, same_storage_key
+from ..store.regular_files import read_file, unlinked
 
 METADATA = ".metadata"
+_MOST_FIELDS = 64
+"""Fields of an object in the metadata, and dimensions of a shape."""
 _OURS = b'{"checksum":'
 _DCP = "torch.distributed.checkpoint."
 _ALLOWED = {
@@ -45,21 +51,52 @@ _ALLOWED = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    """Loads the metadata's own classes, dtypes and `torch.Size`; refuses everything else."""
+class _Unpickler(pickle._Unpickler):
+    """Loads the metadata's own classes, dtypes and `torch.Size`; refuses everything else.
+
+    The unpickler in Python, because that in C allocates as many places as the number of a memo says. What is
+    unpickled never takes many times the bytes of the pickle: nothing copies a collection that another part holds.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         import torch
 
         if module == "torch":
             found = getattr(torch, name, None)
-            if found is torch.Size or isinstance(found, torch.dtype):
+            if found is torch.Size:
+                return _size
+            if isinstance(found, torch.dtype):
                 return found
         elif module == "pathlib" and name in _ALLOWED[module]:
             return _nowhere
+        elif module == "collections" and name in _ALLOWED[module]:
+            return _empty
         elif name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise UnsupportedLeafError(f"its metadata names {module}.{name}, which is not allowed in a checkpoint")
+
+    def _build(self) -> None:
+        """Set the attributes of an object, which are few."""
+        if len(self.stack[-1]) > _MOST_FIELDS:  # type: ignore[attr-defined]
+            raise CorruptDataError(f"an object of more than {_MOST_FIELDS} fields")
+        self.load_build()  # type: ignore[attr-defined]
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}  # type: ignore[dict-item]  # noqa: RUF012
+    del dispatch[pickle.BYTEARRAY8[0]]  # allocates before it reads
+
+
+def _size(shape: Any) -> Any:
+    """Return a torch.Size."""
+    import torch
+
+    if len(shape) > _MOST_FIELDS:
+        raise CorruptDataError(f"a shape of more than {_MOST_FIELDS} dimensions")
+    return torch.Size(shape)
+
+
+def _empty() -> OrderedDict[Any, Any]:
+    """Return an ordered dict, which a pickle fills afterwards."""
+    return OrderedDict()
 
 
 def _nowhere(*_parts: object) -> None:
@@ -101,9 +138,14 @@ def load_dcp(folder: Path) -> dict[str, Any]:
     total = 0
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
+            if not _is_sound(entry):
+                raise CorruptDataError(f"{folder / METADATA}: the entry of {name[:80]} is malformed")
             total += math.prod(entry.size) * entry.properties.dtype.itemsize
             check_memory(total, f"{folder}: the state")
-            flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+                raise CorruptDataError(f"{folder / METADATA}: the shards of {name[:80]} do not fill it")
+            # Zeros, because shards that overlap leave places where an empty tensor has memory of the process.
+            flat[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
         else:
             flat[name] = None
     try:
@@ -117,8 +159,25 @@ def load_dcp(folder: Path) -> dict[str, Any]:
     return _nested(flat | values, metadata.planner_data, folder)
 
 
+def _is_sound(entry: Any) -> bool:
+    """Return whether shape, dtype and shards of a tensor's entry are what they must be."""
+    import torch
+
+    def is_shape(found: Any) -> bool:
+        is_sound = isinstance(found, tuple) and all(type(n) is int and n >= 0 for n in found)
+        return is_sound and math.prod(max(n, 1) for n in found) < 1 << 60  # also where an axis is zero
+
+    chunks = entry.chunks
+    return (
+        is_shape(entry.size)
+        and isinstance(getattr(entry.properties, "dtype", None), torch.dtype)
+        and isinstance(chunks, list)
+        and all(is_shape(chunk.sizes) and is_shape(chunk.offsets) for chunk in chunks)
+    )
+
+
 def _is_ours(folder: Path) -> bool:
-    with open(folder / METADATA, "rb") as file:
+    with open(folder / METADATA, "rb", opener=unlinked) as file:
         return file.read(len(_OURS)) == _OURS
 
 
@@ -135,15 +194,23 @@ def _ours(folder: Path) -> tuple[Any, Any]:
 
 def _theirs(folder: Path) -> tuple[Any, Any]:
     """Return reader and metadata of a folder that torch's storage writer wrote."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 
     metadata = _metadata(folder)
+
+    class Regular(FileSystem):
+        @contextlib.contextmanager
+        def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+            with open(path, mode, opener=unlinked) as stream:
+                yield stream
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             return metadata
 
-    return Reader(folder), metadata
+    reader = Reader(folder)
+    reader.fs = Regular()
+    return reader, metadata
 
 
 def load_plain(file: Any, where: str) -> Any:
@@ -157,7 +224,9 @@ def load_plain(file: Any, where: str) -> Any:
 
     try:
         with _quiet(), torch.serialization.safe_globals(_numpy_globals()):
-            return torch.load(file, map_location="cpu", weights_only=True)
+            found = torch.load(file, map_location="cpu", weights_only=True)
+        _check_loaded(found, where)
+        return found
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named is not None:
@@ -183,6 +252,27 @@ def load_plain(file: Any, where: str) -> Any:
         raise CorruptDataError(f"{where}: cannot be read as a file of torch.save: {said[:300]}") from None
 
 
+def _check_loaded(value: Any, where: str) -> None:
+    """Raise CorruptDataError if a tree has too many values or arrays too large for this machine.
+
+    In a pickle of a kilobyte, lists that contain one list twice can have 2**60 places, and a tensor any size.
+    """
+    sizes: dict[Any, int] = {}
+    stack, count = [value], 0
+    while stack:
+        found = stack.pop()
+        count += 1
+        if count > MOST_VALUES:
+            raise CorruptDataError(f"{where}: more than {MOST_VALUES} values")
+        if isinstance(found, dict):
+            stack.extend(found.values())
+        elif isinstance(found, (list, tuple)):
+            stack.extend(found)
+        elif is_array(found):
+            sizes[same_storage_key(found)] = found.nbytes
+    check_memory(sum(sizes.values()), where)
+
+
 def _numpy_globals() -> list[Any]:
     """The globals in a pickle of NumPy arrays of numbers, under the names of NumPy 1 and 2."""
     import numpy as np
@@ -198,8 +288,10 @@ def _numpy_globals() -> list[Any]:
 def _metadata(folder: Path) -> Any:
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from ..trainers.dcp.metadata import MAX_BYTES, is_path, is_tree
+
     try:
-        found = _Unpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
+        found = _Unpickler(io.BytesIO(read_file(folder / METADATA, MAX_BYTES))).load()
     except UnsupportedLeafError as error:
         raise UnsupportedLeafError(f"{folder / METADATA}: {error}") from None
     except OSError:
@@ -208,13 +300,60 @@ def _metadata(folder: Path) -> Any:
         raise CorruptDataError(f"{folder / METADATA}: not DCP metadata: {_first_line(error)}") from None
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise CorruptDataError(f"{folder / METADATA}: not the metadata of a distributed checkpoint")
+    if not isinstance(found.state_dict_metadata, dict) or not all(type(n) is str for n in found.state_dict_metadata):
+        raise CorruptDataError(f"{folder / METADATA}: its entries are not named")
+    if damage := _damage(found):
+        raise CorruptDataError(f"{folder / METADATA}: not the metadata of a distributed checkpoint: {damage}")
     root = os.path.realpath(folder)
-    for info in found.storage_data.values():
-        name = getattr(info, "relative_path", None)
-        inside = isinstance(name, str) and os.path.realpath(os.path.join(root, name)).startswith(root + os.sep)
-        if not inside:
+    infos = list(found.storage_data.values())
+    size = 0
+    names: set[Any] = {getattr(info, "relative_path", None) for info in infos}
+    for name in names:
+        inside = isinstance(name, str) and "\0" not in name
+        if not inside or not os.path.realpath(os.path.join(root, name)).startswith(root + os.sep):
             raise CorruptDataError(f"{folder / METADATA}: the file {str(name)[:120]!r} is not in the folder")
+        size += os.lstat(os.path.join(root, name)).st_size
+    if any(type(n) is not int or n < 0 for info in infos for n in (info.offset, info.length)):
+        raise CorruptDataError(f"{folder / METADATA}: offsets or lengths in files are malformed")
+    if (wanted := sum(info.length for info in infos)) > size:
+        raise CorruptDataError(f"{folder}: its files have {size} bytes, the entries in them {wanted}")
+    paths = found.planner_data or {}
+    if not isinstance(paths, dict) or not all(map(is_path, paths.values())) or not is_tree(paths):
+        raise CorruptDataError(f"{folder / METADATA}: its paths do not form a tree")
     return found
+
+
+def _damage(metadata: Any) -> str:
+    """Return what is wrong with the fields and names of unpickled metadata, or ""."""
+    stack: list[Any] = [metadata]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            stack += [*value, *value.values()]
+        elif isinstance(value, list):
+            stack += value
+        elif dataclasses.is_dataclass(value):
+            found = vars(value)
+            known = {field.name: field for field in dataclasses.fields(value)}
+            missing = [name for name in known if name not in found]
+            # Other versions of torch have fewer fields, or more; damage renames one.
+            if any(_is_required(known[name]) for name in missing) or (missing and found.keys() - known.keys()):
+                return f"{type(value).__name__} has no {missing[0]}"
+            for name in found.keys() & known.keys():
+                kind = known[name].type
+                if isinstance(kind, type) and kind is not Any and not isinstance(found[name], kind):
+                    return f"{name} of {type(value).__name__} is {str(found[name])[:60]!r}"
+            stack += found.values()
+    names, data, paths = metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data
+    if not isinstance(names, dict) or not isinstance(data, dict) or not isinstance(paths, dict | None):
+        return "a table of it is not a dict"
+    strange = {getattr(index, "fqn", index) for index in data} - names.keys()
+    strange |= names.keys() - paths.keys() if paths else set()
+    return f"it has {str(min(strange, key=str))[:60]!r} in one of its tables only" if strange else ""
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _nested(flat: dict[str, Any], paths: Any, folder: Path) -> dict[str, Any]:

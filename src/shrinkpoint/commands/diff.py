@@ -304,7 +304,7 @@ def distance(old: Any, new: Any, spec: LeafSpec) -> tuple[float | None, float]:
 
 
 def _is_numeric(flat: Any) -> bool:
-    from ..kernels.arrays import is_torch
+    from ..kernels.backend.arrays import is_torch
 
     name = str(flat.dtype).removeprefix("torch.") if is_torch(flat) else flat.dtype.name
     return re.fullmatch(r"u?int(8|16|32|64)|b?float(16|32|64|8_\w+)|complex(64|128)", name) is not None

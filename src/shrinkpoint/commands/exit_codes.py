@@ -15,8 +15,9 @@ from typer.core import TyperGroup
 from ..kernels.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
 from .output import printable
 
-WRONG, USAGE = 1, 2
-"""Exit codes for damaged data or failing storage, and for wrong usage; Ctrl-C gives 130."""
+WRONG, USAGE, FAULT = 1, 2, 70
+"""Exit codes for damaged data or failing storage, for wrong usage, and for a fault of this program (`EX_SOFTWARE` of
+sysexits.h); Ctrl-C gives 130."""
 
 
 class Guarded(TyperGroup):
@@ -43,6 +44,14 @@ def fail(message: str, code: int) -> None:
     """Print an error message and exit."""
     typer.echo(f"shrinkpoint: {printable(message)}", err=True)
     raise typer.Exit(code)
+
+
+def fault(error: Exception) -> str:
+    """Return the message for an error that no command expects."""
+    return (
+        f"this is a fault of shrinkpoint, the data is intact: {printable(f'{type(error).__name__}: {error}')}; "
+        "please report it with the lines above"
+    )
 
 
 def _text_of(error: OSError) -> str:

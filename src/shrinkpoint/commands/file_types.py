@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import zipfile
 from pathlib import Path
+
+from ..codec.format.bounded_json import loads
+from ..store.regular_files import regular
 
 _HEAD = 1024
 """Number of bytes at the start of a file that are examined."""
@@ -37,7 +39,7 @@ def unreadable(path: Path) -> str | None:
     Raises:
         OSError: it cannot be read.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         head = file.read(_HEAD)
     if not head:
         return "the file is empty"
@@ -71,7 +73,7 @@ def folder_contents(folder: Path) -> str:
 
 def _unreadable_zip(path: Path) -> str | None:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open(path, "rb", opener=regular) as file, zipfile.ZipFile(file) as archive:
             names = archive.namelist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError):
         return "the file is truncated or damaged: it begins as an archive of torch.save, whose end is missing"
@@ -101,13 +103,13 @@ def _truncated_safetensors(path: Path, head: bytes) -> str | None:
     if length > _LARGEST_HEADER:
         return None  # safetensors refuses it
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             file.seek(8)
-            header = json.loads(file.read(length))
+            header = loads(file.read(length))
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         whole = 8 + length + max(ends, default=0)
         return f"the file is truncated: it has {size} of {whole} bytes" if size < whole else None
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return None
 
 

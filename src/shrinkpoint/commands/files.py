@@ -13,6 +13,7 @@ from ..kernels.errors import BadArgumentError
 from ..store import local
 from ..store.files import TEMPORARY
 from ..store.permissions import follow_umask
+from ..store.regular_files import regular
 from ..store.urls import one_name
 
 
@@ -124,5 +125,5 @@ def is_spt(path: Path) -> bool:
 
     if not os.path.isfile(path):
         return False
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         return file.read(len(MAGIC)) == MAGIC

@@ -158,10 +158,11 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
     """List the steps of a store. Exit code 1 if a manifest cannot be read.
 
     The last line has two sums: the bytes of the files of the steps listed, and all bytes in the folder, which also
-    holds files that only removed steps or older generations need. `compact` and `gc` free these.
+    holds files that only removed steps or older generations need. `compact` and `gc` free these. In between it names
+    the bytes of frozen parameters that the steps share, if there are any.
     """
     from ..store import labels, restore_counter
-    from ..store.catalog import Catalog
+    from ..store.catalog import FROZEN, Catalog
     from .sources import open_listing
 
     files = open_listing(store)
@@ -180,14 +181,17 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
     wrong = [entry for entry in found if "problem" in entry]
     restores = restore_counter.count(files)
     occupied = folder_nbytes(store)
+    frozen = sum(entry.manifest.stored_nbytes for entry in Catalog(files.below(FROZEN)).readable()[0].values())
     if as_json:
-        emit({"store": store, "restores": restores, "folder_nbytes": occupied, "steps": found})
+        sizes = {"folder_nbytes": occupied, "frozen_nbytes": frozen}
+        emit({"store": store, "restores": restores, **sizes, "steps": found})
     else:
         columns = (">step", "kind", ">raw", ">stored", ">ratio", ">cost", ">metric", "labels")
         table(columns, [_ls_row(entry) for entry in found])
         stored = sum(entry.get("nbytes", 0) for entry in found)
         line()
-        sums = f"{size(stored)} in their own files, {size(occupied)} in the folder"
+        shared = f"{size(frozen)} of frozen parameters, " if frozen else ""
+        sums = f"{size(stored)} in their own files, {shared}{size(occupied)} in the folder"
         line(f"{len(found)} steps, {sums}; restored {restores} times")
     for entry in wrong:
         note(entry["problem"])

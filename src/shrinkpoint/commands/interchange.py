@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..codec.errors import BadArgumentError, CorruptDataError, UnsupportedLeafError
+from ..codec.format.bounded_json import loads
 from ..codec.state import tree
 from ..codec.state.leaves import is_array
+from ..store.regular_files import regular
 from .dcp import is_dcp, load_dcp, load_plain, save_dcp
 from .file_types import folder_contents, unreadable
 from .files import check_apart, check_free, write_file, write_folder
@@ -19,6 +21,8 @@ from .output import listed, note
 
 FORMATS = ("pt", "safetensors", "dcp")
 _TREE = "shrinkpoint.tree"
+METADATA = "__metadata__"
+"""Key of a state that holds the texts in the header of a safetensors file; safetensors reserves the name for them."""
 _ENDINGS = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "pt", ".safetensors": "safetensors"}
 
 
@@ -55,7 +59,7 @@ def load_state(path: Path) -> Any:
         return load_dcp(path)
     if (reason := unreadable(path)) is not None:
         raise CorruptDataError(f"{path}: cannot be read: {reason}")
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         start = file.read(9)
     if path.suffix == ".safetensors" or (len(start) == 9 and start[8:] == b"{" and start[:2] != b"PK"):
         return _load_safetensors(path)
@@ -74,8 +78,9 @@ def _load_safetensors(path: Path) -> Any:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a dict
     except SafetensorError as error:
         raise CorruptDataError(f"{path}: {error}") from None
+    own = {key: text for key, text in metadata.items() if key != _TREE and (key, text) != ("format", "pt")}
     if _TREE not in metadata:
-        return arrays
+        return arrays | {METADATA: own} if own else arrays
     used: set[str] = set()
 
     def place(_number: int, where: Any) -> Any:
@@ -86,15 +91,17 @@ def _load_safetensors(path: Path) -> Any:
         return arrays[name]
 
     try:
-        nodes = json.loads(metadata[_TREE])
-    except (ValueError, RecursionError) as error:
+        nodes = loads(metadata[_TREE].encode())
+    except ValueError as error:
         raise CorruptDataError(f"{path}: {_TREE}: {str(error)[:200]}") from None
     if not isinstance(nodes, list):
         raise CorruptDataError(f"{path}: {_TREE} is not a tree")
     state = tree.unflatten(nodes, place)
     if used != set(arrays):
         raise CorruptDataError(f"{path}: its tree lacks {len(set(arrays) - used)} of its arrays")
-    return state
+    if own and not isinstance(state, dict):
+        note(f"the header's metadata is left out, because the state is a {type(state).__name__}: {listed(list(own))}")
+    return state | {METADATA: own} if own and isinstance(state, dict) else state
 
 
 def check_target(target: Path, kind: str, force: bool, read: Iterable[str]) -> None:
@@ -122,6 +129,8 @@ def save_state(state: Any, target: Path, kind: str, force: bool) -> None:
 
     Call `check_target` first.
     """
+    if kind != "safetensors" and isinstance(state, dict) and _are_texts(state.get(METADATA)):
+        note(f"the header's metadata of a safetensors file becomes the entry {METADATA!r}")
     if kind == "safetensors":
         arrays, metadata = _for_safetensors(state)
         from safetensors import SafetensorError
@@ -188,10 +197,14 @@ def _as_os_error(target: Path, kind: type[Exception]) -> Iterator[None]:
 
 
 def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return tensors by path, and the tree as metadata unless it is a flat dict."""
+    """Return tensors by path, and the header's texts: `METADATA`, and the tree unless it is a flat dict."""
     import numpy as np
     import torch
 
+    own = {"format": "pt"}
+    if type(state) is dict and _are_texts(state.get(METADATA)):
+        own |= state[METADATA]
+        state = {key: value for key, value in state.items() if key != METADATA}
     nodes, found = tree.flatten(state, is_array)
     arrays: dict[str, Any] = {}
     pointers: set[int] = set()
@@ -217,9 +230,15 @@ def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
         note(f"{tied} tied arrays are written once per name")
     flat = type(state) is dict and all(is_array(v) for v in state.values()) and list(state) == list(arrays)
     if flat:
-        return arrays, {"format": "pt"}
+        return arrays, own
     # Arrays are found by their paths; their numbers are not used.
-    return arrays, {"format": "pt", _TREE: json.dumps(nodes)}
+    return arrays, own | {_TREE: json.dumps(nodes)}
+
+
+def _are_texts(value: Any) -> bool:
+    """Return whether a value can be the metadata of a safetensors header."""
+    texts = [*value, *value.values()] if type(value) is dict else []
+    return bool(texts) and _TREE not in texts and all(type(text) is str and _is_utf8(text) for text in texts)
 
 
 def _is_utf8(text: str) -> bool:

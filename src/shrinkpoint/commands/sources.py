@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
+from ..store.regular_files import read_file as read_bytes
+from ..store.regular_files import regular
 from .files import is_spt
 from .output import note
 from .text import nearest
@@ -133,7 +135,7 @@ def header_of_file(path: Path) -> Checkpoint:
     if not is_spt(path):
         path.stat()  # a missing file is an OSError
         raise CorruptDataError(f"{path}: not a shrinkpoint file")
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular) as file:
 
         def fetch(start: int, stop: int) -> bytes:
             file.seek(start)
@@ -153,7 +155,7 @@ def read_file(path: Path) -> Checkpoint:
     """
     from ..codec.checkpoint import Checkpoint
 
-    data = path.read_bytes()
+    data = read_bytes(path)
     if not is_spt(path):
         raise CorruptDataError(f"{path}: not a shrinkpoint file")
     try:

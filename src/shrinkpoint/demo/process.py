@@ -10,6 +10,7 @@ import sys
 import threading
 from typing import IO, TYPE_CHECKING, Any, Self
 
+from ..store.child_process import module_folders
 from .config import DemoError, Job
 
 if TYPE_CHECKING:
@@ -34,12 +35,13 @@ class TrainerProcess:
         self._ended = False
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "shrinkpoint.demo.trainer", job.to_json()],
+                # Not with the modules of the current folder.
+                [sys.executable, "-P", "-m", "shrinkpoint.demo.trainer", job.to_json()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 # Threads that wait actively would slow training down many times on a busy machine.
-                env={"OMP_WAIT_POLICY": "passive", **os.environ},
+                env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": os.pathsep.join(module_folders())},
             )
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()

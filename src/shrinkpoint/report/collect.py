@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -13,9 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.evidence.moments import guess
+from ..codec.format.bounded_json import loads
 from ..codec.parallel import map_chunks
 from ..codec.records import ArrayRecord
 from ..store import restore_counter
+from ..store.regular_files import MOST_JSON, read_file
 from ..store.urls import open_files
 from .histogram import Histogram, histogram
 
@@ -281,10 +282,10 @@ def _curves(results: Path | None) -> dict[str, list[tuple[float, float]]]:
     if results is None or not results.is_file():
         return {}
     try:
-        data = json.loads(results.read_bytes())["curves"]
+        data = loads(read_file(results, MOST_JSON))["curves"]
         curves = {name: data[key]["readings"] for key, name in (("run", "this run"), ("baseline", "never killed"))}
         return {name: [(float(x), float(y)) for x, y in points] for name, points in curves.items() if points}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
@@ -293,6 +294,6 @@ def _search(path: Path) -> Any:
     from ..searching.result import SearchResult
 
     try:
-        return SearchResult.from_json(json.loads(path.read_bytes()))
-    except (ValueError, TypeError, KeyError, RecursionError, ShrinkpointError) as error:
+        return SearchResult.from_json(loads(read_file(path, MOST_JSON)))
+    except (ValueError, TypeError, KeyError, ShrinkpointError) as error:
         raise BadArgumentError(f"{path}: not a search result: {str(error)[:200]}") from None

@@ -11,7 +11,7 @@ import numpy as np
 from ..codec.base import CHUNK, Reference
 from ..codec.state.leaves import LeafSpec
 from ..codec.weights.levels import LevelsReference
-from ..kernels.arrays import is_torch
+from ..kernels.backend.arrays import is_torch
 
 BINS = 64
 

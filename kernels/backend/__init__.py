@@ -1,0 +1,1 @@
+"""Parts that all kernels share: arrays, arguments, dispatch, compilers and launches."""

@@ -1,0 +1,169 @@
+"""Conversion between array libraries: dtype names, devices, NumPy and torch views, and back.
+
+The compiled back ends work on NumPy arrays (CPU) and torch CUDA tensors (GPU). Any array-API array is
+viewed as one of these without a copy where the library allows (DLPack), and results go back to the caller's library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import BadArgumentError
+from .imported import imported
+
+if TYPE_CHECKING:
+    pass
+
+Array = Any
+"""Any array-API array; the standard has no nominal type to name."""
+
+
+DEVICES = ("cpu", "cuda")
+"""Kinds of torch's devices that kernels run on."""
+
+
+def is_torch(x: Array) -> bool:
+    """Return whether x is a torch tensor, without importing torch."""
+    torch = imported("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def is_allocated(t: Array) -> bool:
+    """Return whether the storage of a strided tensor covers its elements.
+
+    FSDP, for example, frees storages that it does not need.
+    """
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return not t.numel() or (t.storage_offset() + last + 1) * t.element_size() <= t.untyped_storage().nbytes()
+
+
+def on_gpu(x: Array) -> bool:
+    """Return whether x is on a CUDA device (torch, CuPy or JAX)."""
+    if isinstance(x, np.ndarray):
+        return False
+    if is_torch(x):
+        return bool(x.is_cuda)
+    if not hasattr(x, "__dlpack_device__"):
+        raise BadArgumentError(f"{type(x).__name__} is not an array: NumPy, torch or any array-API array is needed")
+    return int(x.__dlpack_device__()[0]) == 2  # DLPack's kDLCUDA
+
+
+def device_of(x: Array) -> tuple[int, int]:
+    """DLPack's kind and number of the device x lives on; (1, 0) for any host memory."""
+    if isinstance(x, np.ndarray):
+        return 1, 0
+    if is_torch(x):
+        return (2, int(x.device.index or 0)) if x.is_cuda else (1, 0)
+    kind, number = (int(part) for part in x.__dlpack_device__())
+    return (1, 0) if kind == 1 else (kind, number)
+
+
+def dtype_name(x: Array) -> str:
+    """Name of x's dtype without its library: `torch.bfloat16` is `bfloat16`, `<f4` is `float32`."""
+    return _name_of(x.dtype.__class__.__module__, x.dtype)
+
+
+@lru_cache(1024)
+def _name_of(library: str, dtype: Any) -> str:
+    # Cached, because NumPy takes microseconds to name a dtype and every kernel needs the name. The library is part of
+    # the key, because dtypes of two libraries may have the same hash and warn when they are compared.
+    return str(dtype).rsplit(".", 1)[-1]
+
+
+def to_numpy(x: Array) -> np.ndarray[Any, Any]:
+    """Return a CPU array as contiguous NumPy, without a copy where possible.
+
+    bfloat16 is returned as uint16 bit patterns.
+
+    Raises:
+        BadArgumentError: the memory cannot be read, for example because the array is being vectorized.
+    """
+    if isinstance(x, np.ndarray):
+        if x.dtype.kind == "V" and dtype_name(x) == "bfloat16":  # ml_dtypes
+            x = x.view(np.uint16)
+        # The usual case comes first, because every kernel runs this.
+        return x if type(x) is np.ndarray and x.flags.c_contiguous else np.ascontiguousarray(x).reshape(x.shape)
+    try:
+        if is_torch(x):
+            import torch
+
+            t = x.detach().resolve_conj().resolve_neg().contiguous()
+            if t.dtype == torch.bfloat16:
+                t = t.view(torch.uint16)
+            out: np.ndarray[Any, Any] = t.numpy()
+            return out
+        array = np.asarray(x) if hasattr(x, "__array__") else np.from_dlpack(x)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()
+        raise BadArgumentError(
+            f"an array of type {type(x).__module__}.{type(x).__qualname__} cannot be read from the CPU"
+            f"{': ' + reason[0][:200] if reason else ''}"
+        ) from error
+    return to_numpy(array)
+
+
+def to_host(x: Array) -> np.ndarray[Any, Any]:
+    """Return an array on any device as NumPy, copied from the GPU if necessary.
+
+    bfloat16 is returned as in `to_numpy`.
+    """
+    if isinstance(x, np.ndarray) or not on_gpu(x):
+        return to_numpy(x)
+    if is_torch(x):
+        return to_numpy(x.detach().cpu())
+    if hasattr(x, "get"):  # CuPy copies to the host only on request
+        return to_numpy(x.get())
+    from torch.utils.dlpack import from_dlpack
+
+    return to_numpy(from_dlpack(x).cpu())
+
+
+def bit_view(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """View a contiguous NumPy array as unsigned integers of the same width, without a copy."""
+    return x.reshape(-1).view(np.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def like(result: np.ndarray[Any, Any], x: Array, dtype: str | None = None, *, rounded: bool = False) -> Array:
+    """Return `result` in the library of `x` and on its device.
+
+    JAX has no 64-bit dtypes unless `jax_enable_x64` is set. Without it, int64 is returned as int32 if every value fits.
+
+    Args:
+        result: NumPy.
+        x: an array of the library and on the device wanted.
+        dtype: "bfloat16": `result` holds bfloat16 as uint16 bit patterns.
+        rounded: whether float64 may be returned as float32, each value rounded once, if the library has no float64.
+
+    Raises:
+        BadArgumentError: the library cannot hold the result without loss.
+    """
+    if is_torch(x):
+        import torch
+
+        t = torch.from_numpy(result)
+        return t.view(torch.bfloat16) if dtype == "bfloat16" else t
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        result = result.view(ml_dtypes.bfloat16)
+    if isinstance(x, np.ndarray):
+        return result
+    compat = importlib.import_module("array_api_compat")
+    out = compat.array_namespace(x).asarray(result, device=compat.device(x))
+    if dtype_name(out) != dtype_name(result) and not (rounded and result.dtype == np.float64):
+        _check_same_values(result, out)
+    return out
+
+
+def _check_same_values(result: np.ndarray[Any, Any], out: Array) -> None:
+    """Raise BadArgumentError unless a library's int32 version of int64 holds the same numbers."""
+    if result.dtype == np.int64 and dtype_name(out) == "int32" and (result == result.astype(np.int32)).all():
+        return
+    raise BadArgumentError(
+        f"the result is {result.dtype}, which {type(out).__module__.partition('.')[0]} turns into {dtype_name(out)}, "
+        "so values would change; JAX has 64-bit numbers after jax.config.update('jax_enable_x64', True)"
+    )

@@ -1,0 +1,188 @@
+"""On-disk cache of compiled functions in which any damage counts as a miss, never an error.
+
+Numba's own cache is an index with numbered files. A file truncated by a power loss or a full disk makes the function
+raise an error, and so do two processes that choose the same number. Here each signature has its own file, which holds
+its key and a checksum and is renamed to its final name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import os
+import pickle
+import uuid
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import llvmlite  # type: ignore[import-untyped]
+import numba
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    InTreeCacheLocator,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+)
+from numba.core.serialize import dumps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_DIGEST = 16
+
+
+def _folders(function: Callable[..., object]) -> list[str]:
+    """Return the folders that may hold compiled code of a function, in Numba's order."""
+    own = bool(numba.config.CACHE_DIR)  # type: ignore[attr-defined]
+    locators: list[Any] = [UserProvidedCacheLocator] if own else [InTreeCacheLocator, UserWideCacheLocator]
+    source = inspect.getfile(function)
+    return [str(locator(function, source).get_cache_path()) for locator in locators]
+
+
+class _ReadOnlyLocator(InTreeCacheLocator):
+    """A read-only folder with compiled code, as in an image with kernels compiled in advance."""
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: Any) -> Any:
+        """Return the locator, or None if no folder can be read; Numba ignores read-only folders."""
+        found = [folder for folder in _folders(py_func) if os.path.isdir(folder)]
+        if not found:
+            return None
+        self: Any = cls(py_func, py_file)
+        self._cache_path = found[0]
+        return self
+
+
+class _Implementation(CompileResultCacheImpl):
+    """Numba's choice of a folder, with read-only folders as the last choice."""
+
+    _locator_classes = [*CompileResultCacheImpl._locator_classes, _ReadOnlyLocator]  # noqa: RUF012 - as Numba has it
+
+
+class Kept(FunctionCache):
+    """Numba's cache of one function, in files that may be damaged, missing or not writeable.
+
+    Code is read from every folder that Numba knows, including read-only ones.
+
+    Raises:
+        RuntimeError: no cache folder can be written.
+    """
+
+    _impl_class = _Implementation
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        stamp = self._impl.locator.get_source_stamp(), _common_stamp()
+        files = _Files(self.cache_path, self._impl.filename_base, stamp, _folders(function))
+        self._cache_file = files  # type: ignore[assignment]
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the compiled function of a signature; None if it is missing or unusable."""
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except Exception:  # a damaged pickle may raise anything; the file is replaced when the function is compiled
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Store a compiled function if possible."""
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            reason = f"{self.cache_path}: {error}"
+        else:
+            return
+        warn_uncached(reason)
+
+
+class _Files:
+    """The cache files of one function, one file per signature, so no index is needed.
+
+    A file is a digest of the rest, then the pickled source stamp, key and contents. Its name depends on signature,
+    machine and versions. If two keys have the same name, the file belongs to the later one, and the other is a miss.
+    """
+
+    def __init__(self, folder: str, base: str, stamp: Any, others: Sequence[str] = ()) -> None:
+        self._folder, self._base, self._stamp = folder, base, stamp
+        self._others = [other for other in others if other != folder]
+
+    def flush(self) -> None:
+        """Delete all cached versions of this function."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._folder):
+                if name.startswith(f"{self._base}.") and name.endswith(".nbc"):
+                    os.unlink(os.path.join(self._folder, name))
+
+    def load(self, key: Any) -> Any:
+        """Return the data saved under this key in any folder; None if they are missing or damaged."""
+        name = os.path.basename(self._path(key))
+        found = (self._read(os.path.join(folder, name), key) for folder in (self._folder, *self._others))
+        return next((data for data in found if data is not None), None)
+
+    def _read(self, path: str, key: Any) -> Any:
+        try:
+            with open(path, "rb") as file:
+                digest, contents = file.read(_DIGEST), file.read()
+        except OSError:
+            return None
+        if digest != _digest(contents):
+            return None
+        stamp, found, data = pickle.loads(contents)
+        return data if (stamp, found) == (self._stamp, key) else None
+
+    def save(self, key: Any, data: Any) -> None:
+        """Store data under this key, replacing older data."""
+        contents = dumps((self._stamp, key, data))  # type: ignore[no-untyped-call]
+        path = self._path(key)
+        temporary = f"{path}.{uuid.uuid4().hex[:16]}"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(_digest(contents))
+                file.write(contents)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _path(self, key: Any) -> str:
+        signature, machine, *_ = key
+        versions = (numba.__version__, llvmlite.__version__)
+        name = _digest(repr((versions, signature, machine)).encode()).hex()
+        return os.path.join(self._folder, f"{self._base}.{name}.nbc")
+
+
+_COMPILED_INTO = ("prefetch.py", "local_array.py", "compiler.py", "jit.py", "../sparse_delta/lanes.py")
+"""Modules that decide what the code of every cached function is."""
+
+
+@functools.cache
+def _common_stamp() -> tuple[tuple[float, int], ...] | None:
+    """Return the source stamps of the modules on which all cached functions depend."""
+    try:
+        found = [os.stat(os.path.join(os.path.dirname(__file__), name)) for name in _COMPILED_INTO]
+    except OSError:  # installed without sources
+        return None
+    return tuple((one.st_mtime, one.st_size) for one in found)
+
+
+def _digest(contents: bytes) -> bytes:
+    return hashlib.blake2b(contents, digest_size=_DIGEST).digest()
+
+
+_warned = False
+
+
+def warn_uncached(reason: str) -> None:
+    """Warn once per process that compiled functions cannot be cached, and why."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"compiled kernels cannot be stored on disk, so every process compiles them again "
+            f"({reason}); set NUMBA_CACHE_DIR to a writable folder",
+            RuntimeWarning,
+            stacklevel=3,
+        )

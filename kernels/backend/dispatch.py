@@ -1,0 +1,29 @@
+"""Choice of the back end of a call, by the device of its array."""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from . import first_calls
+from .arrays import on_gpu
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from .arrays import Array
+
+
+def back_end(x: Array, subject: str) -> Any:
+    """Return `kernels.SUBJECT.gpu` or `kernels.SUBJECT.cpu`, by the device of x.
+
+    For the first calls on the CPU see `first_calls`.
+    """
+    return compiled_back_end(subject, "gpu") if on_gpu(x) else first_calls.cpu(subject)
+
+
+@lru_cache(None)
+def compiled_back_end(subject: str, name: str = "cpu") -> ModuleType:
+    """Return the module of a back end, whose functions may also write to given memory."""
+    return importlib.import_module(f"shrinkpoint.kernels.{subject}.{name}")

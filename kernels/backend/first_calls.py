@@ -1,0 +1,156 @@
+"""First calls on the CPU: NumPy computes small arrays, so that nothing is compiled for them.
+
+Compiling the kernels of a first checkpoint takes many seconds, and a small state runs in milliseconds. The
+reference back end computes the same bits without a compiler. A process without compiled code in the disk cache
+therefore uses it for small arrays, for `PATIENCE` seconds of each function. Only functions whose result is the same
+to the bit take part, so that checkpoints do not depend on the back end (`docs/decisions/first-call.md`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .imported import imported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+PATIENCE = 0.5
+"""Processor seconds that a process spends in the reference form of each function; 0: it compiles at once."""
+SMALL = 1 << 16
+"""Most elements of all arguments together, and greatest integer argument, of a call not worth compiling."""
+SAME = {
+    "histogram": "bucket_index bucket_value log_histogram log_histogram_many used_buckets_many",
+    "huffman": "huffman_codes huffman_decode huffman_encode huffman_lengths pack_lengths unpack_lengths",
+    "kmeans": "least_losses weighted_kmeans",
+    "levels": "joint_counts",
+    "moment_grid": "grid_values",
+    "packing": "pack_bits unpack_bits",
+    "planes": "difference join_categories merge_planes split_categories split_planes undifference",
+    "prediction": "column_products orthogonal_directions row_products",
+    "quantizer": "assign dequantize",
+    "rans": "pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
+    "scales": "class_sums join_octaves pattern_classes residual_symbols residual_symbols_many "
+    "residual_values residual_values_many row_column_sums split_octaves",
+    "sparse_changes": "rare_decode rare_encode",
+}
+"""Functions of each module whose reference form gives the same bits."""
+_STEPS: dict[str, Callable[..., int]] = {
+    "least_losses": lambda centers, weights, ends, k: 32 * int(centers.shape[0]),
+    "weighted_kmeans": lambda centers, weights, k, **_: 4 * int(centers.shape[0]) * k,
+    "unpack_frequencies": lambda data, rows, columns, precision: rows * columns,
+}
+"""Number of steps of functions that take more than one step for an element of an argument."""
+
+_found: dict[str, Any] = {}
+
+
+def cpu(subject: str) -> Any:
+    """Return `kernels.SUBJECT.cpu`, or stand-ins for its functions while compiling does not pay."""
+    found = _found.get(subject)
+    if found is None:
+        cold = PATIENCE > 0 and subject in SAME and subject not in _on_disk()
+        found = _found[subject] = _Functions(subject) if cold else _module("cpu", subject)
+    return found
+
+
+def compile_at_once() -> None:
+    """Compile every kernel of this process at its first call."""
+    global PATIENCE
+    PATIENCE = 0.0
+    _found.clear()
+
+
+class _Functions:
+    """The functions of a kernel module, replaced by compiled forms once compilation pays."""
+
+    def __init__(self, subject: str) -> None:
+        self._subject = subject
+        for name in SAME[subject].split():
+            setattr(self, name, functools.partial(self._call, name))
+        self._spent = dict.fromkeys(SAME[subject].split(), 0.0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_module("cpu", self._subject), name)
+
+    def _call(self, name: str, *given: Any, **named: Any) -> Any:
+        """Call the reference form for small arguments, else the compiled form."""
+        steps = _STEPS[name](*given, **named) if name in _STEPS else 0
+        if max(steps, _work([*given, *named.values()])) > SMALL or named.get("out") is not None:
+            return self._compiled(name)(*given, **named)
+        begin = time.thread_time()
+        try:
+            with np.errstate(all="ignore"):
+                return getattr(_module("reference", self._subject), name)(*given, **named)
+        except Exception:  # the compiled form raises the documented error
+            return getattr(_module("cpu", self._subject), name)(*given, **named)
+        finally:
+            self._spent[name] += time.thread_time() - begin
+            if self._spent[name] > PATIENCE:
+                self._compiled(name)
+
+    def _compiled(self, name: str) -> Callable[..., Any]:
+        """Return the compiled form of a function, and use it from now on."""
+        function: Callable[..., Any] = getattr(_module("cpu", self._subject), name)
+        setattr(self, name, function)
+        return function
+
+
+def _work(given: list[Any]) -> int:
+    """Return the number of elements of the arguments; more than `SMALL` for an unknown type."""
+    total = 0
+    for one in given:
+        if one is None or isinstance(one, bool | float | str):
+            continue
+        if isinstance(one, int | np.integer):
+            total = max(total, int(one))
+        elif isinstance(one, bytes | memoryview | np.generic):
+            total += len(one) if isinstance(one, bytes | memoryview) else 1
+        elif isinstance(one, list | tuple):
+            total += _work(list(one))
+        elif _is_plain(one):
+            total += max(int(one.size if isinstance(one.size, int) else one.numel()), 0)
+        elif _fields(one):
+            total += _work([getattr(one, name) for name in _fields(one)])
+        else:
+            return SMALL + 1
+    return total
+
+
+def _is_plain(x: Any) -> bool:
+    """Return whether x is exactly a NumPy array or a torch tensor, not a subclass."""
+    torch = imported("torch")
+    return type(x) is np.ndarray or (torch is not None and type(x) is torch.Tensor)
+
+
+def _fields(x: Any) -> list[str]:
+    """Return the names of the fields of a data class."""
+    return list(getattr(x, "__dataclass_fields__", ()))
+
+
+@functools.cache
+def _on_disk() -> frozenset[str]:
+    """Return the subjects whose CPU back end has compiled code in a cache folder of Numba."""
+    kernels = Path(__file__).parents[1]
+    folder = os.environ.get("NUMBA_CACHE_DIR")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"
+    elsewhere = Path(folder) if folder else user
+
+    def compiled(subject: str) -> bool:
+        own = [] if folder else [kernels / subject / "__pycache__"]
+        return any(any(at.glob("cpu.*.nbc")) for at in (*own, *elsewhere.glob(f"{subject}_*")))
+
+    return frozenset(filter(compiled, SAME))
+
+
+@functools.cache
+def _module(where: str, subject: str) -> ModuleType:
+    return import_module(f"shrinkpoint.kernels.{subject}.{where}")

@@ -1,1 +1,0 @@
-"""Numba back end: compiled on first call, cached on disk, the GIL released."""

@@ -1,0 +1,184 @@
+"""Exponent buckets on the GPU: counts per program, extremes by rarely executed atomics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ..backend.arrays import dtype_name
+from ..backend.floats import format_named
+from ..backend.gpu_bits import magnitude_bits
+from ..backend.launch import INTEGERS, Launch, bit_view, like, on, tensor
+from . import Buckets, Promotion, unknown_level
+
+if TYPE_CHECKING:
+    from ..backend.arrays import Array
+
+COUNT = Launch(block=4096, warps=8)
+LOOK_UP = Launch(block=2048, warps=8)
+COPIES = 16
+"""Number of copies of the tables, which programs use in turn."""
+SLICE = 1 << 30
+"""Elements per launch: no 32-bit counter can overflow."""
+UNSIGNED = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+@triton.jit
+def bucket_number(pattern, WIDTH: tl.constexpr, M: tl.constexpr):
+    """Bucket number `sign * E + field`: the pattern shifted right past its mantissa."""
+    return (pattern >> M).to(tl.int32) & ((1 << (WIDTH - M)) - 1)
+
+
+@triton.jit
+def extremes_kernel(
+    patterns_ptr,
+    n: tl.int64,
+    copies: tl.int32,
+    counts_ptr,
+    lowest_ptr,
+    highest_ptr,
+    WIDTH: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count the elements of each bucket and find their extremes, in one copy of the tables.
+
+    The last bucket is for zeros.
+    """
+    program = tl.program_id(0)
+    offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    pattern = tl.load(patterns_ptr + offsets, mask=inside, other=0)
+    magnitude = magnitude_bits(pattern, WIDTH)
+    bucket = bucket_number(pattern, WIDTH, M)
+    buckets: tl.constexpr = 1 << (WIDTH - M)
+    table = (program % copies).to(tl.int64) * (buckets + 1)
+    zeros = tl.sum((inside & (magnitude == 0)).to(tl.int32), axis=0)
+    tl.atomic_add(counts_ptr + table + buckets, zeros, mask=zeros > 0, sem="relaxed")
+    some = inside & (magnitude != 0)
+    if buckets <= 512:
+        bins = tl.arange(0, buckets)
+        counts = tl.histogram(bucket, buckets, mask=some)
+        tl.atomic_add(counts_ptr + table + bins, counts, mask=counts > 0, sem="relaxed")
+    else:  # a histogram per program would cost more than the atomics that it saves
+        tl.atomic_add(counts_ptr + table + bucket, 1, mask=some, sem="relaxed")
+    # An outdated extreme only causes an unnecessary update; almost no element has to update an extreme.
+    low_ptr = lowest_ptr + table + bucket
+    high_ptr = highest_ptr + table + bucket
+    lower = some & (magnitude < tl.load(low_ptr, mask=some, other=0))
+    higher = some & (magnitude > tl.load(high_ptr, mask=some, other=0))
+    tl.atomic_min(low_ptr, magnitude, mask=lower, sem="relaxed")
+    tl.atomic_max(high_ptr, magnitude, mask=higher, sem="relaxed")
+
+
+def exponent_buckets(x: Array) -> Buckets:
+    """See `shrinkpoint.kernels.exponent.exponent_buckets`."""
+    fmt = format_named(dtype_name(x))
+    t = bit_view(tensor(x))
+    fields = 1 << fmt.exponent
+    magnitude = torch.int64 if fmt.width == 64 else torch.int32
+    copies = max(1, min(COPIES, COUNT.programs(t.numel())))
+    totals = torch.zeros(2 * fields + 1, dtype=torch.int64, device=t.device)
+    lowest = torch.full((copies, 2 * fields + 1), torch.iinfo(magnitude).max, dtype=magnitude, device=t.device)
+    highest = torch.zeros((copies, 2 * fields + 1), dtype=magnitude, device=t.device)
+    for start in range(0, t.numel(), SLICE):
+        part = t[start : start + SLICE]
+        counts = torch.zeros((copies, 2 * fields + 1), dtype=torch.int32, device=t.device)
+        with on(t):
+            extremes_kernel[COUNT.grid(part.numel())](
+                # inputs
+                part,
+                part.numel(),
+                copies,
+                # outputs
+                counts,
+                lowest,
+                highest,
+                # constants
+                WIDTH=fmt.width,
+                M=fmt.mantissa,
+                **COUNT.constants(part.numel()),
+            )
+        totals += counts.sum(0)
+    lows = torch.where(totals > 0, lowest.amin(0).to(torch.int64), 0)
+    host = torch.stack([totals, lows, highest.amax(0).to(torch.int64)]).cpu().numpy()
+    count, low, high = (np.ascontiguousarray(row[:-1].reshape(2, fields)) for row in host)
+    return Buckets(count, low, high, int(host[0, -1]), fmt.name)
+
+
+@triton.jit
+def quantize_kernel(
+    patterns_ptr, table_ptr, n: tl.int64, levels_ptr, WIDTH: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Level of each pattern's bucket; 0 for zeros."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    pattern = tl.load(patterns_ptr + offsets, mask=inside, other=0)
+    level = tl.load(table_ptr + bucket_number(pattern, WIDTH, M))
+    level = tl.where(magnitude_bits(pattern, WIDTH) == 0, 0, level)
+    tl.store(levels_ptr + offsets, level, mask=inside)
+
+
+def exponent_quantize(x: Array, promotion: Promotion) -> Array:
+    """See `shrinkpoint.kernels.exponent.exponent_quantize`."""
+    fmt = format_named(promotion.format)
+    t = tensor(x)
+    wide = promotion.table.dtype.itemsize == 2
+    levels = torch.empty(t.shape, dtype=torch.uint16 if wide else torch.uint8, device=t.device)
+    if t.numel():
+        with on(t):
+            quantize_kernel[LOOK_UP.grid(t.numel())](
+                # inputs
+                bit_view(t),
+                torch.from_numpy(promotion.table).to(t.device),
+                t.numel(),
+                # outputs
+                levels,
+                # constants
+                WIDTH=fmt.width,
+                M=fmt.mantissa,
+                **LOOK_UP.constants(t.numel()),
+            )
+    return like(levels, x)
+
+
+@triton.jit
+def look_up_kernel(levels_ptr, codebook_ptr, n: tl.int64, size: tl.int32, out_ptr, top_ptr, BLOCK: tl.constexpr):
+    """Look up codebook[level]; `top` becomes the highest level without an entry."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    level = tl.load(levels_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    tl.store(out_ptr + offsets, tl.load(codebook_ptr + level, mask=level < size, other=0), mask=inside)
+    top = tl.max(level, axis=0)
+    tl.atomic_max(top_ptr, top, mask=top >= size, sem="relaxed")
+
+
+def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
+    """See `shrinkpoint.kernels.exponent.exponent_dequantize`."""
+    t = tensor(levels)
+    itemsize = codebook.dtype.itemsize
+    patterns = np.ascontiguousarray(codebook).view(f"int{8 * itemsize}")
+    out = torch.empty(t.shape, dtype=INTEGERS[itemsize], device=t.device)
+    if t.numel():
+        top = torch.zeros(1, dtype=torch.int32, device=t.device)
+        with on(t):
+            look_up_kernel[LOOK_UP.grid(t.numel())](
+                # inputs
+                t,
+                torch.from_numpy(patterns).to(t.device),
+                t.numel(),
+                codebook.size,
+                # outputs
+                out,
+                top,
+                # constants
+                **LOOK_UP.constants(t.numel()),
+            )
+        found = int(top.item())
+        if found >= codebook.size:
+            raise unknown_level(found, codebook.size)
+    return like(out.view(UNSIGNED[itemsize]), levels)

@@ -1,0 +1,284 @@
+"""Levels of two checkpoints on the GPU: cyclic differences, stable grouping, pair counts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backend.launch import Launch, like, on, tensor
+from ..errors import BadArgumentError, CorruptDataError
+
+if TYPE_CHECKING:
+    from ..backend.arrays import Array
+
+SUBTRACT = Launch(block=8192, warps=8)
+GROUP = Launch(block=4096, warps=8, interpreted=1 << 16)
+PAIRS = Launch(block=4096, warps=8)
+COPIES = 16
+"""Number of copies of the pair table, which programs use in turn."""
+COPIED_COUNTERS = 1 << 20
+SLICE = 1 << 30
+"""Elements per launch: no 32-bit counter can overflow."""
+
+
+@triton.jit
+def subtract_kernel(first_ptr, second_ptr, n: tl.int64, size: tl.int32, out_ptr, outside_ptr, BLOCK: tl.constexpr):
+    """Compute (first - second) mod size for each element.
+
+    `outside` becomes 1 if an element of either is not below size.
+    """
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    first = tl.load(first_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    second = tl.load(second_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    d = first - second
+    tl.store(out_ptr + offsets, tl.where(d < 0, d + size, d).to(tl.uint8), mask=inside)
+    highest = tl.max(tl.maximum(first, second), axis=0)
+    tl.store(outside_ptr, 1, mask=highest >= size)  # every program writes the same value
+
+
+def _subtract(first: Array, second: Array, size: int) -> tuple[torch.Tensor, bool]:
+    a, b = tensor(first), tensor(second)
+    out = torch.empty_like(b)
+    if b.numel() == 0:
+        return out, True
+    outside = torch.zeros(1, dtype=torch.int32, device=b.device)
+    with on(b):
+        subtract_kernel[SUBTRACT.grid(b.numel())](
+            # inputs
+            a,
+            b,
+            b.numel(),
+            size,
+            # outputs
+            out,
+            outside,
+            # constants
+            **SUBTRACT.constants(b.numel()),
+        )
+    return out, not outside.item()
+
+
+def delta(previous: Array, current: Array, size: int) -> Array:
+    """See `shrinkpoint.kernels.levels.delta`."""
+    out, good = _subtract(previous, current, size)
+    if not good:
+        raise BadArgumentError(f"a level is not below size, {size}")
+    return like(out, current)
+
+
+def undelta(previous: Array, delta: Array, size: int) -> Array:
+    """See `shrinkpoint.kernels.levels.undelta`."""
+    out, good = _subtract(previous, delta, size)
+    if not good:
+        raise CorruptDataError(f"a level or difference is not below {size}, the number of levels")
+    return like(out, delta)
+
+
+@triton.jit
+def count_keys_kernel(
+    keys_ptr,
+    n: tl.int64,
+    blocks: tl.int64,
+    size: tl.int32,
+    counts_ptr,
+    outside_ptr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count the elements of each key below size in each block: counts[key, block]."""
+    block = tl.program_id(0).to(tl.int64)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    key = tl.load(keys_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    counts = tl.histogram(key, BINS, mask=inside & (key < size))
+    bins = tl.arange(0, BINS)
+    tl.store(counts_ptr + bins * blocks + block, counts, mask=bins < size)
+    tl.store(outside_ptr, 1, mask=tl.max(key, axis=0) >= size)
+
+
+@triton.jit
+def rank_in_block(key, inside, size, FIELD: tl.constexpr, BLOCK: tl.constexpr):
+    """Number of elements of the same key before each element of the block.
+
+    Several running counts share one 64-bit integer, so that one scan ranks several keys. A field holds ranks up to
+    `2**FIELD = BLOCK`. The count of the element itself, which could overflow the field, is subtracted before reading.
+    """
+    fields: tl.constexpr = 63 // FIELD
+    rank = tl.zeros((BLOCK,), tl.int32)
+    one = tl.full((BLOCK,), 1, tl.int64)
+    for first in range(0, size, fields):
+        slot = key - first
+        mine = inside & (slot >= 0) & (slot < fields)
+        shift = (tl.where(mine, slot, 0) * FIELD).to(tl.int64)
+        own = tl.where(mine, one << shift, 0)
+        before = tl.cumsum(own, axis=0) - own
+        rank = tl.where(mine, ((before >> shift) & ((1 << FIELD) - 1)).to(tl.int32), rank)
+    return rank
+
+
+@triton.jit
+def regroup_kernel(
+    values_ptr,
+    keys_ptr,
+    ends_ptr,
+    counts_ptr,
+    n: tl.int64,
+    blocks: tl.int64,
+    size: tl.int32,
+    out_ptr,
+    SPLIT: tl.constexpr,
+    FIELD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Move each value to its place among the elements of its key (SPLIT), or back.
+
+    `ends[key, block]` is the position, in grouped order, of the end of the elements of this key in this block.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    key = tl.load(keys_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    inside = inside & (key < size)
+    rank = rank_in_block(key, inside, size, FIELD, BLOCK)
+    cell = key.to(tl.int64) * blocks + block
+    start = tl.load(ends_ptr + cell, mask=inside, other=0) - tl.load(counts_ptr + cell, mask=inside, other=0)
+    place = start + rank
+    if SPLIT:
+        tl.store(out_ptr + place, tl.load(values_ptr + offsets, mask=inside, other=0), mask=inside)
+    else:
+        tl.store(out_ptr + offsets, tl.load(values_ptr + place, mask=inside, other=0), mask=inside)
+
+
+def _regroup(values: Array, keys: Array, size: int, *, split: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Group values by key, or restore their order, and count elements per key.
+
+    None where a key is not below size.
+    """
+    t, k = tensor(values), tensor(keys)
+    out = torch.empty(t.numel() if split else k.shape, dtype=torch.uint8, device=k.device)
+    blocks = GROUP.programs(k.numel())
+    if blocks == 0:
+        return out, torch.zeros(size, dtype=torch.int64, device=k.device)
+    counts = torch.empty((size, blocks), dtype=torch.int32, device=k.device)
+    outside = torch.zeros(1, dtype=torch.int32, device=k.device)
+    with on(k):
+        count_keys_kernel[(blocks,)](
+            # inputs
+            k,
+            k.numel(),
+            blocks,
+            size,
+            # outputs
+            counts,
+            outside,
+            # constants
+            BINS=32 if size <= 32 else 256,
+            **GROUP.constants(k.numel()),
+        )
+    if outside.item():
+        return None
+    with on(k):
+        regroup_kernel[(blocks,)](
+            # inputs
+            t,
+            k,
+            counts.reshape(-1).cumsum(0, dtype=torch.int64),
+            counts,
+            k.numel(),
+            blocks,
+            size,
+            # outputs
+            out,
+            # constants
+            SPLIT=split,
+            FIELD=GROUP.size(k.numel()).bit_length() - 1,
+            **GROUP.constants(k.numel()),
+        )
+    return out, counts.sum(1)
+
+
+def split_by_level(values: Array, keys: Array, size: int) -> tuple[Array, Array]:
+    """See `shrinkpoint.kernels.levels.split_by_level`."""
+    result = _regroup(values, keys, size, split=True)
+    if result is None:
+        raise BadArgumentError(f"a key is not below size, {size}")
+    return like(result[0], values), like(result[1], values)
+
+
+def merge_by_level(grouped: Array, keys: Array, size: int) -> Array:
+    """See `shrinkpoint.kernels.levels.merge_by_level`."""
+    result = _regroup(grouped, keys, size, split=False)
+    if result is None:
+        raise CorruptDataError(f"a key is not below {size}, the number of levels")
+    return like(result[0], grouped)
+
+
+@triton.jit
+def pairs_kernel(
+    previous_ptr,
+    current_ptr,
+    n: tl.int64,
+    previous_size: tl.int32,
+    current_size: tl.int32,
+    copies: tl.int32,
+    counts_ptr,
+    outside_ptr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add each pair of levels to one copy of the table.
+
+    Most pairs are unchanged levels: the diagonal is counted within the program and added once.
+    """
+    program = tl.program_id(0)
+    offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    previous = tl.load(previous_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    current = tl.load(current_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    valid = inside & (previous < previous_size) & (current < current_size)
+    table_ptr = counts_ptr + (program % copies).to(tl.int64) * (previous_size * current_size)
+    same = previous == current
+    tl.atomic_add(table_ptr + previous * current_size + current, 1, mask=valid & ~same, sem="relaxed")
+    unchanged = tl.histogram(current, BINS, mask=valid & same)
+    bins = tl.arange(0, BINS)
+    tl.atomic_add(table_ptr + bins * (current_size + 1), unchanged, mask=unchanged > 0, sem="relaxed")
+    outside = tl.max((inside & ~valid).to(tl.int32), axis=0)
+    tl.store(outside_ptr, 1, mask=outside > 0)
+
+
+def joint_counts(previous: Array, current: Array, previous_size: int, current_size: int) -> Array:
+    """See `shrinkpoint.kernels.levels.joint_counts`."""
+    a, b = tensor(previous).reshape(-1), tensor(current).reshape(-1)
+    totals = torch.zeros((previous_size, current_size), dtype=torch.int64, device=b.device)
+    outside = torch.zeros(1, dtype=torch.int32, device=b.device)
+    for begin in range(0, b.numel(), SLICE):
+        part = b[begin : begin + SLICE]
+        programs = PAIRS.programs(part.numel())
+        copies = max(1, min(COPIES, programs, COPIED_COUNTERS // totals.numel()))
+        counts = torch.zeros((copies, previous_size, current_size), dtype=torch.int32, device=b.device)
+        with on(b):
+            pairs_kernel[(programs,)](
+                # inputs
+                a[begin : begin + SLICE],
+                part,
+                part.numel(),
+                previous_size,
+                current_size,
+                copies,
+                # outputs
+                counts,
+                outside,
+                # constants
+                BINS=32 if max(previous_size, current_size) <= 32 else 256,
+                **PAIRS.constants(part.numel()),
+            )
+        totals += counts.sum(0)
+    if outside.item():
+        raise BadArgumentError(
+            f"a previous level is not below {previous_size} or a current one not below {current_size}"
+        )
+    return like(totals, current)

@@ -1,0 +1,81 @@
+"""Values on a uniform grid in units of a scale: a first moment in units of its update."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..backend.arguments import array, check_table, number, same_device
+from ..backend.dispatch import back_end
+
+if TYPE_CHECKING:
+    from ..backend.arrays import Array
+
+ESCAPE = 0
+"""Symbol of an element without a grid point: not finite, too far out, or nonzero where its scale is zero."""
+FARTHEST = 127
+"""Largest grid point that has a symbol."""
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Floats, Floats]:
+    """Symbol of the nearest grid point of each element, with sums and counts by symbol.
+
+        q = rint((x / sqrt(square)) / step);  symbol = 1 + 2 |q| - (q < 0);  0 (escape) without a grid point
+
+    in float32, each operation rounded once, ties to even. Where `square` is 0, x = 0 is grid point 0, and any other x
+    is an escape.
+
+    Args:
+        x: float32 [n].
+        square: float32 [n], the square of the scale, >= 0.
+        step: distance of grid points, in scales; > 0.
+
+    Returns:
+        symbols: uint8 [n].
+        sums: float64 [256] on the host, sum of x / sqrt(square) by symbol (0 for the escape).
+        counts: float64 [256] on the host, number of elements of each symbol.
+
+    Raises:
+        BadArgumentError: other dtypes or shapes, or a step out of range.
+
+    Example:
+        >>> x, square = np.array([0.0, 2.2, -1.1], np.float32), np.full(3, 4, np.float32)
+        >>> grid_symbols(x, square, 0.5)[0].tolist()
+        [1, 5, 2]
+
+    Source: the update m / sqrt(v) of Adam (Kingma and Ba 2015), through which an error in m acts on training.
+    """
+    array("x", x, ("float32",), 1)
+    array("square", square, ("float32",), x.shape)
+    same_device("x", x, "square", square)
+    step = number("step", step, 0, np.inf, open_low=True, open_high=True)
+    symbols, sums, counts = back_end(x, "moment_grid").grid_symbols(x, square, step)
+    return symbols, sums, counts
+
+
+def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
+    """Values of grid symbols: `table[symbol] * sqrt(square)` in float32.
+
+    Each operation is rounded once.
+
+    Args:
+        symbols: uint8 [n].
+        square: float32 [n], as it was for `grid_symbols`.
+        table: float32 [256] on the host: value of each symbol in scales.
+
+    Raises:
+        BadArgumentError: other dtypes or shapes.
+
+    Example:
+        >>> table = np.zeros(256, np.float32)
+        >>> table[5] = 1.0
+        >>> grid_values(np.array([1, 5], np.uint8), np.full(2, 4, np.float32), table).tolist()
+        [0.0, 2.0]
+    """
+    array("symbols", symbols, ("uint8",), 1)
+    array("square", square, ("float32",), symbols.shape)
+    same_device("symbols", symbols, "square", square)
+    check_table("table", table, "float32", (256,))
+    return back_end(symbols, "moment_grid").grid_values(symbols, square, table)

@@ -1,0 +1,113 @@
+"""Grids on the GPU: correctly rounded root and quotients, symbols, and sums by symbol."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ..backend.gpu_bits import rounded
+from ..backend.launch import Launch, like, on, tensor
+from ..backend.tally import tally_counts, tally_sums, totals
+from . import FARTHEST
+
+if TYPE_CHECKING:
+    from ..backend.arrays import Array
+
+SYMBOLS = Launch(block=4096, warps=8)
+VALUES = Launch(block=1024, warps=8)
+
+
+@triton.jit
+def symbols_kernel(
+    x_ptr,
+    square_ptr,
+    n: tl.int64,
+    step: tl.float32,
+    symbols_ptr,
+    counts_ptr,
+    sums_ptr,
+    FARTHEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Symbol of each element's grid point, with counts and sums by symbol per program.
+
+    Sums are of x / sqrt(square).
+    """
+    block = tl.program_id(0).to(tl.int64)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+    scale = tl.sqrt_rn(tl.load(square_ptr + offsets, mask=inside, other=0.0))
+    positive = scale > 0.0
+    beyond = tl.where(x == 0.0, 0.0, float("inf"))
+    u = tl.where(positive, tl.div_rn(x, tl.where(positive, scale, 1.0)), beyond)
+    quotient = tl.div_rn(u, tl.zeros_like(u) + step)
+    near = tl.abs(quotient) < FARTHEST + 1
+    q = rounded(tl.where(near, quotient, 0.0))
+    on_grid = near & (tl.abs(q) <= FARTHEST)
+    k = q.to(tl.int32)
+    symbol = tl.where(on_grid, 1 + 2 * tl.abs(k) - (k < 0).to(tl.int32), 0)
+    tl.store(symbols_ptr + offsets, symbol.to(tl.uint8), mask=inside)
+    tally_counts(symbol, inside, counts_ptr + 256 * block)
+    tally_sums(symbol, u, inside, 1, counts_ptr + 256 * block, sums_ptr + 256 * block)
+
+
+def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]:
+    """See `shrinkpoint.kernels.moment_grid.grid_symbols`."""
+    t, v = tensor(x), tensor(square)
+    programs = SYMBOLS.programs(t.numel())
+    symbols = torch.empty(t.numel(), dtype=torch.uint8, device=t.device)
+    counts = torch.empty((programs, 256), dtype=torch.int32, device=t.device)
+    sums = torch.zeros((programs, 256), dtype=torch.float64, device=t.device)
+    if programs:
+        with on(t):
+            symbols_kernel[(programs,)](
+                # inputs
+                t,
+                v,
+                t.numel(),
+                float(np.float32(step)),
+                # outputs
+                symbols,
+                counts,
+                sums,
+                # constants
+                FARTHEST=FARTHEST,
+                **SYMBOLS.constants(t.numel()),
+            )
+    count, total = totals(counts, sums).numpy()
+    return like(symbols, x), total, count
+
+
+@triton.jit
+def values_kernel(symbols_ptr, square_ptr, table_ptr, n: tl.int64, out_ptr, BLOCK: tl.constexpr):
+    """Compute table[symbol] * sqrt(square) for each element."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    symbol = tl.load(symbols_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    scale = tl.sqrt_rn(tl.load(square_ptr + offsets, mask=inside, other=0.0))
+    tl.store(out_ptr + offsets, tl.load(table_ptr + symbol) * scale, mask=inside)
+
+
+def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
+    """See `shrinkpoint.kernels.moment_grid.grid_values`."""
+    t, v = tensor(symbols), tensor(square)
+    out = torch.empty(t.shape, dtype=torch.float32, device=t.device)
+    if t.numel():
+        with on(t):
+            values_kernel[VALUES.grid(t.numel())](
+                # inputs
+                t,
+                v,
+                torch.from_numpy(np.ascontiguousarray(table)).to(t.device),
+                t.numel(),
+                # outputs
+                out,
+                # constants
+                **VALUES.constants(t.numel()),
+            )
+    return like(out, symbols)

@@ -1,0 +1,1 @@
+"""Adaptive range coder of short tables; only the other coders use it."""

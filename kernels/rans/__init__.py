@@ -1,0 +1,352 @@
+"""Static asymmetric numeral systems with 4 or 64 interleaved states and a table per context."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..backend.arguments import array, flag, integer
+from ..backend.arrays import to_numpy
+from ..backend.dispatch import back_end
+from ..errors import BadArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ..backend.arrays import Array
+
+NumPy = np.ndarray[Any, Any]
+UNSIGNED = ("uint8", "uint16", "uint32")
+COUNTS = ("int64", "int32", "int16", "int8", *UNSIGNED)
+"""Integer dtypes that int64 holds exactly, for libraries without int64."""
+PLAUSIBLE = 1 << 32
+"""Number of elements up to which a MemoryError is not reported as a wrong argument."""
+
+
+def stored_bytes(x: Array | bytes | bytearray | memoryview, *, anywhere: bool = False) -> Array:
+    """Return stored bytes as a uint8 array; bytes-like objects become NumPy without a copy."""
+    if isinstance(x, bytes | bytearray | memoryview):
+        return np.frombuffer(x, dtype=np.uint8)
+    return array("data", x, ("uint8",), 1, host=not anywhere)
+
+
+@contextmanager
+def room_for(n: int) -> Iterator[None]:
+    """Turn a MemoryError for an implausible number of elements n into a BadArgumentError.
+
+    For a plausible n the MemoryError is raised unchanged.
+    """
+    try:
+        yield
+    except MemoryError:
+        if n <= PLAUSIBLE:
+            raise
+        raise BadArgumentError(f"n is {n}; no machine has memory for so many elements") from None
+
+
+def compiled(x: Array, dtype: type[np.generic] | None = None) -> np.ndarray[Any, Any]:
+    """Return x as a contiguous, writeable NumPy array.
+
+    Numba would compile a second version for a read-only array.
+
+    Args:
+        x: any array on the CPU.
+        dtype: dtype to convert it to; default: no conversion.
+    """
+    found = to_numpy(x)
+    if dtype is not None:
+        found = found.astype(dtype, copy=False)
+    return found if found.flags.writeable else found.copy()
+
+
+def lent(x: NumPy) -> NumPy:
+    """Return the same memory as a writeable array, for code that only reads it.
+
+    Numba would compile a second version for a read-only array, and `compiled` would copy it.
+    """
+    if x.flags.writeable:
+        return x
+    interface = dict(x.__array_interface__)
+    interface["data"] = (interface["data"][0], False)
+    return np.asarray(_Memory(interface, x))
+
+
+def host_memory(out: Array, n: int, dtype: str) -> NumPy:
+    """Return `out` if it is a contiguous NumPy array of n elements that can be written to.
+
+    Raises:
+        BadArgumentError: it is not.
+    """
+    array("out", out, (dtype,), (n,))
+    if not isinstance(out, np.ndarray) or not out.flags.c_contiguous or not out.flags.writeable:
+        raise BadArgumentError("out must be a contiguous NumPy array that can be written to")
+    return out
+
+
+class _Memory:
+    """Owner of memory that NumPy reads through the array interface."""
+
+    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
+        self.__array_interface__ = interface
+        self.owner = owner
+
+
+STATES = 4
+"""Symbol i belongs to state i mod 4."""
+START = 1 << 16
+"""Every state starts and ends here; between two symbols a state is in [START, START << 16)."""
+WIDE_STATES = 64
+"""States of a stream that processors decode in vectors; symbol i then belongs to state i mod 64."""
+WIDE_START = 1 << 15
+"""Every one of these starts and ends here; between two symbols it is in [WIDE_START, WIDE_START << 16)."""
+WIDE_PRECISION = 12
+"""Precision of a stream with 64 states."""
+PRECISIONS = (8, 16)
+"""Least and greatest logarithm of the sum of a row of frequencies."""
+
+
+def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> Array:
+    """Integer frequencies that minimize the coded size, the table included.
+
+    Each row of `counts` is scaled to the sum `2**precision`.
+
+    Minimises `sum(counts * -log2(frequencies / 2**precision))` over integers that are at least 1 where the count is
+    above zero and 0 elsewhere. The gain of raising f to f + 1, `count * log(1 + 1 / f)`, is ranked by
+    `count / sqrt(f * (f + 1))`, which differs by less than 2 % and is the same float64 on every machine. Among equal
+    ranks the lowest symbol comes first. Then all frequencies but the greatest of each row are rounded to a number of
+    significant bits (`short_digits`) for which the table of `pack_frequencies` shrinks by more than the symbols grow.
+
+    Args:
+        counts: int64[C, S] (or narrower integers), 0 ... 2**48 each; 1 ... 256 contexts C, 1 ... 256 symbols S.
+        precision: 8 ... 16.
+        exact: whether to omit the rounding to few significant bits; default False.
+
+    Returns:
+        uint32[C, S]; a row of zeros stays a row of zeros.
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> counts = np.asarray([[98, 1, 1, 0], [0, 0, 0, 0], [0, 5, 0, 0]])
+        >>> rans_frequencies(counts, 8, exact=True).tolist()
+        [[250, 3, 3, 0], [0, 0, 0, 0], [0, 256, 0, 0]]
+        >>> rans_frequencies(counts, 8).tolist()
+        [[248, 4, 4, 0], [0, 0, 0, 0], [0, 256, 0, 0]]
+
+    Source: Duda, "Asymmetric numeral systems" (2013); the rounding is Huntington's and Hill's apportionment.
+    """
+    counts = array("counts", counts, COUNTS, 2, host=True)
+    _check_table("counts", counts)
+    precision, exact = integer("precision", precision, *PRECISIONS), flag("exact", exact)
+    return back_end(counts, "rans").rans_frequencies(counts, precision, exact=exact)
+
+
+def short_digits(others: int, present: int) -> int:
+    """Return the number of significant bits per frequency that minimizes the total size.
+
+    Rounding to d bits has a relative error of at most `2**-(d + 1)`. It costs about `0.24 * 4**-d` bits for each symbol
+    that is not the likeliest of its row. One more bit per frequency costs `present` bits of table.
+
+    Args:
+        others: number of symbols to be coded that are not the likeliest of their context.
+        present: number of frequencies above zero that are not the greatest of their row.
+    """
+    digits = 1
+    while 9 * others > 50 * present << 2 * digits:
+        digits += 1
+    return digits
+
+
+def rans_encode(
+    symbols: Array, contexts: Array | None, frequencies: Array, precision: int, *, states: int = STATES
+) -> Array:
+    """Encode symbols in about `-log2(frequencies[context, symbol] / 2**precision)` bits each.
+
+    A symbol of frequency f and start c changes a state x by `x -> ((x // f) << precision) + x % f + c`. Before that, 16
+    bits of x are written if the result would not fit 32 bits. The start c is 0 for the greatest frequency of the row;
+    for another symbol it is the greatest frequency plus the sum of the other frequencies before it. A symbol of
+    frequency `2**precision` costs nothing.
+
+    Args:
+        symbols: uint8[n], any n.
+        contexts: uint8[n], the row of each symbol; None: all of row 0.
+        frequencies: uint32[C, S] as made by `rans_frequencies`.
+        precision: 8 ... 16, the same.
+        states: 4 (default), or 64 with a precision of 12: about three times as fast, and 240 bytes longer.
+
+    Returns:
+        uint8[m]: the states, then 16-bit words (docs/entropy.md); with four states nothing if all symbols are certain.
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, a symbol of frequency zero, a row of frequencies that sums to
+            neither 0 nor `2**precision`, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> symbols, contexts = np.asarray([0, 1, 0, 0], np.uint8), np.asarray([0, 1, 0, 0], np.uint8)
+        >>> table = np.asarray([[192, 64], [0, 256]], np.uint32)
+        >>> data = rans_encode(symbols, contexts, table, 8)
+        >>> rans_decode(data, contexts, table, 8, 4).tolist()
+        [0, 1, 0, 0]
+
+    Source: Duda (2013); Giesen, "Interleaved entropy coders" (2014).
+    """
+    symbols = array("symbols", symbols, ("uint8",), 1, host=True)
+    if contexts is not None:
+        contexts = array("contexts", contexts, ("uint8",), 1, host=True)
+        if contexts.shape != symbols.shape:
+            raise BadArgumentError(f"contexts has {contexts.shape[0]} elements; symbols has {symbols.shape[0]}")
+    _check_table("frequencies", array("frequencies", frequencies, ("uint32",), 2, host=True))
+    precision = integer("precision", precision, *PRECISIONS)
+    _check_states(states, precision)
+    return back_end(symbols, "rans").rans_encode(symbols, contexts, frequencies, precision, states)
+
+
+def rans_decode(
+    data: Array | bytes, contexts: Array | None, frequencies: Array, precision: int, n: int, *, states: int = STATES
+) -> Array:
+    """Return the n symbols that `rans_encode` encoded into `data`.
+
+    Args:
+        data: uint8[m] or bytes.
+        contexts: uint8[n], as for encoding.
+        frequencies: uint32[C, S], as for encoding.
+        precision: 8 ... 16, as for encoding.
+        n: number of symbols, >= 0.
+        states: as for encoding.
+
+    Returns:
+        uint8[n], of the same library as `data` (NumPy for bytes).
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+        CorruptDataError: the data end too early or too late, or a state does not end at its start value.
+
+    Example: see `rans_encode`.
+
+    Source: Duda (2013); Giesen (2014).
+    """
+    data = stored_bytes(data)
+    n = integer("n", n, 0, 2**62)
+    if contexts is not None:
+        contexts = array("contexts", contexts, ("uint8",), 1, host=True)
+        if contexts.shape[0] != n:
+            raise BadArgumentError(f"contexts has {contexts.shape[0]} elements; n is {n}")
+    _check_table("frequencies", array("frequencies", frequencies, ("uint32",), 2, host=True))
+    precision = integer("precision", precision, *PRECISIONS)
+    _check_states(states, precision)
+    with room_for(n):
+        return back_end(data, "rans").rans_decode(data, contexts, frequencies, precision, n, states)
+
+
+def _check_states(states: int, precision: int) -> None:
+    if states not in (STATES, WIDE_STATES) or (states == WIDE_STATES and precision != WIDE_PRECISION):
+        raise BadArgumentError(
+            f"states is {states!r} with precision {precision}; {STATES} are possible, and {WIDE_STATES} with precision "
+            f"{WIDE_PRECISION}"
+        )
+
+
+def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
+    """Bits that `rans_encode` spends on symbols with these counts, without its initial states.
+
+    `sum(counts * (precision - log2(frequencies)))`; infinite if a counted symbol has frequency zero.
+
+    Args:
+        counts: int64[C, S] (or narrower integers).
+        frequencies: uint32[C, S].
+        precision: 8 ... 16.
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> coding_cost(np.asarray([[3, 1]]), np.asarray([[192, 64]], np.uint32), 8)  # doctest: +ELLIPSIS
+        3.245...
+
+    Source: Shannon (1948).
+    """
+    counts = array("counts", counts, COUNTS, 2, host=True)
+    frequencies = array("frequencies", frequencies, ("uint32",), 2, host=True)
+    if counts.shape != frequencies.shape:
+        raise BadArgumentError(f"counts has shape {tuple(counts.shape)}; frequencies has {tuple(frequencies.shape)}")
+    precision = integer("precision", precision, *PRECISIONS)
+    return float(back_end(counts, "rans").coding_cost(counts, frequencies, precision))
+
+
+def entropy_bits(counts: Array) -> float:
+    """Entropy in bits of all symbols with these counts, each row in its own context.
+
+    `sum(counts * log2(n / counts))` with n the sum of a row, a lower bound for every table of frequencies.
+
+    Args:
+        counts: int64[C, S], or int64[S] for a single row (or narrower integers), 0 ... 2**48 each.
+
+    Raises:
+        BadArgumentError: wrong dtype or shape, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> entropy_bits(np.asarray([[2, 2, 0], [0, 7, 0]]))
+        4.0
+
+    Source: Shannon (1948).
+    """
+    counts = array("counts", counts, COUNTS, 1 if getattr(counts, "ndim", 2) == 1 else 2, host=True)
+    return float(back_end(counts, "rans").entropy_bits(counts))
+
+
+def pack_frequencies(frequencies: Array, precision: int) -> bytes:
+    """Encode a table of frequencies as bytes.
+
+    Args:
+        frequencies: uint32[C, S]; each row sums to 0 or `2**precision`.
+        precision: 8 ... 16.
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+
+    Example:
+        >>> import numpy as np
+        >>> table = np.asarray([[192, 64], [0, 256]], np.uint32)
+        >>> unpack_frequencies(pack_frequencies(table, 8), 2, 2, 8).tolist()
+        [[192, 64], [0, 256]]
+    """
+    _check_table("frequencies", array("frequencies", frequencies, ("uint32",), 2, host=True))
+    precision = integer("precision", precision, *PRECISIONS)
+    return bytes(back_end(frequencies, "rans").pack_frequencies(frequencies, precision))
+
+
+def unpack_frequencies(data: Array | bytes, C: int, S: int, precision: int) -> Array:
+    """Decode a table of frequencies: the inverse of `pack_frequencies`.
+
+    Args:
+        data: uint8[m] or bytes; the table uses every byte.
+        C: number of contexts (rows), 1 ... 256.
+        S: number of symbols (columns), 1 ... 256.
+        precision: 8 ... 16.
+
+    Returns:
+        uint32[C, S], of the same library as `data` (NumPy for bytes); each row sums to 0 or `2**precision`.
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+        CorruptDataError: the bytes are not a table of this size.
+
+    Example: see `pack_frequencies`.
+    """
+    data = stored_bytes(data)
+    rows, columns = integer("C", C, 1, 256), integer("S", S, 1, 256)
+    precision = integer("precision", precision, *PRECISIONS)
+    return back_end(data, "rans").unpack_frequencies(data, rows, columns, precision)
+
+
+def _check_table(name: str, table: Array) -> None:
+    rows, columns = table.shape
+    if not (1 <= rows <= 256 and 1 <= columns <= 256):
+        raise BadArgumentError(f"{name} has shape {(rows, columns)}; 1 ... 256 contexts and symbols are needed")

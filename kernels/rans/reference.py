@@ -1,0 +1,247 @@
+"""Oracle of the asymmetric numeral systems: the textbook formulas on Python's integers."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import TYPE_CHECKING
+
+from array_api_compat import array_namespace
+
+from ..backend.lists import array, numbers
+from ..errors import BadArgumentError, CorruptDataError
+from ..rangecoder import reference as rangecoder
+from . import START, STATES, WIDE_PRECISION, WIDE_START, WIDE_STATES, short_digits
+
+if TYPE_CHECKING:
+    from ..backend.arrays import Array
+
+    Model = list[tuple[list[int], list[int]]]
+
+ROW = 16
+"""Symbols of a stream with 64 states whose words stand together."""
+
+
+def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> Array:
+    """See `shrinkpoint.kernels.rans.rans_frequencies`."""
+    rows = _rows(counts)
+    if any(not 0 <= c <= 2**48 for row in rows for c in row):
+        raise BadArgumentError("counts holds one that is not in 0 ... 2**48")
+    best = [_best(row, 2**precision) for row in rows]
+    if not exact:
+        others = sum(sum(row) - max(row) for row in rows)
+        present = sum(sum(c > 0 for c in row) - (max(row) > 0) for row in rows)
+        for digits in range(short_digits(others, present), precision):
+            shortened = [_shorten(row, digits, 2**precision) for row in best]
+            if all(shortened):
+                best = shortened
+                break
+    xp = array_namespace(counts)
+    return xp.reshape(array([f for row in best for f in row], "uint32", counts), tuple(counts.shape))
+
+
+def _best(counts: list[int], total: int) -> list[int]:
+    """Frequencies by giving one unit at a time to the symbol that gains most."""
+    out = [int(c > 0) for c in counts]
+    queue = [(-c / math.sqrt(2.0), s) for s, c in enumerate(counts) if c > 0]
+    heapq.heapify(queue)
+    while queue and sum(out) < total:
+        for _ in range(total - sum(out)):
+            _, s = queue[0]
+            out[s] += 1
+            f = float(out[s])
+            heapq.heapreplace(queue, (-counts[s] / math.sqrt(f * (f + 1.0)), s))
+    return out
+
+
+def _shorten(row: list[int], digits: int, total: int) -> list[int]:
+    """Round all frequencies of the row but the greatest; empty if that is impossible.
+
+    To `digits` significant bits, halves up.
+    """
+    if not any(row):
+        return row
+    peak = row.index(max(row))
+    out = []
+    for f in row:
+        drop = max(f.bit_length() - digits, 0)
+        out.append((2 * f + (1 << drop)) >> (drop + 1) << drop)
+    out[peak] = 0
+    out[peak] = total - sum(out)
+    return out if out[peak] > 0 and out.index(max(out)) == peak else []
+
+
+def _rows(table: Array) -> list[list[int]]:
+    return [numbers(table[c, :]) for c in range(table.shape[0])]
+
+
+def _starts(row: list[int]) -> list[int]:
+    """First slot of each symbol: the greatest frequency first, then the others in order."""
+    peak = row.index(max(row))
+    starts = [0] * len(row)
+    at = row[peak]
+    for s, f in enumerate(row):
+        if s != peak:
+            starts[s] = at
+            at += f
+    return starts
+
+
+def _model(frequencies: Array, precision: int) -> list[tuple[list[int], list[int]]]:
+    rows = _rows(frequencies)
+    if any(sum(row) not in (0, 2**precision) for row in rows):
+        raise BadArgumentError(f"a row of frequencies sums to neither 0 nor {2**precision}")
+    return [(row, _starts(row)) for row in rows]
+
+
+def _contexts(contexts: Array | None, n: int, rows: int) -> list[int]:
+    found = [0] * n if contexts is None else numbers(contexts)
+    if any(c >= rows for c in found):
+        raise BadArgumentError(f"contexts holds one of {rows} or more")
+    return found
+
+
+def rans_encode(
+    symbols: Array, contexts: Array | None, frequencies: Array, precision: int, lanes: int = STATES
+) -> Array:
+    """See `shrinkpoint.kernels.rans.rans_encode`."""
+    model = _model(frequencies, precision)
+    s = numbers(symbols)
+    contexts_ = _contexts(contexts, len(s), len(model))
+    if any(v >= len(model[c][0]) or model[c][0][v] == 0 for c, v in zip(contexts_, s, strict=True)):
+        raise BadArgumentError("symbols holds one whose frequency in its context is zero")
+    if lanes != STATES:
+        return array(_encode_wide(s, contexts_, model), "uint8", symbols)
+    states = [START] * STATES
+    words = []
+    for i in reversed(range(len(s))):
+        row, starts = model[contexts_[i]]
+        x, f = states[i % STATES], row[s[i]]
+        if x >= f << (32 - precision):
+            words.append(x & 0xFFFF)
+            x >>= 16
+        states[i % STATES] = ((x // f) << precision) + x % f + starts[s[i]]
+    if not words and states == [START] * STATES:
+        return array([], "uint8", symbols)
+    data = [byte for x in states for byte in x.to_bytes(4, "little")]
+    data += [byte for w in reversed(words) for byte in w.to_bytes(2, "little")]
+    return array(data, "uint8", symbols)
+
+
+def _pop(x: int, row: list[int], starts: list[int], precision: int) -> tuple[int, int] | None:
+    """Take the last symbol out of a state; return symbol and new state, None for damage."""
+    slot = x % 2**precision
+    s = next((s for s in range(len(row)) if starts[s] <= slot < starts[s] + row[s]), None)
+    return None if s is None else (s, row[s] * (x >> precision) + slot - starts[s])
+
+
+def _encode_wide(symbols: list[int], contexts: list[int], model: Model) -> list[int]:
+    """Encode with 64 states: rows of 16 symbols, last row first, ascending within a row."""
+    states, words = [WIDE_START] * WIDE_STATES, []
+    for first in reversed(range(0, len(symbols), ROW)):
+        for i in range(first, min(first + ROW, len(symbols))):
+            row, starts = model[contexts[i]]
+            x, f = states[i % WIDE_STATES], row[symbols[i]]
+            if x >= f << (31 - WIDE_PRECISION):
+                words.append(x & 0xFFFF)
+                x >>= 16
+            states[i % WIDE_STATES] = ((x // f) << WIDE_PRECISION) + x % f + starts[symbols[i]]
+    return [byte for x in states for byte in x.to_bytes(4, "little")] + [
+        byte for w in words for byte in w.to_bytes(2, "little")
+    ]
+
+
+def _decode_wide(d: bytes, contexts: list[int], model: Model, n: int) -> list[int] | None:
+    """Invert `_encode_wide`; return None for damaged bytes.
+
+    Words are taken from the end, those of a row in ascending order.
+    """
+    if len(d) < 4 * WIDE_STATES or len(d) % 2:
+        return None
+    states = [int.from_bytes(d[4 * k : 4 * k + 4], "little") for k in range(WIDE_STATES)]
+    if min(states) < WIDE_START or max(states) >= WIDE_START << 16:
+        return None
+    words = [int.from_bytes(d[k : k + 2], "little") for k in range(4 * WIDE_STATES, len(d), 2)]
+    out = []
+    for first in range(0, n, ROW):
+        short = []
+        for i in range(first, min(first + ROW, n)):
+            popped = _pop(states[i % WIDE_STATES], *model[contexts[i]], WIDE_PRECISION)
+            if popped is None:
+                return None
+            symbol, states[i % WIDE_STATES] = popped
+            out.append(symbol)
+            if states[i % WIDE_STATES] < WIDE_START:
+                short.append(i % WIDE_STATES)
+        if len(short) > len(words):
+            return None
+        taken, words = words[len(words) - len(short) :], words[: len(words) - len(short)]
+        for k, word in zip(short, taken, strict=True):
+            states[k] = states[k] << 16 | word
+    return out if not words and states == [WIDE_START] * WIDE_STATES else None
+
+
+def rans_decode(
+    data: Array, contexts: Array | None, frequencies: Array, precision: int, n: int, lanes: int = STATES
+) -> Array:
+    """See `shrinkpoint.kernels.rans.rans_decode`."""
+    model = _model(frequencies, precision)
+    contexts_ = _contexts(contexts, n, len(model))
+    d = bytes(numbers(data))
+    wrong = CorruptDataError(f"the bytes are not {n} rANS symbols of these frequencies")
+    if lanes != STATES:
+        symbols = _decode_wide(d, contexts_, model, n)
+        if symbols is None:
+            raise wrong
+        return array(symbols, "uint8", data)
+    states = [START] * STATES
+    if d:
+        states = [int.from_bytes(d[4 * k : 4 * k + 4], "little") for k in range(STATES)]
+        if len(d) < 4 * STATES or len(d) % 2 or min(states) < START or d == START.to_bytes(4, "little") * STATES:
+            raise wrong
+    words = [int.from_bytes(d[k : k + 2], "little") for k in range(4 * STATES, len(d), 2)]
+    out = []
+    at = 0
+    for i in range(n):
+        popped = _pop(states[i % STATES], *model[contexts_[i]], precision)
+        if popped is None:
+            raise wrong
+        symbol, x = popped
+        out.append(symbol)
+        if x < START:
+            if at == len(words):
+                raise wrong
+            x = x << 16 | words[at]
+            at += 1
+        states[i % STATES] = x
+    if at != len(words) or states != [START] * STATES:
+        raise wrong
+    return array(out, "uint8", data)
+
+
+def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
+    """See `shrinkpoint.kernels.rans.coding_cost`."""
+    pairs = [(c, f) for c, f in zip(numbers(counts), numbers(frequencies), strict=True) if c > 0]
+    if any(f == 0 for _, f in pairs):
+        return math.inf
+    return math.fsum(c * (precision - math.log2(f)) for c, f in pairs)
+
+
+def entropy_bits(counts: Array) -> float:
+    """See `shrinkpoint.kernels.rans.entropy_bits`."""
+    columns = int(counts.shape[-1])
+    cells = numbers(counts)
+    rows = [cells[i : i + columns] for i in range(0, len(cells), columns)] if columns else []
+    return math.fsum(c * math.log2(sum(row) / c) for row in rows for c in row if c > 0)
+
+
+def pack_frequencies(frequencies: Array, precision: int) -> bytes:
+    """See `shrinkpoint.kernels.rans.pack_frequencies`."""
+    return rangecoder.pack_frequencies([row for row, _ in _model(frequencies, precision)], precision)
+
+
+def unpack_frequencies(data: Array, rows: int, columns: int, precision: int) -> Array:
+    """See `shrinkpoint.kernels.rans.unpack_frequencies`."""
+    table = rangecoder.unpack_frequencies(bytes(numbers(data)), rows, columns, precision)
+    xp = array_namespace(data)
+    return xp.reshape(array([f for row in table for f in row], "uint32", data), (rows, columns))

@@ -1,0 +1,233 @@
+"""Rate-distortion levels on the GPU: four candidates, prices from small tables.
+
+Extrapolation is two reads and a write, bound by memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ..backend.gpu_bits import single, widened
+from ..backend.launch import Launch, like, on, tensor
+from ..errors import BadArgumentError
+
+if TYPE_CHECKING:
+    from ..backend.arrays import Array
+    from . import Table
+
+CHOOSE = Launch(block=1024, warps=4, registers=128)
+SETTLE = Launch(block=1024, warps=4)
+
+
+@triton.jit
+def cost_of(candidate, value, weight, codebook_ptr, prices_ptr, row, usable):
+    """Cost of a level: weight * (value - code)**2 + price, each operation rounded."""
+    d = value - tl.load(codebook_ptr + (candidate - 2), mask=usable, other=0.0)
+    square = weight * (d * d)
+    return square + tl.load(prices_ptr + (row + candidate), mask=usable, other=0.0)
+
+
+@triton.jit
+def choose_kernel(
+    x_ptr,
+    levels_ptr,
+    previous_ptr,
+    codebook_ptr,
+    prices_ptr,
+    importance_ptr,
+    n: tl.int64,
+    top: tl.int32,
+    contexts: tl.int32,
+    out_ptr,
+    outside_ptr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Choose the cheapest of nearest level, its neighbours and previous level.
+
+    Of equal costs the first.
+    """
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    value = single(tl.load(x_ptr + offsets, mask=inside, other=0.0))
+    weight = tl.full((BLOCK,), 1.0, tl.float32)
+    if WEIGHTED:
+        weight = tl.load(importance_ptr + offsets, mask=inside, other=0.0)
+    nearest = tl.load(levels_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    before = tl.load(previous_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    known = (nearest <= top) & (before < contexts)
+    usable = inside & known & (nearest >= 2)
+    row = before * (top + 1)
+    best = nearest
+    least = cost_of(nearest, value, weight, codebook_ptr, prices_ptr, row, usable)
+    candidate = tl.maximum(nearest - 1, 2)
+    cost = cost_of(candidate, value, weight, codebook_ptr, prices_ptr, row, usable)
+    best = tl.where(cost < least, candidate, best)
+    least = tl.where(cost < least, cost, least)
+    candidate = tl.minimum(nearest + 1, top)
+    cost = cost_of(candidate, value, weight, codebook_ptr, prices_ptr, row, usable)
+    best = tl.where(cost < least, candidate, best)
+    least = tl.where(cost < least, cost, least)
+    candidate = tl.where(before >= 2, tl.minimum(before, top), nearest)
+    cost = cost_of(candidate, value, weight, codebook_ptr, prices_ptr, row, usable)
+    best = tl.where(cost < least, candidate, best)
+    tl.store(out_ptr + offsets, tl.where(usable, best, nearest).to(tl.uint8), mask=inside)
+    outside = tl.max((inside & ~known).to(tl.int32), axis=0)
+    tl.store(outside_ptr, 1, mask=outside > 0)  # every program writes the same value
+
+
+def rate_distortion_levels(
+    x: Array,
+    levels: Array,
+    previous: Array,
+    codebook: Table,
+    prices: Table,
+    importance: Array | None = None,
+) -> Array:
+    """See `shrinkpoint.kernels.rate_distortion.rate_distortion_levels`."""
+    t, own, before = tensor(x), tensor(levels), tensor(previous)
+    out = torch.empty_like(own)
+    if t.numel() == 0:
+        return like(out, x)
+    outside = torch.zeros(1, dtype=torch.int32, device=t.device)
+    with on(t):
+        choose_kernel[CHOOSE.grid(t.numel())](
+            # inputs
+            t,
+            own,
+            before,
+            torch.from_numpy(np.ascontiguousarray(codebook)).to(t.device),
+            torch.from_numpy(np.ascontiguousarray(prices)).to(t.device),
+            torch.empty(0, device=t.device) if importance is None else tensor(importance),
+            t.numel(),
+            codebook.shape[0] + 1,
+            prices.shape[0],
+            # outputs
+            out,
+            outside,
+            # constants
+            WEIGHTED=importance is not None,
+            **CHOOSE.constants(t.numel()),
+        )
+    if outside.item():
+        raise BadArgumentError("a level is beyond the codebook, or a previous level beyond the prices")
+    return like(out, x)
+
+
+@triton.jit
+def unsettled_kernel(
+    x_ptr,
+    levels_ptr,
+    previous_ptr,
+    bounds_ptr,
+    importance_ptr,
+    n: tl.int64,
+    width: tl.int32,
+    contexts: tl.int32,
+    open_ptr,
+    outside_ptr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Mark elements outside their pair's bounds by 1, others by 0."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    value = single(tl.load(x_ptr + offsets, mask=inside, other=0.0))
+    level = tl.load(levels_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    before = tl.load(previous_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    known = (level < width) & (before < contexts)
+    usable = inside & known
+    pair = 4 * (before * width + level)
+    below = value - tl.load(bounds_ptr + pair, mask=usable, other=0.0)
+    above = tl.load(bounds_ptr + (pair + 2), mask=usable, other=0.0) - value
+    if WEIGHTED:
+        weight = tl.load(importance_ptr + offsets, mask=inside, other=0.0)
+        below = weight * below
+        above = weight * above
+    passed = below < tl.load(bounds_ptr + (pair + 1), mask=usable, other=0.0)
+    passed |= above < tl.load(bounds_ptr + (pair + 3), mask=usable, other=0.0)
+    tl.store(open_ptr + offsets, passed.to(tl.uint8), mask=inside)
+    outside = tl.max((inside & ~known).to(tl.int32), axis=0)
+    tl.store(outside_ptr, 1, mask=outside > 0)  # every program writes the same value
+
+
+def unsettled(
+    x: Array, levels: Array, previous: Array, bounds: Table, importance: Array | None = None
+) -> tuple[Array, Array, Array, Array, Array | None]:
+    """See `shrinkpoint.kernels.rate_distortion.unsettled`."""
+    t, own, before = tensor(x), tensor(levels), tensor(previous)
+    weights = None if importance is None else tensor(importance)
+    unsure = torch.empty(t.shape, dtype=torch.uint8, device=t.device)
+    outside = torch.zeros(1, dtype=torch.int32, device=t.device)
+    if t.numel():
+        with on(t):
+            unsettled_kernel[SETTLE.grid(t.numel())](
+                # inputs
+                t,
+                own,
+                before,
+                torch.from_numpy(np.ascontiguousarray(bounds)).to(t.device),
+                torch.empty(0, device=t.device) if weights is None else weights,
+                t.numel(),
+                bounds.shape[1],
+                bounds.shape[0],
+                # outputs
+                unsure,
+                outside,
+                # constants
+                WEIGHTED=weights is not None,
+                **SETTLE.constants(t.numel()),
+            )
+    if outside.item():
+        raise BadArgumentError("a level or a previous level is beyond the bounds")
+    at = torch.nonzero(unsure).reshape(-1)
+    taken = [like(part, x) for part in (at, t[at].float(), own[at], before[at])]
+    return taken[0], taken[1], taken[2], taken[3], None if weights is None else like(weights[at], x)
+
+
+ELEMENTS = Launch(block=4096, warps=8)
+
+
+@triton.jit
+def extrapolate_kernel(
+    x_ptr, earlier_ptr, n: tl.int64, factor: tl.float64, out_ptr, DOUBLE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Compute x + (x - earlier) * factor, or x where that is not finite."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    x = widened(tl.load(x_ptr + offsets, mask=inside, other=0.0), DOUBLE)
+    earlier = tl.load(earlier_ptr + offsets, mask=inside, other=0.0)
+    if DOUBLE:
+        way = x - widened(earlier, True)
+    else:
+        way = x - single(earlier)
+    far = x + way * tl.full((1,), factor, x.dtype)
+    stays = tl.where(x == x, x, float("nan"))
+    tl.store(out_ptr + offsets, tl.where(tl.abs(far) < float("inf"), far, stays), mask=inside)
+
+
+def extrapolate(x: Array, earlier: Array, factor: float) -> Array:
+    """See `shrinkpoint.kernels.rate_distortion.extrapolate`."""
+    own, before = tensor(x), tensor(earlier)
+    double = own.dtype == torch.float64
+    out = torch.empty(own.shape, dtype=torch.float64 if double else torch.float32, device=own.device)
+    if own.numel():
+        with on(own):
+            extrapolate_kernel[ELEMENTS.grid(own.numel())](
+                # inputs
+                own,
+                before,
+                own.numel(),
+                factor,
+                # outputs
+                out,
+                # constants
+                DOUBLE=double,
+                **ELEMENTS.constants(own.numel()),
+            )
+    return like(out, x)

@@ -1,1 +1,0 @@
-"""Reference back end: clear, slow code on the array API, the oracle of the fast ones."""

@@ -1,0 +1,206 @@
+"""Sparse deltas on the CPU: compare 64 elements at once, then walk the changed ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..backend.arrays import is_torch, like, to_numpy
+from ..planes import ordered_by_sign
+from ..planes.cpu import as_values, patterns
+from ..rans import compiled, lent
+from . import GAP_BITS, SparseDelta, wrong_changes, wrong_gap, wrong_rank
+from .change_application import put, put_classes
+from .change_collection import compact, compact_classes, group
+from .change_symbols import join, split
+from .lanes import LANES
+
+if TYPE_CHECKING:
+    from ..backend.arrays import Array
+
+MUCH = 1 << 20
+"""Bytes that do not stay in the cache anyway."""
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def collect_changes(
+    current: Array,
+    previous: Array,
+    edges: tuple[int, ...],
+    limit: int,
+    method: str,
+    copy_to: Array | None,
+    dtype: str,
+) -> SparseDelta | None:
+    """See `shrinkpoint.kernels.sparse_delta.collect_changes`."""
+    found = _collect(current, previous, edges, limit, method, copy_to, dtype)
+    return None if found is None else found[0]
+
+
+def collect_and_locate(
+    current: Array, previous: Array, edges: tuple[int, ...], limit: int, method: str, dtype: str
+) -> tuple[SparseDelta, Array, Array] | None:
+    """See `shrinkpoint.kernels.sparse_delta.collect_and_locate`."""
+    found = _collect(current, previous, edges, limit, method, None, dtype)
+    if found is None:
+        return None
+    delta, positions, values = found
+    return delta, like(positions.copy(), current), as_values(values.copy(), previous)
+
+
+def _collect(
+    current: Array,
+    previous: Array,
+    edges: tuple[int, ...],
+    limit: int,
+    method: str,
+    copy_to: Array | None,
+    dtype: str,
+) -> tuple[SparseDelta, np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
+    """Return the changes, and buffers that begin with their positions and new patterns."""
+    c, p = _readable(current), _readable(previous)
+    copy = c[:0] if copy_to is None else _writable(copy_to)
+    signed, xor = ordered_by_sign(dtype), method == "xor"
+    positions, changes = np.empty(limit + LANES, np.int64), np.empty(limit + LANES, p.dtype)
+    values = np.empty(limit + LANES, p.dtype)
+    if not edges:
+        m = int(compact(c, p, copy, copy_to is not None, limit, signed, xor, positions, changes, values))
+        if m < 0:
+            return None
+        # Copied: the buffer for many changes is not kept for a few.
+        found = SparseDelta(
+            np.asarray([m], np.int64), like(positions[:m].copy(), current), like(changes[:m].copy(), current)
+        )
+        return found, positions[:m], values[:m]
+    classes, counts = np.empty(limit + LANES, np.uint8), np.zeros(len(edges) + 1, np.int64)
+    ranks, given = np.empty(limit + LANES, np.int64), _padded(edges, p.dtype)
+    m = int(
+        compact_classes(
+            c,
+            p,
+            copy,
+            copy_to is not None,
+            given,
+            limit,
+            signed,
+            xor,
+            ranks,
+            changes,
+            classes,
+            counts,
+            positions,
+            values,
+        )
+    )
+    if m < 0:
+        return None
+    grouped_ranks, grouped = np.empty(m, np.int64), np.empty(m, p.dtype)
+    group(classes[:m], ranks, changes, np.cumsum(counts) - counts, grouped_ranks, grouped)
+    found = SparseDelta(counts, like(grouped_ranks, current), like(grouped, current))
+    return found, positions[:m], values[:m]
+
+
+def locate_changes(
+    previous: Array, delta: SparseDelta, edges: tuple[int, ...], method: str, dtype: str
+) -> tuple[Array, Array]:
+    """See `shrinkpoint.kernels.sparse_delta.locate_changes`."""
+    p = _readable(previous)
+    positions, values = np.empty(delta.ranks.shape[0], np.int64), np.empty(delta.ranks.shape[0], p.dtype)
+    _apply(p, delta, edges, method, dtype, p[:0], False, positions, values)
+    return like(positions, previous), as_values(values, previous)
+
+
+def apply_changes(
+    previous: Array, delta: SparseDelta, edges: tuple[int, ...], method: str, out: Array | None, dtype: str
+) -> Array:
+    """See `shrinkpoint.kernels.sparse_delta.apply_changes`."""
+    p = _readable(previous)
+    target = np.empty_like(p) if out is None else _writable(out)
+    in_place = target.ctypes.data == p.ctypes.data
+    _apply(p, delta, edges, method, dtype, target, not in_place, np.empty(0, np.int64), p[:0])
+    return as_values(target.reshape(tuple(previous.shape)), previous) if out is None else out
+
+
+def split_changes(delta: SparseDelta, shifts: Any) -> tuple[Array, Array, Array]:
+    """See `shrinkpoint.kernels.sparse_delta.split_changes`."""
+    ranks, changes = compiled(delta.ranks), compiled(delta.changes)
+    symbols, large = np.empty(ranks.size, np.uint8), np.empty(ranks.size, changes.dtype)
+    words = np.empty(ranks.size * (GAP_BITS - 1) // 64 + 2, np.uint64)
+    state = np.zeros(3, np.int64)
+    if not split(delta.counts, shifts, ranks, changes, symbols, words, large, state):
+        raise wrong_gap(int(state[0]))
+    extra = words.view(np.uint8)[: (int(state[1]) + 7) // 8].copy()
+    out = delta.ranks
+    return like(symbols, out), like(extra, out), like(large[: int(state[2])].copy(), out)
+
+
+def join_changes(counts: Any, shifts: Any, n: int, symbols: Array, extra: Array, large: Array) -> SparseDelta:
+    """See `shrinkpoint.kernels.sparse_delta.join_changes`."""
+    own, data, wide = compiled(symbols), to_numpy(extra), compiled(large)
+    words = np.zeros((data.size + 7) // 8 + 2, np.uint64)
+    words.view(np.uint8)[: data.size] = data
+    ranks, changes = np.empty(own.size, np.int64), np.empty(own.size, wide.dtype)
+    state = np.zeros(2, np.int64)
+    problem = int(join(counts, shifts, n, own, words, 8 * data.size, wide, ranks, changes, state))
+    if problem:
+        raise wrong_changes(_PROBLEMS[problem])
+    used = int(state[0])
+    if data.size != (used + 7) // 8 or (used % 8 and int(data[-1]) >> (used % 8)):
+        raise wrong_changes(f"{data.size} bytes are not the {used} bits that the gaps leave open")
+    if int(state[1]) != wide.size:
+        raise wrong_changes(f"{wide.size} large ones, {int(state[1])} are needed")
+    return SparseDelta(counts, like(ranks, large), like(changes, large))
+
+
+_PROBLEMS = {
+    1: "a symbol does not exist",
+    2: "too few bits for the gaps",
+    3: "a rank is beyond the last element",
+    4: "too few large ones",
+    5: "one is wider than its dtype",
+}
+
+
+def _readable(x: Array) -> np.ndarray[Any, Any]:
+    """The patterns of an array, as `lent`."""
+    return lent(patterns(x))
+
+
+def _writable(x: Array) -> np.ndarray[Any, Any]:
+    """The patterns of a flat array, in its own memory."""
+    if is_torch(x):
+        return patterns(x)
+    flat: np.ndarray[Any, Any] = to_numpy(x)
+    return flat.view(UNSIGNED[flat.itemsize])
+
+
+def _padded(edges: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """Return seven edges; the unused ones are above every pattern."""
+    top = 1 << (8 * dtype.itemsize - 1)
+    return np.asarray([*edges, *[top] * (7 - len(edges))], dtype)
+
+
+def _apply(
+    p: np.ndarray[Any, Any],
+    delta: SparseDelta,
+    edges: tuple[int, ...],
+    method: str,
+    dtype: str,
+    out: np.ndarray[Any, Any],
+    copy: bool,
+    positions: np.ndarray[Any, Any],
+    values: np.ndarray[Any, Any],
+) -> None:
+    """Write the changed array to `out`, or if `out` is empty, `positions` and `values`."""
+    ranks, changes = compiled(delta.ranks), compiled(delta.changes)
+    signed, xor = ordered_by_sign(dtype), method == "xor"
+    if not edges:
+        fits = put(p, ranks, changes, signed, xor, out, copy, positions, values)
+    else:
+        ends = np.cumsum(delta.counts)
+        padded = _padded(edges, p.dtype)
+        begins, streams = ends - delta.counts, copy and p.nbytes >= MUCH and out.ctypes.data % 16 == 0
+        fits = put_classes(p, padded, begins, ends, ranks, changes, signed, xor, out, copy, streams, positions, values)
+    if not fits:
+        raise wrong_rank()

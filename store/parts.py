@@ -1,0 +1,51 @@
+"""The parts of a store: the folders that copies, checks, sizes and collection cover.
+
+Manifests, data files and frozen sets are copied step by step (`transfer`); the other parts have a `copy` of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from . import labels, restore_counter, rewinds
+from .catalog import FOLDER as STEPS
+from .catalog import FROZEN
+from .chain import FOLDER as DATA
+from .files import Files
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a store.
+
+    Args:
+        folder: its name.
+        unreadable: returns path -> reason of its damaged files; None: its files are checked with the steps.
+        copy: copies what belongs to some steps (number -> identity) from one store to another; None: copied with them.
+        is_store: whether it is a store with the same parts.
+    """
+
+    folder: str
+    unreadable: Callable[[Files], dict[str, str]] | None = None
+    copy: Callable[[Files, Files, Mapping[int, str]], None] | None = None
+    is_store: bool = False
+
+
+PARTS = (
+    Part(STEPS),
+    Part(DATA),
+    Part(FROZEN, is_store=True),
+    Part(labels.PINS, copy=labels.copy_pins),
+    Part(labels.TAGS, unreadable=labels.unreadable, copy=labels.copy_tags),
+    Part(restore_counter.FOLDER, copy=restore_counter.copy),
+    Part(rewinds.FOLDER, unreadable=rewinds.unreadable, copy=rewinds.copy),
+)
+
+
+def stores(files: Files) -> Iterator[tuple[str, Files]]:
+    """Yield a store and the stores within it: the prefix of their names, and their files."""
+    yield "", files
+    for part in PARTS:
+        if part.is_store:
+            yield f"{part.folder}/", files.below(part.folder)

@@ -1,0 +1,75 @@
+"""Opening of files in folders that others may have written.
+
+Pipes, devices and sockets are refused at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from ..codec.memory_limit import total_memory
+
+_FLAGS = (
+    os.O_RDONLY
+    | getattr(os, "O_NONBLOCK", 0)  # without it the opening of a pipe waits for a writer
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+MOST_JSON = 1 << 26
+"""Bytes of a file of JSON."""
+
+
+def regular(path: str | os.PathLike[str], flags: int = 0) -> int:
+    """Open a regular file to read; an `opener` of `open`.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+
+    Example:
+        >>> with open("/dev/zero", "rb", opener=regular) as file:
+        ...     data = file.read()
+        Traceback (most recent call last):
+        ...
+        OSError: [Errno 22] not a regular file: '/dev/zero'
+    """
+    fd = os.open(path, flags | _FLAGS)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return fd
+    os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+
+
+def unlinked(path: str | os.PathLike[str], flags: int = 0) -> int:
+    """Open a regular file as `regular` does, but no symbolic link."""
+    return regular(path, flags | getattr(os, "O_NOFOLLOW", 0))
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise OSError for what `regular` refuses, before a library opens the path itself."""
+    os.close(regular(path))
+
+
+def read_file(path: str | os.PathLike[str], most: int | None = None) -> bytes:
+    """Return the bytes of a regular file of at most `most` bytes.
+
+    Without `most`, the limit is the memory of the machine.
+
+    Raises:
+        OSError: it is larger, or see `regular`.
+    """
+    with open(path, "rb", opener=regular) as file:
+        size = os.fstat(file.fileno()).st_size
+        check_size(path, size, most)
+        return file.read(size)
+
+
+def check_size(path: str | os.PathLike[str], size: int, most: int | None) -> None:
+    """Raise OSError for a file of more than `most` bytes; None: than the machine has memory."""
+    most = total_memory() if most is None else most
+    if most is not None and size > most:
+        raise OSError(errno.EFBIG, f"{size} bytes; the limit is {most}", os.fspath(path))
