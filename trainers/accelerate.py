@@ -17,10 +17,11 @@ from ..store.saver import Saver
 from ..store.store import Store
 from .background import Background
 from .frozen_parameters import check_frozen, digest_of, load_frozen, record, store_once, without
+from .optimizer_dtypes import load_optimizer
 from .pointers import drop, load_at, read_pointer, save_at, steps_in_use
 from .preemption import Preemption
 from .state import plain
-from .state_mismatch import group_differences, load_models, refuse
+from .state_mismatch import differences, group_differences, load_states, refuse
 
 POINTER = "shrinkpoint.json"
 _STAND_IN = 1 << 12
@@ -197,10 +198,12 @@ class CompressedStates:
                 models, state["models"], state.get("frozen", [None] * len(models)), strict=True
             )
         ]
-        load_models(models, saved, path, strict=self._strict)
+        parts = list(zip(models, saved, strict=True))
+        lines = [line for one, state in parts for line in differences(state, one.state_dict(), names=self._strict)]
+        load_states(parts, lines, path, strict=self._strict)
         models.clear()
         for one, saved in zip(optimizers, state["optimizers"], strict=True):
-            self._once(one, "load_state_dict", lambda _file, one=one, saved=saved: one.load_state_dict(saved))
+            self._once(one, "load_state_dict", lambda _file, one=one, saved=saved: load_optimizer(one, saved))
 
 
 def compress_states(accelerator: Any, saver: Saver | Store, *, frozen: str | None = None) -> CompressedStates:

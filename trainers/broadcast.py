@@ -1,4 +1,4 @@
-"""Broadcast of an optimizer's whole state from rank 0; each process keeps its part."""
+"""Broadcast of a whole state from rank 0; each process keeps its part."""
 
 from __future__ import annotations
 
@@ -36,39 +36,47 @@ def redistributed(value: Any, like: Any) -> Any:
 
 
 def broadcast_entries(
-    entries: Mapping[str, Mapping[str, Any]], settings: Any, parameters: Mapping[str, Any]
-) -> tuple[dict[str, dict[str, Any]], Any]:
+    entries: Mapping[str, Any], settings: Any, parameters: Mapping[str, Any]
+) -> tuple[dict[str, Any], Any]:
     """Return rank 0's entries and settings on every process, sharded as the parameters are.
 
-    One array is whole in memory at a time, on the parameter's device.
+    One sharded array is whole in memory at a time, on the parameter's device.
 
     Args:
-        entries: parameter name -> entry, on rank 0; empty on the others.
+        entries: parameter name -> entry (a value or a dict of values), on rank 0; empty on the others.
         settings: anything small, on rank 0; any value on the others.
-        parameters: name -> parameter, of this process.
+        parameters: name -> parameter (anything else, if the entry is not sharded), of this process.
     """
-    outlines: list[Any] = [{n: {k: _outline(v) for k, v in e.items()} for n, e in entries.items()}, settings]
+    outlines: list[Any] = [{name: _outline(entry) for name, entry in entries.items()}, settings]
     if world() > 1:
         dist.broadcast_object_list(outlines)
-    found = {}
-    for name, outline in outlines[0].items():
-        mine = entries.get(name, {})
-        parameter = parameters[name]
-        found[name] = {k: _received(mine.get(k), sent, parameter) for k, sent in outline.items()}
-    return found, outlines[1]
+    return {n: _received(entries.get(n), sent, parameters.get(n)) for n, sent in outlines[0].items()}, outlines[1]
 
 
 def _outline(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _outline(one) for key, one in value.items()}
     if world() == 1 or type(value) is not torch.Tensor or value.numel() <= _SMALL:
         return value
     return _Array(value.shape, value.dtype)
 
 
 def _received(mine: Any, sent: Any, parameter: Any) -> Any:
+    if isinstance(sent, Mapping):
+        return {key: _received(None if mine is None else mine[key], one, parameter) for key, one in sent.items()}
     value = sent
     if isinstance(sent, _Array):
-        device = parameter.device
+        device = _device(parameter)
         empty = mine is None
         value = torch.empty(sent.shape, dtype=sent.dtype, device=device) if empty else mine.to(device).contiguous()
         dist.broadcast(value, 0)
     return redistributed(value, parameter)
+
+
+def _device(parameter: Any) -> torch.device:
+    """Return the device of a parameter if the processes can send from there, else one from which they can."""
+    group: Any = dist.group.WORLD
+    devices = list(group._device_types)
+    own: torch.device | None = getattr(parameter, "device", None)
+    first: torch.device = devices[0]
+    return own if own is not None and own.type in {device.type for device in devices} else first

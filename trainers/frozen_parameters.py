@@ -18,7 +18,7 @@ from ..codec.presets import lossless
 from ..codec.state.leaves import as_bytes, read_leaf
 from ..store.frozen_sets import Frozen
 from ..store.store import Store
-from .model_state import bare, whole
+from .model_state import parameters_of, whole
 from .processes import on_all, on_rank_0, rank
 
 ONCE = "once"
@@ -37,19 +37,18 @@ def check_frozen(frozen: Any) -> str | None:
 
 
 def frozen_names(model: nn.Module) -> list[str]:
-    """Return the bare model's names of the parameters that do not require a gradient.
+    """Return the canonical names of the parameters that do not require a gradient.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
         >>> frozen_names(model)
         ['0.weight', '0.bias']
     """
-    named = bare(model).named_parameters(remove_duplicate=False)
-    return [name.replace("_orig_mod.", "") for name, parameter in named if not parameter.requires_grad]
+    return [name for name, parameter in parameters_of(model).items() if not parameter.requires_grad]
 
 
 def _parameters(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    table = {n.replace("_orig_mod.", ""): p for n, p in bare(model).named_parameters(remove_duplicate=False)}
+    table = parameters_of(model)
     missing = [name for name in names if name not in table]
     if missing:
         raise BadArgumentError(f"frozen: {missing[0]} and {len(missing) - 1} more are not parameters of the model")
@@ -67,7 +66,7 @@ def digest_of(model: nn.Module, names: Sequence[str]) -> str:
         names: of the bare model's parameters.
     """
     found = blake3()
-    table = {n.replace("_orig_mod.", ""): p for n, p in bare(model).named_parameters(remove_duplicate=False)}
+    table = parameters_of(model)
     here = _parameters(model, names)
     keys = {id(table[name]): "" for name in names}
     for name in names:

@@ -26,6 +26,7 @@ from ..codec.compress import compress
 from ..codec.config import Config, check_config
 from ..codec.errors import BadArgumentError, MissingParentError, ShrinkpointError
 from ..codec.evidence.module import kinds
+from ..codec.evidence.module_names import state_name
 from ..codec.format.bounded_json import loads
 from ..codec.presets import lossless
 from ..codec.weights.past_weights import PastWeights
@@ -39,7 +40,6 @@ from .hyperparameters import plain_form
 from .lightning_strategies import of_both, plugins, watch
 from .loop import RanksChangedWarning
 from .model_state import gathered
-from .module_names import bare_name
 from .pointers import (
     PathLike,
     drop,
@@ -374,8 +374,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             self._tracker.at(trainer.global_step)
             grads = gathered(self._tracker.grads()) or {}
             # A state of Lightning's has the names of `torch.compile`d layers as they are.
-            named = {n: grads.get(bare_name(pl_module, n)) for n, _ in pl_module.named_parameters()}
-            io_plugin.grads = {n: g for n, g in named.items() if g is not None} or None
+            io_plugin.grads = {state_name(pl_module, name): grad for name, grad in grads.items()} or None
 
     def _save(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..codec.extras import install
 from .hyperparameters import unstorable
+from .optimizer_dtypes import restore_dtypes
 from .pointers import PathLike, read_pointer
 
 _OTHER = {"lightning.fabric": "lightning_fabric", "lightning.pytorch": "pytorch_lightning"}
@@ -74,6 +75,7 @@ def watch(plugin: type) -> None:
 
     for cls in of_both("lightning.pytorch", "strategies", "Strategy"):
         wrap(cls, "connect", _connect)
+        wrap(cls, "load_optimizer_state_dict", _load_optimizers)
     for name in _SHARDED:
         for cls in of_both("lightning.pytorch", "strategies", name):
             wrap(cls, "setup", _setup)
@@ -96,6 +98,13 @@ def _connect(connect: Callable[..., None], strategy: Any, model: Any) -> None:
         raise BadArgumentError(
             f"hyperparameters that cannot be stored (leave them out by save_hyperparameters(ignore=...)):\n  {shown}"
         )
+
+
+def _load_optimizers(load: Callable[..., None], strategy: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Let the strategy load the optimizers, and restore the dtypes that torch converts."""
+    load(checkpoint)
+    for optimizer, saved in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=False):
+        restore_dtypes(optimizer, saved)
 
 
 def _setup(setup: Callable[..., None], strategy: Any, trainer: Any) -> None:

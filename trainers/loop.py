@@ -15,6 +15,7 @@ from torch import nn
 
 from ..codec.config import Config
 from ..codec.errors import ShrinkpointWarning
+from ..codec.evidence.module_names import bare
 from ..kernels.errors import BadArgumentError
 from ..store.frozen_sets import Frozen
 from ..store.manifest import check_step
@@ -22,6 +23,7 @@ from ..store.saver import Saver, SaveResult
 from ..store.session import Saved
 from ..store.store import Store
 from . import model_state as models
+from . import optimizer_state
 from .auxiliary_state import at, label
 from .frozen_parameters import ONCE, digest_of, load_frozen, store_once
 from .processes import explaining, on_all, on_rank_0, rank, world
@@ -191,11 +193,11 @@ def resume(
     optimizers, auxiliary = into.optimizers, into.auxiliary
     into.check()
     _check_trackers(into.model, tracker, sensitivity, None)
-    models.check_keep(keep, optimizers)
+    optimizer_state.check_keep(keep, optimizers)
     models.refuse_unplaced(into.model)
 
     def load() -> dict[str, Any] | None:
-        """Read and check on rank 0, before anything is changed anywhere."""
+        """Read on rank 0, and check that no part is missing."""
         store = _store_of(saver)
         if step is None and not store.steps():
             store.wait_for_saves()
@@ -203,21 +205,7 @@ def resume(
             _report_empty(store)
             return None
         state = store.load(step)
-        named = f": step {state['step']}" if isinstance(state, dict) and "step" in state else ""
-        where = f"{store.url}{named}"
-        _check_parts(state, where, into)
-        kept_out = Frozen.of_tree(state)
-        elsewhere = dict.fromkeys(() if kept_out is None else kept_out.names)
-        lines = models.mismatches(into.model, state["model"] | elsewhere)
-        if optimizers:
-            classes = state["optimizers"]
-            lines += models.optimizer_mismatches(into.model, optimizers, state["optimizer"], classes)
-        for place, module in auxiliary.modules:
-            lines += [f"{label(place)}: {line}" for line in models.mismatches(module, at(state, place))]
-        models.refuse_or_warn(lines, strict, where, stacklevel=5)
-        if left := into.unused(state):
-            message = f"{where}: not restored, because resume was not given it: {', '.join(left)}"
-            warnings.warn(message, PartNotRestoredWarning, stacklevel=4)
+        _check_parts(state, _where(store, state), into)
         found: dict[str, Any] = state
         return found
 
@@ -229,29 +217,48 @@ def resume(
     if state is None:
         return 0
     kept_out = Frozen.of_tree(state)
-    if kept_out is not None:
-        digest = digest_of(into.model, [name for name in kept_out.names if name in models.names_of(into.model)])
+    kept = set() if kept_out is None else set(kept_out.names)
+    digest = "" if kept_out is None else digest_of(into.model, sorted(kept & models.parameters_of(into.model).keys()))
 
-        def add_frozen() -> None:
-            """Read the frozen parameters on rank 0 if the model does not have them."""
-            if digest != kept_out.digest:
-                found = load_frozen(_store_of(saver), kept_out)
-                lines = [line for line in models.mismatches(into.model, found) if not line.endswith("checkpoint")]
-                models.refuse_or_warn(lines, strict, _store_of(saver).url, stacklevel=5)
-                state["model"] = state["model"] | found
+    def differences() -> tuple[list[str], list[str]]:
+        """Return the differences to refuse, and those that the models may accept."""
+        lines, doubts = models.mismatches(into.model, dict.fromkeys(kept) | state["model"])
+        for place, module in auxiliary.modules:
+            for found, more in zip((lines, doubts), models.mismatches(module, at(state, place)), strict=True):
+                found += [f"{label(place)}: {line}" for line in more]
+        if optimizers:
+            saved, classes = state["optimizer"], state["optimizers"]
+            lines += optimizer_state.optimizer_mismatches(into.model, optimizers, saved, classes)
+        return lines, doubts
 
-        on_rank_0(add_frozen, lambda _: None, "nothing was resumed")
-    resized = models.resized(into.model, state.get("model", {}))
-    models.set_model(into.model, state.get("model", {}))
-    rates = models.LearningRates.of(optimizers, into.scheduler) if "lr" in keep else None
+    def compare() -> tuple[list[str], str]:
+        """Compare on rank 0, before anything is changed anywhere."""
+        where = _where(_store_of(saver), state)
+        if kept_out is not None and digest != kept_out.digest:
+            state["model"] = state["model"] | load_frozen(_store_of(saver), kept_out)
+        lines, doubts = differences()
+        if lines and strict:
+            models.refuse(lines + doubts, where)
+        if left := into.unused(state):
+            message = f"{where}: not restored, because resume was not given it: {', '.join(left)}"
+            warnings.warn(message, PartNotRestoredWarning, stacklevel=4)
+        return doubts, where
+
+    doubts, where = on_rank_0(compare, lambda found: found, "nothing was resumed")
+    parts = [(module, at(state, place)) for place, module in auxiliary.modules]
+    parts.insert(0, (into.model, state.get("model", {})))
+    models.set_models(parts, doubts, where, strict=strict, keep=kept)
+    if not strict and rank() == 0:
+        models.warn([line for lines in differences() for line in lines], where, stacklevel=3)
+    rates = optimizer_state.LearningRates.of(optimizers, into.scheduler) if "lr" in keep else None
     if optimizers:
-        same = [one for one in optimizers if type(one).__qualname__ in state["optimizers"]]
-        models.set_optimizers(into.model, same, state.get("optimizer", {}), resized, keep=keep)
+        resized = models.resized(into.model, state.get("model", {}))
+        saved = state.get("optimizer", {})
+        optimizer_state.set_optimizers(into.model, optimizers, saved, state["optimizers"], without=resized, keep=keep)
     for place, part in auxiliary.parts.items():
         held = at(state, place)
-        if isinstance(part, nn.Module):
-            models.set_model(part, held)
-        elif place != ("scaler",) or held:  # a disabled scaler has an empty state, which an enabled one refuses
+        # A disabled scaler has an empty state, which an enabled one refuses.
+        if not isinstance(part, nn.Module) and (place != ("scaler",) or held):
             # A copy: a scheduler keeps the objects that it is given.
             part.load_state_dict(copy.deepcopy(held))
     if rates is not None:
@@ -299,6 +306,11 @@ def _check_parts(state: Any, where: str, into: TrainingState) -> None:
         raise BadArgumentError(f"{where}: the checkpoint has no {', '.join(missing)}; nothing was changed")
 
 
+def _where(store: Store, state: Any) -> str:
+    """Return what messages about a checkpoint begin with."""
+    return f"{store.url}: step {state['step']}" if isinstance(state, dict) and "step" in state else store.url
+
+
 def _report_empty(store: Store) -> None:
     """Log that a run begins, with a similar folder that has checkpoints."""
     message, similar = f"{store.url}: no checkpoint; the run begins at step 0", None
@@ -333,7 +345,7 @@ def _check_trackers(model: Any, tracker: Any, sensitivity: Any, grads: Any) -> N
     if tracker is not None:
         if not isinstance(tracker, RowTracker):
             raise BadArgumentError(f"tracker must be a RowTracker, not {type(tracker).__qualname__}")
-        if isinstance(model, nn.Module) and tracker.module is not models.bare(model):
+        if isinstance(model, nn.Module) and tracker.module is not bare(model):
             raise BadArgumentError(
                 f"tracker: it follows a {type(tracker.module).__qualname__} that is not the bare model; make it with "
                 "RowTracker(model), before the model is wrapped"

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..codec.evidence.kind import Kind
 from ..codec.evidence.module import kinds as kinds_of
+from ..codec.evidence.module_names import canonical_name
 from ..kernels.errors import BadArgumentError
 from ..kernels.packing import pack_mask
 from .optimizer_hooks import Nesting, closure_of, remove, weak
@@ -308,7 +309,7 @@ class RowTracker:
         self._elsewhere = {}
         for prefix, sub in self._module.named_modules():
             for short, parameter in sub.named_parameters(recurse=False):
-                name = f"{prefix}.{short}" if prefix else short
+                name = canonical_name(self._module, f"{prefix}.{short}".lstrip("."))
                 if isinstance(sub, nn.Embedding | nn.EmbeddingBag) and short == "weight":
                     found.append((name, sub, parameter))
                 else:
@@ -579,7 +580,7 @@ def _entries(module: nn.Module, optimizers: Named) -> Iterator[tuple[str, tuple[
     places = [place for place, _ in optimizers]
     for place, one in optimizers:
         numbers = [p for group in one.param_groups for p in group["params"]]
-        by_name = dict(module.named_parameters())
+        by_name = {canonical_name(module, name): p for name, p in module.named_parameters()}
         for path, kind in kinds_of(module, one).items():
             if path in weights:
                 continue

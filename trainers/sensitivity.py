@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..codec.errors import BadArgumentError, ShrinkpointWarning
+from ..codec.evidence.module_names import canonical_name
 from ..kernels.backend.arguments import integer, number, or_none
 from .gradient_averages import Average, Transfer, gradient_of
-from .module_names import bare_name
 from .optimizer_hooks import Nesting, after_closure, closure_of, remove, weak
 
 _NOTHING, _FEWEST = 40, 12
@@ -135,7 +135,7 @@ class SensitivityTracker:
     ) -> None:
         every, window = or_none("every", every, integer, 1), integer("window", window, 1)
         done, beta = integer("done", done, 0), number("beta", beta, 0, 1, open_low=True)
-        named = [(bare_name(model, n), p) for n, p in model.named_parameters() if not p.is_complex()]
+        named = [(canonical_name(model, n), p) for n, p in model.named_parameters() if not p.is_complex()]
         trained = [p for _, p in named if p.requires_grad]
         if not trained:
             raise BadArgumentError("model has no parameter that requires a gradient, but for complex ones")

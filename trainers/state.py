@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..kernels.errors import BadArgumentError
+from .optimizer_dtypes import load_optimizer
 
 Generator: TypeAlias = torch.Generator | np.random.Generator | random.Random
 
@@ -118,7 +119,8 @@ def restore(
     for name, part in parts.items():
         if part is not None:
             # A copy: optimizers and schedulers keep the very objects they are given, and training would change `state`.
-            part.load_state_dict(state[name] if name == "model" else copy.deepcopy(state[name]))
+            saved = state[name] if name == "model" else copy.deepcopy(state[name])
+            load_optimizer(part, saved) if isinstance(part, torch.optim.Optimizer) else part.load_state_dict(saved)
     for name, generator in (generators or {}).items():
         _set_generator(name, generator, state["generators"][name])
     if rng:

@@ -1,8 +1,9 @@
-"""Comparison of saved arrays with those of a model, before any value is changed."""
+"""Loading of saved arrays into modules, and the differences between them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,30 +14,44 @@ from ..kernels.errors import BadArgumentError
 _SHOWN = 20
 
 
-def differences(
-    saved: Mapping[str, Any], mine: Mapping[str, Any], *, names: bool = True, dtypes: bool = False
-) -> list[str]:
-    """Return a line for each difference between two tables of arrays.
+def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], *, names: bool = True) -> list[str]:
+    """Return a line for each difference of names and shapes between two tables of arrays.
 
     Args:
         saved: name -> array (or anything else, which fits), of the checkpoint.
         mine: the same of the model.
         names: also names that only one of them has.
-        dtypes: also dtypes.
     """
     lines = []
     if names:
         lines += [f"{name}: not in the checkpoint" for name in mine if name not in saved]
         lines += [f"{name}: not in the model" for name in saved if name not in mine]
-    for name, array in mine.items():
-        if nn.parameter.is_lazy(array) or not hasattr(array, "shape") or not hasattr(saved.get(name), "shape"):
-            continue
-        before, now = tuple(saved[name].shape), tuple(array.shape)
-        if before != now:
-            lines.append(f"{name}: shape {before} in the checkpoint, {now} in the model")
-        elif dtypes and saved[name].dtype != array.dtype:
-            lines.append(f"{name}: {saved[name].dtype} in the checkpoint, {array.dtype} in the model")
+    for name, before, now in _arrays(saved, mine):
+        if before.shape != now.shape:
+            lines.append(f"{name}: shape {tuple(before.shape)} in the checkpoint, {tuple(now.shape)} in the model")
     return lines
+
+
+def dtype_differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """Return a line for each array of another dtype, which torch would convert."""
+    return [
+        f"{name}: {before.dtype} in the checkpoint, {now.dtype} in the model"
+        for name, before, now in _arrays(saved, mine)
+        if before.shape == now.shape and before.dtype != now.dtype
+    ]
+
+
+def _arrays(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the arrays that both have. Extra state is left out: it may grow."""
+    for name, now in mine.items():
+        before = saved.get(name)
+        if not is_extra(name) and not nn.parameter.is_lazy(now) and hasattr(now, "shape") and hasattr(before, "shape"):
+            yield name, before, now
+
+
+def is_extra(name: str) -> bool:
+    """Return whether an entry of a state dict is a module's extra state, which has no fixed shape."""
+    return name.rpartition(".")[2] == nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def group_differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
@@ -45,27 +60,71 @@ def group_differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list
     return [] if before == now else [f"groups of {before} parameters in the checkpoint, of {now} here"]
 
 
-def load_models(
-    models: Sequence[nn.Module], states: Sequence[Mapping[str, Any]], where: str, *, strict: bool = True
-) -> None:
-    """Load saved states into modules, all or none.
+def load_state(module: nn.Module, saved: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Load what fits of a saved state by the module's own `load_state_dict`.
+
+    Returns:
+        Its result (None if it refused some shapes), and a line for each entry that was not loaded.
+    """
+    mine = module.state_dict()
+    given: Any = OrderedDict(saved)
+    given._metadata = getattr(mine, "_metadata", {})  # versions of the modules, by which they know old states
+    try:
+        result: Any = module.load_state_dict(given, strict=False)
+    except RuntimeError as e:
+        if not str(e).startswith("Error(s) in loading state_dict"):
+            raise
+        return None, str(e).split("\n\t")[1:]  # raised after everything that fits was loaded
+    lines = [f"{name}: not in the checkpoint" for name in result.missing_keys if name in mine]
+    # Quantized layers save more than they load; nothing is lost if they have the same values already.
+    now = module.state_dict() if result.unexpected_keys else {}
+    lines += [
+        f"{name}: not in the model"
+        for name in result.unexpected_keys
+        if name not in now or not is_same(saved.get(name), now[name])
+    ]
+    return result, lines
+
+
+def load_states(
+    parts: Sequence[tuple[nn.Module, Mapping[str, Any]]], lines: Sequence[str], where: str, *, strict: bool = True
+) -> list[Any]:
+    """Load saved states into modules, all or none; return the results of `load_state_dict`.
+
+    Args:
+        parts: modules and their states.
+        lines: differences between them. With some, the modules are asked whether they accept them.
+        where: what messages begin with.
+        strict: whether all names must be the same.
 
     Raises:
         BadArgumentError: parameters were renamed or resized, and no hook of the modules sees to it; a list of them.
     """
-    lines = []
-    for number, (model, saved) in enumerate(zip(models, states, strict=True)):
-        which = f"model {number}: " if len(models) > 1 else ""
-        lines += [f"{which}{line}" for line in differences(saved, model.state_dict(), names=strict)]
-    before = [{n: _copy(v) for n, v in model.state_dict().items()} for model in models] if lines else []
+    before = [{n: _copy(v) for n, v in module.state_dict().items()} for module, _ in parts] if lines else []
+    results, refused = [], list[str]()
     try:
-        for model, saved in zip(models, states, strict=True):
-            model.load_state_dict(saved, strict=strict)
-    except RuntimeError:
-        for model, saved in zip(models, before, strict=False):
-            model.load_state_dict(saved)
+        for module, saved in parts:
+            result, left_out = load_state(module, saved)
+            results.append(result)
+            refused += left_out if strict or result is None else []
+    except Exception as e:
+        refused.append(f"{type(e).__name__}: {e}")
+        if not lines:
+            raise
+    if refused:
+        for (module, _), saved in zip(parts, before, strict=False):
+            load_state(module, saved)
+        if not lines:
+            raise BadArgumentError(f"{where}: the model did not load all of its state\n  {listed(refused)}")
         refuse(lines, where)
-        raise
+    return results
+
+
+def is_same(saved: Any, mine: Any) -> bool:
+    """Return whether two entries of a state dict are equal."""
+    if isinstance(saved, torch.Tensor) and isinstance(mine, torch.Tensor):
+        return saved.shape == mine.shape and saved.dtype == mine.dtype and torch.equal(saved.to(mine.device), mine)
+    return type(saved) is type(mine) and not isinstance(saved, torch.Tensor) and bool(saved == mine)
 
 
 def _copy(value: Any) -> Any:

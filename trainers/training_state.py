@@ -16,16 +16,9 @@ from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError
 from ..store.manifest import check_step
 from .auxiliary_state import AuxiliaryState, Place, has, put
-from .frozen_parameters import check_frozen, record, without
-from .model_state import (
-    kinds_of,
-    model_state,
-    optimizer_state,
-    optimizers_of,
-    refuse_flat,
-    sharded,
-    whole,
-)
+from .frozen_parameters import check_frozen, record
+from .model_state import model_state, parameters_of, refuse_flat, sharded, whole
+from .optimizer_state import kinds_of, optimizer_state, optimizers_of
 from .processes import from_all, on_all, rank, world
 from .state import Generator, Stateful, capture
 
@@ -125,8 +118,7 @@ class TrainingState:
                 "nothing was saved: the ranks have different sharded tensors in scheduler, scaler, ema or more"
             )
         kept_out = record(self.model, self.frozen)
-        # torch leaves out one name of a frozen parameter with several: `without` leaves out all.
-        weights = without(model_state(self.model, frozen=kept_out is None), kept_out)
+        weights = model_state(self.model, without=() if kept_out is None else set(kept_out.names))
         state: dict[str, Any] = {"step": number, "model": weights}
         if kept_out is not None:
             state["frozen"] = kept_out.to_tree()
@@ -140,13 +132,16 @@ class TrainingState:
         return state if rank() == 0 else None
 
     def kinds(self, tree: Mapping[str, Any]) -> dict[str, Kind]:
-        """Return the kinds of the model and its optimizers; `state` for all other arrays.
+        """Return the kinds of the parameters and of optimizer entries; `state` for all other arrays.
 
         Args:
             tree: as `tree` returned it.
         """
         found = kinds_of(self.model, self.optimizers)
         others = {key: value for key, value in tree.items() if key not in ("model", "optimizer")}
+        known = found.keys() | parameters_of(self.model).keys()
+        others["model"] = {k: v for k, v in tree["model"].items() if k not in known}
+        others["optimizer"] = {"more": tree.get("optimizer", {}).get("more", {})}
         _, arrays = flatten(others, is_array)
         return found | {node.path: Kind("other", "state") for node in arrays}
 

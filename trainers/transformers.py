@@ -30,6 +30,7 @@ from ..store.regular_files import MOST_JSON, read_file
 from ..store.store import Store
 from .background import Background, check_compact
 from .frozen_parameters import digest_of, load_frozen, record, store_once, without
+from .optimizer_dtypes import load_optimizer
 from .pointers import (
     PathLike,
     Pointer,
@@ -43,7 +44,7 @@ from .pointers import (
 )
 from .preemption import Choice, Preemption
 from .state import plain
-from .state_mismatch import differences, refuse
+from .state_mismatch import differences, load_states
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -267,8 +268,8 @@ class CompressedCheckpoints:
         weights, found = state["model"], Frozen.of_tree(state)
         if found is not None and digest_of(model, found.names) != found.digest:
             weights = weights | load_frozen(store, found)
-        refuse(differences(weights, model.state_dict(), names=False), pointer)
-        result = model.load_state_dict(weights, False)
+        lines = differences(weights, model.state_dict(), names=False)
+        (result,) = load_states([(model, weights)], lines, pointer, strict=False)
         for name in () if found is None else found.names:
             if name in result.missing_keys:  # it has its value already
                 result.missing_keys.remove(name)
@@ -296,7 +297,7 @@ class CompressedCheckpoints:
         # Whole, so that the next save is a delta over it.
         state = load_at(pointer, store=self._the_store(str(checkpoint)))
         if "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
+            load_optimizer(self.optimizer, state["optimizer"])
         if "scheduler" in state:
             self.lr_scheduler.load_state_dict(state["scheduler"])
 

@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import BadArgumentError
 from .entries import Entry
 from .kind import TINY, Kind
+from .module_names import canonical_name, state_name
 from .moments import role_of
 from .names import has_weight_name, is_attention, is_bias, is_norm
 
@@ -14,8 +15,9 @@ from .names import has_weight_name, is_attention, is_bias, is_norm
 def kinds(module: Any = None, optimizer: Any = None) -> dict[str, Kind]:
     """Return the kinds of a module's and an optimizer's arrays, by their names.
 
-    The keys are the paths *inside* the state dicts (`fc.weight`, `state/0/exp_avg`). `compress` matches them with the
-    tails of a state's own paths, so they fit at any depth of a state. Frozen parameters, parameters in no
+    The keys are the paths *inside* the state dicts (`fc.weight`, `state/0/exp_avg`), with and without the prefixes of
+    wrappers such as `torch.compile`. `compress` matches them with the tails of a state's own paths, so they fit at any
+    depth of a state. Frozen parameters, parameters in no
     group of the optimizer, buffers, and entries that are not known moments have the role "state" and stay exact.
 
     Args:
@@ -44,17 +46,19 @@ def kinds(module: Any = None, optimizer: Any = None) -> dict[str, Kind]:
     names: dict[int, str] = {}
     for prefix, sub in [] if module is None else module.named_modules():
         for short, parameter in sub.named_parameters(recurse=False):
-            name = f"{prefix}.{short}" if prefix else short
+            name = canonical_name(module, f"{prefix}.{short}".lstrip("."))
             layer = _layer_of(sub, short, parameter, known=id(parameter) in trained)
             if layer == "linear" and is_attention(name):
                 layer = "attention"
             is_trained = parameter.requires_grad and (not optimizers or id(parameter) in trained)
-            table[name] = Kind(layer, "weight" if is_trained else "state", name, shape=tuple(parameter.shape))
+            kind = Kind(layer, "weight" if is_trained else "state", name, shape=tuple(parameter.shape))
+            table[name] = table[state_name(module, name)] = kind
             names.setdefault(id(parameter), name)  # of tied names the first, as in a checkpoint
         for short, buffer in sub.named_buffers(recurse=False):
-            name = f"{prefix}.{short}" if prefix else short
+            name = canonical_name(module, f"{prefix}.{short}".lstrip("."))
             shape = None if buffer is None else tuple(buffer.shape)
-            table[name] = Kind("norm" if is_norm(name) else "other", "state", name, shape=shape)
+            kind = Kind("norm" if is_norm(name) else "other", "state", name, shape=shape)
+            table[name] = table[state_name(module, name)] = kind
     for one in optimizers:
         _add_entries(table, one, names)
     return table

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from .entries import KNOWN, Entry, Outline
+from .module_names import WRAPPERS
 
-_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
+_WRAPPERS = re.compile(rf"(^|\.)({'|'.join(sorted(set(WRAPPERS.values())))})(?=\.)")
 _INDEX = re.compile(r"\d+")
 Shape = tuple[int, ...]
 
