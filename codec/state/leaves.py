@@ -404,9 +404,7 @@ def spec_from_header(library: Any, dtype: Any, shape: Any) -> LeafSpec:
     spec = LeafSpec(library, dtype, tuple(shape))
     if library in SEQUENCES and (len(shape) != 1 or dtype not in ("bool", "int64", "uint64", "float64")):
         raise CorruptDataError(f"header: a {library} of {dtype[:40]!r} with the shape {str(shape)[:60]}")
-    if library not in ("torch", "numpy", *SCALARS) and not (
-        _NATIVE.fullmatch(dtype) or _EXTENSION.fullmatch(dtype)
-    ):
+    if library not in ("torch", "numpy", *SCALARS) and not (_NATIVE.fullmatch(dtype) or _EXTENSION.fullmatch(dtype)):
         raise CorruptDataError(f"header: {library} has no dtype {dtype[:40]!r}")
     # Libraries multiply the other axes even where one is zero.
     if math.prod(max(n, 1) for n in shape) >= _MAX_ELEMENTS or spec.itemsize > _MAX_ITEM:

@@ -1205,7 +1205,9 @@ def test_an_internal_error_has_a_code_and_a_message_of_its_own(tmp_path: Path) -
     assert ran.returncode == 70
     assert ran.stdout == ""
     last = ran.stderr.splitlines()[-1]
-    assert last.startswith(r"shrinkpoint: this is a fault of shrinkpoint, the data is intact: AttributeError: no attribute")
+    assert last.startswith(
+        r"shrinkpoint: this is a fault of shrinkpoint, the data is intact: AttributeError: no attribute"
+    )
     assert "\x1b" not in last
     assert "in compress" in ran.stderr
     assert not (tmp_path / "o.spt").exists()

@@ -47,8 +47,7 @@ def test_code_of_a_page_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 FRESH = [HOME / "README.md", *(HOME / "docs" / f"{name}.md" for name in ("cli", "security", "tutorial"))]
-"""Pages whose commands also run in processes of their own, which takes seconds for each; together they have all kinds."""
-
+"""Pages whose commands also run in processes of their own, which takes seconds for each."""
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ HOME = Path(__file__).parents[2]
 
 @pytest.fixture
 def half_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put modules without contents in place of torch and one of its parts, as during their import."""
+    """Put modules without contents in place of torch and of a part of it, as in an import."""
     for name in ("torch", "torch.distributed.tensor"):
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
@@ -34,7 +34,7 @@ def half_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_complete_modules_are_returned() -> None:
     assert imported("numpy") is np
     assert imported("no.such.module") is None
-    made = types.ModuleType("made")  # by hand, without a specification
+    made = types.ModuleType("made")  # without a specification
     sys.modules["made"] = made
     assert imported("made") is made
     del sys.modules["made"]

@@ -1,4 +1,4 @@
-"""Stores of torch arrays in processes that have not imported torch, whose import takes long (a cold disk)."""
+"""Stores of torch arrays, in processes that have not imported torch; its import is slow."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ACTS = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with a base and a delta of a training with AdamW; arrays are large enough for several threads."""
+    """A store with a base and a delta of a training; its arrays are decoded by several threads."""
     folder = tmp_path_factory.mktemp("without") / "run"
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
