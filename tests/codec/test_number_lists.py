@@ -61,7 +61,10 @@ def test_a_saver_keeps_types_and_bits(tmp_path: Path) -> None:
 def test_a_list_is_chosen_by_its_path(tmp_path: Path) -> None:
     store = sp.Store(str(tmp_path))
     store.save(1, {"w": torch.ones(3), "order": LISTS["integers"]})
-    assert store.load(1, paths=["ord*"]) == {"order": LISTS["integers"]}
+    for paths in (["ord*"], ["order"], ["order/*"], ["order/3"], ["order/3", "order/7"]):
+        assert store.load(1, paths=paths) == {"order": LISTS["integers"]}
+    with pytest.raises(sp.BadArgumentError, match="no path matches 'w/0'"):
+        store.load(1, paths=["w/0"])
 
 
 def test_no_rule_changes_a_list_and_no_optimizer_entry_is_one() -> None:
