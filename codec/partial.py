@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from .checkpoint import Checkpoint
@@ -13,7 +13,7 @@ from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .parallel import map_chunks
 from .records import ArrayRecord
 from .state import tree
-from .state.leaves import Array, build_leaf
+from .state.leaves import SEQUENCES, Array, build_leaf
 
 _ESCAPED = re.compile(r"\[([*?[])\]")
 
@@ -34,7 +34,8 @@ def decompress_only(files: Callable[[Checkpoint | None], Checkpoint], patterns: 
 
     Args:
         files: `files(None)` opens the checkpoint; `files(c)` opens the parent of `c`, or raises.
-        patterns: shell globs; `*` also matches `/`. Plain scalars match by their paths too.
+        patterns: shell globs; `*` also matches `/`. Plain scalars match by their paths too. A long list of numbers,
+            which is stored as one array, is restored whole if one of its positions matches.
 
     Raises:
         BadArgumentError: no path matches a pattern.
@@ -44,7 +45,8 @@ def decompress_only(files: Callable[[Checkpoint | None], Checkpoint], patterns: 
     nodes: list[Any] = []
 
     def matching(top: Checkpoint) -> list[ArrayRecord]:
-        nodes.extend(select(top.header["tree"], patterns))
+        lists = {i for i, record in enumerate(top.records) if record.spec.library in SEQUENCES}
+        nodes.extend(select(top.header["tree"], patterns, lists))
         return [top.records[n["a"]] for n in nodes if isinstance(n, dict) and "a" in n]
 
     top, arrays = decode_only(files, matching)
@@ -98,12 +100,13 @@ def check_parent_named(ckpt: Checkpoint, below: Checkpoint) -> None:
         raise MissingParentError(f"the parent is {str(ckpt.parent_id)[:12]}..., not {below.identity[:12]}...")
 
 
-def select(nodes: Sequence[Any], patterns: Sequence[str]) -> list[Any]:
+def select(nodes: Sequence[Any], patterns: Sequence[str], lists: Collection[int] = ()) -> list[Any]:
     """Return the nodes of the tree with only the leaves whose paths match.
 
     Args:
         nodes: of a whole tree, in preorder, as `tree.unflatten` takes them.
         patterns: shell globs over the keys joined by "/".
+        lists: numbers of the arrays that stand for lists of numbers.
 
     Raises:
         BadArgumentError: a pattern that no path matches.
@@ -117,11 +120,17 @@ def select(nodes: Sequence[Any], patterns: Sequence[str]) -> list[Any]:
     used = set()
     # Patterns without wildcards may be as many as paths, so they are looked up, not tried one by one.
     named = {name: p for p in patterns if (name := _only_path(p)) is not None}
+    inside: dict[str, list[str]] = {}
+    for name, pattern in named.items():
+        inside.setdefault(name.rpartition("/")[0], []).append(pattern)
     globs = [p for p in patterns if _only_path(p) is None]
     for i, path in enumerate(paths):
         if path is not None:
-            matching = [p for p in globs if fnmatch.fnmatchcase(path, p)]
+            is_list = isinstance(nodes[i], dict) and nodes[i].get("a") in lists
+            spelled = (path, f"{path}/0") if is_list else (path,)
+            matching = [p for p in globs if any(fnmatch.fnmatchcase(s, p) for s in spelled)]
             matching += [named[path]] if path in named else []
+            matching += inside.get(path, []) if is_list else []
             used.update(matching)
             keep[i] = bool(matching)
     for pattern in patterns:

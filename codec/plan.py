@@ -186,10 +186,9 @@ def _warn_of_unknown(leaves: Sequence[Leaf], evidence: Sequence[Evidence], whys:
     largest = sorted(unknown, key=lambda leaf: -leaf.spec.nbytes)[:3]
     several = {known.why for known in evidence if known.why.startswith(SEVERAL_TREES)}
     if several:
-        tree = min(several)[len(SEVERAL_TREES) :].partition(", ")[0]
         message = (
-            f"{size / total:.0%} of the float bytes stay exact: {min(several)}. Name one of them in the keys: "
-            f"kinds={{{tree!r} + name: kind for name, kind in sp.kinds(model, optimizer).items()}}"
+            f"{size / total:.0%} of the float bytes stay exact: {min(several)}. Put the part that they are "
+            f"of into their keys: kinds={{PART + name: kind for name, kind in sp.kinds(model, optimizer).items()}}"
         )
         warnings.warn(UnknownArraysWarning(message), stacklevel=2)
         return

@@ -34,6 +34,10 @@ def inshrinkerator(
 ) -> Config:
     """Return Inshrinkerator / DynaQuant as published: k-means++, run lengths and Huffman.
 
+    As published, the codebook need not have 0, so zeros that are not pruned restore as the entry next to zero: also the
+    zero row of an embedding with `padding_idx`, which then stays different from zero, because its gradient is zero.
+    `Config()` and the levels keep exact zeros. Here a rule in front, such as `("emb.weight", Exact())`, does.
+
     Args:
         bins: codebook entries, 2 to 254; default 16.
         embedding_bins: the same for embeddings; default: as `bins`.

@@ -32,11 +32,12 @@ from .weight_average import WeightAverage, arrays_by_path, needs_average
 
 @contextlib.contextmanager
 def _noted(step: int) -> Iterator[None]:
-    """Add to an error of the storage that it concerns this step only."""
+    """Add to the error of a full or read-only disk that it concerns this step only."""
     try:
         yield
     except OSError as error:
-        error.add_note(f"This happened while step {step} was saved; no step that was saved before is lost.")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            error.add_note(f"This happened while step {step} was saved; no step that was saved before is lost.")
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ def sample_states(convert: Callable[[NpArray], Any]) -> Iterator[dict[str, Any]]
     exact = [drawn(_SHAPE, 1.0), drawn(_SHAPE, 1.0)]
     for moment in moments.values():
         moment[: len(moment) // 4] *= 8
-    while True:
+    for step in itertools.count():
         for name, moment in moments.items():
             weights[name] = weights[name] + moment
             moments[name] = np.float32(0.9) * moment + drawn(moment.shape, 1e-4)
@@ -56,6 +57,7 @@ def sample_states(convert: Callable[[NpArray], Any]) -> Iterator[dict[str, Any]]
         yield {
             "model": {name: convert(x) for name, x in weights.items()},
             "exact": [convert(x) for x in exact],
+            "lists": [[*range(1 << 14), step], [float(x) for x in exact[0].reshape(-1)[: 1 << 14]]],
             "optimizer": {"state": optimizer, "param_groups": [{"params": list(optimizer)}]},
         }
 

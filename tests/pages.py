@@ -15,8 +15,8 @@ In a comment straight above a fence (the last one also further up):
     <!-- runs before               Python that the page does not show
     ... -->
 
-`shrinkpoint` runs in this process, for speed; other commands in a shell. This module needs nothing but the package, so
-that a wheel can be tried with it: `python tests/pages.py README.md`.
+`shrinkpoint` runs in this process, for speed, or in a process for each command; other commands in a shell. This module
+needs nothing but the package, so that a wheel can be tried with it: `python tests/pages.py README.md`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,12 @@ def _reason(comment: str, line: int) -> str:
     return comment
 
 
-def run_page(path: Path) -> Report:
+def run_page(path: Path, *, fresh: bool = False) -> Report:
     """Run a page.
+
+    Args:
+        path: of the page.
+        fresh: run each `shrinkpoint` command in a process of its own, with two threads.
 
     Raises:
         PageError: a command ended or said otherwise than the page shows; other exceptions are those of its code.
@@ -149,7 +153,7 @@ def run_page(path: Path) -> Report:
                 printed = out.getvalue()
                 report.ran += 1
             elif block.language == "console":
-                _console(block, where)
+                _console(block, where, fresh)
                 report.ran += 1
     return report
 
@@ -193,10 +197,10 @@ def _doctest(block: Block, where: str, namespace: dict[str, Any]) -> None:
         raise PageError(f"{where}: {out.getvalue()}")
 
 
-def _console(block: Block, where: str) -> None:
+def _console(block: Block, where: str, fresh: bool) -> None:
     for command, expected in _commands(block.code):
         wanted = _EXIT.search(command)
-        code, said = _shell(command)
+        code, said = _shell(command, _process if fresh else _face)
         if code != (int(wanted[1]) if wanted else 0):
             raise PageError(f"{where}: {command}\nended with {code}:\n{said}")
         if expected is not None:
@@ -215,14 +219,17 @@ def _commands(code: str) -> Iterator[tuple[str, str | None]]:
         yield command, said
 
 
-def _shell(line: str) -> tuple[int, str]:
-    """Run commands joined by `&&`; return the last exit code and all output."""
+def _shell(line: str, face: Callable[[list[str]], tuple[int, str]]) -> tuple[int, str]:
+    """Run commands joined by `&&`; return the last exit code and all output.
+
+    `face` runs the words after `shrinkpoint`.
+    """
     said = ""
     code = 0
     for command in line.split(" && "):
         words = shlex.split(command, comments=True)
         if words[:1] == ["shrinkpoint"]:
-            code, now = _face(words[1:])
+            code, now = face(words[1:])
         else:
             done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
             code, now = done.returncode, done.stdout + done.stderr
@@ -242,6 +249,20 @@ def _face(words: list[str]) -> tuple[int, str]:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
+
+
+def _process(words: list[str]) -> tuple[int, str]:
+    """Run the package's command line in a new process, which has not imported torch."""
+    done = subprocess.run(
+        [sys.executable, "-m", "shrinkpoint", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "SHRINKPOINT_THREADS": "2"},
+    )
+    return done.returncode, re.sub(r"^Compiling kernels, once per machine.*\n", "", done.stdout, flags=re.MULTILINE)
 
 
 def main(paths: list[str]) -> int:

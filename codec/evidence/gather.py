@@ -1,8 +1,8 @@
 """Evidence of all arrays of a state, gathered once for all that use it.
 
 An array may be stored with loss only if one of these shows its kind, in this order: a rule of the user that names it
-by path (`codec.config`), `kinds=`, the structure of the state (an optimizer's entry belongs to it), or a name and shape
-that only weights have. Everything else is exact.
+by path (`codec.config`), `kinds=`, or the structure of the state (an optimizer's entry belongs to it). Everything else
+is exact.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _of_other_trees(
 
     Kinds were made from one tree, and a state may hold several with the same names: the model, an earlier one, masters,
     accumulated gradients. The tree is the one whose whole paths the kinds name, else the one that optimizer entries
-    belong to, else the only one that is called as a model is. If none of these says it, all of them stay exact.
+    belong to, else the only one at the root that is called as a model is. If none of these says it, all of them stay exact.
 
     Args:
         weights: key in the kinds of each weight that they name, by number.

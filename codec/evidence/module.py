@@ -17,8 +17,9 @@ def kinds(module: Any = None, optimizer: Any = None) -> dict[str, Kind]:
 
     The keys are the paths *inside* the state dicts (`fc.weight`, `state/0/exp_avg`), with and without the prefixes of
     wrappers such as `torch.compile`. `compress` matches them with the tails of a state's own paths, so they fit at any
-    depth of a state. Frozen parameters, parameters in no
-    group of the optimizer, buffers, and entries that are not known moments have the role "state" and stay exact.
+    depth of a state. They hold for one part of it: where `compress` warns that several fit, put the part into the keys,
+    `{"policy/" + name: kind for name, kind in kinds(policy).items()}`. Frozen parameters, parameters in no group of the
+    optimizer, buffers, and entries that are not known moments have the role "state" and stay exact.
 
     Args:
         module: a `torch.nn.Module`, or None.

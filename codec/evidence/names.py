@@ -48,7 +48,7 @@ _AVERAGE = re.compile(
 _CODEBOOK = re.compile(r"(^|[._/])(\w*codebooks?\w*|\w*quanti[sz]e\w*|r?vq\w*)([._/]|$)", re.IGNORECASE)
 """Vector quantizers: their codebooks follow averages, not gradients."""
 _MODELS = frozenset({"model", "model_state", "model_state_dict", "module", "net", "network", "params", "state_dict"})
-"""Last keys of the trees that states hold their model in."""
+"""Keys at the root of states that hold their model."""
 _DEPTH = 2
 _KNOWN = 1 << 16
 """Paths whose answers are kept: the saves of a training ask for the same ones."""
@@ -130,13 +130,13 @@ def is_other_part(path: str) -> bool:
 
 
 def is_model(tree: str) -> bool:
-    """Return whether the last key of a tree's path is what states call the model.
+    """Return whether a tree stands at the root of a state, under the key of a model.
 
     Example:
-        >>> is_model("model/"), is_model("best_model/"), is_model("agent/state_dict/")
-        (True, False, True)
+        >>> is_model("model/"), is_model("best_model/"), is_model("best/model/")
+        (True, False, False)
     """
-    return tree.rstrip("/").rpartition("/")[2] in _MODELS
+    return tree.rstrip("/") in _MODELS
 
 
 @lru_cache(_KNOWN)

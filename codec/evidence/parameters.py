@@ -145,9 +145,10 @@ def _by_order(
     """Yield numbered parameters' arrays, matched by one optimizer or several together."""
     left = []
     for optimizer in optimizers:
-        fitting = [m for group in _trees(optimizer.path, candidates) if (m := _fit([optimizer], group, outline))]
-        if len(fitting) == 1:
-            yield from fitting[0]
+        trees = _trees(optimizer.path, candidates)
+        own = [(m, tree) for tree in trees if (m := _fit([optimizer], tree, outline))]
+        if len(own) == 1 and not _is_part_of_another(own[0][1], trees, candidates):
+            yield from own[0][0]
         else:
             left.append(optimizer)
     if len(left) > 1:
@@ -155,6 +156,18 @@ def _by_order(
         fitting = [m for group in groups if (m := _fit(left, group, outline))]
         if len(fitting) == 1:
             yield from fitting[0]
+
+
+def _is_part_of_another(
+    group: Mapping[int, Shape], groups: list[dict[int, Shape]], candidates: Mapping[int, tuple[str, Shape]]
+) -> bool:
+    """Return whether another tree holds arrays of the same names and shapes, and more: either may be the trained one."""
+
+    def names(one: Mapping[int, Shape]) -> Counter[tuple[str, Shape]]:
+        return Counter((candidates[i][0].rpartition("/")[2], shape) for i, shape in one.items())
+
+    own = names(group)
+    return any(not (group.keys() & other.keys()) and own <= names(other) for other in groups)
 
 
 def _trees(optimizer: str, candidates: Mapping[int, tuple[str, Shape]]) -> list[dict[int, Shape]]:

@@ -207,8 +207,12 @@ def _encode(
     It receives nothing if nothing changed.
     """
     out = Writer()
-    found = encode_sparse(data, before, spec, copy_to) if before is not None and data.size > _SMALL else None
-    if found is not None and found.changes == 0:
+    # Of few bytes the comparison takes less time than the kernel, which a first process would have to compile.
+    same = before is not None and data.size <= _BOTH and _same(data, before)
+    found = (
+        encode_sparse(data, before, spec, copy_to) if before is not None and data.size > _SMALL and not same else None
+    )
+    if same or (found is not None and found.changes == 0):
         out.byte(UNCHANGED)
         return out, False
     sparse = None if found is None else found.coded

@@ -101,7 +101,7 @@ def is_array(value: Any) -> bool:
 
 
 def is_stored_as_array(value: Any) -> bool:
-    """Return whether a value is stored like an array: arrays, and long lists and tuples of numbers of one type."""
+    """Return whether a value is an array, or a long list or tuple of numbers of one type."""
     kind = type(value)
     if kind in _PLAIN:
         return False

@@ -225,7 +225,7 @@ def flatten(
 
 
 def _opened(value: Any, place: Place) -> tuple[Json, Iterator[tuple[Any, Json, Any]]] | None:
-    """Return the node of a container and its children (name, its node, value); None for other values."""
+    """Return the node of a container and its children (name, its node, value), or None."""
     kind = type(value)
     if kind in _DICTS:
         names = list(value)

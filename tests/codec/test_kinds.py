@@ -332,7 +332,7 @@ def test_kinds_that_fit_several_trees_are_no_evidence() -> None:
     weights = model.state_dict()
     state = {"online": weights, "second": {name: 2 * value for name, value in weights.items()}}
     kinds = sp.kinds(model, optimizer)
-    with pytest.warns(sp.UnknownArraysWarning, match=r"online/, second/.*'online/' \+ name"):
+    with pytest.warns(sp.UnknownArraysWarning, match=r"online/, second/.*PART \+ name"):
         assert lossy(state, kinds) == set()
     with pytest.warns(sp.UnknownArraysWarning, match="second/2.weight"):
         found = lossy(state, {"online/" + name: kind for name, kind in kinds.items()})
@@ -365,3 +365,24 @@ def test_a_name_alone_is_no_evidence() -> None:
     with pytest.warns(sp.UnknownArraysWarning, match="nothing says what these arrays are"):
         assert lossy({"model": model.state_dict()}) == set()
     assert lossy({"model": model.state_dict()}, sp.kinds(model)) == {"model/0.weight", "model/2.weight"}
+
+
+@pytest.mark.parametrize(
+    ("trained", "copy"), [("policy", "best/model"), ("policy", "fisher/params"), ("weights", "a/net")]
+)
+def test_a_copy_that_is_called_as_a_model_deeper_in_a_state_is_no_model(trained: str, copy: str) -> None:
+    model, optimizer = trained_pair()
+    weights, (outer, inner) = model.state_dict(), copy.split("/")
+    others = {name: value * 0.9 for name, value in weights.items()}
+    with pytest.warns(sp.UnknownArraysWarning, match="kinds fit several parts"):
+        assert lossy({trained: weights, outer: {inner: others}}, sp.kinds(model, optimizer)) == set()
+
+
+@pytest.mark.no_evidence
+def test_a_copy_of_the_trained_part_of_a_model_is_not_what_the_optimizer_trains() -> None:
+    model, optimizer = trained_pair()
+    weights = model.state_dict()
+    copy = {name: value * 0.9 for name, value in weights.items()}
+    state = {"net": {**weights, "more.weight": torch.randn(64, 64)}, "ref": copy, "opt": optimizer.state_dict()}
+    with pytest.warns(sp.UnknownArraysWarning):
+        assert lossy(state) == set()

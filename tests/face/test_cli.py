@@ -1192,6 +1192,28 @@ def test_help_of_every_command_is_quick() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+def test_an_internal_error_has_a_code_and_a_message_of_its_own(tmp_path: Path) -> None:
+    """A fault of the program is not reported as damaged data."""
+    save_pt(weights(), tmp_path / "a.pt")
+    code = (
+        "import sys, shrinkpoint.codec.compress as c, shrinkpoint.__main__ as m\n"
+        "def compress(*given, **named): raise AttributeError('no attribute \\x1b[31m')\n"
+        "c.compress = compress\n"
+        f"sys.argv = ['shrinkpoint', 'compress', {str(tmp_path / 'a.pt')!r}, {str(tmp_path / 'o.spt')!r}]\n"
+        "m.main()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 70
+    assert ran.stdout == ""
+    last = ran.stderr.splitlines()[-1]
+    assert last.startswith(
+        r"shrinkpoint: this is a fault of shrinkpoint, the data is intact: AttributeError: no attribute"
+    )
+    assert "\x1b" not in last
+    assert "in compress" in ran.stderr
+    assert not (tmp_path / "o.spt").exists()
+
+
 def test_warming_compiles_once_and_leaves_nothing_behind() -> None:
     """`warm` compiles each function once and leaves no files."""
     files = fsspec.filesystem("memory")

@@ -46,6 +46,17 @@ def test_code_of_a_page_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert report.ran + len(report.left_out)
 
 
+FRESH = [HOME / "README.md", *(HOME / "docs" / f"{name}.md" for name in ("cli", "security", "tutorial"))]
+"""Pages whose commands also run in processes of their own, which takes seconds for each."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FRESH, ids=name_of)
+def test_commands_of_a_page_run_in_processes_of_their_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run_page(path, fresh=True).ran
+
+
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_no_code_hides_under_another_name(path: Path) -> None:
     for block in blocks(path.read_text(encoding="utf-8")):

@@ -249,7 +249,7 @@ GLOBAL = {
 }
 
 
-KINDS = {"embedding.weight": "embedding", "up.weight": "linear", "half.weight": "linear", "alike.weight": "linear"}
+TRAINED = {"embedding.weight": "embedding", "up.weight": "linear", "half.weight": "linear", "alike.weight": "linear"}
 
 
 def thresholds(folder: Path) -> None:
@@ -257,14 +257,14 @@ def thresholds(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     group = dist.new_group(backend="gloo")
     for name, cfg in GLOBAL.items():
-        writer = Writer(cfg=cfg, kinds=KINDS)
+        writer = Writer(cfg=cfg, kinds=TRAINED)
         for step in range(2):
             state = {
                 n: w if n.startswith("alike") else distribute_tensor(w, mesh, [Shard(0)])
                 for n, w in uneven(step).items()
             }
             dcp.save({"model": state}, storage_writer=writer, checkpoint_id=folder / f"{name}-{WORLD}-{step}")
-    aside = Writer(folder / f"aside-{WORLD}", GLOBAL["two"], kinds=KINDS, process_group=group)
+    aside = Writer(folder / f"aside-{WORLD}", GLOBAL["two"], kinds=TRAINED, process_group=group)
     dcp.async_save({"model": state}, storage_writer=aside, process_group=group).result()
     if WORLD == 4:
         # Two of the ranks alone, with and without a word to the writer: nobody waits for the other two.
@@ -276,7 +276,7 @@ def thresholds(folder: Path) -> None:
             dcp.save(part, storage_writer=Writer(folder / "pair-unsaid", kinds=kinds), process_group=pair)
             known = Writer(folder / "pair", kinds=kinds, process_group=pair)
             dcp.save(part, storage_writer=known, process_group=pair)
-    alone = Writer(folder / f"alone-{WORLD}", GLOBAL["default"], kinds=KINDS)
+    alone = Writer(folder / f"alone-{WORLD}", GLOBAL["default"], kinds=TRAINED)
     dcp.async_save({"model": state}, storage_writer=alone).result()
 
 

@@ -197,7 +197,10 @@ def _as_os_error(target: Path, kind: type[Exception]) -> Iterator[None]:
 
 
 def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return tensors by path, and the header's texts: `METADATA`, and the tree unless it is a flat dict."""
+    """Return tensors by path, and the texts of the header.
+
+    These are `METADATA`, and the tree unless it is a flat dict.
+    """
     import numpy as np
     import torch
 

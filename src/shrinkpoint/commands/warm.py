@@ -29,7 +29,7 @@ def warm(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile the kernels of saves, loads and searches for this machine's CPU, and keep them on its disk.
+    """Compile the kernels of saves, loads and searches, and keep them on this machine's disk.
 
     Otherwise the first save and the first load compile them, in up to 40 s. Run this on the machine of the training as
     the same user, or when its container image is built.
