@@ -122,13 +122,23 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         self.kinds: dict[str, Any] | None = None
         self.grads: Any = None
         self.chosen: Config | None = None
+        self.roots: list[str] = []
         self._stores: dict[str, Store] = {}
 
     def _store(self, path: PathLike) -> Store:
-        url = os.path.join(os.path.dirname(os.fspath(path)), FOLDER)
+        url = os.path.join(self._root(path), FOLDER)
         if url not in self._stores:
             self._stores[url] = Store(url, self.cfg)
         return self._stores[url]
+
+    def _root(self, path: PathLike) -> str:
+        """Return the folder whose store holds a file: a callback's `dirpath`, else that of the file.
+
+        The name of a metric with a slash, as in `{val/loss}`, puts each file into a folder of its own below it.
+        """
+        folder = os.path.dirname(os.fspath(path))
+        above = [root for root in self.roots if os.path.join(folder, "").startswith(os.path.join(root, ""))]
+        return max(above, key=len, default=folder)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
         """Save a checkpoint to the store and write its pointer file; called by Lightning."""
@@ -245,12 +255,12 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Remove a checkpoint's file and its step; called by Lightning."""
-        store = self._store(path)
+        store, root = self._store(path), self._root(path)
         saver = None if _is_temporary(path) else self._savers.get(store.url)
         if saver is None:
-            _remove(path, store)
+            _remove(path, store, root)
         else:
-            saver.then(lambda: _remove(path, Store(store.url)))
+            saver.then(lambda: _remove(path, Store(store.url), root))
 
 
 class CompressedCheckpoints(Callback):  # type: ignore[misc]
@@ -319,6 +329,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         io_plugin = self._io(trainer)
         if io_plugin is not None:
             io_plugin.kinds = dict(kinds(pl_module))
+            io_plugin.roots = [str(own.dirpath) for own in trainer.checkpoint_callbacks if own.dirpath]
             if self.search is not None:
                 # The method of the class, because an earlier `fit` may have wrapped that of the object.
                 save = type(trainer.strategy).save_checkpoint.__get__(trainer.strategy)
@@ -504,14 +515,18 @@ def _is_temporary(path: PathLike) -> bool:
     return _TEMPORARY.fullmatch(os.path.basename(os.fspath(path))) is not None
 
 
-def _remove(path: PathLike, store: Store) -> None:
-    """Remove a checkpoint's file, and its step in this store if no other file points to it."""
+def _remove(path: PathLike, store: Store, root: str) -> None:
+    """Remove a checkpoint's file, its empty folders below a root, and its step if no other file points to it."""
     pointer = read_pointer(path)
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     if fs.exists(name):
         fs.rm(name, recursive=True)
     if pointer is not None and points_to(path, pointer, store) and not is_shared(path, pointer):
         drop(store, [pointer.step])
+    folder, top = os.path.dirname(name), fsspec.core.url_to_fs(root)[1].rstrip("/")
+    while len(folder) > len(top) and fs.isdir(folder) and not fs.ls(folder):
+        fs.rmdir(folder)
+        folder = os.path.dirname(folder)
 
 
 def _torch_load(path: PathLike, map_location: Any, weights_only: bool | None) -> dict[str, Any]:

@@ -165,7 +165,8 @@ def _of_other_trees(
 
     Kinds were made from one tree, and a state may hold several with the same names: the model, an earlier one, masters,
     accumulated gradients. The tree is the one whose whole paths the kinds name, else the one that optimizer entries
-    belong to, else the only one at the root that is called as a model is. If none of these says it, all of them stay exact.
+    belong to, else the only one at the root that is called as a model is. If none of these says it, all of them stay
+    exact.
 
     Args:
         weights: key in the kinds of each weight that they name, by number.

@@ -712,3 +712,27 @@ def test_hyperparameters_that_cannot_be_stored_are_reported_when_fitting_begins(
         _fitted(tmp_path, names={"x"}, dtype=torch.float32, rate=0.1)
     assert "rate" not in str(raised.value)
     assert not (tmp_path / "shrinkpoint").exists()
+
+
+class _Slashed(Model):
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        loss = super().training_step(batch, number)
+        self.log("val/loss", loss)
+        return loss
+
+
+def test_a_metric_with_a_slash_takes_one_store_and_leaves_no_folders(tmp_path: Path) -> None:
+    """Each file stands in a folder of its own then; the callback's `dirpath` decides where the store is."""
+    keep = ModelCheckpoint(
+        tmp_path, "{epoch}-{val/loss:.5f}", monitor="val/loss", save_top_k=2, save_on_train_epoch_end=True
+    )
+    trainer = pl.Trainer(
+        max_epochs=4, plugins=[CompressedIO()], callbacks=[keep, CompressedCheckpoints()], logger=False,
+        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+    )  # fmt: skip
+    trainer.fit(_Slashed(64, 0.01), DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=8))
+    assert [p.parent for p in tmp_path.rglob("shrinkpoint")] == [tmp_path]
+    files = list(tmp_path.rglob("*.ckpt"))
+    assert len(files) == len(sp.Store(tmp_path / "shrinkpoint").steps()) == 2
+    assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == {"shrinkpoint", *(f.parent.name for f in files)}
+    assert load_from_checkpoint(_Slashed, keep.best_model_path).hparams["width"] == 64
