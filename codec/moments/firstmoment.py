@@ -151,7 +151,7 @@ class FirstMoment:
         return step
 
     def table_of(self, sums: NpArray, counts: NpArray, parts: Sequence[tuple[Array, Array, Array]]) -> NpArray:
-        """Return the value of each grid point in units of the root of the second moment, float32 [256].
+        """Return the value of each grid point, in roots of the second moment, float32 [256].
 
         Args:
             sums: of the elements of each symbol, in these units.
@@ -219,7 +219,7 @@ def _strided(x: Array, stride: int) -> Array:
 
 
 def _gain(means: NpArray, parts: Sequence[tuple[Array, Array, Array]]) -> float:
-    """Return the factor of the table's values for which <m~, m> = <m, m>, on a sample of the elements."""
+    """Return the factor of a table's values for which <m~, m> = <m, m>, from a sample."""
     squares = products = 0.0
     stride = max(1, sum(int(x.shape[0]) for x, _, _ in parts) // _GAIN_SAMPLE)
     for x, square, symbols in parts:
