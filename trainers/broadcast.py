@@ -74,7 +74,7 @@ def _received(mine: Any, sent: Any, parameter: Any) -> Any:
 
 
 def _device(parameter: Any) -> torch.device:
-    """Return the device of a parameter if the processes can send from there, else one from which they can."""
+    """Return a parameter's device if the processes can send from it, else one where they can."""
     group: Any = dist.group.WORLD
     devices = list(group._device_types)
     own: torch.device | None = getattr(parameter, "device", None)

@@ -516,7 +516,7 @@ def _is_temporary(path: PathLike) -> bool:
 
 
 def _remove(path: PathLike, store: Store, root: str) -> None:
-    """Remove a checkpoint's file, its empty folders below a root, and its step if no other file points to it."""
+    """Remove a checkpoint's file, its empty folders below a root, and its unused step."""
     pointer = read_pointer(path)
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     if fs.exists(name):

@@ -116,7 +116,7 @@ def whole(tree: Any) -> Any:
 
 
 def mismatches(model: nn.Module, saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the differences between a saved state and a model: those to refuse, and those that it may accept.
+    """Return the differences between a state and a model: to refuse, and that it may accept.
 
     A model may load other names and shapes, by hooks or by methods of its modules. Whether it does, only loading shows.
     """

@@ -50,7 +50,7 @@ def _arrays(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[tuple
 
 
 def is_extra(name: str) -> bool:
-    """Return whether an entry of a state dict is a module's extra state, which has no fixed shape."""
+    """Return whether an entry is a module's extra state, which has no fixed shape."""
     return name.rpartition(".")[2] == nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 

@@ -127,7 +127,7 @@ def _role(entry: Entry, shape: tuple[int, ...], kind: Kind | None) -> str:
 def _given(
     arrays: Arrays, entries: Mapping[int, Entry], kinds: Mapping[str, Any] | None, outline: Outline
 ) -> tuple[list[Kind | None], dict[int, Evidence]]:
-    """Return the kind that `kinds=` gives for each array, or None, and the evidence of arrays of other trees.
+    """Return the kind that `kinds=` gives each array, and the evidence of other trees' arrays.
 
     Several arrays may end in one name, such as copies of weights or layers of another model. Where a kind gives no
     shape and their numbers of axes differ, the name is ambiguous, and only an array whose whole path is that name gets
@@ -161,7 +161,7 @@ def _given(
 def _of_other_trees(
     weights: Mapping[int, str], arrays: Arrays, entries: Mapping[int, Entry], outline: Outline
 ) -> dict[int, Evidence]:
-    """Return the evidence of arrays that have a weight's name but are not in the tree that `kinds=` were made from.
+    """Return the evidence of arrays with a weight's name that are not in the tree of `kinds=`.
 
     Kinds were made from one tree, and a state may hold several with the same names: the model, an earlier one, masters,
     accumulated gradients. The tree is the one whose whole paths the kinds name, else the one that optimizer entries

@@ -44,7 +44,7 @@ def bare(module: Any) -> Any:
 
 
 def canonical_name(module: Any, name: str) -> str:
-    """Return the name of a parameter or of an entry of a state dict without wrappers' attributes.
+    """Return the name of a parameter or entry of a state dict without wrappers' attributes.
 
     Wrappers may stand at every level. The last parts may be those of an entry that is not an attribute of a module.
 

@@ -66,7 +66,7 @@ def is_update(first: Entry, kind: Kind, second: Entry) -> bool:
 def in_other_bases(
     entries: Mapping[int, Entry], roles: Mapping[int, str], shapes: Sequence[tuple[int, ...]]
 ) -> dict[int, str]:
-    """Return the numbers of first moments that may live in another basis than their second moments, with the reason.
+    """Return the first moments that may be in another basis than their second, and why.
 
     An optimizer that keeps further matrices for a parameter, of another shape, may turn or project its gradients
     (SOAP's rotations). Its first moment is then no update in units of the second one.

@@ -161,7 +161,7 @@ def _by_order(
 def _is_part_of_another(
     group: Mapping[int, Shape], groups: list[dict[int, Shape]], candidates: Mapping[int, tuple[str, Shape]]
 ) -> bool:
-    """Return whether another tree holds arrays of the same names and shapes: either may be the trained one."""
+    """Return whether another tree holds the same names and shapes; either may be trained."""
 
     def names(one: Mapping[int, Shape]) -> Counter[tuple[str, Shape]]:
         return Counter((candidates[i][0].rpartition("/")[2], shape) for i, shape in one.items())
