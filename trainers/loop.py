@@ -217,8 +217,9 @@ def resume(
     if state is None:
         return 0
     kept_out = Frozen.of_tree(state)
-    kept = set() if kept_out is None else set(kept_out.names)
-    digest = "" if kept_out is None else digest_of(into.model, sorted(kept & models.parameters_of(into.model).keys()))
+    kept = () if kept_out is None else kept_out.names
+    here = models.parameters_of(into.model)
+    digest = digest_of(into.model, [name for name in kept if name in here]) if kept else ""
 
     def differences() -> tuple[list[str], list[str]]:
         """Return the differences to refuse, and those that the models may accept."""

@@ -122,7 +122,7 @@ def test_exact_weights_keeps_the_model_and_bounds_the_moments() -> None:
     for number, entry in trained()[-1]["optimizer"]["state"].items():
         got = state["optimizer"]["state"][number]
         m, v = entry["exp_avg"].double(), entry["exp_avg_sq"].double()
-        assert float((got["exp_avg"] - m).norm() / m.norm()) <= 0.5
+        assert float((got["exp_avg"] - m).norm() / m.norm()) <= 0.58
         kept = v > 0
         assert float(torch.log2(got["exp_avg_sq"].double()[kept] / v[kept]).abs().max()) <= 0.85
     own, exact = resumed(state)

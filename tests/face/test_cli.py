@@ -1075,7 +1075,8 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     save_file(weights(), tmp_path / "w.safetensors")
     done = shell("compress", "w.safetensors", "run", "--step", 1, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["ratio"] > 2
+    assert json.loads(done.stdout)["ratio"] > 1
+    assert "nothing says what these arrays are" in done.stderr  # a name alone is no evidence
     wrong = shell("restore", "run", "w.safetensors", cwd=tmp_path)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "shrinkpoint: w.safetensors exists; use --force to replace it\n"

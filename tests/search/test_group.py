@@ -32,7 +32,7 @@ def first(**more: Any) -> sp.SearchResult:
 
 
 KINDS = {"0.weight": "embedding"}
-BASE = sp.compress(STATE)
+BASE = sp.compress(STATE, kinds=dict.fromkeys(STATE, "linear"))
 OTHER: dict[str, dict[str, Any]] = {
     "threshold": {"threshold": 0.03},
     "direction": {"direction": None},

@@ -367,9 +367,9 @@ def test_a_worker_hears_of_restores_elsewhere(tmp_path: Path) -> None:
     """A running saver notices restores by other processes."""
     cfg = sp.presets.check_n_run("auto", expected_restores=0, policy="consecutive")
     with sp.Saver(sp.Store(tmp_path, cfg), mode="process") as saver:
-        before = saver.save(1, table(1)).result()
+        before = saver.save(1, table(1), kinds={"emb.weight": "embedding"}).result()
         sp.Store(tmp_path).load()
-        after = saver.save(2, table(2)).result()
+        after = saver.save(2, table(2), kinds={"emb.weight": "embedding"}).result()
     assert after.nbytes > 2 * before.nbytes
     got = sp.Store(tmp_path).load(2)["emb.weight"]
     assert np.linalg.norm(got - table(2)["emb.weight"]) < 0.01 * np.linalg.norm(got)

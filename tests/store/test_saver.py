@@ -414,7 +414,7 @@ def test_errors_of_the_worker_come_with_the_next_call(tmp_path: Path) -> None:
     # The library's own errors keep their type. An error is reported once.
     blocked.unlink()
     needs_gradients = sp.presets.inshrinkerator(prune=0.3, prune_metric="sensitivity")
-    saver.save(2, {"weight": np.zeros((64, 64), np.float32)}, cfg=needs_gradients)
+    saver.save(2, {"weight": np.zeros((64, 64), np.float32)}, cfg=needs_gradients, kinds={"weight": "linear"})
     with pytest.raises(sp.BadArgumentError, match="gradient"):
         saver.close()
     saver.close()
@@ -868,7 +868,7 @@ def test_what_the_save_before_said_is_not_said_again(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         for step, rule in enumerate(["weights", "weights", "weights", "Embedding"]):
             cfg = sp.Config([(rule, sp.Exact())], chain=every)
-            saver.save(step, {"model": {"weight": np.ones((40, 50), np.float32)}}, cfg=cfg).result()
+            saver.save(step, {"model": {"weight": np.ones((4, 5), np.float32)}}, cfg=cfg).result()
             saver.wait()
     said = [str(w.message).split(" matches")[0] for w in caught if issubclass(w.category, SaverWarning)]
     assert said == [f"step {n}: UnmatchedRuleWarning: rule {rule!r}" for n, rule in ((0, "weights"), (3, "Embedding"))]

@@ -298,12 +298,11 @@ def _metadata(folder: Path) -> Any:
         raise
     except Exception as error:  # a damaged pickle raises almost anything
         raise CorruptDataError(f"{folder / METADATA}: not DCP metadata: {_first_line(error)}") from None
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-        raise CorruptDataError(f"{folder / METADATA}: not the metadata of a distributed checkpoint")
-    if not isinstance(found.state_dict_metadata, dict) or not all(type(n) is str for n in found.state_dict_metadata):
+    if not isinstance(found, Metadata) or (damage := _damage(found)):
+        what = f": {damage}" if isinstance(found, Metadata) else ""
+        raise CorruptDataError(f"{folder / METADATA}: not the metadata of a distributed checkpoint{what}")
+    if not all(type(n) is str for n in found.state_dict_metadata):
         raise CorruptDataError(f"{folder / METADATA}: its entries are not named")
-    if damage := _damage(found):
-        raise CorruptDataError(f"{folder / METADATA}: not the metadata of a distributed checkpoint: {damage}")
     root = os.path.realpath(folder)
     infos = list(found.storage_data.values())
     size = 0
