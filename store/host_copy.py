@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..codec.parallel import map_chunks, threads
+from ..kernels.backend.imported import load
 
 Piece = tuple[int, int, int]
 """Target (a multiple of 64), source, bytes."""
@@ -61,12 +62,9 @@ def _shares(pieces: Sequence[Piece]) -> list[list[Piece]]:
 @functools.cache
 def kernel() -> Callable[..., Any] | None:
     """Return the compiled copy, loaded at the first call; None if compilation is disabled."""
-    import numba
-
-    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+    if load("numba").config.DISABLE_JIT:
         return None
-    from .nontemporal_copy import stream
-
+    stream: Callable[..., Any] = load("shrinkpoint.store.nontemporal_copy").stream
     empty = np.zeros(0, np.uint64)
     stream(empty, empty, empty)
     return stream

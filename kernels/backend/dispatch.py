@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from . import first_calls
 from .arrays import on_gpu
+from .imported import back_end_module
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -26,4 +26,4 @@ def back_end(x: Array, subject: str) -> Any:
 @lru_cache(None)
 def compiled_back_end(subject: str, name: str = "cpu") -> ModuleType:
     """Return the module of a back end, whose functions may also write to given memory."""
-    return importlib.import_module(f"shrinkpoint.kernels.{subject}.{name}")
+    return back_end_module(subject, name)

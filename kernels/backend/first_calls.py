@@ -11,17 +11,15 @@ from __future__ import annotations
 import functools
 import os
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .imported import imported
+from .imported import back_end_module, imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
 PATIENCE = 0.5
 """Processor seconds that a process spends in the reference form of each function; 0: it compiles at once."""
@@ -58,7 +56,7 @@ def cpu(subject: str) -> Any:
     found = _found.get(subject)
     if found is None:
         cold = PATIENCE > 0 and subject in SAME and subject not in _on_disk()
-        found = _found[subject] = _Functions(subject) if cold else _module("cpu", subject)
+        found = _found[subject] = _Functions(subject) if cold else back_end_module(subject, "cpu")
     return found
 
 
@@ -79,7 +77,7 @@ class _Functions:
         self._spent = dict.fromkeys(SAME[subject].split(), 0.0)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_module("cpu", self._subject), name)
+        return getattr(back_end_module(self._subject, "cpu"), name)
 
     def _call(self, name: str, *given: Any, **named: Any) -> Any:
         """Call the reference form for small arguments, else the compiled form."""
@@ -89,9 +87,9 @@ class _Functions:
         begin = time.thread_time()
         try:
             with np.errstate(all="ignore"):
-                return getattr(_module("reference", self._subject), name)(*given, **named)
+                return getattr(back_end_module(self._subject, "reference"), name)(*given, **named)
         except Exception:  # the compiled form raises the documented error
-            return getattr(_module("cpu", self._subject), name)(*given, **named)
+            return getattr(back_end_module(self._subject, "cpu"), name)(*given, **named)
         finally:
             self._spent[name] += time.thread_time() - begin
             if self._spent[name] > PATIENCE:
@@ -99,7 +97,7 @@ class _Functions:
 
     def _compiled(self, name: str) -> Callable[..., Any]:
         """Return the compiled form of a function, and use it from now on."""
-        function: Callable[..., Any] = getattr(_module("cpu", self._subject), name)
+        function: Callable[..., Any] = getattr(back_end_module(self._subject, "cpu"), name)
         setattr(self, name, function)
         return function
 
@@ -149,8 +147,3 @@ def _on_disk() -> frozenset[str]:
         return any(any(at.glob("cpu.*.nbc")) for at in (*own, *elsewhere.glob(f"{subject}_*")))
 
     return frozenset(filter(compiled, SAME))
-
-
-@functools.cache
-def _module(where: str, subject: str) -> ModuleType:
-    return import_module(f"shrinkpoint.kernels.{subject}.{where}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import re
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -13,9 +14,9 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.codec.state.leaves import is_sharded
-from shrinkpoint.kernels import first_calls
+from shrinkpoint.kernels.backend import first_calls
 from shrinkpoint.kernels.backend.arrays import is_torch
-from shrinkpoint.kernels.backend.imported import imported
+from shrinkpoint.kernels.backend.imported import imported, load
 from shrinkpoint.searching.random_state import preserved
 
 HOME = Path(__file__).parents[2]
@@ -40,6 +41,32 @@ def test_only_complete_modules_are_returned() -> None:
     del sys.modules["made"]
 
 
+def test_threads_enter_a_circle_of_modules_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The modules of Numba import each other so. Without the lock, one of the threads gets a module without its names.
+    for own, other in (("circle_a", "circle_b"), ("circle_b", "circle_a")):
+        text = f"import time\ntime.sleep(0.2)\nimport {other}\n{own} = 1\ndef used(): return {other}.{other}\n"
+        (tmp_path / f"{own}.py").write_text(text)
+        (tmp_path / f"entry_{own}.py").write_text(f"import {own}\nfound = {own}.used()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    barrier, found = threading.Barrier(2), []
+
+    def enter(name: str) -> None:
+        barrier.wait()
+        try:
+            found.append(load(name).found)
+        except (ImportError, AttributeError) as error:
+            found.append(error)
+
+    entries = [threading.Thread(target=enter, args=(f"entry_circle_{name}",)) for name in "ab"]
+    for thread in entries:
+        thread.start()
+    for thread in entries:
+        thread.join()
+    for name in [name for name in sys.modules if "circle_" in name]:
+        del sys.modules[name]
+    assert found == [1, 1]
+
+
 @pytest.mark.usefixtures("half_imported")
 def test_nothing_is_asked_of_a_module_during_its_import() -> None:
     x = np.arange(100_000)
@@ -61,4 +88,4 @@ def test_modules_are_looked_up_in_one_place() -> None:
         for path in (HOME / folder).rglob("*.py")
         if re.search(r"sys\.modules\.get\(|in sys\.modules", path.read_text(encoding="utf-8"))
     }
-    assert found == {"kernels/imported.py"}
+    assert found == {"kernels/backend/imported.py"}

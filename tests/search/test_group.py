@@ -31,7 +31,7 @@ def first(**more: Any) -> sp.SearchResult:
     return search(**given(**more), progress=False)
 
 
-KINDS = {"0.weight": "embedding"}
+KINDS = dict.fromkeys(STATE, "linear") | {"0.weight": "embedding"}
 BASE = sp.compress(STATE, kinds=dict.fromkeys(STATE, "linear"))
 OTHER: dict[str, dict[str, Any]] = {
     "threshold": {"threshold": 0.03},
@@ -237,8 +237,8 @@ def test_trials_of_another_parent_or_other_gradients_or_kinds_are_not_taken() ->
         OTHER["prev"],
         OTHER["grads"],
         {"kinds": KINDS},
-        {"kinds": {"0.weight": table}},
-        {"kinds": {"0.weight": dataclasses.replace(table, rows=rows + 1)}},
+        {"kinds": KINDS | {"0.weight": table}},
+        {"kinds": KINDS | {"0.weight": dataclasses.replace(table, rows=rows + 1)}},
     ):
         with pytest.raises(BadArgumentError, match="another state"):
             search(STATE, **arguments, **more, progress=False, resume=done)

@@ -301,8 +301,6 @@ def _metadata(folder: Path) -> Any:
     if not isinstance(found, Metadata) or (damage := _damage(found)):
         what = f": {damage}" if isinstance(found, Metadata) else ""
         raise CorruptDataError(f"{folder / METADATA}: not the metadata of a distributed checkpoint{what}")
-    if not all(type(n) is str for n in found.state_dict_metadata):
-        raise CorruptDataError(f"{folder / METADATA}: its entries are not named")
     root = os.path.realpath(folder)
     infos = list(found.storage_data.values())
     size = 0
@@ -346,6 +344,8 @@ def _damage(metadata: Any) -> str:
     names, data, paths = metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data
     if not isinstance(names, dict) or not isinstance(data, dict) or not isinstance(paths, dict | None):
         return "a table of it is not a dict"
+    if not all(type(name) is str for name in names):
+        return "its entries are not named"
     strange = {getattr(index, "fqn", index) for index in data} - names.keys()
     strange |= names.keys() - paths.keys() if paths else set()
     return f"it has {str(min(strange, key=str))[:60]!r} in one of its tables only" if strange else ""
