@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .output import listed
+
 if TYPE_CHECKING:
     from ..codec.checkpoint import Row
     from .trials import Trial
+    from .try_source import Source
 
-LITTLE = 1.1
+_IMPORT = "import shrinkpoint as sp"
+_LITTLE = 1.1
 """Ratio of two sizes below which the smaller one gains little."""
 _MUCH = 0.2
 """Share of the bytes whose arrays nobody has described from which `advice` says how to describe them."""
@@ -64,12 +68,13 @@ def reasons(rows: Sequence[Row]) -> list[Reason]:
     return sorted(found, key=lambda reason: -reason.share)
 
 
-def advice(lossless: Trial, default: Trial, exact: Sequence[Reason]) -> list[str]:
+def advice(lossless: Trial, default: Trial, exact: Sequence[Reason], sources: Sequence[Source]) -> list[str]:
     """Return paragraphs that say what is not gained, and what to do about it.
 
     Args:
         lossless, default: results of these levels.
         exact: see `reasons`.
+        sources: the checkpoint, and perhaps a later one.
     """
     unknown = [reason for reason in exact if reason.is_unknown]
     share = sum(reason.share for reason in unknown)
@@ -80,7 +85,7 @@ def advice(lossless: Trial, default: Trial, exact: Sequence[Reason]) -> list[str
             f"Nothing is gained by the lossy levels: all levels are lossless here, {lossless.ratio:.2f} x. They change "
             "an array only where something says what it is, such as an optimizer's entries, and nothing does so here."
         )
-    elif lossless.nbytes < LITTLE * default.nbytes:
+    elif lossless.nbytes < _LITTLE * default.nbytes:
         found.append(
             f"Little is gained by the default level: {default.ratio:.2f} x; lossless is {lossless.ratio:.2f} x."
         )
@@ -94,34 +99,43 @@ def advice(lossless: Trial, default: Trial, exact: Sequence[Reason]) -> list[str
             f"cfg=sp.Config([({pattern!r}, sp.Quantize())]). `shrinkpoint compress` takes such a configuration as "
             "--config FILE.json, which Config.to_json() writes."
         )
-    if lossless.ratio < LITTLE:
+    if lossless.ratio < _LITTLE:
         found.append(f"Little is gained without loss: {lossless.ratio:.2f} x. The bytes of these arrays look random.")
-    if default.delta_nbytes is not None and default.delta_nbytes > default.nbytes / LITTLE:
+    if default.delta_nbytes is not None and default.delta_nbytes > default.nbytes / _LITTLE:
         found.append("The delta is not smaller than a base: the two checkpoints are not near each other.")
+    for source in sources:
+        if source.refused:
+            found.append(
+                f"{source.path} is refused by `compress` and `Store.save` until these values are plain ones; here they are "
+                f"left out: {listed(source.refused, 3)}."
+            )
     return found
 
 
-def calls(checkpoint: Path, following: Path | None, level: str, *, is_model: bool) -> dict[str, str]:
+def calls(sources: Sequence[Source], level: str) -> dict[str, list[str]]:
     """Return the lines to paste, by their language.
 
     Args:
-        checkpoint, following: as given to the command.
+        sources: the checkpoint, and perhaps a later one.
         level: to be used.
-        is_model: whether the checkpoint is a folder with a model's files.
     """
+    source = sources[0]
     preset = "sp.Config()" if level == "default" else f"sp.presets.{level}()"
-    if is_model:
-        source = str(checkpoint)
-        return {"Python": f"sp.save_pretrained({source!r}, {source.rstrip('/') + '-small'!r}, cfg={preset})"}
-    words = ["shrinkpoint", "compress", str(checkpoint)]
-    if following is not None and _have_steps(checkpoint, following):
-        words += [str(following), "run", "--step-from-name"]
+    if source.kind == "trainer":
+        callback = f"trainer.add_callback(CompressCallback({preset}))"
+        return {"Python": [_IMPORT, "from shrinkpoint.trainers.transformers import CompressCallback", callback]}
+    if source.kind == "model":
+        folder = str(source.path)
+        return {"Python": [_IMPORT, f"sp.save_pretrained({folder!r}, {folder + '-small'!r}, cfg={preset})"]}
+    found = {"Python": [_IMPORT, f'sp.Store("run", {preset}).save(step, state)']}
+    if source.refused:
+        return found
+    if len(sources) > 1 and _have_steps([s.path for s in sources]):
+        words = [*(str(s.path) for s in sources), "run", "--step-from-name"]
     else:
-        words += [f"{checkpoint.name.removesuffix(checkpoint.suffix) or checkpoint.name}.spt"]
-    return {
-        "Python": f'store = sp.Store("run", {preset}); store.save(step, state)',
-        "command line": shlex.join([*words, "--preset", level.replace("_", "-")]),
-    }
+        words = [str(source.path), f"{source.path.stem}.spt"]
+    words = ["shrinkpoint", "compress", *words, "--preset", level.replace("_", "-")]
+    return found | {"command line": [shlex.join(words)]}
 
 
 def recommended(trials: Sequence[Trial]) -> str:
@@ -130,10 +144,10 @@ def recommended(trials: Sequence[Trial]) -> str:
     Example: exact weights, unless they gain little over lossless.
     """
     lossless, exact_weights = trials[0], trials[1]
-    return "exact_weights" if lossless.nbytes > LITTLE * exact_weights.nbytes else "lossless"
+    return "exact_weights" if lossless.nbytes > _LITTLE * exact_weights.nbytes else "lossless"
 
 
-def _have_steps(*paths: Path) -> bool:
+def _have_steps(paths: Sequence[Path]) -> bool:
     """Return whether the names of checkpoints give their steps."""
     from ..codec.errors import BadArgumentError
     from .convert import steps_from_names

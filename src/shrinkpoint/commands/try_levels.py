@@ -53,25 +53,26 @@ def try_levels(
     from ..codec.errors import BadArgumentError
     from . import try_advice
     from .sources import check_exists
+    from .try_source import read_source
     from .user_function import load_function
 
     function = None if evaluate is None else load_function("--eval", evaluate)
-    sources = [source for source in (checkpoint, following) if source is not None]
-    for source in sources:
-        check_exists(str(source))
-    states = []
-    for source in sources:
-        with busy(f"reading {source}"):
-            states.append(_read(source))
-    sizes = [_nbytes(state) for state in states]
+    paths = [path for path in (checkpoint, following) if path is not None]
+    for path in paths:
+        check_exists(str(path))
+    read = []
+    for path in paths:
+        with busy(f"reading {path}"):
+            read.append(read_source(path))
+    sizes = [_nbytes(source.state) for source in read]
     if not sizes[0]:
         raise BadArgumentError(f"{checkpoint}: it has no arrays, so there is nothing to compress")
-    trials = _trials(states, function)
+    trials = _trials([source.state for source in read], function)
     lossless, default = trials[0], trials[LEVELS.index("default")]
     reasons = try_advice.reasons(default.rows)
-    advice = try_advice.advice(lossless, default, reasons)
+    advice = try_advice.advice(lossless, default, reasons, read)
     level = try_advice.recommended(trials)
-    calls = try_advice.calls(checkpoint, following, level, is_model=_is_model(checkpoint))
+    calls = try_advice.calls(read, level)
     results = [_result(trial, default, sizes) for trial in trials]
     if as_json:
         emit(
@@ -99,28 +100,9 @@ def try_levels(
         for text in textwrap.wrap(paragraph, width, break_long_words=False, break_on_hyphens=False):
             line(text)
         line()
-    for name, text in calls.items():
-        line(f"{name + ':':13} {text}")
-
-
-def _is_model(path: Path) -> bool:
-    """Return whether a path is a folder of safetensors files, and not of DCP."""
-    from .dcp import is_dcp
-
-    return path.is_dir() and not is_dcp(path) and any(path.glob("*.safetensors"))
-
-
-def _read(path: Path) -> Any:
-    """Read a checkpoint; the files of a model's folder, and the optimizer's if there are any, become one state."""
-    from .interchange import load_state
-
-    if not _is_model(path):
-        return load_state(path)
-    from ..trainers.model_folder import ModelFolder
-
-    model = ModelFolder(path).all()
-    optimizer = path / "optimizer.pt"  # as Transformers' Trainer names it
-    return {"model": model, "optimizer": load_state(optimizer)} if optimizer.is_file() else model
+    for name, lines in calls.items():
+        for text in lines:
+            line(f"{name + ':' if text is lines[0] else '':13} {text}")
 
 
 def _nbytes(state: Any) -> int:
@@ -207,7 +189,7 @@ def _seconds(value: float) -> str:
 
 
 def _error(value: float) -> str:
-    return "exact" if value == 0 else "not finite" if not math.isfinite(value) else f"{value:.2g}"
+    return "exact" if value == 0 else "not finite" if not math.isfinite(value) else f"{value:#.2g}"
 
 
 def _print_table(rows: Sequence[dict[str, str]], width: int) -> None:
