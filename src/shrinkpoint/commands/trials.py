@@ -120,7 +120,7 @@ def _pieces(state: Any) -> Iterator[tuple[str, bytes]]:
     for dtype, arrays in of_dtype.items():
         piece = bytearray()
         for values in arrays:
-            data = memoryview(as_bytes(values())).cast("B")
+            data = as_bytes(values()).data
             for start in range(0, len(data), _PIECE):
                 piece += data[start : start + _PIECE]
                 if len(piece) >= _PIECE:

@@ -76,6 +76,8 @@ def advice(lossless: Trial, default: Trial, exact: Sequence[Reason], sources: Se
         exact: see `reasons`.
         sources: the checkpoint, and perhaps a later one.
     """
+    from ..codec.evidence.reasons import UNMATCHED
+
     unknown = [reason for reason in exact if reason.is_unknown]
     share = sum(reason.share for reason in unknown)
     is_lossy = any(row.measure != "exact" for row in default.rows)
@@ -93,11 +95,12 @@ def advice(lossless: Trial, default: Trial, exact: Sequence[Reason], sources: Se
         found.append(f"More could be gained: nothing says what {share:.0%} of the bytes are.")
     if share > _MUCH:
         pattern = glob.escape(unknown[0].largest)
+        is_matched = all(reason.why != UNMATCHED for reason in unknown)
+        optimizer = "save the optimizer's state in the same checkpoint, or " if is_matched else ""
         found.append(
-            "If these are trained weights, save the optimizer's state in the same checkpoint, or say so in Python: "
-            "kinds=sp.kinds(model, optimizer), or a rule for them, such as "
-            f"cfg=sp.Config([({pattern!r}, sp.Quantize())]). `shrinkpoint compress` takes such a configuration as "
-            "--config FILE.json, which Config.to_json() writes."
+            f"If these are trained weights, {optimizer}say so in Python: kinds=sp.kinds(model, optimizer), or a rule "
+            f"for each, such as cfg=sp.Config([({pattern!r}, sp.Quantize())]). `shrinkpoint compress` takes such a "
+            "configuration as --config FILE.json, which Config.to_json() writes."
         )
     if lossless.ratio < _LITTLE:
         found.append(f"Little is gained without loss: {lossless.ratio:.2f} x. The bytes of these arrays look random.")
@@ -106,8 +109,8 @@ def advice(lossless: Trial, default: Trial, exact: Sequence[Reason], sources: Se
     for source in sources:
         if source.refused:
             found.append(
-                f"{source.path} is refused by `compress` and `Store.save` until these values are plain ones; here they are "
-                f"left out: {listed(source.refused, 3)}."
+                f"`compress` and `Store.save` refuse {source.path} until these values are plain ones; they are left "
+                f"out here: {listed(source.refused, 3)}."
             )
     return found
 

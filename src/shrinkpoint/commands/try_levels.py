@@ -28,10 +28,14 @@ _NONE = "-"
 
 def try_levels(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A .pt or safetensors file, a DCP folder, or a model's folder of safetensors files.")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A .pt or safetensors file, a DCP folder, or a model's folder of safetensors files.",
+        ),
     ],
     following: Annotated[
-        Path | None, typer.Argument(metavar="[NEXT]", help="A later checkpoint of the same run, to store as a delta.")
+        Path | None, typer.Argument(metavar="NEXT", help="A later checkpoint of the same run, to store as a delta.")
     ] = None,
     evaluate: Annotated[
         str | None,
@@ -170,7 +174,7 @@ def _cells(result: dict[str, Any]) -> dict[str, str]:
         "moment_error": (">moment L2", _error),
         "delta_nbytes": (">delta", size),
         "delta_ratio": (">delta ratio", _ratio),
-        "eval": (">eval", lambda metric: f"{metric:.6g}"),
+        "eval": (">eval", lambda metric: f"{metric:#.6g}"),
     }
     missing = {"peak_nbytes": "n/a"}
     return {
@@ -181,7 +185,7 @@ def _cells(result: dict[str, Any]) -> dict[str, str]:
 
 
 def _ratio(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _seconds(value: float) -> str:

@@ -39,14 +39,17 @@ def read_source(path: Path) -> Source:
     from .dcp import is_dcp
     from .interchange import load_state
 
-    kind, state = "file", None
+    kind = "file"
     if path.is_dir() and not is_dcp(path) and any(path.glob("*.safetensors")):
         from ..trainers.model_folder import ModelFolder
 
-        kind, state = "model", ModelFolder(path).all()
+        kind = "model"
+        state: Any = ModelFolder(path).all()
         if (path / OPTIMIZER).is_file():
             kind, state = "trainer", {"model": state, "optimizer": load_state(path / OPTIMIZER)}
-    found, refused = _storable(load_state(path) if state is None else state)
+    else:
+        state = load_state(path)
+    found, refused = _storable(state)
     return Source(path, kind, found, refused)
 
 

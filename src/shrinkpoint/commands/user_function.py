@@ -45,7 +45,7 @@ def load_function(option: str, name: str) -> Callable[[Any, str], float]:
         with _guarded(f"{option} {name} failed on the state restored from {what}"):
             found = function(state)
         try:
-            return float(found)
+            return float(found.detach() if hasattr(found, "detach") else found)
         except (TypeError, ValueError, RuntimeError):
             raise BadArgumentError(f"{option} {name} returned {type(found).__name__}; it must be a number") from None
 
@@ -61,5 +61,5 @@ def _guarded(message: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         said = str(error).partition("\n")[0][:200]
-        where = f" ({place.filename}, line {place.lineno})" if place.filename != __file__ else ""
+        where = f" ({place.filename}, line {place.lineno})" if os.path.isfile(place.filename) else ""
         raise BadArgumentError(f"{message}: {type(error).__name__}{': ' * bool(said)}{said}{where}") from error
