@@ -49,11 +49,11 @@ def measure(call: Callable[[], T]) -> tuple[T, Usage]:
 
 def peak(call: Callable[[], object]) -> int | None:
     """Return the bytes of the peak of a call above those held before; None without Linux."""
+    gc.collect()
     return _once(call)[1].peak_nbytes
 
 
 def _once(call: Callable[[], T]) -> tuple[T, Usage]:
-    gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # glibc: free memory that it keeps would hide new allocations
     is_known = os.access(_RESET, os.W_OK)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,7 +92,13 @@ def _errors(state: Any, restored: Any) -> dict[str, float]:
 
 def packages() -> list[str]:
     """Return the lossless compressors that can be imported, by name."""
-    return [name for name, module in (("zstd", "zstandard"), ("zipnn", "zipnn")) if importlib.util.find_spec(module)]
+    found = []
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # an installed package may not fit this Python
+        warnings.simplefilter("ignore")
+        for name, module in (("zstd", "zstandard"), ("zipnn", "zipnn")):
+            importlib.import_module(module)
+            found.append(name)
+    return found
 
 
 def try_package(name: str, state: Any) -> Trial:
