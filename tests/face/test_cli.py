@@ -1130,7 +1130,10 @@ def test_a_closed_stream_changes_no_exit_status(closed: str, words: str, store: 
 
 
 def on_terminal(*words: object) -> tuple[int, str, bytes]:
-    """Run a command whose standard error is a terminal; return exit code, standard output, and what that shows."""
+    """Run a command with a terminal as standard error.
+
+    Returns exit code, standard output, and the bytes that the terminal received.
+    """
     import pty
 
     main, side = pty.openpty()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..codec.checkpoint import Row
     from ..codec.config import Config
 
-_PIECE = 1 << 26
+_PIECE = 1 << 23
 """Bytes that a lossless compressor gets at once."""
 _ZIPNN = ("float32", "bfloat16", "float16")
 """dtypes that ZipNN compresses as bytes."""
@@ -79,7 +79,7 @@ def try_level(
 
 
 def _errors(state: Any, restored: Any) -> dict[str, float]:
-    """Return the relative L2 error of each array whose bits differ; infinite where it is not defined."""
+    """Return the relative L2 error of each array that changed; infinite if undefined."""
     from .diff import compare, side_of
 
     changes = compare(side_of(state), side_of(restored))
@@ -127,9 +127,11 @@ def _pieces(state: Any) -> Iterator[tuple[str, bytes]]:
         piece = bytearray()
         for values in arrays:
             data = as_bytes(values()).data
-            for start in range(0, len(data), _PIECE):
-                piece += data[start : start + _PIECE]
-                if len(piece) >= _PIECE:
+            while len(data):
+                room = _PIECE - len(piece)
+                piece += data[:room]
+                data = data[room:]
+                if len(piece) == _PIECE:
                     yield dtype, bytes(piece)
                     piece.clear()
         if piece:
@@ -145,7 +147,7 @@ def _zstd() -> tuple[_Coder, _Coder]:
 
 
 def _zipnn() -> tuple[_Coder, _Coder]:
-    """Return functions that compress and restore a piece with ZipNN; bytes of other dtypes stay as they are."""
+    """Return the same with ZipNN; bytes of dtypes that it does not know stay as they are."""
     made = importlib.import_module("zipnn").ZipNN
     coders = {dtype: made(input_format="byte", bytearray_dtype=dtype) for dtype in _ZIPNN}
 

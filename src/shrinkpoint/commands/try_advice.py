@@ -20,7 +20,7 @@ _IMPORT = "import shrinkpoint as sp"
 _LITTLE = 1.1
 """Ratio of two sizes below which the smaller one gains little."""
 _MUCH = 0.2
-"""Share of the bytes whose arrays nobody has described from which `advice` says how to describe them."""
+"""Share of the bytes in arrays of unknown role from which `advice` has a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Reason:
         share: of the bytes of the state.
         arrays: their number.
         largest: path of the largest one.
-        is_unknown: whether it is that nothing says what they are.
+        is_unknown: whether the role of the arrays is unknown.
     """
 
     why: str
@@ -69,7 +69,7 @@ def reasons(rows: Sequence[Row]) -> list[Reason]:
 
 
 def advice(lossless: Trial, default: Trial, exact: Sequence[Reason], sources: Sequence[Source]) -> list[str]:
-    """Return paragraphs that say what is not gained, and what to do about it.
+    """Return paragraphs on levels that gain little, and on remedies.
 
     Args:
         lossless, default: results of these levels.
@@ -142,10 +142,7 @@ def calls(sources: Sequence[Source], level: str) -> dict[str, list[str]]:
 
 
 def recommended(trials: Sequence[Trial]) -> str:
-    """Return the safest level that is much smaller than a safer one.
-
-    Example: exact weights, unless they gain little over lossless.
-    """
+    """Return the level for a first run: exact weights, or lossless where those gain little."""
     lossless, exact_weights = trials[0], trials[1]
     return "exact_weights" if lossless.nbytes > _LITTLE * exact_weights.nbytes else "lossless"
 

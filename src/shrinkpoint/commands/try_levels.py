@@ -142,7 +142,7 @@ def _trials(states: Sequence[Any], function: Callable[[Any, str], float] | None)
 
 
 def _result(trial: Trial, default: Trial, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the row of a trial as `--json` has it; None: not measured, or there is no such array."""
+    """Return a trial as `--json` shows it; None: not measured, or without such arrays."""
     moments = {row.path for row in default.rows if "moment" in row.why}
     of_moments = [trial.errors.get(path, 0.0) for path in moments]
     result = {
@@ -197,7 +197,10 @@ def _error(value: float) -> str:
 
 
 def _print_table(rows: Sequence[dict[str, str]], width: int) -> None:
-    """Print rows as one table, or as several where it is wider than the terminal, each with the first column."""
+    """Print rows as one table, or as several that fit the terminal.
+
+    Each has the first column, and no rows without values.
+    """
     first, *columns = rows[0]
     while columns:
         count, used = 0, max(len(row[first]) for row in rows)
