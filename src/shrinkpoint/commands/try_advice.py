@@ -1,4 +1,4 @@
-"""What `try` says below its table: why arrays are exact, what would help, and what to call."""
+"""Lines below the table of `try`: reasons of exact arrays, remedies, and calls to paste."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def reasons(rows: Sequence[Row]) -> list[Reason]:
     Args:
         rows: `summary()` at the default level.
     """
-    from ..codec.evidence.reasons import NOTHING, SEVERAL_TREES, UNMATCHED
+    from ..codec.evidence.reasons import NOTHING, UNMATCHED
 
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -61,7 +61,7 @@ def reasons(rows: Sequence[Row]) -> list[Reason]:
             sum(row.raw_bytes for row in group) / raw,
             len(group),
             max(group, key=lambda row: row.raw_bytes).path,
-            why in (NOTHING, UNMATCHED) or why.startswith(SEVERAL_TREES),
+            why in (NOTHING, UNMATCHED),
         )
         for why, group in groups.items()
     ]
@@ -84,8 +84,8 @@ def advice(lossless: Trial, default: Trial, exact: Sequence[Reason], sources: Se
     found = []
     if not is_lossy:
         found.append(
-            f"Nothing is gained by the lossy levels: all levels are lossless here, {lossless.ratio:.2f} x. They change "
-            "an array only where something says what it is, such as an optimizer's entries, and nothing does so here."
+            "Nothing is gained by the lossy levels: all arrays are exact, for the reasons above, and every level is "
+            f"{lossless.ratio:.2f} x lossless."
         )
     elif lossless.nbytes < _LITTLE * default.nbytes:
         found.append(
@@ -98,7 +98,8 @@ def advice(lossless: Trial, default: Trial, exact: Sequence[Reason], sources: Se
         is_matched = all(reason.why != UNMATCHED for reason in unknown)
         optimizer = "save the optimizer's state in the same checkpoint, or " if is_matched else ""
         found.append(
-            f"If these are trained weights, {optimizer}say so in Python: kinds=sp.kinds(model, optimizer), or a rule "
+            "An array changes only where something says what it is, as an optimizer's entry does. If these are "
+            f"trained weights, {optimizer}say so in Python: kinds=sp.kinds(model, optimizer), or a rule "
             f"for each, such as cfg=sp.Config([({pattern!r}, sp.Quantize())]). `shrinkpoint compress` takes such a "
             "configuration as --config FILE.json, which Config.to_json() writes."
         )
