@@ -20,7 +20,7 @@ _COMPILING = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a call took.
+    """Seconds and peak memory of one call.
 
     Args:
         seconds: wall time.
