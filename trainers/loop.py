@@ -61,7 +61,7 @@ def save(
     sensitivity: SensitivityTracker | None = None,
     grads: Mapping[str, Any] | None = None,
     metric: float | None = None,
-    cfg: Config | None = None,
+    cfg: Config | str | None = None,
 ) -> Future[SaveResult] | Saved | None:
     """Save the whole state of a training run, for `resume`.
 
