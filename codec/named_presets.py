@@ -9,7 +9,6 @@ from .config import Config
 from .errors import BadArgumentError
 from .presets import bitsnap, check_n_run, compact, exact_weights, inshrinkerator, lc_checkpoint, lossless, precise
 
-
 NAMED: dict[str, Callable[[], Config]] = {
     "default": Config,
     "lossless": lossless,

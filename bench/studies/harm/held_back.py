@@ -39,7 +39,8 @@ class _Autoencoder(nn.Module):
         mean, spread = self.encoder(images).chunk(2, dim=1)
         found = self.decoder(mean + noise * torch.exp(0.5 * spread))
         apart = 0.5 * (mean.square() + spread.exp() - 1 - spread).sum(dim=1).mean()
-        return 5 * F.mse_loss(found, images) + apart / images[0].numel()
+        bound: Tensor = 5 * F.mse_loss(found, images) + apart / images[0].numel()
+        return bound
 
 
 def vae() -> Family:
