@@ -31,6 +31,7 @@ class Size:
     context: int
     batch: int
     steps: int
+    full_steps: int
     learning_rate: float
     quick_windows: int  # held-out windows of the curve, one reading per checkpoint
     probe_windows: int  # held-out windows for comparing a restored model with the exact one
@@ -40,11 +41,11 @@ class Size:
 
 SIZES = {
     "small": Size(
-        layers=4, width=256, heads=4, context=128, batch=4, steps=1000, learning_rate=2e-3,
+        layers=4, width=256, heads=4, context=128, batch=4, steps=300, full_steps=1000, learning_rate=2e-3,
         quick_windows=32, probe_windows=256, final_windows=512, threads=4,
     ),
     "tiny": Size(
-        layers=2, width=64, heads=2, context=64, batch=4, steps=60, learning_rate=3e-3,
+        layers=2, width=64, heads=2, context=64, batch=4, steps=60, full_steps=200, learning_rate=3e-3,
         quick_windows=8, probe_windows=32, final_windows=64, threads=1,
     ),
 }  # fmt: skip
@@ -96,6 +97,7 @@ def demo_config(
     seed: int = 0,
     preset: str = "default",
     size: str = "small",
+    full: bool = False,
 ) -> DemoConfig:
     """Check the arguments of a demo run and fill in the defaults.
 
@@ -107,16 +109,19 @@ def demo_config(
         seed: seed of the model, the order of the data and the times of the kills, 0 to 2**32 - 1.
         preset: a name of `preset_names()`.
         size: a name of `SIZES`.
+        full: whether the default of `steps` is that of a long run; not together with `steps`.
 
     Raises:
         BadArgumentError: an argument is out of its range.
 
     Example:
-        >>> demo_config(steps=1000).every
+        >>> demo_config(full=True).every
         40
     """
     _check("size", size, size in SIZES, f"one of {', '.join(SIZES)}")
-    steps = SIZES[size].steps if steps is None else steps
+    _check("full", full, not full or steps is None, "False, if steps is given")
+    default = SIZES[size].full_steps if full else SIZES[size].steps
+    steps = default if steps is None else steps
     _check("steps", steps, steps >= 2, "at least 2")
     every = max(1, steps // CHECKPOINTS) if every is None else every
     _check("every", every, 1 <= every <= steps, f"between 1 and steps = {steps}")
