@@ -26,6 +26,7 @@ PAGES = [
     HOME / "CONTRIBUTING.md",
     *sorted((HOME / "docs").glob("*.md")),
     *sorted((HOME / "docs" / "decisions").glob("*.md")),
+    *sorted((HOME / "docs" / "trainers").glob("*.md")),
 ]
 WITH_CODE = [p for p in PAGES if any(b.language in RUN for b in blocks(p.read_text(encoding="utf-8")))]
 LANGUAGES = {"", "python", "console", "output", "json", "pycon"}
