@@ -255,7 +255,8 @@ def exact_weights(*, chain: ChainPolicy | None = None) -> Config:
     """Return the level with exact weights; only optimizer moments are lossy, as by `Config()`.
 
     Promise: evaluated or published weights are never changed. A training that resumes differs by the loss of its
-    moments: second moments keep to about half an octave, first moments to a relative L2 error of 0.58, without bias.
+    moments: second moments are rounded to steps of a factor of 1.4, first moments keep a relative L2 error of at most
+    0.58, without bias.
 
     Args:
         chain: when to take a base; default `ChainPolicy()`.
@@ -270,9 +271,9 @@ def exact_weights(*, chain: ChainPolicy | None = None) -> Config:
 def compact(*, chain: ChainPolicy | None = None) -> Config:
     """Return the smallest level: 24 bins, rate-distortion coding of weights, coarse moments.
 
-    Promise: small, for trainings that are restored now and then. First moments are on a grid of 4 in units of
-    sqrt(v), where most restore as zero: a resumed optimizer starts without momentum. Second moments keep to two
-    octaves. The restored model differs visibly from the saved one (docs/choosing.md says by how much).
+    Promise: small, for trainings that are restored now and then. First moments are rounded to steps of
+    four updates, so most become zero and a resumed optimizer builds up its momentum again. Second moments are rounded
+    to steps of a factor of four. The restored model differs visibly from the saved one (docs/choosing.md has figures).
 
     Args:
         chain: when to take a base; default `ChainPolicy()`.

@@ -38,7 +38,7 @@ class Trial:
         rank: process that ran it.
         state: fingerprint of the state it was tried on.
         seconds: time to compress, restore and evaluate; not compared.
-        ahead: whether some weights were coded ahead of their drift; default False.
+        ahead: whether some weights were extrapolated by their drift; default False.
     """
 
     point: Point | None
