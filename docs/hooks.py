@@ -18,6 +18,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "reporting.md",
     "bench/results/tables.md": "tables.md",
+    "bench/studies/systems/items.md": "items.md",
     "examples": "examples.md",
 }
 """Files of the repository by their address on the site."""

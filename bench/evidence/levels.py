@@ -225,7 +225,7 @@ def picture(path: Path) -> None:
     axes.set_xticks(ticks, [f"{tick} x" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("whole AdamW state, times smaller over a chain with bases")
-    axes.set_ylabel("loss after ten kills, % worse\nthan with errors of 1e-4")
+    axes.set_ylabel("loss after ten kills,\n% above nearly exact restores")
     axes.legend(frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
