@@ -19,7 +19,6 @@ PAGES = (
     "README.md",
     "docs/evidence.md",
     "docs/choosing.md",
-    "docs/decisions/default.md",
     "docs/systems.md",
     "docs/saver.md",
     "docs/trainers.md",
