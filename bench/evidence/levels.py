@@ -53,7 +53,7 @@ def levels() -> str:
 
 
 def _at_restore(level: str) -> list[tuple[str, str]]:
-    """Return the cells of the answers and of the loss right after a restore, with the worst family of each."""
+    """Return answers and loss right after a restore, each with its worst family."""
     if level in ("lossless", "exact_weights"):
         return [("100 %", ""), ("equal", "")]
     found = {family: one for family in FAMILIES if (one := campaign().found(family, level)) is not None}
@@ -65,7 +65,7 @@ def _at_restore(level: str) -> list[tuple[str, str]]:
 
 
 def _ends(level: str) -> list[tuple[str, str]]:
-    """Return the cells of the loss after ten kills and of its bound, with the worst family of each."""
+    """Return the loss after ten kills and its bound, each with its worst family."""
     if level == "lossless":
         return [("equal", "")] * 2
     found = {
