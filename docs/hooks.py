@@ -69,6 +69,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return "".join(_LINK.sub(replaced, part) + fence for part, fence in zip(parts, fences, strict=True))
 
 
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Leave out the repository's stars, for which the theme asks another server."""
+    return output.replace(' data-md-component="source"', "")
+
+
 @event_priority(-100)
 def on_post_build(config: Any) -> None:
     """Write the search index as a script too, which pages opened from a disk can load."""
