@@ -35,9 +35,9 @@ def trainers() -> str:
             continue
         how = re.match(r"(\d+) steps of .*, a save every (\d+)", found["overhead of the run"]["note"])
         title = f"{stored['size']:,} parameters" + (f", {how[1]} steps, a save every {how[2]}" if how else "")
-        own, change = f"{stored['peer']} {_bytes(stored['peer_value'])}", levels.change(loss["value"])
-        lines.append([name, _bytes(stored["value"]), own, f"{stored['ratio']:.1f} x", change])
-    return markdown([title, "bytes of a save", "its own", "times smaller", "loss after a resume"], lines)
+        ratio, change = f"{stored['ratio']:.1f} x", levels.change(loss["value"])
+        lines.append([name, _bytes(stored["value"]), stored["peer"], _bytes(stored["peer_value"]), ratio, change])
+    return markdown([title, "bytes of a save", "its own", "bytes", "times smaller", "loss after a resume"], lines)
 
 
 def _bytes(value: float | None) -> str:
