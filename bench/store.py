@@ -12,8 +12,6 @@ loads without an error are counted. Ours are in a base, a delta over it and a lo
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import importlib
 import io
 import os
@@ -30,6 +28,7 @@ from typing import Any
 import numpy as np
 
 import shrinkpoint as sp
+from shrinkpoint.commands.measurement import peak
 
 from . import data
 from .data import Pair
@@ -332,25 +331,6 @@ class _Work:
 
 
 # ---------------------------------------------------------------------------------------------------------- memory
-
-
-def peak(call: Callable[[], object]) -> int | None:
-    """Return the bytes of the peak of a call above those held before; None without Linux."""
-    reset = Path("/proc/self/clear_refs")
-    if not os.access(reset, os.W_OK):
-        return None
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    reset.write_text("5")
-    before = _status("VmRSS")
-    call()
-    return max(0, _status("VmHWM") - before)
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def _memory(pair: Pair, parameters: int, folder: Path, options: Options) -> list[Row]:

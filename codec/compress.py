@@ -21,7 +21,7 @@ from .streams import STREAMS
 def compress(
     state: Any,
     prev: Checkpoint | None = None,
-    cfg: Config | None = None,
+    cfg: Config | str | None = None,
     *,
     grads: Any = None,
     kinds: Mapping[str, Any] | None = None,
@@ -33,7 +33,8 @@ def compress(
         state: dict, list or tuple (any nesting, any plain keys) of arrays and plain scalars. Arrays may be torch
             tensors on any device, NumPy arrays, or arrays of any array-API library.
         prev: the parent, resolved: the result is then a delta against it. None: a base.
-        cfg: the codec of each array, error targets and the rate; default `Config()`.
+        cfg: the codec of each array, error targets and the rate, or the name of a preset such as "lossless"; default
+            `Config()`.
         grads: gradient averages for sensitivity, a tree with the keys of the weights (or the tails of their paths).
             With `Config.rate`, their squares replace second moments that the state does not have.
         kinds: `{path: layer type or Kind}`, as `kinds(module, optimizer)` gives it. Without it, an array changes only

@@ -272,8 +272,12 @@ class Config:
 
 
 def check_config(cfg: Any) -> Config:
-    """Refuse an object that is not a Config, such as a codec or a preset function."""
+    """Return a Config, or the preset of a name; refuse other objects, such as a codec or a preset function."""
+    if isinstance(cfg, str):
+        from .named_presets import by_name  # which imports this module
+
+        return by_name(cfg)
     if not isinstance(cfg, Config):
         got = "the preset itself; call it" if callable(cfg) else repr(cfg)[:60]
-        raise BadArgumentError(f"cfg must be a Config, not {got}")
+        raise BadArgumentError(f"cfg must be a Config or the name of a preset, not {got}")
     return cfg

@@ -31,7 +31,7 @@ def conclude(space: Space, choice: Choice, method: str, fell_back: bool) -> Sear
     notes = [*space.notes, *choice.notes, *trials.notes]
     if best is None or best.point is None:
         notes.append(
-            f"no configuration of the cube that was tried keeps {trials.allowed:.3%}: lossless is used; "
+            f"no configuration of the cube that was tried keeps {trials.allowed:.3%}: presets.exact_weights() is used; "
             f"the cube ends at {space.asked.bins[-1]} bins, more may pass"
         )
     elif abs(best.degradation) <= trials.scale.spread:
@@ -58,7 +58,7 @@ def conclude(space: Space, choice: Choice, method: str, fell_back: bool) -> Sear
         )
     point = None if best is None else best.point
     return SearchResult(
-        config=presets.lossless() if point is None else trials.search_state.config(point),
+        config=presets.exact_weights() if point is None else trials.search_state.config(point),
         point=point,
         trials=tuple(trials.found),
         met=point is not None,

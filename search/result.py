@@ -79,7 +79,8 @@ class SearchResult:
         config: the configuration to compress with.
         point: its point in the cube; None where no point was chosen (`met` says why).
         trials: every call of `evaluate`, in order.
-        met: whether the configuration keeps the threshold; False: no point does, and `config` is lossless.
+        met: whether the configuration keeps the threshold; False: no point does, and `config` keeps the weights exact:
+            `presets.exact_weights()`, or lossless with the method "budget spent".
         method: "neighbourhood", "exhaustive", "error target" (no `evaluate`), "nothing to choose", or "budget spent"
             (restores have used up `threshold`: lossless).
         fell_back: whether a neighbourhood search came first without success.
@@ -150,9 +151,9 @@ class SearchResult:
     def restored(self) -> SearchResult:
         """Return this result with one more restore, of a checkpoint compressed with `config`.
 
-        The restore adds to `spent`: `degradation`, if that is a loss; 0 if `config` is lossless or all points gave the
-        same checkpoint; `threshold` if nothing was evaluated. The next search with `expected_restores` and the returned
-        result as `last` allows only the remainder.
+        The restore adds to `spent`: `degradation`, if that is a loss; 0 if `config` keeps the weights exact or all
+        points gave the same checkpoint; `threshold` if nothing was evaluated. The next search with
+        `expected_restores` and the returned result as `last` allows only the remainder.
 
         Example:
             >>> import numpy as np
@@ -168,6 +169,10 @@ class SearchResult:
         if not self.met or self.method == "nothing to choose":
             cost = 0.0
         return dataclasses.replace(self, restores=self.restores + 1, spent=self.spent + cost)
+
+    @property
+    def _fallback(self) -> str:
+        return "lossless" if self.method == "budget spent" else "exact weights"
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain JSON."""
@@ -204,7 +209,7 @@ class SearchResult:
         return SearchResult(**found)
 
     def __str__(self) -> str:
-        found = str(self.point) if self.point is not None else "lossless" if not self.met else self.method
+        found = str(self.point) if self.point is not None else self.method if self.met else self._fallback
         kept = (
             "" if self.degradation is None else f", degradation {self.degradation:+.3%} of {self.threshold:.3%} allowed"
         )

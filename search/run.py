@@ -59,7 +59,8 @@ def search(
         options: further settings; default `SearchOptions()`.
 
     Returns:
-        The choice with all trials. If no configuration is good enough, it is lossless and `met` is False.
+        The choice with all trials. If no configuration is good enough, it is `presets.exact_weights()` and
+        `met` is False.
 
     Raises:
         BadArgumentError: an argument is out of range; `evaluate` raised, returned something other than a number,

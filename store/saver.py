@@ -479,7 +479,7 @@ class Saver:
         grads: Any = None,
         kinds: Mapping[str, Any] | None = None,
         metric: float | None = None,
-        cfg: Config | None = None,
+        cfg: Config | str | None = None,
     ) -> Future[SaveResult]:
         """Copy a state and hand it over to be saved; then training may change the state.
 

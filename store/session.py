@@ -160,7 +160,7 @@ class Session:
         grads: Any = None,
         kinds: Mapping[str, Any] | None = None,
         metric: float | None = None,
-        cfg: Config | None = None,
+        cfg: Config | str | None = None,
     ) -> Saved:
         """See `Store.save`."""
         step, metric = check_step(step), check_metric(metric)

@@ -79,7 +79,7 @@ class Store:
 
     Args:
         url: a folder, or any fsspec URL ("s3://bucket/run", "memory://run"). It need not exist yet.
-        cfg: how to compress, and when to take a base (`cfg.chain`).
+        cfg: how to compress, and when to take a base (`cfg.chain`); or the name of a preset, such as "exact_weights".
         in_memory: how many of the newest checkpoints are also kept in shared memory, for `load` after a crash; default
             0. See `store.memory_copies`.
 
@@ -93,7 +93,7 @@ class Store:
         ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [10])
     """
 
-    def __init__(self, url: str | os.PathLike[str], cfg: Config | None = None, *, in_memory: int = 0) -> None:
+    def __init__(self, url: str | os.PathLike[str], cfg: Config | str | None = None, *, in_memory: int = 0) -> None:
         self.cfg = Config() if cfg is None else check_config(cfg)
         self._files = opened(url)
         self._catalog = Catalog(self._files)
@@ -210,7 +210,7 @@ class Store:
         grads: Any = None,
         kinds: Mapping[str, Any] | None = None,
         metric: float | None = None,
-        cfg: Config | None = None,
+        cfg: Config | str | None = None,
     ) -> Saved:
         """Compress a state and commit it as a step.
 

@@ -105,7 +105,7 @@ class Background:
         *,
         grads: Any = None,
         kinds: Mapping[str, Any] | None = None,
-        cfg: Config | None = None,
+        cfg: Config | str | None = None,
     ) -> None:
         """Copy a state, save it as the store's next step, and let a file point to that.
 

@@ -66,7 +66,7 @@ class Transfer:
 
 
 def save_pretrained(
-    model_or_folder: Any, dir: PathLike, base: PathLike | None = None, cfg: Config | None = None
+    model_or_folder: Any, dir: PathLike, base: PathLike | None = None, cfg: Config | str | None = None
 ) -> Transfer:
     """Compress a model for transfer; `load_pretrained` is the inverse.
 

@@ -112,7 +112,9 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         True
     """
 
-    def __init__(self, cfg: Config | None = None, *, background: bool = False, compact: float | None = None) -> None:
+    def __init__(
+        self, cfg: Config | str | None = None, *, background: bool = False, compact: float | None = None
+    ) -> None:
         super().__init__()
         watch(CompressedIO)
         self.cfg = Config() if cfg is None else check_config(cfg)

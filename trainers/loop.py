@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
@@ -44,6 +44,47 @@ class PartNotRestoredWarning(ShrinkpointWarning):
     """The checkpoint holds a part, such as the optimizer, that `resume` was not given."""
 
 
+@overload
+def save(
+    saver: Saver,
+    step: int,
+    model: nn.Module | TrainingState,
+    optimizer: Optimizers | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    ema: Stateful | None = None,
+    loader: Stateful | None = None,
+    generators: Mapping[str, Generator] | None = None,
+    more: Mapping[str, Stateful] | None = None,
+    frozen: str | None = None,
+    tracker: RowTracker | None = None,
+    sensitivity: SensitivityTracker | None = None,
+    grads: Mapping[str, Any] | None = None,
+    metric: float | None = None,
+    cfg: Config | str | None = None,
+) -> Future[SaveResult] | None: ...
+@overload
+def save(
+    saver: Store,
+    step: int,
+    model: nn.Module | TrainingState,
+    optimizer: Optimizers | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    ema: Stateful | None = None,
+    loader: Stateful | None = None,
+    generators: Mapping[str, Generator] | None = None,
+    more: Mapping[str, Stateful] | None = None,
+    frozen: str | None = None,
+    tracker: RowTracker | None = None,
+    sensitivity: SensitivityTracker | None = None,
+    grads: Mapping[str, Any] | None = None,
+    metric: float | None = None,
+    cfg: Config | str | None = None,
+) -> Saved | None: ...
+@overload
 def save(
     saver: Saver | Store,
     step: int,
@@ -61,7 +102,26 @@ def save(
     sensitivity: SensitivityTracker | None = None,
     grads: Mapping[str, Any] | None = None,
     metric: float | None = None,
-    cfg: Config | None = None,
+    cfg: Config | str | None = None,
+) -> Future[SaveResult] | Saved | None: ...
+def save(
+    saver: Saver | Store,
+    step: int,
+    model: nn.Module | TrainingState,
+    optimizer: Optimizers | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    ema: Stateful | None = None,
+    loader: Stateful | None = None,
+    generators: Mapping[str, Generator] | None = None,
+    more: Mapping[str, Stateful] | None = None,
+    frozen: str | None = None,
+    tracker: RowTracker | None = None,
+    sensitivity: SensitivityTracker | None = None,
+    grads: Mapping[str, Any] | None = None,
+    metric: float | None = None,
+    cfg: Config | str | None = None,
 ) -> Future[SaveResult] | Saved | None:
     """Save the whole state of a training run, for `resume`.
 

@@ -143,7 +143,7 @@ def save_at(
     *,
     grads: Any = None,
     kinds: Mapping[str, Any] | None = None,
-    cfg: Config | None = None,
+    cfg: Config | str | None = None,
 ) -> Pointer:
     """Save a state as the store's next step, and let a file point to it."""
     before = read_pointer(path)

@@ -316,7 +316,7 @@ class CompressCallback(TrainerCallback):  # type: ignore[misc]
         True
     """
 
-    def __init__(self, cfg: Config | None = None) -> None:
+    def __init__(self, cfg: Config | str | None = None) -> None:
         self.cfg = Config() if cfg is None else check_config(cfg)
         self._store: Store | None = None
 

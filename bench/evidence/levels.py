@@ -19,6 +19,7 @@ from .cells import markdown
 NAMES = {
     "lossless": "`presets.lossless()`",
     "exact_weights": "`presets.exact_weights()`",
+    "precise": "`presets.precise()`",
     "default": "`Config()`",
     "compact": "`presets.compact()`",
 }
@@ -45,7 +46,8 @@ def levels() -> str:
             smallest = min(ratios, key=ratios.__getitem__)
             mean, least = f"{statistics.fmean(ratios.values()):.3g} x", (f"{ratios[smallest]:.3g} x", smallest)
         lines.append([name, mean, least[0], *(cell for cell, _ in figures)])
-        named.append(f"{name} {', '.join(family for _, family in [least, *figures] if family)}")
+        if worst := [family for _, family in [least, *figures] if family]:
+            named.append(f"{name} {', '.join(worst)}")
     head = ["level", "times smaller, mean", "times smaller", "same answers after a restore", "loss after a restore"]
     table = markdown([*head, "loss after ten kills", "its 95 % bound"], lines)
     said = "Each figure but the mean is that of the worst family. These are, from left to right:"

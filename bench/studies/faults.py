@@ -295,7 +295,7 @@ class Outcome:
         overhead: seconds in saves against seconds in training, in percent.
         restore: seconds a restore.
         evaluations: of a search, in total.
-        unmet: searches that found nothing good enough and took lossless.
+        unmet: searches that found nothing good enough and took exact weights.
         accuracy: share of right predictions on the held-out set at the end; NaN for a task without accuracy.
         accuracy_lost: accuracy lost by storing and restoring, in percent of it, mean over restores.
     """

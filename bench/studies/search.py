@@ -249,8 +249,8 @@ def of_chain(training: Training, threshold: float, steps: list[Step], default: i
     worst = max(s.loss for s in steps)
     elsewhere = [s.elsewhere for s in steps]
     stored = sum(s.stored.nbytes for s in steps)
-    lossless = sum(not s.found.met for s in steps)
-    note = f"{len(steps)} checkpoints" + (f", {lossless} lossless for want of a point that passes" if lossless else "")
+    exact = sum(not s.found.met for s in steps)
+    note = f"{len(steps)} checkpoints" + (f", {exact} with exact weights, because no point passes" if exact else "")
     counts = [r.evaluations for r in later]
     median, usual = statistics.median(seconds), statistics.median(counts)
     trained = [s.training for s in steps[1:]]

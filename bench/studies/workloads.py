@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 State = dict[str, Any]
 BETAS = (0.9, 0.999)
+adamw = partial(torch.optim.AdamW, betas=BETAS)
+"""The optimizer of most workloads."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Workload:
         half: the forward pass in bfloat16 (autocast); weights, gradients and moments stay float32.
         device: default device of its runs.
         right: which predictions of a model on a batch are right; None: accuracy is not defined for the task.
+        optimizer: makes it from parameter groups, given `lr`; default AdamW.
+        decays: whether matrices have a weight decay of 0.1.
     """
 
     name: str
@@ -59,6 +63,8 @@ class Workload:
     half: bool = False
     device: str = "cpu"
     right: Callable[[nn.Module, Any], Tensor] | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] = adamw
+    decays: bool = True
 
     @property
     def parameters(self) -> int:
@@ -92,8 +98,9 @@ class Run:
         self.model = workload.model().to(self.device)  # drawn on the CPU: the same weights everywhere
         decayed = [p for p in self.model.parameters() if p.ndim >= 2]
         others = [p for p in self.model.parameters() if p.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=workload.rate, betas=BETAS)
+        decay = 0.1 if workload.decays else 0.0
+        groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = workload.optimizer(groups, lr=workload.rate)
 
     def learning_rate(self) -> float:
         """Learning rate of the next step."""

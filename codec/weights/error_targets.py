@@ -28,7 +28,9 @@ from .levels import LevelsReference, rounded_codebook
 from .partition import upper_threshold
 from .ratedistortion import dearest_price
 from .rd_tradeoff import Trade
+from .settings import QuantizeSettings
 from .sketch_refinement import fit_closely, held_codebook
+from .uniform_quantizer import MULTIPLES_OF
 
 SHARE = 0.9
 """Share of the target that nearest levels take when a codebook is fitted; the encoder has the rest."""
@@ -185,6 +187,7 @@ def widest(density: Density, threshold: float, aim: float, exactly: bool) -> Cho
         step = to_8_bits(max(step, least), up=True)
         if not 0 < step < math.inf:
             break
+        is_finest = step <= to_8_bits(least, up=True)
         entries = multiples(low, high, step)
         if entries.size > MOST:  # no step is as small as it should be, among subnormals
             break
@@ -192,7 +195,7 @@ def widest(density: Density, threshold: float, aim: float, exactly: bool) -> Cho
         share = choice.error / aim
         if share <= 1 and (found is None or choice.bits < found.bits):
             found = choice
-        if _CLOSE <= share <= 1:
+        if _CLOSE <= share <= 1 or (share > 1 and is_finest):
             break
         # Rounding up does not bring back a step that was too wide.
         step *= min(1 / share, 1.5) if 0 < share <= 1 else 1.5 if share == 0 else max(0.992 / share, 0.7)
@@ -213,9 +216,12 @@ def choices(
     cells: Cells,
     few: NpArray | None,
     before: LevelsReference | None,
-    frozen: bool,
+    how: QuantizeSettings,
 ) -> Iterator[tuple[Thresholds, NpArray, str, float]]:
     """Yield choices by the sketch: first the smallest that meets the target, then finer ones.
+
+    Yields nothing for an array with many values that no codebook is fine enough for, if `how.residual` allows another
+    stream.
 
     Args:
         leaf: the array.
@@ -225,7 +231,7 @@ def choices(
         cells: those that are neither pruned nor protected.
         few: all its distinct values if they are few, else None.
         before: the parent, or None.
-        frozen: whether the parent's codebook is kept where it will do.
+        how: the policy for a parent's codebook, and whether finer streams are allowed.
 
     Yields:
         Thresholds, a codebook, why this one, and the relative L2 error that levels may come to.
@@ -246,11 +252,13 @@ def choices(
 
     fresh = smallest(density, thresholds, SHARE * goal, exactly)
     reason = "new" if before is None else "refit"
+    if fresh is None and few is None and how.residual and leaf.spec.dtype in MULTIPLES_OF:
+        return
     if few is not None:
         own = expected(density, np.inf, few, exactly)
         if fresh is None or own.bits <= fresh.bits + _SLACK:
             yield limits, few, "of all its values", goal
-    if before is not None and before.codebook.size and frozen:
+    if before is not None and before.codebook.size and how.policy == "frozen":
         own = expected(density, before.thresholds.protect_magnitude, before.codebook, exactly)
         if own.error > _HELD * goal:
             reason = f"refit: the parent's gives {own.error / target:.3g} times the error target"
@@ -264,10 +272,10 @@ def choices(
             yield at(choice), rounded_codebook(choice.codebook, leaf.spec), reason, goal
     # Last the finest grid there is; and for values that lie on no grid but are few, the best entries.
     for solver, count in (("uniform", MOST), *(("exact", count) for count in LADDER)):
-        how = Fit(count, 1.0, solver, "refit", 1.0, 0)
-        codebook, _, cells, looked = fit_closely(leaf, limits, cells, how, None, looked)
+        entries = Fit(count, 1.0, solver, "refit", 1.0, 0)
+        codebook, _, cells, looked = fit_closely(leaf, limits, cells, entries, None, looked)
         if count == MOST or predicted_error(cells, codebook) <= goal:
-            yield limits, held_codebook(codebook, cells, how, leaf.spec), reason, goal
+            yield limits, held_codebook(codebook, cells, entries, leaf.spec), reason, goal
 
 
 def spent(

@@ -157,15 +157,7 @@ class Quantize(QuantizeSettings):
             if target == np.inf or met.relative_l2 <= target:
                 break
         else:
-            stored = Exact().encode(leaf, parent)
-            note = f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}"
-            twice = store_multiples(leaf, parent, target) if self.residual else None
-            if twice is not None and sum(map(len, twice.pieces)) < sum(map(len, stored.pieces)):
-                lost = lost_to_step(plan.cells, twice.meta["s"])
-                if lost.nonzero <= _LOST:
-                    return twice
-                note += f", and by a finer step {lost.nonzero:.0%} of it would be as good as zero"
-            return dataclasses.replace(stored, note=note)
+            return self._finer_or_exact(leaf, parent, plan, target)
         if parts_are_lost:
             return self._each_by_its_size(leaf, parent, lost.counted)
         if lost.nonzero > _LOST:
@@ -174,6 +166,20 @@ class Quantize(QuantizeSettings):
             memory, met, rate = spent(leaf, memory, met, before, goal, scale)
             note += f"; {np.mean(memory.levels == 1):.2g} protected, rate {rate:.2g}"
         return Quantized(memory, met.relative_l2, note)
+
+    def _finer_or_exact(self, leaf: Leaf, parent: Reference | None, plan: Plan, target: float) -> Stored:
+        """Encode an array that no codebook is fine enough for."""
+        note = f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}"
+        finer = store_multiples(leaf, parent, target) if self.residual else None
+        size = 0 if finer is None else sum(map(len, finer.pieces))
+        if finer is not None and (lost := lost_to_step(plan.cells, finer.meta["s"])).nonzero > _LOST:
+            note += f", and by a finer step {lost.nonzero:.0%} of it would be as good as zero"
+        elif finer is not None and 2 * size < leaf.spec.nbytes:  # values that are not few take more than this
+            return finer
+        stored = Exact().encode(leaf, parent)
+        if finer is not None and lost.nonzero <= _LOST and size < sum(map(len, stored.pieces)):
+            return finer
+        return dataclasses.replace(stored, note=note)
 
     def _each_by_its_size(self, leaf: Leaf, parent: Reference | None, lost: float) -> Stored:
         """Encode an array in log buckets, whose error is relative to each element.
@@ -195,9 +201,8 @@ class Quantize(QuantizeSettings):
         how = self.fit_for(leaf)
         few = few_values(leaf, plan.cells, how.bins) if self.coder == "smallest" else None
         if self.chooses_step:
-            magnitudes, keeps = plan.sketch.signed.magnitude(), self.policy == "frozen"
-            target = self.max_error or 0.0
-            yield from choices(leaf, target, plan.thresholds, magnitudes, plan.cells, few, before, keeps)
+            magnitudes, target = plan.sketch.signed.magnitude(), self.max_error or 0.0
+            yield from choices(leaf, target, plan.thresholds, magnitudes, plan.cells, few, before, self)
             return
         cells, looked, old = plan.cells, 0, None if before is None else before.codebook
         for bins in (how.bins,) if self.max_error is None else LADDER:

@@ -28,7 +28,8 @@ from ..lossless.reference import BytesReference
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, largest
 
-_DTYPES = ("float32", "float64")
+MULTIPLES_OF = ("float32", "float64")
+"""Dtypes that this stream stores."""
 _WIDTHS = (2, 4)
 _FRESH, _OLD, _FINEST = 0.93, 0.99, 0.7
 """Shares of the step that would do: a new one, so that it lasts; the most and the least at which a parent's stays."""
@@ -87,7 +88,7 @@ def store_multiples(leaf: Leaf, parent: Reference | None, target: float) -> Stor
         parent: reference for a delta, used if it is of this stream.
         target: in (0, 1).
     """
-    if leaf.spec.dtype not in _DTYPES:
+    if leaf.spec.dtype not in MULTIPLES_OF:
         return None
     x = as_bytes(leaf.flat).view(f"<{_letter(leaf.spec)}")
     starts = range(0, x.size, CHUNK)
@@ -149,7 +150,7 @@ def decode_multiples(
 ) -> MultiplesReference:
     """Decode the stream format "multiples"."""
     step, width = meta.get("s"), meta.get("w")
-    if spec.dtype not in _DTYPES or type(step) is not float or not 0 < step < math.inf or width not in _WIDTHS:
+    if spec.dtype not in MULTIPLES_OF or type(step) is not float or not 0 < step < math.inf or width not in _WIDTHS:
         raise CorruptDataError(f"multiples: {width!r} bytes of a step of {step!r} for {spec.dtype}")
     check_memory(spec.size * width, "multiples")
     before = _comparable(parent, step, width, spec.size)

@@ -1,4 +1,4 @@
-"""Modules in several threads: look-up of what this process has imported, and imports in one thread at a time."""
+"""Look-up of imported modules, and imports in one thread at a time."""
 
 from __future__ import annotations
 

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .trainers.publishing.publisher import PublishConflictError, Published, Publisher
     from .trainers.publishing.subscriber import Subscriber
     from .trainers.rows import RowTracker
+    from .trainers.run import Run
     from .trainers.sensitivity import SensitivityTracker
 
 __version__ = "0.1.0"
@@ -99,6 +100,7 @@ _SUBJECTS = {
     "trainers.publishing.publisher": "PublishConflictError Published Publisher",
     "trainers.publishing.subscriber": "Subscriber",
     "trainers.rows": "RowTracker",
+    "trainers.run": "Run",
     "trainers.sensitivity": "SensitivityTracker",
 }
 _MODULE_OF = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
@@ -142,6 +144,7 @@ __all__ = [
     "RowTracker",
     "Rows",
     "Rule",
+    "Run",
     "SaveResult",
     "Saver",
     "SaverWarning",

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .commands import convert, diff, housekeeping, inspect, report, seal, warm
+from .commands import convert, diff, housekeeping, inspect, report, seal, try_levels, warm
 from .commands.exit_codes import FAULT, Guarded, fault
 from .commands.options import grouped
 
@@ -91,6 +91,7 @@ def bench(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
+app.command("try")(try_levels.try_levels)
 for command in (
     inspect.info,
     inspect.ls,

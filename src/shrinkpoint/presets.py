@@ -14,6 +14,7 @@ from .codec.presets import (
     inshrinkerator,
     lc_checkpoint,
     lossless,
+    precise,
 )
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "inshrinkerator",
     "lc_checkpoint",
     "lossless",
+    "precise",
 ]
 
 sys.modules[__name__] = presets

@@ -27,6 +27,7 @@ LEVELS = {
     "default": sp.Config(),
     "lossless": sp.presets.lossless(),
     "exact weights": sp.presets.exact_weights(),
+    "precise": sp.presets.precise(),
     "compact": sp.presets.compact(),
     "log buckets": sp.Config([("second moment", sp.LogBuckets())]),
 }

@@ -14,6 +14,7 @@ KEEPING = {
     "error target": sp.Config(max_rel_error=0.05),
     "rate": sp.Config(rate=0.002),
     "exact_weights": sp.presets.exact_weights(),
+    "precise": sp.presets.precise(),
     "compact": sp.presets.compact(),
     "lc_checkpoint": sp.presets.lc_checkpoint(),
     "check_n_run": sp.presets.check_n_run(),

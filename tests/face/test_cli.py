@@ -1129,11 +1129,15 @@ def test_a_closed_stream_changes_no_exit_status(closed: str, words: str, store: 
     assert done.returncode == 0, done.stderr
 
 
-def test_a_terminal_gets_a_progress_bar(store: sp.Store) -> None:
+def on_terminal(*words: object) -> tuple[int, str, bytes]:
+    """Run a command with a terminal as standard error.
+
+    Returns exit code, standard output, and the bytes that the terminal received.
+    """
     import pty
 
     main, side = pty.openpty()
-    command = [sys.executable, "-m", "shrinkpoint", "verify", store.url]
+    command = [sys.executable, "-m", "shrinkpoint", *map(str, words)]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=side, text=True, env=environment)
     os.close(side)
@@ -1148,7 +1152,12 @@ def test_a_terminal_gets_a_progress_bar(store: sp.Store) -> None:
         shown += part
     out, _ = process.communicate(timeout=60)
     os.close(main)
-    assert process.returncode == 0
+    return process.returncode, out, shown
+
+
+def test_a_terminal_gets_a_progress_bar(store: sp.Store) -> None:
+    code, out, shown = on_terminal("verify", store.url)
+    assert code == 0
     assert out == "3 checkpoints checked, 0 not intact\n"
     assert b"3/3" in shown
     assert b"\x1b[" in shown

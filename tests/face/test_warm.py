@@ -41,7 +41,7 @@ def states(model, dtype):
         optimizer.step()
         yield {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "order": list(range(2000))}, kinds
 
-levels = [sp.Config(), *(getattr(sp.presets, n)() for n in ("lossless", "exact_weights", "compact"))]
+levels = [sp.Config(), *(getattr(sp.presets, n)() for n in ("lossless", "exact_weights", "precise", "compact"))]
 for model in models:
     for dtype in (torch.float32, torch.bfloat16):
         training = states(model, dtype)

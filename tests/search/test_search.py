@@ -558,15 +558,15 @@ def test_the_cost_is_reported_as_a_share_of_training_time() -> None:
 # ---------------------------------------------------------------------- bad input
 
 
-def test_a_threshold_that_nothing_meets_means_lossless_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_threshold_that_nothing_meets_means_exact_weights_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     state = random_state()
     found = sp.search(state, Loss(state, scale=1e6), 0.01, options=sp.SearchOptions(cube=SMALL))
     assert not found.met
     assert found.point is None
-    assert found.config == sp.presets.lossless()
-    assert any("lossless is used; the cube ends at 64 bins" in note for note in found.notes)
-    assert str(found).startswith("lossless: size not measured; ")
-    assert any(r.levelno == logging.WARNING and "lossless" in r.getMessage() for r in caplog.records)
+    assert found.config == sp.presets.exact_weights()
+    assert any("presets.exact_weights() is used; the cube ends at 64 bins" in note for note in found.notes)
+    assert str(found).startswith("exact weights: size not measured; ")
+    assert any(r.levelno == logging.WARNING and "exact weights" in r.getMessage() for r in caplog.records)
     assert found.rounds < 12
     # The next search has no neighbourhood to start from.
     assert sp.search(state, Loss(state), 0.05, last=found).is_exhaustive

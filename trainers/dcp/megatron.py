@@ -46,7 +46,7 @@ class CompressedSave(SaveShardedStrategy):  # type: ignore[misc]
 
     def __init__(
         self,
-        cfg: Config | None = None,
+        cfg: Config | str | None = None,
         *,
         parent: str | Path | None = None,
         kinds: Mapping[str, Any] | None = None,

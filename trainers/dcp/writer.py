@@ -140,7 +140,7 @@ class Writer(StorageWriter):
     def __init__(
         self,
         path: str | os.PathLike[str] | Store | None = None,
-        cfg: Config | None = None,
+        cfg: Config | str | None = None,
         *,
         parent: str | os.PathLike[str] | int | None = None,
         keep: Retention | None = None,

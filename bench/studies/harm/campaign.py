@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...devices import threads
-from .families import FAMILIES, SET_ASIDE, Family
+from .families import SET_ASIDE, Family
+from .groups import ALL as FAMILIES
 from .measure import Record, chain, killed, resumed, uninterrupted
 from .settings import KILLED, NULL, PARTS
 

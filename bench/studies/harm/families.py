@@ -48,16 +48,22 @@ class Family:
         return self.workload.name
 
 
-def _losses(outputs: Callable[[nn.Module, Any], Tensor], targets: Callable[[Any], Tensor]) -> Any:
+def digit_images(rng: np.random.Generator | None, count: int) -> Tensor:
+    """Return images of digits drawn from the training set; without a generator the held-out ones."""
+    images = digits()[0]
+    return images[_TRAINED_ON:][:count] if rng is None else images[rng.integers(0, _TRAINED_ON, count)]
+
+
+def losses(outputs: Callable[[nn.Module, Any], Tensor], targets: Callable[[Any], Tensor]) -> Any:
     return lambda model, batch: F.cross_entropy(outputs(model, batch), targets(batch))
 
 
-def _first(model: nn.Module, batch: Any) -> Tensor:
+def first(model: nn.Module, batch: Any) -> Tensor:
     found: Tensor = model(batch[0])
     return found
 
 
-def _second(batch: Any) -> Tensor:
+def second(batch: Any) -> Tensor:
     found: Tensor = batch[1]
     return found
 
@@ -83,9 +89,10 @@ def _digits_held_out() -> list[tuple[Tensor, Tensor]]:
     return [(_noisy(images[_TRAINED_ON:], rng), labels[_TRAINED_ON:]) for _ in range(_COPIES)]
 
 
-def _on_digits(name: str, model: Callable[[], nn.Module], steps: int, rate: float) -> Family:
-    workload = Workload(name, model, _digits_batch, _losses(_first, _second), _digits_held_out, steps, rate)
-    return Family(workload, _first, _second, classifies=True)
+def on_digits(name: str, model: Callable[[], nn.Module], steps: int, rate: float) -> Family:
+    """Return a family of classifiers of noisy digits."""
+    workload = Workload(name, model, _digits_batch, losses(first, second), _digits_held_out, steps, rate)
+    return Family(workload, first, second, classifies=True)
 
 
 def mlp() -> Family:
@@ -93,7 +100,7 @@ def mlp() -> Family:
     make = lambda: nn.Sequential(  # noqa: E731
         nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, _DIGITS)
     )
-    return _on_digits("MLP", make, 500, 1e-3)
+    return on_digits("MLP", make, 500, 1e-3)
 
 
 def _convolutions(norm: Callable[[int], nn.Module]) -> nn.Module:
@@ -106,12 +113,12 @@ def _convolutions(norm: Callable[[int], nn.Module]) -> nn.Module:
 
 def cnn() -> Family:
     """Two convolutions with group norm and a perceptron, 0.05 M parameters."""
-    return _on_digits("CNN", lambda: _convolutions(lambda n: nn.GroupNorm(8, n)), 400, 2e-3)
+    return on_digits("CNN", lambda: _convolutions(lambda n: nn.GroupNorm(8, n)), 400, 2e-3)
 
 
 def cnn_batch_norm() -> Family:
     """A CNN with batch norm, whose running statistics are kept exactly."""
-    return _on_digits("CNN, batch norm", lambda: _convolutions(nn.BatchNorm2d), 400, 2e-3)
+    return on_digits("CNN, batch norm", lambda: _convolutions(nn.BatchNorm2d), 400, 2e-3)
 
 
 class _SmallViT(nn.Module):
@@ -133,7 +140,7 @@ class _SmallViT(nn.Module):
 
 def vit() -> Family:
     """A vision transformer on 8 patches, 0.07 M parameters."""
-    return _on_digits("ViT", _SmallViT, 500, 3e-3)
+    return on_digits("ViT", _SmallViT, 500, 3e-3)
 
 
 def autoencoder() -> Family:
@@ -155,7 +162,7 @@ def autoencoder() -> Family:
     def loss(model: nn.Module, given: Any) -> Tensor:
         return F.mse_loss(model(given[0]), given[1])
 
-    return Family(Workload("autoencoder", make, batch, loss, held_out, 500, 1e-3), _first, _second, classifies=False)
+    return Family(Workload("autoencoder", make, batch, loss, held_out, 500, 1e-3), first, second, classifies=False)
 
 
 # -------------------------------------------------------------------------------------------------------------- text
@@ -189,9 +196,10 @@ def _bytes_to_come(text: Any) -> Tensor:
     return found
 
 
-def _on_text(name: str, model: Callable[[], nn.Module], steps: int, rate: float) -> Family:
-    loss = _losses(_next_bytes, _bytes_to_come)
-    workload = Workload(name, model, _text_batch, loss, _text_held_out, steps, rate)
+def on_text(name: str, model: Callable[[], nn.Module], steps: int, rate: float, **more: Any) -> Family:
+    """Return a family of byte-level language models; `more` are arguments of `Workload`."""
+    loss = losses(_next_bytes, _bytes_to_come)
+    workload = Workload(name, model, _text_batch, loss, _text_held_out, steps, rate, **more)
     return Family(workload, _next_bytes, _bytes_to_come, classifies=True)
 
 
@@ -199,7 +207,7 @@ def gpt() -> Family:
     """A byte-level GPT of two layers, 0.12 M parameters, on the standard library's sources."""
     from shrinkpoint.demo.model import GPT
 
-    return _on_text("GPT", lambda: GPT(2, 64, 4, _CONTEXT, dropout=0.0, bias=False), 500, 3e-3)
+    return on_text("GPT", lambda: GPT(2, 64, 4, _CONTEXT, dropout=0.0, bias=False), 500, 3e-3)
 
 
 class _SmallLSTM(nn.Module):
@@ -216,44 +224,47 @@ class _SmallLSTM(nn.Module):
 
 def lstm() -> Family:
     """A byte-level LSTM, 0.09 M parameters, on the standard library's sources."""
-    return _on_text("LSTM", _SmallLSTM, 500, 5e-3)
+    return on_text("LSTM", _SmallLSTM, 500, 5e-3)
 
 
 # ------------------------------------------------------------------------------------------------- tables and graphs
 
-_IDS, _WIDTH, _FIELDS = 1500, 24, 4
+_IDS, _WIDTH, CLICK_FIELDS = 1500, 24, 4
 
 
-def _clicks(rng: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
+def clicks(rng: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
     """Draw ids by a power law, and clicks by products of the fields' hidden vectors."""
     truth = np.random.default_rng(7)
-    vectors, pairs = truth.standard_normal((_FIELDS, _IDS, 4)), truth.standard_normal((_FIELDS, _FIELDS, 4))
-    ids = np.minimum((np.exp(rng.random((count, _FIELDS)) * np.log(_IDS + 1)) - 1).astype(np.int64), _IDS - 1)
-    found = vectors[np.arange(_FIELDS), ids]
+    vectors, pairs = (
+        truth.standard_normal((CLICK_FIELDS, _IDS, 4)),
+        truth.standard_normal((CLICK_FIELDS, CLICK_FIELDS, 4)),
+    )
+    ids = np.minimum((np.exp(rng.random((count, CLICK_FIELDS)) * np.log(_IDS + 1)) - 1).astype(np.int64), _IDS - 1)
+    found = vectors[np.arange(CLICK_FIELDS), ids]
     score = 0.4 * np.einsum("bid,ijd,bjd->b", found, pairs, found)
     clicked = rng.random(count) < 1 / (1 + np.exp(-score))
     return torch.from_numpy(ids), torch.from_numpy(clicked.astype(np.int64))
 
 
 @cache
-def _click_held_out() -> list[tuple[Tensor, Tensor]]:
+def click_held_out() -> list[tuple[Tensor, Tensor]]:
     rng = np.random.default_rng(11)
-    return [_clicks(rng, 5000) for _ in range(4)]
+    return [clicks(rng, 5000) for _ in range(4)]
 
 
 def embedding() -> Family:
     """Four tables of 1,500 x 24 and a perceptron, 0.16 M parameters: a click predictor."""
-    loss = _losses(_first, _second)
+    loss = losses(first, second)
     workload = Workload(
         "embedding",
-        lambda: Embedded(_FIELDS, _IDS, _WIDTH, 2),
-        lambda rng: _clicks(rng, 512),
+        lambda: Embedded(CLICK_FIELDS, _IDS, _WIDTH, 2),
+        lambda rng: clicks(rng, 512),
         loss,
-        _click_held_out,
+        click_held_out,
         500,
         2e-3,
     )
-    return Family(workload, _first, _second, classifies=True)
+    return Family(workload, first, second, classifies=True)
 
 
 _NODES, _FEATURES, _GROUPS = 1200, 96, 8
@@ -308,8 +319,8 @@ def graph() -> Family:
         found: Tensor = model(given[0], given[2])
         return found
 
-    workload = Workload("graph network", _GraphNetwork, batch, _losses(outputs, _second), held_out, 500, 2e-3)
-    return Family(workload, outputs, _second, classifies=True)
+    workload = Workload("graph network", _GraphNetwork, batch, losses(outputs, second), held_out, 500, 2e-3)
+    return Family(workload, outputs, second, classifies=True)
 
 
 FAMILIES: dict[str, Callable[[], Family]] = {

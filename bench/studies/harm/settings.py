@@ -1,4 +1,4 @@
-"""Settings: the four levels, the null, and each part of a state lossy alone."""
+"""Settings: the five levels, the null, and each part of a state lossy alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ NULL = "null"
 """All arrays within 1e-4, and not stored at all: what a training's own sensitivity makes of next to nothing."""
 LEVELS: dict[str, Callable[[], sp.Config]] = {
     "default": sp.Config,
+    "precise": sp.presets.precise,
     "exact_weights": sp.presets.exact_weights,
     "compact": sp.presets.compact,
     "lossless": sp.presets.lossless,
 }
-KILLED = (NULL, "default", "exact_weights", "compact")
+KILLED = (NULL, "default", "precise", "exact_weights", "compact")
 """Levels that trainings are killed with; a lossless one ends where the uninterrupted training does."""
 
 _EXACT = {"weight": sp.Exact(), "first moment": sp.Exact(), "second moment": sp.Exact()}

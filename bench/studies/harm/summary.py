@@ -21,11 +21,11 @@ DEVICE = "cpu, 1 thread"
 _T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
 """Quantiles of the t distribution at 95 % for 1 to 10 degrees of freedom."""
 
-RATIO = {"default": 24.0, "exact_weights": 3.2, "compact": 80.0, "lossless": 1.4}
+RATIO = {"default": 24.0, "precise": 10.0, "exact_weights": 3.8, "compact": 80.0, "lossless": 1.4}
 """Mean ratio of the whole AdamW state over a chain with bases that a level is to reach."""
-LEAST = {"default": 18.0, "lossless": 1.38}
+LEAST = {"default": 18.0, "precise": 7.5, "exact_weights": 3.3, "lossless": 1.38}
 """Ratio that no family is to stay below."""
-LOSS = {"default": 0.5, "exact_weights": 0.4, "compact": 2.0}
+LOSS = {"default": 0.8, "precise": 1.0, "exact_weights": 1.0, "compact": 2.0}
 """Upper bound of the loss at the end after ten kills, percent."""
 ACCURACY = 0.3
 """Points of accuracy that `Config()` may lose at most, by its upper bound."""

@@ -41,7 +41,7 @@ class AdagradRun(Run):
 
     def __init__(self, seed: int, steps: int) -> None:
         super().__init__(dataclasses.replace(workloads.embedding(steps), rate=RATE), seed)
-        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=RATE)  # type: ignore[assignment]
+        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=RATE)
 
     def tables(self) -> Floats:
         """All rows of all tables."""

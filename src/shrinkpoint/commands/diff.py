@@ -158,7 +158,7 @@ def _of_path(path: Path, parents: list[Path]) -> Side:
     from .interchange import load_state
     from .sources import resolved
 
-    return _of_checkpoint(resolved(path, parents)) if is_spt(path) else _of_state(load_state(path))
+    return _of_checkpoint(resolved(path, parents)) if is_spt(path) else side_of(load_state(path))
 
 
 def _of_checkpoint(ckpt: Checkpoint) -> Side:
@@ -180,7 +180,8 @@ def _itself(flat: Any) -> Any:
     return flat
 
 
-def _of_state(state: Any) -> Side:
+def side_of(state: Any) -> Side:
+    """Return the arrays and plain values of a state."""
     from ..codec.state import tree
     from ..codec.state.leaves import is_array, read_leaf, same_storage_key
 

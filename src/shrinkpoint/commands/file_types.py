@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..codec.format.bounded_json import loads
 from ..store.regular_files import regular
+from .files import is_spt
 
 _HEAD = 1024
 """Number of bytes at the start of a file that are examined."""
@@ -45,6 +46,8 @@ def unreadable(path: Path) -> str | None:
         return "the file is empty"
     if head.startswith(_LFS):
         return "a Git LFS pointer, not the file itself: `git lfs pull` fetches it"
+    if is_spt(path):
+        return "a checkpoint file of shrinkpoint: `shrinkpoint restore` converts it to another format"
     for magic, name in _MAGIC:
         if head.startswith(magic):
             return f"{name}; a .pt or safetensors file or a DCP folder is needed here"

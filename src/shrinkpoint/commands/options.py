@@ -28,7 +28,8 @@ class Coding:
     preset: Annotated[
         str | None,
         typer.Option(
-            help="default, lossless, exact-weights, compact, inshrinkerator, lc-checkpoint, check-n-run or bitsnap."
+            help="default, lossless, exact-weights, precise, compact, inshrinkerator, lc-checkpoint, check-n-run or "
+            "bitsnap."
         ),
     ] = None
     rate: Annotated[float | None, typer.Option(help="Lambda of the rate-distortion encoder, 0 or more.")] = None

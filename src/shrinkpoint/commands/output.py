@@ -135,3 +135,28 @@ def busy(what: str) -> Iterator[None]:
 
     with Console(stderr=True).status(what):
         yield
+
+
+@contextlib.contextmanager
+def stages_done(total: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar over named stages on a terminal; nothing elsewhere.
+
+    The function it yields is called with the name of each stage when it begins.
+    """
+    if not _is_terminal():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        begun = 0
+
+        def show(stage: str) -> None:
+            nonlocal begun
+            progress.update(task, completed=begun, description=stage)
+            begun += 1
+
+        yield show

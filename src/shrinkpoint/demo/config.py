@@ -138,17 +138,10 @@ def checkpoint_steps(steps: int, every: int) -> list[int]:
 
 
 def presets() -> dict[str, Callable[[], Any]]:
-    """Preset name -> function that returns its `Config`.
+    """Preset name, as the command line writes it -> function that returns its `Config`."""
+    from ..codec.named_presets import NAMED
 
-    These are "default", and all presets that need no arguments.
-    """
-    import shrinkpoint as sp
-
-    found: dict[str, Callable[[], Any]] = {"default": sp.Config}
-    for name, preset in vars(sp.presets).items():
-        if callable(preset) and not name.startswith("_") and preset.__module__ == sp.presets.__name__:
-            found[name.replace("_", "-")] = preset
-    return found
+    return {name.replace("_", "-"): preset for name, preset in NAMED.items()}
 
 
 def preset_names() -> list[str]:

@@ -1,0 +1,232 @@
+"""`try`: show what a checkpoint becomes at every level; nothing is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .options import AsJson
+from .output import busy, emit, line, size, stages_done, table
+
+if TYPE_CHECKING:
+    from .trials import Trial
+    from .try_advice import Reason
+
+LEVELS = ("lossless", "exact_weights", "default", "compact")
+_LINES = 3
+"""Maximum number of lines about exact arrays."""
+_NONE = "-"
+"""Cell of a value that does not exist."""
+
+
+def try_levels(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A .pt or safetensors file, a DCP folder, or a model's folder of safetensors files.",
+        ),
+    ],
+    following: Annotated[
+        Path | None, typer.Argument(metavar="NEXT", help="A later checkpoint of the same run, to store as a delta.")
+    ] = None,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(
+            "--eval",
+            metavar="MODULE:FUNCTION",
+            help="Call this function with each restored state, and show the number that it returns (a loss, an "
+            "accuracy). The module may be in the current folder; its code is run.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what your checkpoint becomes at each level, without writing anything.
+
+    The state is compressed, restored and compared. The L2 columns are the largest relative L2 error of an array of
+    weights, and of an array of an optimizer's moments. Memory is the peak while compressing, in addition to the state.
+    Where nothing is gained, the lines below the table say why.
+    """
+    from ..codec.errors import BadArgumentError
+    from . import try_advice
+    from .sources import check_exists
+    from .try_source import read_source
+    from .user_function import load_function
+
+    function = None if evaluate is None else load_function("--eval", evaluate)
+    paths = [path for path in (checkpoint, following) if path is not None]
+    for path in paths:
+        check_exists(str(path))
+    read = []
+    for path in paths:
+        with busy(f"reading {path}"):
+            read.append(read_source(path))
+    sizes = [_nbytes(source.state) for source in read]
+    if not sizes[0]:
+        raise BadArgumentError(f"{checkpoint}: it has no arrays, so there is nothing to compress")
+    trials = _trials([source.state for source in read], function)
+    lossless, default = trials[0], trials[LEVELS.index("default")]
+    reasons = try_advice.reasons(default.rows)
+    advice = try_advice.advice(lossless, default, reasons, read)
+    level = try_advice.recommended(trials)
+    calls = try_advice.calls(read, level)
+    results = [_result(trial, default, sizes) for trial in trials]
+    if as_json:
+        emit(
+            {
+                "checkpoint": str(checkpoint),
+                "next": None if following is None else str(following),
+                "raw_nbytes": sizes[0],
+                "arrays": len(default.rows),
+                "levels": results,
+                "exact": [dataclasses.asdict(reason) for reason in reasons],
+                "advice": advice,
+                "calls": calls,
+            }
+        )
+        return
+    width = shutil.get_terminal_size().columns
+    line(f"{checkpoint}: {size(sizes[0])} in {len(default.rows)} arrays")
+    line()
+    _print_table([_cells(result) for result in results], width)
+    line()
+    if reasons:
+        table((">share", ">arrays", "exact at the default level, because"), _reason_cells(reasons))
+        line()
+    for paragraph in advice:
+        for text in textwrap.wrap(paragraph, width, break_long_words=False, break_on_hyphens=False):
+            line(text)
+        line()
+    for name, lines in calls.items():
+        for text in lines:
+            line(f"{name + ':' if text is lines[0] else '':13} {text}")
+
+
+def _nbytes(state: Any) -> int:
+    """Return the bytes of all arrays, each once, after every page of them was read."""
+    from ..codec.state.leaves import as_bytes
+    from .diff import side_of
+
+    total = 0
+    for spec, _, values in side_of(state).arrays.values():
+        # Pages of a mapped file would otherwise count as memory of the first level.
+        as_bytes(values())[::4096].max(initial=0)
+        total += spec.nbytes
+    return total
+
+
+def _trials(states: Sequence[Any], function: Callable[[Any, str], float] | None) -> list[Trial]:
+    from ..kernels.backend import first_calls
+    from .configs import config
+    from .trials import packages, try_level, try_package
+
+    first_calls.compile_at_once()  # otherwise the first seconds would be those of kernels that are not compiled yet
+    found = []
+    others = packages()
+    with stages_done(len(LEVELS) + len(others)) as begin:
+        for name in LEVELS:
+            begin(name)
+            cfg = config(name.replace("_", "-"), None)
+            found.append(try_level(name, cfg, states[0], states[1] if len(states) > 1 else None, function))
+        for name in others:
+            begin(name)
+            found.append(try_package(name, states[0]))
+    return found
+
+
+def _result(trial: Trial, default: Trial, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return a trial as `--json` shows it; None: not measured, or without such arrays."""
+    moments = {row.path for row in default.rows if "moment" in row.why}
+    of_moments = [trial.errors.get(path, 0.0) for path in moments]
+    result = {
+        "level": trial.name,
+        "nbytes": trial.nbytes,
+        "ratio": trial.ratio,
+        "compress_seconds": trial.compress.seconds,
+        "restore_seconds": trial.restore.seconds,
+        "peak_nbytes": trial.compress.peak_nbytes,
+        "weight_error": max((error for path, error in trial.errors.items() if path not in moments), default=0.0),
+        "moment_error": max(of_moments, default=None),
+    }
+    if len(sizes) > 1:
+        delta = trial.delta_nbytes
+        result |= {"delta_nbytes": delta, "delta_ratio": None if delta is None else sizes[1] / delta}
+    return result if default.metric is None else result | {"eval": trial.metric}
+
+
+def _cells(result: dict[str, Any]) -> dict[str, str]:
+    """Return the cells of a row by their columns."""
+    shown: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "level": ("level", str),
+        "nbytes": (">size", size),
+        "ratio": (">ratio", _ratio),
+        "compress_seconds": (">compress", _seconds),
+        "restore_seconds": (">restore", _seconds),
+        "peak_nbytes": (">memory", size),
+        "weight_error": (">weight L2", _error),
+        "moment_error": (">moment L2", _error),
+        "delta_nbytes": (">delta", size),
+        "delta_ratio": (">delta ratio", _ratio),
+        "eval": (">eval", lambda metric: f"{metric:#.6g}"),
+    }
+    missing = {"peak_nbytes": "n/a"}
+    return {
+        column: missing.get(key, _NONE) if result[key] is None else text(result[key])
+        for key, (column, text) in shown.items()
+        if key in result
+    }
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
+
+
+def _error(value: float) -> str:
+    return "exact" if value == 0 else "not finite" if not math.isfinite(value) else f"{value:#.2g}"
+
+
+def _print_table(rows: Sequence[dict[str, str]], width: int) -> None:
+    """Print rows as one table, or as several that fit the terminal.
+
+    Each has the first column, and no rows without values.
+    """
+    first, *columns = rows[0]
+    while columns:
+        count, used = 0, max(len(row[first]) for row in rows)
+        while count < len(columns):
+            column = columns[count]
+            used += 2 + max(len(column) - 1, *(len(row[column]) for row in rows))
+            if used > width and count:
+                break
+            count += 1
+        shown, columns = [first, *columns[:count]], columns[count:]
+        cells = [[row[column] for column in shown] for row in rows]
+        table(shown, [row for row in cells if set(row[1:]) != {_NONE}])
+        if columns:
+            line()
+
+
+def _reason_cells(reasons: Sequence[Reason]) -> list[tuple[str, int, str]]:
+    """Return the lines about exact arrays; the last one has what does not fit."""
+    shown = list(reasons) if len(reasons) <= _LINES else list(reasons[: _LINES - 1])
+    rest = reasons[len(shown) :]
+    found = [(_percent(reason.share), reason.arrays, reason.why) for reason in shown]
+    if rest:
+        others = "; ".join(reason.why for reason in rest)
+        found.append((_percent(sum(r.share for r in rest)), sum(r.arrays for r in rest), textwrap.shorten(others, 60)))
+    return found
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share >= 0.0005 else "<0.1 %"
