@@ -147,12 +147,12 @@ _SECOND = SecondMoment()
 class Config:
     """Configuration of `compress`: a codec for each array, error targets, and chain policy.
 
-    `Config()` stores weights with 64 bins, first moments on a grid of half an update, and second moments in cells of
-    half an octave. It promises what the worst family of `docs/choosing.md` shows.
+    `Config()` rounds weights to 64 bins (an error of about 2 %), first moments to steps of half an update, and second
+    moments to steps of a factor of 1.4. It promises what the worst family of `docs/choosing.md` shows.
 
     Args:
-        rules: `Rule`s or `(pattern or kind, codec)` pairs in order; the first that matches decides. A pattern that
-            names an array by its path is evidence of its kind; a rule by kind, and the default, need other
+        rules: `Rule`s or `(pattern or kind, codec)` pairs in order; the first that matches decides. A pattern
+            that names an array by its path also says what the array is; a rule by kind, and the default, need other
             evidence (`docs/lossy-or-exact.md`). Norms, biases, integers and small arrays are exact under all rules.
         max_rel_error: relative L2 error that no array may exceed, in (0, 1). It picks step, protected share and lambda
             of each array; an array that 254 bins do not bring there is stored exactly, with a note in the summary.
@@ -163,7 +163,7 @@ class Config:
             and one slope holds for all arrays; where it holds none and there are gradients, by their magnitude. It
             acts on weights alone; moments are as their codecs say.
         chain: when `Store` takes a base.
-        ahead: whether `Store` codes weights ahead of their drift (`compress(earlier=)`). Trainings that are restored
+        ahead: whether `Store` extrapolates weights by their drift (`compress(earlier=)`). Trainings that are restored
             then lose less, and the restored model is a little worse right away (docs/advanced.md). None (default): if
             there is a rate. Not in chains against the base.
 

@@ -262,8 +262,8 @@ def exact_weights(*, chain: ChainPolicy | None = None) -> Config:
     """Return the level with exact weights and finely quantized optimizer moments.
 
     Promise: evaluated or published weights are never changed. A training that resumes differs by the error of its
-    moments: first moments are on a grid of a quarter of the update m / sqrt(v), without bias; second moments keep to
-    1/8 octave, about 4 %.
+    moments: first moments are rounded to steps of a quarter of the update m / sqrt(v), without bias; second moments
+    keep to about 4 %.
 
     Args:
         chain: when to take a base; default `ChainPolicy()`.
@@ -295,9 +295,9 @@ def precise(*, chain: ChainPolicy | None = None) -> Config:
 def compact(*, chain: ChainPolicy | None = None) -> Config:
     """Return the smallest level: 24 bins, rate-distortion coding of weights, coarse moments.
 
-    Promise: small, for trainings that are restored now and then. First moments are on a grid of 4 in units of
-    sqrt(v), where most restore as zero: a resumed optimizer starts without momentum. Second moments keep to two
-    octaves. The restored model differs visibly from the saved one (docs/choosing.md says by how much).
+    Promise: small, for trainings that are restored now and then. First moments are rounded to steps of
+    four updates, so most become zero and a resumed optimizer builds up its momentum again. Second moments are rounded
+    to steps of a factor of four. The restored model differs visibly from the saved one (docs/choosing.md has figures).
 
     Args:
         chain: when to take a base; default `ChainPolicy()`.

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
 HOME = Path(__file__).parents[1]
@@ -17,6 +18,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "reporting.md",
     "bench/results/tables.md": "tables.md",
+    "bench/studies/systems/items.md": "items.md",
     "examples": "examples.md",
 }
 """Files of the repository by their address on the site."""
@@ -34,7 +36,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Point links at pages of the site, or else at the repository (plain text without one)."""
+    """Point links at pages of the site, by title, or else at the repository (plain text without one)."""
     address = page.file.src_uri
     source = SOURCE_OF.get(address, f"docs/{address}")
     folder = os.path.dirname(source)
@@ -48,20 +50,36 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return match[0]  # MkDocs reports it
         if file.startswith("examples/"):
             file, anchor = "examples", Path(file).name.replace(".", "")
+        text = match["text"]
         to = PAGES.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else "")
         if to.startswith("decisions") and not to.endswith(".md"):
             to = "decisions/default.md"
         if to:
             where = os.path.relpath(to, os.path.dirname(address) or ".") + (f"#{anchor}" if anchor else "")
+            if match["text"].strip("`").endswith(".md"):
+                text = files.get_file_from_path(to).page.title
         elif config.repo_url:
             where = f"{config.repo_url.rstrip('/')}/blob/main/{file}"
         else:
-            return match["text"]
-        return f"{match['image']}[{match['text']}]({where})"
+            return text
+        return f"{match['image']}[{text}]({where})"
 
     parts = _FENCE.split(markdown)
     fences = [*_FENCE.findall(markdown), ""]
     return "".join(_LINK.sub(replaced, part) + fence for part, fence in zip(parts, fences, strict=True))
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Leave out the repository's stars, for which the theme asks another server."""
+    return output.replace(' data-md-component="source"', "")
+
+
+@event_priority(-100)
+def on_post_build(config: Any) -> None:
+    """Write the search index as a script too, which pages opened from a disk can load."""
+    index = Path(config.site_dir) / "search" / "search_index.json"
+    index.with_suffix(".js").write_text(f"var __index = {index.read_text(encoding='utf-8')}", encoding="utf-8")
+    print(f"The site: {os.path.relpath(config.site_dir, HOME)}/index.html")
 
 
 def examples() -> str:

@@ -90,7 +90,7 @@ class Point:
         Args:
             embedding_bins: entries for embeddings instead of the point's own.
             chain: the policy by which a store takes a base; default `ChainPolicy()`.
-            ahead: whether a store codes weights ahead of their drift; default False.
+            ahead: whether a store extrapolates weights by their drift; default False.
         """
         point = self if embedding_bins is None else dataclasses.replace(self, embedding_bins=embedding_bins)
         rules = inshrinkerator().rules if self.system == "inshrinkerator" else ()

@@ -38,7 +38,7 @@ class Trial:
         rank: process that ran it.
         state: fingerprint of the state it was tried on.
         seconds: time to compress, restore and evaluate; not compared.
-        ahead: whether some weights were coded ahead of their drift; default False.
+        ahead: whether some weights were extrapolated by their drift; default False.
     """
 
     point: Point | None
@@ -151,9 +151,9 @@ class SearchResult:
     def restored(self) -> SearchResult:
         """Return this result with one more restore, of a checkpoint compressed with `config`.
 
-        The restore adds to `spent`: `degradation`, if that is a loss; 0 if `config` keeps the weights exact or all points
-        gave the same checkpoint; `threshold` if nothing was evaluated. The next search with `expected_restores` and the returned
-        result as `last` allows only the remainder.
+        The restore adds to `spent`: `degradation`, if that is a loss; 0 if `config` keeps the weights exact or all
+        points gave the same checkpoint; `threshold` if nothing was evaluated. The next search with
+        `expected_restores` and the returned result as `last` allows only the remainder.
 
         Example:
             >>> import numpy as np

@@ -119,7 +119,7 @@ def _search(trials: Trials, arguments: SearchArguments) -> SearchResult:
     choice, method, fell_back = _chosen(space, arguments)
     if choice.trial is None and trials.is_ahead:
         trials.without_drift()
-        space.notes.append(f"ahead of the drift nothing keeps {trials.allowed:.3%}: weights are coded where they are")
+        space.notes.append(f"no extrapolated weights keep {trials.allowed:.3%}: weights are coded where they are")
         choice, method, fell_back = _chosen(space, arguments)
     if choice.trial is not None and not space.can_tell(last):
         trials.note(

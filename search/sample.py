@@ -30,7 +30,7 @@ class Sample:
 
     Args:
         x, gradient, importance: values, their gradients, and the weight of an error in each, in host memory.
-        wanted: the values to code: `x`, or their prediction ahead of the drift.
+        wanted: the values to code: `x`, or these extrapolated by their drift.
         wide: finite values as NumPy float32 or float64, times `unit`; 0 for the rest.
         unit: a power of two that keeps squares in range.
         norm: sum of squares of `wide`.

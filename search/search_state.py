@@ -201,7 +201,7 @@ class SearchState:
 
     Args:
         opened: the state with its parent and kinds, sharded arrays (DTensor) whole; `leaves` hold the gradients and
-            past values. Without past values no array is coded ahead of a drift.
+            past values. Without past values no array is extrapolated.
         is_sharded: whether processes hold parts of some array.
         quantized: numbers of the arrays that the cube's codec encodes.
         small: numbers of arrays of few bytes that are not moments.
@@ -260,7 +260,7 @@ class SearchState:
 
     @property
     def leads(self) -> bool:
-        """Return whether some array is coded ahead of its drift.
+        """Return whether some array is extrapolated by its drift.
 
         This requires an earlier delta that has estimated the drift.
         """

@@ -53,7 +53,9 @@ def nbytes_of_header(
             "s": list(leaf.spec.shape),
             "q": "relative L2",
             "e": (100 + other) / 1000,
-            "n": f"codebook refit: loss {1 + other / 1000:.3g} times the best" if is_delta else "codebook new",
+            "n": f"codebook refit: the parent's gives {1 + other / 1000:.3g} times the error"
+            if is_delta
+            else "codebook new",
         }
         if i not in bundled:
             made |= {"f": "levels", "b": [19 + other % 97, leaf.spec.size // 4 + other], "m": {"t": thresholds(leaf)}}

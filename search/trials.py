@@ -76,7 +76,7 @@ class Trials:
 
     @property
     def is_ahead(self) -> bool:
-        """Return whether some weights are coded ahead of their drift."""
+        """Return whether some weights are extrapolated by their drift."""
         return self.search_state.leads
 
     def without_drift(self) -> None:

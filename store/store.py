@@ -265,7 +265,7 @@ class Store:
     def earlier(self, state: Any, step: int | None = None) -> PastWeights:
         """Return past weights, a slow average of the saved ones, for `search(earlier=)`.
 
-        With `Config.ahead`, a save of this state is coded ahead of the drift since these weights. The next save changes
+        With `Config.ahead`, a save of this state is extrapolated from these weights. The next save changes
         the arrays.
 
         Args:

@@ -35,7 +35,7 @@ _BLOCK = (1 << 15) - 1
 
 
 def needs_average(cfg: Config) -> bool:
-    """Return whether weights are coded ahead of their drift: by default if a rate is set."""
+    """Return whether weights are extrapolated by their drift: by default if a rate is set."""
     if cfg.ahead is not None or cfg.chain.against == "base":
         return bool(cfg.ahead)
     return cfg.rate > 0 or any(isinstance(r.codec, Quantize) and (r.codec.rate or 0) > 0 for r in cfg.rules)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import scale as scale_tables
-from shrinkpoint.bench.evidence import table5
 from shrinkpoint.bench.harness import Options
 from shrinkpoint.bench.studies import accuracy, continued, scale, workloads
 from shrinkpoint.bench.studies.baselines.qd import QDCompressor
@@ -96,22 +94,6 @@ def test_a_system_s_name_says_what_it_is() -> None:
     for name in accuracy.SYSTEMS:
         assert "fixed" in name or "searched at each checkpoint for" in name or name == accuracy.OTHER_BATCHES
     assert {"Inshrinkerator, fixed, 32 bins", "Config(), fixed"} < set(accuracy.SYSTEMS)
-
-
-def test_the_short_table_has_a_column_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    def row(name: str, value: float) -> dict[str, Any]:
-        return {"row": f"table 5, {name}", "value": value, "note": f"{value:+.2f}; seeds"}
-
-    rows = []
-    for training, lost in (("MLP, 900 steps", 1.2), ("MLP, 3,600 steps", 0.6)):
-        system = f"{training}, Adaptive, searched at each checkpoint for 5 % of the loss"
-        rows += [row(f"{system}: accuracy lost at the end", lost), row(f"{system}: weights, all checkpoints", 8.0)]
-    monkeypatch.setattr(table5, "rows_of", lambda _: rows)
-    assert table5.short().splitlines() == [
-        "| accuracy lost; weights | MLP, 900 steps | MLP, 3,600 steps |",
-        "|---|---|---|",
-        "| Adaptive, searched, 5 % of the loss | +1.20 %, 8 x | +0.60 %, 8 x |",
-    ]
 
 
 def test_computed_shares_follow_from_the_rates(monkeypatch: pytest.MonkeyPatch) -> None:

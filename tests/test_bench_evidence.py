@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shrinkpoint.bench.evidence import cells, pages, parts, pictures, provenance, results, trainings
+from shrinkpoint.bench.evidence import cells, levels, pages, parts, pictures, provenance, results, trainings
 from shrinkpoint.bench.studies import endurance
 
 HOME = Path(__file__).parents[1]
@@ -136,7 +136,7 @@ def test_every_table_stands_in_a_page() -> None:
     assert {name for text in found for _, name, _ in pages._BLOCK.findall(text)} == set(pages.TABLES)
 
 
-@pytest.mark.parametrize("module", [cells, results])
+@pytest.mark.parametrize("module", [cells, levels, results])
 def test_examples(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from shrinkpoint.bench.evidence import levels
 from shrinkpoint.bench.studies.harm import campaign, families, measure
 from shrinkpoint.bench.studies.harm.measure import Answers, divergence
 from shrinkpoint.bench.studies.harm.summary import Campaign, Effect, bench_rows
@@ -83,6 +84,18 @@ def test_ends_are_paired_with_the_null_of_their_seed() -> None:
     missing = by_name["GPT, default: loss after ten kills, 95 % bound"]
     assert (missing.value, missing.met) == (None, None)
     assert "not measured" in missing.note
+
+
+def test_the_table_of_levels_has_a_figure_a_cell_and_names_the_worst_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [record("end", "uninterrupted", seed, 1.0) for seed in (0, 1)]
+    rows += [record("killed", "null", seed, 1.01) for seed in (0, 1)]
+    rows += [record("killed", "default", seed, 1.02 + 0.01 * seed) for seed in (0, 1)]
+    better = [{"step": 10, "divergence": 0.1, "changed": 0.02, "loss": -0.5}]
+    rows += [row | {"family": "ViT", "ratio": 15.0, "loss": 1.0, "restores": better} for row in rows]
+    monkeypatch.setattr(levels, "campaign", lambda: Campaign(rows))
+    table = levels.levels()
+    assert "| `Config()` | 20 x | 15 x | 98.00 % | 0.20 % worse | 1.50 % worse | 4.66 % worse |" in table
+    assert "`Config()` ViT, ViT, MLP, MLP, MLP" in table
 
 
 def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -554,7 +554,7 @@ def test_the_page_is_made_from_the_results() -> None:
 
 def test_every_item_of_the_papers_has_a_file_a_test_and_a_status() -> None:
     """The lists name files that exist, and every other status has a reason."""
-    text = (results.HOME / "docs" / "systems.md").read_text(encoding="utf-8")
+    text = (results.HOME / "bench" / "studies" / "systems" / "items.md").read_text(encoding="utf-8")
     lists = re.findall(r"^\| item .*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
     assert len(lists) == 4
     items = [[cell.strip() for cell in line.strip("|").split("|")] for part in lists for line in part.splitlines()]

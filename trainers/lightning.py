@@ -210,7 +210,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         return found[0]
 
     def earlier(self, path: PathLike, state: Any) -> PastWeights | None:
-        """Return past weights if a save to this path is coded ahead of drift (`Config.ahead`).
+        """Return past weights if a save to this path extrapolates weights (`Config.ahead`).
 
         A search then does the same. None: it is not, or only the worker in the background knows them.
         """
@@ -282,7 +282,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
             with the weights under "state_dict". The result is stored in the checkpoint; a resumed run continues the
             search from it, and the restore counts (`SearchResult.restored`). With several processes (DDP) all search
             the first one's state together, and `group` is given too; `evaluate` must not communicate with the others.
-            If weights are coded ahead of their drift (`Config.ahead`, or a rate) and saves are not in the background,
+            If weights are extrapolated (`Config.ahead`, or a rate) and saves are not in the background,
             `earlier` is given too. None (default): the configuration of `CompressedIO`.
         preemption: save `last-preempted.ckpt` next to the checkpoints and exit after a scheduler's signal; then
             `fit(ckpt_path="last")` resumes from it. Its handlers replace Lightning's. None (default): no handlers.

@@ -30,7 +30,7 @@ class StateMismatchWarning(ShrinkpointWarning):
 def refuse_flat(model: nn.Module) -> None:
     """Refuse a model of FSDP1: its optimizers have flat parameters without names.
 
-    torch gathers its whole state on accelerators only (docs/trainers.md).
+    torch gathers its whole state on accelerators only (docs/trainers/loop.md).
 
     Raises:
         BadArgumentError: there is a FullyShardedDataParallel in it.

@@ -113,7 +113,7 @@ class Preemption:
         ...
         preemption.check(saver, step, state)
 
-    Lightning, Transformers and Accelerate: see docs/trainers.md.
+    Lightning, Transformers and Accelerate: see docs/trainers/loop.md.
 
     Args:
         signals: names or numbers; default SIGTERM (spot instances, Kubernetes, torchrun) and SIGUSR1 (Slurm's

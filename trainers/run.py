@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..codec.config import Config
 from ..kernels.backend.arguments import integer, or_none
@@ -183,7 +183,7 @@ class Run:
             loss: as for `step`.
         """
         self._check()
-        metric = None if loss is None else float(loss)
+        metric = None if loss is None else float(loss.detach() if isinstance(loss, Tensor) else loss)
         if metric is not None and not math.isfinite(metric):
             LOG.warning("step %d: the loss is %s; it is not recorded", self.steps, metric)
             metric = None

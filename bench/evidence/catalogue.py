@@ -66,7 +66,7 @@ def kernels() -> str:
         on_card = NONE if _stands(f"kernels/{subject}/gpu.py", rf"^def {name}\(") else ""
         page = f"kernels/{subject.replace('.', '/')}"
         page = f"{page}/__init__.py" if (HOME / page).is_dir() else f"{page}.py"
-        places = [f"[`{name}`](../{page})", f"[test](../tests/kernels/{test})"]
+        places = [f"[`{name}`](../../{page})", f"[test](../../tests/kernels/{test})"]
         lines.append([*places, _figure(host), _figure(card) or on_card])
     return markdown(["", "", "CPU, one thread, x memcpy", "GPU"], lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from . import levels
 from .cells import NONE, Json, markdown, number, shown
 from .results import by_place, rows_of
 
@@ -34,9 +35,9 @@ def trainers() -> str:
             continue
         how = re.match(r"(\d+) steps of .*, a save every (\d+)", found["overhead of the run"]["note"])
         title = f"{stored['size']:,} parameters" + (f", {how[1]} steps, a save every {how[2]}" if how else "")
-        own, change = f"{stored['peer']} {_bytes(stored['peer_value'])}", f"{loss['value']:+.2f} %"
-        lines.append([name, _bytes(stored["value"]), own, f"{stored['ratio']:.1f} x", change])
-    return markdown([title, "bytes of a save", "its own", "", "change of loss"], lines)
+        ratio, change = f"{stored['ratio']:.1f} x", levels.change(loss["value"])
+        lines.append([name, _bytes(stored["value"]), stored["peer"], _bytes(stored["peer_value"]), ratio, change])
+    return markdown([title, "bytes of a save", "its own", "bytes", "times smaller", "loss after a resume"], lines)
 
 
 def _bytes(value: float | None) -> str:

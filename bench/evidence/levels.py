@@ -13,20 +13,15 @@ from ..plot import pyplot
 from ..studies.harm.campaign import RESULTS
 from ..studies.harm.families import FAMILIES, SET_ASIDE
 from ..studies.harm.settings import PARTS
-from ..studies.harm.summary import Campaign, Effect, Found
+from ..studies.harm.summary import Campaign, Effect
 from .cells import markdown
 
 NAMES = {
     "lossless": "`presets.lossless()`",
     "exact_weights": "`presets.exact_weights()`",
+    "precise": "`presets.precise()`",
     "default": "`Config()`",
     "compact": "`presets.compact()`",
-}
-HOLDS = {
-    "lossless": "every bit of every array",
-    "exact_weights": "weights exact; moments as by `Config()`",
-    "default": "weights of 64 bins; moments to a step of 0.5 and 0.5 octaves",
-    "compact": "weights of 24 bins that move where it is worth the bits; moments to a step of 4 and 2 octaves",
 }
 _MISSING = "not measured"
 _BASES = 20
@@ -41,37 +36,63 @@ def campaign() -> Campaign:
 
 
 def levels() -> str:
-    """Return a line a level: the worst family at a restore and after ten kills, and ratios."""
-    lines = []
+    """Return a line a level, each figure that of the worst family, and the names of these families."""
+    lines, named = [], []
     for level, name in NAMES.items():
-        found = {family: campaign().found(family, level) for family in FAMILIES}
-        there = {family: one for family, one in found.items() if one is not None}
-        lines.append([name, HOLDS[level], _restore(level, there), _ends(level, there), _ratios(level)])
-    head = ["level", "holds", "at a restore, worst family", "after ten kills, worst family", "whole state, chain"]
-    return markdown(head, lines)
+        ratios = {family: ratio for family in FAMILIES if (ratio := _ratio_of(family, level)) is not None}
+        figures = [*_at_restore(level), *_ends(level)]
+        mean, least = _MISSING, (_MISSING, "")
+        if ratios:
+            smallest = min(ratios, key=ratios.__getitem__)
+            mean, least = f"{statistics.fmean(ratios.values()):.3g} x", (f"{ratios[smallest]:.3g} x", smallest)
+        lines.append([name, mean, least[0], *(cell for cell, _ in figures)])
+        if worst := [family for _, family in [least, *figures] if family]:
+            named.append(f"{name} {', '.join(worst)}")
+    head = ["level", "times smaller, mean", "times smaller", "same answers after a restore", "loss after a restore"]
+    table = markdown([*head, "loss after ten kills", "its 95 % bound"], lines)
+    said = "Each figure but the mean is that of the worst family. These are, from left to right:"
+    return f"{table}\n\n{said} {'; '.join(named)}."
 
 
-def _restore(level: str, found: dict[str, Found]) -> str:
+def _at_restore(level: str) -> list[tuple[str, str]]:
+    """Return answers and loss right after a restore, each with its worst family."""
     if level in ("lossless", "exact_weights"):
-        return "nothing: the model is restored bit for bit"
-    if not found:
-        return _MISSING
-    agreements = {family: one.agreement for family, one in found.items() if one.agreement is not None}
-    least, loudest = min(agreements, key=agreements.__getitem__), max(found, key=lambda family: found[family].rms)
-    return (
-        f"{agreements[least]:.2f} % same answers ({least}); loss change {found[loudest].rms:.2f} % rms, "
-        f"{found[loudest].worst:+.2f} % at worst ({loudest})"
-    )
+        return [("100 %", ""), ("equal", "")]
+    found = {family: one for family in FAMILIES if (one := campaign().found(family, level)) is not None}
+    answers = {family: one.agreement for family, one in found.items() if one.agreement is not None}
+    if not answers:
+        return [(_MISSING, "")] * 2
+    least, most = min(answers, key=answers.__getitem__), max(found, key=lambda family: found[family].worst)
+    return [(f"{answers[least]:.2f} %", least), (change(found[most].worst), most)]
 
 
-def _ends(level: str, found: dict[str, Found]) -> str:
+def _ends(level: str) -> list[tuple[str, str]]:
+    """Return the loss after ten kills and its bound, each with its worst family."""
     if level == "lossless":
-        return "nothing: the same end, bit for bit"
-    losses = {family: one.loss for family, one in found.items() if one.loss is not None}
-    if not losses:
-        return _MISSING
-    worst = max(losses, key=lambda family: losses[family].mean)
-    return f"loss {effect(losses[worst])} ({worst})"
+        return [("equal", "")] * 2
+    found = {
+        family: one.loss for family in FAMILIES if (one := campaign().found(family, level)) is not None and one.loss
+    }
+    if not found:
+        return [(_MISSING, "")] * 2
+    mean = max(found, key=lambda family: found[family].mean)
+    bound = max(found, key=lambda family: found[family].bound or -math.inf)
+    return [(change(found[mean].mean), mean), (_bound(found[bound]), bound)]
+
+
+def change(value: float, unit: str = " %") -> str:
+    """Write a change of a loss, or accuracy lost, in words; positive is worse.
+
+    Example:
+        >>> change(0.741), change(-2.2, ""), change(0.001)
+        ('0.74 % worse', '2.20 better', 'equal')
+    """
+    text = f"{abs(value):.2f}"
+    return "equal" if float(text) == 0 else f"{text}{unit} {'worse' if value > 0 else 'better'}"
+
+
+def _bound(found: Effect | None, unit: str = " %") -> str:
+    return _MISSING if found is None or found.bound is None else change(found.bound, unit)
 
 
 def _ratio_of(family: str, level: str) -> float | None:
@@ -82,22 +103,19 @@ def _ratio_of(family: str, level: str) -> float | None:
     return next((row["ratio"] for row in campaign().of("chain", family, level).values()), None)
 
 
-def _ratios(level: str) -> str:
-    ratios = {family: ratio for family in FAMILIES if (ratio := _ratio_of(family, level)) is not None}
-    if not ratios:
-        return _MISSING
-    mean, least = statistics.fmean(ratios.values()), min(ratios, key=ratios.__getitem__)
-    of = "" if len(ratios) == len(FAMILIES) else f"; {len(ratios)} of {len(FAMILIES)} families"
-    return f"{mean:.3g} x mean, {ratios[least]:.3g} x ({least}){of}"
-
-
-def effect(found: Effect | None, unit: str = "%") -> str:
-    """Write a mean with its standard error and bound."""
+def _effect(found: Effect | None, unit: str = " %") -> list[str]:
+    """Return the cells of a mean, its standard error and its bound."""
     if found is None:
-        return _MISSING
-    if found.bound is None:
-        return f"{found.mean:+.2f} {unit} (one seed)"
-    return f"{found.mean:+.2f} +- {found.error:.2f} {unit}, bound {found.bound:+.2f} ({found.seeds} seeds)"
+        return [_MISSING] * 3
+    error = _MISSING if found.error is None else f"{found.error:.2f}"
+    return [change(found.mean, unit), error, _bound(found, unit)]
+
+
+_EFFECT = ["+-", "95 % bound"]
+
+
+def _label(family: str) -> str:
+    return f"{family} (set aside)" if family in SET_ASIDE else family
 
 
 def level(name: str) -> str:
@@ -105,38 +123,31 @@ def level(name: str) -> str:
     lines = []
     for family in FAMILIES:
         found = campaign().found(family, name)
-        label = f"{family} (set aside)" if family in SET_ASIDE else family
         if found is None:
-            lines.append([label, *[_MISSING] * 5])
+            lines.append([_label(family), *[_MISSING] * 11])
             continue
-        lines.append(
-            [
-                label,
-                "-" if found.agreement is None else f"{found.agreement:.2f} %",
-                f"{found.rms:.2f} %, {found.worst:+.2f} %",
-                effect(found.loss),
-                "-" if found.agreement is None else effect(found.accuracy, "points"),
-                f"{found.ratio:.1f} x, {found.weights:.1f} x",
-            ]
-        )
-    head = ["family", "same answers", "loss change at a restore: rms, worst", "loss after ten kills", "accuracy lost"]
-    return markdown([*head, "whole state, weights"], lines)
+        accuracy = ["-"] * 3 if found.agreement is None else _effect(found.accuracy, "")
+        answers = "-" if found.agreement is None else f"{found.agreement:.2f} %"
+        at_restore = [answers, f"{found.rms:.2f} %", change(found.worst)]
+        sizes = [f"{found.ratio:.1f} x", f"{found.weights:.1f} x"]
+        lines.append([_label(family), *at_restore, *_effect(found.loss), *accuracy, *sizes])
+    head = ["family", "same answers", "loss change at a restore, rms", "worst", "loss after ten kills", *_EFFECT]
+    return markdown([*head, "accuracy", *_EFFECT, "whole state", "weights"], lines)
 
 
 def exact_levels() -> str:
     """Return a line a family for the two levels that restore the model bit for bit."""
     lines = []
     for family in FAMILIES:
-        label = f"{family} (set aside)" if family in SET_ASIDE else family
         found, ratio = campaign().found(family, "exact_weights"), _ratio_of(family, "lossless")
         cells = [_MISSING if ratio is None else f"{ratio:.2f} x"]
         if found is None:
-            cells += [_MISSING] * 3
+            cells += [_MISSING] * 7
         else:
-            accuracy = "-" if found.agreement is None else effect(found.accuracy, "points")
-            cells += [effect(found.loss), accuracy, f"{found.ratio:.2f} x"]
-        lines.append([label, *cells])
-    head = ["family", "lossless: whole state", "exact_weights: loss after ten kills", "accuracy lost", "whole state"]
+            accuracy = ["-"] * 3 if found.agreement is None else _effect(found.accuracy, "")
+            cells += [f"{found.ratio:.2f} x", *_effect(found.loss), *accuracy]
+        lines.append([_label(family), *cells])
+    head = ["family", "lossless", "exact_weights", "its loss after ten kills", *_EFFECT, "points of accuracy", *_EFFECT]
     return markdown(head, lines)
 
 
@@ -149,7 +160,7 @@ def front() -> str:
         rows = [row for family in FAMILIES for row in campaign().of("resumed", family, setting).values()]
         rows = [row for row in rows if row["after"]["0"]["changed"] is not None]
         if not rows:
-            lines.append([part, value, *[_MISSING] * 4])
+            lines.append([part, value, *[_MISSING] * 6])
             continue
         base, delta = (statistics.fmean(row["bits"][of][part] for row in rows) for of in ("base", "delta"))
         bits = (base + (_BASES - 1) * delta) / _BASES
@@ -161,14 +172,14 @@ def front() -> str:
             [
                 part,
                 value,
-                f"{base:.2f}, {delta:.2f}, {bits:.2f}",
+                *(f"{size:.2f}" for size in (base, delta, bits)),
                 f"{1e5 * far:.2f}",
                 f"{changed:.2f} %",
                 "" if slope is None else f"{1e5 * slope:.1f}",
             ]
         )
         kind, before = part, (bits, far)
-    head = ["part", "setting", "bits: base, delta, over a chain", "divergence, 1e-5 nats", "answers changed"]
+    head = ["part", "setting", "bits in a base", "in a delta", "in a chain", "divergence, 1e-5 nats", "answers changed"]
     return markdown([*head, "less divergence for a bit more"], lines)
 
 
@@ -210,7 +221,7 @@ def picture(path: Path) -> None:
     axes.set_xticks(ticks, [f"{tick} x" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("whole AdamW state, times smaller over a chain with bases")
-    axes.set_ylabel("loss after ten kills\nagainst the null, %")
+    axes.set_ylabel("loss after ten kills,\n% above nearly exact restores")
     axes.legend(frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

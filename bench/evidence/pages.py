@@ -19,14 +19,11 @@ PAGES = (
     "README.md",
     "docs/evidence.md",
     "docs/choosing.md",
-    "docs/advanced.md",
-    "docs/decisions/default.md",
     "docs/systems.md",
     "docs/saver.md",
     "docs/trainers.md",
     "docs/scaling.md",
     "docs/security.md",
-    "docs/kernels.md",
     "bench/results/tables.md",
 )
 _BLOCK = re.compile(r"(<!-- table ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -57,7 +54,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "costs": trainings.costs,
     "coders": trainings.coders,
     "transfer": trainings.transferred,
-    "table 5": table5.short,
     "table 5 all": table5.table,
     "continued": table5.going_on,
     "shard": scale.shard,

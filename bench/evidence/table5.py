@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 from ..studies import continued
 from ..studies.accuracy import PREFIX
 from .cells import NONE, Json, markdown, number, spread
 from .results import by_place, rows_of
-
-_SEARCHED = re.compile(r"(.+), searched at each checkpoint for (\S+) % of the (\w+)")
-_ORDER = ("Inshrinkerator", "Config()", "Adaptive", "Uniform", "no compression")
 
 
 def measured() -> dict[str, dict[str, Json]]:
@@ -45,24 +40,6 @@ def table() -> str:
         ratio = NONE if weights is None else f"{number(weights['value'])} x"
         lines.append([training, system, spread(accuracy), spread(loss), ratio])
     return markdown(["", "", "accuracy lost, %", "loss, %", "weights"], lines)
-
-
-def short() -> str:
-    """Return the same for the page: accuracy lost and ratio of the weights, a column a training."""
-    cells: dict[str, dict[str, str]] = {}
-    trainings: dict[str, None] = {}
-    for place, rows in measured().items():
-        training, system = _split(place)
-        accuracy, weights = (rows.get(label) for label in ("accuracy lost at the end", "weights, all checkpoints"))
-        if accuracy is None or weights is None or accuracy["value"] is None:
-            continue
-        trainings[training] = None
-        searched = _SEARCHED.fullmatch(system)
-        name = f"{searched[1]}, searched, {searched[2]} % of the {searched[3]}" if searched else system
-        cells.setdefault(name, {})[training] = f"{accuracy['value']:+.2f} %, {number(weights['value'])} x"
-    names = sorted(cells, key=lambda name: next(i for i, start in enumerate(_ORDER) if name.startswith(start)))
-    lines = [[name, *(cells[name].get(training, NONE) for training in trainings)] for name in names]
-    return markdown(["accuracy lost; weights", *trainings], lines)
 
 
 def going_on() -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..studies import ablation, endurance
+from . import levels
 from .cells import NONE, Json, aimed, markdown, number, order, shown, spread, system_name
 from .results import by_place, rows_of
 
@@ -65,16 +66,22 @@ def killed_long() -> str:
 
 
 def _killed(models: Mapping[str, Mapping[str, Mapping[str, Json]]], names: Sequence[str]) -> str:
+    columns: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+        ("loss at the end", endurance.COLUMNS[0][0], levels.change),
+        *((name, label, times) for name, label in zip(("weights", "whole state"), _RATIOS, strict=True)),
+    )
     lines = []
     for system in names:
-        line = [system_name(system)]
-        for systems in models.values():
-            columns = systems.get(system, {})
-            found = [columns.get(label, {}).get("value") for label in (*_RATIOS, endurance.COLUMNS[0][0])]
-            x, y, loss = found
-            line.append(NONE if None in found else f"{loss:+.2f} %; {number(x)} x, {number(y)} x")
-        lines.append(line)
-    return markdown(["loss at the end; weights, whole state", *models], lines if models else [])
+        for what, label, write in columns:
+            found = [systems.get(system, {}).get(label, {}).get("value") for systems in models.values()]
+            cells = [NONE if value is None else write(value) for value in found]
+            lines.append(["" if label in _RATIOS else system_name(system), what, *cells])
+    return markdown(["", "", *models], lines if models else [])
+
+
+def times(value: float) -> str:
+    """Write a ratio."""
+    return f"{number(value)} x"
 
 
 def counts() -> str:

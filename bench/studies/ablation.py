@@ -1,7 +1,7 @@
 """Each part of the codec off in turn, in trainings that are killed and restored.
 
 Two systems are taken apart: this project's own (equidistant codebook, kept along the chain, conditional coder,
-rate-distortion encoder, weights ahead of their drift, gradients for protection) and the published one (pruning by
+rate-distortion encoder, extrapolated weights, gradients for protection) and the published one (pruning by
 sensitivity, protection, k-means++ refit each time, rearrangement and Huffman). A variant changes one field of the
 configuration or leaves the gradients out. Coders are compared on the *same* levels separately: late in an
 uninterrupted training, between neighbouring checkpoints.
@@ -80,7 +80,7 @@ def variants() -> dict[str, Variant]:
         f"{OWN}, codebook refit each time": Variant(lambda: own(policy="refit")),
         f"{OWN}, published coder": Variant(lambda: own(coder="published")),
         f"{OWN}, no rate-distortion encoder": Variant(lambda: own(rate=0.0)),
-        f"{OWN}, not ahead of the drift": Variant(lambda: own(ahead=False)),
+        f"{OWN}, weights not extrapolated": Variant(lambda: own(ahead=False)),
         f"{OWN}, moments exact": Variant(lambda: with_exact("first moment", "second moment")),
         f"{OWN}, weights exact": Variant(lambda: with_exact("weight")),
         f"{OWN}, searched for 1 %": Variant(own, searching=Searching(0.01, OWN_CUBE)),

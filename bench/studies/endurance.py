@@ -49,7 +49,7 @@ def _config(make: Callable[[], sp.Config], *, grads: bool = False, searching: Se
 
 
 def _often_killed(bins: int, step: float = 1.25, octaves: float = 3, rate: float = 0.02) -> Make:
-    """Return coarse weights coded ahead of their drift, with finer first moments.
+    """Return coarse weights extrapolated by their drift, with finer first moments.
 
     "Finer moments" are a grid of 1 and second moments in cells of one octave, which whole states can afford.
     """

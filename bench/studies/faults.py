@@ -80,7 +80,7 @@ class Searching:
         cube: the candidates.
         batches: of the held-out set, that `evaluate` sees.
         every: checkpoints from one search to the next.
-        ahead: code weights ahead of their drift, in trials and in stored checkpoints.
+        ahead: extrapolate weights by their drift, in trials and in stored checkpoints.
         by: "loss" or "accuracy": what may degrade by the threshold.
     """
 

@@ -1,6 +1,6 @@
 """Evidence: the role of each array of a state, and its source.
 
-An array may be stored with loss only if there is evidence of its kind (`Evidence`). In this order:
+An array may be stored with loss only if there is evidence of its role (`Evidence`). In this order:
 
     kind         `Kind`, the answer in one word; look-up of what the caller gave as `kinds=`
     module       `kinds(module, optimizer)`: what a torch module and its optimizers say

@@ -1,7 +1,7 @@
 """The codebook of an array: fitted to its histogram, or kept from its parent if good enough.
 
 A codebook refit from scratch moves every boundary and throws the delta away; a frozen one makes deltas small. So the
-default keeps the parent's until its error passes `trigger` times the best possible, and says why it did what.
+default keeps the parent's until its error passes `trigger` times the least possible, and notes the reason.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def fit(sketch: Histogram | Cells, how: Fit, parent: Floats | None, codes: Float
         return best, "refit"
     if how.solver == "uniform":
         if parent.size > 1 and best.size > 1 and spacing(parent) < FINER * spacing(best):
-            return best, f"refit: a step of {spacing(parent) / spacing(best):.3g} times the best"
+            return best, f"refit: the parent's step is {spacing(parent) / spacing(best):.3g} of the new one"
     elif parent.size != best.size:
         return best, f"refit: {parent.size} entries became {best.size}"
     used = np.flatnonzero(weights)
@@ -335,7 +335,10 @@ def fit(sketch: Histogram | Cells, how: Fit, parent: Floats | None, codes: Float
     loss, least = (quantization_loss(kept.local * scale, weights[used], c) + floor for c in own)
     if loss <= how.trigger * least:
         return parent, "frozen"
-    return best, f"refit: loss {loss / least:.3g} times the best" if least else "refit: the best is exact"
+    return (
+        best,
+        f"refit: the parent's gives {loss / least:.3g} times the error" if least else "refit: the best is exact",
+    )
 
 
 def spacing(codebook: Floats) -> float:

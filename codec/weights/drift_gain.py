@@ -1,4 +1,4 @@
-"""The drift gain of an array: how far its weights are coded ahead of their drift.
+"""The drift gain of an array: how far its weights are extrapolated.
 
 An encoder that keeps an old level, because a new one costs too many bits, leaves the weight behind the training. The
 errors of an array then point against its *drift*, the direction in which its weights move, and a training that

@@ -261,9 +261,9 @@ def choices(
     if before is not None and before.codebook.size and how.policy == "frozen":
         own = expected(density, before.thresholds.protect_magnitude, before.codebook, exactly)
         if own.error > _HELD * goal:
-            reason = f"refit: {own.error / target:.3g} of the error target"
+            reason = f"refit: the parent's gives {own.error / target:.3g} times the error target"
         elif fresh is not None and own.bits > fresh.bits + _SLACK:
-            reason = f"refit: {own.bits - fresh.bits:.2g} bits more than need be"
+            reason = f"refit: the parent's takes {own.bits - fresh.bits:.2g} bits more"
         else:
             yield at(own), own.codebook, "frozen", goal
     for aim in _AIMS:

@@ -1,4 +1,4 @@
-"""Assignment of levels to weights, ahead of the drift if a gain is given."""
+"""Assignment of levels to weights, extrapolated by their drift if a gain is given."""
 
 from __future__ import annotations
 

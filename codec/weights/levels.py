@@ -44,7 +44,7 @@ class LevelsReference:
         codebook: float64, ascending, values of the array's dtype.
         protected: bytes of the protected values in the array's dtype, in order.
         thresholds: those the levels were made with.
-        drift_gain: how far ahead of the drift the next delta is coded, see `codec.weights.drift_gain`; a multiple of
+        drift_gain: how far the next delta extrapolates the drift, see `codec.weights.drift_gain`; a multiple of
             `1 / GAIN_STEPS` in [0, `LARGEST_GAIN`].
         multiples: first multiple and step of the codebook; None: unknown.
     """

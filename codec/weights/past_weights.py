@@ -1,4 +1,4 @@
-"""Past weights, and the drift in first moments, for coding weights ahead of their drift."""
+"""Past weights, and the drift in first moments, for extrapolating weights."""
 
 from __future__ import annotations
 

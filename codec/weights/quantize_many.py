@@ -199,9 +199,9 @@ class _Some:
             if self.codec.policy == "refit":
                 reasons[i] = "refit"
             elif steps[i] < FINER * best.steps[i]:
-                reasons[i] = f"refit: a step of {steps[i] / best.steps[i]:.3g} times the best"
+                reasons[i] = f"refit: the parent's step is {steps[i] / best.steps[i]:.3g} of the new one"
             elif own[i] > self.codec.trigger * least[i]:
-                reasons[i] = f"refit: loss {own[i] / least[i]:.3g} times the best"
+                reasons[i] = f"refit: the parent's gives {own[i] / least[i]:.3g} times the error"
             else:
                 grown = self.codec.outgrown(self._share(i, sketches), self.befores[i], self.leaves[i].spec)
                 reasons[i], stays[i] = grown or "frozen", not grown

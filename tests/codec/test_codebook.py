@@ -66,10 +66,10 @@ def test_a_parent_is_kept_while_it_is_about_as_good() -> None:
     first, _ = _fit(x, "uniform", 24)
     assert _fit(x * np.float32(1.001), "uniform", 24, first) == (pytest.approx(first), "frozen")
     coarse, why = _fit(x * np.float32(0.8), "uniform", 24, first)
-    assert why.startswith("refit: loss")
+    assert why.startswith("refit: the parent's gives ")
     assert spacing(coarse) < spacing(first)
     _, why = _fit(x * np.float32(1.5), "uniform", 24, first)
-    assert why.startswith("refit: a step of")
+    assert why.startswith("refit: the parent's step is 0.")
 
 
 def test_few_distinct_values_are_kept_exactly() -> None:

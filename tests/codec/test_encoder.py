@@ -42,7 +42,7 @@ def test_the_summary_says_why_a_codebook_was_kept_or_not() -> None:
     assert note(near) == "codebook frozen"
     np.testing.assert_array_equal(memory(near).codebook, memory(base).codebook)
     far = sp.compress({"weight": w * np.float32(0.8)}, base)
-    assert note(far).startswith("codebook refit: loss 1.")
+    assert note(far).startswith("codebook refit: the parent's gives 1.")
     assert not np.array_equal(memory(far).codebook, memory(base).codebook)
     refit = sp.Config([("*", sp.Quantize(policy="refit"))])
     assert note(sp.compress({"weight": w}, base, refit)) == "codebook refit"

@@ -249,9 +249,9 @@ def test_a_parents_choice_is_kept_while_it_does_and_the_note_says_why_not() -> N
     assert row(base).note.startswith("codebook new; 0 protected, rate ")
     assert row(sp.compress({"weight": x * np.float32(1.01)}, base, cfg)).note.startswith("codebook frozen; ")
     coarse = row(sp.compress({"weight": x * np.float32(0.8)}, base, cfg)).note
-    assert re.match(r"codebook refit: 1\.\d+ of the error target; ", coarse)
+    assert re.match(r"codebook refit: the parent's gives 1\.\d+ times the error target; ", coarse)
     fine = row(sp.compress({"weight": x}, sp.compress({"weight": x}, cfg=sp.Config(max_rel_error=0.02)), cfg)).note
-    assert re.match(r"codebook refit: 1\.\d+ bits more than need be; ", fine)
+    assert re.match(r"codebook refit: the parent's takes 1\.\d+ bits more; ", fine)
 
 
 def test_a_rate_that_is_asked_for_is_the_rate() -> None:

@@ -49,7 +49,7 @@ def test_bounds_and_size(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     m, v = entry["exp_avg"].double(), entry["exp_avg_sq"].double()
     m2, v2 = got["exp_avg"].double(), got["exp_avg_sq"].double()
     assert got["exp_avg"].dtype == got["exp_avg_sq"].dtype == dtype
-    # Within a cell of half an octave, and so is its mean.
+    # Within a step of a factor of 2**0.5, and so is its mean.
     assert (torch.log2(v2 / v).abs() <= 0.6).all()
     assert (v2 > 0).all()
     # Half a step of a half, in units of the root of the decoded second moment, and the rounding of the table.

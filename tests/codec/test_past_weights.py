@@ -1,4 +1,4 @@
-"""Weights coded ahead of their drift: no lag, and errors against the true weights."""
+"""Weights extrapolated by their drift: no lag, and errors against the true weights."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_earlier_weights_in_any_library_and_a_wider_dtype_are_the_same() -> None
 
 
 def test_half_precision_weights() -> None:
-    """Weights ahead of their drift are not rounded to the dtype of the weights."""
+    """Extrapolated weights are not rounded to the dtype of the weights."""
     prev, lags = {True: None, False: None}, {}
     for step in range(25):
         now, old = (torch.from_numpy(drifting(s)).bfloat16() for s in (step, max(0, step - 10)))

@@ -18,6 +18,7 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.bench.__main__ import NAMES
+from tests.face.test_report import in_browser, needs_browser
 from tests.pages import RUN, PageError, blocks, run_page
 
 HOME = Path(__file__).parents[2]
@@ -26,6 +27,7 @@ PAGES = [
     HOME / "CONTRIBUTING.md",
     *sorted((HOME / "docs").glob("*.md")),
     *sorted((HOME / "docs" / "decisions").glob("*.md")),
+    *sorted((HOME / "docs" / "trainers").glob("*.md")),
 ]
 WITH_CODE = [p for p in PAGES if any(b.language in RUN for b in blocks(p.read_text(encoding="utf-8")))]
 LANGUAGES = {"", "python", "console", "output", "json", "pycon"}
@@ -387,3 +389,20 @@ def test_files_and_tests_that_are_named_exist(path: Path) -> None:
         assert bench in NAMES, bench
     for result in re.findall(r"`(bench/results/[\w.-]+)`", text):
         assert (HOME / result).exists(), result
+
+
+# --------------------------------------------------------------------------------------------------------------- site
+
+
+@needs_browser
+def test_workers_run_in_pages_from_a_disk(tmp_path: Path) -> None:
+    """The site's search, a worker, answers also in pages that are opened without a server."""
+    (tmp_path / "double.js").write_text("addEventListener('message', (event) => postMessage(2 * event.data))")
+    (tmp_path / "page.html").write_text(
+        f"""<body><script src="file://{HOME}/docs/javascripts/worker.js"></script><script>
+        const worker = new Worker("double.js");
+        worker.addEventListener("message", (event) => (document.title = "got " + event.data));
+        worker.postMessage(21);
+        </script>"""
+    )
+    assert "<title>got 42</title>" in in_browser(f"file://{tmp_path}/page.html")

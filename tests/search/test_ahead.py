@@ -1,4 +1,4 @@
-"""Searches of weights coded ahead of their drift evaluate the stored state."""
+"""Searches of extrapolated weights evaluate the stored state."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_without_evaluate() -> None:
 
 
 class Steady(Loss):
-    """A loss that penalises weights ahead of the drift, unless it is lenient."""
+    """A loss that penalises extrapolated weights, unless it is lenient."""
 
     def __init__(self, exact: Any, earlier: Any) -> None:
         super().__init__(exact)

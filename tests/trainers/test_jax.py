@@ -223,7 +223,7 @@ def test_optax_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
 
 def test_the_page_and_the_docstrings_are_true() -> None:
     pytest.importorskip("optax", reason="optax is not installed; `make frameworks` has it")
-    assert run_page(Path(__file__).parents[2] / "docs" / "trainers.md").ran >= 1
+    assert run_page(Path(__file__).parents[2] / "docs" / "trainers" / "jax.md").ran >= 1
     result = doctest.testmod(adapter)
     assert result.attempted
     assert not result.failed

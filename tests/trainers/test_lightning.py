@@ -296,7 +296,7 @@ def test_what_a_search_finds_is_what_checkpoints_are_compressed_with(
     parents = [None if g["prev"] is None else g["prev"].id for g in searching.given]
     assert parents == [None, *(store.read(step).id for step in store.steps()[:-1])]
     assert all(len(g["grads"]) == 4 and g["kinds"]["first.weight"].layer == "linear" for g in searching.given)
-    # Ahead of the drift where the plugin is to be, and the average is not in another process; four steps an epoch.
+    # Extrapolated where the plugin is to be, and the average is not in another process; four steps an epoch.
     known = ahead and not background
     assert found[1].config.ahead is bool(known)
     assert [g["options"].earlier.steps for g in searching.given if "options" in g] == (

@@ -462,7 +462,7 @@ class Alike:
 
 
 def test_the_page_and_the_docstrings_are_true() -> None:
-    report = run_page(Path(__file__).parents[2] / "docs" / "trainers.md")
+    report = run_page(Path(__file__).parents[2] / "docs" / "trainers" / "jax.md")
     assert report.ran >= 1
     result = doctest.testmod(adapter)
     assert result.attempted

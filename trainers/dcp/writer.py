@@ -58,7 +58,7 @@ class _Parent:
         shards: sizes of its shards by name and offsets.
         last: file of this rank's last save: the parent itself, or a delta against it.
         whole: size of a base of its last state; None: no base was made since the base of the chain.
-        trail: average of its weights, if they are coded ahead of their drift.
+        trail: average of its weights, if they are extrapolated by their drift.
     """
 
     checkpoint: Checkpoint

@@ -72,9 +72,9 @@ class Found:
         agreement: percent of examples whose most likely class stays at a restore; None for a regression.
         divergence: mean over restores, nats of KL or relative L2.
         rms: root mean square of the relative change of the loss at a restore, percent.
-        worst: largest change of the loss at a restore, percent.
-        loss: at the end against the null, percent; None where seeds do not pair.
-        accuracy: points lost at the end against the null; None for a regression.
+        worst: largest rise of the loss at a restore, percent.
+        loss: percent above the null's at the end; None where seeds do not pair.
+        accuracy: points lost at the end, less those of the null; None for a regression.
         ratio: of the whole state over the chain, mean over seeds.
         weights: of the weights alone.
     """
@@ -125,7 +125,7 @@ class Campaign:
             100 * (1 - statistics.fmean(changed)) if changed else None,
             statistics.fmean(r["divergence"] for r in restores),
             math.sqrt(statistics.fmean(loss * loss for loss in losses)),
-            max(losses, key=abs),
+            max(losses),
             self.against_null(family, setting, "loss"),
             self.against_null(family, setting, "accuracy"),
             statistics.fmean(row["ratio"] for row in rows),

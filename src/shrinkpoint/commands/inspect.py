@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint, Row
 
 ORDERS = ("path", "bytes", "error")
-_ERRORS = (">rel. L2", ">max. rel.")
+_ERRORS = (">relative L2", ">worst element")
 """Columns of `error_columns`."""
 
 
@@ -68,8 +68,7 @@ def info(
             ">raw",
             ">stored",
             ">bits",
-            ">rel. L2",
-            ">max. rel.",
+            *_ERRORS,
             "why",
             "note",
         ),
@@ -186,7 +185,7 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
         sizes = {"folder_nbytes": occupied, "frozen_nbytes": frozen}
         emit({"store": store, "restores": restores, **sizes, "steps": found})
     else:
-        columns = (">step", "kind", ">raw", ">stored", ">ratio", ">cost", ">metric", "labels")
+        columns = (">step", "kind", ">raw", ">stored", ">ratio", ">restore", ">metric", "labels")
         table(columns, [_ls_row(entry) for entry in found])
         stored = sum(entry.get("nbytes", 0) for entry in found)
         line()
@@ -225,7 +224,7 @@ def _ls_row(entry: dict[str, Any]) -> tuple[object, ...]:
         size(entry["raw_nbytes"]),
         size(entry["nbytes"]),
         f"{entry['ratio']:.2f}",
-        f"{entry['restore_cost']:.2f}",
+        f"{entry['restore_cost']:.2f} bases",
         "" if entry["metric"] is None else f"{entry['metric']:g}",
         " ".join(labels),
     )
