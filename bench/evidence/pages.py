@@ -68,6 +68,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "store peers": partial(parts.beside, "store.json", ("MB/s", "x raw state")),
     "stall peers": partial(parts.beside, "saver.json", ("ms",)),
     "levels": levels.levels,
+    "overview": levels.overview,
     "exact levels": levels.exact_levels,
     "front": levels.front,
     **{f"level {name}": partial(levels.level, name) for name in ("default", "compact")},
