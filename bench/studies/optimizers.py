@@ -308,9 +308,10 @@ def subjects(package: str) -> Iterator[tuple[str, list[Callable[[], Any]]]]:
         rate = next((rate for start, rate in _RATES.items() if name.startswith(start)), 1e-3)
         for more in ({}, *_VARIANTS.get(path, ())):
             text = ", ".join(f"{key}={value}" for key, value in more.items())
-            yield path + (f"({text})" if text else ""), [
-                partial(TorchTraining, make) for make in _ways(cls, {"lr": rate, **more})
-            ]
+            yield (
+                path + (f"({text})" if text else ""),
+                [partial(TorchTraining, make) for make in _ways(cls, {"lr": rate, **more})],
+            )
 
 
 def _ways(cls: Any, settings: Mapping[str, Any]) -> Iterable[Callable[[nn.Module], Any]]:
@@ -354,9 +355,7 @@ def _of_optax() -> Iterator[tuple[str, list[Callable[[], Any]]]]:
             for more in ({}, *_VARIANTS.get(path, ())):
                 text = ", ".join(f"{key}={value}" for key, value in more.items())
                 arguments = {"learning_rate": rate} if "learning_rate" in takes else {}
-                yield path + (f"({text})" if text else ""), [
-                    partial(JaxTraining, partial(make, **arguments, **more))
-                ]
+                yield path + (f"({text})" if text else ""), [partial(JaxTraining, partial(make, **arguments, **more))]
 
 
 def attempted(ways: Iterable[Callable[[], Any]]) -> dict[str, Any] | str:
@@ -405,4 +404,7 @@ def _row(name: str, found: dict[str, Any] | str) -> Row:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Draw the difference of the next update of each optimizer."""
-    draw(path, [Bars("next update", "relative difference", [(r.row, r.value, None) for r in rows if r.value is not None])])
+    draw(
+        path,
+        [Bars("next update", "relative difference", [(r.row, r.value, None) for r in rows if r.value is not None])],
+    )

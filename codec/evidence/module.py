@@ -66,7 +66,9 @@ def kinds(module: Any = None, optimizer: Any = None) -> dict[str, Kind]:
 
 
 def _add_entries(table: dict[str, Kind], optimizer: Any, names: dict[int, str]) -> None:
-    owner = type(optimizer).__name__
+    # A subclass that has a `step` of its own may keep other entries under the same names.
+    step = getattr(type(optimizer), "step", None)
+    owner = getattr(step, "__qualname__", f"{type(optimizer).__name__}.step").split(".")[-2]
     number = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
