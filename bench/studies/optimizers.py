@@ -128,9 +128,10 @@ class JaxTraining:
 
     Args:
         make: returns the transformation.
+        passed: what its update is given in addition to the gradient, by name: of "value", "grad", "value_fn", "obj_fn".
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], Any], passed: tuple[str, ...]) -> None:
         import jax
         import optax
 
@@ -151,9 +152,7 @@ class JaxTraining:
         def step(params: Any, state: Any, x: Any) -> Any:
             value, gradient = jax.value_and_grad(loss)(params, x)
             known = {"value": value, "grad": gradient, "value_fn": lambda p: loss(p, x), "obj_fn": lambda p: loss(p, x)}
-            takes = inspect.signature(self.transformation.update).parameters
-            anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-            more = {key: x for key, x in known.items() if anything or key in takes}
+            more = {name: known[name] for name in passed}
             updates, state = self.transformation.update(gradient, state, params, **more)
             return optax.apply_updates(params, updates), state
 
@@ -192,7 +191,7 @@ class JaxTraining:
         """Return the name of the entry at a path, or "" outside of the optimizer."""
         if not path.startswith("opt_state/"):
             return ""
-        above = re.sub(r"/(first|second)/(kernel|bias)$", "", path).split("/")[1:]
+        above = re.sub(r"/(first|second)/(kernel|bias)(/\d+)*$", "", path).split("/")[1:]
         return next((part for part in reversed(above) if not part.isdigit()), above[-1])
 
 
@@ -228,8 +227,8 @@ def examined(make: Callable[[], Any]) -> dict[str, Any]:
         _add(entries, training.name, ckpt, dict(leaves(state)), dict(leaves(restored)))
         if kinds is None:
             weights = next(r.why for r in ckpt.summary() if r.path in ("model/0.weight", "params/first/kernel"))
-        difference = np.linalg.norm(_next_update(make, restored) - wanted) / max(np.linalg.norm(wanted), 1e-30)
-        update = max(update, float(difference))
+        difference = float(np.linalg.norm(_next_update(make, restored) - wanted))
+        update = max(update, difference / max(float(np.linalg.norm(wanted)), 1e-30))
     return {"entries": entries, "weights": weights, "update": update}
 
 
@@ -330,12 +329,16 @@ def _ways(cls: Any, settings: Mapping[str, Any]) -> Iterable[Callable[[nn.Module
     if cls.__name__.lower() in _PROJECTING:
         parameters.insert(0, groups)
     more: tuple[dict[str, Any], ...] = ({}, {"momentum": 0.9}, {"num_data": 32}, {"num_iterations": 100})
-    ways: list[Callable[[nn.Module], Any]] = []
-    for given in parameters:
-        for added in more:
-            ways.append(lambda m, given=given, added=added: cls(given(m), **{**settings, **added}))
-            ways.append(lambda m, given=given, added=added: cls(given(m), **added))
-    return ways
+
+    def made(model: nn.Module, given: Callable[[nn.Module], Any], named: Mapping[str, Any]) -> Any:
+        return cls(given(model), **named)
+
+    return [
+        partial(made, given=given, named={**start, **added})
+        for given in parameters
+        for added in more
+        for start in (settings, {})
+    ]
 
 
 def _of_optax() -> Iterator[tuple[str, list[Callable[[], Any]]]]:

@@ -131,11 +131,16 @@ def entries_of(paths: Sequence[str], outline: Outline) -> list[Entry | None]:
         if entry is not None:
             names.setdefault(entry.owner, set()).add(entry.name)
     for i, entry in enumerate(found):
-        # A `mu` below a number alone may be a layer: Optax has a count of steps next to it, or its counterpart.
-        if entry is None or entry.optimizer or entry.name not in ("mu", "nu"):
+        # A `mu` below a number alone may be a layer, and without a count of steps next to it another optimizer's (SM3).
+        if entry is None or entry.name not in ("mu", "nu") or not entry.is_tree:
             continue
-        if f"{entry.above}/count".lstrip("/") not in held and not {"mu", "nu"} <= names[entry.owner]:
+        if f"{entry.above}/count".lstrip("/") in held or {"mu", "nu"} <= names[entry.owner]:
+            continue
+        if not entry.optimizer:
             found[i] = None
+        elif entry.name == "mu":
+            above, _, name = paths[i].rpartition("/")
+            found[i] = Entry(entry.optimizer, above, "", name)
     tails = _tails(path for path, entry in zip(paths, found, strict=True) if entry is None)
     for i, entry in enumerate(found):
         if entry is not None and entry.optimizer and not entry.parameter:

@@ -24,7 +24,11 @@ _ADAMS = {
 """Optimizers of whose moments that is so, by the name in lower case of the class that has their `step`."""
 _SETTINGS = {"amsgrad", "bias_correction", "correct_bias", "momentum_decay", "decoupled_weight_decay"}
 """Settings of which Adam and its variants have one, next to `betas`."""
+_COMMON = {"lr", "initial_lr", "betas", "eps", "weight_decay"}
+"""Settings that say nothing of the entries' meaning."""
 _MAXIMA = {"max_exp_avg_sq", "nu_max"}
+_SUMS = {"sum"}
+"""Sums of squares (Adagrad), which no update squares."""
 _OPTAX = {"mu", "nu", "trace"}
 """Optax's moments. Its other trees have names that other optimizers use with another meaning."""
 _LETTERS = 2
@@ -92,8 +96,9 @@ def updates(
 
 
 def _are_adams(settings: set[str]) -> bool:
-    """Return whether settings are those of Adam or not known."""
-    return not settings or bool("betas" in settings and settings & _SETTINGS and "centered" not in settings)
+    """Return whether settings may be those of Adam; without any nothing is known."""
+    plain = settings <= _COMMON or bool(settings & _SETTINGS and "centered" not in settings)
+    return not settings or ("betas" in settings and plain)
 
 
 def _by_owner(entries: Mapping[int, Entry]) -> dict[tuple[str, str], list[int]]:
@@ -134,8 +139,8 @@ def unpaired_roots(
 
     Centered RMSprop takes the root of `v - m**2`. An error in either of the two can make that negative, so both stay
     exact. The name of the average says so (torch, timm, Keras); in Optax's `scale_by_stddev`, whose names are Adam's,
-    there is no `count` next to them and `v >= m**2` holds everywhere. An entry of unknown meaning may be such an average, too, where
-    the update is not proven to be Adam's (centered LaProp).
+    there is no `count` next to them and `v >= m**2` holds everywhere. Where the update is not proven to be Adam's, an
+    entry of unknown meaning may be such an average, too (centered LaProp).
 
     Args:
         entries: of the arrays below optimizers, by number.
@@ -153,7 +158,7 @@ def unpaired_roots(
         elif {"mu", "nu"} <= names.keys():
             optax.setdefault(entries[numbers[0]].above, []).append((names["nu"], names["mu"]))
         elif not any(entries[i].is_update for i in numbers):
-            unknown = [i for name, i in names.items() if name not in KNOWN]
+            unknown = [i for name, i in names.items() if roles[i] == "state" and name not in KNOWN | _SUMS]
             seconds = [i for i in numbers if roles[i] == "second moment"]
             found.update(v for v in seconds if any(variance(v, i) for i in unknown))
     for above, pairs in optax.items():

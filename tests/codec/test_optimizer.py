@@ -389,7 +389,7 @@ def test_a_tree_of_parameters_below_each_moment_is_paired_like_any_other() -> No
     kept = sp.decompress(usual)["optimizer"]["state"]
     for at, name in enumerate(("dense", "out")):
         assert torch.equal(back["mu"][name]["kernel"], kept[at]["exp_avg"])
-    lone = sp.compress({"opt_state": [{"mu": optax["mu"]}, {"nu": optax["nu"]}]})
+    lone = sp.compress({"opt_state": [{"count": torch.tensor(3), "mu": optax["mu"]}, {"nu": optax["nu"]}]})
     assert {row.stream for row in lone.summary() if "/mu/" in row.path} == {"log-buckets"}
 
 
