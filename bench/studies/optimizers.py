@@ -258,10 +258,10 @@ def _add(
 ) -> None:
     for row in ckpt.summary():
         name = name_of(row.path)
-        if not name or not row.shape or row.path not in before:
-            if name and row.path not in before:  # a part of a tensor subclass
-                entries.setdefault(name_of(row.path), {"lossy": False, "error": 0.0, "gain": None, "why": row.why})
+        value = before.get(row.path, ckpt)
+        if not name or not (value is ckpt or hasattr(value, "shape")):
             continue
+        name += " (quantized)" if value is ckpt else ""  # a part of a tensor subclass
         lossy = row.measure != "exact"
         entry = entries.setdefault(name, {"lossy": lossy, "error": 0.0, "gain": None, "why": row.why})
         if not lossy:
@@ -348,7 +348,7 @@ def _of_optax() -> Iterator[tuple[str, list[Callable[[], Any]]]]:
     for module in (optax, optax.contrib):
         for name in sorted(vars(module)):
             make = getattr(module, name)
-            if not inspect.isfunction(make) or name.startswith(("scale_by", "add_", "inject_")):
+            if not inspect.isfunction(make) or name.startswith(("scale_by", "add_", "inject_", "_")):
                 continue
             takes = inspect.signature(make).parameters
             if not takes or not ("learning_rate" in takes or name in ("dog", "dowg", "cocob", "polyak_sgd")):
@@ -358,7 +358,13 @@ def _of_optax() -> Iterator[tuple[str, list[Callable[[], Any]]]]:
             for more in ({}, *_VARIANTS.get(path, ())):
                 text = ", ".join(f"{key}={value}" for key, value in more.items())
                 arguments = {"learning_rate": rate} if "learning_rate" in takes else {}
-                yield path + (f"({text})" if text else ""), [partial(JaxTraining, partial(make, **arguments, **more))]
+                yield (
+                    path + (f"({text})" if text else ""),
+                    [
+                        partial(JaxTraining, partial(make, **arguments, **more), passed)
+                        for passed in ((), ("value",), ("value", "grad", "value_fn"), ("obj_fn",))
+                    ],
+                )
 
 
 def attempted(ways: Iterable[Callable[[], Any]]) -> dict[str, Any] | str:
@@ -374,8 +380,6 @@ def attempted(ways: Iterable[Callable[[], Any]]) -> dict[str, Any] | str:
             return examined(way)
         except sp.UnsupportedLeafError as error:
             return f"refused: {error}"
-        except Exception as error:
-            return f"not run: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
     return f"not run: {why}"
 
 

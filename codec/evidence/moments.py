@@ -22,7 +22,7 @@ _ADAMS = {
     "prodigy", "stableadamw", "adamp", "yogi",
 }  # fmt: skip
 """Optimizers of whose moments that is so, by the name in lower case of the class that has their `step`."""
-_SETTINGS = {"amsgrad", "bias_correction", "correct_bias", "momentum_decay", "decoupled_weight_decay"}
+_SETTINGS = {"amsgrad", "bias_correction", "momentum_decay", "decoupled_weight_decay"}
 """Settings of which Adam and its variants have one, next to `betas`."""
 _COMMON = {"lr", "initial_lr", "betas", "eps", "weight_decay"}
 """Settings that say nothing of the entries' meaning."""
