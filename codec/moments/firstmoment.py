@@ -110,7 +110,7 @@ class FirstMoment:
                 break
         # Log buckets keep each element to `alpha`, and so the array; only a target may ask for more than that.
         wanted = None if self.max_error is None or self.max_error >= self.alpha else self.max_error
-        return LogBuckets(self.alpha, wanted).encode(leaf, parent)
+        return LogBuckets(self.alpha, wanted).encode(leaf, parent, unbiased=True)
 
     @property
     def bound(self) -> float:
