@@ -13,7 +13,8 @@ _HEADER = ("", "entries that may change: relative L2 error", "exact entries", "w
 def optimizers() -> str:
     """Table of all optimizers that were run; those with the same entries share a line."""
     document = documents("optimizers.json").get("optimizers.json", {"packages": {}, "optimizers": {}})
-    lines, groups = [], {}
+    lines: list[list[str]] = []
+    groups: dict[tuple[str, tuple[str, ...], tuple[str, ...], bool], dict[str, Json]] = {}
     for name, found in document["optimizers"].items():
         if not isinstance(found, str):
             changed, exact = names_of(found)

@@ -11,7 +11,7 @@ import numpy as np
 from ...kernels.backend.arrays import is_torch
 from ...kernels.backend.floats import FORMATS
 from ..parallel import map_arrays
-from ..state.leaves import on_host
+from ..state.leaves import on_host, wide
 from .entries import Entry
 from .moments import in_other_bases, possible_maxima, unpaired_roots
 from .parameters import Matches
@@ -81,7 +81,7 @@ def _extremes(flat: Any) -> tuple[float, float]:
 def _follows(moment: Any, parameter: Any) -> bool:
     """Return whether a moment is about as large as its parameter and points the same way, on a sample."""
     stride = max(1, moment.shape[0] // _SAMPLE)
-    m, w = (on_host(_wide(x[::stride])) for x in (moment, parameter))
+    m, w = (on_host(wide(x[::stride])) for x in (moment, parameter))
     norms = float(np.linalg.norm(m)), float(np.linalg.norm(w))
     return 0.5 * norms[1] < norms[0] < 2 * norms[1] and float(m @ w) > _ALIKE * norms[0] * norms[1]
 
@@ -92,14 +92,10 @@ def _bounds(arrays: Arrays, second: int, first: int, power: int) -> bool:
     if specs[0].shape != specs[1].shape or {spec.dtype for spec in specs} - FORMATS.keys():
         return False
     for start in range(0, specs[0].size, _CHUNK):
-        v, m = (_wide(arrays.flats[i][start : start + _CHUNK]) for i in (second, first))
+        v, m = (wide(arrays.flats[i][start : start + _CHUNK]) for i in (second, first))
         bounded = abs(m) ** power
         if is_torch(v) != is_torch(bounded):
             bounded = v.new_tensor(bounded) if is_torch(v) else bounded.cpu().numpy()
         if bool((bounded > (1 + 2.0**-6) * v + 1e-30).any()):
             return False
     return True
-
-
-def _wide(x: Any) -> Any:
-    return x.double() if is_torch(x) else x.astype(np.float64)

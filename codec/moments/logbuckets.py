@@ -32,7 +32,7 @@ from ..format.chunks import Chunk, chunks_of
 from ..format.fields import Reader, Writer
 from ..lossless.exact import Exact
 from ..parallel import map_chunks
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host, wide
 from ..state.scaling import scaled_distortion, unit
 
 _SIGNS, _NOT_FINITE = 1, 2
@@ -160,11 +160,13 @@ def _gain(leaf: Leaf, bits: int) -> float:
     x = leaf.flat[:: max(1, leaf.spec.size // _SAMPLE)]
     x = x.contiguous() if is_torch(x) else np.ascontiguousarray(x)
     values = bucket_value(bucket_index(x, bits), bits, leaf.spec.dtype)
-    x, values = (on_host(y.double() if is_torch(y) else y).astype(np.float64) for y in (x, values))
-    finite = np.isfinite(x)
-    square, product = float((x[finite] ** 2).sum()), float((x[finite] * values[finite]).sum())
-    if not 0 < square < math.inf or not product < math.inf:
+    x, values = (on_host(wide(y)) for y in (x, values))
+    finite = np.isfinite(x) & np.isfinite(values)
+    largest = np.abs(x[finite]).max(initial=0.0)
+    if not largest:
         return 1.0
+    x, values = x[finite] / largest, values[finite] / largest
+    product, square = float((x * values).sum()), float((x * x).sum())
     width = 2.0**-bits
     most = (1 + width / 2) / ((1 + width) * (1 - width / 2)) * (1 - 1 / _GAIN_STEPS)
     return max(1.0, math.floor(_GAIN_STEPS * min(product / square, most)) / _GAIN_STEPS)
