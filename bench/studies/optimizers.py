@@ -13,7 +13,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -123,6 +123,28 @@ class TorchTraining:
         return found.partition("::")[0]
 
 
+@lru_cache(8)
+def _compiled(make: Callable[[], Any], passed: tuple[str, ...]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return a transformation's start and compiled step, the same for all trainings of it."""
+    import jax
+    import optax
+
+    transformation = make()
+
+    def loss(params: Any, x: Any) -> Any:
+        hidden = jax.numpy.tanh(x @ params["first"]["kernel"] + params["first"]["bias"])
+        return jax.numpy.square(hidden @ params["second"]["kernel"] + params["second"]["bias"] - x).mean()
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(params, x)
+        known = {"value": value, "grad": gradient, "value_fn": lambda p: loss(p, x), "obj_fn": lambda p: loss(p, x)}
+        more = {name: known[name] for name in passed}
+        updates, state = transformation.update(gradient, state, params, **more)
+        return optax.apply_updates(params, updates), state
+
+    return transformation.init, jax.jit(step)
+
+
 class JaxTraining:
     """The same network in JAX, trained by an Optax transformation.
 
@@ -133,7 +155,6 @@ class JaxTraining:
 
     def __init__(self, make: Callable[[], Any], passed: tuple[str, ...]) -> None:
         import jax
-        import optax
 
         keys = jax.random.split(jax.random.PRNGKey(0), 2)
         shapes = (("first", keys[0], 64, 96), ("second", keys[1], 96, 64))
@@ -141,22 +162,9 @@ class JaxTraining:
             name: {"kernel": jax.random.normal(key, (a, b)) / math.sqrt(a), "bias": jax.numpy.zeros(b)}
             for name, key, a, b in shapes
         }
-        self.transformation = make()
-        self.opt_state = self.transformation.init(self.params)
+        start, self._step = _compiled(make, passed)
+        self.opt_state = start(self.params)
         self.kinds = None
-
-        def loss(params: Any, x: Any) -> Any:
-            hidden = jax.numpy.tanh(x @ params["first"]["kernel"] + params["first"]["bias"])
-            return jax.numpy.square(hidden @ params["second"]["kernel"] + params["second"]["bias"] - x).mean()
-
-        def step(params: Any, state: Any, x: Any) -> Any:
-            value, gradient = jax.value_and_grad(loss)(params, x)
-            known = {"value": value, "grad": gradient, "value_fn": lambda p: loss(p, x), "obj_fn": lambda p: loss(p, x)}
-            more = {name: known[name] for name in passed}
-            updates, state = self.transformation.update(gradient, state, params, **more)
-            return optax.apply_updates(params, updates), state
-
-        self._step = jax.jit(step)
 
     def step(self, number: int) -> None:
         """Take one step."""
