@@ -325,7 +325,29 @@ class Renamed(torch.optim.AdamW):
     """AdamW under another name."""
 
 
-@pytest.mark.parametrize(("make", "paired"), [(torch.optim.AdamW, True), (Renamed, True), (Normalized, False)])
+class Wrapped:
+    """As Accelerate's: another class around the optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "paired"),
+    [
+        (torch.optim.AdamW, True),
+        (Renamed, True),
+        (lambda p: Wrapped(torch.optim.AdamW(p)), True),
+        (Normalized, False),
+        (lambda p: Wrapped(Normalized(p)), False),
+    ],
+)
 def test_first_moments_are_in_units_of_the_second_only_for_optimizers_that_are_known(make: Any, paired: bool) -> None:
     model = layers()
     optimizer = make(model.parameters())
