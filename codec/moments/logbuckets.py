@@ -44,6 +44,8 @@ _SAMPLE = 1 << 18
 """Elements from which a gain is computed."""
 _GAIN_STEPS = 256
 """Gains are multiples of 1 / 256, so that no rounding of sums is seen in the bytes."""
+_ATTEMPTS = 4
+"""Gains that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +158,29 @@ class LogBuckets:
 
 
 def _gain(leaf: Leaf, bits: int) -> float:
-    """Return <x~, x> / <x, x> of midpoints on a sample, within what keeps every element to its bound."""
+    """Return the factor of the limits for which <x~, x> = <x, x> on a sample, within what keeps `alpha`."""
     x = leaf.flat[:: max(1, leaf.spec.size // _SAMPLE)]
     x = x.contiguous() if is_torch(x) else np.ascontiguousarray(x)
-    values = bucket_value(bucket_index(x, bits), bits, leaf.spec.dtype)
-    x, values = (on_host(wide(y)) for y in (x, values))
-    finite = np.isfinite(x) & np.isfinite(values)
-    largest = np.abs(x[finite]).max(initial=0.0)
+    host = on_host(wide(x))
+    finite = np.isfinite(host)
+    largest = np.abs(host[finite]).max(initial=0.0)
     if not largest:
         return 1.0
-    x, values = x[finite] / largest, values[finite] / largest
-    product, square = float((x * values).sum()), float((x * x).sum())
+    scaled = host[finite] / largest
     width = 2.0**-bits
     most = (1 + width / 2) / ((1 + width) * (1 - width / 2)) * (1 - 1 / _GAIN_STEPS)
-    return max(1.0, math.floor(_GAIN_STEPS * min(product / square, most)) / _GAIN_STEPS)
+    gain, found, least = 1.0, 1.0, math.inf
+    for _ in range(_ATTEMPTS):
+        values = bucket_value(bucket_index(x if gain == 1 else x * (1 / gain), bits), bits, leaf.spec.dtype)
+        with np.errstate(over="ignore"):
+            ratio = float((on_host(wide(values))[finite] / largest * scaled).sum() / (scaled * scaled).sum())
+        if abs(ratio - 1) < least:
+            found, least = gain, abs(ratio - 1)
+        wanted = math.floor(_GAIN_STEPS * min(max(gain * ratio, 1.0), most)) / _GAIN_STEPS
+        if not math.isfinite(ratio) or wanted == gain:
+            break
+        gain = wanted
+    return found
 
 
 def _largest_finite(flat: Array) -> float:

@@ -317,8 +317,9 @@ class Normalized(torch.optim.AdamW):
             s = self.state[p]
             if not s:
                 s |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            s["exp_avg_sq"].lerp_(p.grad.square(), 0.01)
-            s["exp_avg"].lerp_(p.grad / (s["exp_avg_sq"].sqrt() + 1e-8), 0.1)
+            gradient = 1e3 * p.grad
+            s["exp_avg_sq"].lerp_(gradient.square(), 0.01)
+            s["exp_avg"].lerp_(gradient / (s["exp_avg_sq"].sqrt() + 1e-8), 0.1)
 
 
 class Renamed(torch.optim.AdamW):
