@@ -1,4 +1,4 @@
-"""What becomes of optimizers' entries: the committed study against a run of all that torch has."""
+"""Entries of optimizers: the committed study against a run of all that torch has."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def _trained(make: Callable[[], Any]) -> Any:
 
 
 def _next_update(make: Callable[[], Any], restored: Tree | None) -> np.ndarray[Any, Any]:
-    """Return the change of the weights by one more step, from restored entries or those of the training."""
+    """Return the change of the weights by one more step, from restored entries if given."""
     training = _trained(make)
     if restored is not None:
         training.put(restored)
@@ -293,7 +293,7 @@ def _host(x: Any) -> Any:
 
 
 def subjects(package: str) -> Iterator[tuple[str, list[Callable[[], Any]]]]:
-    """Yield the name of each optimizer of an installed package, and the ways to construct its training."""
+    """Yield each optimizer of an installed package, and the ways to construct its training."""
     if package == "optax":
         yield from _of_optax()
         return
@@ -322,7 +322,7 @@ def subjects(package: str) -> Iterator[tuple[str, list[Callable[[], Any]]]]:
 
 
 def _ways(cls: Any, settings: Mapping[str, Any]) -> Iterable[Callable[[nn.Module], Any]]:
-    """Return the ways in which optimizers are constructed, one of which fits."""
+    """Return the ways in which optimizers are constructed; one of them fits."""
 
     def matrices(model: nn.Module, wanted: bool = True) -> list[Any]:
         return [p for p in model.parameters() if (p.ndim >= 2) == wanted]

@@ -88,7 +88,7 @@ def _add_entries(table: dict[str, Kind], optimizer: Any, names: dict[int, str]) 
 
 
 def _class_of(optimizer: Any) -> str:
-    """Return the name of the class that has the `step` of an optimizer, inside of wrappers (Accelerate, Megatron).
+    """Return the name of the class that has the `step` of an optimizer, inside of wrappers.
 
     A subclass that has a `step` of its own may keep other entries under the same names.
     """

@@ -23,7 +23,7 @@ _ADAMS = {
 }  # fmt: skip
 """Optimizers of whose moments that is so, by the name in lower case of the class that has their `step`."""
 _SETTINGS = {"amsgrad", "bias_correction", "momentum_decay", "decoupled_weight_decay"}
-"""Settings of which Adam and its variants have one, next to `betas`."""
+"""Adam and its variants have one of these settings, next to `betas`."""
 _COMMON = {"lr", "initial_lr", "betas", "eps", "weight_decay"}
 """Settings that say nothing of the entries' meaning."""
 _MAXIMA = {"max_exp_avg_sq", "nu_max"}
@@ -65,7 +65,7 @@ def updates(
     classes: Mapping[int, str | None],
     settings: Mapping[str, set[str]],
 ) -> set[int]:
-    """Return the first moments m for which m / sqrt(v) of their second moment v is the optimizer's update.
+    """Return the first moments m whose m / sqrt(v) is the update, v their second moment.
 
     Names alone prove it where nothing is known of the optimizer. Its class, the settings of its groups and arrays that
     Adam does not keep for a parameter can contradict: LaProp and ADOPT call an average of g / sqrt(v) `exp_avg`.
@@ -168,7 +168,7 @@ def unpaired_roots(
 
 
 def possible_maxima(entries: Mapping[int, Entry], bounds: Callable[[int, int], bool]) -> dict[int, str]:
-    """Return the moments of Optax whose `nu` may be a maximum of gradients, as Adamax's, and why.
+    """Return the moments of Optax whose `nu` may be a maximum (Adamax), and why.
 
     A maximum bounds the average of the same gradients; an average of squares does only where all gradients are large.
 

@@ -79,7 +79,7 @@ def _extremes(flat: Any) -> tuple[float, float]:
 
 
 def _follows(moment: Any, parameter: Any) -> bool:
-    """Return whether a moment is about as large as its parameter and points the same way, on a sample."""
+    """Return whether a moment has about the length and direction of its parameter."""
     stride = max(1, moment.shape[0] // _SAMPLE)
     m, w = (on_host(wide(x[::stride])) for x in (moment, parameter))
     norms = float(np.linalg.norm(m)), float(np.linalg.norm(w))

@@ -158,7 +158,7 @@ class LogBuckets:
 
 
 def _gain(leaf: Leaf, bits: int) -> float:
-    """Return the factor of the limits for which <x~, x> = <x, x> on a sample, within what keeps `alpha`."""
+    """Return the factor of the limits that makes <x~, x> = <x, x>, where `alpha` allows it."""
     x = leaf.flat[:: max(1, leaf.spec.size // _SAMPLE)]
     x = x.contiguous() if is_torch(x) else np.ascontiguousarray(x)
     host = on_host(wide(x))
