@@ -183,8 +183,8 @@ def parse(path: str, optimizers: Collection[str] = ()) -> Entry | None:
         optimizers: paths that are known to be optimizers in torch's layout.
 
     Example:
-        >>> parse("optimizer/state.fc.weight.exp_avg")
-        Entry(optimizer='optimizer', above='optimizer/state', parameter='fc.weight', name='exp_avg', is_tree=False)
+        >>> parse("optimizer/state.fc.weight.exp_avg")[:4]
+        ('optimizer', 'optimizer/state', 'fc.weight', 'exp_avg')
         >>> parse("model/fc.weight")
     """
     parts = path.split("/")
