@@ -54,7 +54,7 @@ def _joined(names: Iterable[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    return text.replace("|", "/").replace("<", "").replace(">", "")[:130]
+    return text.partition("; allowed are")[0].replace("|", "/").replace("<", "").replace(">", "")
 
 
 def _range(values: Iterable[float]) -> str:
