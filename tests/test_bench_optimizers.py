@@ -22,6 +22,7 @@ def committed() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.no_evidence
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_the_page_says_what_becomes_of_each_entry_of_torchs_optimizers(name: str, committed: dict[str, Any]) -> None:
     record = study.attempted(SUBJECTS[name])
