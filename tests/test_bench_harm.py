@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shrinkpoint.bench.evidence import levels
-from shrinkpoint.bench.studies.harm import campaign, families, measure
+from shrinkpoint.bench.studies.harm import campaign, families, groups, measure
 from shrinkpoint.bench.studies.harm.measure import Answers, divergence
 from shrinkpoint.bench.studies.harm.summary import Campaign, Effect, bench_rows
 
@@ -78,7 +78,7 @@ def test_ends_are_paired_with_the_null_of_their_seed() -> None:
     assert found.accuracy.mean == pytest.approx(1.0)
     assert found.rms == pytest.approx(0.2)
     assert found.agreement == pytest.approx(99.0)
-    by_name = {row.row: row for row in bench_rows(Campaign(rows), dict.fromkeys(families.FAMILIES, 1))}
+    by_name = {row.row: row for row in bench_rows(Campaign(rows), dict.fromkeys(groups.ALL, 1))}
     assert by_name["MLP, default: whole state, chain"].met is True
     assert by_name["MLP, default: same answers at a restore"].met is False
     missing = by_name["GPT, default: loss after ten kills, 95 % bound"]
@@ -94,8 +94,9 @@ def test_the_table_of_levels_has_a_figure_a_cell_and_names_the_worst_families(mo
     rows += [row | {"family": "ViT", "ratio": 15.0, "loss": 1.0, "restores": better} for row in rows]
     monkeypatch.setattr(levels, "campaign", lambda: Campaign(rows))
     table = levels.levels()
-    assert "| `Config()` | 20 x | 15 x | 98.00 % | 0.20 % worse | 1.50 % worse | 4.66 % worse |" in table
-    assert "`Config()` ViT, ViT, MLP, MLP, MLP" in table
+    line = "| `Config()` | 20 x | 15 x | 98.00 % | 4.66 % worse | not measured | not measured |"
+    assert line in table
+    assert "`Config()` ViT, ViT, MLP" in table
 
 
 def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,10 +127,10 @@ def test_what_is_stored_exactly_ends_exactly() -> None:
     assert measure.killed(family, "compact", 0, failures=2)["loss"] != found["loss"]
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", groups.ALL)
 def test_each_family_trains_and_answers(name: str) -> None:
-    family = short(families.FAMILIES[name](), 10)
+    family = short(groups.ALL[name](), 10)
     rows: dict[str, Any] = {}
     measure.resumed(family, ["lossless"], 0, rows.__setitem__, after=(0,))
     assert rows["lossless"]["after"]["0"]["divergence"] == 0.0
-    assert 30_000 < family.workload.parameters < 200_000
+    assert 15_000 < family.workload.parameters < 200_000

@@ -14,6 +14,7 @@ from ..studies import overview as study
 from ..studies.harm.campaign import RESULTS
 from ..studies.harm.families import SET_ASIDE
 from ..studies.harm.groups import ALL as FAMILIES
+from ..studies.harm.groups import HELD_BACK, REGRESSIONS, SENSITIVE
 from ..studies.harm.settings import PARTS
 from ..studies.harm.summary import Campaign, Effect
 from .cells import markdown, number
@@ -38,12 +39,20 @@ def campaign() -> Campaign:
     return Campaign(json.loads(line) for line in lines)
 
 
+TASKS = {
+    "classifiers, language models": tuple(name for name in FAMILIES if name not in (*REGRESSIONS, "PINN")),
+    "regression, autoencoders": REGRESSIONS,
+    "physics (PINN)": ("PINN",),
+}
+"""Families by kind of task, whose losses a level changes differently."""
+
+
 def levels() -> str:
     """Return a line a level, each figure that of the worst family, and the names of these families."""
     lines, named = [], []
     for level, name in NAMES.items():
         ratios = {family: ratio for family in FAMILIES if (ratio := _ratio_of(family, level)) is not None}
-        figures = [*_at_restore(level), *_ends(level)]
+        figures = [_answers(level), *(_end(level, families) for families in TASKS.values())]
         mean, least = _MISSING, (_MISSING, "")
         if ratios:
             smallest = min(ratios, key=ratios.__getitem__)
@@ -51,10 +60,35 @@ def levels() -> str:
         lines.append([name, mean, least[0], *(cell for cell, _ in figures)])
         if worst := [family for _, family in [least, *figures] if family]:
             named.append(f"{name} {', '.join(worst)}")
-    head = ["level", "times smaller, mean", "times smaller", "same answers after a restore", "loss after a restore"]
-    table = markdown([*head, "loss after ten kills", "its 95 % bound"], lines)
+    head = ["level", "times smaller, mean", "times smaller", "same answers after a restore"]
+    table = markdown([*head, *(f"loss after ten kills, bound: {task}" for task in TASKS)], lines)
     said = "Each figure but the mean is that of the worst family. These are, from left to right:"
     return f"{table}\n\n{said} {'; '.join(named)}."
+
+
+def _answers(level: str) -> tuple[str, str]:
+    """Return the share of the same answers right after a restore, with the worst family."""
+    if level in ("lossless", "exact_weights"):
+        return "100 %", ""
+    found = {family: one for family in FAMILIES if (one := campaign().found(family, level)) is not None}
+    answers = {family: one.agreement for family, one in found.items() if one.agreement is not None}
+    if not answers:
+        return _MISSING, ""
+    least = min(answers, key=answers.__getitem__)
+    return f"{answers[least]:.2f} %", least
+
+
+def _end(level: str, families: Iterable[str] = tuple(FAMILIES)) -> tuple[str, str]:
+    """Return the bound of the loss after ten kills, with the worst of the families."""
+    if level == "lossless":
+        return "equal", ""
+    found = {
+        family: one.loss for family in families if (one := campaign().found(family, level)) is not None and one.loss
+    }
+    if not found:
+        return _MISSING, ""
+    worst = max(found, key=lambda family: found[family].bound or -math.inf)
+    return _bound(found[worst]), worst
 
 
 def overview() -> str:
@@ -66,35 +100,9 @@ def overview() -> str:
             f"{number(values[f'{level}: {what}'])} {unit}" if f"{level}: {what}" in values else _MISSING
             for what, unit in study.WHAT.items()
         ]
-        lost = "equal" if level == study.SAVED else _ends(level)[0][0]
+        lost = "equal" if level == study.SAVED else _end(level, TASKS["classifiers, language models"])[0]
         lines.append([f"`{level}`", *cells, lost])
     return markdown(["", "a checkpoint", "training waits", "durable after", "a restore", "loss after ten kills"], lines)
-
-
-def _at_restore(level: str) -> list[tuple[str, str]]:
-    """Return answers and loss right after a restore, each with its worst family."""
-    if level in ("lossless", "exact_weights"):
-        return [("100 %", ""), ("equal", "")]
-    found = {family: one for family in FAMILIES if (one := campaign().found(family, level)) is not None}
-    answers = {family: one.agreement for family, one in found.items() if one.agreement is not None}
-    if not answers:
-        return [(_MISSING, "")] * 2
-    least, most = min(answers, key=answers.__getitem__), max(found, key=lambda family: found[family].worst)
-    return [(f"{answers[least]:.2f} %", least), (change(found[most].worst), most)]
-
-
-def _ends(level: str) -> list[tuple[str, str]]:
-    """Return the loss after ten kills and its bound, each with its worst family."""
-    if level == "lossless":
-        return [("equal", "")] * 2
-    found = {
-        family: one.loss for family in FAMILIES if (one := campaign().found(family, level)) is not None and one.loss
-    }
-    if not found:
-        return [(_MISSING, "")] * 2
-    mean = max(found, key=lambda family: found[family].mean)
-    bound = max(found, key=lambda family: found[family].bound or -math.inf)
-    return [(change(found[mean].mean), mean), (_bound(found[bound]), bound)]
 
 
 def change(value: float, unit: str = " %") -> str:
@@ -132,7 +140,9 @@ _EFFECT = ["+-", "95 % bound"]
 
 
 def _label(family: str) -> str:
-    return f"{family} (set aside)" if family in SET_ASIDE else family
+    if family in SENSITIVE:
+        return f"{family} (chose precise)"
+    return f"{family} (chose nothing)" if family in HELD_BACK or family in SET_ASIDE else family
 
 
 def level(name: str) -> str:

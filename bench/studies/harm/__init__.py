@@ -1,6 +1,6 @@
 """`python -m bench harm`: harm of lossy checkpoints, seen on answers of restored models.
 
-Nine small model families train to a plateau; each setting is judged by (a) how far the restored model's answers are
+Fifteen small model families train to a plateau; each setting is judged by (a) how far the restored model's answers are
 from the original's, (b) the same after further steps against an exact resume, and (c) loss and accuracy at the end of a
 training that is killed ten times, paired by seed with the uninterrupted training and with the null. Rows are kept one
 JSON line each under `results/harm.jsonl`; a run measures the missing ones, so it may be stopped at any time.
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from ...harness import Options, Row
-from . import campaign, families, measure
+from . import campaign, families, groups, measure
 from .settings import KILLED, NULL
 from .summary import Campaign, bench_rows
 
@@ -27,10 +27,10 @@ def run(options: Options) -> list[Row]:
     if options.quick:
         return _quick(options)
     rows = campaign.Rows(campaign.RESULTS)
-    chosen = [name for name in families.FAMILIES if options.wanted(name)]
+    chosen = [name for name in groups.ALL if options.wanted(name)]
     options.seeds.update(range(SEEDS))
     campaign.measure(rows, range(SEEDS), families=chosen, say=options.say)
-    sizes = {name: make().workload.parameters for name, make in families.FAMILIES.items()}
+    sizes = {name: make().workload.parameters for name, make in groups.ALL.items()}
     return options.done(bench_rows(Campaign(rows.rows), sizes))
 
 
@@ -43,7 +43,7 @@ def _quick(options: Options) -> list[Row]:
         for setting in (NULL, "default"):
             options.say(f"{family.name}: killed, {setting}")
             rows.add("killed", family.name, setting, 0, measure.killed(family, setting, 0, failures=2))
-        found = bench_rows(Campaign(rows.rows), dict.fromkeys(families.FAMILIES, family.workload.parameters))
+        found = bench_rows(Campaign(rows.rows), dict.fromkeys(groups.ALL, family.workload.parameters))
     return options.done([row for row in found if row.row.startswith(f"{family.name}, default")])
 
 

@@ -19,4 +19,6 @@ HELD_BACK: dict[str, Callable[[], Family]] = {
     "recommender": held_back.recommender,
 }
 """They chose nothing: the levels were measured on them afterwards."""
+REGRESSIONS = ("autoencoder", "regression", "VAE")
+"""Families whose outputs are values, without the physics-informed network."""
 ALL = FAMILIES | SENSITIVE | HELD_BACK

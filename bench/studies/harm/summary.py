@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...harness import Row
-from .families import FAMILIES, SET_ASIDE
+from .families import SET_ASIDE
+from .groups import ALL as FAMILIES
+from .groups import HELD_BACK
 from .settings import LEVELS, NULL
 
 DEVICE = "cpu, 1 thread"
@@ -168,7 +170,7 @@ def bench_rows(campaign: Campaign, sizes: dict[str, int]) -> list[Row]:
 def _quality(name: str, family: str, setting: str, size: int, found: Found | None) -> list[Row]:
     """Return the loss of quality of a setting on a family."""
     own, classifies = setting == "default", found is None or found.agreement is not None
-    aside = "set aside while choosing; " if family in SET_ASIDE else ""
+    aside = "chose no setting; " if family in SET_ASIDE or family in HELD_BACK else ""
     rows = []
     ends = (("loss", "%", LOSS.get(setting)), ("accuracy", "points", ACCURACY if own else None))
     for what, unit, limit in ends if classifies else ends[:1]:
