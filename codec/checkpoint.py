@@ -6,10 +6,11 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Never
 
 from blake3 import blake3
 
+from ..kernels.backend.arguments import no_device
 from .arithmetic import own_arithmetic
 from .base import Reference
 from .bundles.joined import Joined, joined_bytes, joined_spec, parts
@@ -506,7 +507,7 @@ def check_resolved(prev: Any) -> Checkpoint:
 
 
 @own_arithmetic()
-def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = None) -> Any:
+def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = None, **unknown: Never) -> Any:
     """Return the state that a checkpoint holds, with the same tree, keys, dtypes and shapes.
 
     Arrays come back in the library they were stored from; torch tensors on the CPU. Tied arrays are one array again.
@@ -529,6 +530,7 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = N
         >>> sp.decompress(sp.compress(state))["ids"].tolist()
         [0, 1, 2, 3, 4]
     """
+    no_device("decompress", unknown)
     if not isinstance(ckpt, Checkpoint):
         raise BadArgumentError(f"ckpt must be a Checkpoint, not {type(ckpt).__qualname__}")
     if prev is not None and ckpt.is_delta:

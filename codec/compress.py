@@ -9,11 +9,12 @@ from .arithmetic import own_arithmetic
 from .base import Codec, Prepare, Stored, rounded_error
 from .bundles.joined import StoredBundle
 from .checkpoint import Checkpoint
-from .config import Config, check_config
+from .config import Config
 from .encode import encode
 from .evidence.reasons import numbered
 from .format.columns import gaps
 from .inputs import Inputs
+from .named_presets import check_config
 from .plan import ArrayPlan, plan, remark
 from .streams import STREAMS
 

@@ -6,8 +6,8 @@ import difflib
 import fnmatch
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Never
 
 from ..kernels.backend.arguments import check_field, choice, flag, instance, integer, number, or_none, strings
 from ..kernels.backend.floats import FORMATS
@@ -187,7 +187,10 @@ class Config:
         rate: float = 0.0,
         chain: ChainPolicy | None = None,
         ahead: bool | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            raise BadArgumentError(_advice(*unknown))
         try:
             made = tuple(r if isinstance(r, Rule) else Rule(*r) for r in rules)
         except TypeError:
@@ -271,13 +274,11 @@ class Config:
             raise BadArgumentError(f"no configuration: {e}") from None
 
 
-def check_config(cfg: Any) -> Config:
-    """Return a Config, or the preset of a name; refuse other objects, such as a codec or a preset function."""
-    if isinstance(cfg, str):
-        from .named_presets import by_name  # which imports this module
-
-        return by_name(cfg)
-    if not isinstance(cfg, Config):
-        got = "the preset itself; call it" if callable(cfg) else repr(cfg)[:60]
-        raise BadArgumentError(f"cfg must be a Config or the name of a preset, not {got}")
-    return cfg
+def _advice(name: str, *_: str) -> str:
+    """Return the message for an argument that `Config` does not have, with the codec that has it."""
+    codecs = [kind for kind in (Quantize, FirstMoment, SecondMoment) if name in {field.name for field in fields(kind)}]
+    if not codecs:
+        return f"Config has no argument {name!r}; its arguments are rules, max_rel_error, rate, chain and ahead"
+    kind = codecs[0]
+    rule = "weight" if kind is Quantize else kind.id
+    return f"Config has no argument {name!r}; {kind.__name__} has: Config([({rule!r}, {kind.__name__}({name}=...))])"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from typing import Any
 
 from .config import Config
 from .errors import BadArgumentError
@@ -38,3 +39,13 @@ def by_name(name: str) -> Config:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BadArgumentError(f"cfg is {name[:60]!r}; the names are {', '.join(NAMED)}{hint}")
     return preset()
+
+
+def check_config(cfg: Any) -> Config:
+    """Return a Config, or the preset of a name; refuse other objects, such as a codec or a preset function."""
+    if isinstance(cfg, str):
+        return by_name(cfg)
+    if not isinstance(cfg, Config):
+        got = "the preset itself; call it" if callable(cfg) else repr(cfg)[:60]
+        raise BadArgumentError(f"cfg must be a Config or the name of a preset, not {got}")
+    return cfg

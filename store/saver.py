@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ..codec.config import Config, check_config
+from ..codec.config import Config
 from ..codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
 from ..codec.evidence.kind import check_kinds, check_used
 from ..codec.inputs import by_weights
+from ..codec.named_presets import check_config
 from ..codec.state import tree
 from ..codec.state.leaves import is_array
 from ..kernels.backend.arguments import choice, instance, integer, number, or_none

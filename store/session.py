@@ -15,7 +15,8 @@ from typing import Any
 
 from ..codec.checkpoint import Checkpoint, Row
 from ..codec.compress import compress
-from ..codec.config import Config, check_config
+from ..codec.config import Config
+from ..codec.named_presets import check_config
 from ..codec.weights.past_weights import PastWeights
 from . import restore_counter, rewinds
 from .catalog import Catalog, Entry
@@ -217,6 +218,9 @@ class Session:
             warnings.warn(record.message(self._files.root), StoreWarning, stacklevel=5)
             # Before the step: a process killed in between has gone back and saved nothing.
             rewinds.write(self._files, record)
+        elif step in steps and self.loaded is None and step not in self._left:
+            message = f"{self._files.root}: step {step} was stored with another state, which this save replaces"
+            warnings.warn(message, StoreWarning, stacklevel=5)
         return False, record
 
     def _compress(

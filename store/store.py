@@ -8,14 +8,15 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 from ..codec.checkpoint import Checkpoint, decompress
-from ..codec.config import Config, check_config
+from ..codec.config import Config
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
+from ..codec.named_presets import check_config
 from ..codec.partial import check_patterns, decompress_only
 from ..codec.weights.past_weights import PastWeights
-from ..kernels.backend.arguments import flag, function, instance, number, or_none, sequence
+from ..kernels.backend.arguments import flag, function, instance, no_device, number, or_none, sequence
 from . import labels, rewinds
 from .catalog import FOLDER as STEPS
 from .catalog import Catalog, Entry, named, unknown
@@ -305,7 +306,12 @@ class Store:
     # ----------------------------------------------------------------------------------------------------- loading
 
     def load(
-        self, step: int | str | None = None, paths: str | Sequence[str] | None = None, *, count: bool = True
+        self,
+        step: int | str | None = None,
+        paths: str | Sequence[str] | None = None,
+        *,
+        count: bool = True,
+        **unknown: Never,
     ) -> Any:
         """Return the state at a step, or the newest intact one.
 
@@ -325,6 +331,7 @@ class Store:
             CorruptDataError, MissingParentError, NewerFormatError: the step (with None: every step) cannot be read.
             OSError: the storage cannot be reached.
         """
+        no_device("load", unknown)
         patterns, count = None if paths is None else check_patterns(paths), flag("count", count)
         self.wait_for_saves()
         if step is not None:

@@ -17,7 +17,8 @@ import torch
 
 from ..codec.checkpoint import Row
 from ..codec.compress import compress
-from ..codec.config import Config, check_config
+from ..codec.config import Config
+from ..codec.named_presets import check_config
 from ..codec.presets import lossless
 from ..kernels.errors import BadArgumentError
 from ..store.local import sync_folder

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..codec.config import Config, check_config
+from ..codec.config import Config
 from ..codec.evidence.module import kinds
 from ..codec.extras import install
 from ..codec.format.bounded_json import check_limits
+from ..codec.named_presets import check_config
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from ..store.files import is_damage
 from ..store.frozen_sets import Frozen

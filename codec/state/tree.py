@@ -16,6 +16,7 @@ import base64
 import binascii
 import json
 import math
+import os
 import re
 import struct
 from collections import Counter, OrderedDict
@@ -143,9 +144,13 @@ def encode_scalar(value: Any, place: Place) -> Json:
 
 
 def _hint(value: Any) -> str:
-    """Return advice on how to pass a module, optimizer, scheduler or JAX container; else ""."""
+    """Return advice on how to pass a module, optimizer, scheduler, path, namespace or JAX container; else ""."""
     if callable(getattr(value, "state_dict", None)):
         return "; pass its state_dict()"
+    if isinstance(value, os.PathLike):
+        return "; pass str(path)"
+    if type(value).__name__ in ("Namespace", "SimpleNamespace"):
+        return "; pass vars(args), a dict"
     made = isinstance(value, tuple) or (is_dataclass(value) and not isinstance(value, type))
     return "; of a JAX pytree pass trainers.jax.nested(tree), fitted gives it back" if made else ""
 

@@ -17,7 +17,7 @@ from ..errors import BadArgumentError
 from .arrays import DEVICES, device_of, dtype_name, is_allocated, is_torch, on_gpu
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from .arrays import Array
 
@@ -239,6 +239,16 @@ def instance(name: str, value: Any, kind: type[T]) -> T:
     if not isinstance(value, kind):
         raise BadArgumentError(f"{name} is {shown(value)}; a {kind.__name__} is needed")
     return value
+
+
+def no_device(function: str, unknown: Mapping[str, Any]) -> None:
+    """Refuse arguments that a function does not have; say how values come to a device."""
+    if not unknown:
+        return
+    name = next(iter(unknown))
+    device = "; arrays come back on the CPU: load_state_dict copies them to the model's device, or move them with .to()"
+    hint = device if name in ("device", "map_location") else ""
+    raise BadArgumentError(f"{function} has no argument {name!r}{hint}")
 
 
 def shown(value: Any) -> str:

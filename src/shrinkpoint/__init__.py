@@ -176,7 +176,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted({"__version__", "__doc__", *__all__, *_MODULES} - {"searching"})
 
 
 def __getattr__(name: str) -> Any:

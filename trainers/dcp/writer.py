@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from ...codec.checkpoint import Checkpoint
 from ...codec.compress import compress_inputs
-from ...codec.config import ChainPolicy, Config, check_config
+from ...codec.config import ChainPolicy, Config
 from ...codec.errors import (
     BadArgumentError,
     ShrinkpointError,
@@ -30,6 +30,7 @@ from ...codec.errors import (
 )
 from ...codec.evidence.kind import check_kinds
 from ...codec.inputs import Inputs
+from ...codec.named_presets import check_config
 from ...store.chain import carried_by
 from ...store.manifest import Manifest
 from ...store.policy import Size, smaller, wants_base

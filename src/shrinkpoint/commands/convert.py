@@ -25,12 +25,13 @@ STEP_WORDS = ("step", "iter(?:ation)?", "checkpoint|ckpt", "epoch")
 
 def compress(
     sources: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(metavar="SOURCE", help="A .pt or safetensors file, or a DCP folder; or several of them."),
-    ],
+    ] = None,
     target: Annotated[
         str, typer.Argument(metavar="FILE.spt|STORE", help="A single file if it ends in .spt, otherwise a store.")
-    ],
+    ] = ...,  # type: ignore[assignment]  # typer's mark of a required argument
+    *,
     in_store: InStore,
     parents: Annotated[
         list[Path] | None,
@@ -39,7 +40,6 @@ def compress(
             help="For a file: the .spt file to store a delta against; then the rest of its chain, in any order.",
         ),
     ] = None,
-    *,
     coding: Coding,
     under: Annotated[str, typer.Option(help="Only the part of the state at this path.")] = "",
     force: Force = False,
@@ -49,10 +49,15 @@ def compress(
 
     Nothing in a source is executed: a .pt file or DCP folder that holds more than tensors and plain values is refused.
     """
+    from ..kernels.errors import BadArgumentError
     from .configs import config
     from .interchange import load_state
     from .sources import check_exists, subtree
 
+    if not sources:
+        raise BadArgumentError(
+            f"the destination is missing: shrinkpoint compress {target} DESTINATION, a file ending in .spt or a store"
+        )
     cfg = config(coding.preset, coding.config, coding.rate, coding.max_rel_error)
     numbered = _placed(sources, target, in_store, parents)
     for source in sources:

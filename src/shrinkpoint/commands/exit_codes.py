@@ -20,8 +20,18 @@ WRONG, USAGE, FAULT = 1, 2, 70
 sysexits.h); Ctrl-C gives 130."""
 
 
+_RESTORE = ("decompress", "extract", "unpack", "load", "export")
+"""What users call the command `restore`."""
+
+
 class Guarded(TyperGroup):
     """A group of commands whose errors become one line and an exit code."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the first word names; the command for restoring has other names elsewhere."""
+        if args and args[0] in _RESTORE:
+            fail(f"there is no command {args[0]!r}; did you mean 'restore'?", USAGE)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""

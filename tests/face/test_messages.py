@@ -1,0 +1,111 @@
+"""Messages for what users try first."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shrinkpoint as sp
+
+
+def command(*words: str) -> tuple[int, str]:
+    ran = subprocess.run([sys.executable, "-m", "shrinkpoint", *words], capture_output=True, text=True, check=False)
+    return ran.returncode, ran.stderr.strip()
+
+
+def test_compress_without_a_destination(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(3)}, tmp_path / "a.pt")
+    code, said = command("compress", str(tmp_path / "a.pt"))
+    assert code == 2
+    assert said.startswith(f"shrinkpoint: the destination is missing: shrinkpoint compress {tmp_path / 'a.pt'} DESTI")
+
+
+@pytest.mark.parametrize("word", ["decompress", "extract"])
+def test_other_names_of_restore(word: str) -> None:
+    code, said = command(word, "a.spt", "b.pt")
+    assert (code, said) == (2, f"shrinkpoint: there is no command {word!r}; did you mean 'restore'?")
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("bins", r"Quantize has: Config\(\[\('weight', Quantize\(bins=...\)\)\]\)"),
+        ("step", "FirstMoment has: Config"),
+        ("octaves", "SecondMoment has: Config"),
+        ("level", "its arguments are rules, max_rel_error, rate, chain and ahead"),
+    ],
+)
+def test_an_argument_of_a_codec_given_to_config(name: str, advice: str) -> None:
+    arguments: dict[str, Any] = {name: 64}
+    with pytest.raises(sp.BadArgumentError, match=f"Config has no argument '{name}'; {advice}"):
+        sp.Config(**arguments)
+
+
+def test_a_device_for_a_load(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path)
+    ckpt = store.save(1, {"w": np.zeros(3)}).checkpoint
+    device: dict[str, Any] = {"device": "cuda"}
+    for function, call in (
+        ("load", lambda: store.load(**device)),
+        ("decompress", lambda: sp.decompress(ckpt, **device)),
+    ):
+        with pytest.raises(
+            sp.BadArgumentError, match=f"{function} has no argument 'device'; arrays come back on the CPU"
+        ):
+            call()
+    with pytest.raises(sp.BadArgumentError, match=r"load has no argument 'strict'$"):
+        store.load(strict=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        (argparse.Namespace(lr=1), "pass vars"),
+        (types.SimpleNamespace(lr=1), "pass vars"),
+        (Path("a"), "pass str"),
+        (torch.nn.Linear(1, 1), "pass its state_dict"),
+    ],
+)
+def test_values_that_are_one_call_away_from_being_stored(value: Any, advice: str) -> None:
+    with pytest.raises(sp.UnsupportedLeafError, match=f"^run/args: .*{advice}"):
+        sp.compress({"run": {"args": value}})
+
+
+def test_a_step_that_is_replaced(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    store = sp.Store(tmp_path)
+    for step in (1, 2, 3):
+        store.save(step, {"w": np.full(3, step)})
+    assert not recwarn.list
+    with pytest.warns(sp.StoreWarning, match="step 3 was stored with another state, which this save replaces"):
+        store.save(3, {"w": np.full(3, 9)})
+    assert store.load(3)["w"].tolist() == [9] * 3
+    assert store.load(2)["w"].tolist() == [2] * 3
+
+
+def test_a_run_that_went_back_replaces_steps_without_that_warning(tmp_path: Path) -> None:
+    store = sp.Store(tmp_path)
+    for step in (1, 2, 3):
+        store.save(step, {"w": np.full(3, step)})
+    store.load(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        store.save(2, {"w": np.full(3, 7)})
+        store.save(3, {"w": np.full(3, 8)})
+    assert len(caught) == 1
+    assert "was stored with another state" not in str(caught[0].message)
+    assert store.load(3)["w"].tolist() == [8] * 3
+
+
+def test_completion_shows_the_api_only() -> None:
+    names = {name for name in dir(sp) if not name.startswith("__")}
+    assert names == {*sp.__all__, "codec", "kernels", "presets", "store", "trainers"}
+    assert (sp.__doc__ or "").splitlines()[0].startswith("Compressed training checkpoints")
