@@ -13,7 +13,7 @@
     10 rare        where symbols differ from their context, and their values
     11 exceptions  the most frequent symbol, then where others stand, and which
     12 places      classes of rows and columns, then as conditional: the class of a place is (part of) the context
-    13 products    factors of rows and columns, then as places: their prediction for a place is the other context
+    13 predicted   factors of rows and columns, then differences to their prediction in four contexts
 
 The context is known to both sides (the level in the parent checkpoint). docs/format.md has the bytes. From below:
 `method_ids`, `table`, `runlengths` (3), `plain` (0 to 4, 8, 9, 11), `rearranged` (6), `row_column_classes` and
@@ -21,6 +21,7 @@ The context is known to both sides (the level in the parent checkpoint). docs/fo
 """
 
 from .coders import decode, encode, encode_levels, in_context
+from .low_rank import ALONE, Matrix, Numbers
 from .method_ids import (
     CONDITIONAL,
     CONSTANT,
@@ -29,7 +30,7 @@ from .method_ids import (
     HUFFMAN,
     PACKED,
     PLACES,
-    PRODUCTS,
+    PREDICTED,
     PUBLISHED,
     RANS,
     RARE,
@@ -44,6 +45,7 @@ from .runlengths import encode_published
 from .table import counts_of, rans_bytes, sampled_bits
 
 __all__ = [
+    "ALONE",
     "CONDITIONAL",
     "CONSTANT",
     "EXCEPTIONS",
@@ -51,7 +53,7 @@ __all__ = [
     "HUFFMAN",
     "PACKED",
     "PLACES",
-    "PRODUCTS",
+    "PREDICTED",
     "PUBLISHED",
     "RANS",
     "RARE",
@@ -60,6 +62,8 @@ __all__ = [
     "STORED",
     "UNCHANGED",
     "ZSTANDARD",
+    "Matrix",
+    "Numbers",
     "coded",
     "counts_of",
     "decode",
