@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from . import Heights
 
 NumPy = np.ndarray[Any, Any]
-SHORT = 1 << 15
-"""Numbers of a row that are summed in 32 bits (at most 2**24) before they are added to 64-bit sums."""
+SHORT = 1 << 20
+"""Numbers of a row that are summed in 32 bits (at most 2**30) before they are added to 64-bit sums."""
 _ROUND = np.float32(12582912.0)
 """3 * 2**22: a float32 of small size, increased by this, is rounded to an integer in its lowest bits."""
 _ROUND_BITS = np.int32(0x4B400000)
@@ -40,26 +40,40 @@ def low_rank_predictions(rows: Array, columns: Array, heights: Heights, n: int, 
 
 
 @njit_inline
-def _product(numbers: NumPy, direction: NumPy) -> Any:
-    """Sum of clipped numbers times the entries of a direction."""
-    total, low, high = np.int64(0), np.int32(-CLIP), np.int32(CLIP)
+def _products(numbers: NumPy, basis: NumPy, sums: NumPy) -> None:
+    """Products of a row of clipped numbers with each of the 8 directions."""
+    sums[:] = 0
     for start in range(0, numbers.size, SHORT):
-        part, own = numbers[start : start + SHORT], direction[start : start + SHORT]
-        some = np.int32(0)
-        for j in range(part.size):
-            some = np.int32(some + np.int32(min(max(np.int32(part[j]), low), high) * own[j]))
-        total += np.int64(some)
-    return total
+        x = numbers[start : start + SHORT]
+        n = x.size
+        b0, b1, b2, b3 = basis[0, start:], basis[1, start:], basis[2, start:], basis[3, start:]
+        b4, b5, b6, b7 = basis[4, start:], basis[5, start:], basis[6, start:], basis[7, start:]
+        t0 = t1 = t2 = t3 = t4 = t5 = t6 = t7 = np.int32(0)
+        for j in range(n):
+            v = np.int32(x[j])
+            t0 = np.int32(t0 + np.int32(v * np.int32(b0[j])))
+            t1 = np.int32(t1 + np.int32(v * np.int32(b1[j])))
+            t2 = np.int32(t2 + np.int32(v * np.int32(b2[j])))
+            t3 = np.int32(t3 + np.int32(v * np.int32(b3[j])))
+            t4 = np.int32(t4 + np.int32(v * np.int32(b4[j])))
+            t5 = np.int32(t5 + np.int32(v * np.int32(b5[j])))
+            t6 = np.int32(t6 + np.int32(v * np.int32(b6[j])))
+            t7 = np.int32(t7 + np.int32(v * np.int32(b7[j])))
+        sums[0] += t0
+        sums[1] += t1
+        sums[2] += t2
+        sums[3] += t3
+        sums[4] += t4
+        sums[5] += t5
+        sums[6] += t6
+        sums[7] += t7
 
 
 @njit_inline
-def _sums(numbers: NumPy, first: Any, stride: Any, columns: Any, basis: NumPy, rank: Any, sums: NumPy) -> Any:
-    """Products of the sampled rows with each direction, and the largest of each direction."""
-    for i in range(sums.shape[0]):
-        at = first + i * stride * columns
-        row = numbers[at : at + columns]
-        for k in range(rank):
-            sums[i, k] = _product(row, basis[k])
+def _clipped(numbers: NumPy, out: NumPy) -> None:
+    low, high = np.int16(-CLIP), np.int16(CLIP)
+    for j in range(out.size):
+        out[j] = min(max(np.int16(numbers[j]), low), high)
 
 
 @njit_inline
@@ -67,21 +81,23 @@ def _orthogonal(vectors: NumPy, rank: Any, x: NumPy, basis: NumPy, work: NumPy) 
     """Fill `basis` with orthogonal directions of the span of int64 vectors [8, n]."""
     gram, inverse, row, used = work[:RANK], work[RANK : 2 * RANK], work[2 * RANK], work[2 * RANK + 1]
     lines = vectors.shape[1]
-    most = np.int64(0)
+    most = np.int32(0)
     for k in range(rank):
+        own = vectors[k]
         for j in range(lines):
-            most = max(most, abs(vectors[k, j]))
-    shift = np.int64(0)
+            most = max(most, np.int32(abs(own[j])))
+    shift = np.int32(0)
     while most >> shift >= 1 << 15:
-        shift += 1
+        shift += np.int32(1)
     for k in range(rank):
+        own = vectors[k]
         for j in range(lines):
-            vectors[k, j] >>= shift
+            own[j] = np.int32(own[j] >> np.int32(shift))
     for k in range(rank):
         for i in range(k + 1):
-            whole = np.int64(0)
+            one, other, whole = vectors[i], vectors[k], np.int64(0)
             for j in range(lines):
-                whole += vectors[i, j] * vectors[k, j]
+                whole += np.int64(np.int32(one[j] * other[j]))
             gram[i, k] = gram[k, i] = np.float64(whole)
     inverse[:] = 0.0
     used[:] = 0.0
@@ -111,41 +127,49 @@ def _orthogonal(vectors: NumPy, rank: Any, x: NumPy, basis: NumPy, work: NumPy) 
             for j in range(lines):
                 x[j] = np.float64(vectors[0, j]) * inverse[k, 0]
             for i in range(1, k + 1):
+                other, times = vectors[i], inverse[k, i]
                 for j in range(lines):
-                    x[j] += np.float64(vectors[i, j]) * inverse[k, i]
+                    x[j] += np.float64(other[j]) * times
             for j in range(lines):
                 largest = max(largest, abs(x[j]))
         scale = np.float64(TOP) / largest if largest > 0.0 else 0.0
         for j in range(lines):
-            own[j] = np.int32(np.rint(x[j] * scale)) if largest > 0.0 else np.int32(0)
+            own[j] = np.int16(np.rint(x[j] * scale)) if largest > 0.0 else np.int16(0)
 
 
 @njit_inline
-def _directions(
-    numbers: NumPy, first: Any, stride: Any, columns: Any, rank: Any, sums: NumPy, basis: NumPy, vectors: NumPy,
-    x: NumPy, work: NumPy,
-) -> None:  # fmt: skip
-    """Two rounds of subspace iteration over the sampled rows."""
-    low, high = np.int32(-CLIP), np.int32(CLIP)
+def _directions(sample: NumPy, rank: Any, sums: NumPy, basis: NumPy, vectors: NumPy, x: NumPy, work: NumPy) -> None:
+    """Two rounds of subspace iteration over the rows of the sample; then their products with the directions."""
+    count, columns = sample.shape
     for j in range(columns):
-        for k in range(rank):
+        for k in range(RANK):
             seed = np.uint64(j * RANK + k + 1) * np.uint64(0x9E3779B97F4A7C15)
             seed = (seed ^ (seed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            basis[k, j] = np.int32(1) if seed >> np.uint64(63) else np.int32(-1)
-    for _ in range(2):
-        _sums(numbers, first, stride, columns, basis, rank, sums)
+            sign = np.int16(1) if seed >> np.uint64(63) else np.int16(-1)
+            basis[k, j] = sign if k < rank else np.int16(0)
+    scales = work[2 * RANK]
+    for turn in range(3):
+        for i in range(count):
+            _products(sample[i], basis, sums[i])
+        if turn == 2:
+            break
         for k in range(rank):
             most = np.int64(1)
-            for i in range(sums.shape[0]):
+            for i in range(count):
                 most = max(most, abs(sums[i, k]))
-            scale = np.float64(TOP) / np.float64(most)
-            vectors[k] = 0
-            for i in range(sums.shape[0]):
-                times = np.int32(np.rint(np.float64(sums[i, k]) * scale))
-                at = first + i * stride * columns
-                row, own = numbers[at : at + columns], vectors[k]
+            scales[k] = np.float64(TOP) / np.float64(most)
+        vectors[:] = np.int32(0)
+        for i in range(0, count, 2):
+            more = i + 1 < count
+            one, other = sample[i], sample[i + 1 if more else i]
+            for k in range(rank):
+                a = np.int32(np.rint(np.float64(sums[i, k]) * scales[k]))
+                b = np.int32(np.rint(np.float64(sums[i + 1, k]) * scales[k])) if more else np.int32(0)
+                own = vectors[k]
                 for j in range(columns):
-                    own[j] += np.int32(min(max(np.int32(row[j]), low), high) * times)
+                    own[j] = np.int32(
+                        own[j] + np.int32(np.int32(a * np.int32(one[j])) + np.int32(b * np.int32(other[j])))
+                    )
         _orthogonal(vectors, rank, x, basis, work)
 
 
@@ -192,54 +216,62 @@ def _worth(energies: NumPy, power: Any, count: Any, columns: Any, order: NumPy, 
 
 @njit
 def _factors(numbers: NumPy, heights: NumPy, columns: int, phase: int, rows: NumPy, across: NumPy) -> None:
-    sample = min(heights.max(), max(np.int64(LEAST_ROWS), np.int64(SAMPLE) // columns))
-    sums, vectors = np.empty((sample, RANK), np.int64), np.empty((RANK, columns), np.int64)
-    basis, x, work = np.empty((RANK, columns), np.int32), np.empty(columns), np.empty((2 * RANK + 2, RANK))
+    least = max(np.int64(LEAST_ROWS), np.int64(SAMPLE) // columns)
+    most = min(heights.max(), least)
+    sample, sums = np.empty((most, columns), np.int16), np.empty((most, RANK), np.int64)
+    basis, vectors = np.empty((RANK, columns), np.int16), np.empty((RANK, columns), np.int32)
+    x, row, work = np.empty(columns), np.empty(columns, np.int16), np.empty((2 * RANK + 2, RANK))
     energies, order, norms = np.empty(RANK), np.empty(RANK, np.int64), np.empty(RANK, np.int64)
     begin = line = np.int64(0)
     for m in range(heights.size):
         size = min(heights[m] * columns, numbers.size - begin)
         first = begin + (columns - phase if phase else 0)
-        count = (begin + size - first) // columns if size > columns - phase else np.int64(0)
+        count = (begin + size - first) // columns if begin + size > first else np.int64(0)
         rank = min(np.int64(RANK), columns // 4, count // 4)
         kept = 0
         if rank >= 1:
-            least = max(np.int64(LEAST_ROWS), np.int64(SAMPLE) // columns)
             taken = min(count, max(min(count, np.int64(LEAST_ROWS)), min(count // 4, least)))
-            stride, own = count // taken, sums[:taken]
-            _directions(numbers, first, stride, columns, rank, own, basis, vectors, x, work)
-            _sums(numbers, first, stride, columns, basis, rank, own)
-            squares = np.int64(0)
+            own, squares = sample[:taken], np.int64(0)
             for i in range(taken):
-                at = first + i * stride * columns
-                part, some = numbers[at : at + columns], np.int64(0)
+                at = first + i * (count // taken) * columns
+                _clipped(numbers[at : at + columns], own[i])
+                some = np.int32(0)
                 for j in range(columns):
-                    value = min(max(np.int32(part[j]), np.int32(-CLIP)), np.int32(CLIP))
-                    some += np.int32(value * value)
+                    value = np.int32(own[i, j])
+                    some = np.int32(some + np.int32(value * value))
                 squares += some
+            _directions(own, rank, sums[:taken], basis, vectors, x, work)
             for k in range(rank):
-                norms[k] = 0
+                norm = np.int64(0)
                 for j in range(columns):
-                    norms[k] += basis[k, j] * basis[k, j]
+                    norm += np.int64(np.int32(np.int32(basis[k, j]) * np.int32(basis[k, j])))
+                norms[k] = norm
             power = np.float64(squares) / np.float64(taken * columns) + 1 / 12
             root = math.sqrt(np.float64(taken)) + math.sqrt(np.float64(columns))
             noise = power * (root * root - np.float64(taken))
-            _energies(own, norms, rank, noise, np.float64(count) / np.float64(taken), energies)
+            _energies(sums[:taken], norms, rank, noise, np.float64(count) / np.float64(taken), energies)
             kept = _worth(energies, power, count, columns, order, rank)
-        for slot in range(kept):
-            k = order[slot]
-            length, width = math.sqrt(math.sqrt(energies[k])), math.sqrt(np.float64(norms[k]))
-            scale, times = np.float64(UNIT) / (width * length), np.float64(UNIT) * length / width
-            for j in range(columns):
-                value = np.rint(np.float64(basis[k, j]) * times)
-                across[m * columns + j, slot] = np.int8(min(max(value, -127.0), 127.0))
+        if kept:
+            scales = work[0]
+            for slot in range(kept):
+                k = order[slot]
+                length, width = math.sqrt(math.sqrt(energies[k])), math.sqrt(np.float64(norms[k]))
+                scales[k] = np.float64(UNIT) / (width * length)
+                times = np.float64(UNIT) * length / width
+                for j in range(columns):
+                    value = np.rint(np.float64(basis[k, j]) * times)
+                    across[m * columns + j, slot] = np.int8(min(max(value, -127.0), 127.0))
+            totals = sums[0]
             for r in range(heights[m]):
                 start = max(begin + r * columns - phase, begin)
                 stop = min(begin + (r + 1) * columns - phase, begin + size)
                 off = start - (begin + r * columns - phase)
-                total = _product(numbers[start:stop], basis[k, off : off + stop - start])
-                value = np.rint(np.float64(total) * scale)
-                rows[line + r, slot] = np.int8(min(max(value, -127.0), 127.0))
+                part = row[: stop - start]
+                _clipped(numbers[start:stop], part)
+                _products(part, basis[:, off : off + part.size], totals)
+                for slot in range(kept):
+                    value = np.rint(np.float64(totals[order[slot]]) * scales[order[slot]])
+                    rows[line + r, slot] = np.int8(min(max(value, -127.0), 127.0))
         begin += size
         line += heights[m]
 
