@@ -105,10 +105,10 @@ def joined_spec(specs: Sequence[LeafSpec]) -> LeafSpec:
     return LeafSpec(library, first.dtype, shape)
 
 
-def matrix_of(specs: Sequence[LeafSpec]) -> entropy.Matrix:
+def matrix_of(specs: Sequence[LeafSpec], numbers: entropy.Numbers | None = None) -> entropy.Matrix:
     """Return the place of the elements of arrays that are joined end to end."""
     columns = columns_of(joined_spec(specs).shape)
-    return entropy.Matrix(columns, 0, [spec.size // columns for spec in specs]) if columns else entropy.ALONE
+    return entropy.Matrix(columns, 0, [spec.size // columns for spec in specs], numbers) if columns else entropy.ALONE
 
 
 def ends_of(specs: Sequence[LeafSpec]) -> np.ndarray[Any, np.dtype[np.int64]]:

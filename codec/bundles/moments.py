@@ -192,8 +192,8 @@ def _rank_one_pieces(joined: JoinedRankOne, before: JoinedRankOne | None, counts
     head.block(pack_factors(joined.rows, None if before is None else before.rows))
     head.block(pack_factors(joined.columns, None if before is None else before.columns))
     head.raw(pack_table(joined.table))
-    old, numbers = None if before is None else before.symbols, entropy.Numbers.CENTERED
-    return [head.done(), pack_chunk(joined.symbols, joined.escaped, counts, old, matrix_of(joined.specs), numbers)]
+    old, matrix = None if before is None else before.symbols, matrix_of(joined.specs, entropy.Numbers.CENTERED)
+    return [head.done(), pack_chunk(joined.symbols, joined.escaped, counts, old, matrix)]
 
 
 def restate_rank_one_together(joined: Joined, before: Joined | None) -> Pieces:
@@ -283,8 +283,8 @@ def first_moments_together(codec: FirstMoment, leaves: Sequence[Leaf]) -> Togeth
                 alone |= dict.fromkeys(group)
                 continue
         specs = [leaves[i].spec for i in group]
-        numbers = entropy.Numbers.ALTERNATING
-        chunk = pack_chunk(found.symbols, found.escaped, found.counts, None, matrix_of(specs), numbers)
+        matrix = matrix_of(specs, entropy.Numbers.ALTERNATING)
+        chunk = pack_chunk(found.symbols, found.escaped, found.counts, None, matrix)
         stored = [Stored("grid", {}, (), None, met.relative_l2, "relative L2") for met in found.met]
         bundles.append(StoredBundle(group, "grid", {}, [pack_table(found.table), chunk], False, stored))
     return Together(bundles, alone)

@@ -12,9 +12,8 @@ from ...kernels.rans import entropy_bits
 from ...kernels.sparse_changes import rare_decode, rare_encode
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from .context_coders import by_place, decode_places
-from .low_rank import ALONE, Matrix, Numbers, by_prediction, decode_predicted
-from .method_ids import CONDITIONAL, FEW, PLACES, PREDICTED, RARE, REARRANGED, SLACK, UNCHANGED
+from .matrices import ALONE, Matrix, decode_matrix, in_matrix
+from .method_ids import CONDITIONAL, FEW, MATRIX, RARE, REARRANGED, SLACK, UNCHANGED
 from .plain import coded, decoded, encode_huffman, encode_plain, plain_decoder, smallest
 from .rearranged import decode_rearranged, encode_rearranged
 from .table import I64, U8, Table, array, counts_of, least_stream, least_table, read_rans
@@ -24,7 +23,6 @@ def encode(
     symbols: U8,
     counts: I64 | None = None,
     matrix: Matrix = ALONE,
-    numbers: Numbers | None = None,
 ) -> bytes:
     """Code symbols without a parent, with the coder that gives the smallest result.
 
@@ -32,17 +30,12 @@ def encode(
         symbols: uint8, shape (n,); n is not stored.
         counts: int64 [256], number of each symbol, if known.
         matrix: where the symbols stand; default: in no matrix.
-        numbers: meaning of the symbols as numbers, which a low-rank prediction may predict; None (default): none.
     """
     if counts is None and not matrix.columns:
         return coded(symbols).done()
     counts = counts_of(symbols) if counts is None else counts
     plain, least = smallest(symbols, counts)
-    placed = None
-    if matrix.columns and numbers is not None:
-        placed = by_prediction(symbols, None, numbers, matrix, least)
-    if matrix.columns and placed is None:
-        placed = by_place(symbols, None, counts[None, :], matrix, least)
+    placed = in_matrix(symbols, None, int(counts.argmax()), matrix, least) if matrix.columns else None
     return (plain.done() if placed is None else placed).done()
 
 
@@ -108,9 +101,7 @@ def in_context(
         plain = encode_plain(symbols, total)
     if matrix.columns:
         size = cost if plain is None else min(cost, len(plain))
-        placed = by_prediction(symbols, context, Numbers.RELATIVE, matrix, size)
-        if placed is None:
-            placed = by_place(symbols, context, counts, matrix, size)
+        placed = in_matrix(symbols, context, 0, matrix, size)
         if placed is not None:
             return placed, alone
     if plain is not None and len(plain) <= cost + 1:
@@ -146,10 +137,8 @@ def decode(data: memoryview, n: int, context: U8 | None = None, contexts: int = 
     """
 
     def decoder_of(method: int) -> Callable[[Reader, int], U8]:
-        if method == PLACES:
-            return lambda rest, count: decode_places(rest, count, context)
-        if method == PREDICTED:
-            return lambda rest, count: decode_predicted(rest, count, context)
+        if method == MATRIX:
+            return lambda rest, count: decode_matrix(rest, count, context)
         if method in _IN_CONTEXT:
             if context is None:
                 raise CorruptDataError(f"symbols: method {method} needs a parent")

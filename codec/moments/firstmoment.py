@@ -208,8 +208,8 @@ class FirstMoment:
         def packed(number: int) -> bytes:
             symbols, _, known, escaped = parts[number]
             start = number * CHUNK
-            matrix, numbers = entropy.Matrix(columns, start), entropy.Numbers.ALTERNATING
-            return pack_chunk(on_host(symbols), on_host(escaped), known, None, matrix, numbers)
+            matrix = entropy.Matrix(columns, start, numbers=entropy.Numbers.ALTERNATING)
+            return pack_chunk(on_host(symbols), on_host(escaped), known, None, matrix)
 
         pieces = [pack_table(table), *map_chunks(packed, range(len(parts)))]
         return error, Stored("grid", {}, pieces, None, error, "relative L2")

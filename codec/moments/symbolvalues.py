@@ -110,13 +110,12 @@ def pack_chunk(
     counts: NpArray | None,
     before: NpArray | None,
     matrix: entropy.Matrix,
-    numbers: entropy.Numbers,
 ) -> bytes:
     """Encode the symbols of a chunk; `counts` are those of its symbols, if known."""
     out = Writer()
     if before is None:
         known = None if counts is None else counts.astype(np.int64)
-        out.block(entropy.encode(symbols, known, matrix, numbers))
+        out.block(entropy.encode(symbols, known, matrix))
     else:
         out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest", matrix))
     out.varint(escaped.size)

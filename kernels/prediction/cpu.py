@@ -175,7 +175,7 @@ def _directions(sample: NumPy, rank: Any, sums: NumPy, basis: NumPy, vectors: Nu
 
 @njit_inline
 def _energies(sums: NumPy, norms: NumPy, rank: Any, noise: Any, more: Any, energies: NumPy) -> None:
-    """Energy of each direction in the whole matrix, without that of noise."""
+    """Energy of each direction: found in the sample, and expected in the other rows, without that of noise."""
     most = np.int64(0)
     for k in range(rank):
         for i in range(sums.shape[0]):
@@ -188,7 +188,8 @@ def _energies(sums: NumPy, norms: NumPy, rank: Any, noise: Any, more: Any, energ
         for i in range(sums.shape[0]):
             total += (sums[i, k] >> shift) * (sums[i, k] >> shift)
         scaled = np.float64(total) * np.float64(np.int64(1) << (2 * shift))
-        energies[k] = (scaled / np.float64(max(norms[k], np.int64(1))) - noise) * more
+        found = scaled / np.float64(max(norms[k], np.int64(1)))
+        energies[k] = found + (found - noise) * more
 
 
 @njit_inline
@@ -249,7 +250,7 @@ def _factors(numbers: NumPy, heights: NumPy, columns: int, phase: int, rows: Num
             power = np.float64(squares) / np.float64(taken * columns) + 1 / 12
             root = math.sqrt(np.float64(taken)) + math.sqrt(np.float64(columns))
             noise = power * (root * root - np.float64(taken))
-            _energies(sums[:taken], norms, rank, noise, np.float64(count) / np.float64(taken), energies)
+            _energies(sums[:taken], norms, rank, noise, np.float64(count - taken) / np.float64(taken), energies)
             kept = _worth(energies, power, count, columns, order, rank)
         if kept:
             scales = work[0]

@@ -76,7 +76,8 @@ def _factors(matrix: NpArray, whole: NpArray) -> tuple[NpArray, NpArray]:
     noise = power * (root * root - taken)
     energies = []
     for total, norm in zip(((sums >> shift) ** 2).sum(axis=0).tolist(), norms.tolist(), strict=True):
-        energies.append((float(total) * 4.0**shift / max(norm, 1) - noise) * (count / taken))
+        found = float(total) * 4.0**shift / max(norm, 1)
+        energies.append(found + (found - noise) * ((count - taken) / taken))
     for slot, k in enumerate(_worth(energies, power, count, columns)):
         length, own = math.sqrt(math.sqrt(energies[k])), math.sqrt(float(norms[k]))
         rows[:, slot] = _stored((matrix @ basis[:, k]) * (UNIT / (own * length)))
