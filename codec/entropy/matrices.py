@@ -91,6 +91,54 @@ class Matrix:
     numbers: Numbers | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """One way to code the numbers of a matrix: what a prediction leaves of them, or themselves.
+
+    Args:
+        prediction: bytes of the prediction, or of its absence.
+        numbers: int8 (n,), to be coded.
+        quarters: uint8 (n,), contexts from the prediction, if there is one.
+    """
+
+    prediction: bytes
+    numbers: NpArray
+    quarters: U8 | None
+
+    @property
+    def contexts(self) -> int:
+        """Return the number of contexts without classes."""
+        return 1 if self.quarters is None else QUARTERS
+
+    def estimate(self, matrix: Matrix) -> tuple[float, bool]:
+        """Return the size in bytes, estimated by a sample of whole rows, and whether classes save enough."""
+        n, columns, start = self.numbers.size, matrix.columns, matrix.start
+        numbers, quarters = self.numbers, self.quarters
+        first = -start % columns
+        rows = (n - first) // columns
+        if n > 2 * _SAMPLE and rows:
+            step = max(1, rows * columns // _SAMPLE)
+            numbers, quarters = (
+                None if x is None else x[first : first + rows * columns].reshape(rows, columns)[::step].reshape(-1)
+                for x in (numbers, quarters)
+            )
+            start = 0
+        differences = _unsigned(numbers)
+        places = classes_of(differences, 0, columns, start, self.contexts)
+        alone, classed = (_bytes(differences, quarters, own) for own in (None, places))
+        pays = classed < (1 - _SAVING) * alone
+        return len(self.prediction) + (classed if pays else alone) * n / numbers.size, pays
+
+
+def _bytes(differences: U8, quarters: U8 | None, places: Places | None) -> float:
+    """Return a lower bound of the bytes of differences in these contexts."""
+    contexts, count = _combined(quarters, places, differences.size)
+    most = max(2, int(differences.max()) + 1)
+    zeros = np.zeros_like(differences) if contexts is None else contexts
+    side = 0 if places is None else places.rows.size / 2 + places.columns.size / 2
+    return least_stream(joint_counts(zeros, differences, max(2, count), most)) + side
+
+
 ALONE = Matrix()
 """Symbols that are not part of a matrix."""
 
@@ -117,17 +165,17 @@ def in_matrix(symbols: U8, context: U8 | None, usual: int, matrix: Matrix, size:
         head.byte(number)
     for number in (columns, phase, shape.size, *(lines if shape.size > 1 else ())):
         head.varint(number)
-    quarters = None
+    forms = [_Form(b"\0", numbers, None)]
     if context is not None or matrix.numbers is not None:
-        nearest, quarters = _predicted(head, numbers, shape, columns, phase)
-        numbers = numbers - nearest
-    else:
-        head.byte(0)
-    differences = _unsigned(numbers)
-    places = _classes_that_pay(differences, quarters, matrix)
-    _write_classes(head, places)
-    if len(head) >= size / 2 or (quarters is None and places is None):
+        forms += _predicted(numbers, shape, columns, phase)
+    estimates = [form.estimate(matrix) for form in forms]
+    (_, in_classes), form = min(zip(estimates, forms, strict=True), key=lambda pair: pair[0])
+    if form.quarters is None and not in_classes:
         return None
+    quarters, differences = form.quarters, _unsigned(form.numbers)
+    places = classes_of(differences, 0, columns, matrix.start, form.contexts) if in_classes else None
+    head.raw(form.prediction)
+    _write_classes(head, places)
     contexts, count = _combined(quarters, places, symbols.size)
     rest = size / SLACK - len(head)
     pairs = joint_counts(contexts, differences, max(2, count), max(2, int(differences.max()) + 1))[:count]
@@ -169,21 +217,21 @@ def decode_matrix(data: Reader, n: int, context: U8 | None) -> U8:
     return Numbers(kind).symbols(numbers, np.uint8(usual) if context is None else context)
 
 
-def _predicted(head: Writer, numbers: NpArray, shape: I64, columns: int, phase: int) -> tuple[Any, U8 | None]:
-    """Write the factors of a prediction; return nearest integers and quarters, or 0 and None without one."""
+def _predicted(numbers: NpArray, shape: I64, columns: int, phase: int) -> list[_Form]:
+    """Return the form with a low-rank prediction, if a direction pays."""
     rows, across = low_rank_factors(numbers, shape, columns, phase)
     ranks = np.count_nonzero(across.reshape(shape.size, columns, RANK).any(axis=1), axis=1)
     if not ranks.any():
-        head.byte(0)
-        return np.int8(0), None
-    head.byte(1)
-    head.block(coded(ranks.astype(np.uint8)))
+        return []
+    out = Writer()
+    out.byte(1)
+    out.block(coded(ranks.astype(np.uint8)))
     for factor, ends in ((rows, np.cumsum(shape)), (across, columns * np.arange(1, shape.size + 1))):
         parts = np.split(factor, ends[:-1])
         used = [part[:, :rank].T.reshape(-1) for part, rank in zip(parts, ranks.tolist(), strict=True) if rank]
-        head.block(coded(np.concatenate(used).view(np.uint8) ^ _SIGN))
-    found: tuple[NpArray, U8] = low_rank_predictions(rows, across, shape, numbers.size, phase)
-    return found
+        out.block(coded(np.concatenate(used).view(np.uint8) ^ _SIGN))
+    nearest, quarters = low_rank_predictions(rows, across, shape, numbers.size, phase)
+    return [_Form(out.done(), numbers - nearest, quarters)]
 
 
 def _read_factors(data: Reader, lines: I64, ranks: I64) -> NpArray:
@@ -195,37 +243,6 @@ def _read_factors(data: Reader, lines: I64, ranks: I64) -> NpArray:
         found[line : line + length, :rank] = numbers[begin : begin + rank * length].reshape(rank, length).T
         line, begin = line + length, begin + rank * length
     return found
-
-
-def _classes_that_pay(differences: U8, quarters: U8 | None, matrix: Matrix) -> Places | None:
-    """Return classes of rows and columns if those of a sample save enough."""
-    contexts, columns, n = 1 if quarters is None else QUARTERS, matrix.columns, differences.size
-    if n > 2 * _SAMPLE:
-        first = -matrix.start % columns
-        rows = (n - first) // columns
-        step = max(1, rows * columns // _SAMPLE)
-
-        def sampled(x: U8) -> U8:
-            whole = x[first : first + rows * columns].reshape(rows, columns)[::step]
-            return np.ascontiguousarray(whole).reshape(-1)
-
-        some = sampled(differences)
-        others = None if quarters is None else sampled(quarters)
-        places = classes_of(some, 0, columns, 0, contexts)
-        if places is None or not _pays(some, others, places):
-            return None
-        return classes_of(differences, 0, columns, matrix.start, contexts)
-    places = classes_of(differences, 0, columns, matrix.start, contexts)
-    return places if places is not None and _pays(differences, quarters, places) else None
-
-
-def _pays(differences: U8, quarters: U8 | None, places: Places) -> bool:
-    most = max(2, int(differences.max()) + 1)
-    without, count = _combined(quarters, None, differences.size)
-    before = joint_counts(np.zeros_like(differences) if without is None else without, differences, max(2, count), most)
-    contexts, count = _combined(quarters, places, differences.size)
-    after = joint_counts(contexts, differences, count, most)
-    return least_stream(after) + places.rows.size / 2 + places.columns.size / 2 < (1 - _SAVING) * least_stream(before)
 
 
 def _combined(quarters: U8 | None, places: Places | None, n: int) -> tuple[U8 | None, int]:
