@@ -27,8 +27,8 @@ CLIP = 8
 """Larger numbers are clipped to this for the search: a few of them must not determine the directions."""
 TOP = 63
 """Largest entry of a direction during the search."""
-SAMPLE, LEAST_ROWS = 1 << 18, 64
-"""Size of the sample in which directions are searched, and its least number of rows."""
+SAMPLE, WHOLE, LEAST_ROWS = 1 << 18, 1 << 16, 64
+"""Size of the sample in which directions are searched, of matrices that are searched whole, and the least rows."""
 UNIT = 8
 """Factors are multiples of 1 / `UNIT`."""
 _MOST = 2**52
@@ -40,9 +40,9 @@ def sample_rows(rows: int, columns: int) -> int:
 
     Example:
         >>> sample_rows(512, 512), sample_rows(100, 64), sample_rows(8192, 8192)
-        (128, 64, 64)
+        (128, 100, 64)
     """
-    return min(rows, max(min(rows, LEAST_ROWS), min(rows // 4, max(LEAST_ROWS, SAMPLE // columns))))
+    return min(rows, max(LEAST_ROWS, WHOLE // columns, min(rows // 4, SAMPLE // columns)))
 
 
 def low_rank_factors(numbers: Array, heights: Heights, columns: int, phase: int = 0) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..backend.arrays import like, to_numpy
 from ..backend.jit import njit, njit_inline
-from . import CLIP, LEAST_ROWS, RANK, SAMPLE, TOP, UNIT
+from . import CLIP, LEAST_ROWS, RANK, SAMPLE, TOP, UNIT, WHOLE
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
@@ -218,7 +218,7 @@ def _worth(energies: NumPy, power: Any, count: Any, columns: Any, order: NumPy, 
 @njit
 def _factors(numbers: NumPy, heights: NumPy, columns: int, phase: int, rows: NumPy, across: NumPy) -> None:
     least = max(np.int64(LEAST_ROWS), np.int64(SAMPLE) // columns)
-    most = min(heights.max(), least)
+    most = min(heights.max(), max(least, np.int64(WHOLE) // columns))
     sample, sums = np.empty((most, columns), np.int16), np.empty((most, RANK), np.int64)
     basis, vectors = np.empty((RANK, columns), np.int16), np.empty((RANK, columns), np.int32)
     x, row, work = np.empty(columns), np.empty(columns, np.int16), np.empty((2 * RANK + 2, RANK))
@@ -231,7 +231,7 @@ def _factors(numbers: NumPy, heights: NumPy, columns: int, phase: int, rows: Num
         rank = min(np.int64(RANK), columns // 4, count // 4)
         kept = 0
         if rank >= 1:
-            taken = min(count, max(min(count, np.int64(LEAST_ROWS)), min(count // 4, least)))
+            taken = min(count, max(np.int64(LEAST_ROWS), np.int64(WHOLE) // columns, min(count // 4, least)))
             own, squares = sample[:taken], np.int64(0)
             for i in range(taken):
                 at = first + i * (count // taken) * columns
