@@ -204,7 +204,7 @@ def test_each_field_out_of_range(fields: tuple[int, ...]) -> None:
 
 def test_relative_numbers_need_a_parent(fresh: np.random.Generator) -> None:
     for kind in Numbers:
-        data, symbols, context = coded(planted(fresh, 40, 64), kind, Matrix(64, 0, (), kind))
+        data, symbols, _ = coded(planted(fresh, 40, 64), kind, Matrix(64, 0, (), kind))
         other = None if kind is Numbers.RELATIVE else symbols
         with pytest.raises(CorruptDataError, match="need a parent"):
             entropy.decode(memoryview(data), symbols.size, other, 256)
