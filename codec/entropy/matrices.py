@@ -111,17 +111,16 @@ class _Form:
         return 1 if self.quarters is None else QUARTERS
 
     def estimate(self, matrix: Matrix) -> tuple[float, bool]:
-        """Return the size in bytes, estimated by a sample of whole rows, and whether classes save enough."""
+        """Estimate the size in bytes by a sample of whole rows; return also whether classes pay."""
         n, columns, start = self.numbers.size, matrix.columns, matrix.start
         numbers, quarters = self.numbers, self.quarters
         first = -start % columns
         rows = (n - first) // columns
         if n > 2 * _SAMPLE and rows:
             step = max(1, rows * columns // _SAMPLE)
-            numbers, quarters = (
-                None if x is None else x[first : first + rows * columns].reshape(rows, columns)[::step].reshape(-1)
-                for x in (numbers, quarters)
-            )
+            numbers = numbers[first : first + rows * columns].reshape(rows, columns)[::step].reshape(-1)
+            if quarters is not None:
+                quarters = quarters[first : first + rows * columns].reshape(rows, columns)[::step].reshape(-1)
             start = 0
         differences = _unsigned(numbers)
         places = classes_of(differences, 0, columns, start, self.contexts)

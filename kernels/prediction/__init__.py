@@ -84,7 +84,7 @@ def low_rank_factors(numbers: Array, heights: Heights, columns: int, phase: int 
 
 
 def low_rank_predictions(rows: Array, columns: Array, heights: Heights, n: int, phase: int = 0) -> tuple[Array, Array]:
-    """Return the prediction at each position: the nearest integer, and the quarter of the way between two.
+    """Return the nearest integer to the prediction of each position, and its quarter.
 
     Args:
         rows: int8 [sum of heights, 8], of `low_rank_factors`.
