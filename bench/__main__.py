@@ -29,7 +29,7 @@ from .table import show
 
 BENCHMARKS = ("kernels", "codec", "store", "saver", "sync", "trainers")
 """Each is a module here with `TITLE`, `run(options) -> rows` and `plot(rows, path)`."""
-_STUDIES = ("harm", "ratio", "real", "scale", "search", "systems", "training")
+_STUDIES = ("harm", "optimizers", "overview", "ratio", "real", "scale", "search", "systems", "training")
 STUDIES = _STUDIES if find_spec(".studies", __package__) else ()
 """The same under `studies/`, which is in a checkout but not in the wheel."""
 

@@ -276,9 +276,9 @@ def exact_weights(*, chain: ChainPolicy | None = None) -> Config:
 
 
 def precise(*, chain: ChainPolicy | None = None) -> Config:
-    """Return the level for tasks that small errors change: weights within 0.25 %, fine moments.
+    """Return the level for tasks that small errors change: weights within 0.13 %, fine moments.
 
-    Promise: each weight array has a relative L2 error of at most 0.0025, as multiples of a step; moments are those of
+    Promise: each weight array has a relative L2 error of at most 0.00125, as multiples of a step; moments are those of
     `exact_weights()`. Regression, physics and control end as without a restore (docs/choosing.md has the figures).
     Weights in 16 bits are exact, because they have few more bits than this error needs.
 
@@ -287,9 +287,9 @@ def precise(*, chain: ChainPolicy | None = None) -> Config:
 
     Example:
         >>> precise().rules[0].codec.max_error
-        0.0025
+        0.00125
     """
-    return Config([Rule("weight", Quantize(max_error=0.0025, residual=True)), *_FINE_MOMENTS], chain=chain)
+    return Config([Rule("weight", Quantize(max_error=0.00125, residual=True)), *_FINE_MOMENTS], chain=chain)
 
 
 def compact(*, chain: ChainPolicy | None = None) -> Config:

@@ -10,11 +10,14 @@ from functools import cache
 from pathlib import Path
 
 from ..plot import pyplot
+from ..studies import overview as study
 from ..studies.harm.campaign import RESULTS
-from ..studies.harm.families import FAMILIES, SET_ASIDE
+from ..studies.harm.families import SET_ASIDE
+from ..studies.harm.groups import ALL as FAMILIES
 from ..studies.harm.settings import PARTS
 from ..studies.harm.summary import Campaign, Effect
-from .cells import markdown
+from .cells import markdown, number
+from .results import rows_of
 
 NAMES = {
     "lossless": "`presets.lossless()`",
@@ -52,6 +55,20 @@ def levels() -> str:
     table = markdown([*head, "loss after ten kills", "its 95 % bound"], lines)
     said = "Each figure but the mean is that of the worst family. These are, from left to right:"
     return f"{table}\n\n{said} {'; '.join(named)}."
+
+
+def overview() -> str:
+    """Return what a checkpoint of the demo's model costs by level, and what ten kills do to the loss."""
+    values = {row["row"]: row["value"] for row in rows_of("overview.json")}
+    lines = []
+    for level in (study.SAVED, *(level for level in study.LEVELS if level != "compact")):
+        cells = [
+            f"{number(values[f'{level}: {what}'])} {unit}" if f"{level}: {what}" in values else _MISSING
+            for what, unit in study.WHAT.items()
+        ]
+        lost = "equal" if level == study.SAVED else _ends(level)[0][0]
+        lines.append([f"`{level}`", *cells, lost])
+    return markdown(["", "a checkpoint", "training waits", "durable after", "a restore", "loss after ten kills"], lines)
 
 
 def _at_restore(level: str) -> list[tuple[str, str]]:

@@ -13,7 +13,20 @@ from functools import partial
 from shrinkpoint.kernels.errors import BadArgumentError
 
 from ..studies import endurance, workloads
-from . import catalogue, frameworks, levels, parts, ratios, results, scale, speeds, systems, table5, trainings
+from . import (
+    catalogue,
+    frameworks,
+    levels,
+    optimizers,
+    parts,
+    ratios,
+    results,
+    scale,
+    speeds,
+    systems,
+    table5,
+    trainings,
+)
 
 PAGES = (
     "README.md",
@@ -24,6 +37,7 @@ PAGES = (
     "docs/trainers.md",
     "docs/scaling.md",
     "docs/security.md",
+    "docs/lossy-or-exact.md",
     "bench/results/tables.md",
 )
 _BLOCK = re.compile(r"(<!-- table ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -59,6 +73,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "shard": scale.shard,
     "scale": scale.others,
     "computed": scale.computed,
+    "optimizers": optimizers.optimizers,
+    "optimizers not run": optimizers.optimizers_not_run,
     "manifest": results.manifest,
     "real": parts.real,
     "flips": parts.flips,
@@ -68,6 +84,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "store peers": partial(parts.beside, "store.json", ("MB/s", "x raw state")),
     "stall peers": partial(parts.beside, "saver.json", ("ms",)),
     "levels": levels.levels,
+    "overview": levels.overview,
     "exact levels": levels.exact_levels,
     "front": levels.front,
     **{f"level {name}": partial(levels.level, name) for name in ("default", "compact")},

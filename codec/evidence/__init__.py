@@ -7,6 +7,7 @@ An array may be stored with loss only if there is evidence of its role (`Evidenc
     names        roles and layer types by path alone, and places that never hold weights
     entries      entries of optimizers, in every layout that occurs
     moments      which entries are first and second moments, and which of them must stay exact
+    values       moments whose values or neighbours contradict their names
     parameters   which parameters the entries belong to
     gather       all of these together, for `compress`
 """

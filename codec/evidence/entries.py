@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 from .names import FIRST, OPTIMIZER, SECOND
 
-KNOWN = FIRST | SECOND | {"max_exp_avg_sq"}
-"""Names of optimizer entries; AMSGrad's maximum is not a moment: an error could put it below the second moment."""
+KNOWN = FIRST | SECOND | {"max_exp_avg_sq", "exp_inf"}
+"""Names of optimizer entries. Maxima (AMSGrad, Adamax) are not moments: later steps do not mend their errors."""
 _FLAT = re.compile(r"(?:(?P<above>.*)\.)?state\.(?P<rest>.+\..+)")
 _INDEX = re.compile(r"\d+")
 _ADAM = ("exp_avg", "exp_avg_sq")
 _COUNTS = {"step", "count", "iteration", "iterations"}
+_NO_SETTINGS = {"params", "param_names", "name"}
 
 
 class Entry(NamedTuple):
@@ -33,6 +34,7 @@ class Entry(NamedTuple):
         parameter: number or name of the parameter.
         name: of the entry: "exp_avg".
         is_tree: whether the optimizer keeps a tree of all parameters for each entry, as Optax does.
+        is_update: whether it is a first moment m and m / sqrt(v) of its second moment v is proven to be the update.
     """
 
     optimizer: str
@@ -40,6 +42,7 @@ class Entry(NamedTuple):
     parameter: str
     name: str
     is_tree: bool = False
+    is_update: bool = False
 
     @property
     def owner(self) -> tuple[str, str]:
@@ -53,10 +56,12 @@ class Outline:
 
     Args:
         orders: for each path of an optimizer in torch's layout, the parameters of its groups in order.
+        settings: for the same paths, the names of the settings of its groups.
         mixed: paths of the containers that also hold plain scalars, or are not dicts with text as keys.
     """
 
     orders: dict[str, list[Any]] = field(default_factory=dict)
+    settings: dict[str, set[str]] = field(default_factory=dict)
     mixed: set[str] = field(default_factory=set)
 
     @staticmethod
@@ -79,7 +84,9 @@ class Outline:
             if arrays and not plain:
                 outline.mixed.add(_spell(link))
             if named and "param_groups" in node:
-                outline.orders[_spell(link)] = _order(node["param_groups"])
+                groups = [group for group in _sequence(node["param_groups"]) if isinstance(group, dict)]
+                outline.orders[_spell(link)] = [p for group in groups for p in _sequence(group.get("params", ()))]
+                outline.settings[_spell(link)] = set().union(*groups) - _NO_SETTINGS
             stack += nested
         return outline
 
@@ -100,12 +107,8 @@ ARRAY = object()
 """Placeholder of an array in a skeleton."""
 
 
-def _order(groups: Any) -> list[Any]:
-    found: list[Any] = []
-    for group in groups if isinstance(groups, list | tuple) else ():
-        parameters = group.get("params", ()) if isinstance(group, dict) else ()
-        found += parameters if isinstance(parameters, list | tuple) else ()
-    return found
+def _sequence(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def entries_of(paths: Sequence[str], outline: Outline) -> list[Entry | None]:
@@ -128,11 +131,16 @@ def entries_of(paths: Sequence[str], outline: Outline) -> list[Entry | None]:
         if entry is not None:
             names.setdefault(entry.owner, set()).add(entry.name)
     for i, entry in enumerate(found):
-        # A `mu` below a number alone may be a layer: Optax has a count of steps next to it, or its counterpart.
-        if entry is None or entry.optimizer or entry.name not in ("mu", "nu"):
+        # A `mu` below a number alone may be a layer, and without a count of steps next to it another optimizer's (SM3).
+        if entry is None or entry.name not in ("mu", "nu") or not entry.is_tree:
             continue
-        if f"{entry.above}/count".lstrip("/") not in held and not {"mu", "nu"} <= names[entry.owner]:
+        if f"{entry.above}/count".lstrip("/") in held or {"mu", "nu"} <= names[entry.owner]:
+            continue
+        if not entry.optimizer:
             found[i] = None
+        elif entry.name == "mu":
+            above, _, name = paths[i].rpartition("/")
+            found[i] = Entry(entry.optimizer, above, "", name)
     tails = _tails(path for path, entry in zip(paths, found, strict=True) if entry is None)
     for i, entry in enumerate(found):
         if entry is not None and entry.optimizer and not entry.parameter:
@@ -175,8 +183,8 @@ def parse(path: str, optimizers: Collection[str] = ()) -> Entry | None:
         optimizers: paths that are known to be optimizers in torch's layout.
 
     Example:
-        >>> parse("optimizer/state.fc.weight.exp_avg")
-        Entry(optimizer='optimizer', above='optimizer/state', parameter='fc.weight', name='exp_avg', is_tree=False)
+        >>> parse("optimizer/state.fc.weight.exp_avg")[:4]
+        ('optimizer', 'optimizer/state', 'fc.weight', 'exp_avg')
         >>> parse("model/fc.weight")
     """
     parts = path.split("/")
@@ -212,8 +220,8 @@ def _nested(parts: list[str], at: int, root: str, optimizers: Collection[str]) -
     if below[0] in KNOWN and root:
         return Entry(above, where, "/".join(below[1:]), below[0])
     # A number or a name with dots is a complete parameter name, and the rest is an entry that is a container.
-    parameter = below[0] if below[0].isdigit() or "." in below[0] else "/".join(below[:-1])
-    name = below[-1]
+    whole = below[0].isdigit() or "." in below[0]
+    parameter, name = (below[0], "/".join(below[1:])) if whole else ("/".join(below[:-1]), below[-1])
     if root or above in optimizers or parameter.isdigit() or name in KNOWN:
         return Entry(above, where, parameter, name)
     return None

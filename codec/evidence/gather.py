@@ -13,20 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ...kernels.backend.arrays import is_torch
 from ...kernels.backend.floats import FORMATS
-from ..parallel import map_arrays
 from ..state import tree
 from ..state.leaves import SCALARS, SEQUENCES, LeafSpec, build_leaf
 from . import names, reasons
 from .entries import ARRAY, Entry, Outline, entries_of
 from .kind import TINY, TINY_MOMENT, Kind, by_path
-from .moments import in_other_bases, role_of, unpaired_roots
+from .moments import role_of, updates
 from .parameters import Matches, match
+from .values import contradicted
 
-_CHUNK = 1 << 20
 _RANKS = re.compile(r"(^|/)ranks/\d+/")
 """The part of a path that names a rank."""
 
@@ -100,7 +96,10 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
     roles = {i: _role(entry, shapes[i], given[i]) for i, entry in entries.items()}
     parameters = {i: (p, shapes[i]) for i, p in enumerate(arrays.paths) if _may_be_parameter(i, arrays, entries)}
     matches = match(parameters, {i: (entry, shapes[i]) for i, entry in sorted(entries.items())}, outline)
-    spoilt = _spoilt(arrays, entries, roles, matches)
+    classes = {i: None if (kind := given[i]) is None else kind.optimizer for i in entries}
+    for i in updates(entries, roles, shapes, classes, outline.settings):
+        entries[i] = entries[i]._replace(is_update=True)
+    spoilt = contradicted(arrays, entries, roles, matches)
     has_optimizer = any(shapes[i] for i in entries)
     found = []
     for i, (path, spec) in enumerate(zip(arrays.paths, arrays.specs, strict=True)):
@@ -273,59 +272,3 @@ def _bound(evidence: Evidence, spec: LeafSpec, spoilt: str) -> Evidence:
     else:
         return evidence
     return dataclasses.replace(evidence, why=why, is_bound=True, is_unknown=False)
-
-
-def _spoilt(arrays: Arrays, entries: Mapping[int, Entry], roles: Mapping[int, str], matches: Matches) -> dict[int, str]:
-    """Return the moments whose values or entries contradict their names, with the reason."""
-    spoilt = unpaired_roots(entries, roles, lambda v, m: _is_variance(arrays, v, m))
-    moments = [i for i, role in roles.items() if role.endswith("moment") and arrays.specs[i].dtype in FORMATS]
-
-    def wrong(i: int) -> str:
-        return _wrong_values(arrays.flats[i], roles[i]) if i not in spoilt else ""
-
-    for i, why in zip(moments, map_arrays(wrong, moments, lambda i: arrays.specs[i].size), strict=True):
-        if why:
-            spoilt[i] = why
-    owners = {entries[i].owner: why for i, why in spoilt.items() if roles[i] == "second moment"}
-    shapes = [spec.shape for spec in arrays.specs]
-    spoilt |= {i: why for i, why in in_other_bases(entries, roles, shapes).items() if i not in spoilt}
-    for i in moments:
-        if entries[i].owner in owners and i not in spoilt:
-            spoilt[i] = f"{owners[entries[i].owner]} (next to it)"
-        if entries[i].owner in matches.contradicted:
-            spoilt[i] = "its parameter has another shape"
-    return spoilt
-
-
-def _wrong_values(flat: Any, role: str) -> str:
-    if not flat.shape[0]:
-        return ""
-    low, high = _extremes(flat)
-    if not low <= high:
-        return "it holds NaN"
-    return "a second moment is never negative" if role == "second moment" and low < 0 else ""
-
-
-def _extremes(flat: Any) -> tuple[float, float]:
-    """Return the smallest and the largest value; NaN if the array contains NaN."""
-    with np.errstate(invalid="ignore"):
-        return float(flat.min()), float(flat.max())
-
-
-def _is_variance(arrays: Arrays, second: int, first: int) -> bool:
-    """Return whether `v >= m**2` for all elements, within the rounding of bfloat16."""
-    specs = arrays.specs[second], arrays.specs[first]
-    if specs[0].shape != specs[1].shape or {spec.dtype for spec in specs} - FORMATS.keys():
-        return False
-    for start in range(0, specs[0].size, _CHUNK):
-        v, m = (_wide(arrays.flats[i][start : start + _CHUNK]) for i in (second, first))
-        square = m * m
-        if is_torch(v) != is_torch(square):
-            square = v.new_tensor(square) if is_torch(v) else square.cpu().numpy()
-        if bool((square > (1 + 2.0**-6) * v + 1e-30).any()):
-            return False
-    return True
-
-
-def _wide(x: Any) -> Any:
-    return x.double() if is_torch(x) else x.astype(np.float64)

@@ -11,8 +11,8 @@ from .kind import TINY
 if TYPE_CHECKING:
     from ..state.leaves import LeafSpec
 
-FIRST = {"exp_avg", "momentum_buffer", "momentum", "exp_avg_slow", "exp_inf", "trace", "mu", "m"}
-"""Names of averages in the unit of a gradient or an update. Adamax's `exp_inf` is one: it is not a square."""
+FIRST = {"exp_avg", "momentum_buffer", "momentum", "exp_avg_slow", "trace", "mu", "m"}
+"""Names of averages in the unit of a gradient or an update."""
 SECOND = {"exp_avg_sq", "square_avg", "acc_delta", "nu", "v"}
 """Names of averages of squares."""
 _NORM = re.compile(r"(^|[._/])(\w*norm\w*|ln|ln_?\w|bn|bn\d+|running_mean|running_var)([._/]|$)", re.IGNORECASE)

@@ -69,10 +69,10 @@ _SMALLEST = 1 / 64
 class FirstMoment:
     """Store a first moment on a grid in units of the root of its second moment.
 
-    A first moment is stored as log buckets instead in three cases: its parameter does not have a second moment (SGD,
-    Lion); the second moment does not give a grid (v = 0, but m is not 0); or the grid would lose almost all of it (a
-    relative L2 error above 0.99) because m and v are not averages of the same gradients (the norm of m is below 1/64
-    of that of sqrt(v), as in some kinds of Adafactor).
+    A first moment is stored as log buckets instead in three cases: its parameter does not have a second moment that
+    is known to be in its unit (SGD, Lion, LaProp); the second moment does not give a grid (v = 0, but m is not 0); or
+    the grid would lose almost all of it (a relative L2 error above 0.99) because m and v are not averages of the same
+    gradients (the norm of m is below 1/64 of that of sqrt(v), as in some kinds of Adafactor).
 
     Args:
         step: distance of grid points in units of m / sqrt(v), in (0, 16]; default 0.5.
@@ -111,7 +111,7 @@ class FirstMoment:
                 break
         # Log buckets keep each element to `alpha`, and so the array; only a target may ask for more than that.
         wanted = None if self.max_error is None or self.max_error >= self.alpha else self.max_error
-        return LogBuckets(self.alpha, wanted).encode(leaf, parent)
+        return LogBuckets(self.alpha, wanted).encode(leaf, parent, unbiased=True)
 
     @property
     def bound(self) -> float:

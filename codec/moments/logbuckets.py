@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...kernels.backend.arguments import check_field, number, or_none
+from ...kernels.backend.arrays import is_torch
 from ...kernels.backend.floats import FORMATS, bits_for
 from ...kernels.error_sums import Distortion
 from ...kernels.histogram import bucket_index, bucket_value
@@ -31,7 +32,7 @@ from ..format.chunks import Chunk, chunks_of
 from ..format.fields import Reader, Writer
 from ..lossless.exact import Exact
 from ..parallel import map_chunks
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host, wide
 from ..state.scaling import scaled_distortion, unit
 
 _SIGNS, _NOT_FINITE = 1, 2
@@ -39,6 +40,12 @@ FINEST = 2.0**-17
 _FINEST_BITS = round(-math.log2(FINEST)) - 1
 _LEAST_ERROR = 0.7 / math.sqrt(12)
 """About the relative L2 error of one bucket an octave, of values spread evenly over their octaves' logarithms."""
+_SAMPLE = 1 << 18
+"""Elements from which a gain is computed."""
+_GAIN_STEPS = 256
+"""Gains are multiples of 1 / 256, so that no rounding of sums is seen in the bytes."""
+_ATTEMPTS = 4
+"""Gains that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +98,25 @@ class LogBuckets:
         """Return None for each array: this codec needs no plans."""
         return [None] * len(leaves)
 
-    def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
-        """Encode one array; `error` is the largest relative error, or relative L2 with `max_error`."""
+    def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None, *, unbiased: bool = False) -> Stored:
+        """Encode one array; `error` is the largest relative error, or relative L2 with `max_error`.
+
+        Args:
+            leaf: the array.
+            parent: not used.
+            plan: not used.
+            unbiased: whether to move the limits of the buckets, as far as `alpha` allows, so that <x~, x> = <x, x>.
+                Midpoints alone are too large where smaller values are more frequent.
+        """
         fmt = FORMATS[leaf.spec.dtype]
         bits = bits_for(self.alpha, fmt)
         if self.max_error is None:
-            return self._at(bits, leaf, parent)[0]
+            return self._at(bits, leaf, parent, unbiased=unbiased)[0]
         # One more bit halves the error, so the number of bits follows from the error of the first attempt.
         bits = max(bits, math.ceil(math.log2(_LEAST_ERROR) - math.log2(self.max_error)))
         scale = unit(_largest_finite(leaf.flat)) if leaf.spec.dtype == "float64" else 1.0
         while bits <= min(_FINEST_BITS, fmt.mantissa):
-            stored, met = self._at(bits, leaf, parent, scale)
+            stored, met = self._at(bits, leaf, parent, scale, unbiased=unbiased)
             if stored.measure == "exact":
                 return stored
             if met <= self.max_error:
@@ -110,14 +125,17 @@ class LogBuckets:
         note = f"exact: log buckets miss the error target {self.max_error:g}"
         return dataclasses.replace(Exact().encode(leaf, parent), note=note)
 
-    def _at(self, bits: int, leaf: Leaf, parent: Reference | None, scale: float = 1.0) -> tuple[Stored, float]:
+    def _at(
+        self, bits: int, leaf: Leaf, parent: Reference | None, scale: float = 1.0, *, unbiased: bool = False
+    ) -> tuple[Stored, float]:
         """Encode with `2**bits` buckets per octave; also return the relative L2 error."""
         fmt = FORMATS[leaf.spec.dtype]
+        gain = _gain(leaf, bits) if unbiased else 1.0
         alone = leaf.spec.size <= CHUNK
 
         def one(start: int) -> tuple[bytes, Distortion, Array | None] | None:
             x = leaf.flat[start : start + CHUNK]
-            index = bucket_index(x, bits)
+            index = bucket_index(x if gain == 1 else x * (1 / gain), bits)
             octaves = split_octaves(index, bits, fmt.buckets(bits))
             if octaves is None:
                 return None
@@ -137,6 +155,32 @@ class LogBuckets:
         decoded = (lambda: done[0][2]) if alone and done else None
         stored = Stored("log-buckets", {"b": bits}, pieces, None, met.largest_relative, "relative", decoded=decoded)
         return stored, met.relative_l2
+
+
+def _gain(leaf: Leaf, bits: int) -> float:
+    """Return the factor of the limits that makes <x~, x> = <x, x>, where `alpha` allows it."""
+    x = leaf.flat[:: max(1, leaf.spec.size // _SAMPLE)]
+    x = x.contiguous() if is_torch(x) else np.ascontiguousarray(x)
+    host = on_host(wide(x))
+    finite = np.isfinite(host)
+    largest = np.abs(host[finite]).max(initial=0.0)
+    if not largest:
+        return 1.0
+    scaled = host[finite] / largest
+    width = 2.0**-bits
+    most = (1 + width / 2) / ((1 + width) * (1 - width / 2)) * (1 - 1 / _GAIN_STEPS)
+    gain, found, least = 1.0, 1.0, math.inf
+    for _ in range(_ATTEMPTS):
+        values = bucket_value(bucket_index(x if gain == 1 else x * (1 / gain), bits), bits, leaf.spec.dtype)
+        with np.errstate(over="ignore"):
+            ratio = float((on_host(wide(values))[finite] / largest * scaled).sum() / (scaled * scaled).sum())
+        if abs(ratio - 1) < least:
+            found, least = gain, abs(ratio - 1)
+        wanted = math.floor(_GAIN_STEPS * min(max(gain * ratio, 1.0), most)) / _GAIN_STEPS
+        if not math.isfinite(ratio) or wanted == gain:
+            break
+        gain = wanted
+    return found
 
 
 def _largest_finite(flat: Array) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..base import Leaf
-from ..evidence.moments import is_update
 
 
 def moment_pairs(leaves: Sequence[Leaf]) -> dict[int, int]:
@@ -15,14 +14,8 @@ def moment_pairs(leaves: Sequence[Leaf]) -> dict[int, int]:
         for j, leaf in enumerate(leaves)
         if leaf.kind.role == "second moment" and leaf.entry is not None
     }
-    found = {}
+    pairs = {}
     for i, leaf in enumerate(leaves):
-        if leaf.kind.role != "first moment" or leaf.entry is None:
-            continue
-        j = seconds.get((leaf.entry.owner, leaf.spec))
-        other = None if j is None else leaves[j].entry
-        if j is None or other is None or leaf.spec.dtype not in ("float32", "bfloat16"):
-            continue
-        if is_update(leaf.entry, leaf.kind, other):
-            found[i] = j
-    return found
+        if leaf.entry is not None and leaf.entry.is_update and leaf.spec.dtype in ("float32", "bfloat16"):
+            pairs[i] = seconds.get((leaf.entry.owner, leaf.spec))
+    return {i: j for i, j in pairs.items() if j is not None}

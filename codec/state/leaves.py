@@ -323,6 +323,11 @@ def on_host(x: Array) -> NpArray:
     return host
 
 
+def wide(x: Any) -> Any:
+    """Return an array as float64, where it is."""
+    return x.double() if is_torch(x) else x.astype(np.float64)
+
+
 def blocks(size: int, wanted: int, length: int = 1024) -> Any:
     """Return positions of about `wanted` elements out of `size`, in blocks at even distances.
 

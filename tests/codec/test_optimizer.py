@@ -335,7 +335,7 @@ def test_averages_in_another_unit_than_the_root_of_the_second_moment(
     assert rows_of(ckpt)[first].stream == "log-buckets"
     assert relative(entry[first], restored[first]) < 0.125
     if second == "exp_inf":
-        assert float(((restored[second] - entry[second]) / entry[second]).abs().max()) <= 0.25
+        assert torch.equal(restored[second], entry[second])
 
 
 def test_the_stated_error_of_bfloat16_first_moments_holds_after_rounding() -> None:
@@ -389,7 +389,7 @@ def test_a_tree_of_parameters_below_each_moment_is_paired_like_any_other() -> No
     kept = sp.decompress(usual)["optimizer"]["state"]
     for at, name in enumerate(("dense", "out")):
         assert torch.equal(back["mu"][name]["kernel"], kept[at]["exp_avg"])
-    lone = sp.compress({"opt_state": [{"mu": optax["mu"]}, {"nu": optax["nu"]}]})
+    lone = sp.compress({"opt_state": [{"count": torch.tensor(3), "mu": optax["mu"]}, {"nu": optax["nu"]}]})
     assert {row.stream for row in lone.summary() if "/mu/" in row.path} == {"log-buckets"}
 
 
@@ -470,3 +470,15 @@ def test_moments_of_another_basis_and_maxima_are_exact() -> None:
     rows = rows_of(sp.compress(state(largest)))
     assert rows["max_exp_avg_sq"].measure == "exact"
     assert rows["exp_avg"].stream == "grid"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("power", [1, 3])
+def test_first_moments_without_a_second_neither_grow_nor_shrink(dtype: torch.dtype, power: int) -> None:
+    """Midpoints of buckets alone are 2 to 10 % too long."""
+    m = (torch.randn(64, 100, generator=torch.Generator().manual_seed(power)) ** power).to(dtype)
+    back = sp.decompress(sp.compress(state({"momentum_buffer": m})))["optimizer"]["state"][0]["momentum_buffer"]
+    wide, restored = m.double(), back.double()
+    assert 0.99 < float((wide * restored).sum() / (wide * wide).sum()) < 1.01
+    assert bool(((restored - wide).abs() <= 0.25 * wide.abs()).all())
+    assert bool(((restored == 0) == (wide == 0)).all())

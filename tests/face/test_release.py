@@ -26,7 +26,6 @@ def test_the_version_is_one() -> None:
     assert version == sp.__version__
     assert found(r"^version: (\S+)$", "CITATION.cff") == [version]
     assert found(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", "CHANGELOG.md")[0] == version
-    assert found(r"install \./shrinkpoint-([\d.a-z]+)-py3", "README.md") == [version]
 
 
 def test_the_classifiers_are_what_is_tested() -> None:

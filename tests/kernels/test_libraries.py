@@ -30,6 +30,8 @@ ON_THE_HOST = {
     "residual_symbols": {"rows", "columns"},
     "residual_values": {"rows", "columns", "table"},
     "residual_factors": {"sums", "counts"},
+    "low_rank_factors": {"heights"},
+    "low_rank_predictions": {"heights"},
     "rate_distortion_levels": {"codebook", "prices"},
     "settled_bounds": {"codebook", "prices"},
     "unsettled": {"bounds"},
