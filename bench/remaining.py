@@ -54,9 +54,8 @@ def _on_host(at: Place) -> list[Case]:
         at.case("row_column_sums", row_column_sums),
         at.case("class_sums", class_sums),
         at.case("pattern_classes", pattern_classes),
-        at.case("row_products", row_products),
-        at.case("column_products", column_products),
-        at.case("product_classes", product_classes),
+        at.case("low_rank_factors", low_rank_factors),
+        at.case("low_rank_predictions", low_rank_predictions),
     ]
 
 
@@ -317,40 +316,41 @@ def _low_rank(at: Place) -> tuple[Any, Any, Any]:
     return values, rows, columns
 
 
-_OF_RANK = f"rank {_RANK}, rows of {COLUMNS}"
+def low_rank_factors(at: Place) -> Job:
+    from shrinkpoint.kernels.prediction import low_rank_factors as factors_of
 
-
-def row_products(at: Place) -> Job:
-    values, _, columns = _low_rank(at)
-    part, kernel = min(at.n, _PREFIX), "integer_products.row_products"
-    return as_oracle(at, kernel, (values,), (columns,), 1, full=(columns, 0), first=part, width=1, note=_OF_RANK)
-
-
-def column_products(at: Place) -> Job:
-    from shrinkpoint.kernels.prediction import column_products as products_of
-
-    values, rows, _ = _low_rank(at)
+    numbers, _, _ = _low_rank(at)
+    numbers = numbers[: at.n // COLUMNS * COLUMNS]
+    heights, few = np.array([numbers.size // COLUMNS]), np.array([max(1, _PREFIX // 16 // COLUMNS)])
 
     def check() -> str:
-        few = values[:_PREFIX]
-        part = rows[: -(-few.size // COLUMNS)]
-        expected = oracle("prediction").column_products(few, part, COLUMNS, 0)
-        same("products", products_of(few, part, COLUMNS), expected)
-        return f"{few.size:,} elements = oracle"
+        part = numbers[: int(few[0]) * COLUMNS]
+        for found, expected in zip(
+            factors_of(part, few, COLUMNS), oracle("prediction").low_rank_factors(part, few, COLUMNS, 0), strict=True
+        ):
+            same("factors", found, expected)
+        return f"{part.size:,} elements = oracle"
 
-    return at.job(lambda: products_of(values, rows, COLUMNS), check, 1, width=1, note=_OF_RANK)
+    return at.job(lambda: factors_of(numbers, heights, COLUMNS), check, 1, width=1, note=f"rows of {COLUMNS}")
 
 
-def product_classes(at: Place) -> Job:
-    from shrinkpoint.kernels.prediction import product_classes as classes_of
+def low_rank_predictions(at: Place) -> Job:
+    from shrinkpoint.kernels.prediction import low_rank_predictions as predictions_of
 
     _, rows, columns = _low_rank(at)
+    heights = np.array([rows.shape[0]])
 
     def check() -> str:
-        few = min(at.n, _PREFIX)
-        part = rows[: -(-few // COLUMNS)]
-        expected = oracle("prediction").product_classes(part, columns, few, 0, 5, 6)
-        same("classes", classes_of(part, columns, few, shift=5, most=6), expected)
-        return f"{few:,} elements = oracle"
+        n = min(at.n, _PREFIX)
+        few = np.array([-(-n // COLUMNS)])
+        part = rows[: int(few[0])]
+        for found, expected in zip(
+            predictions_of(part, columns, few, n),
+            oracle("prediction").low_rank_predictions(part, columns, few, n, 0),
+            strict=True,
+        ):
+            same("predictions", found, expected)
+        return f"{n:,} elements = oracle"
 
-    return at.job(lambda: classes_of(rows, columns, at.n, shift=5, most=6), check, 1, width=1, note=_OF_RANK)
+    note = f"rank {_RANK}, rows of {COLUMNS}"
+    return at.job(lambda: predictions_of(rows, columns, heights, at.n), check, 2, width=1, note=note)

@@ -41,7 +41,7 @@ from .levels import delta, joint_counts, merge_by_level, split_by_level, undelta
 from .moment_grid import grid_symbols, grid_values
 from .packing import changed_mask, gather, pack_bits, pack_mask, scatter, unpack_bits, unpack_mask
 from .planes import difference, join_categories, merge_planes, split_categories, split_planes, undifference
-from .prediction import column_products, orthogonal_directions, product_classes, row_products
+from .prediction import low_rank_factors, low_rank_predictions
 from .quantizer import (
     Thresholds,
     assign,

@@ -153,7 +153,7 @@ def nbytes_of_levels(levels: NpArray, size: int, part: Sample, coder: str, colum
         parent = None if before is None else np.ascontiguousarray(before.levels[at])
         parent_size = 0 if before is None else before.size
         own = np.ascontiguousarray(levels[at])
-        return len(entropy.encode_levels(own, size, parent, parent_size, coder, columns))
+        return len(entropy.encode_levels(own, size, parent, parent_size, coder, entropy.Matrix(columns)))
 
     if before is None:
         counts = entropy.counts_of(levels)[None, :size]

@@ -213,29 +213,31 @@ class Source(BytesIO):
         down, across = self.block().symbols(int(row.max()) + 1), self.block().symbols(columns)
         return np.clip(down[row] + across[column] - base, 0, classes - 1)
 
-    def places(self, context: Array) -> Array:
-        columns, phase, contexts, classes = self.varints(4)
-        own = self.classes(classes, columns, phase + np.arange(context.size))
-        return self.rans(own + (context * classes if contexts > 1 else 0), contexts * classes)
+    def factors(self, lines: Array, ranks: Array) -> Array:
+        numbers, ends = self.block().symbols(int((ranks * lines).sum())) - 128, np.cumsum(ranks * lines)
+        parts = zip(ranks, lines, np.split(numbers, ends[:-1]), strict=True)
+        return np.concatenate([np.pad(x.reshape(k, m), ((0, 8 - k), (0, 0))) for k, m, x in parts], axis=1)
 
-    def products(self, n: int) -> Array:
-        columns, phase, matrices = self.varints(3)
-        heights = self.varints(matrices) if matrices > 1 else [-(-(phase + n) // columns)]
-        ranks, shifts, found = [], [], []
-        for _ in heights:
-            ranks.append(self.varint())
-            shifts.append(self.varint() if ranks[-1] else 1)
-        ends = np.cumsum([rank * height for rank, height in zip(ranks, heights, strict=True)])
-        left = np.split(self.block().symbols(int(ends[-1])) - 128, ends[:-1])
-        right = np.split(self.block().symbols(sum(ranks) * columns) - 128, np.cumsum(ranks)[:-1] * columns)
-        for rank, shift, height, a, b in zip(ranks, shifts, heights, left, right, strict=True):
-            row, column = np.divmod(phase + np.arange(height * columns if matrices > 1 else n), columns)
-            sums = (a.reshape(rank, height)[:, row] * b.reshape(rank, columns)[:, column]).sum(axis=0)
-            found.append(np.clip(sums + 2 ** (shift - 1) >> shift, -6, 6) + 6)
-        own, classes = np.concatenate(found), self.varint()
+    def matrix(self, n: int, context: Array | None) -> Array:
+        way, usual, columns, phase, matrices = self.byte(), self.byte(), *self.varints(3)
+        heights = np.array(self.varints(matrices) if matrices > 1 else [-(-(phase + n) // columns)])
+        place, predicted = phase + np.arange(n), self.byte()
+        own, nearest, contexts = np.zeros(n, int), np.zeros(n, int), 4 if predicted else 1
+        if predicted:
+            ranks, row = self.block().symbols(matrices), place // columns
+            left, right = (self.factors(lines, ranks) for lines in (heights, np.full(matrices, columns)))
+            across = np.repeat(np.arange(matrices), heights)[row] * columns + place % columns
+            fourths = np.rint((left[:, row] * right[:, across]).sum(axis=0) / 16).astype(int) + 2
+            nearest, own = fourths // 4, fourths % 4
+        classes = self.varint()
         if classes > 1:
-            own = own * classes + self.classes(classes, columns, phase + np.arange(n))
-        return self.rans(own, 13 * classes)
+            own = own * classes + self.classes(classes, columns, place)
+        coded = self.rans(own, contexts * classes)
+        numbers = np.where(coded % 2, -1 - coded // 2, coded // 2) + nearest
+        if way == 1:
+            numbers = (numbers + 128) % 256 - 128
+            return (np.where(numbers < 0, -1 - 2 * numbers, 2 * numbers) + 1) % 256
+        return (numbers + (usual if context is None else context)) % 256
 
     def symbols(self, n: int, context: Array | None = None, contexts: int = 1) -> Array:
         method = self.byte()
@@ -253,8 +255,7 @@ class Source(BytesIO):
             9: lambda: np.frombuffer(self.read(), np.uint8),
             10: lambda: RangeCoder(self).rare(known),
             11: lambda: RangeCoder(self).rare(known),
-            12: lambda: self.places(known),
-            13: lambda: self.products(n),
+            12: lambda: self.matrix(n, context),
         }[method]()
         assert (found.size, self.read()) == (n, b"")
         return found.astype(int)

@@ -33,7 +33,6 @@ IN_STATES = (
     "distortion_many",
     "factors_many",
     "least_losses",
-    "orthogonal_directions",
     "residual_symbols_many",
     "residual_values_many",
     "uniform_levels_many",

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...kernels.backend.arrays import is_torch
+from .. import entropy
 from ..base import Leaf, Reference, Stored
 from ..entropy.row_column_classes import columns_of
 from ..format.fields import Piece
@@ -102,6 +103,12 @@ def joined_spec(specs: Sequence[LeafSpec]) -> LeafSpec:
         shape = (size,)
     library = "numpy" if first.library in SCALARS else first.library
     return LeafSpec(library, first.dtype, shape)
+
+
+def matrix_of(specs: Sequence[LeafSpec], numbers: entropy.Numbers | None = None) -> entropy.Matrix:
+    """Return the place of the elements of arrays that are joined end to end."""
+    columns = columns_of(joined_spec(specs).shape)
+    return entropy.Matrix(columns, 0, [spec.size // columns for spec in specs], numbers) if columns else entropy.ALONE
 
 
 def ends_of(specs: Sequence[LeafSpec]) -> np.ndarray[Any, np.dtype[np.int64]]:

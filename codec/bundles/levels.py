@@ -19,7 +19,6 @@ import numpy as np
 from ...kernels.quantizer import FIRST_CODE, LARGEST_STEP, MAX_CODES, SMALLEST_STEP, Thresholds, uniform_values_many
 from .. import entropy
 from ..base import Leaf, Reference, Stored
-from ..entropy.row_column_classes import columns_of
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
@@ -44,7 +43,7 @@ from ..weights.planning import Plan
 from ..weights.protected import read_protected, write_protected
 from ..weights.quantize import Quantize, Quantized
 from ..weights.quantize_many import quantized_many
-from .joined import Joined, Pieces, StoredBundle, Together, ends_of, joined_spec, parts
+from .joined import Joined, Pieces, StoredBundle, Together, ends_of, matrix_of, parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +173,7 @@ def level_pieces(joined: JoinedLevels, before: JoinedLevels | None) -> list[byte
     specs = joined.specs
     symbols = _shifted(joined.levels, specs, joined.shifts())
     old = None if before is None else _shifted(before.levels, specs, before.shifts())
-    columns = columns_of(joined_spec(specs).shape)
-    chunk = entropy.encode_levels(symbols, 256, old, 256, "smallest", columns, 0)
+    chunk = entropy.encode_levels(symbols, 256, old, 256, "smallest", matrix_of(specs))
     return [_references(joined, before), chunk]
 
 

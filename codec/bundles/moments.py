@@ -17,8 +17,8 @@ from ...kernels.moment_grid import ESCAPE as OFF_GRID
 from ...kernels.moment_grid import grid_symbols, grid_values
 from ...kernels.scales import ESCAPE as NO_RESIDUAL
 from ...kernels.scales import factors_many, residual_factors, residual_symbols_many, residual_values_many
+from .. import entropy
 from ..base import Leaf, Reference, Stored
-from ..entropy.row_column_classes import columns_of
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from ..moments.firstmoment import (
@@ -60,6 +60,7 @@ from .joined import (
     ends_of,
     joined_leaf,
     joined_spec,
+    matrix_of,
     parts,
 )
 
@@ -191,9 +192,8 @@ def _rank_one_pieces(joined: JoinedRankOne, before: JoinedRankOne | None, counts
     head.block(pack_factors(joined.rows, None if before is None else before.rows))
     head.block(pack_factors(joined.columns, None if before is None else before.columns))
     head.raw(pack_table(joined.table))
-    columns = columns_of(joined_spec(joined.specs).shape)
-    old = None if before is None else before.symbols
-    return [head.done(), pack_chunk(joined.symbols, joined.escaped, counts, old, columns, 0)]
+    old, matrix = None if before is None else before.symbols, matrix_of(joined.specs, entropy.Numbers.CENTERED)
+    return [head.done(), pack_chunk(joined.symbols, joined.escaped, counts, old, matrix)]
 
 
 def restate_rank_one_together(joined: Joined, before: Joined | None) -> Pieces:
@@ -283,9 +283,8 @@ def first_moments_together(codec: FirstMoment, leaves: Sequence[Leaf]) -> Togeth
                 alone |= dict.fromkeys(group)
                 continue
         specs = [leaves[i].spec for i in group]
-        columns = columns_of(joined_spec(specs).shape)
-        heights = [spec.size // columns for spec in specs] if columns else None
-        chunk = pack_chunk(found.symbols, found.escaped, found.counts, None, columns, 0, numbers=True, heights=heights)
+        matrix = matrix_of(specs, entropy.Numbers.ALTERNATING)
+        chunk = pack_chunk(found.symbols, found.escaped, found.counts, None, matrix)
         stored = [Stored("grid", {}, (), None, met.relative_l2, "relative L2") for met in found.met]
         bundles.append(StoredBundle(group, "grid", {}, [pack_table(found.table), chunk], False, stored))
     return Together(bundles, alone)

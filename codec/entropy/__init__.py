@@ -12,24 +12,23 @@
     9 stored       the symbols themselves
     10 rare        where symbols differ from their context, and their values
     11 exceptions  the most frequent symbol, then where others stand, and which
-    12 places      classes of rows and columns, then as conditional: the class of a place is (part of) the context
-    13 products    factors of rows and columns, then as places: their prediction for a place is the other context
+    12 matrix      a low-rank prediction and classes of rows and columns, then differences in these contexts
 
 The context is known to both sides (the level in the parent checkpoint). docs/format.md has the bytes. From below:
 `method_ids`, `table`, `runlengths` (3), `plain` (0 to 4, 8, 9, 11), `rearranged` (6), `row_column_classes` and
-`low_rank`, `context_coders` (12, 13), `coders` (all, those that need a context among them).
+`matrices` (12), `coders` (all, those that need a context among them).
 """
 
 from .coders import decode, encode, encode_levels, in_context
+from .matrices import ALONE, Matrix, Numbers
 from .method_ids import (
     CONDITIONAL,
     CONSTANT,
     EXCEPTIONS,
     FEW,
     HUFFMAN,
+    MATRIX,
     PACKED,
-    PLACES,
-    PRODUCTS,
     PUBLISHED,
     RANS,
     RARE,
@@ -44,14 +43,14 @@ from .runlengths import encode_published
 from .table import counts_of, rans_bytes, sampled_bits
 
 __all__ = [
+    "ALONE",
     "CONDITIONAL",
     "CONSTANT",
     "EXCEPTIONS",
     "FEW",
     "HUFFMAN",
+    "MATRIX",
     "PACKED",
-    "PLACES",
-    "PRODUCTS",
     "PUBLISHED",
     "RANS",
     "RARE",
@@ -60,6 +59,8 @@ __all__ = [
     "STORED",
     "UNCHANGED",
     "ZSTANDARD",
+    "Matrix",
+    "Numbers",
     "coded",
     "counts_of",
     "decode",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,8 +12,8 @@ from ...kernels.rans import entropy_bits
 from ...kernels.sparse_changes import rare_decode, rare_encode
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from .context_coders import by_place, by_product, decode_places, decode_products
-from .method_ids import CONDITIONAL, FEW, PLACES, PRODUCTS, RARE, REARRANGED, SLACK, UNCHANGED
+from .matrices import ALONE, Matrix, decode_matrix, in_matrix
+from .method_ids import CONDITIONAL, FEW, MATRIX, RARE, REARRANGED, SLACK, UNCHANGED
 from .plain import coded, decoded, encode_huffman, encode_plain, plain_decoder, smallest
 from .rearranged import decode_rearranged, encode_rearranged
 from .table import I64, U8, Table, array, counts_of, least_stream, least_table, read_rans
@@ -22,36 +22,25 @@ from .table import I64, U8, Table, array, counts_of, least_stream, least_table, 
 def encode(
     symbols: U8,
     counts: I64 | None = None,
-    columns: int = 0,
-    start: int = 0,
-    *,
-    numbers: bool = False,
-    heights: Sequence[int] | None = None,
+    matrix: Matrix = ALONE,
 ) -> bytes:
     """Code symbols without a parent, with the coder that gives the smallest result.
 
     Args:
         symbols: uint8, shape (n,); n is not stored.
         counts: int64 [256], number of each symbol, if known.
-        columns: of the matrix that the symbols are a part of in C order; 0 (default): not part of a matrix.
-        start: number of the first symbol in it; default 0.
-        numbers: symbols 1, 2, 3, ... stand for 0, -1, 1, ..., which products may predict; default False.
-        heights: number of rows of each matrix, if the symbols are several matrices with `columns` columns; None: one.
+        matrix: where the symbols stand; default: in no matrix.
     """
-    if counts is None and not columns:
+    if counts is None and not matrix.columns:
         return coded(symbols).done()
     counts = counts_of(symbols) if counts is None else counts
     plain, least = smallest(symbols, counts)
-    placed = None
-    if columns and numbers:
-        placed = by_product(symbols, columns, start, least, heights)
-    if columns and placed is None:
-        placed = by_place(symbols, None, counts[None, :], columns, start, least)
+    placed = in_matrix(symbols, None, int(counts.argmax()), matrix, least) if matrix.columns else None
     return (plain.done() if placed is None else placed).done()
 
 
 def encode_levels(
-    levels: U8, size: int, parent: U8 | None, parent_size: int, coder: str, columns: int = 0, start: int = 0
+    levels: U8, size: int, parent: U8 | None, parent_size: int, coder: str, matrix: Matrix = ALONE
 ) -> bytes:
     """Code levels, as a delta if the parent's levels are given.
 
@@ -62,18 +51,17 @@ def encode_levels(
         parent_size: number of levels of the parent.
         coder: "smallest", "fast" (up to half a percent larger where that decodes faster), or "published"
             (Inshrinkerator: Huffman for a base, one group per parent level with run lengths and Huffman for a delta).
-        columns: of the matrix that the levels are a part of in C order; 0 (default): not part of a matrix.
-        start: number of the first level in it; default 0.
+        matrix: where the levels stand; default: in no matrix.
     """
     if coder == "published":
         return encode_huffman(levels) if parent is None else encode_rearranged(levels, size, parent, parent_size)
     if parent is None:
-        return encode(levels, None, columns, start)
-    return in_context(levels, parent, parent_size, SLACK if coder == "fast" else 1.0, columns, start)[0].done()
+        return encode(levels, None, matrix)
+    return in_context(levels, parent, parent_size, SLACK if coder == "fast" else 1.0, matrix)[0].done()
 
 
 def in_context(
-    symbols: U8, context: U8, contexts: int, slack: float = SLACK, columns: int = 0, start: int = 0
+    symbols: U8, context: U8, contexts: int, slack: float = SLACK, matrix: Matrix = ALONE
 ) -> tuple[Writer, float]:
     """Code symbols in a context that the decoder knows, or alone if that is not larger.
 
@@ -82,8 +70,7 @@ def in_context(
         context: uint8, shape (n,), values below `contexts`.
         contexts: 2 to 256.
         slack: by how much larger it may be where that decodes faster.
-        columns: of the matrix that the symbols are a part of in C order; 0 (default): of none.
-        start: number of the first symbol in it; default 0.
+        matrix: where the symbols stand; default: in no matrix.
 
     Returns:
         The coded bytes, and the bits that the symbols' own entropy would take, without the context.
@@ -112,8 +99,9 @@ def in_context(
                 cost = table.cost
     if plain is None and _plain_may_win(total, alone, cost):
         plain = encode_plain(symbols, total)
-    if columns:
-        placed = by_place(symbols, context, counts, columns, start, cost if plain is None else min(cost, len(plain)))
+    if matrix.columns:
+        size = cost if plain is None else min(cost, len(plain))
+        placed = in_matrix(symbols, context, 0, matrix, size)
         if placed is not None:
             return placed, alone
     if plain is not None and len(plain) <= cost + 1:
@@ -149,10 +137,8 @@ def decode(data: memoryview, n: int, context: U8 | None = None, contexts: int = 
     """
 
     def decoder_of(method: int) -> Callable[[Reader, int], U8]:
-        if method == PLACES:
-            return lambda rest, count: decode_places(rest, count, context)
-        if method == PRODUCTS:
-            return decode_products
+        if method == MATRIX:
+            return lambda rest, count: decode_matrix(rest, count, context)
         if method in _IN_CONTEXT:
             if context is None:
                 raise CorruptDataError(f"symbols: method {method} needs a parent")

@@ -1,7 +1,7 @@
 """Numbers of the coding methods, which are the first byte of a stream."""
 
 CONSTANT, PACKED, HUFFMAN, PUBLISHED, RANS, CONDITIONAL, REARRANGED, UNCHANGED, ZSTANDARD, STORED = range(10)
-RARE, EXCEPTIONS, PLACES, PRODUCTS = 10, 11, 12, 13
+RARE, EXCEPTIONS, MATRIX = 10, 11, 12
 SLACK = 1.005
 """Methods within half a percent of the smallest are chosen by decoding speed."""
 FEW = 1024

@@ -22,6 +22,7 @@ from ...kernels.backend.arrays import is_torch, on_gpu
 from ...kernels.error_sums import Distortion, distortion
 from ...kernels.moment_grid import ESCAPE as OFF_GRID
 from ...kernels.moment_grid import grid_symbols, grid_values
+from .. import entropy
 from ..base import CHUNK, Leaf, Reference, Stored
 from ..entropy.row_column_classes import columns_of
 from ..errors import CorruptDataError
@@ -207,7 +208,8 @@ class FirstMoment:
         def packed(number: int) -> bytes:
             symbols, _, known, escaped = parts[number]
             start = number * CHUNK
-            return pack_chunk(on_host(symbols), on_host(escaped), known, None, columns, start, numbers=True)
+            matrix = entropy.Matrix(columns, start, numbers=entropy.Numbers.ALTERNATING)
+            return pack_chunk(on_host(symbols), on_host(escaped), known, None, matrix)
 
         pieces = [pack_table(table), *map_chunks(packed, range(len(parts)))]
         return error, Stored("grid", {}, pieces, None, error, "relative L2")

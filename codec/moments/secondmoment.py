@@ -218,7 +218,9 @@ def _rank_one_pieces(
         start, escaped = chunk
         old = None if before is None else before.symbols[start : start + CHUNK]
         known = counts[start // CHUNK] if counts else None
-        return pack_chunk(memory.symbols[start : start + CHUNK], escaped, known, old, memory.columns.size, start)
+        symbols = memory.symbols[start : start + CHUNK]
+        matrix = entropy.Matrix(memory.columns.size, start, numbers=entropy.Numbers.CENTERED)
+        return pack_chunk(symbols, escaped, known, old, matrix)
 
     starts = range(0, memory.symbols.size, CHUNK)
     return [head.done(), *map_chunks(one, zip(starts, memory.escapes(), strict=True))]

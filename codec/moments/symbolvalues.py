@@ -109,19 +109,15 @@ def pack_chunk(
     escaped: NpArray,
     counts: NpArray | None,
     before: NpArray | None,
-    columns: int,
-    start: int,
-    *,
-    numbers: bool = False,
-    heights: Sequence[int] | None = None,
+    matrix: entropy.Matrix,
 ) -> bytes:
-    """Encode the chunk at `start` of a matrix; `counts` are those of its symbols, if known."""
+    """Encode the symbols of a chunk; `counts` are those of its symbols, if known."""
     out = Writer()
     if before is None:
         known = None if counts is None else counts.astype(np.int64)
-        out.block(entropy.encode(symbols, known, columns, start, numbers=numbers, heights=heights))
+        out.block(entropy.encode(symbols, known, matrix))
     else:
-        out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest", columns, start))
+        out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest", matrix))
     out.varint(escaped.size)
     out.raw(escaped.astype("<f4", copy=False))
     return out.done()

@@ -116,7 +116,9 @@ def level_chunks(memory: LevelsReference, spec: LeafSpec, before: LevelsReferenc
         part = slice(start, start + CHUNK)
         parent = None if before is None else before.levels[part]
         parent_size = 0 if before is None else before.size
-        return entropy.encode_levels(memory.levels[part], memory.size, parent, parent_size, coder, columns, start)
+        return entropy.encode_levels(
+            memory.levels[part], memory.size, parent, parent_size, coder, entropy.Matrix(columns, start)
+        )
 
     return map_chunks(one, range(0, memory.levels.size, CHUNK))
 

@@ -33,7 +33,7 @@ SAME = {
     "moment_grid": "grid_values",
     "packing": "pack_bits unpack_bits",
     "planes": "difference join_categories merge_planes split_categories split_planes undifference",
-    "prediction": "column_products orthogonal_directions row_products",
+    "prediction": "low_rank_factors low_rank_predictions",
     "quantizer": "assign dequantize",
     "rans": "pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
     "scales": "class_sums join_octaves pattern_classes residual_symbols residual_symbols_many "

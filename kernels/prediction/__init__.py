@@ -1,166 +1,133 @@
-"""Exact integer products of a matrix with low-rank factors, for low-rank prediction.
+"""Low-rank prediction of small integers in matrices: a sum of products of row and column factors.
 
-A matrix of R x C integers is estimated by p[i, j] = sum over k < r of a[i, k] b[j, k] with one-byte a and b. All
-numbers are integers, so the writer and the reader of a stream compute the same estimates on every machine.
+    z[i, j] = rint(4 * sum over k < 8 of a[i, k] b[j, k] / 64);  nearest = (z + 2) >> 2;  quarter = (z + 2) & 3
+
+Factors are multiples of 1/8 in one byte. All decisions are made on integers or on single float64 operations in one
+order, so that the same numbers have the same factors on every machine, and a reader needs the factors alone.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..backend.arguments import array, integer
+import numpy as np
+
+from ..backend.arguments import array, check_table, integer, shown
 from ..backend.dispatch import back_end
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
 
-MOST_RANK = 16
-"""Largest rank."""
+RANK = 8
+"""Number of directions of a matrix; those that do not pay are 0."""
+QUARTERS = 4
+"""Values of `quarter`: the position of a prediction between two integers."""
+CLIP = 8
+"""Larger numbers are clipped to this for the search: a few of them must not determine the directions."""
 TOP = 63
-"""Largest entry of a direction."""
+"""Largest entry of a direction during the search."""
+SAMPLE, WHOLE, LEAST_ROWS = 1 << 18, 1 << 16, 64
+"""Size of the sample in which directions are searched, of matrices that are searched whole, and the least rows."""
+UNIT = 8
+"""Factors are multiples of 1 / `UNIT`."""
 _MOST = 2**52
+Heights = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def _factor(name: str, factor: Array, lines: int | None = None) -> tuple[int, int]:
-    """Check a factor, an int8 matrix on the host, and return its number of lines and its rank.
+def sample_rows(rows: int, columns: int) -> int:
+    """Return the number of rows in which the directions of a matrix are searched.
 
-    Without `lines` any positive number of lines is allowed.
+    Example:
+        >>> sample_rows(512, 512), sample_rows(100, 64), sample_rows(8192, 8192)
+        (128, 100, 64)
     """
-    array(name, factor, ("int8",), 2, host=True)
-    if not 1 <= factor.shape[1] <= MOST_RANK:
-        raise BadArgumentError(f"{name} has shape {tuple(factor.shape)}; (lines, 1 ... {MOST_RANK}) is needed")
-    least, most = (1, _MOST) if lines is None else (lines, lines)
-    return integer(f"the number of lines of {name}", factor.shape[0], least, most), int(factor.shape[1])
+    return min(rows, max(LEAST_ROWS, WHOLE // columns, min(rows // 4, SAMPLE // columns)))
 
 
-def row_products(values: Array, factor: Array, phase: int = 0) -> Array:
-    """Sum over each row of a matrix of the values times the factors of their columns.
+def low_rank_factors(numbers: Array, heights: Heights, columns: int, phase: int = 0) -> tuple[Array, Array]:
+    """Return factors that predict the numbers of each of several matrices.
 
-        out[i, k] = sum of values[t] * factor[j, k] over t of row i
-
-    Value t stands in row i = (phase + t) // C and column j = (phase + t) % C.
+    The strongest directions of a sample of whole rows are found by two rounds of subspace iteration. A direction is
+    used if the bits that it saves exceed those of its factors, after the part that noise of the same power would
+    seem to save is subtracted; other directions are 0.
 
     Args:
-        values: int8[n], a part of the matrix in C order.
-        factor: int8[C, r], r 1 ... `MOST_RANK`.
-        phase: column in which the first value stands, 0 ... C - 1; default 0.
+        numbers: int8 [n], the matrices in C order, one after another.
+        heights: int64 [m], rows of each matrix, 1 or more; together `ceil((phase + n) / columns)`.
+        columns: of all matrices, 1 or more.
+        phase: column of the first number, if there is one matrix; default 0. Its first and last row may be incomplete.
 
     Returns:
-        int64[ceil((phase + n) / C), r].
+        rows: int8 [sum of heights, 8].
+        columns: int8 [m * columns, 8].
 
     Raises:
         BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
 
     Example:
-        >>> import numpy as np
-        >>> values, factor = np.asarray([1, 2, 3, 4], np.int8), np.asarray([[1], [-1]], np.int8)
-        >>> row_products(values, factor).tolist()
-        [[-1], [-1]]
+        >>> signs = np.where(np.arange(64) % 3, 1, -1)
+        >>> numbers = (3 * np.outer(signs, signs)).astype(np.int8).reshape(-1)
+        >>> rows, columns = low_rank_factors(numbers, np.array([64]), 64)
+        >>> nearest, quarter = low_rank_predictions(rows, columns, np.array([64]), 64 * 64)
+        >>> bool((nearest == numbers).all())
+        True
+
+    Source: Halko, Martinsson and Tropp 2011, algorithm 4.4 and section 4.5 (subspace iteration, Cholesky QR).
     """
-    values = array("values", values, ("int8",), 1, host=True)
-    columns, _ = _factor("factor", factor)
-    phase = integer("phase", phase, 0, columns - 1)
-    out: Array = back_end(values, "prediction").row_products(values, factor, phase)
-    return out
-
-
-def column_products(values: Array, factor: Array, columns: int, phase: int = 0) -> Array:
-    """Sum over each column of a matrix of the values times the factors of their rows.
-
-        out[j, k] = sum of values[t] * factor[i, k] over t of column j
-
-    Rows and columns as in `row_products`.
-
-    Args:
-        values: int8[n], a part of the matrix in C order.
-        factor: int8[ceil((phase + n) / C), r], r 1 ... `MOST_RANK`.
-        columns: C, 1 or more.
-        phase: as in `row_products`.
-
-    Returns:
-        int64[C, r].
-
-    Raises:
-        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
-
-    Example:
-        >>> import numpy as np
-        >>> values, factor = np.asarray([1, 2, 3, 4], np.int8), np.asarray([[1], [-1]], np.int8)
-        >>> column_products(values, factor, 2).tolist()
-        [[-2], [-2]]
-    """
-    values = array("values", values, ("int8",), 1, host=True)
+    numbers = array("numbers", numbers, ("int8",), 1, host=True)
     columns = integer("columns", columns, 1, _MOST)
     phase = integer("phase", phase, 0, columns - 1)
-    _factor("factor", factor, -(-(phase + int(values.shape[0])) // columns))
-    out: Array = back_end(values, "prediction").column_products(values, factor, columns, phase)
-    return out
+    _check_heights(heights, int(numbers.shape[0]), columns, phase)
+    rows, across = back_end(numbers, "prediction").low_rank_factors(numbers, heights, columns, phase)
+    return rows, across
 
 
-def orthogonal_directions(vectors: Array) -> Array:
-    """Return orthogonal directions of the span of each of several sets of vectors, as int8.
-
-    Vectors are shifted to 15 bits; then each is orthogonal to the ones before it, by Cholesky's factorization of their
-    products, and scaled to a largest entry of 63. A vector in the span of those before becomes 0. Products and their
-    sums are exact; the rest is float64 in one order of operations, which all back ends share.
+def low_rank_predictions(rows: Array, columns: Array, heights: Heights, n: int, phase: int = 0) -> tuple[Array, Array]:
+    """Return the nearest integer to the prediction of each position, and its quarter.
 
     Args:
-        vectors: int64 [m, n, r] on the host, n vectors of r ... in columns, r 1 ... `MOST_RANK`.
-
-    Returns:
-        int8 [m, n, r].
-
-    Raises:
-        BadArgumentError: another dtype or shape, or an array on a GPU.
-
-    Example:
-        >>> import numpy as np
-        >>> orthogonal_directions(np.array([[[2, 1], [0, 1]]])).tolist()
-        [[[63, 0], [0, 63]]]
-
-    Source: Halko, Martinsson and Tropp 2011, section 4.5 (subspace iteration); Cholesky QR.
-    """
-    vectors = array("vectors", vectors, ("int64",), 3, host=True)
-    if not 1 <= vectors.shape[2] <= MOST_RANK:
-        raise BadArgumentError(f"vectors has shape {tuple(vectors.shape)}; (..., 1 ... {MOST_RANK}) is needed")
-    out: Array = back_end(vectors, "prediction").orthogonal_directions(vectors)
-    return out
-
-
-def product_classes(rows: Array, columns: Array, n: int, phase: int = 0, *, shift: int, most: int) -> Array:
-    """Return the low-rank estimate at each position, rounded to one of `2 most + 1` classes.
-
-    The estimate is rounded to a multiple of `2**shift`.
-
-        p      = sum over k of rows[i, k] * columns[j, k]
-        out[t] = most + min(max((p + 2**(shift - 1)) >> shift, -most), most);  t stands in row i, column j
-
-    Args:
-        rows: int8[ceil((phase + n) / C), r], r 1 ... `MOST_RANK`.
-        columns: int8[C, r].
+        rows: int8 [sum of heights, 8], of `low_rank_factors`.
+        columns: int8 [m * C, 8].
+        heights: int64 [m].
         n: number of positions, >= 0.
-        phase: as in `row_products`.
-        shift: 1 ... 20.
-        most: 1 ... 127.
+        phase: as in `low_rank_factors`.
 
     Returns:
-        uint8[n].
+        nearest: int8 [n], modulo 256.
+        quarter: uint8 [n], 0 ... 3.
 
     Raises:
         BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
 
     Example:
-        >>> import numpy as np
-        >>> rows, columns = np.asarray([[2], [-1]], np.int8), np.asarray([[3], [0], [9]], np.int8)
-        >>> product_classes(rows, columns, 6, shift=1, most=6).tolist()  # of 6 0 18 / -3 0 -9 by halves
-        [9, 6, 12, 5, 6, 2]
+        >>> one = np.zeros((2, 8), np.int8)
+        >>> one[:, 0] = 8, 12
+        >>> [x.tolist() for x in low_rank_predictions(one, one, np.array([2]), 4)]  # of 1, 1.5, 1.5, 2.25
+        [[1, 2, 2, 2], [2, 0, 0, 3]]
     """
     n = integer("n", n, 0, _MOST)
-    width, rank = _factor("columns", columns)
+    for name, factor in (("rows", rows), ("columns", columns)):
+        array(name, factor, ("int8",), 2, host=True)
+        if factor.shape[1] != RANK:
+            raise BadArgumentError(f"{name} has shape {tuple(factor.shape)}; (lines, {RANK}) is needed")
+    count = heights.size if isinstance(heights, np.ndarray) else 0
+    if not count or not columns.shape[0] or columns.shape[0] % count:
+        raise BadArgumentError(f"columns has {columns.shape[0]} lines, which {count} matrices cannot share")
+    width = columns.shape[0] // count
     phase = integer("phase", phase, 0, width - 1)
-    _, other = _factor("rows", rows, -(-(phase + n) // width))
-    integer("the rank of rows", other, rank, rank)
-    shift, most = integer("shift", shift, 1, 20), integer("most", most, 1, 127)
-    out: Array = back_end(rows, "prediction").product_classes(rows, columns, n, phase, shift, most)
-    return out
+    _check_heights(heights, n, width, phase)
+    if int(heights.sum()) != rows.shape[0]:
+        raise BadArgumentError(f"rows has {rows.shape[0]} lines; heights has {int(heights.sum())}")
+    nearest, quarter = back_end(rows, "prediction").low_rank_predictions(rows, columns, heights, n, phase)
+    return nearest, quarter
+
+
+def _check_heights(heights: Heights, n: int, columns: int, phase: int) -> None:
+    if not isinstance(heights, np.ndarray):
+        raise BadArgumentError(f"heights is {shown(heights)}; an int64 NumPy array is needed")
+    check_table("heights", heights, "int64", (heights.size,))
+    lines = -(-(phase + n) // columns)
+    fits = heights.size >= 1 and (heights >= 1).all() and int(heights.sum()) == lines
+    if not fits or (heights.size > 1 and (phase or n % columns)):
+        raise BadArgumentError(f"heights of {heights.size} matrices do not fit {n} numbers in {columns} columns")

@@ -1,170 +1,315 @@
-"""Low-rank products on the CPU, row by row with the components apart, so loops vectorize."""
+"""Low-rank prediction on the CPU: one compiled loop over the matrices, components apart, so that loops vectorize."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..backend.arrays import like, to_numpy
-from ..backend.jit import njit, njit_in_place
-from ..rans import compiled
-from . import TOP
+from ..backend.jit import njit, njit_inline
+from . import CLIP, LEAST_ROWS, RANK, SAMPLE, TOP, UNIT, WHOLE
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import Heights
 
 NumPy = np.ndarray[Any, Any]
-SHORT = 1 << 15
-"""Values of a row, and rows, that are summed in 32 bits (at most 2**29) before they are added to 64-bit sums."""
+SHORT = 1 << 20
+"""Numbers of a row that are summed in 32 bits (at most 2**30) before they are added to 64-bit sums."""
+_ROUND = np.float32(12582912.0)
+"""3 * 2**22: a float32 of small size, increased by this, is rounded to an integer in its lowest bits."""
+_ROUND_BITS = np.int32(0x4B400000)
 
 
-def row_products(values: Array, factor: Array, phase: int) -> Array:
-    """See `shrinkpoint.kernels.prediction.row_products`."""
-    v, f = compiled(values), _by_component(factor)
-    out = np.zeros((-(-(phase + v.size) // f.shape[1]), f.shape[0]), np.int64)
-    _row_products(v, f, phase, out)
-    return like(out, values)
+def low_rank_factors(numbers: Array, heights: Heights, columns: int, phase: int) -> tuple[Array, Array]:
+    """See `shrinkpoint.kernels.prediction.low_rank_factors`."""
+    own = to_numpy(numbers)
+    rows = np.zeros((int(heights.sum()), RANK), np.int8)
+    across = np.zeros((heights.size * columns, RANK), np.int8)
+    _factors(own, heights, columns, phase, rows, across)
+    return like(rows, numbers), like(across, numbers)
 
 
-def column_products(values: Array, factor: Array, columns: int, phase: int) -> Array:
-    """See `shrinkpoint.kernels.prediction.column_products`."""
-    v, f = compiled(values), _by_component(factor)
-    out = np.zeros((f.shape[0], columns), np.int64)
-    _column_products(v, f, phase, np.zeros((f.shape[0], columns), np.int32), out)
-    return like(np.ascontiguousarray(out.T), values)
+def low_rank_predictions(rows: Array, columns: Array, heights: Heights, n: int, phase: int) -> tuple[Array, Array]:
+    """See `shrinkpoint.kernels.prediction.low_rank_predictions`."""
+    nearest, quarter = np.empty(n, np.int8), np.empty(n, np.uint8)
+    _predictions(to_numpy(rows), to_numpy(columns), heights, phase, nearest, quarter)
+    return like(nearest, rows), like(quarter, rows)
 
 
-def product_classes(rows: Array, columns: Array, n: int, phase: int, shift: int, most: int) -> Array:
-    """See `shrinkpoint.kernels.prediction.product_classes`."""
-    out = np.empty(n, np.uint8)
-    a, b = _by_component(rows), _by_component(columns)
-    _classes(a, b, phase, shift, most, np.empty(min(SHORT, b.shape[1]), np.int32), out)
-    return like(out, rows)
+@njit_inline
+def _products(numbers: NumPy, basis: NumPy, sums: NumPy) -> None:
+    """Products of a row of clipped numbers with each of the 8 directions."""
+    sums[:] = 0
+    for start in range(0, numbers.size, SHORT):
+        x = numbers[start : start + SHORT]
+        n = x.size
+        b0, b1, b2, b3 = basis[0, start:], basis[1, start:], basis[2, start:], basis[3, start:]
+        b4, b5, b6, b7 = basis[4, start:], basis[5, start:], basis[6, start:], basis[7, start:]
+        t0 = t1 = t2 = t3 = t4 = t5 = t6 = t7 = np.int32(0)
+        for j in range(n):
+            v = np.int32(x[j])
+            t0 = np.int32(t0 + np.int32(v * np.int32(b0[j])))
+            t1 = np.int32(t1 + np.int32(v * np.int32(b1[j])))
+            t2 = np.int32(t2 + np.int32(v * np.int32(b2[j])))
+            t3 = np.int32(t3 + np.int32(v * np.int32(b3[j])))
+            t4 = np.int32(t4 + np.int32(v * np.int32(b4[j])))
+            t5 = np.int32(t5 + np.int32(v * np.int32(b5[j])))
+            t6 = np.int32(t6 + np.int32(v * np.int32(b6[j])))
+            t7 = np.int32(t7 + np.int32(v * np.int32(b7[j])))
+        sums[0] += t0
+        sums[1] += t1
+        sums[2] += t2
+        sums[3] += t3
+        sums[4] += t4
+        sums[5] += t5
+        sums[6] += t6
+        sums[7] += t7
 
 
-def _by_component(factor: Array) -> NumPy:
-    """Transpose a factor to int32 [r, lines], so that each component is contiguous."""
-    return np.ascontiguousarray(to_numpy(factor).T, np.int32)
+@njit_inline
+def _clipped(numbers: NumPy, out: NumPy) -> None:
+    low, high = np.int16(-CLIP), np.int16(CLIP)
+    for j in range(out.size):
+        out[j] = min(max(np.int16(numbers[j]), low), high)
 
 
-@njit_in_place
-def _row_products(values: NumPy, factor: NumPy, phase: int, out: NumPy) -> None:
-    rank, width = factor.shape
-    for r in range(out.shape[0]):
-        first = max(r * width - phase, 0)
-        end = min((r + 1) * width - phase, values.size)
-        for start in range(first, end, SHORT):
-            part = values[start : min(start + SHORT, end)]
-            at = start + phase - r * width
-            for k in range(rank):
-                own = factor[k, at : at + part.size]
-                some = np.int32(0)
-                for i in range(part.size):
-                    some += np.int32(part[i]) * own[i]
-                out[r, k] += np.int64(some)
+@njit_inline
+def _orthogonal(vectors: NumPy, rank: Any, x: NumPy, basis: NumPy, work: NumPy) -> None:
+    """Fill `basis` with orthogonal directions of the span of int64 vectors [8, n]."""
+    gram, inverse, row, used = work[:RANK], work[RANK : 2 * RANK], work[2 * RANK], work[2 * RANK + 1]
+    lines = vectors.shape[1]
+    most = np.int32(0)
+    for k in range(rank):
+        own = vectors[k]
+        for j in range(lines):
+            most = max(most, np.int32(abs(own[j])))
+    shift = np.int32(0)
+    while most >> shift >= 1 << 15:
+        shift += np.int32(1)
+    for k in range(rank):
+        own = vectors[k]
+        for j in range(lines):
+            own[j] = np.int32(own[j] >> np.int32(shift))
+    for k in range(rank):
+        for i in range(k + 1):
+            one, other, whole = vectors[i], vectors[k], np.int64(0)
+            for j in range(lines):
+                whole += np.int64(np.int32(one[j] * other[j]))
+            gram[i, k] = gram[k, i] = np.float64(whole)
+    inverse[:] = 0.0
+    used[:] = 0.0
+    for k in range(rank):
+        norm = 0.0
+        for j in range(k):
+            row[j] = 0.0
+            if used[j] > 0.0:
+                for i in range(j + 1):
+                    row[j] += inverse[j, i] * gram[i, k]
+            norm += row[j] * row[j]
+        left = gram[k, k] - norm
+        if not left > 1e-6 * gram[k, k]:
+            continue
+        used[k] = 1.0
+        inverse[k, k] = 1.0
+        for j in range(k):
+            if used[j] > 0.0:
+                for i in range(j + 1):
+                    inverse[k, i] -= row[j] * inverse[j, i]
+        length = np.sqrt(left)
+        for i in range(k + 1):
+            inverse[k, i] /= length
+    for k in range(rank):
+        own, largest = basis[k], 0.0
+        if used[k] > 0.0:
+            for j in range(lines):
+                x[j] = np.float64(vectors[0, j]) * inverse[k, 0]
+            for i in range(1, k + 1):
+                other, times = vectors[i], inverse[k, i]
+                for j in range(lines):
+                    x[j] += np.float64(other[j]) * times
+            for j in range(lines):
+                largest = max(largest, abs(x[j]))
+        scale = np.float64(TOP) / largest if largest > 0.0 else 0.0
+        for j in range(lines):
+            own[j] = np.int16(np.rint(x[j] * scale)) if largest > 0.0 else np.int16(0)
 
 
-@njit_in_place
-def _column_products(values: NumPy, factor: NumPy, phase: int, short: NumPy, out: NumPy) -> None:
-    rank, width = out.shape
-    rows = factor.shape[1]
-    for r in range(rows):
-        first = max(r * width - phase, 0)
-        part = values[first : min((r + 1) * width - phase, values.size)]
-        at = first + phase - r * width
+@njit_inline
+def _directions(sample: NumPy, rank: Any, sums: NumPy, basis: NumPy, vectors: NumPy, x: NumPy, work: NumPy) -> None:
+    """Two rounds of subspace iteration over the rows of the sample; then their products with the directions."""
+    count, columns = sample.shape
+    for j in range(columns):
+        for k in range(RANK):
+            seed = np.uint64(j * RANK + k + 1) * np.uint64(0x9E3779B97F4A7C15)
+            seed = (seed ^ (seed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            sign = np.int16(1) if seed >> np.uint64(63) else np.int16(-1)
+            basis[k, j] = sign if k < rank else np.int16(0)
+    scales = work[2 * RANK]
+    for turn in range(3):
+        for i in range(count):
+            _products(sample[i], basis, sums[i])
+        if turn == 2:
+            break
         for k in range(rank):
-            own, times = short[k, at : at + part.size], factor[k, r]
-            for i in range(part.size):
-                own[i] += np.int32(part[i]) * times
-        if r % SHORT == SHORT - 1 or r == rows - 1:
+            most = np.int64(1)
+            for i in range(count):
+                most = max(most, abs(sums[i, k]))
+            scales[k] = np.float64(TOP) / np.float64(most)
+        vectors[:] = np.int32(0)
+        for i in range(0, count, 2):
+            more = i + 1 < count
+            one, other = sample[i], sample[i + 1 if more else i]
             for k in range(rank):
-                for c in range(width):
-                    out[k, c] += np.int64(short[k, c])
-                    short[k, c] = np.int32(0)
+                a = np.int32(np.rint(np.float64(sums[i, k]) * scales[k]))
+                b = np.int32(np.rint(np.float64(sums[i + 1, k]) * scales[k])) if more else np.int32(0)
+                own = vectors[k]
+                for j in range(columns):
+                    own[j] = np.int32(
+                        own[j] + np.int32(np.int32(a * np.int32(one[j])) + np.int32(b * np.int32(other[j])))
+                    )
+        _orthogonal(vectors, rank, x, basis, work)
 
 
-@njit_in_place
-def _classes(rows: NumPy, columns: NumPy, phase: int, shift: int, most: int, sums: NumPy, out: NumPy) -> None:
-    rank, width = columns.shape
-    half, by, top = np.int32(1 << (shift - 1)), np.int32(shift), np.int32(most)
-    for r in range(rows.shape[1]):
-        first = max(r * width - phase, 0)
-        end = min((r + 1) * width - phase, out.size)
-        for start in range(first, end, SHORT):
-            part = out[start : min(start + SHORT, end)]
-            at = start + phase - r * width
-            own = sums[: part.size]
-            own[:] = half
-            for k in range(rank):
-                beside, times = columns[k, at : at + part.size], rows[k, r]
-                for i in range(part.size):
-                    own[i] += beside[i] * times
-            for i in range(part.size):
-                part[i] = np.uint8(min(max(own[i] >> by, -top), top) + top)
+@njit_inline
+def _energies(sums: NumPy, norms: NumPy, rank: Any, noise: Any, more: Any, energies: NumPy) -> None:
+    """Energy of each direction: found in the sample, and expected in the other rows, without that of noise."""
+    most = np.int64(0)
+    for k in range(rank):
+        for i in range(sums.shape[0]):
+            most = max(most, abs(sums[i, k]))
+    shift = np.int64(0)
+    while most >> shift >= 1 << 20:
+        shift += 1
+    for k in range(rank):
+        total = np.int64(0)
+        for i in range(sums.shape[0]):
+            total += (sums[i, k] >> shift) * (sums[i, k] >> shift)
+        scaled = np.float64(total) * np.float64(np.int64(1) << (2 * shift))
+        found = scaled / np.float64(max(norms[k], np.int64(1)))
+        energies[k] = found + (found - noise) * more
+
+
+@njit_inline
+def _worth(energies: NumPy, power: Any, count: Any, columns: Any, order: NumPy, rank: Any) -> Any:
+    """Number of directions that save more bits than their factors cost; fill their `order`."""
+    for k in range(rank):
+        at = k
+        while at > 0 and energies[order[at - 1]] < energies[k]:
+            order[at] = order[at - 1]
+            at -= 1
+        order[at] = k
+    n, lines, left, kept = np.float64(count * columns), np.float64(count + columns), power, 0
+    for slot in range(rank):
+        energy = energies[order[slot]]
+        if energy <= 0.0:
+            break
+        after = max(left - energy / n, 1 / 12)
+        width = math.sqrt(math.sqrt(energy) / lines * 2) * UNIT
+        if n / 2 * math.log2(left / after) <= lines * max(0.5, math.log2(width) + 2.05):
+            break
+        left = after
+        kept += 1
+    return kept
 
 
 @njit
-def _directions(vectors: NumPy, top: float, out: NumPy) -> None:
-    sets, lines, rank = vectors.shape
-    x, gram, inverse = np.empty((rank, lines)), np.empty((rank, rank)), np.zeros((rank, rank))
-    row, total, used = np.empty(rank), np.empty(lines), np.zeros(rank, np.uint8)
-    for m in range(sets):
-        most = np.int64(0)
-        for i in range(lines):
+def _factors(numbers: NumPy, heights: NumPy, columns: int, phase: int, rows: NumPy, across: NumPy) -> None:
+    least = max(np.int64(LEAST_ROWS), np.int64(SAMPLE) // columns)
+    most = min(heights.max(), max(least, np.int64(WHOLE) // columns))
+    sample, sums = np.empty((most, columns), np.int16), np.empty((most, RANK), np.int64)
+    basis, vectors = np.empty((RANK, columns), np.int16), np.empty((RANK, columns), np.int32)
+    x, row, work = np.empty(columns), np.empty(columns, np.int16), np.empty((2 * RANK + 2, RANK))
+    energies, order, norms = np.empty(RANK), np.empty(RANK, np.int64), np.empty(RANK, np.int64)
+    begin = line = np.int64(0)
+    for m in range(heights.size):
+        size = min(heights[m] * columns, numbers.size - begin)
+        first = begin + (columns - phase if phase else 0)
+        count = (begin + size - first) // columns if begin + size > first else np.int64(0)
+        rank = min(np.int64(RANK), columns // 4, count // 4)
+        kept = 0
+        if rank >= 1:
+            taken = min(count, max(np.int64(LEAST_ROWS), np.int64(WHOLE) // columns, min(count // 4, least)))
+            own, squares = sample[:taken], np.int64(0)
+            for i in range(taken):
+                at = first + i * (count // taken) * columns
+                _clipped(numbers[at : at + columns], own[i])
+                some = np.int32(0)
+                for j in range(columns):
+                    value = np.int32(own[i, j])
+                    some = np.int32(some + np.int32(value * value))
+                squares += some
+            _directions(own, rank, sums[:taken], basis, vectors, x, work)
             for k in range(rank):
-                most = max(most, abs(vectors[m, i, k]))
-        shift = np.int64(0)
-        while most >> shift >= 1 << 15:
-            shift += 1
-        for i in range(lines):
-            for k in range(rank):
-                x[k, i] = np.float64(vectors[m, i, k] >> shift)
-        for j in range(rank):
-            for k in range(rank):
-                whole = 0.0
-                for i in range(lines):
-                    whole += x[j, i] * x[k, i]
-                gram[j, k] = whole
-        inverse[:] = 0.0
-        used[:] = 0
-        for k in range(rank):
-            norm = 0.0
-            for j in range(k):
-                row[j] = 0.0
-                if used[j]:
-                    for i in range(j + 1):
-                        row[j] += inverse[j, i] * gram[i, k]
-                norm += row[j] * row[j]
-            left = gram[k, k] - norm
-            if not left > 1e-6 * gram[k, k]:
+                norm = np.int64(0)
+                for j in range(columns):
+                    norm += np.int64(np.int32(np.int32(basis[k, j]) * np.int32(basis[k, j])))
+                norms[k] = norm
+            power = np.float64(squares) / np.float64(taken * columns) + 1 / 12
+            root = math.sqrt(np.float64(taken)) + math.sqrt(np.float64(columns))
+            noise = power * (root * root - np.float64(taken))
+            _energies(sums[:taken], norms, rank, noise, np.float64(count - taken) / np.float64(taken), energies)
+            kept = _worth(energies, power, count, columns, order, rank)
+        if kept:
+            scales = work[0]
+            for slot in range(kept):
+                k = order[slot]
+                length, width = math.sqrt(math.sqrt(energies[k])), math.sqrt(np.float64(norms[k]))
+                scales[k] = np.float64(UNIT) / (width * length)
+                times = np.float64(UNIT) * length / width
+                for j in range(columns):
+                    value = np.rint(np.float64(basis[k, j]) * times)
+                    across[m * columns + j, slot] = np.int8(min(max(value, -127.0), 127.0))
+            totals = sums[0]
+            for r in range(heights[m]):
+                start = max(begin + r * columns - phase, begin)
+                stop = min(begin + (r + 1) * columns - phase, begin + size)
+                off = start - (begin + r * columns - phase)
+                part = row[: stop - start]
+                _clipped(numbers[start:stop], part)
+                _products(part, basis[:, off : off + part.size], totals)
+                for slot in range(kept):
+                    value = np.rint(np.float64(totals[order[slot]]) * scales[order[slot]])
+                    rows[line + r, slot] = np.int8(min(max(value, -127.0), 127.0))
+        begin += size
+        line += heights[m]
+
+
+@njit
+def _predictions(rows: NumPy, across: NumPy, heights: NumPy, phase: int, nearest: NumPy, quarter: NumPy) -> None:
+    columns = across.shape[0] // heights.size
+    factor = np.empty((RANK, columns), np.float32)
+    sums = np.empty(columns, np.float32)
+    bits = sums.view(np.int32)
+    b0, b1, b2, b3 = factor[0], factor[1], factor[2], factor[3]
+    b4, b5, b6, b7 = factor[4], factor[5], factor[6], factor[7]
+    line, begin, lift, sixteenth = 0, -phase, _ROUND + np.float32(2), np.float32(1 / 16)
+    for m in range(heights.size):
+        used = False
+        for j in range(columns):
+            for k in range(RANK):
+                factor[k, j] = np.float32(across[m * columns + j, k])
+                used |= across[m * columns + j, k] != 0
+        for r in range(heights[m]):
+            start, stop = max(begin, 0), min(begin + columns, nearest.size)
+            off, n = start - begin, stop - start
+            whole, part = nearest[start:stop], quarter[start:stop]
+            begin += columns
+            if not used:
+                whole[:] = np.int8(0)
+                part[:] = np.uint8(2)
                 continue
-            used[k] = 1
-            inverse[k, k] = 1.0
-            for j in range(k):
-                if used[j]:
-                    for i in range(j + 1):
-                        inverse[k, i] -= row[j] * inverse[j, i]
-            length = np.sqrt(left)
-            for i in range(k + 1):
-                inverse[k, i] /= length
-        for k in range(rank):
-            largest = 0.0
-            if used[k]:
-                for i in range(lines):
-                    total[i] = x[0, i] * inverse[k, 0]
-                for j in range(1, k + 1):
-                    for i in range(lines):
-                        total[i] += x[j, i] * inverse[k, j]
-                for i in range(lines):
-                    largest = max(largest, abs(total[i]))
-            for i in range(lines):
-                out[m, i, k] = np.int8(np.rint(total[i] * (top / largest))) if largest > 0.0 else np.int8(0)
-
-
-def orthogonal_directions(vectors: Array) -> Array:
-    """See `shrinkpoint.kernels.prediction.orthogonal_directions`."""
-    own = compiled(vectors)
-    out = np.empty(own.shape, np.int8)
-    _directions(own, float(TOP), out)
-    return like(out, vectors)
+            own = rows[line + r]
+            a0, a1, a2, a3 = np.float32(own[0]), np.float32(own[1]), np.float32(own[2]), np.float32(own[3])
+            a4, a5, a6, a7 = np.float32(own[4]), np.float32(own[5]), np.float32(own[6]), np.float32(own[7])
+            for j in range(columns):
+                low = (a0 * b0[j] + a1 * b1[j]) + (a2 * b2[j] + a3 * b3[j])
+                high = (a4 * b4[j] + a5 * b5[j]) + (a6 * b6[j] + a7 * b7[j])
+                sums[j] = (low + high) * sixteenth + lift
+            for j in range(n):
+                z = np.int32(bits[off + j] - _ROUND_BITS)
+                whole[j] = np.int8(z >> np.int32(2))
+                part[j] = np.uint8(z & np.int32(3))
+        line += heights[m]

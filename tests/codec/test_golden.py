@@ -75,7 +75,7 @@ def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch
     deltas = {stream for stream, of in BUNDLE_STREAMS.items() if of.restate is not None}
     assert together == {(stream, False) for stream in BUNDLE_STREAMS} | {(stream, True) for stream in deltas}
     assert methods == set(range(8))
-    every = set(range(entropy.PRODUCTS + 1))
+    every = set(range(entropy.MATRIX + 1))
     assert used == every, f"no golden file uses {sorted(every - used)}"
 
 

@@ -44,7 +44,7 @@ ROWS, COLUMNS = np.abs(MATRIX[:, 0]), np.abs(MATRIX[0])
 FACTORS = np.ones(256, np.float32)
 ENDS, SHAPES = np.array([20, N]), np.array([[4, 8], [5, 1]])
 OF_ROWS, OF_COLUMNS = np.abs(X[:9]), np.abs(X[9:18])
-SMALL, FACTOR = RNG.integers(-128, 128, N).astype(np.int8), RNG.integers(-128, 128, (16, 2)).astype(np.int8)
+SMALL, FACTOR = RNG.integers(-128, 128, N).astype(np.int8), RNG.integers(-128, 128, (16, 8)).astype(np.int8)
 SHORTS = RNG.integers(0, 60000, N).astype(np.uint16)
 CATEGORIES, EXTRA = k.split_categories(SHORTS, 2)
 CLUSTERS = k.cluster_quantize(X, 4)
@@ -74,11 +74,10 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         k.class_sums,
         {"rows": LEVELS[:13], "columns": LEVELS[:3], "n": N, "phase": 1, "base": 2, "classes": 4, "context": CONTEXTS},
     ),
-    (k.row_products, {"values": SMALL, "factor": FACTOR, "phase": 1}),
-    (k.column_products, {"values": SMALL, "factor": FACTOR[:13], "columns": 3, "phase": 1}),
+    (k.low_rank_factors, {"numbers": SMALL, "heights": np.array([13]), "columns": 3, "phase": 1}),
     (
-        k.product_classes,
-        {"rows": FACTOR[:13], "columns": FACTOR[13:16], "n": N, "phase": 1, "shift": 3, "most": 6},
+        k.low_rank_predictions,
+        {"rows": FACTOR[:13], "columns": FACTOR[13:16], "heights": np.array([13]), "n": N, "phase": 1},
     ),
     (k.pattern_classes, {"patterns": SHORTS, "shift": 12, "table": LEVELS[:16]}),
     (k.cluster_quantize, {"x": X, "clusters": 4}),
@@ -101,7 +100,6 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         {"x": X, "ends": ENDS, "steps": np.full(2, 0.5), "firsts": ENDS - ENDS, "sizes": ENDS, "limit": 4.0},
     ),
     (k.uniform_values_many, {"levels": LEVELS, "ends": ENDS, "steps": np.full(2, 0.5), "firsts": ENDS}),
-    (k.orthogonal_directions, {"vectors": SMALL.astype(np.int64).reshape(1, -1, 1)}),
     (k.extrapolate, {"x": X, "earlier": SQUARE, "factor": 0.5}),
     (k.exponent_buckets, {"x": X}),
     (k.promote, {"buckets": BUCKETS, "bits": 2}),

@@ -30,6 +30,8 @@ ON_THE_HOST = {
     "residual_symbols": {"rows", "columns"},
     "residual_values": {"rows", "columns", "table"},
     "residual_factors": {"sums", "counts"},
+    "low_rank_factors": {"heights"},
+    "low_rank_predictions": {"heights"},
     "rate_distortion_levels": {"codebook", "prices"},
     "settled_bounds": {"codebook", "prices"},
     "unsettled": {"bounds"},
@@ -47,7 +49,7 @@ LISTS = {"problems", "xs", "gradients"}
 OWN_TESTS = {"collect_changes", "collect_and_locate", "locate_changes", "apply_changes", "join_changes"}
 """Functions that take or give a `SparseDelta`, whose counts are NumPy: tests/kernels/test_sparse_delta.py."""
 OWN_TESTS |= {"distortion_many", "used_buckets_many", "factors_many", "residual_symbols_many", "residual_values_many"}
-OWN_TESTS |= {"uniform_levels_many", "uniform_values_many", "least_losses", "orthogonal_directions"}
+OWN_TESTS |= {"uniform_levels_many", "uniform_values_many", "least_losses"}
 """Functions of several arrays in one, whose arguments after the first are NumPy: tests/kernels/test_many.py."""
 OWN_ORDER = {"factor_sums", "distortion"}
 """Sums that each back end may add up in its own order."""

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from shrinkpoint import kernels as k
 from shrinkpoint.kernels.histogram import reference as histogram_oracle
 from shrinkpoint.kernels.kmeans import reference as kmeans_oracle
-from shrinkpoint.kernels.prediction import reference as products_oracle
 from shrinkpoint.kernels.scales import reference as rank_one_oracle
 
 NpArray = np.ndarray[Any, Any]
@@ -70,23 +69,6 @@ def test_rank_one_of_several_matrices_is_that_of_each(shapes: list[tuple[int, in
     np.testing.assert_array_equal(values, expected)
 
 
-@given(
-    st.integers(0, 2**32),
-    st.integers(1, 3),
-    st.integers(1, 40),
-    st.integers(1, 8),
-    st.sampled_from([3, 1 << 14, 1 << 40]),
-)
-def test_orthogonal_directions_are_the_oracles(seed: int, sets: int, lines: int, rank: int, most: int) -> None:
-    rng = np.random.default_rng(seed)
-    vectors = rng.integers(-most, most, (sets, lines, rank))
-    if rank > 1 and seed % 2:
-        vectors[..., -1] = 2 * vectors[..., 0]  # no new direction
-    found = k.orthogonal_directions(vectors)
-    np.testing.assert_array_equal(found, products_oracle.orthogonal_directions(vectors))
-    assert np.abs(found.astype(int)).max() <= 63
-
-
 @given(st.integers(0, 2**32), st.integers(1, 60), st.lists(st.integers(0, 90), max_size=4))
 def test_least_losses_are_the_oracles(seed: int, codes: int, lengths: list[int]) -> None:
     rng = np.random.default_rng(seed)
@@ -131,7 +113,6 @@ def test_least_losses_are_those_of_the_best_codebooks(shape: str, codes: int) ->
             "sizes are not",
             lambda: k.uniform_levels_many(ODD, np.array([8]), np.ones(1), np.array([0]), np.array([255]), 1.0),
         ),
-        ("vectors has shape", lambda: k.orthogonal_directions(np.zeros((1, 2, 17), np.int64))),
         ("ends are not ascending", lambda: k.least_losses(np.ones(3), np.ones(3), np.array([2]), 1)),
     ],
 )

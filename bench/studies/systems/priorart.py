@@ -11,7 +11,7 @@ import torch
 import zstandard
 
 import shrinkpoint as sp
-from shrinkpoint.codec.entropy import in_context
+from shrinkpoint.codec.entropy import Matrix, in_context
 from shrinkpoint.kernels.packing import pack_bits
 
 from ...devices import threads
@@ -142,7 +142,7 @@ def _coders(name: str, states: list[State], where: str) -> list[Row]:
                 bits["packed, zstandard"] += 8 * len(packed)
                 bits["Kim and Belyaev"] += 8 * coded_size(codes, last[weight.key], weight.spec)
                 columns = codes.size // weight.spec.shape[0]
-                bits["ours"] += 8 * len(in_context(codes, last[weight.key], 16, 1.0, columns)[0].done())
+                bits["ours"] += 8 * len(in_context(codes, last[weight.key], 16, 1.0, Matrix(columns))[0].done())
             last[weight.key] = codes
     note = f"{where}; ExCP's 4-bit codes of exact residuals, in the context of the residuals' codes before them"
     return [
