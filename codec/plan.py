@@ -23,10 +23,11 @@ from .config import Config, Rule, is_lossless, warn_of_unmatched
 from .deduplication import copies
 from .embeddings.rows import DTYPES, Rows
 from .errors import BadArgumentError, ShrinkpointWarning
-from .evidence.gather import Arrays, Evidence, gather
+from .evidence.gather import Evidence, gather
 from .evidence.kind import TINY, by_path, touched_rows
 from .evidence.names import layer_of
 from .evidence.reasons import SEVERAL_TREES
+from .evidence.values import Arrays
 from .inputs import Inputs, entries
 from .lossless.exact import Exact
 from .moments.clusters import Clusters

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from .entries import ARRAY, Entry, Outline, entries_of
 from .kind import TINY, TINY_MOMENT, Kind, by_path
 from .moments import role_of, updates
 from .parameters import Matches, match
-from .values import contradicted
+from .values import Arrays, contradicted
 
 _RANKS = re.compile(r"(^|/)ranks/\d+/")
 """The part of a path that names a rank."""
@@ -51,23 +51,6 @@ class Evidence:
     def may_be_lossy(self) -> bool:
         """Return whether the array may change without a rule that names it by path."""
         return bool(self.source) and not self.is_bound and self.kind.role != "state"
-
-
-@dataclass(frozen=True, slots=True)
-class Arrays:
-    """The arrays of a state, as the input of `gather`.
-
-    Args:
-        paths: of all arrays.
-        specs: library, dtype and shape of each.
-        flats: the values of each, flat.
-        held: whether an array is part of a tensor subclass, which stays exact, or a list of numbers.
-    """
-
-    paths: Sequence[str]
-    specs: Sequence[LeafSpec]
-    flats: Sequence[Any]
-    held: Sequence[bool]
 
 
 def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) -> list[Evidence]:

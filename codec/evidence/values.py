@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ...kernels.backend.arrays import is_torch
 from ...kernels.backend.floats import FORMATS
 from ..parallel import map_arrays
-from ..state.leaves import on_host, wide
+from ..state.leaves import LeafSpec, on_host, wide
 from .entries import Entry
 from .moments import in_other_bases, possible_maxima, unpaired_roots
 from .parameters import Matches
-
-if TYPE_CHECKING:
-    from .gather import Arrays
 
 _CHUNK = 1 << 20
 _SAMPLE = 1 << 14
 _ALIKE = 0.9
 """Cosine of a first moment and its parameter above which it is an average of the weights, if their norms agree, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """The arrays of a state, as the input of `gather`.
+
+    Args:
+        paths: of all arrays.
+        specs: library, dtype and shape of each.
+        flats: the values of each, flat.
+        held: whether an array is part of a tensor subclass, which stays exact, or a list of numbers.
+    """
+
+    paths: Sequence[str]
+    specs: Sequence[LeafSpec]
+    flats: Sequence[Any]
+    held: Sequence[bool]
 
 
 def contradicted(
