@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Never
 
 from blake3 import blake3
@@ -15,6 +14,7 @@ from .arithmetic import own_arithmetic
 from .base import Reference
 from .bundles.joined import Joined, joined_bytes, joined_spec, parts
 from .bundles.streams import BUNDLE_STREAMS
+from .display import html_fields, size
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .format import container
 from .format.fields import Piece
@@ -25,61 +25,13 @@ from .parallel import map_arrays, map_chunks
 from .records import ArrayRecord, Bundle, Records, Stretch, records_of
 from .state import tree
 from .state.leaves import Array, LeafSpec, build_leaf, check_memory, from_bytes, import_libraries
+from .summary import Row, Summary
 
 _HASH = re.compile("[0-9a-f]{64}")
 
 
 _NEXT_TO_NOTHING = 0.9
 """Relative L2 error from which an array counts as lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A line of `Checkpoint.summary()`: one array and its storage.
-
-    Args:
-        path: keys joined by "/".
-        codec: the codec that was chosen for it ("quantize", "exact", "first moment"), as a rule may name it.
-        stream: the stream format that the codec wrote ("levels", "bytes", "grid").
-        raw_bytes: bytes of the array.
-        stored_bytes: bytes in the file, without header and checksums.
-        bits_per_element: stored bits an element; 0 for an empty array.
-        error: achieved error, 0 when exact.
-        measure: what `error` is: "exact", "relative L2", or "relative" (largest |x~ - x| / |x|).
-        dtype: dtype of the array.
-        shape: its shape.
-        note: remarks of the codec: why a codebook was refit, why an array is exact although a lossy codec was asked
-            for, or that the array is mostly lost (a relative L2 error of 0.9 or more).
-        why: the rule or the evidence that chose the codec, or why the array is exact.
-    """
-
-    path: str
-    codec: str
-    stream: str
-    raw_bytes: int
-    stored_bytes: int
-    bits_per_element: float
-    error: float
-    measure: str
-    dtype: str
-    shape: tuple[int, ...]
-    note: str
-    why: str
-
-    def keys(self) -> tuple[str, ...]:
-        """Names of the columns, so that `dict(row)` is a row of a table."""
-        return tuple(f.name for f in fields(self))
-
-    def __getitem__(self, column: str) -> Any:
-        if column not in self.keys():
-            raise KeyError(column)
-        return getattr(self, column)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
-
-    def __len__(self) -> int:
-        return len(self.keys())
 
 
 def _lost(record: ArrayRecord) -> str:
@@ -264,9 +216,9 @@ class Checkpoint:
         """Records of the arrays in the header."""
         return self._records
 
-    def summary(self) -> list[Row]:
+    def summary(self) -> Summary:
         """Return one row for each array: path, codec, sizes, achieved error, and the reason."""
-        return [
+        return Summary(
             Row(
                 r.path,
                 r.codec,
@@ -282,7 +234,7 @@ class Checkpoint:
                 r.why,
             )
             for r in self._records
-        ]
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle or copy the checkpoint as its bytes and its references."""
@@ -291,6 +243,11 @@ class Checkpoint:
     def __repr__(self) -> str:
         kind = "delta" if self.is_delta else "base"
         return f"<Checkpoint {self.id[:12]} {kind} {self.raw_nbytes} -> {self.nbytes} bytes, ratio {self.ratio:.1f}>"
+
+    def _repr_html_(self) -> str:
+        cells = {"": "delta" if self.is_delta else "base", "id": self.id[:12], "arrays": str(len(self._records))}
+        cells |= {"state": size(self.raw_nbytes), "stored": size(self.nbytes), "ratio": f"{self.ratio:.1f}"}
+        return html_fields("Checkpoint", cells)
 
     # ------------------------------------------------------------------ used by the codec, not by users
 

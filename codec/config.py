@@ -12,6 +12,7 @@ from typing import Any, Never
 from ..kernels.backend.arguments import check_field, choice, flag, instance, integer, number, or_none, strings
 from ..kernels.backend.floats import FORMATS
 from .base import Codec, from_json, to_json
+from .display import html_fields
 from .embeddings.rows import Rows
 from .errors import BadArgumentError, ShrinkpointWarning
 from .evidence.gather import Evidence
@@ -244,6 +245,11 @@ class Config:
             for r in self.rules
         )
         return replace(self, rules=rules)
+
+    def _repr_html_(self) -> str:
+        cells = {rule.match: repr(rule.codec) for rule in self.rules} or {"rules": "none: the default of each kind"}
+        cells |= {"max_rel_error": str(self.max_rel_error), "rate": f"{self.rate:g}", "chain": repr(self.chain)}
+        return html_fields("Config", cells)
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration as plain JSON."""

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..codec.config import Config
+from ..codec.display import html_fields, size
 from ..codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
 from ..codec.evidence.kind import check_kinds, check_used
 from ..codec.inputs import by_weights
@@ -97,6 +98,12 @@ class SaveResult:
     def ratio(self) -> float:
         """`raw_nbytes / nbytes`; 0 unless saved."""
         return self.raw_nbytes / self.nbytes if self.nbytes else 0.0
+
+    def _repr_html_(self) -> str:
+        cells = {"step": str(self.step), "status": self.status, "file": self.path}
+        cells |= {"stored": f"{size(self.nbytes)} of {size(self.raw_nbytes)}", "ratio": f"{self.ratio:.1f}"}
+        cells |= {"training waited": f"{1e3 * self.stall:.1f} ms", "durable after": f"{self.seconds:.2f} s"}
+        return html_fields("SaveResult", cells)
 
 
 @dataclass(slots=True)

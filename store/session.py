@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..codec.checkpoint import Checkpoint, Row
+from ..codec.checkpoint import Checkpoint
 from ..codec.compress import compress
 from ..codec.config import Config
 from ..codec.named_presets import check_config
+from ..codec.summary import Summary
 from ..codec.weights.past_weights import PastWeights
 from . import restore_counter, rewinds
 from .catalog import Catalog, Entry
@@ -70,7 +71,7 @@ class Saved:
         """Return whether the step was stored as a delta."""
         return self.checkpoint.is_delta
 
-    def summary(self) -> list[Row]:
+    def summary(self) -> Summary:
         """Return one row per array."""
         return self.checkpoint.summary()
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Never
 
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.config import Config
+from ..codec.display import html_fields
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.named_presets import check_config
 from ..codec.partial import check_patterns, decompress_only
@@ -112,6 +113,12 @@ class Store:
 
     def __repr__(self) -> str:
         return f"<Store {self.url}>"
+
+    def _repr_html_(self) -> str:
+        steps = self.steps()
+        return html_fields(
+            "Store", {"at": self.url, "steps": str(len(steps)), "newest": str(steps[-1]) if steps else "none"}
+        )
 
     # ---------------------------------------------------------------------------------------------------- contents
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ..codec.checkpoint import Row
 from ..codec.compress import compress
 from ..codec.config import Config
 from ..codec.named_presets import check_config
 from ..codec.presets import lossless
+from ..codec.summary import Row
 from ..kernels.errors import BadArgumentError
 from ..store.local import sync_folder
 from ..store.permissions import follow_umask

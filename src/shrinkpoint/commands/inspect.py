@@ -13,7 +13,8 @@ from .options import AsJson, Parents, Step, StoreUrl
 from .output import busy, emit, line, note, size, steps_done, table
 
 if TYPE_CHECKING:
-    from ..codec.checkpoint import Checkpoint, Row
+    from ..codec.checkpoint import Checkpoint
+    from ..codec.summary import Row
 
 ORDERS = ("path", "bytes", "error")
 _ERRORS = (">relative L2", ">worst element")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from .measurement import Usage, measure
 
 if TYPE_CHECKING:
-    from ..codec.checkpoint import Row
     from ..codec.config import Config
+    from ..codec.summary import Row
 
 _PIECE = 1 << 23
 """Bytes that a lossless compressor gets at once."""

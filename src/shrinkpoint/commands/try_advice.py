@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .output import listed
 
 if TYPE_CHECKING:
-    from ..codec.checkpoint import Row
+    from ..codec.summary import Row
     from .trials import Trial
     from .try_source import Source
 

@@ -1,0 +1,82 @@
+"""Tables of text and HTML for terminals and notebooks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+_WIDEST = 44
+"""Most characters of a cell of a text table."""
+
+
+def size(nbytes: float) -> str:
+    """Bytes in decimal units.
+
+    Example:
+        >>> size(999), size(1234), size(56_700_000)
+        ('999 B', '1.23 kB', '56.7 MB')
+    """
+    if abs(nbytes) < 1000:
+        return f"{nbytes:.0f} B"
+    unit = min(int(math.log10(abs(nbytes)) // 3), 5)
+    value = nbytes / 1000**unit
+    if abs(value) >= 999.5 and unit < 5:
+        value, unit = value / 1000, unit + 1
+    return f"{value:#.3g}".rstrip(".") + f" {'kMGTP'[unit - 1]}B"
+
+
+def printable(text: object) -> str:
+    """Escape control characters, so that names in files cannot control a terminal.
+
+    Example:
+        >>> printable("a\x1b[31m/b")
+        'a\\x1b[31m/b'
+    """
+    plain = str(text)
+    if plain.isprintable():
+        return plain
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in plain)
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of text with a line a row; cells are shortened, and numbers aligned to the right.
+
+    Example:
+        >>> print(text_table(["name", "bits"], [["a", "4.25"], ["bc", "12.00"]]))
+        name   bits
+        a      4.25
+        bc    12.00
+    """
+    cells = [[_short(printable(cell)) for cell in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    right = [bool(rows) and all(_is_number(cell) for cell in column) for column in zip(*rows, strict=True)]
+    right = right or [False] * len(widths)
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if aligned else cell.ljust(width)
+            for cell, width, aligned in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in cells
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
+
+
+def _is_number(text: str) -> bool:
+    return text == "" or text[:1].isdigit()
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table for a notebook; all text is escaped, and colours are the notebook's."""
+    line = "".join(f"<th style='text-align:left'>{escape(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{line}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def html_fields(title: str, fields: Mapping[str, str]) -> str:
+    """Return a small table of names and values with a title."""
+    body = "".join(f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in fields.items())
+    return f"<table><caption style='text-align:left'>{escape(title)}</caption><tbody>{body}</tbody></table>"
