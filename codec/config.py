@@ -281,7 +281,7 @@ class Config:
 
 
 def _advice(name: str, *_: str) -> str:
-    """Return the message for an argument that `Config` does not have, with the codec that has it."""
+    """Return the message for an unknown argument, with the codec that has it."""
     codecs = [kind for kind in (Quantize, FirstMoment, SecondMoment) if name in {field.name for field in fields(kind)}]
     if not codecs:
         return f"Config has no argument {name!r}; its arguments are rules, max_rel_error, rate, chain and ahead"

@@ -40,7 +40,7 @@ def printable(text: object) -> str:
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of text with a line a row; cells are shortened, and numbers aligned to the right.
+    """Return a table of text; long cells are cut, and numbers aligned to the right.
 
     Example:
         >>> print(text_table(["name", "bits"], [["a", "4.25"], ["bc", "12.00"]]))

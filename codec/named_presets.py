@@ -42,7 +42,7 @@ def by_name(name: str) -> Config:
 
 
 def check_config(cfg: Any) -> Config:
-    """Return a Config, or the preset of a name; refuse other objects, such as a codec or a preset function."""
+    """Return a Config, or the preset of a name; refuse other objects."""
     if isinstance(cfg, str):
         return by_name(cfg)
     if not isinstance(cfg, Config):

@@ -29,7 +29,7 @@ LOG = logging.getLogger("shrinkpoint.trainers")
 
 
 class Run:
-    """A training loop's checkpoints: resumes at the start, saves when due, stops cleanly on SIGTERM.
+    """Checkpoints of a training loop: resume at the start, save when due, stop on SIGTERM.
 
         with sp.Run("runs/a", model, optimizer, data=loader, every=500) as run:
             for batch in run.batches(epochs=3):
@@ -197,7 +197,7 @@ class Run:
 
 
 class _Positioned:
-    """A loader with a position of its own, such as torchdata's `StatefulDataLoader`, and its number of epochs done.
+    """A loader with a position of its own, and its number of epochs done.
 
     Args:
         loader: has `state_dict` and `load_state_dict`; iterated once an epoch.

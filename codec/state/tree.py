@@ -144,7 +144,7 @@ def encode_scalar(value: Any, place: Place) -> Json:
 
 
 def _hint(value: Any) -> str:
-    """Return advice on how to pass a module, optimizer, scheduler, path, namespace or JAX container; else ""."""
+    """Return advice on how to pass a value that cannot be stored as it is, or ""."""
     if callable(getattr(value, "state_dict", None)):
         return "; pass its state_dict()"
     if isinstance(value, os.PathLike):

@@ -1,4 +1,4 @@
-"""Low-rank prediction of small integers in matrices: a sum of products of row and column factors.
+"""Low-rank prediction of small integers in matrices, by row and column factors.
 
     z[i, j] = rint(4 * sum over k < 8 of a[i, k] b[j, k] / 64);  nearest = (z + 2) >> 2;  quarter = (z + 2) & 3
 

@@ -1,4 +1,4 @@
-"""Low-rank prediction on the CPU: one compiled loop over the matrices, components apart, so that loops vectorize."""
+"""Low-rank prediction on the CPU: one compiled loop over the matrices."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _orthogonal(vectors: NumPy, rank: Any, x: NumPy, basis: NumPy, work: NumPy) 
 
 @njit_inline
 def _directions(sample: NumPy, rank: Any, sums: NumPy, basis: NumPy, vectors: NumPy, x: NumPy, work: NumPy) -> None:
-    """Two rounds of subspace iteration over the rows of the sample; then their products with the directions."""
+    """Two rounds of subspace iteration over the sample, then its products with the directions."""
     count, columns = sample.shape
     for j in range(columns):
         for k in range(RANK):
@@ -175,7 +175,7 @@ def _directions(sample: NumPy, rank: Any, sums: NumPy, basis: NumPy, vectors: Nu
 
 @njit_inline
 def _energies(sums: NumPy, norms: NumPy, rank: Any, noise: Any, more: Any, energies: NumPy) -> None:
-    """Energy of each direction: found in the sample, and expected in the other rows, without that of noise."""
+    """Energy of each direction, in the sample and expected elsewhere, without that of noise."""
     most = np.int64(0)
     for k in range(rank):
         for i in range(sums.shape[0]):

@@ -1,4 +1,4 @@
-"""Oracle of the low-rank prediction: matrix products of whole numbers, and directions in plain floats."""
+"""Oracle of the low-rank prediction, in matrix products of whole numbers."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _signs(lines: int, rank: int) -> NpArray:
 
 
 def _orthogonal(vectors: NpArray) -> NpArray:
-    """Return orthogonal directions of the span of int64 vectors [n, r], whole numbers up to `TOP`."""
+    """Return orthogonal directions of the span of int64 vectors [n, r], up to `TOP`."""
     shift = max(0, int(np.abs(vectors).max(initial=0)).bit_length() - 15)
     x = vectors >> shift
     found = np.zeros(x.shape, np.int64)

@@ -261,7 +261,7 @@ def test_gradients_and_kinds_that_do_not_fit() -> None:
 
 
 def test_configurations_of_the_wrong_kind() -> None:
-    for cfg in (sp.presets.lossless, sp.Exact(), "lossless", {}, sp.Config().to_json()):
+    for cfg in (sp.presets.lossless, sp.Exact(), "loss", {}, sp.Config().to_json()):
         with pytest.raises(sp.BadArgumentError, match="cfg"):
             sp.compress({"a": torch.ones(3)}, cfg=cfg)  # type: ignore[arg-type]
     for n in (0, -1, 1.5, "2", True):

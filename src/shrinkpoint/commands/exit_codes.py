@@ -28,7 +28,7 @@ class Guarded(TyperGroup):
     """A group of commands whose errors become one line and an exit code."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the first word names; the command for restoring has other names elsewhere."""
+        """Return the command that the first word names, with advice for other names of `restore`."""
         if args and args[0] in _RESTORE:
             fail(f"there is no command {args[0]!r}; did you mean 'restore'?", USAGE)
         return super().resolve_command(ctx, args)
