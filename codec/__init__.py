@@ -3,7 +3,7 @@
     compress                 inputs -> plan -> encode -> container
     inputs, plan, encode     the arguments taken apart; what becomes of each array; each array as bytes
     checkpoint, config       a checkpoint and `decompress`; the configuration: rules, targets, chains
-    presets                  the four levels, and the published systems
+    presets                  the five levels, and the published systems
     deduplication            arrays that are copies of others
     rebase, partial          a checkpoint over another parent; some arrays of a checkpoint
     streams, registry        the stream formats by name; codecs of other packages

@@ -11,7 +11,7 @@ from ...devices import threads
 from .families import SET_ASIDE, Family
 from .groups import ALL as FAMILIES
 from .measure import Record, chain, killed, resumed, uninterrupted
-from .settings import KILLED, NULL, PARTS
+from .settings import KILLED, LEVELS, NULL, PARTS
 
 RESULTS = Path(__file__).parents[2] / "results" / "harm.jsonl"
 """Where rows are kept."""
@@ -107,6 +107,7 @@ def _levels(rows: Rows, family: Family, seed: int, levels: Sequence[str], say: C
     missing = [s for s in levels if s != NULL and not rows.has("resumed", family.name, s, seed)]
     if missing and not seed:
         resumed(family, missing, seed, lambda setting, found: rows.add("resumed", family.name, setting, seed, found))
-    if "lossless" not in levels and not seed and not rows.has("chain", family.name, "lossless", seed):
-        for setting, found in chain(family, ["lossless"], seed).items():
+    chains = [s for s in LEVELS if not rows.has("chain", family.name, s, seed)]
+    if chains and not seed:
+        for setting, found in chain(family, chains, seed).items():
             rows.add("chain", family.name, setting, seed, found)

@@ -77,7 +77,7 @@ class Found:
         worst: largest rise of the loss at a restore, percent.
         loss: percent above the null's at the end; None where seeds do not pair.
         accuracy: points lost at the end, less those of the null; None for a regression.
-        ratio: of the whole state over the chain, mean over seeds.
+        ratio: of the whole state over the chain of an uninterrupted training.
         weights: of the weights alone.
     """
 
@@ -121,6 +121,7 @@ class Campaign:
         if not rows or setting == NULL:
             return None
         restores = [restore for row in rows for restore in row["restores"]]
+        chains = list(self.of("chain", family, setting).values()) or rows
         changed = [r["changed"] for r in restores if r["changed"] is not None]
         losses = [100 * r["loss"] for r in restores]
         return Found(
@@ -130,8 +131,8 @@ class Campaign:
             max(losses),
             self.against_null(family, setting, "loss"),
             self.against_null(family, setting, "accuracy"),
-            statistics.fmean(row["ratio"] for row in rows),
-            statistics.fmean(row["weights"] for row in rows),
+            statistics.fmean(row["ratio"] for row in chains),
+            statistics.fmean(row["weights"] for row in chains),
         )
 
     def plateau(self, family: str) -> float | None:
