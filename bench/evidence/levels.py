@@ -219,11 +219,14 @@ def measured() -> bool:
     return any(campaign().found(family, "default") for family in FAMILIES)
 
 
+_COLOURS = {"exact_weights": "#6c757d", "precise": "#3a7d44", "default": "#2a6f97", "compact": "#b5651d"}
+
+
 def picture(path: Path) -> None:
     """Draw the loss after ten kills against the ratio, a point for each family and level."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    for level, colour in (("exact_weights", "#6c757d"), ("default", "#2a6f97"), ("compact", "#b5651d")):
+    for level, colour in _COLOURS.items():
         found = {family: campaign().found(family, level) for family in FAMILIES}
         there = {family: one for family, one in found.items() if one is not None and one.loss is not None}
         losses = [one.loss for one in there.values() if one.loss is not None]
@@ -239,10 +242,13 @@ def picture(path: Path) -> None:
         ends = dict(zip(there, losses, strict=True))
         least = sorted(there, key=lambda family: there[family].ratio)[:1]
         worst = sorted(ends, key=lambda family: ends[family].mean)[-1:]
-        for family in {*least, *worst}:
+        for family in dict.fromkeys((*least, *worst)):
             at = there[family].ratio, ends[family].mean
             axes.annotate(family, at, (5, 4), textcoords="offset points", fontsize=8)
     axes.axhline(0, color="#b8bfc6", linewidth=1, zorder=0)
+    axes.set_yscale("symlog", linthresh=1)
+    shown = (-10, -1, 0, 1, 10, 100)
+    axes.set_yticks(shown, [f"{value:+d}" if value else "0" for value in shown])
     axes.set_xscale("log")
     ticks = [4, 8, 16, 24, 32, 64, 96]
     axes.set_xticks(ticks, [f"{tick} x" for tick in ticks])
