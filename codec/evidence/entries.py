@@ -53,11 +53,13 @@ class Outline:
 
     Args:
         orders: for each path of an optimizer in torch's layout, the parameters of its groups in order.
+        averages: what the paths in averages of a model begin with.
         mixed: paths of the containers that also hold plain scalars, or are not dicts with text as keys.
     """
 
     orders: dict[str, list[Any]] = field(default_factory=dict)
     mixed: set[str] = field(default_factory=set)
+    averages: tuple[str, ...] = ()
 
     @staticmethod
     def of(skeleton: Any) -> Outline:

@@ -22,7 +22,7 @@ from ..state import tree
 from ..state.leaves import SCALARS, SEQUENCES, LeafSpec, build_leaf
 from . import names, reasons
 from .entries import ARRAY, Entry, Outline, entries_of
-from .kind import TINY, TINY_MOMENT, Kind, by_path
+from .kind import TINY, TINY_MOMENT, Kind, by_path, tree_of
 from .moments import in_other_bases, role_of, unpaired_roots
 from .parameters import Matches, match
 
@@ -86,6 +86,7 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
     outline = Outline.of(
         tree.unflatten(nodes, lambda i, _: build_leaf(arrays.flats[i], arrays.specs[i]) if i in lists else ARRAY)
     )
+    outline.averages = names.averaged_prefixes(arrays.paths)
     entries = {
         i: entry for i, entry in enumerate(entries_of(arrays.paths, outline)) if entry is not None and i not in lists
     }
@@ -98,7 +99,7 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
             entries[i] = Entry("", above, "", name)
     shapes = [spec.shape for spec in arrays.specs]
     roles = {i: _role(entry, shapes[i], given[i]) for i, entry in entries.items()}
-    parameters = {i: (p, shapes[i]) for i, p in enumerate(arrays.paths) if _may_be_parameter(i, arrays, entries)}
+    parameters = {i: (p, shapes[i]) for i, p in enumerate(arrays.paths) if _may_be_parameter(i, arrays, entries, outline)}
     matches = match(parameters, {i: (entry, shapes[i]) for i, entry in sorted(entries.items())}, outline)
     spoilt = _spoilt(arrays, entries, roles, matches)
     has_optimizer = any(shapes[i] for i in entries)
@@ -146,7 +147,7 @@ def _given(
         if match_ is not None and getattr(match_[1], "shape", None) is None:
             axes.setdefault(match_[0], set()).add(len(spec.shape))
     given = [
-        None if m is None or (len(axes.get(m[0], ())) > 1 and m[0] != path) else _fitting(m, path, spec)
+        None if m is None or (len(axes.get(m[0], ())) > 1 and m[0] != path) else _fitting(m, path, spec, outline)
         for m, path, spec in zip(found, arrays.paths, arrays.specs, strict=True)
     ]
     weights = {
@@ -174,14 +175,14 @@ def _of_other_trees(
         entries: of optimizers, by number.
         outline: of the state.
     """
-    trees = {i: _RANKS.sub(r"\1", arrays.paths[i][: len(arrays.paths[i]) - len(key)]) for i, key in weights.items()}
+    trees = {i: _RANKS.sub(r"\1", tree_of(arrays.paths[i], key)) for i, key in weights.items()}
     of_key: dict[str, set[str]] = {}
     for i, key in weights.items():
         of_key.setdefault(key, set()).add(trees[i])
     if all(len(found) == 1 for found in of_key.values()):
         return {}
     shapes = [spec.shape for spec in arrays.specs]
-    parameters = {i: (p, shapes[i]) for i, p in enumerate(arrays.paths) if _may_be_parameter(i, arrays, entries)}
+    parameters = {i: (p, shapes[i]) for i, p in enumerate(arrays.paths) if _may_be_parameter(i, arrays, entries, outline)}
     trained = match(parameters, {i: (entry, shapes[i]) for i, entry in sorted(entries.items())}, outline).trained
     supported = {trees[i] for i in weights.keys() & trained.keys()}
     others = {}
@@ -201,7 +202,7 @@ def _of_other_trees(
     return others
 
 
-def _fitting(found: tuple[str, Any], path: str, spec: LeafSpec) -> Kind | None:
+def _fitting(found: tuple[str, Any], path: str, spec: LeafSpec, outline: Outline) -> Kind | None:
     key, value = found
     if not isinstance(value, Kind):
         (entry,) = entries_of([path], Outline())
@@ -209,14 +210,18 @@ def _fitting(found: tuple[str, Any], path: str, spec: LeafSpec) -> Kind | None:
     if value.shape is not None and value.shape != spec.shape:
         return None
     # A tail of a path is not the path: elsewhere in the state the same name may be that of another thing.
-    elsewhere = key != path and (names.is_other_part(path) or (value.role == "weight" and names.is_average(path)))
+    elsewhere = key != path and (names.is_other_part(path) or (value.role == "weight" and _is_average(path, outline)))
     return None if elsewhere else value
 
 
-def _may_be_parameter(i: int, arrays: Arrays, entries: Mapping[int, Entry]) -> bool:
+def _is_average(path: str, outline: Outline) -> bool:
+    return names.is_average(path) or path.startswith(outline.averages)
+
+
+def _may_be_parameter(i: int, arrays: Arrays, entries: Mapping[int, Entry], outline: Outline) -> bool:
     path, spec = arrays.paths[i], arrays.specs[i]
     statistics = names.last_name(path) in ("running_mean", "running_var")
-    elsewhere = names.is_other_part(path) or names.is_average(path)
+    elsewhere = names.is_other_part(path) or _is_average(path, outline)
     return i not in entries and spec.dtype in FORMATS and not statistics and not elsewhere and not arrays.held[i]
 
 
@@ -253,7 +258,7 @@ def _of_parameter(
             if matches.complete
             else Evidence(state, "", reasons.UNMATCHED, is_unknown=True)
         )
-    elsewhere = names.is_other_part(path) or names.is_average(path)
+    elsewhere = names.is_other_part(path) or _is_average(path, outline)
     return Evidence(state, "", reasons.NOTHING, is_unknown=not elsewhere)
 
 

@@ -240,17 +240,17 @@ def test_momentum_below_an_optimizer_is_a_first_moment(path: str) -> None:
 @UNKNOWN
 def test_kinds_of_another_state_are_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64))
-    wrapped = {f"module.{name}": x for name, x in model.state_dict().items()}
+    other = {f"policy.{name}": x for name, x in model.state_dict().items()}
     cfg = sp.Config([("embedding", sp.Exact())])
-    with pytest.raises(sp.BadArgumentError, match=r"none of its 3 paths \(0.weight, .*\) is .* \(module.0.weight, "):
-        sp.compress(wrapped, cfg=cfg, kinds=sp.kinds(model))
+    with pytest.raises(sp.BadArgumentError, match=r"none of its 3 paths \(0.weight, .*\) is .* \(policy.0.weight, "):
+        sp.compress(other, cfg=cfg, kinds=sp.kinds(model))
     with pytest.raises(sp.BadArgumentError, match="kinds: none"):
         sp.compress({"a": drawn()}, kinds={"b": "embedding"})
     # Of the state they are for, they may tell more than it holds, and less.
     optimizer = torch.optim.AdamW(model.parameters())
     (row, *_) = sp.compress({"model": model.state_dict()}, cfg=cfg, kinds=sp.kinds(model, optimizer)).summary()
     assert row.measure == "exact"
-    sp.compress({"model": wrapped}, kinds={"module.0.weight": "embedding"})
+    sp.compress({"model": other}, kinds={"policy.0.weight": "embedding"})
     sp.compress({"step": 3}, kinds=sp.kinds(model))
 
 
