@@ -99,7 +99,7 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
             entries[i] = Entry("", above, "", name)
     shapes = [spec.shape for spec in arrays.specs]
     roles = {i: _role(entry, shapes[i], given[i]) for i, entry in entries.items()}
-    parameters = {i: (p, shapes[i]) for i, p in enumerate(arrays.paths) if _may_be_parameter(i, arrays, entries, outline)}
+    parameters = _parameters(arrays, entries, outline)
     matches = match(parameters, {i: (entry, shapes[i]) for i, entry in sorted(entries.items())}, outline)
     spoilt = _spoilt(arrays, entries, roles, matches)
     has_optimizer = any(shapes[i] for i in entries)
@@ -182,7 +182,7 @@ def _of_other_trees(
     if all(len(found) == 1 for found in of_key.values()):
         return {}
     shapes = [spec.shape for spec in arrays.specs]
-    parameters = {i: (p, shapes[i]) for i, p in enumerate(arrays.paths) if _may_be_parameter(i, arrays, entries, outline)}
+    parameters = _parameters(arrays, entries, outline)
     trained = match(parameters, {i: (entry, shapes[i]) for i, entry in sorted(entries.items())}, outline).trained
     supported = {trees[i] for i in weights.keys() & trained.keys()}
     others = {}
@@ -218,11 +218,17 @@ def _is_average(path: str, outline: Outline) -> bool:
     return names.is_average(path) or path.startswith(outline.averages)
 
 
-def _may_be_parameter(i: int, arrays: Arrays, entries: Mapping[int, Entry], outline: Outline) -> bool:
-    path, spec = arrays.paths[i], arrays.specs[i]
-    statistics = names.last_name(path) in ("running_mean", "running_var")
-    elsewhere = names.is_other_part(path) or _is_average(path, outline)
-    return i not in entries and spec.dtype in FORMATS and not statistics and not elsewhere and not arrays.held[i]
+def _parameters(
+    arrays: Arrays, entries: Mapping[int, Entry], outline: Outline
+) -> dict[int, tuple[str, tuple[int, ...]]]:
+    """Return path and shape of each array that may be a parameter, by number."""
+    found = {}
+    for i, (path, spec) in enumerate(zip(arrays.paths, arrays.specs, strict=True)):
+        statistics = names.last_name(path) in ("running_mean", "running_var")
+        elsewhere = names.is_other_part(path) or _is_average(path, outline)
+        if not (i in entries or spec.dtype not in FORMATS or statistics or elsewhere or arrays.held[i]):
+            found[i] = path, spec.shape
+    return found
 
 
 def _of_entry(path: str, spec: LeafSpec, entry: Entry, role: str, kind: Kind | None) -> Evidence:
