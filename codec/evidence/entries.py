@@ -18,6 +18,8 @@ from .names import FIRST, OPTIMIZER, SECOND
 
 KNOWN = FIRST | SECOND | {"max_exp_avg_sq"}
 """Names of optimizer entries; AMSGrad's maximum is not a moment: an error could put it below the second moment."""
+_UNMISTAKABLE = KNOWN - {"momentum", "trace", "mu", "m", "nu", "v"}
+"""Names that only optimizers use. A velocity, a mass or the values of a cache may be called by the others."""
 _FLAT = re.compile(r"(?:(?P<above>.*)\.)?state\.(?P<rest>.+\..+)")
 _INDEX = re.compile(r"\d+")
 _ADAM = ("exp_avg", "exp_avg_sq")
@@ -125,15 +127,11 @@ def entries_of(paths: Sequence[str], outline: Outline) -> list[Entry | None]:
     optimizers = outline.orders.keys()
     found = [parse(path, optimizers) for path in paths]
     held = set(paths)
-    names: dict[tuple[str, str], set[str]] = {}
-    for entry in found:
-        if entry is not None:
-            names.setdefault(entry.owner, set()).add(entry.name)
     for i, entry in enumerate(found):
-        # A `mu` below a number alone may be a layer: Optax has a count of steps next to it, or its counterpart.
+        # A `mu` below a number alone may be a layer: Optax has a count of steps next to it.
         if entry is None or entry.optimizer or entry.name not in ("mu", "nu"):
             continue
-        if f"{entry.above}/count".lstrip("/") not in held and not {"mu", "nu"} <= names[entry.owner]:
+        if f"{entry.above}/count".lstrip("/") not in held:
             found[i] = None
     tails = _tails(path for path, entry in zip(paths, found, strict=True) if entry is None)
     for i, entry in enumerate(found):
@@ -216,9 +214,8 @@ def _nested(parts: list[str], at: int, root: str, optimizers: Collection[str]) -
     # A number or a name with dots is a complete parameter name, and the rest is an entry that is a container.
     parameter = below[0] if below[0].isdigit() or "." in below[0] else "/".join(below[:-1])
     name = below[-1]
-    if root or above in optimizers or parameter.isdigit() or name in KNOWN:
-        return Entry(above, where, parameter, name)
-    return None
+    is_entry = root or above in optimizers or name in _UNMISTAKABLE
+    return Entry(above, where, parameter, name) if is_entry else None
 
 
 def _flattened(parts: list[str], flat: re.Match[str], root: str, optimizers: Collection[str]) -> Entry | None:
@@ -231,4 +228,4 @@ def _flattened(parts: list[str], flat: re.Match[str], root: str, optimizers: Col
     if head in KNOWN and known:
         return Entry(optimizer, where, tail, head)
     parameter, _, name = flat["rest"].rpartition(".")
-    return Entry(optimizer, where, parameter, name) if known or name in KNOWN else None
+    return Entry(optimizer, where, parameter, name) if known or name in _UNMISTAKABLE else None

@@ -185,21 +185,30 @@ def _of_other_trees(
     parameters = _parameters(arrays, entries, outline)
     trained = match(parameters, {i: (entry, shapes[i]) for i, entry in sorted(entries.items())}, outline).trained
     supported = {trees[i] for i in weights.keys() & trained.keys()}
+    kept_of = {key: _kept(found, supported) for key, found in of_key.items()}
+    kept_of_any = set[str]().union(*kept_of.values())
+    # Another tree stays one for the names that it alone has.
+    other = set[str]().union(*of_key.values()) - kept_of_any
     others = {}
     for i, key in weights.items():
-        found = of_key[key]
-        kept = found & {""} or found & supported
-        if not kept:
-            kept = {tree for tree in found if names.is_model(tree)}
-            kept = kept if len(kept) == 1 else set()
-        if len(found) > 1 and trees[i] not in kept:
-            state = Kind(names.layer_of(arrays.paths[i], arrays.specs[i]), "state")
-            if kept:
-                why = f"kinds are those of {' and '.join(sorted(kept))}"
-            else:
-                why = reasons.SEVERAL_TREES + ", ".join(sorted(found))
-            others[i] = Evidence(state, "", why, is_unknown=not kept)
+        if trees[i] in kept_of[key] or (len(of_key[key]) == 1 and trees[i] not in other):
+            continue
+        state = Kind(names.layer_of(arrays.paths[i], arrays.specs[i]), "state")
+        kept = kept_of[key] if len(of_key[key]) > 1 else kept_of_any
+        if kept:
+            why = f"kinds are those of {' and '.join(sorted(kept))}"
+        else:
+            why = reasons.SEVERAL_TREES + ", ".join(sorted(of_key[key]))
+        others[i] = Evidence(state, "", why, is_unknown=not kept)
     return others
+
+
+def _kept(found: set[str], supported: set[str]) -> set[str]:
+    """Return which of several trees with one name the kinds are of; empty: not known, or there is only one."""
+    if len(found) == 1:
+        return set()
+    models = {tree for tree in found if names.is_model(tree)}
+    return found & {""} or found & supported or (models if len(models) == 1 else set())
 
 
 def _fitting(found: tuple[str, Any], path: str, spec: LeafSpec, outline: Outline) -> Kind | None:

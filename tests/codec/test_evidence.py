@@ -301,6 +301,45 @@ def test_torchs_averaged_model_is_exact_under_any_key(key: str, kinds: bool) -> 
         assert whys(state)[f"{key}/module.0.weight"][0]
 
 
+@pytest.mark.no_evidence
+@pytest.mark.filterwarnings(QUIET)
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"state": {"particles": {"v": drawn(64, 64).abs(), "m": drawn(64, 64), "momentum": drawn(64, 64)}}},
+        {"simulation": {"state": {"mesh": {"v": drawn(64, 64).abs(), "mu": drawn(64, 64), "nu": drawn(64, 64).abs()}}}},
+        {"env": {"state": {0: {"v": drawn(64, 64).abs(), "trace": drawn(64, 64)}}}},
+        {"cache": {"state": {0: {"k": drawn(96, 64), "v": drawn(96, 64).abs()}}}},
+        {"state.0.v": drawn(64, 64).abs(), "state.0.m": drawn(64, 64)},
+        {"blocks": [{"mu": {"kernel": drawn(64, 64)}, "nu": {"kernel": drawn(64, 64).abs()}}]},
+    ],
+)
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_short_names_are_moments_only_below_an_optimizer(state: dict[str, Any], with_optimizer: bool) -> None:
+    """A velocity, a mass, the values of a cache; next to an optimizer as well."""
+    others = dict(state)
+    if with_optimizer:
+        model = layers()
+        optimizer = torch.optim.AdamW(model.parameters())
+        trained(model, optimizer, 64)
+        others |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    assert difference(state, {key: sp.decompress(sp.compress(others))[key] for key in state}) == ""
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_a_part_that_kinds_do_not_mean_is_exact_in_all_its_arrays() -> None:
+    """The model lacks a layer that an earlier copy has."""
+    model = layers()
+    weights = model.state_dict()
+    state = {
+        "model": {n: x for n, x in weights.items() if n[0] != "0"},
+        "before": {n: x + 1 for n, x in weights.items()},
+    }
+    rows = whys(state, kinds=sp.kinds(model))
+    assert rows["model/2.weight"] == (False, "kinds: linear")
+    assert rows["before/2.weight"] == rows["before/0.weight"] == (True, "kinds are those of model/")
+
+
 @pytest.mark.filterwarnings(QUIET)
 def test_kinds_of_a_model_say_nothing_of_a_part_with_the_same_names() -> None:
     model = nn.Linear(64, 64)
