@@ -18,6 +18,8 @@ from .names import FIRST, OPTIMIZER, SECOND
 
 KNOWN = FIRST | SECOND | {"max_exp_avg_sq", "exp_inf"}
 """Names of optimizer entries. Maxima (AMSGrad, Adamax) are not moments: later steps do not mend their errors."""
+_UNMISTAKABLE = KNOWN - {"momentum", "trace", "mu", "m", "nu", "v"}
+"""Names that only optimizers use. A velocity, a mass or the values of a cache may be called by the others."""
 _FLAT = re.compile(r"(?:(?P<above>.*)\.)?state\.(?P<rest>.+\..+)")
 _INDEX = re.compile(r"\d+")
 _ADAM = ("exp_avg", "exp_avg_sq")
@@ -57,12 +59,14 @@ class Outline:
     Args:
         orders: for each path of an optimizer in torch's layout, the parameters of its groups in order.
         settings: for the same paths, the names of the settings of its groups.
+        averages: what the paths in averages of a model begin with.
         mixed: paths of the containers that also hold plain scalars, or are not dicts with text as keys.
     """
 
     orders: dict[str, list[Any]] = field(default_factory=dict)
     settings: dict[str, set[str]] = field(default_factory=dict)
     mixed: set[str] = field(default_factory=set)
+    averages: tuple[str, ...] = ()
 
     @staticmethod
     def of(skeleton: Any) -> Outline:
@@ -134,11 +138,11 @@ def entries_of(paths: Sequence[str], outline: Outline) -> list[Entry | None]:
         # A `mu` below a number alone may be a layer, and without a count of steps next to it another optimizer's (SM3).
         if entry is None or entry.name not in ("mu", "nu") or not entry.is_tree:
             continue
-        if f"{entry.above}/count".lstrip("/") in held or {"mu", "nu"} <= names[entry.owner]:
+        if f"{entry.above}/count".lstrip("/") in held:
             continue
         if not entry.optimizer:
             found[i] = None
-        elif entry.name == "mu":
+        elif entry.name == "mu" and "nu" not in names[entry.owner]:
             above, _, name = paths[i].rpartition("/")
             found[i] = Entry(entry.optimizer, above, "", name)
     tails = _tails(path for path, entry in zip(paths, found, strict=True) if entry is None)
@@ -222,7 +226,7 @@ def _nested(parts: list[str], at: int, root: str, optimizers: Collection[str]) -
     # A number or a name with dots is a complete parameter name, and the rest is an entry that is a container.
     whole = below[0].isdigit() or "." in below[0]
     parameter, name = (below[0], "/".join(below[1:])) if whole else ("/".join(below[:-1]), below[-1])
-    if root or above in optimizers or parameter.isdigit() or name in KNOWN:
+    if root or above in optimizers or name in _UNMISTAKABLE:
         return Entry(above, where, parameter, name)
     return None
 
@@ -237,4 +241,4 @@ def _flattened(parts: list[str], flat: re.Match[str], root: str, optimizers: Col
     if head in KNOWN and known:
         return Entry(optimizer, where, tail, head)
     parameter, _, name = flat["rest"].rpartition(".")
-    return Entry(optimizer, where, parameter, name) if known or name in KNOWN else None
+    return Entry(optimizer, where, parameter, name) if known or name in _UNMISTAKABLE else None

@@ -18,7 +18,7 @@ from ..state import tree
 from ..state.leaves import SCALARS, SEQUENCES, LeafSpec, build_leaf
 from . import names, reasons
 from .entries import ARRAY, Entry, Outline, entries_of
-from .kind import TINY, TINY_MOMENT, Kind, by_path
+from .kind import TINY, TINY_MOMENT, Kind, by_path, tree_of
 from .moments import role_of, updates
 from .parameters import Matches, match
 from .values import Arrays, contradicted
@@ -65,6 +65,7 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
     outline = Outline.of(
         tree.unflatten(nodes, lambda i, _: build_leaf(arrays.flats[i], arrays.specs[i]) if i in lists else ARRAY)
     )
+    outline.averages = names.averaged_prefixes(arrays.paths)
     entries = {
         i: entry for i, entry in enumerate(entries_of(arrays.paths, outline)) if entry is not None and i not in lists
     }
@@ -77,7 +78,7 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
             entries[i] = Entry("", above, "", name)
     shapes = [spec.shape for spec in arrays.specs]
     roles = {i: _role(entry, shapes[i], given[i]) for i, entry in entries.items()}
-    parameters = {i: (p, shapes[i]) for i, p in enumerate(arrays.paths) if _may_be_parameter(i, arrays, entries)}
+    parameters = _parameters(arrays, entries, outline)
     matches = match(parameters, {i: (entry, shapes[i]) for i, entry in sorted(entries.items())}, outline)
     classes = {i: None if (kind := given[i]) is None else kind.optimizer for i in entries}
     for i in updates(entries, roles, shapes, classes, outline.settings):
@@ -128,7 +129,7 @@ def _given(
         if match_ is not None and getattr(match_[1], "shape", None) is None:
             axes.setdefault(match_[0], set()).add(len(spec.shape))
     given = [
-        None if m is None or (len(axes.get(m[0], ())) > 1 and m[0] != path) else _fitting(m, path, spec)
+        None if m is None or (len(axes.get(m[0], ())) > 1 and m[0] != path) else _fitting(m, path, spec, outline)
         for m, path, spec in zip(found, arrays.paths, arrays.specs, strict=True)
     ]
     weights = {
@@ -156,34 +157,43 @@ def _of_other_trees(
         entries: of optimizers, by number.
         outline: of the state.
     """
-    trees = {i: _RANKS.sub(r"\1", arrays.paths[i][: len(arrays.paths[i]) - len(key)]) for i, key in weights.items()}
+    trees = {i: _RANKS.sub(r"\1", tree_of(arrays.paths[i], key)) for i, key in weights.items()}
     of_key: dict[str, set[str]] = {}
     for i, key in weights.items():
         of_key.setdefault(key, set()).add(trees[i])
     if all(len(found) == 1 for found in of_key.values()):
         return {}
     shapes = [spec.shape for spec in arrays.specs]
-    parameters = {i: (p, shapes[i]) for i, p in enumerate(arrays.paths) if _may_be_parameter(i, arrays, entries)}
+    parameters = _parameters(arrays, entries, outline)
     trained = match(parameters, {i: (entry, shapes[i]) for i, entry in sorted(entries.items())}, outline).trained
     supported = {trees[i] for i in weights.keys() & trained.keys()}
+    kept_of = {key: _kept(found, supported) for key, found in of_key.items()}
+    kept_of_any = set[str]().union(*kept_of.values())
+    # Another tree stays one for the names that it alone has.
+    other = set[str]().union(*of_key.values()) - kept_of_any
     others = {}
     for i, key in weights.items():
-        found = of_key[key]
-        kept = found & {""} or found & supported
-        if not kept:
-            kept = {tree for tree in found if names.is_model(tree)}
-            kept = kept if len(kept) == 1 else set()
-        if len(found) > 1 and trees[i] not in kept:
-            state = Kind(names.layer_of(arrays.paths[i], arrays.specs[i]), "state")
-            if kept:
-                why = f"kinds are those of {' and '.join(sorted(kept))}"
-            else:
-                why = reasons.SEVERAL_TREES + ", ".join(sorted(found))
-            others[i] = Evidence(state, "", why, is_unknown=not kept)
+        if trees[i] in kept_of[key] or (len(of_key[key]) == 1 and trees[i] not in other):
+            continue
+        state = Kind(names.layer_of(arrays.paths[i], arrays.specs[i]), "state")
+        kept = kept_of[key] if len(of_key[key]) > 1 else kept_of_any
+        if kept:
+            why = f"kinds are those of {' and '.join(sorted(kept))}"
+        else:
+            why = reasons.SEVERAL_TREES + ", ".join(sorted(of_key[key]))
+        others[i] = Evidence(state, "", why, is_unknown=not kept)
     return others
 
 
-def _fitting(found: tuple[str, Any], path: str, spec: LeafSpec) -> Kind | None:
+def _kept(found: set[str], supported: set[str]) -> set[str]:
+    """Return which of several trees with one name the kinds are of; empty: not known, or there is only one."""
+    if len(found) == 1:
+        return set()
+    models = {tree for tree in found if names.is_model(tree)}
+    return found & {""} or found & supported or (models if len(models) == 1 else set())
+
+
+def _fitting(found: tuple[str, Any], path: str, spec: LeafSpec, outline: Outline) -> Kind | None:
     key, value = found
     if not isinstance(value, Kind):
         (entry,) = entries_of([path], Outline())
@@ -191,15 +201,25 @@ def _fitting(found: tuple[str, Any], path: str, spec: LeafSpec) -> Kind | None:
     if value.shape is not None and value.shape != spec.shape:
         return None
     # A tail of a path is not the path: elsewhere in the state the same name may be that of another thing.
-    elsewhere = key != path and (names.is_other_part(path) or (value.role == "weight" and names.is_average(path)))
+    elsewhere = key != path and (names.is_other_part(path) or (value.role == "weight" and _is_average(path, outline)))
     return None if elsewhere else value
 
 
-def _may_be_parameter(i: int, arrays: Arrays, entries: Mapping[int, Entry]) -> bool:
-    path, spec = arrays.paths[i], arrays.specs[i]
-    statistics = names.last_name(path) in ("running_mean", "running_var")
-    elsewhere = names.is_other_part(path) or names.is_average(path)
-    return i not in entries and spec.dtype in FORMATS and not statistics and not elsewhere and not arrays.held[i]
+def _is_average(path: str, outline: Outline) -> bool:
+    return names.is_average(path) or path.startswith(outline.averages)
+
+
+def _parameters(
+    arrays: Arrays, entries: Mapping[int, Entry], outline: Outline
+) -> dict[int, tuple[str, tuple[int, ...]]]:
+    """Return path and shape of each array that may be a parameter, by number."""
+    found = {}
+    for i, (path, spec) in enumerate(zip(arrays.paths, arrays.specs, strict=True)):
+        statistics = names.last_name(path) in ("running_mean", "running_var")
+        elsewhere = names.is_other_part(path) or _is_average(path, outline)
+        if not (i in entries or spec.dtype not in FORMATS or statistics or elsewhere or arrays.held[i]):
+            found[i] = path, spec.shape
+    return found
 
 
 def _of_entry(path: str, spec: LeafSpec, entry: Entry, role: str, kind: Kind | None) -> Evidence:
@@ -235,7 +255,7 @@ def _of_parameter(
             if matches.complete
             else Evidence(state, "", reasons.UNMATCHED, is_unknown=True)
         )
-    elsewhere = names.is_other_part(path) or names.is_average(path)
+    elsewhere = names.is_other_part(path) or _is_average(path, outline)
     return Evidence(state, "", reasons.NOTHING, is_unknown=not elsewhere)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...kernels.backend.arguments import shown
 from ..errors import BadArgumentError
+from .module_names import unwrapped
 
 LAYERS = ("linear", "convolution", "attention", "embedding", "norm", "bias", "other")
 ROLES = ("weight", "first moment", "second moment", "state")
@@ -61,10 +62,27 @@ class Kind:
 
 
 def by_path(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
-    """Return the entry for `path`, else for its longest tail.
+    """Return the entry for `path`, else for its longest tail, at last without the attributes of wrappers.
 
-    `model/fc.weight` finds `fc.weight`.
+    `model/fc.weight` and `model/module.fc.weight` find `fc.weight`.
     """
+    found = _by_tail(table, path)
+    if found is None and (bare := unwrapped(path)) != path:
+        found = _by_tail(table, bare)
+    return found
+
+
+def tree_of(path: str, key: str) -> str:
+    """Return what stands above the key that `by_path` found for a path.
+
+    Example:
+        >>> tree_of("best/module.fc.weight", "fc.weight")
+        'best/'
+    """
+    return (path if f"/{path}".endswith(f"/{key}") else unwrapped(path)).removesuffix(key)
+
+
+def _by_tail(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
     tail = path
     while True:
         if tail in table:

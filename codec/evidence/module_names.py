@@ -7,6 +7,7 @@ attribute may stand in the names of parameters and of the state dict; in a canon
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Hashable
 from typing import Any
 
@@ -22,6 +23,17 @@ WRAPPERS = {
 """Class -> the attribute that holds the wrapped module. By name, since most of them are never imported."""
 _HIDDEN = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
 """Attributes that the wrappers leave out of the names of their state dicts."""
+_PREFIX = re.compile(rf"(^|[./])(?:(?:{'|'.join(sorted(set(WRAPPERS.values())))})\.)+")
+
+
+def unwrapped(path: str) -> str:
+    """Return a path without the attributes of wrappers, where only the names are known.
+
+    Example:
+        >>> unwrapped("model/module._orig_mod.0.weight"), unwrapped("module/0.weight")
+        ('model/0.weight', 'module/0.weight')
+    """
+    return _PREFIX.sub(r"\1", path)
 
 
 @functools.lru_cache(1024)

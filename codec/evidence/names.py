@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -141,13 +142,23 @@ def is_model(tree: str) -> bool:
 
 @lru_cache(_KNOWN)
 def is_average(path: str) -> bool:
-    """Return whether a path is in an average or a delayed copy of the model.
+    """Return whether a path is in an average or a delayed copy of the model, by the key that holds it.
 
     Example:
         >>> is_average("ema/fc.weight"), is_average("model/fc.weight")
         (True, False)
     """
     return _near_root(_AVERAGE, path)
+
+
+def averaged_prefixes(paths: Iterable[str]) -> tuple[str, ...]:
+    """Return what the paths of averages begin with: torch's `AveragedModel` counts its updates next to them.
+
+    Example:
+        >>> averaged_prefixes(["late/n_averaged", "late/module.fc.weight"])
+        ('late/module.',)
+    """
+    return tuple(p.removesuffix("n_averaged") + "module." for p in paths if last_name(p) == "n_averaged")
 
 
 def _near_root(pattern: re.Pattern[str], path: str) -> bool:

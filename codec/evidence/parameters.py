@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .entries import KNOWN, Entry, Outline
-from .module_names import WRAPPERS
+from .module_names import unwrapped
 
-_WRAPPERS = re.compile(rf"(^|\.)({'|'.join(sorted(set(WRAPPERS.values())))})(?=\.)")
 _INDEX = re.compile(r"\d+")
 Shape = tuple[int, ...]
 
@@ -112,10 +111,7 @@ def _optimizers(entries: Mapping[int, tuple[Entry, Shape]]) -> list[_Optimizer]:
 
 def _plain(name: str) -> str:
     """Return a name with dots between all its parts, without the prefixes of wrappers."""
-    plain = name.replace("/", ".")
-    while (shorter := _WRAPPERS.sub(r"\1", plain).replace("..", ".").lstrip(".")) != plain:
-        plain = shorter
-    return plain
+    return unwrapped(name.replace("/", "."))
 
 
 def _by_name(optimizer: _Optimizer, candidates: Mapping[int, tuple[str, Shape]]) -> tuple[dict[str, int], list[str]]:
@@ -147,7 +143,7 @@ def _by_order(
     for optimizer in optimizers:
         trees = _trees(optimizer.path, candidates)
         own = [(m, tree) for tree in trees if (m := _fit([optimizer], tree, outline))]
-        if len(own) == 1 and not _is_part_of_another(own[0][1], trees, candidates):
+        if len(own) == 1 and not _is_part_of_another(own[0][1], trees):
             yield from own[0][0]
         else:
             left.append(optimizer)
@@ -158,16 +154,17 @@ def _by_order(
             yield from fitting[0]
 
 
-def _is_part_of_another(
-    group: Mapping[int, Shape], groups: list[dict[int, Shape]], candidates: Mapping[int, tuple[str, Shape]]
-) -> bool:
-    """Return whether another tree holds the same names and shapes; either may be trained."""
+def _is_part_of_another(group: Mapping[int, Shape], groups: list[dict[int, Shape]]) -> bool:
+    """Return whether another tree holds arrays of the same shapes, and perhaps more; either may be trained.
 
-    def names(one: Mapping[int, Shape]) -> Counter[tuple[str, Shape]]:
-        return Counter((candidates[i][0].rpartition("/")[2], shape) for i, shape in one.items())
+    Their names say nothing: a list of gradients, or of Fisher matrices, has the shapes of the trained parameters.
+    """
 
-    own = names(group)
-    return any(not (group.keys() & other.keys()) and own <= names(other) for other in groups)
+    def shapes(one: Mapping[int, Shape]) -> Counter[Shape]:
+        return Counter(shape for shape in one.values() if len(shape) > 1)
+
+    own = shapes(group)
+    return any(not (group.keys() & other.keys()) and own <= shapes(other) for other in groups)
 
 
 def _trees(optimizer: str, candidates: Mapping[int, tuple[str, Shape]]) -> list[dict[int, Shape]]:

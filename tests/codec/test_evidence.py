@@ -246,6 +246,99 @@ def test_buffers_and_unknown_layers_stay_exact_with_kinds_too() -> None:
         assert whys(state, **how)["model/points"][0]
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_kinds_of_a_wrapped_model_hold_for_it_and_not_for_a_copy(prefix: str, with_optimizer: bool) -> None:
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer, 64)
+    state: dict[str, Any] = {
+        "model": {prefix + name: x for name, x in model.state_dict().items()},
+        "fisher": {name: x.square() for name, x in model.state_dict().items()},
+    }
+    if with_optimizer:
+        state["optimizer"] = optimizer.state_dict()
+    rows = whys(state, kinds=sp.kinds(model, optimizer))
+    assert rows[f"model/{prefix}0.weight"] == (False, "kinds: linear")
+    assert rows["fisher/0.weight"] == (True, "kinds are those of model/")
+
+
+@pytest.mark.filterwarnings(QUIET)
+@pytest.mark.parametrize("kinds", [False, True])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_arrays_in_the_shapes_of_the_trained_parameters_are_not_the_parameters(as_list: bool, kinds: bool) -> None:
+    """A list of gradients or Fisher matrices agrees with the optimizer; the model with a frozen layer does not."""
+    model = layers()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    trained(model, optimizer, 64)
+    fisher = {n.replace(".", "_"): torch.rand_like(p) for n, p in model.named_parameters() if p.requires_grad}
+    state = {
+        "model": model.state_dict(),
+        "fisher": list(fisher.values()) if as_list else fisher,
+        "optimizer": optimizer.state_dict(),
+    }
+    rows = whys(state, kinds=sp.kinds(model, optimizer) if kinds else None)
+    assert all(is_exact for path, (is_exact, _) in rows.items() if path.startswith("fisher/"))
+    assert rows["model/2.weight"][0] is not kinds
+
+
+@pytest.mark.parametrize("kinds", [False, True])
+@pytest.mark.parametrize("key", ["late", "net"])
+def test_torchs_averaged_model_is_exact_under_any_key(key: str, kinds: bool) -> None:
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer, 64)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    state = {"policy": model.state_dict(), key: average.state_dict(), "optimizer": optimizer.state_dict()}
+    rows = whys(state, kinds=sp.kinds(model, optimizer) if kinds else None)
+    assert not rows["policy/0.weight"][0]
+    assert rows[f"{key}/module.0.weight"][0]
+    del state["policy"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert whys(state)[f"{key}/module.0.weight"][0]
+
+
+@pytest.mark.no_evidence
+@pytest.mark.filterwarnings(QUIET)
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"state": {"particles": {"v": drawn(64, 64).abs(), "m": drawn(64, 64), "momentum": drawn(64, 64)}}},
+        {"simulation": {"state": {"mesh": {"v": drawn(64, 64).abs(), "mu": drawn(64, 64), "nu": drawn(64, 64).abs()}}}},
+        {"env": {"state": {0: {"v": drawn(64, 64).abs(), "trace": drawn(64, 64)}}}},
+        {"cache": {"state": {0: {"k": drawn(96, 64), "v": drawn(96, 64).abs()}}}},
+        {"state.0.v": drawn(64, 64).abs(), "state.0.m": drawn(64, 64)},
+        {"blocks": [{"mu": {"kernel": drawn(64, 64)}, "nu": {"kernel": drawn(64, 64).abs()}}]},
+    ],
+)
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_short_names_are_moments_only_below_an_optimizer(state: dict[str, Any], with_optimizer: bool) -> None:
+    """A velocity, a mass, the values of a cache; next to an optimizer as well."""
+    others = dict(state)
+    if with_optimizer:
+        model = layers()
+        optimizer = torch.optim.AdamW(model.parameters())
+        trained(model, optimizer, 64)
+        others |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    assert difference(state, {key: sp.decompress(sp.compress(others))[key] for key in state}) == ""
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_a_part_that_kinds_do_not_mean_is_exact_in_all_its_arrays() -> None:
+    """The model lacks a layer that an earlier copy has."""
+    model = layers()
+    weights = model.state_dict()
+    state = {
+        "model": {n: x for n, x in weights.items() if n[0] != "0"},
+        "before": {n: x + 1 for n, x in weights.items()},
+    }
+    rows = whys(state, kinds=sp.kinds(model))
+    assert rows["model/2.weight"] == (False, "kinds: linear")
+    assert rows["before/2.weight"] == rows["before/0.weight"] == (True, "kinds are those of model/")
+
+
 @pytest.mark.filterwarnings(QUIET)
 def test_kinds_of_a_model_say_nothing_of_a_part_with_the_same_names() -> None:
     model = nn.Linear(64, 64)

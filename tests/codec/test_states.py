@@ -196,16 +196,12 @@ def test_a_value_projection_is_no_second_moment(path: str, kinds: Any) -> None:
     x: Any = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     for key in reversed(path.split("/")):
         x = {int(key) if key.isdigit() else key: x}
-    is_entry = path.startswith("state")
-    warned = pytest.warns(sp.UnknownArraysWarning) if kinds is None and not is_entry else nullcontext()
-    with warned:
+    with pytest.warns(sp.UnknownArraysWarning) if kinds is None else nullcontext():
         (row,) = sp.compress(x, kinds=None if kinds is None else {path: kinds}).summary()
-    assert row.stream == ("bytes" if kinds is None or (is_entry and kinds == "attention") else "levels")
+    assert row.stream == ("bytes" if kinds is None else "levels")
 
 
-@pytest.mark.parametrize(
-    "path", ["state/0/v", "opt/0/v", "optimizer/7/nu", "my_optim/groups/0/v", "optimizer/state/w/v"]
-)
+@pytest.mark.parametrize("path", ["opt/0/v", "optimizer/7/nu", "my_optim/groups/0/v", "optimizer/state/w/v"])
 def test_short_names_below_an_optimizer_are_moments(path: str) -> None:
     x: Any = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) * 1e-6 + 1e-9
     for key in reversed(path.split("/")):
