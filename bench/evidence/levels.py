@@ -92,7 +92,7 @@ def _end(level: str, families: Iterable[str] = tuple(FAMILIES)) -> tuple[str, st
 
 
 def overview() -> str:
-    """Return what a checkpoint of the demo's model costs by level, and what ten kills do to the loss."""
+    """Return the costs of a checkpoint of the demo's model by level, and the loss after kills."""
     values = {row["row"]: row["value"] for row in rows_of("overview.json")}
     lines = []
     for level in (study.SAVED, *(level for level in study.LEVELS if level != "compact")):

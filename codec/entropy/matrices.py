@@ -147,7 +147,7 @@ def in_matrix(symbols: U8, context: U8 | None, usual: int, matrix: Matrix, size:
 
     Args:
         symbols: uint8, shape (n,).
-        context: uint8, shape (n,), that the symbols are near, known to the decoder; None: there is none.
+        context: uint8, shape (n,), that the symbols are near, known to the decoder; or None.
         usual: the most frequent symbol; used without a context.
         matrix: where they stand.
         size: bytes that they take otherwise.

@@ -186,7 +186,7 @@ def _of_other_trees(
 
 
 def _kept(found: set[str], supported: set[str]) -> set[str]:
-    """Return which of several trees with one name the kinds are of; empty: not known, or there is only one."""
+    """Return which of several trees with one name the kinds are of; empty if unknown or one."""
     if len(found) == 1:
         return set()
     models = {tree for tree in found if names.is_model(tree)}

@@ -152,7 +152,9 @@ def is_average(path: str) -> bool:
 
 
 def averaged_prefixes(paths: Iterable[str]) -> tuple[str, ...]:
-    """Return what the paths of averages begin with: torch's `AveragedModel` counts its updates next to them.
+    """Return the beginnings of the paths in averages of a model.
+
+    torch's `AveragedModel` counts its updates next to them.
 
     Example:
         >>> averaged_prefixes(["late/n_averaged", "late/module.fc.weight"])

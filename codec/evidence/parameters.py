@@ -155,7 +155,7 @@ def _by_order(
 
 
 def _is_part_of_another(group: Mapping[int, Shape], groups: list[dict[int, Shape]]) -> bool:
-    """Return whether another tree holds arrays of the same shapes, and perhaps more; either may be trained.
+    """Return whether another tree holds arrays of these shapes, so that either may be trained.
 
     Their names say nothing: a list of gradients, or of Fisher matrices, has the shapes of the trained parameters.
     """

@@ -49,7 +49,7 @@ class Family:
 
 
 def digit_images(rng: np.random.Generator | None, count: int) -> Tensor:
-    """Return images of digits drawn from the training set; without a generator the held-out ones."""
+    """Return digits drawn from the training set; without a generator, held-out ones."""
     images = digits()[0]
     return images[_TRAINED_ON:][:count] if rng is None else images[rng.integers(0, _TRAINED_ON, count)]
 

@@ -1,4 +1,4 @@
-"""The families of the campaign, by what they may be used for."""
+"""The families of the campaign, by use: to choose settings, or only to judge them."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class _Autoencoder(nn.Module):
 
 
 def vae() -> Family:
-    """A variational autoencoder of digits with transposed convolutions, 0.08 M parameters, trained by AMSGrad."""
+    """A variational autoencoder with transposed convolutions, 0.06 M parameters, by AMSGrad."""
 
     def batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         images = digit_images(rng, 64)

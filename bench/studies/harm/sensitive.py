@@ -1,7 +1,7 @@
 """Three families that small errors change: they chose the settings of `presets.precise()`.
 
 A physics-informed network, a precise regression and a state-space model. Their losses fall by many orders of magnitude,
-so that an error that a classifier does not notice is a large part of what is left.
+so that an error that a classifier does not notice is a large part of the remaining loss.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _solution(x: Tensor) -> Tensor:
 
 
 def _residual(model: nn.Module, x: Tensor) -> Tensor:
-    """Return what Poisson's equation, -laplace(u) = f, leaves at the points; u is zero on the border by its form."""
+    """Return the residual of Poisson's equation at the points; u is zero on the border by its form."""
     x = x.clone().requires_grad_(True)
     slopes = torch.autograd.grad(_field(model, x).sum(), x, create_graph=True)[0]
     curvature = sum(torch.autograd.grad(slopes[:, i].sum(), x, create_graph=True)[0][:, i : i + 1] for i in range(2))
@@ -139,5 +139,5 @@ class _StateSpace(nn.Module):
 
 
 def state_space() -> Family:
-    """A byte-level model of two diagonal state-space layers, 0.09 M parameters, trained by NAdam."""
+    """A byte-level model of two state-space layers, 0.09 M parameters, trained by NAdam."""
     return on_text("state space", _StateSpace, 500, 3e-3, optimizer=torch.optim.NAdam, decays=False)

@@ -98,7 +98,7 @@ def advice(lossless: Trial, default: Trial, exact: Sequence[Reason], sources: Se
         is_matched = all(reason.why != UNMATCHED for reason in unknown)
         optimizer = "save the optimizer's state in the same checkpoint, or " if is_matched else ""
         found.append(
-            "An array changes only where something says what it is, as an optimizer's entry does. If these are "
+            "An array changes only where something names its kind, as an optimizer's entry does. If these are "
             f"trained weights, {optimizer}say so in Python: kinds=sp.kinds(model, optimizer), or a rule "
             f"for each, such as cfg=sp.Config([({pattern!r}, sp.Quantize())]). `shrinkpoint compress` takes such a "
             "configuration as --config FILE.json, which Config.to_json() writes."
