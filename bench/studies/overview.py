@@ -1,8 +1,8 @@
 """`python -m bench overview`: costs of a checkpoint by level, next to torch.save.
 
-The demo's GPT of 3.2 million parameters trains for a while; then `CHECKPOINTS` of its states, ten steps apart, are saved by a
-`Saver`, as one base and deltas. Rows say how large a checkpoint is on average, how long the training waits for a save,
-when it is durable, and how long a restore of the newest checkpoint takes.
+The demo's GPT of 3.2 million parameters trains for a while; then `CHECKPOINTS` of its states, ten steps apart, are
+saved by a `Saver`, as one base and deltas. Rows say how large a checkpoint is on average, how long the training waits
+for a save, when it is durable, and how long a restore of the newest checkpoint takes.
 """
 
 from __future__ import annotations

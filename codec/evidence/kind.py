@@ -62,7 +62,7 @@ class Kind:
 
 
 def by_path(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
-    """Return the entry for `path`, else for its longest tail, at last without the attributes of wrappers.
+    """Return the entry for `path` or its longest tail, at last without wrappers' attributes.
 
     `model/fc.weight` and `model/module.fc.weight` find `fc.weight`.
     """

@@ -142,7 +142,7 @@ def is_model(tree: str) -> bool:
 
 @lru_cache(_KNOWN)
 def is_average(path: str) -> bool:
-    """Return whether a path is in an average or a delayed copy of the model, by the key that holds it.
+    """Return whether a path is in an average or a delayed copy of the model, by its key.
 
     Example:
         >>> is_average("ema/fc.weight"), is_average("model/fc.weight")
