@@ -48,8 +48,7 @@ class RangeCoder:
 
     def bit(self, name: str, number: int = 0) -> int:
         z, t = self.models[name, number]
-        bit = self.split(z)
-        z = z - (2 * z) // (2 * t + 3) if bit else z + (2 * (65536 - z)) // (2 * t + 3)
+        z = z - (2 * z) // (2 * t + 3) if (bit := self.split(z)) else z + (2 * (65536 - z)) // (2 * t + 3)
         self.models[name, number] = z, min(t + 1, 62)
         return bit
 

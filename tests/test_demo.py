@@ -169,7 +169,7 @@ def test_the_trainer_imports_nothing_of_the_current_folder(tmp_path: Path, monke
         ("--steps 10 --every 5 --kills 2", "kills is 2; it must be between 0 and 1"),
         ("--kills -1", "kills is -1"),
         ("--seed -1", "seed is -1"),
-        ("--preset none", "preset is 'none'; it must be one of default, inshrinkerator"),
+        ("--preset none", "preset is 'none'; it must be one of default, lossless"),
         ("--size huge", "size is 'huge'; it must be one of small, tiny"),
     ],
 )

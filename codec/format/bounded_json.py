@@ -42,6 +42,8 @@ def loads(data: bytes) -> Any:
 
 def check_limits(data: bytes) -> None:
     """Raise ValueError for a JSON text beyond the limits; its syntax is not checked."""
+    if len(data) <= min(MOST_CONTAINERS, MOST_VALUES) and data.count(b"[") + data.count(b"{") <= MOST_DEPTH:
+        return  # it is too short for more values, and has too few brackets to nest them
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = np.frombuffer(data.translate(None, _OTHERS), np.uint8)

@@ -451,7 +451,7 @@ def test_configurations(tmp_path: Path) -> None:
     both = made("--config", tmp_path / "c.json", "--rate", 0.25, "--max-rel-error", 0.2)
     assert both == sp.compress(state(), cfg=other).to_bytes()
     compress = ("compress", tmp_path / "a.pt", tmp_path / "b.spt")
-    bad(2, "must be one of default, inshrinkerator", *compress, "--preset", "best")
+    bad(2, "must be one of default, lossless", *compress, "--preset", "best")
     bad(2, "use one of them", *compress, "--preset", "default", "--config", tmp_path / "c.json")
     bad(2, r"max_rel_error is 2\.0", *compress, "--max-rel-error", 2)
     bad(2, "rate is -1", *compress, "--rate", -1)

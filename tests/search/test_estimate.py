@@ -182,7 +182,7 @@ def test_levels_of_a_small_matrix_take_what_is_written_rows_and_columns_known() 
     levels = np.random.default_rng(0).integers(2, 10, (100, 80)).astype(np.uint8)
     levels[:, ::2] = 5
     levels = levels.reshape(-1)
-    written = len(entropy.encode_levels(levels, 10, None, 0, "smallest", 80))
+    written = len(entropy.encode_levels(levels, 10, None, 0, "smallest", entropy.Matrix(80)))
     assert written < 0.8 * len(entropy.encode_levels(levels, 10, None, 0, "smallest"))
     x = np.zeros(levels.size, np.float32)
     part = sampling.Sample(x, x, None, None, x, 1.0, 0.0, None, 1.0)

@@ -403,7 +403,7 @@ def test_optimizer_entries_are_known_by_their_names(tmp_path: Path, form: str) -
     assert rows["model/0.weight"].stream == "levels"
     assert rows["model/1.weight"].stream == "bytes"
     assert rows[f"{entries}/exp_avg_sq"].stream == "rank-one"
-    assert rows[f"{entries}/exp_avg"].stream == "grid"
+    assert rows[f"{entries}/exp_avg"].codec == "first moment"
     assert rows[f"{entries}/factor"].stream == "bytes"
 
 

@@ -747,8 +747,8 @@ def test_a_part_whose_state_is_no_dict(store: sp.Store, value: Any) -> None:
 
 def test_the_loop_of_the_readme_has_at_most_six_added_lines() -> None:
     blocks = (Path(__file__).parents[2] / "README.md").read_text().split("```")
-    (loop,) = [block for block in blocks if "trainers.resume" in block]
-    assert 0 < sum("trainers." in line or "Saver" in line for line in loop.splitlines()) <= 6
+    (loop,) = [block for block in blocks if "sp.Run(" in block]
+    assert 0 < sum("run." in line or "sp.Run" in line for line in loop.splitlines()) <= 6
 
 
 @pytest.mark.parametrize("make", [torch.nn.Dropout, torch.nn.Identity, torch.nn.Sequential])

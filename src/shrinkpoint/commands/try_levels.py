@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .trials import Trial
     from .try_advice import Reason
 
-LEVELS = ("lossless", "exact_weights", "default", "compact")
+LEVELS = ("lossless", "exact_weights", "precise", "default", "compact")
 _LINES = 3
 """Maximum number of lines about exact arrays."""
 _NONE = "-"
