@@ -247,7 +247,8 @@ class Work:
         """Bytes of the three checkpoints, and of the base above the entropy of its symbols."""
         if options.wanted(name := self.row("bytes above the entropy")):
             model = {"model": self.states[0]["model"]}
-            weights, count = sp.compress(model), sum(1 for _ in arrays(model))
+            kinds = {name: "linear" for name, x in model["model"].items() if x.ndim > 1}
+            weights, count = sp.compress(model, kinds=kinds), sum(1 for _ in arrays(model))
             floor = entropy_bytes(weights)
             value, unit = (weights.nbytes - floor) / count, "bytes/array"
             text = OVER_ENTROPY.text(unit)

@@ -19,7 +19,7 @@ import copy
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ class Training:
     checkpoints: list[Checkpoint]
     evaluate: Callable[[State], float]
     elsewhere: Callable[[State], float]
+    kinds: Mapping[str, Any]
 
 
 def trained(workload: Workload, checkpoints: int) -> Training:
@@ -92,7 +93,8 @@ def trained(workload: Workload, checkpoints: int) -> Training:
         return mean
 
     size = sum(p.numel() for p in run.model.parameters())
-    return Training(workload.name, size, kept, loss(held_out[:count]), loss(held_out[count : 2 * count]))
+    kinds = sp.kinds(run.model, run.optimizer)
+    return Training(workload.name, size, kept, loss(held_out[:count]), loss(held_out[count : 2 * count]), kinds)
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,10 @@ def chain(training: Training, threshold: float, say: Callable[[str], None]) -> l
             prev=prev,
             last=last,
             grads=grads,
+            kinds=training.kinds,
             options=sp.SearchOptions(progress=False),
         )
-        prev = sp.compress(state, prev, last.config, grads=grads)
+        prev = sp.compress(state, prev, last.config, grads=grads, kinds=training.kinds)
         # Measured, not taken from the search, which may be wrong about which direction is better.
         restored = sp.decompress(prev)
         loss, elsewhere = (_higher(f, restored, state) for f in (training.evaluate, training.elsewhere))
@@ -147,7 +150,7 @@ def fixed(training: Training) -> int:
     """Bytes of the chain with the default configuration throughout."""
     prev, total = None, 0
     for checkpoint in training.checkpoints:
-        prev = sp.compress(checkpoint.state, prev, grads=checkpoint.grads)
+        prev = sp.compress(checkpoint.state, prev, grads=checkpoint.grads, kinds=training.kinds)
         total += prev.nbytes
     return total
 
@@ -177,7 +180,7 @@ def brute_force(
     found = []
     for point in dict.fromkeys(normal(p) for p in Cube()):
         say(f"{training.name}: brute force at step {checkpoint.step}, {point}")
-        ckpt = sp.compress(checkpoint.state, prev, point.config(), grads=checkpoint.grads)
+        ckpt = sp.compress(checkpoint.state, prev, point.config(), grads=checkpoint.grads, kinds=training.kinds)
         restored = sp.decompress(ckpt)
         found.append(Measured(ckpt.nbytes, *(f(restored) / e - 1 for f, e in zip(on, exact, strict=True))))
     return found
@@ -202,7 +205,8 @@ def against_brute_force(training: Training, say: Callable[[str], None]) -> list[
         prev = None
         if number:
             before = training.checkpoints[number - 1]
-            prev = sp.compress(before.state, cfg=Point(16, 0.0, "magnitude", 0.0005).config(), grads=before.grads)
+            cfg = Point(16, 0.0, "magnitude", 0.0005).config()
+            prev = sp.compress(before.state, cfg=cfg, grads=before.grads, kinds=training.kinds)
         points = brute_force(training, number, prev, say)
         checkpoint = training.checkpoints[number]
         for threshold in THRESHOLDS:
@@ -212,10 +216,12 @@ def against_brute_force(training: Training, say: Callable[[str], None]) -> list[
                 threshold,
                 prev=prev,
                 grads=checkpoint.grads,
+                kinds=training.kinds,
                 options=sp.SearchOptions(progress=False),
             )
             least = min((p.nbytes for p in points if p.loss <= threshold), default=None)
-            restored = sp.decompress(sp.compress(checkpoint.state, prev, found.config, grads=checkpoint.grads))
+            stored = sp.compress(checkpoint.state, prev, found.config, grads=checkpoint.grads, kinds=training.kinds)
+            restored = sp.decompress(stored)
             kept = _higher(training.evaluate, restored, checkpoint.state) <= threshold
             own = found.nbytes if found.met and kept else None
             share = own / least if own and least else None

@@ -1,4 +1,19 @@
-"""Compressed training checkpoints: `compress(state, prev, cfg)`, kernels, a store.
+"""Compressed training checkpoints: what to call.
+
+- `sp.Run(folder, model, optimizer, data=loader)`: a training loop that saves, resumes and stops cleanly.
+- `sp.compress(state, prev=None, cfg="exact_weights", kinds=sp.kinds(model, optimizer))`, `sp.decompress(ckpt)`: pure
+  functions from a tree of arrays to a checkpoint and back.
+- `sp.Store(folder)`: `save(step, state)`, `load()`; `sp.Saver(store)` does it in another process.
+- `sp.presets.lossless()`, `exact_weights()`, `precise()`, `Config()`, `compact()`: levels, also by name.
+- `sp.search(state, evaluate, threshold)`: the smallest configuration under a quality threshold.
+- `sp.Publisher(url)`, `sp.Subscriber(url, model)`: exact differences for models that serve.
+
+Example:
+    >>> import numpy as np
+    >>> import shrinkpoint as sp
+    >>> ckpt = sp.compress({"step": 3, "ids": np.arange(1000)})
+    >>> sp.decompress(ckpt)["ids"][-1]
+    np.int64(999)
 
 Each name is imported from its module on first use, so that importing the package is fast.
 """
