@@ -62,7 +62,9 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
+    """Cut the middle out of a long text: paths differ at their ends."""
+    half = (_WIDEST - 3) // 2
+    return text if len(text) <= _WIDEST else f"{text[:half]}...{text[-half:]}"
 
 
 def _is_number(text: str) -> bool:

@@ -78,3 +78,11 @@ def test_names_from_files_cannot_act() -> None:
     assert "\x1b" not in repr(rows)
     assert "script" not in Tags(rows._repr_html_()).tags
     assert "script" not in Tags(sp.Config([("<script>*", sp.Exact())])._repr_html_()).tags
+
+
+def test_long_paths_that_differ_at_their_end_stay_apart() -> None:
+    state = {f"{'block/' * 20}{end}": np.zeros(3) for end in ("left", "right")}
+    lines = repr(sp.compress(state).summary()).splitlines()
+    assert lines[1] != lines[2]
+    assert "left" in lines[1]
+    assert "right" in lines[2]

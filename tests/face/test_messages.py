@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import types
@@ -109,3 +110,23 @@ def test_completion_shows_the_api_only() -> None:
     names = {name for name in dir(sp) if not name.startswith("__")}
     assert names == {*sp.__all__, "codec", "kernels", "presets", "store", "trainers"}
     assert (sp.__doc__ or "").splitlines()[0].startswith("Compressed training checkpoints")
+
+
+@pytest.mark.parametrize("fault", ["ENOSPC", "EROFS"])
+def test_a_full_or_read_only_disk_loses_no_step(tmp_path: Path, fault: str) -> None:
+    torch.save({"w": torch.zeros(3)}, tmp_path / "a.pt")
+    words = ["shrinkpoint", "compress", str(tmp_path / "a.pt"), str(tmp_path / "store"), "--step"]
+    store = sp.Store(tmp_path / "store")
+    store.save(1, {"w": np.ones(3)})
+    code = (
+        "import errno, os, sys, shrinkpoint.__main__ as m\n"
+        f"def fails(*_): raise OSError(errno.{fault}, os.strerror(errno.{fault}))\n"
+        f"os.fsync = fails\nsys.argv = {[*words, '2']}\nm.main()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1, ran.stderr
+    assert re.search(r"(No space left on device|Read-only file system)", ran.stderr)
+    assert "no step that was saved before is lost" in ran.stderr
+    again = sp.Store(tmp_path / "store")
+    assert again.steps() == [1]
+    assert again.load()["w"].tolist() == [1] * 3

@@ -65,10 +65,10 @@ def fault(error: Exception) -> str:
 
 
 def _text_of(error: OSError) -> str:
-    if error.strerror is None:
-        return str(error) or type(error).__name__
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
-    return f"{' -> '.join(names)}: {error.strerror}" if names else error.strerror
+    text = error.strerror or str(error) or type(error).__name__
+    # A save that fails notes that the steps before it are intact.
+    return "; ".join([f"{' -> '.join(names)}: {text}" if names else text, *getattr(error, "__notes__", ())])
 
 
 @contextlib.contextmanager
