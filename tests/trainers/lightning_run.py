@@ -177,8 +177,8 @@ class Faulty(Searching):
 class Elsewhere(CompressedIO):
     """A plugin with a different store folder in each process."""
 
-    def _store(self, path: Any) -> sp.Store:
-        return super()._store(os.path.join(os.path.dirname(path), os.environ.get("LOCAL_RANK", "0"), "x"))
+    def _root(self, path: Any) -> str:
+        return os.path.join(super()._root(path), os.environ.get("LOCAL_RANK", "0"))
 
 
 def search_together(folder: Path, epochs: int, how: str, resume: Path | None) -> None:
