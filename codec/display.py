@@ -30,8 +30,8 @@ def printable(text: object) -> str:
     """Escape control characters, so that names in files cannot control a terminal.
 
     Example:
-        >>> printable("a\x1b[31m/b")
-        'a\\x1b[31m/b'
+        >>> printable("a\\x1b[31m/b")
+        'a\\\\x1b[31m/b'
     """
     plain = str(text)
     if plain.isprintable():

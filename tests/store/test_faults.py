@@ -335,7 +335,7 @@ def test_a_save_takes_no_longer_at_10_000_steps(ten_thousand: Path, tmp_path_fac
     assert seconds[many] <= 1.5 * seconds[few], seconds
 
 
-SLOWER = 1.5
+SLOWER = 2.0
 """How much slower than an idle machine of 2026 this one may be."""
 
 
