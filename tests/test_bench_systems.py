@@ -378,7 +378,7 @@ def test_errors_of_the_moments_and_the_score() -> None:
 
 
 def training(evaluate: Any) -> Training:
-    return Training("a model", 1, [Checkpoint(1, {}, None)], evaluate, evaluate)
+    return Training("a model", 1, [Checkpoint(1, {}, None)], evaluate, evaluate, {})
 
 
 def weights(**sizes: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
