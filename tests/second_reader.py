@@ -207,10 +207,10 @@ class Source(BytesIO):
             out[own] = (value - self.block().symbols(int(own.sum()))) % modulus
         return out
 
-    def classes(self, classes: int, columns: int, place: Array) -> Array:
-        base, row, column = self.varint(), place // columns, place % columns
+    def classes(self, columns: int, place: Array) -> tuple[Array, int]:
+        classes, base, row, column = self.varint(), self.varint(), place // columns, place % columns
         down, across = self.block().symbols(int(row.max()) + 1), self.block().symbols(columns)
-        return np.clip(down[row] + across[column] - base, 0, classes - 1)
+        return np.clip(down[row] + across[column] - base, 0, classes - 1), classes
 
     def factors(self, lines: Array, ranks: Array) -> Array:
         numbers, ends = self.block().symbols(int((ranks * lines).sum())) - 128, np.cumsum(ranks * lines)
@@ -220,18 +220,16 @@ class Source(BytesIO):
     def matrix(self, n: int, context: Array | None) -> Array:
         way, usual, columns, phase, matrices = self.byte(), self.byte(), *self.varints(3)
         heights = np.array(self.varints(matrices) if matrices > 1 else [-(-(phase + n) // columns)])
-        place, predicted = phase + np.arange(n), self.byte()
-        own, nearest, contexts = np.zeros(n, int), np.zeros(n, int), 4 if predicted else 1
-        if predicted:
+        place = phase + np.arange(n)
+        if self.byte() == 1:
             ranks, row = self.block().symbols(matrices), place // columns
             left, right = (self.factors(lines, ranks) for lines in (heights, np.full(matrices, columns)))
             across = np.repeat(np.arange(matrices), heights)[row] * columns + place % columns
             fourths = np.rint((left[:, row] * right[:, across]).sum(axis=0) / 16).astype(int) + 2
-            nearest, own = fourths // 4, fourths % 4
-        classes = self.varint()
-        if classes > 1:
-            own = own * classes + self.classes(classes, columns, place)
-        coded = self.rans(own, contexts * classes)
+            nearest, own, contexts = fourths // 4, fourths % 4, 4
+        else:
+            nearest, (own, contexts) = np.zeros(n, int), self.classes(columns, place)
+        coded = self.rans(own, contexts)
         numbers = np.where(coded % 2, -1 - coded // 2, coded // 2) + nearest
         if way == 1:
             numbers = (numbers + 128) % 256 - 128

@@ -28,6 +28,7 @@ from ..moments.firstmoment import (
     FirstMoment,
     decode_grid,
     is_in_another_unit,
+    sample_of,
 )
 from ..moments.logbuckets import LogBuckets, decode_log_buckets
 from ..moments.secondmoment import (
@@ -312,7 +313,7 @@ def _on_grid(codec: FirstMoment, leaves: Sequence[Leaf], group: Sequence[int], s
     square = np.concatenate([leaf.sibling for leaf in members])
     x = as_float32(leaf.flat, leaf.spec)
     symbols, sums, counts = grid_symbols(x, square, step)
-    table = codec.table_of(sums, counts, [(x, square, symbols)])
+    table = codec.table_of(sums, counts, sample_of(leaf.flat, square, leaf.spec), step)
     escaped = escapes_of(x, symbols, OFF_GRID, counts)
     values = with_escapes(grid_values(symbols, square, table), symbols, OFF_GRID, escaped)
     met = distortion_many(leaf.flat, as_stored(values, leaf.spec), ends_of(specs))
