@@ -212,18 +212,19 @@ class Source(BytesIO):
         down, across = self.block().symbols(int(row.max()) + 1), self.block().symbols(columns)
         return np.clip(down[row] + across[column] - base, 0, classes - 1), classes
 
-    def factors(self, lines: Array, ranks: Array) -> Array:
+    def factors(self, lines: Array, ranks: Array) -> list[Array]:
         numbers, ends = self.block().symbols(int((ranks * lines).sum())) - 128, np.cumsum(ranks * lines)
-        parts = zip(ranks, lines, np.split(numbers, ends[:-1]), strict=True)
-        return np.concatenate([np.pad(x.reshape(k, m), ((0, 8 - k), (0, 0))) for k, m, x in parts], axis=1)
+        parts = zip(np.tile(ranks, 2), lines.ravel(), np.split(numbers, ends[:-1]), strict=True)
+        found = [np.pad(x.reshape(k, m), ((0, 8 - k), (0, 0))) for k, m, x in parts]
+        return [np.concatenate(own, axis=1) for own in (found[: ranks.size], found[ranks.size :])]
 
     def matrix(self, n: int, context: Array | None) -> Array:
         way, usual, columns, phase, matrices = self.byte(), self.byte(), *self.varints(3)
         heights = np.array(self.varints(matrices) if matrices > 1 else [-(-(phase + n) // columns)])
         place = phase + np.arange(n)
         if self.byte() == 1:
-            ranks, row = self.block().symbols(matrices), place // columns
-            left, right = (self.factors(lines, ranks) for lines in (heights, np.full(matrices, columns)))
+            ranks, row = np.array([self.byte() for _ in range(matrices)]), place // columns
+            left, right = self.factors(np.stack([heights, np.full(matrices, columns)]), ranks)
             across = np.repeat(np.arange(matrices), heights)[row] * columns + place % columns
             fourths = np.rint((left[:, row] * right[:, across]).sum(axis=0) / 16).astype(int) + 2
             nearest, own, contexts = fourths // 4, fourths % 4, 4
@@ -512,16 +513,17 @@ class Unit:
             leaf.more["symbols"] = own
 
     def read_rank_one(self) -> Iterator[Array]:
-        head, olds, factors = Source(self.pieces[0]), self.olds("rank-one"), []
-        for side in (0, 1):
-            lengths = [(leaf.shape[0], prod(leaf.shape[1:]))[side] for leaf in self.leaves]
-            j = head.block().planes(2, sum(lengths)).astype(np.int64)
-            if olds:
-                j = np.concatenate([old.more[f"side {side}"] for old in olds]) + unzigzag(j)
-            numbers = np.split(j, np.cumsum(lengths)[:-1])
+        head, olds = Source(self.pieces[0]), self.olds("rank-one")
+        lengths = [n for side in (0, 1) for n in [(leaf.shape[0], prod(leaf.shape[1:]))[side] for leaf in self.leaves]]
+        j = head.block().planes(2, sum(lengths)).astype(np.int64)
+        if olds:
+            j = np.concatenate([old.more[f"side {side}"] for side in (0, 1) for old in olds]) + unzigzag(j)
+        parts = np.split(j, np.cumsum(lengths)[:-1])
+        sides = parts[: len(self.leaves)], parts[len(self.leaves) :]
+        for side, numbers in enumerate(sides):
             for leaf, own in zip(self.leaves, numbers, strict=True):
                 leaf.more[f"side {side}"] = own
-            factors.append([bucket_values(own, 3, "float32").astype(np.float32) for own in numbers])
+        factors = [[bucket_values(own, 3, "float32").astype(np.float32) for own in numbers] for numbers in sides]
         products = [np.multiply.outer(a, b).reshape(-1) for a, b in zip(*factors, strict=True)]
         yield from self.with_escapes(np.concatenate(products), head.table(), 1)
 

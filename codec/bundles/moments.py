@@ -190,8 +190,7 @@ def log_buckets_together(codec: LogBuckets, leaves: Sequence[Leaf], parents: Seq
 
 def _rank_one_pieces(joined: JoinedRankOne, before: JoinedRankOne | None, counts: NpArray | None) -> list[bytes]:
     head = Writer()
-    head.block(pack_factors(joined.rows, None if before is None else before.rows))
-    head.block(pack_factors(joined.columns, None if before is None else before.columns))
+    head.block(pack_factors((joined.rows, joined.columns), None if before is None else (before.rows, before.columns)))
     head.raw(pack_table(joined.table))
     old, matrix = None if before is None else before.symbols, matrix_of(joined.specs, entropy.Numbers.CENTERED)
     return [head.done(), pack_chunk(joined.symbols, joined.escaped, counts, old, matrix)]
@@ -216,8 +215,9 @@ def decode_rank_one_together(
     old = before if isinstance(before, JoinedRankOne) else None
     shapes = _shapes(specs)
     head = Reader(pieces[0], "rank one")
-    rows = read_factors(head.block(), int(shapes[:, 0].sum()), None if old is None else old.rows)
-    columns = read_factors(head.block(), int(shapes[:, 1].sum()), None if old is None else old.columns)
+    rows, columns = read_factors(
+        head.block(), *shapes.sum(axis=0).tolist(), None if old is None else (old.rows, old.columns)
+    )
     table = read_table(head)
     head.end()
     size = sum(spec.size for spec in specs)

@@ -222,10 +222,10 @@ def decode_matrix(data: Reader, n: int, context: U8 | None) -> U8:
     form = data.byte()
     if form == _LOW_RANK:
         shape = np.array(heights, np.int64)
-        ranks = decode_plain(data.block(), count).astype(np.int64)
+        ranks = data.array("u1", count).astype(np.int64)
         if int(ranks.max()) > RANK:
             raise CorruptDataError(f"matrix: rank {int(ranks.max())}; at most {RANK} is possible")
-        rows, across = (_read_factors(data, size, ranks) for size in (shape, np.full(count, columns)))
+        rows, across = _read_factors(data, (shape, np.full(count, columns)), ranks)
         nearest, quarters = low_rank_predictions(rows, across, shape, n, phase)
         numbers = unzigzag(read_rans(data, quarters, QUARTERS, n))
         numbers += nearest
@@ -248,20 +248,23 @@ def _predicted(numbers: NpArray, shape: I64, columns: int, phase: int) -> _Form 
         return None
     out = Writer()
     out.byte(_LOW_RANK)
-    out.block(coded(ranks.astype(np.uint8)))
+    out.raw(ranks.astype(np.uint8))
+    used = []
     for factor, ends in ((rows, np.cumsum(shape)), (across, columns * np.arange(1, shape.size + 1))):
-        parts = np.split(factor, ends[:-1])
-        used = [part[:, :rank].T.reshape(-1) for part, rank in zip(parts, ranks.tolist(), strict=True) if rank]
-        out.block(coded(np.concatenate(used).view(np.uint8) ^ _SIGN))
+        parts = zip(np.split(factor, ends[:-1]), ranks.tolist(), strict=True)
+        used += [part[:, :rank].T.reshape(-1) for part, rank in parts if rank]
+    out.block(coded(np.concatenate(used).view(np.uint8) ^ _SIGN))
     return _Form(out.done(), *low_rank_differences(numbers, rows, across, shape, phase), QUARTERS)
 
 
-def _read_factors(data: Reader, lines: I64, ranks: I64) -> NpArray:
-    """Read the factors of several matrices, int8 [sum of lines, RANK]."""
-    numbers = (decode_plain(data.block(), int((lines * ranks).sum())) ^ _SIGN).view(np.int8)
-    found = np.zeros((int(lines.sum()), RANK), np.int8)
-    line = begin = 0
-    for length, rank in zip(lines.tolist(), ranks.tolist(), strict=True):
-        found[line : line + length, :rank] = numbers[begin : begin + rank * length].reshape(rank, length).T
-        line, begin = line + length, begin + rank * length
+def _read_factors(data: Reader, lines: Sequence[I64], ranks: I64) -> list[NpArray]:
+    """Read the row and column factors of several matrices, int8 [sum of lines, RANK] each."""
+    total = sum(int((own * ranks).sum()) for own in lines)
+    numbers = (decode_plain(data.block(), total) ^ _SIGN).view(np.int8)
+    found, begin = [np.zeros((int(own.sum()), RANK), np.int8) for own in lines], 0
+    for factor, own in zip(found, lines, strict=True):
+        line = 0
+        for length, rank in zip(own.tolist(), ranks.tolist(), strict=True):
+            factor[line : line + length, :rank] = numbers[begin : begin + rank * length].reshape(rank, length).T
+            line, begin = line + length, begin + rank * length
     return found

@@ -59,6 +59,8 @@ MOST_OFF_GRID = 0.01
 """Share of the elements that may be on no grid point."""
 NOTHING_LEFT = 0.99
 """Relative L2 error above which a grid loses almost all of the values; zeros have 1."""
+_INFINITY = 0x7F800000
+"""Pattern of infinity as float32."""
 _SMALLEST = 1 / 64
 """Norm of a first moment over that of the roots of its second one, below which the two do not belong together."""
 
@@ -281,9 +283,11 @@ def decode_grid(
 def square_of(values: Array, spec: LeafSpec) -> Array:
     """Return a decoded second moment as float32, with 0 for negative and non-finite values."""
     square = as_float32(values, spec)
-    # Extremes first: they need no memory, and a NaN is an extreme.
+    if not on_gpu(square):
+        # The patterns of infinity, NaN and negative numbers are above those of other numbers: one pass, no memory.
+        if not spec.size or int(square.view(np.uint32).max()) < _INFINITY:
+            return square
+        return np.where((square >= 0) & (square < np.inf), square, np.float32(0))
     if not spec.size or (float(square.min()) >= 0 and float(square.max()) < math.inf):
         return square
-    if on_gpu(square):
-        return square.where((square >= 0) & (square < math.inf), 0.0)
-    return np.where((square >= 0) & (square < np.inf), square, np.float32(0))
+    return square.where((square >= 0) & (square < math.inf), 0.0)

@@ -4,7 +4,7 @@ v as row mean x column mean / mean, as Adafactor keeps it, times a power of two 
 slowly, so most elements of a delta keep their correction, and even a fine one costs little there. The correction bounds
 the error of every element, and keeps the mean of 1 / sqrt(v), so that updates are neither longer nor shorter.
 
-Pieces: (0) block: row factors, block: column factors, both as log buckets of 3 bits or differences to the parent's; the
+Pieces: (0) block: row factors and column factors as log buckets of 3 bits or differences to the parent's; the
 table of each symbol's factor. (1 + i) chunk i: block: symbol stream in the context of the parent's symbols; varint
 number of escapes, their float32 patterns.
 """
@@ -210,8 +210,7 @@ def _rank_one_pieces(
 ) -> list[bytes]:
     """Return the pieces: one with factors and table, and one for each chunk."""
     head = Writer()
-    head.block(pack_factors(memory.rows, None if before is None else before.rows))
-    head.block(pack_factors(memory.columns, None if before is None else before.columns))
+    head.block(pack_factors((memory.rows, memory.columns), None if before is None else (before.rows, before.columns)))
     head.raw(pack_table(memory.table))
 
     def one(chunk: tuple[int, NpArray]) -> bytes:
@@ -271,39 +270,44 @@ def factor_values(index: NpArray) -> NpArray:
     return values
 
 
-def pack_factors(index: NpArray, before: NpArray | None) -> bytes:
+Factors = tuple[NpArray, NpArray]
+"""Log buckets of row factors and of column factors, int32."""
+
+
+def pack_factors(factors: Factors, before: Factors | None) -> bytes:
     """Pack log buckets of factors, or zig-zag differences from the parent's, as two byte planes."""
-    numbers = index - np.int32(_F32.buckets(FACTOR_BITS))
+    numbers = np.concatenate(factors) - np.int32(_F32.buckets(FACTOR_BITS))
     if before is not None:
-        step = index - before
+        step = numbers + np.int32(_F32.buckets(FACTOR_BITS)) - np.concatenate(before)
         numbers = (step << 1) ^ (step >> 31)
     out = Writer()
     for shift in (0, 8):
-        out.block(entropy.encode(((numbers >> shift) & 255).astype(np.uint8)))
+        out.block(entropy.coded(((numbers >> shift) & 255).astype(np.uint8)))
     return out.done()
 
 
-def read_factors(data: memoryview, n: int, before: NpArray | None) -> NpArray:
-    """Return the log buckets of n factors, int32 [n], that `pack_factors` packed.
+def read_factors(data: memoryview, rows: int, columns: int, before: Factors | None) -> Factors:
+    """Return the log buckets of factors that `pack_factors` packed.
 
     Args:
         data: the packed bytes.
-        n: number of factors.
-        before: the parent's log buckets, int32 [n]; None for a base.
+        rows: number of row factors.
+        columns: number of column factors.
+        before: the parent's log buckets; None for a base.
 
     Raises:
         CorruptDataError: the bytes are malformed, or a bucket is out of range.
     """
-    reader = Reader(data, "factors")
+    reader, n = Reader(data, "factors"), rows + columns
     numbers = np.zeros(n, np.int32)
     for shift in (0, 8):
         numbers += entropy.decode(reader.block(), n).astype(np.int32) << shift
     reader.end()
     buckets = np.int32(_F32.buckets(FACTOR_BITS))
-    index = numbers + buckets if before is None else before + ((numbers >> 1) ^ -(numbers & 1))
+    index = numbers + buckets if before is None else np.concatenate(before) + ((numbers >> 1) ^ -(numbers & 1))
     if n and not buckets <= int(index.min()) <= int(index.max()) <= 2 * buckets:
         raise CorruptDataError("factors: a bucket is out of range")
-    return index
+    return index[:rows], index[rows:]
 
 
 def decode_rank_one(
@@ -316,8 +320,7 @@ def decode_rank_one(
     chunks = chunks_of("rank one", pieces, spec.size, 8 * (shape[0] + shape[1]) + spec.size, step=CHUNK, head=True)
     head = Reader(pieces[0], "rank one")
     before = _rank_one(parent, spec)
-    rows = read_factors(head.block(), shape[0], None if before is None else before.rows)
-    columns = read_factors(head.block(), shape[1], None if before is None else before.columns)
+    rows, columns = read_factors(head.block(), *shape, None if before is None else (before.rows, before.columns))
     table = read_table(head)
     head.end()
 
