@@ -48,7 +48,7 @@ LARGEST_ERROR = 0.58
 """Relative L2 error that no first moment exceeds unless its codec allows it (`max_error=1`).
 
 Of a grid whose error is e without the gain it is e / sqrt(1 - e**2) with it: 0.58 for an error of 0.5."""
-_SAMPLE, _RUNS = 1 << 16, 64
+_SAMPLE, _RUNS = 1 << 15, 64
 """Elements from which the first step and the gain are computed, and the contiguous runs that they are taken in."""
 _LARGEST_GAIN = 1.5
 _GAIN_STEPS = 256
@@ -141,8 +141,8 @@ class FirstMoment:
             return step
         for _ in range(ATTEMPTS):
             symbols, sums, counts = grid_symbols(x, square, step)
-            error, norm = grid_error(x, square, symbols, self.table_of(sums, counts, (x, square), step))
-            narrower = self.narrower(step, Distortion(error, norm, 0.0).relative_l2)
+            _, error = _gain(_means(sums, counts), x, square, symbols)
+            narrower = self.narrower(step, error)
             if narrower is None or not math.isfinite(narrower):
                 break
             step = narrower
@@ -157,11 +157,9 @@ class FirstMoment:
             sample: elements, and squares of their units, from which the gain is computed.
             step: distance of grid points.
         """
-        with np.errstate(divide="ignore", invalid="ignore"):
-            means = np.where(counts > 0, sums / counts, 0.0)
-        means[OFF_GRID] = 0.0
+        means = _means(sums, counts)
         if self.bound < 1:  # a grid that may lose nearly all keeps what it holds
-            means *= _gain(means, *sample, step)
+            means *= _gain(means, *sample, grid_symbols(*sample, step)[0])[0]
         table: NpArray = to_bfloat16(means)
         return table
 
@@ -230,16 +228,26 @@ def grid_distortion(flat: Array, square: Array, symbols: Array, table: NpArray, 
     return distortion(flat, as_stored(with_escapes(values, symbols, OFF_GRID, x[symbols == OFF_GRID]), spec))
 
 
-def _gain(means: NpArray, x: Array, square: Array, step: float) -> float:
-    """Return the factor of a table's values for which <m~, m> = <m, m>, from a sample."""
-    symbols, _, _ = grid_symbols(x, square, step)
+def _means(sums: NpArray, counts: NpArray) -> NpArray:
+    """Return the mean of each grid point, float64 [256]; 0 for the escape."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        means: NpArray = np.where(counts > 0, sums / counts, 0.0)
+    means[OFF_GRID] = 0.0
+    return means
+
+
+def _gain(means: NpArray, x: Array, square: Array, symbols: Array) -> tuple[float, float]:
+    """Return the factor of a table's values for which <m~, m> = <m, m>, and the relative L2 error with it."""
     table: NpArray = means.astype(np.float32)
-    # |m - m~|**2 and |m + m~|**2 differ by 4 <m, m~>.
-    (error, squares), (opposite, _) = (grid_error(x, square, symbols, sign * table) for sign in (1, -1))
+    # |m - m~|**2 and |m + m~|**2 differ by 4 <m, m~>; their mean is |m|**2 + |m~|**2.
+    (error, norm), (opposite, _) = (grid_error(x, square, symbols, sign * table) for sign in (1, -1))
     products = (opposite - error) / 4
     if not 0 < products < math.inf:
-        return 1.0
-    return round(_GAIN_STEPS * min(max(squares / products, 1 / _LARGEST_GAIN), _LARGEST_GAIN)) / _GAIN_STEPS
+        return 1.0, Distortion(error, norm, 0.0).relative_l2
+    exact = min(max(norm / products, 1 / _LARGEST_GAIN), _LARGEST_GAIN)
+    gain = round(_GAIN_STEPS * exact) / _GAIN_STEPS
+    left = norm - 2 * gain * products + gain**2 * ((error + opposite) / 2 - norm)
+    return gain, Distortion(max(left, 0.0), norm, 0.0).relative_l2
 
 
 def _in_another_unit(leaf: Leaf, square: Array) -> bool:
