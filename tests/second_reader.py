@@ -18,7 +18,6 @@ import zstandard
 from blake3 import blake3
 
 Array = np.ndarray[Any, Any]
-EPOCH = 1
 FLOATS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}  # exponent, mantissa
 CONTAINERS: dict[str, Any] = {"d": dict, "w": dict, "o": OrderedDict, "c": Counter, "l": list, "t": tuple}
 SCALARS: dict[str, Callable[[Any], Any]] = {
@@ -656,13 +655,13 @@ def tree(nodes: Iterator[Any], leaves: list[Leaf], keys: dict[int, str], path: t
 
 def header_of(blob: bytes) -> tuple[dict[str, Any], Source]:
     """Return the header, with a record for each array, and the body."""
-    magic, version, flags, stored, plain, count, epoch = struct.unpack("<8sIIQQII", blob[:40])
-    if (magic, version) != (b"\x89SPT\r\n\x1a\n", 1):
-        raise ValueError(f"not a file of version 1: magic {magic!r}, version {version}")
+    magic, version, flags, stored, plain, count, reserved = struct.unpack("<8sIIQQII", blob[:40])
+    if (magic, version) != (b"\x89SPT\r\n\x1a\n", 2):
+        raise ValueError(f"not a file of version 2: magic {magic!r}, version {version}")
     at = start = 56 + stored + 24 * count
     text = zstandard.decompress(blob[56 : 56 + stored])
     checksum = xxhash.xxh3_128(blob[:40] + blob[56:at]).digest()
-    assert (flags, epoch, len(text), checksum) == (0, EPOCH, plain, blob[40:56])
+    assert (flags, reserved, len(text), checksum) == (0, 0, plain, blob[40:56])
     for length, digest in struct.iter_unpack("<Q16s", blob[56 + stored : start]):
         assert xxhash.xxh3_128(blob[at : at + length]).digest() == digest
         at += length

@@ -156,8 +156,8 @@ def second_moments_together(
         return _each_alone(leaves)
     pieces = _rank_one_pieces(joined, before, counts)
     stored = [
-        Stored("rank-one", {}, (), memory, error, "relative", decoded=partial(_given, values))
-        for memory, error, values in zip(joined.split(), errors, parts(restored, specs), strict=True)
+        Stored("rank-one", {}, (), reference, error, "relative", decoded=partial(_given, values))
+        for reference, error, values in zip(joined.split(), errors, parts(restored, specs), strict=True)
     ]
     return Together([StoredBundle(range(len(leaves)), "rank-one", {}, pieces, before is not None, stored)], {})
 
@@ -196,7 +196,7 @@ def _rank_one_pieces(joined: JoinedRankOne, before: JoinedRankOne | None, counts
     return [head.done(), pack_chunk(joined.symbols, joined.escaped, counts, old, matrix)]
 
 
-def restate_rank_one_together(joined: Joined, before: Joined | None) -> Pieces:
+def rebase_rank_one_together(joined: Joined, before: Joined | None) -> Pieces:
     """Encode symbols and factors as a base or against another parent."""
     assert isinstance(joined, JoinedRankOne)
     return {}, _rank_one_pieces(joined, before if isinstance(before, JoinedRankOne) else None, None)
@@ -215,9 +215,8 @@ def decode_rank_one_together(
     old = before if isinstance(before, JoinedRankOne) else None
     shapes = _shapes(specs)
     head = Reader(pieces[0], "rank one")
-    rows, columns = read_factors(
-        head.block(), *shapes.sum(axis=0).tolist(), None if old is None else (old.rows, old.columns)
-    )
+    across, down = (int(lines) for lines in shapes.sum(axis=0))
+    rows, columns = read_factors(head.block(), across, down, None if old is None else (old.rows, old.columns))
     table = read_table(head)
     head.end()
     size = sum(spec.size for spec in specs)
@@ -250,7 +249,7 @@ class _OnGrid:
 def first_moments_together(codec: FirstMoment, leaves: Sequence[Leaf]) -> Together:
     """Encode first moments of one dtype together, grouped by the step that each needs.
 
-    Each array comes with the squares of its scale as `Leaf.sibling`.
+    Each array comes with the squares of its scale as `Leaf.pair`.
     """
     steps: dict[int, float] = {}
     alone: dict[int, Stored | None] = {}
@@ -310,7 +309,7 @@ def _on_grid(codec: FirstMoment, leaves: Sequence[Leaf], group: Sequence[int], s
     members = [leaves[i] for i in group]
     specs = [leaf.spec for leaf in members]
     leaf = joined_leaf(members)
-    square = np.concatenate([leaf.sibling for leaf in members])
+    square = np.concatenate([leaf.pair for leaf in members])
     x = as_float32(leaf.flat, leaf.spec)
     symbols, sums, counts = grid_symbols(x, square, step)
     table = codec.table_of(sums, counts, sample_of(leaf.flat, square, leaf.spec), step)

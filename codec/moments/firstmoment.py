@@ -101,8 +101,8 @@ class FirstMoment:
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the relative L2 error."""
-        if leaf.sibling is not None:
-            square = placed_with(leaf.sibling, leaf.flat)
+        if leaf.pair is not None:
+            square = placed_with(leaf.pair, leaf.flat)
             sample = sample_of(leaf.flat, square, leaf.spec)
             step = self._first_step(leaf.spec.size, *sample)
             for _ in range(ATTEMPTS):
@@ -270,10 +270,10 @@ def is_in_another_unit(first: float, second: float) -> bool:
 
 
 def decode_grid(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Array | None
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, pair: Array | None
 ) -> ValuesReference:
     """Decode the stream format "grid"."""
-    if spec.dtype not in ("float32", "bfloat16") or not pieces or sibling is None:
+    if spec.dtype not in ("float32", "bfloat16") or not pieces or pair is None:
         raise CorruptDataError(f"grid: dtype {spec.dtype} cannot be stored on a grid, or the second moment is missing")
     head = Reader(pieces[0], "grid")
     table = read_table(head)
@@ -281,7 +281,7 @@ def decode_grid(
 
     def one(piece: memoryview, start: int, n: int) -> NpArray:
         symbols, escaped = read_chunk(piece, n, OFF_GRID)
-        values = grid_values(symbols, sibling[start : start + n], table)
+        values = grid_values(symbols, pair[start : start + n], table)
         restored: NpArray = with_escapes(values, symbols, OFF_GRID, escaped)
         return restored
 

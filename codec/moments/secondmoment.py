@@ -45,7 +45,7 @@ from .symbolvalues import (
     put,
     read_chunk,
     read_table,
-    room_beside,
+    room_like,
     with_escapes,
 )
 
@@ -128,7 +128,7 @@ class SecondMoment:
             parts = [_without(part, beyond, leaf, start) for part, start in zip(parts, starts, strict=True)]
         table = to_bfloat16(np.where(beyond, np.float32(0), factor))
         # Its first moment needs the decoded values, which are available here, where their error is measured.
-        data = room_beside(leaf.flat, leaf.spec)
+        data = room_like(leaf.flat, leaf.spec)
 
         def met(number: int) -> Distortion:
             start, symbols, escaped = starts[number], parts[number][0], parts[number][3]
@@ -139,10 +139,10 @@ class SecondMoment:
 
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
         symbols, escaped = (np.concatenate([on_host(p[i]) for p in parts]) for i in (0, 3))
-        memory = RankOneReference(symbols, indices[0], indices[1], table, escaped)
-        pieces = _rank_one_pieces(memory, before, [part[2] for part in parts])
+        reference = RankOneReference(symbols, indices[0], indices[1], table, escaped)
+        pieces = _rank_one_pieces(reference, before, [part[2] for part in parts])
         worst = error.largest_relative
-        return Stored("rank-one", {}, pieces, memory, worst, "relative", decoded=lambda: data), error
+        return Stored("rank-one", {}, pieces, reference, worst, "relative", decoded=lambda: data), error
 
 
 def _without(
@@ -206,32 +206,34 @@ def _rank_one(parent: Reference | None, spec: LeafSpec) -> RankOneReference | No
 
 
 def _rank_one_pieces(
-    memory: RankOneReference, before: RankOneReference | None, counts: Sequence[NpArray] = ()
+    reference: RankOneReference, before: RankOneReference | None, counts: Sequence[NpArray] = ()
 ) -> list[bytes]:
     """Return the pieces: one with factors and table, and one for each chunk."""
     head = Writer()
-    head.block(pack_factors((memory.rows, memory.columns), None if before is None else (before.rows, before.columns)))
-    head.raw(pack_table(memory.table))
+    head.block(
+        pack_factors((reference.rows, reference.columns), None if before is None else (before.rows, before.columns))
+    )
+    head.raw(pack_table(reference.table))
 
     def one(chunk: tuple[int, NpArray]) -> bytes:
         start, escaped = chunk
         old = None if before is None else before.symbols[start : start + CHUNK]
         known = counts[start // CHUNK] if counts else None
-        symbols = memory.symbols[start : start + CHUNK]
-        matrix = entropy.Matrix(memory.columns.size, start, numbers=entropy.Numbers.CENTERED)
+        symbols = reference.symbols[start : start + CHUNK]
+        matrix = entropy.Matrix(reference.columns.size, start, numbers=entropy.Numbers.CENTERED)
         return pack_chunk(symbols, escaped, known, old, matrix)
 
-    starts = range(0, memory.symbols.size, CHUNK)
-    return [head.done(), *map_chunks(one, zip(starts, memory.escapes(), strict=True))]
+    starts = range(0, reference.symbols.size, CHUNK)
+    return [head.done(), *map_chunks(one, zip(starts, reference.escapes(), strict=True))]
 
 
-def restate_rank_one(
-    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
+def rebase_rank_one(
+    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Encode the same symbols and factors as a base or against another parent."""
-    if not isinstance(memory, RankOneReference):
-        raise BadArgumentError("rank one: the memory of another stream cannot be restated")
-    return meta, _rank_one_pieces(memory, _rank_one(parent, spec))
+    if not isinstance(reference, RankOneReference):
+        raise BadArgumentError("rank one: the reference of another stream cannot be rebased")
+    return meta, _rank_one_pieces(reference, _rank_one(parent, spec))
 
 
 def _least_error(octaves: float) -> float:
@@ -311,7 +313,7 @@ def read_factors(data: memoryview, rows: int, columns: int, before: Factors | No
 
 
 def decode_rank_one(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Array | None
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, pair: Array | None
 ) -> RankOneReference:
     """Decode the stream format "rank-one"."""
     shape = matrix_shape(spec)
