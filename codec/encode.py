@@ -95,7 +95,8 @@ class _Encoder:
         for one in following[False]:
             self._encode([one], found)
         for i in job:
-            found.arrays[i] = dataclasses.replace(found.arrays[i], decoded=None)
+            if found.arrays[i].decoded is not None:
+                found.arrays[i] = dataclasses.replace(found.arrays[i], decoded=None)
             first_number = self.firsts.get(i)
             if first_number is not None and STREAMS[found.arrays[first_number].stream].pair:
                 found.arrays[first_number] = dataclasses.replace(found.arrays[first_number], pair=i)

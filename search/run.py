@@ -15,6 +15,7 @@ from .exhaustive import search_exhaustively
 from .neighbourhood import search_neighbourhood
 from .process_group import ProcessGroup
 from .progress import ProgressReport
+from .published import search_as_published
 from .quality import Evaluate
 from .result import SearchResult, outcome
 from .search_state import SearchState
@@ -137,6 +138,8 @@ def _search(trials: Trials, arguments: SearchArguments) -> SearchResult:
 def _chosen(space: Space, arguments: SearchArguments) -> tuple[Choice, str, bool]:
     """Search the neighbourhood of the last choice, then the whole cube if nothing passes there."""
     last, choice, fell_back = arguments.last, None, False
+    if arguments.options.method == "published":
+        return search_as_published(space, last, arguments.options.steps)
     if last is not None and last.point is not None and space.has(last.point):
         choice = search_neighbourhood(space, last, arguments.options.steps, relax=arguments.options.relax)
         fell_back = choice.trial is None

@@ -265,7 +265,6 @@ class Source(BytesIO):
         out, count = np.zeros(256, np.float32), self.varint()
         at = np.cumsum(np.array(self.varints(count), int) + 1) - 1
         out[at] = floats(self.array("<u2", count), "bfloat16")
-        assert not self.read()
         return out
 
     def exact(self, dtype: str, n: int, before: Array | None) -> Array:
@@ -529,7 +528,8 @@ class Unit:
     def read_grid(self) -> Iterator[Array]:
         v = np.concatenate([floats(other.items, self.dtype) for other in self.others])
         root = np.sqrt(np.where((v >= 0) & np.isfinite(v), v, np.float32(0)))
-        yield from self.with_escapes(root, Source(self.pieces[0]).table(), 0)
+        head = Source(self.pieces[0])
+        yield from self.with_escapes(root, head.table() * np.float32(head.varint() / 256), 0)
 
     def read_exponent(self) -> Iterator[Array]:
         head, tables, coding = Source(self.pieces[0]), [], -1

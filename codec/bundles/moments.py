@@ -14,7 +14,7 @@ import numpy as np
 from ...kernels.error_sums import Distortion, distortion_many
 from ...kernels.histogram import bucket_index
 from ...kernels.moment_grid import ESCAPE as OFF_GRID
-from ...kernels.moment_grid import grid_symbols, grid_values
+from ...kernels.moment_grid import grid_products, grid_symbols, grid_values
 from ...kernels.scales import ESCAPE as NO_RESIDUAL
 from ...kernels.scales import factors_many, residual_factors, residual_symbols_many, residual_values_many
 from .. import entropy
@@ -26,9 +26,10 @@ from ..moments.firstmoment import (
     MOST_OFF_GRID,
     NOTHING_LEFT,
     FirstMoment,
+    GridTable,
     decode_grid,
     is_in_another_unit,
-    sample_of,
+    means_of,
 )
 from ..moments.logbuckets import LogBuckets, decode_log_buckets
 from ..moments.secondmoment import (
@@ -239,7 +240,7 @@ def decode_log_buckets_together(
 class _OnGrid:
     """First moments rounded to grid points of one step."""
 
-    table: NpArray
+    table: GridTable
     symbols: NpArray
     counts: NpArray
     escaped: NpArray
@@ -286,7 +287,7 @@ def first_moments_together(codec: FirstMoment, leaves: Sequence[Leaf]) -> Togeth
         matrix = matrix_of(specs, entropy.Numbers.ALTERNATING)
         chunk = pack_chunk(found.symbols, found.escaped, found.counts, None, matrix)
         stored = [Stored("grid", {}, (), None, met.relative_l2, "relative L2") for met in found.met]
-        bundles.append(StoredBundle(group, "grid", {}, [pack_table(found.table), chunk], False, stored))
+        bundles.append(StoredBundle(group, "grid", {}, [found.table.packed(), chunk], False, stored))
     return Together(bundles, alone)
 
 
@@ -312,9 +313,10 @@ def _on_grid(codec: FirstMoment, leaves: Sequence[Leaf], group: Sequence[int], s
     square = np.concatenate([leaf.pair for leaf in members])
     x = as_float32(leaf.flat, leaf.spec)
     symbols, sums, counts = grid_symbols(x, square, step)
-    table = codec.table_of(sums, counts, sample_of(leaf.flat, square, leaf.spec), step)
+    products = grid_products(x, square, symbols, means_of(sums, counts))
+    table = GridTable.of(sums, counts, products, codec.bound < 1)
     escaped = escapes_of(x, symbols, OFF_GRID, counts)
-    values = with_escapes(grid_values(symbols, square, table), symbols, OFF_GRID, escaped)
+    values = with_escapes(grid_values(symbols, square, table.values), symbols, OFF_GRID, escaped)
     met = distortion_many(leaf.flat, as_stored(values, leaf.spec), ends_of(specs))
     for k, (own, scale) in enumerate(zip(parts(symbols, specs), parts(square, specs), strict=True)):
         off = counts[OFF_GRID] and np.count_nonzero(own == OFF_GRID) > MOST_OFF_GRID * own.size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
 from ..errors import CorruptDataError
@@ -149,13 +149,17 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 """Whether a value may stand in a field; dtype, shape and library are checked where they become a spec."""
 
 
-def _as_json(record: Any, names: Mapping[str, str]) -> dict[str, Any]:
+def _as_json(record: StoredArray | StoredGroup, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields that do not have their default value, by their short names."""
     found = {}
-    for one in fields(record):
-        value = getattr(record, one.name)
-        if value != one.default and not (one.name in ("meta", "lengths") and not value):
-            found[names[one.name]] = list(value) if one.name == "shape" else value
+    for name, short in names.items():
+        value = getattr(record, name)
+        if value != _DEFAULTS.get(name, MISSING) and (value or name not in ("meta", "lengths")):
+            found[short] = list(value) if name == "shape" else value
     return found
+
+
+_DEFAULTS = {one.name: one.default for one in fields(StoredArray) if one.default is not MISSING}
 
 
 def _from_json(kind: type[Record], names: Mapping[str, str], row: Mapping[str, Any], where: str) -> Record:

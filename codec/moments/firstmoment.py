@@ -4,8 +4,8 @@ In units of sqrt(v~), v~ being the decoded second moment, an error of half a ste
 value of a grid point is the mean of what fell on it, times a gain that all points share: <m~, m> = <m, m>, so that
 momentum does not shrink at a restore.
 
-Pieces: (0) the table of each grid point's value. (1 + i) chunk i: block: symbol stream; varint number of escapes, their
-float32 patterns.
+Pieces: (0) the table of each grid point's mean, and the gain. (1 + i) chunk i: block: symbol stream; varint number of
+escapes, their float32 patterns.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ import numpy as np
 
 from ...kernels.backend.arguments import check_field, number, or_none
 from ...kernels.backend.arrays import is_torch, on_gpu
-from ...kernels.error_sums import Distortion, distortion
+from ...kernels.error_sums import Distortion
 from ...kernels.moment_grid import ESCAPE as OFF_GRID
-from ...kernels.moment_grid import grid_error, grid_symbols, grid_values
+from ...kernels.moment_grid import grid_products, grid_symbols, grid_values
 from .. import entropy
 from ..base import CHUNK, Leaf, Reference, Stored
 from ..entropy.row_column_classes import columns_of
 from ..errors import CorruptDataError
-from ..format.fields import Reader
+from ..format.fields import Reader, Writer
 from ..parallel import map_chunks
 from ..state.casting import to_bfloat16
 from ..state.leaves import Array, LeafSpec, NpArray, on_host
 from .logbuckets import LogBuckets, ValuesReference, check_alpha
 from .symbolvalues import (
     as_float32,
-    as_stored,
     decoded_values,
     escapes_of,
     pack_chunk,
@@ -49,7 +48,7 @@ LARGEST_ERROR = 0.58
 
 Of a grid whose error is e without the gain it is e / sqrt(1 - e**2) with it: 0.58 for an error of 0.5."""
 _SAMPLE, _RUNS = 1 << 15, 64
-"""Elements from which the first step and the gain are computed, and the contiguous runs that they are taken in."""
+"""Elements from which the first step is computed, and the contiguous runs that they are taken in."""
 _LARGEST_GAIN = 1.5
 _GAIN_STEPS = 256
 """Gains are multiples of 1 / 256, so that no rounding of sums is seen in the bytes."""
@@ -103,10 +102,9 @@ class FirstMoment:
         """Encode one array; `error` is the relative L2 error."""
         if leaf.pair is not None:
             square = placed_with(leaf.pair, leaf.flat)
-            sample = sample_of(leaf.flat, square, leaf.spec)
-            step = self._first_step(leaf.spec.size, *sample)
+            step = self._first_step(leaf, square)
             for _ in range(ATTEMPTS):
-                error, stored = self._on_grid(leaf, square, step, sample)
+                error, stored = self._on_grid(leaf, square, step)
                 if stored is not None:
                     return stored
                 step = self.narrower(step, error) or step
@@ -134,38 +132,23 @@ class FirstMoment:
         eighths = max(1, math.ceil(8 * (math.log2(error) - math.log2(self.bound))))
         return float(step * 2.0 ** (-eighths / 8))
 
-    def _first_step(self, size: int, x: Array, square: Array) -> float:
+    def _first_step(self, leaf: Leaf, square: Array) -> float:
         """Return the widest step whose error keeps to the bound on a sample of an array."""
         step = self.step
-        if self.bound >= 1 or size < 4 * _SAMPLE:  # all elements are counted as quickly
+        if self.bound >= 1 or leaf.spec.size < 4 * _SAMPLE:  # all elements are counted as quickly
             return step
+        x, own = (_sampled(values) for values in (leaf.flat, square))
+        x = as_float32(x, leaf.spec)
         for _ in range(ATTEMPTS):
-            symbols, sums, counts = grid_symbols(x, square, step)
-            _, error = _gain(_means(sums, counts), x, square, symbols)
-            narrower = self.narrower(step, error)
+            symbols, sums, counts = grid_symbols(x, own, step)
+            table = GridTable.of(sums, counts, grid_products(x, own, symbols, means_of(sums, counts)), self.bound < 1)
+            narrower = self.narrower(step, table.error.relative_l2)
             if narrower is None or not math.isfinite(narrower):
                 break
             step = narrower
         return step
 
-    def table_of(self, sums: NpArray, counts: NpArray, sample: tuple[Array, Array], step: float) -> NpArray:
-        """Return the value of each grid point, in roots of the second moment, float32 [256].
-
-        Args:
-            sums: of the elements of each symbol, in these units.
-            counts: of each symbol.
-            sample: elements, and squares of their units, from which the gain is computed.
-            step: distance of grid points.
-        """
-        means = _means(sums, counts)
-        if self.bound < 1:  # a grid that may lose nearly all keeps what it holds
-            means *= _gain(means, *sample, grid_symbols(*sample, step)[0])[0]
-        table: NpArray = to_bfloat16(means)
-        return table
-
-    def _on_grid(
-        self, leaf: Leaf, square: Array, step: float, sample: tuple[Array, Array]
-    ) -> tuple[float, Stored | None]:
+    def _on_grid(self, leaf: Leaf, square: Array, step: float) -> tuple[float, Stored | None]:
         """Round to grid points `step` apart; return the error, and the result if it is in bounds.
 
         The error is infinite if too many elements are off the grid.
@@ -180,13 +163,18 @@ class FirstMoment:
         sums, counts = (sum((p[i] for p in parts), np.zeros(256)) for i in (1, 2))
         if counts[OFF_GRID] > MOST_OFF_GRID * leaf.spec.size:
             return math.inf, None
-        table = self.table_of(sums, counts, sample, step)
+        means = means_of(sums, counts)
 
-        def met(number: int) -> Distortion:
-            part, symbols = slice(number * CHUNK, (number + 1) * CHUNK), parts[number][0]
-            return grid_distortion(leaf.flat[part], square[part], symbols, table, leaf.spec)
+        def products(number: int) -> NpArray:
+            part = slice(number * CHUNK, (number + 1) * CHUNK)
+            x = as_float32(leaf.flat[part], leaf.spec)
+            return np.array(grid_products(x, square[part], parts[number][0], means))
 
-        error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0)).relative_l2
+        totals: NpArray = sum(map_chunks(products, range(len(parts))), np.zeros(3))
+        table = GridTable.of(sums, counts, totals.tolist(), self.bound < 1)
+        error = table.error.relative_l2
+        if leaf.spec.dtype != "float32":  # rounding to the dtype adds to it
+            error += 2.0**-9
         if error > NOTHING_LEFT and _in_another_unit(leaf, square):
             return math.inf, None
         if self.narrower(step, error) is not None:
@@ -198,56 +186,79 @@ class FirstMoment:
             matrix = entropy.Matrix(columns, number * CHUNK, numbers=entropy.Numbers.ALTERNATING)
             return pack_chunk(on_host(symbols), on_host(escaped), known, None, matrix)
 
-        pieces = [pack_table(table), *map_chunks(packed, range(len(parts)))]
+        pieces = [table.packed(), *map_chunks(packed, range(len(parts)))]
         return error, Stored("grid", {}, pieces, None, error, "relative L2")
 
 
-def sample_of(flat: Array, square: Array, spec: LeafSpec) -> tuple[Array, Array]:
-    """Return a sample of a first moment, float32, and of the squares of its units."""
-    if spec.size <= _SAMPLE:
-        return as_float32(flat, spec), square
-    starts = np.linspace(0, spec.size - _SAMPLE // _RUNS, _RUNS).astype(np.int64).tolist()
+def _sampled(x: Array) -> Array:
+    """Return contiguous runs of an array of more than `_SAMPLE` elements, joined."""
+    length = _SAMPLE // _RUNS
+    starts = np.linspace(0, x.shape[0] - length, _RUNS).astype(np.int64).tolist()
+    runs = [x[start : start + length] for start in starts]
+    if is_torch(x):
+        import torch
 
-    def joined(x: Array) -> Array:
-        runs = [x[start : start + _SAMPLE // _RUNS] for start in starts]
-        if is_torch(x):
-            import torch
-
-            return torch.cat(runs)
-        return np.concatenate(runs)
-
-    return as_float32(joined(flat), spec), joined(square)
+        return torch.cat(runs)
+    return np.concatenate(runs)
 
 
-def grid_distortion(flat: Array, square: Array, symbols: Array, table: NpArray, spec: LeafSpec) -> Distortion:
-    """Return the distortion of an array on a grid, of its elements that have a grid point."""
-    x = as_float32(flat, spec)
-    if spec.dtype == "float32":
-        return Distortion(*grid_error(x, square, symbols, table), 0.0)
-    values = grid_values(symbols, square, table)
-    return distortion(flat, as_stored(with_escapes(values, symbols, OFF_GRID, x[symbols == OFF_GRID]), spec))
-
-
-def _means(sums: NpArray, counts: NpArray) -> NpArray:
-    """Return the mean of each grid point, float64 [256]; 0 for the escape."""
+def means_of(sums: NpArray, counts: NpArray) -> NpArray:
+    """Return the mean of each grid point as bfloat16, float32 [256]; 0 for the escape."""
     with np.errstate(divide="ignore", invalid="ignore"):
         means: NpArray = np.where(counts > 0, sums / counts, 0.0)
     means[OFF_GRID] = 0.0
-    return means
+    rounded: NpArray = to_bfloat16(means)
+    return rounded
 
 
-def _gain(means: NpArray, x: Array, square: Array, symbols: Array) -> tuple[float, float]:
-    """Return the factor of a table's values for which <m~, m> = <m, m>, and the relative L2 error with it."""
-    table: NpArray = means.astype(np.float32)
-    # |m - m~|**2 and |m + m~|**2 differ by 4 <m, m~>; their mean is |m|**2 + |m~|**2.
-    (error, norm), (opposite, _) = (grid_error(x, square, symbols, sign * table) for sign in (1, -1))
-    products = (opposite - error) / 4
-    if not 0 < products < math.inf:
-        return 1.0, Distortion(error, norm, 0.0).relative_l2
-    exact = min(max(norm / products, 1 / _LARGEST_GAIN), _LARGEST_GAIN)
-    gain = round(_GAIN_STEPS * exact) / _GAIN_STEPS
-    left = norm - 2 * gain * products + gain**2 * ((error + opposite) / 2 - norm)
-    return gain, Distortion(max(left, 0.0), norm, 0.0).relative_l2
+@dataclass(frozen=True, slots=True)
+class GridTable:
+    """Values of grid points: their means times one gain.
+
+    Args:
+        means: values of bfloat16, float32 [256].
+        gain: in multiples of 1 / 256.
+        error: distortion of the array with them, of its elements that have a grid point.
+    """
+
+    means: NpArray
+    gain: int
+    error: Distortion
+
+    @staticmethod
+    def of(sums: NpArray, counts: NpArray, products: Sequence[float], has_gain: bool) -> GridTable:
+        """Return the table of grid points.
+
+        Args:
+            sums: of the elements of each symbol, in roots of the second moment.
+            counts: of each symbol.
+            products: `grid_products` with the means.
+            has_gain: whether <m~, m> = <m, m>; a grid that may lose nearly all keeps what it holds.
+        """
+        norm, product, squares = products
+        gain = 1.0
+        if has_gain and 0 < product < math.inf:
+            gain = min(max(norm / product, 1 / _LARGEST_GAIN), _LARGEST_GAIN)
+        steps = round(_GAIN_STEPS * gain)
+        left = norm - 2 * (steps / _GAIN_STEPS) * product + (steps / _GAIN_STEPS) ** 2 * squares
+        return GridTable(means_of(sums, counts), steps, Distortion(max(left, 0.0), norm, 0.0))
+
+    @property
+    def values(self) -> NpArray:
+        """Return the value of each symbol, float32 [256]."""
+        return with_gain(self.means, self.gain)
+
+    def packed(self) -> bytes:
+        """Return the bytes of the table."""
+        out = Writer()
+        out.raw(pack_table(self.means))
+        out.varint(self.gain)
+        return out.done()
+
+
+def with_gain(means: NpArray, gain: int) -> NpArray:
+    """Return float32 means times a gain in steps."""
+    return means * np.float32(gain / _GAIN_STEPS)
 
 
 def _in_another_unit(leaf: Leaf, square: Array) -> bool:
@@ -276,8 +287,11 @@ def decode_grid(
     if spec.dtype not in ("float32", "bfloat16") or not pieces or pair is None:
         raise CorruptDataError(f"grid: dtype {spec.dtype} cannot be stored on a grid, or the second moment is missing")
     head = Reader(pieces[0], "grid")
-    table = read_table(head)
+    means, gain = read_table(head), head.varint()
     head.end()
+    if gain > _GAIN_STEPS * _LARGEST_GAIN:
+        raise CorruptDataError(f"grid: a gain of {gain} steps is out of range")
+    table = with_gain(means, gain)
 
     def one(piece: memoryview, start: int, n: int) -> NpArray:
         symbols, escaped = read_chunk(piece, n, OFF_GRID)

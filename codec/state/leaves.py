@@ -14,7 +14,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -66,11 +66,11 @@ class LeafSpec:
     library: str
     dtype: str
     shape: tuple[int, ...]
+    size: int = field(init=False, repr=False, compare=False)
+    """Number of elements; computed once, because every step asks for it."""
 
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", math.prod(self.shape))
 
     @property
     def itemsize(self) -> int:
@@ -436,16 +436,8 @@ def same_storage_key(value: Array) -> tuple[Any, ...] | None:
             pointer = value.data_ptr()
         except RuntimeError:  # inside vmap or grad, or zeros without memory
             return None
-        return (
-            "torch",
-            str(value.device),
-            pointer,
-            tuple(value.shape),
-            value.stride(),
-            str(value.dtype),
-            value.is_neg(),
-            value.is_conj(),
-        )
+        view = value.shape, value.stride(), value.dtype, value.is_neg(), value.is_conj()
+        return "torch", pointer, value.device, *view
     if isinstance(value, np.ndarray) and value.size:
         return ("numpy", value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str)
     return None if isinstance(value, np.ndarray | np.generic) else ("object", id(value))

@@ -309,7 +309,7 @@ def _optimizer() -> Iterator[Build]:
     yield Build(moment_grid.symbols_kernel, types, moment_grid.SYMBOLS, {"FARTHEST": FARTHEST_POINT})
     yield Build(moment_grid.values_kernel, "*u8 *fp32 *fp32 i64 *fp32", moment_grid.VALUES)
     types = "*fp32 *fp32 *u8 *fp32 i64 *fp64"
-    yield Build(moment_grid.error_kernel, types, moment_grid.VALUES, {"ESCAPE": OFF_GRID})
+    yield Build(moment_grid.products_kernel, types, moment_grid.VALUES, {"ESCAPE": OFF_GRID})
     for wide in (False, True):
         types = "*fp32 *fp32 *fp32 i64 i64 i64 i32 *fp32 *u8 *u8 *i32 *fp64"
         for settled in (False, True):

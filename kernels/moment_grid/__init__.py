@@ -81,14 +81,15 @@ def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[n
     return back_end(symbols, "moment_grid").grid_values(symbols, square, table)
 
 
-def grid_error(
+def grid_products(
     x: Array, square: Array, symbols: Array, table: np.ndarray[Any, np.dtype[np.float32]]
-) -> tuple[float, float]:
-    """Squared error of `grid_values`, and squared norm, of the elements that have a grid point.
+) -> tuple[float, float, float]:
+    """Sums of x x, x y and y y over the elements that have a grid point, y being their `grid_values`.
 
-        sum((x - table[symbol] * sqrt(square))**2),  sum(x**2)
+        y = table[symbol] * sqrt(square)
 
-    with the product rounded to float32 and the sums in float64.
+    in float32, rounded once; the sums are in float64. With a gain g the squared error of g y is
+    x x - 2 g x y + g**2 y y.
 
     Args:
         x: float32 [n].
@@ -101,8 +102,8 @@ def grid_error(
 
     Example:
         >>> x, square = np.array([1.0, 2.0], np.float32), np.full(2, 4, np.float32)
-        >>> grid_error(x, square, np.array([0, 3], np.uint8), np.full(256, 0.5, np.float32))
-        (1.0, 4.0)
+        >>> grid_products(x, square, np.array([0, 3], np.uint8), np.full(256, 0.5, np.float32))
+        (4.0, 2.0, 1.0)
     """
     array("x", x, ("float32",), 1)
     array("square", square, ("float32",), x.shape)
@@ -110,5 +111,5 @@ def grid_error(
     same_device("x", x, "square", square)
     same_device("x", x, "symbols", symbols)
     check_table("table", table, "float32", (256,))
-    error, norm = back_end(x, "moment_grid").grid_error(x, square, symbols, table)
-    return float(error), float(norm)
+    norm, products, squares = back_end(x, "moment_grid").grid_products(x, square, symbols, table)
+    return float(norm), float(products), float(squares)

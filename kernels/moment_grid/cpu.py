@@ -69,10 +69,10 @@ def _values(symbols: Any, square: Any, table: Any, out: Any) -> None:
 
 
 @njit_in_place
-def _error(x: Any, square: Any, symbols: Any, table: Any, escape: Any, sums: Any) -> None:
-    """Sums of squared errors and squares, in lanes of `sums` [2, lanes]."""
+def _products(x: Any, square: Any, symbols: Any, table: Any, escape: Any, sums: Any) -> None:
+    """Sums of squares, products and squares of values, in lanes of `sums` [3, lanes]."""
     values = local_array(_STEP, np.float32)
-    errors, norms = sums[0], sums[1]
+    norms, products, squares = sums[0], sums[1], sums[2]
     for at in range(0, x.size, _STEP):
         n = min(_STEP, x.size - at)
         own, root, symbol = x[at : at + n], square[at : at + n], symbols[at : at + n]
@@ -85,14 +85,16 @@ def _error(x: Any, square: Any, symbols: Any, table: Any, escape: Any, sums: Any
             a, b, on = own[begin : begin + _LANES], values[begin : begin + _LANES], symbol[begin : begin + _LANES]
             for k in range(_LANES):
                 u = np.float64(a[k] if on[k] != escape else np.float32(0.0))
-                d = np.float64(b[k] if on[k] != escape else np.float32(0.0)) - u
-                errors[k] += d * d
+                y = np.float64(b[k] if on[k] != escape else np.float32(0.0))
                 norms[k] += u * u
+                products[k] += u * y
+                squares[k] += y * y
         for i in range(whole, n):
             u = np.float64(own[i] if symbol[i] != escape else np.float32(0.0))
-            d = np.float64(values[i] if symbol[i] != escape else np.float32(0.0)) - u
-            errors[i - whole] += d * d
+            y = np.float64(values[i] if symbol[i] != escape else np.float32(0.0))
             norms[i - whole] += u * u
+            products[i - whole] += u * y
+            squares[i - whole] += y * y
 
 
 def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]:
@@ -114,10 +116,11 @@ def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[n
     return like(out, symbols)
 
 
-def grid_error(
+def grid_products(
     x: Array, square: Array, symbols: Array, table: np.ndarray[Any, np.dtype[np.float32]]
-) -> tuple[float, float]:
-    """See `kernels.moment_grid.grid_error`."""
-    sums = np.zeros((2, _LANES))
-    _error(to_numpy(x), to_numpy(square), to_numpy(symbols), table, np.uint8(ESCAPE), sums)
-    return float(sums[0].sum()), float(sums[1].sum())
+) -> tuple[float, float, float]:
+    """See `kernels.moment_grid.grid_products`."""
+    sums = np.zeros((3, _LANES))
+    _products(to_numpy(x), to_numpy(square), to_numpy(symbols), table, np.uint8(ESCAPE), sums)
+    norm, products, squares = (float(lanes.sum()) for lanes in sums)
+    return norm, products, squares

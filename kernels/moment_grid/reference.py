@@ -48,12 +48,12 @@ def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[n
     return xp.take(xp.asarray(table, device=device(symbols)), xp.astype(symbols, xp.int64)) * _root(xp, square)
 
 
-def grid_error(
+def grid_products(
     x: Array, square: Array, symbols: Array, table: np.ndarray[Any, np.dtype[np.float32]]
-) -> tuple[float, float]:
-    """See `kernels.moment_grid.grid_error`."""
+) -> tuple[float, float, float]:
+    """See `kernels.moment_grid.grid_products`."""
     xp = array_namespace(x)
     on_grid, zero = symbols != ESCAPE, xp.zeros_like(x)
     wide = xp.astype(xp.where(on_grid, x, zero), xp.float64)
-    restored = xp.astype(xp.where(on_grid, grid_values(symbols, square, table), zero), xp.float64)
-    return float(xp.sum((wide - restored) ** 2)), float(xp.sum(wide**2))
+    values = xp.astype(xp.where(on_grid, grid_values(symbols, square, table), zero), xp.float64)
+    return float(xp.sum(wide**2)), float(xp.sum(wide * values)), float(xp.sum(values**2))

@@ -112,7 +112,7 @@ def put_together(
     header: dict[str, Any] | bytes,
     chunks: list[bytes],
     *,
-    version: int = 1,
+    version: int = 2,
     plain_length: int | None = None,
     count: int | None = None,
     lengths: list[int] | None = None,

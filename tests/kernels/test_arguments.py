@@ -118,7 +118,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (k.bits_for, {"alpha": 0.01, "fmt": FORMAT}),
     (k.grid_symbols, {"x": X, "square": SQUARE, "step": 0.5}),
     (k.grid_values, {"symbols": LEVELS, "square": SQUARE, "table": FACTORS}),
-    (k.grid_error, {"x": X, "square": SQUARE, "symbols": LEVELS, "table": FACTORS}),
+    (k.grid_products, {"x": X, "square": SQUARE, "symbols": LEVELS, "table": FACTORS}),
     (k.log_histogram, {"x": X, "bits": 4, "signed": True}),
     (k.log_histogram, {"x": X, "bits": 4, "gradient": X}),
     (k.kept_histogram, {"x": X, "thresholds": THRESHOLDS, "bits": 4, "gradient": X}),
