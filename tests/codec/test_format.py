@@ -142,12 +142,12 @@ def test_a_copy_of_wide_numbers_rounds_as_its_library_does(library: str) -> None
 def test_a_reader_refuses_the_next_version_by_its_number() -> None:
     """Both readers refuse the next format version by its number."""
     blob = bytearray((INDEX.parent / FILES[0]).read_bytes())
-    blob[8:12] = struct.pack("<I", 2)
+    blob[8:12] = struct.pack("<I", 3)
     stored, count = struct.unpack_from("<Q", blob, 16)[0], struct.unpack_from("<I", blob, 32)[0]
     blob[40:56] = xxhash.xxh3_128(bytes(blob[:40] + blob[56 : 56 + stored + 24 * count])).digest()
-    with pytest.raises(sp.NewerFormatError, match="format version 2; this reader knows versions up to 1"):
+    with pytest.raises(sp.NewerFormatError, match="format version 3; this reader knows versions up to 2"):
         sp.Checkpoint.from_bytes(bytes(blob))
-    with pytest.raises(ValueError, match="version 2"):
+    with pytest.raises(ValueError, match="version 3"):
         read(bytes(blob))
 
 
