@@ -270,7 +270,7 @@ def join_categories(at: Place) -> Job:
 
 
 def row_column_sums(at: Place) -> Job:
-    values, full = (at.sample.levels_before(at.n),), (COLUMNS, 0, 0, 255)
+    values, full = (at.sample.levels_before(at.n),), (COLUMNS, 0, 255)
     settings, part = (COLUMNS,), min(at.n, _PREFIX)
     kernel = "scale_classes.row_column_sums"
     return as_oracle(at, kernel, values, settings, 1, full=full, first=part, width=1, note=_ROWS)
@@ -285,7 +285,7 @@ def class_sums(at: Place) -> Job:
     def check() -> str:
         few = min(at.n, _PREFIX)
         part = rows[: -(-few // COLUMNS)]
-        expected = oracle("scales").class_sums(part, columns, few, 0, 0, 256, None)
+        expected = oracle("scales").class_sums(part, columns, few, 0, 0, 256)
         same("classes", classes_of(part, columns, few), expected)
         return f"{few:,} elements = oracle"
 

@@ -37,7 +37,7 @@ class Leaf:
         kind: layer type and role.
         flat: values.
         gradient: gradient average of the same size, where one was given.
-        sibling: of a first moment, the *decoded* second moment of the same parameter (float32 on the host), if any.
+        pair: of a first moment, the *decoded* second moment of the same parameter (float32 on the host), if any.
         importance: of a weight, the second moment of the same parameter, flat, if the state holds it; else the square
             of its gradient, if that is given.
         earlier: of a weight, its past values, flat, if they are given.
@@ -52,7 +52,7 @@ class Leaf:
     kind: Kind
     flat: Array
     gradient: Array | None = None
-    sibling: Array | None = None
+    pair: Array | None = None
     importance: Array | None = None
     earlier: Array | None = None
     lead: float = 0.0
@@ -76,30 +76,30 @@ class Stored:
         stream: name of the stream format in `codec.streams`.
         meta: metadata that the decoder needs in addition to the pieces; plain JSON, numbers and strings only.
         pieces: bytes, in order, or what holds them.
-        memory: for a later delta; None where this codec makes none.
+        reference: for a later delta; None where this codec makes none.
         error: achieved error (0.0 when exact), in the measure `measure`.
         measure: "exact", "relative L2" or "relative" (largest |x~ - x| / |x|).
         note: why the codec deviated from its configuration, or "".
-        sibling: number of the other array that decoding needs, or None.
+        pair: number of the other array that decoding needs, or None.
         decoded: function that returns the restored values, if that is cheaper than decoding the pieces.
     """
 
     stream: str
     meta: dict[str, Any]
     pieces: Sequence[Piece]
-    memory: Reference | None
+    reference: Reference | None
     error: float = 0.0
     measure: str = "exact"
     note: str = ""
-    sibling: int | None = None
+    pair: int | None = None
     decoded: Callable[[], Array] | None = None
 
 
 Decoder: TypeAlias = (
     "Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Reference | None, Array | None], Reference]"
 )
-"""From spec, metadata, pieces, the parent's reference, and the result of `Stream.beside` for the sibling."""
-Restater: TypeAlias = (
+"""From spec, metadata, pieces, the parent's reference, and the result of `Stream.pair` for the pair."""
+Rebaser: TypeAlias = (
     "Callable[[LeafSpec, dict[str, Any], Reference, Reference | None], tuple[dict[str, Any], Sequence[Piece]]]"
 )
 """From spec, metadata, the reference to encode again and the new parent's reference: new metadata and pieces."""
@@ -112,23 +112,23 @@ class Stream:
     Args:
         decode: function that makes an array's reference from its pieces.
         codec: id of the codec that writes it, unless the record names another.
-        restate: function that encodes a reference against another parent, or on its own. None: no delta is coded
+        rebase: function that encodes a reference against another parent, or on its own. None: no delta is coded
             against such an array, so that a resolved checkpoint does not keep its reference.
-        beside: function that computes the decoder's last argument from the decoded values and the spec of the sibling
+        pair: function that computes the decoder's last argument from the decoded values and the spec of the pair
             that the record names. None: no array is named.
         is_wide: whether a reference takes as much memory as the array; else about a byte an element.
     """
 
     decode: Decoder
     codec: str
-    restate: Restater | None = None
-    beside: Callable[[Array, LeafSpec], Array] | None = None
+    rebase: Rebaser | None = None
+    pair: Callable[[Array, LeafSpec], Array] | None = None
     is_wide: bool = False
 
     @property
     def has_deltas(self) -> bool:
         """Return whether later checkpoints can store differences to arrays of this format."""
-        return self.restate is not None
+        return self.rebase is not None
 
 
 class Codec(Protocol):

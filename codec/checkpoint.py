@@ -54,10 +54,21 @@ class Checkpoint:
         16384
     """
 
-    __slots__ = ("_body", "_bundles", "_by_key", "_data", "_header", "_id", "_last", "_memory", "_nodes", "_records")
+    __slots__ = (
+        "_body",
+        "_bundles",
+        "_by_key",
+        "_data",
+        "_header",
+        "_id",
+        "_kept",
+        "_last",
+        "_nodes",
+        "_records",
+    )
 
     @own_arithmetic()
-    def __init__(self, data: bytes | Ranged, memory: dict[str, Reference] | None, claimed: str = "") -> None:
+    def __init__(self, data: bytes | Ranged, references: dict[str, Reference] | None, claimed: str = "") -> None:
         """Read the header of a file; use `compress` or `from_bytes` instead.
 
         The content hash of a file that is only partly available cannot be computed; `claimed` replaces it.
@@ -82,7 +93,7 @@ class Checkpoint:
         if set(keys) != set(range(len(keys))):
             raise CorruptDataError("header: arrays are missing from the tree")
         records = records_of(where.header, [keys[i] for i in range(len(keys))])
-        self._set(data, where, records, memory, claimed)
+        self._set(data, where, records, references, claimed)
         if records.nbytes != self._body.nbytes:
             raise CorruptDataError("header: the pieces do not fill the file")
         if parent is None and any(r.delta for r in self._records):
@@ -95,14 +106,14 @@ class Checkpoint:
         data: bytes | Ranged,
         where: container.Layout,
         records: Records,
-        memory: dict[str, Reference] | None,
+        references: dict[str, Reference] | None,
         claimed: str = "",
     ) -> None:
         self._data = data
         self._header = where.header
         self._body = container.Body(data if isinstance(data, Ranged) else memoryview(data), where)
         self._id = claimed if isinstance(data, Ranged) else ""
-        self._memory = memory
+        self._kept = references
         self._nodes = where.header["tree"]
         self._records, self._bundles = records.arrays, records.bundles
         self._by_key = {r.key: r for r in records.arrays}
@@ -110,7 +121,7 @@ class Checkpoint:
 
     @staticmethod
     def written(
-        header: dict[str, Any], keys: list[tuple[str, str]], pieces: Iterable[Piece], memory: dict[str, Reference]
+        header: dict[str, Any], keys: list[tuple[str, str]], pieces: Iterable[Piece], references: dict[str, Reference]
     ) -> Checkpoint:
         """Write a checkpoint, and return it without reading its header again.
 
@@ -118,11 +129,11 @@ class Checkpoint:
             header: as `docs/format.md` has it.
             keys: path and key of each array.
             pieces: of all arrays, in order.
-            memory: what later deltas need, by key.
+            references: what later deltas need, by key.
         """
         data, where = container.write(header, pieces)
         made = Checkpoint.__new__(Checkpoint)
-        made._set(data, where, records_of(header, keys), memory)
+        made._set(data, where, records_of(header, keys), references)
         return made
 
     @staticmethod
@@ -146,7 +157,7 @@ class Checkpoint:
         ckpt._body.check_all()
         if prev is not None:
             if ckpt.is_delta:
-                ckpt._memory = ckpt._resolve(check_parent(ckpt, prev))
+                ckpt._kept = ckpt._resolve(check_parent(ckpt, prev))
             else:
                 raise MissingParentError("the checkpoint is a base: it has no parent, and one was given as prev")
         return ckpt
@@ -189,7 +200,7 @@ class Checkpoint:
     @property
     def is_resolved(self) -> bool:
         """Return whether this checkpoint can be the parent of a delta."""
-        return self._memory is not None or not self.is_delta
+        return self._kept is not None or not self.is_delta
 
     @property
     def nbytes(self) -> int:
@@ -238,7 +249,7 @@ class Checkpoint:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle or copy the checkpoint as its bytes and its references."""
-        return Checkpoint, (self.to_bytes(), self._memory)
+        return Checkpoint, (self.to_bytes(), self._kept)
 
     def __repr__(self) -> str:
         kind = "delta" if self.is_delta else "base"
@@ -251,16 +262,14 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ used by the codec, not by users
 
-    def reference_of(
-        self, record: ArrayRecord, prev: Checkpoint | None = None, sibling: Array | None = None
-    ) -> Reference:
+    def reference_of(self, record: ArrayRecord, prev: Checkpoint | None = None, pair: Array | None = None) -> Reference:
         """Decode one array, or return its reference from memory; a delta needs `prev`.
 
-        `sibling` holds the decoded values of the array that the record names, if they are known. All arrays of a
+        `pair` holds the decoded values of the array that the record names, if they are known. All arrays of a
         bundle are decoded together, and kept until an array of another bundle is requested.
         """
-        if self._memory is not None and record.key in self._memory:
-            return self._memory[record.key]
+        if self._kept is not None and record.key in self._kept:
+            return self._kept[record.key]
         if record.bundle is not None:
             last = self._last
             if last is None or last[0] != record.bundle:
@@ -271,21 +280,21 @@ class Checkpoint:
         parent = prev.parent_reference(record.key, record.spec) if record.delta and prev is not None else None
         if record.delta and parent is None:
             raise MissingParentError(f"{record.path}: a delta, and the parent has no such array")
-        if record.sibling is not None:
+        if record.pair is not None:
             other = self._sibling_of(record)
-            if sibling is None:
-                sibling = self.values_of(other, prev)
-            if record.format.beside is not None:
-                sibling = record.format.beside(sibling, other.spec)
+            if pair is None:
+                pair = self.values_of(other, prev)
+            if record.format.pair is not None:
+                pair = record.format.pair(pair, other.spec)
         try:
-            return record.format.decode(record.spec, record.meta, pieces, parent, sibling)
+            return record.format.decode(record.spec, record.meta, pieces, parent, pair)
         except CorruptDataError as e:
             raise CorruptDataError(f"{record.path}: {e}") from None
 
     def _sibling_of(self, record: ArrayRecord) -> ArrayRecord:
-        other = self._records[record.sibling or 0]
+        other = self._records[record.pair or 0]
         if (other.spec.library, other.spec.shape) != (record.spec.library, record.spec.shape):
-            raise CorruptDataError(f"header: {record.path}: its sibling {other.path} has another library or shape")
+            raise CorruptDataError(f"header: {record.path}: its pair {other.path} has another library or shape")
         return other
 
     def _references(self, number: int, prev: Checkpoint | None) -> dict[str, Reference]:
@@ -294,21 +303,21 @@ class Checkpoint:
         return dict(zip((r.key for r in members), self.joined_of(number, prev).split(), strict=True))
 
     def joined_of(
-        self, number: int, prev: Checkpoint | None = None, siblings: Mapping[int, Array] | None = None
+        self, number: int, prev: Checkpoint | None = None, pairs: Mapping[int, Array] | None = None
     ) -> Joined:
         """Decode the arrays of a bundle, or join their references that are in memory.
 
         Args:
             number: of the bundle.
             prev: the parent, for a delta.
-            siblings: decoded flat values, by number, of arrays that the records name, if they are known.
+            pairs: decoded flat values, by number, of arrays that the records name, if they are known.
         """
         bundle = self._bundles[number]
         members, stretch = [self._records[i] for i in bundle.members], bundle.stretch
         specs, stream = [r.spec for r in members], BUNDLE_STREAMS[stretch.stream]
-        memory = self._memory
-        if memory is not None and all(r.key in memory for r in members):
-            joined = stream.join([memory[r.key] for r in members], specs)
+        known = self._kept
+        if known is not None and all(r.key in known for r in members):
+            joined = stream.join([known[r.key] for r in members], specs)
             if joined is not None:
                 return joined
         before = None
@@ -319,28 +328,28 @@ class Checkpoint:
                 missing = next((r for r, p in zip(members, parents, strict=True) if p is None), members[0])
                 raise MissingParentError(f"{missing.path}: a delta, and the parent has no such array")
         square = None
-        beside = members[0].format.beside
-        if beside is not None:
+        of_pair = members[0].format.pair
+        if of_pair is not None:
             others = [self._sibling_of(r) for r in members]
-            known = siblings or {}
+            decoded = pairs or {}
             values = [
-                known[r.sibling] if r.sibling is not None and r.sibling in known else self.values_of(other, prev)
+                decoded[r.pair] if r.pair is not None and r.pair in decoded else self.values_of(other, prev)
                 for r, other in zip(members, others, strict=True)
             ]
             spec = joined_spec([other.spec for other in others])
             if any(other.spec.dtype != spec.dtype for other in others):
-                raise CorruptDataError(f"header: {members[0].path}: the siblings of its bundle have several dtypes")
-            square = beside(from_bytes(joined_bytes(values), spec), spec)
+                raise CorruptDataError(f"header: {members[0].path}: the pairs of its bundle have several dtypes")
+            square = of_pair(from_bytes(joined_bytes(values), spec), spec)
         try:
             return stream.decode(specs, stretch.meta, self._pieces(stretch), before, square)
         except CorruptDataError as e:
             raise CorruptDataError(f"{members[0].path} and {len(members) - 1} more: {e}") from None
 
     @own_arithmetic()
-    def values_of(self, record: ArrayRecord, prev: Checkpoint | None = None, sibling: Array | None = None) -> Array:
+    def values_of(self, record: ArrayRecord, prev: Checkpoint | None = None, pair: Array | None = None) -> Array:
         """Return the decoded flat values of one array; arguments as in `reference_of`."""
-        known = self._memory or {}
-        reference = self.reference_of(record, prev, sibling)
+        known = self._kept or {}
+        reference = self.reference_of(record, prev, pair)
         if isinstance(reference, BytesReference) and record.key not in known and record.bundle is None:
             return from_bytes(reference.data, record.spec)  # decoded just now, and kept nowhere: no copy
         return reference.values(record.spec)
@@ -379,7 +388,7 @@ class Checkpoint:
                 raise _too_large(first) from None
             return {record.key: references[record.key] for record in unit}
 
-        return {key: memory for found in map_chunks(one, self.units(wanted)) for key, memory in found.items()}
+        return {key: reference for found in map_chunks(one, self.units(wanted)) for key, reference in found.items()}
 
     @own_arithmetic()
     def decode(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> None:
@@ -387,17 +396,17 @@ class Checkpoint:
         check_memory(sum(r.spec.memory for r in wanted), "the selected arrays")
         self._body.fetch((r.stretch.offset, r.stretch.nbytes) for r in wanted)
         for with_sibling in (False, True):
-            now = [r for r in wanted if (r.sibling is not None) == with_sibling]
-            self._memory = (self._memory or {}) | self._memories(now, prev)
+            now = [r for r in wanted if (r.pair is not None) == with_sibling]
+            self._kept = (self._kept or {}) | self._memories(now, prev)
 
     def with_needed(self, keys: Collection[str]) -> list[ArrayRecord]:
         """Return the records of the arrays with these keys, and of those that decoding needs.
 
-        Those are siblings and the other members of a bundle.
+        Those are pairs and the other members of a bundle.
         """
         numbers = {i for i, r in enumerate(self._records) if r.key in keys}
         numbers |= self._mates(numbers)
-        numbers |= {sibling for i in numbers if (sibling := self._records[i].sibling) is not None}
+        numbers |= {pair for i in numbers if (pair := self._records[i].pair) is not None}
         return [self._records[i] for i in sorted(numbers | self._mates(numbers))]
 
     def _mates(self, numbers: Collection[int]) -> set[int]:
@@ -406,7 +415,7 @@ class Checkpoint:
 
     def let_go(self) -> None:
         """Free the references and the fetched bytes; the header stays."""
-        self._memory = self._last = None
+        self._kept = self._last = None
         self._body.forget()
 
     def record_at(self, key: str) -> ArrayRecord | None:
@@ -421,14 +430,14 @@ class Checkpoint:
         if record.spec.shape != spec.shape or record.spec.dtype != spec.dtype:
             return None
         # A base read from bytes is decoded when first needed, and once.
-        if self._memory is None:
-            self._memory = {}
-        if key not in self._memory:
+        if self._kept is None:
+            self._kept = {}
+        if key not in self._kept:
             if record.bundle is None:
-                self._memory[key] = self.reference_of(record)
+                self._kept[key] = self.reference_of(record)
             else:
-                self._memory.update(self._references(record.bundle, None))
-        return self._memory[key]
+                self._kept.update(self._references(record.bundle, None))
+        return self._kept[key]
 
     @own_arithmetic()
     def _resolve(self, parent: Checkpoint) -> dict[str, Reference]:
@@ -514,20 +523,20 @@ Unit = tuple[int, ...]
 
 
 def _jobs(ckpt: Checkpoint) -> list[list[Unit]]:
-    """Group units into jobs; an array is in the job of its sibling, after it."""
+    """Group units into jobs; an array is in the job of its pair, after it."""
     records = ckpt.records
     units = [bundle.members for bundle in ckpt.bundles]
     units += [(i,) for i, record in enumerate(records) if record.bundle is None]
     job_of: dict[int, list[Unit]] = {}
     following, jobs = [], []
     for unit in units:
-        if records[unit[0]].sibling is None:
+        if records[unit[0]].pair is None:
             jobs.append([unit])
             job_of.update(dict.fromkeys(unit, jobs[-1]))
         else:
             following.append(unit)
     for unit in following:
-        job_of[records[unit[0]].sibling or 0].append(unit)
+        job_of[records[unit[0]].pair or 0].append(unit)
     return sorted(jobs)
 
 
@@ -542,7 +551,7 @@ class _Reader:
 
     def __init__(self, ckpt: Checkpoint, prev: Checkpoint | None, targets: Mapping[int, Array]) -> None:
         self.ckpt, self.prev, self.targets = ckpt, prev, targets
-        self.named = {record.sibling for record in ckpt.records}
+        self.named = {record.pair for record in ckpt.records}
 
     def decode(self, job: Sequence[Unit]) -> dict[int, Array]:
         """Return the restored arrays of a job, by number."""
@@ -554,8 +563,8 @@ class _Reader:
                 if first.bundle is not None:
                     self._bundle(unit, first.bundle, known, built)
                 elif not self._straight(unit[0], built):
-                    sibling = None if first.sibling is None else known.get(first.sibling)
-                    self._keep(unit[0], self.ckpt.values_of(first, self.prev, sibling), known, built)
+                    pair = None if first.pair is None else known.get(first.pair)
+                    self._keep(unit[0], self.ckpt.values_of(first, self.prev, pair), known, built)
             except MemoryError:
                 raise _too_large(first) from None
         return built
@@ -563,7 +572,7 @@ class _Reader:
     def _straight(self, number: int, built: dict[int, Array]) -> bool:
         """Decode an exact array into the caller's array; return False if that is impossible."""
         record, prev = self.ckpt.records[number], self.prev
-        if number not in self.targets or number in self.named or record.key in (self.ckpt._memory or {}):
+        if number not in self.targets or number in self.named or record.key in (self.ckpt._kept or {}):
             return False
         parent = prev.parent_reference(record.key, record.spec) if record.delta and prev is not None else None
         if record.delta and parent is None:

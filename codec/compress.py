@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from .arithmetic import own_arithmetic
 from .base import Codec, Prepare, Stored, rounded_error
-from .bundles.joined import StoredBundle
 from .checkpoint import Checkpoint
 from .config import Config
 from .encode import encode
 from .evidence.reasons import numbered
-from .format.columns import gaps
+from .format.schema import StoredArray, StoredGroup
 from .inputs import Inputs
 from .named_presets import check_config
 from .plan import ArrayPlan, plan, remark
@@ -91,59 +91,45 @@ def compress_inputs(inputs: Inputs, cfg: Config, prepare: Mapping[Codec, Prepare
         "raw": sum(one.leaf.spec.nbytes for one in planned),
         "tree": inputs.nodes,
         "arrays": [
-            record_of(*one, is_bundled=i in grouped)
+            record_of(*one, is_bundled=i in grouped).to_json()
             for i, one in enumerate(zip(planned, stored, notes, numbers, strict=True))
         ],
     }
     if encoded.bundles:
-        header["bundles"] = [bundle_record(bundle) for bundle in encoded.bundles]
+        header["bundles"] = [
+            StoredGroup(b.members, b.stream, b.meta, [len(piece) for piece in b.pieces], b.is_delta).to_json()
+            for b in encoded.bundles
+        ]
     if others:
         header["why"] = others
-    memory = {
-        one.leaf.key: own.memory
+    reference = {
+        one.leaf.key: own.reference
         for one, own in zip(planned, stored, strict=True)
-        if own.memory is not None and STREAMS[own.stream].has_deltas
+        if own.reference is not None and STREAMS[own.stream].has_deltas
     }
     keys = [(one.leaf.path, one.leaf.key) for one in planned]
     pieces = [piece for own in stored for piece in own.pieces]
     pieces += [piece for bundle in encoded.bundles for piece in bundle.pieces]
-    return Checkpoint.written(header, keys, pieces, memory)
+    return Checkpoint.written(header, keys, pieces, reference)
 
 
-def record_of(planned: ArrayPlan, stored: Stored, note: str, reason: int, *, is_bundled: bool) -> dict[str, Any]:
-    """Return the header record of an array, without fields that have their default value."""
+def record_of(planned: ArrayPlan, stored: Stored, note: str, reason: int, *, is_bundled: bool) -> StoredArray:
+    """Return the header record of an array."""
     spec, stream = planned.leaf.spec, STREAMS[stored.stream]
-    record: dict[str, Any] = {"d": spec.dtype, "s": list(spec.shape), "y": reason}
-    if not is_bundled:
-        record["f"] = stored.stream
-        record["b"] = [len(p) for p in stored.pieces]
-        if stored.meta:
-            record["m"] = stored.meta
-        if planned.parent is not None and stream.has_deltas:
-            record["p"] = True
-    if spec.library != "torch":
-        record["l"] = spec.library
-    if planned.codec.id != stream.codec:
-        record["c"] = planned.codec.id
-    if stored.measure != "exact":
-        record["q"] = stored.measure
-        record["e"] = rounded_error(stored.error, up=True)
-    if note:
-        record["n"] = note
-    if stored.sibling is not None:
-        record["v"] = stored.sibling
-    return record
-
-
-def bundle_record(bundle: StoredBundle) -> dict[str, Any]:
-    """Return the header record of a bundle."""
-    record: dict[str, Any] = {
-        "f": bundle.stream,
-        "a": gaps(bundle.members),
-        "b": [len(piece) for piece in bundle.pieces],
-    }
-    if bundle.meta:
-        record["m"] = bundle.meta
-    if bundle.is_delta:
-        record["p"] = True
-    return record
+    is_exact = stored.measure == "exact"
+    record = StoredArray(
+        spec.dtype,
+        spec.shape,
+        spec.library,
+        codec=None if planned.codec.id == stream.codec else planned.codec.id,
+        measure=stored.measure,
+        error=0.0 if is_exact else rounded_error(stored.error, up=True),
+        note=note,
+        reason=reason,
+        pair=stored.pair,
+    )
+    if is_bundled:
+        return record
+    is_delta = planned.parent is not None and stream.has_deltas
+    lengths = [len(piece) for piece in stored.pieces]
+    return dataclasses.replace(record, stream=stored.stream, meta=stored.meta, lengths=lengths, is_delta=is_delta)

@@ -127,7 +127,7 @@ def store_copy(copy: Leaf, original: Leaf, number: int, decoded: Array | None) -
     """
     note = f"a copy of {original.path}"
     if decoded is None:
-        return Stored("copy", {}, [], None, note=note, sibling=number)
+        return Stored("copy", {}, [], None, note=note, pair=number)
     restored = cast(decoded, copy.spec)
     if is_torch(copy.flat):
         restored = restored.to(copy.flat.device)
@@ -147,14 +147,14 @@ def keeps_promise(stored: Stored, copy: Leaf, original: Leaf, codec: Codec) -> b
 
 
 def decode_copy(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Array | None
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, pair: Array | None
 ) -> ValuesReference:
     """Decode the stream format "copy"."""
-    if sibling is None or pieces or not _castable(spec):
+    if pair is None or pieces or not _castable(spec):
         raise CorruptDataError(f"copy: {spec.dtype} cannot be a copy, or its original is missing")
-    flat = cast(sibling, spec)
+    flat = cast(pair, spec)
     # A cast to its own dtype is the tensor itself, and two arrays of a state must not become one.
-    flat = flat.clone() if flat is sibling else flat
+    flat = flat.clone() if flat is pair else flat
     if int(flat.shape[0]) != spec.size:
         raise CorruptDataError("copy: its original is of another size")
     return ValuesReference(flat)

@@ -90,15 +90,15 @@ class _Encoder:
             if i in self.firsts:
                 leaf, first = self.planned[i].leaf, self.planned[self.firsts[i]]
                 square = square_of(_decoded(leaf, found.arrays[i], self.planned[i].parent), leaf.spec)
-                following[can_follow(first)].append((self.firsts[i], dataclasses.replace(first.leaf, sibling=square)))
+                following[can_follow(first)].append((self.firsts[i], dataclasses.replace(first.leaf, pair=square)))
         self._encode(following[True], found)
         for one in following[False]:
             self._encode([one], found)
         for i in job:
             found.arrays[i] = dataclasses.replace(found.arrays[i], decoded=None)
             first_number = self.firsts.get(i)
-            if first_number is not None and STREAMS[found.arrays[first_number].stream].beside:
-                found.arrays[first_number] = dataclasses.replace(found.arrays[first_number], sibling=i)
+            if first_number is not None and STREAMS[found.arrays[first_number].stream].pair:
+                found.arrays[first_number] = dataclasses.replace(found.arrays[first_number], pair=i)
         return found
 
     def copy(self, number: int, of: int, stored: Stored) -> Stored:
@@ -147,8 +147,8 @@ def _decoded(leaf: Leaf, stored: Stored, parent: Reference | None) -> Any:
     """Return an array as a reader of the file will see it, flat on the host."""
     if stored.decoded is not None:
         return stored.decoded()
-    memory = stored.memory
-    if memory is None:
+    reference = stored.reference
+    if reference is None:
         pieces = [memoryview(b"".join(parts_of(piece))) for piece in stored.pieces]
-        memory = STREAMS[stored.stream].decode(leaf.spec, stored.meta, pieces, parent, None)
-    return memory.values(leaf.spec)
+        reference = STREAMS[stored.stream].decode(leaf.spec, stored.meta, pieces, parent, None)
+    return reference.values(leaf.spec)

@@ -164,8 +164,8 @@ def map_arrays(work: Callable[[A], B], arrays: Sequence[A], size: Callable[[A], 
     and more run in parallel. Smaller ones run in the calling thread.
     """
 
-    def beside(array: A) -> bool:
+    def is_shared(array: A) -> bool:
         return LEAST_BESIDE <= size(array) <= CHUNK
 
-    shared = iter(map_chunks(work, [a for a in arrays if beside(a)]))
-    return [next(shared) if beside(a) else map_chunks(work, [a])[0] for a in arrays]
+    shared = iter(map_chunks(work, [a for a in arrays if is_shared(a)]))
+    return [next(shared) if is_shared(a) else map_chunks(work, [a])[0] for a in arrays]

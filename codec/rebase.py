@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from .base import Reference
 from .bundles.streams import BUNDLE_STREAMS
 from .checkpoint import Checkpoint, check_resolved
 from .format.fields import Piece
+from .format.schema import Record, StoredArray, StoredGroup
 from .parallel import map_chunks
 from .records import ArrayRecord
 from .state.leaves import import_libraries
@@ -22,7 +24,7 @@ def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
 
     Nothing is quantized again.
 
-    The result restores to the same bits, and leaves the same memory, so deltas over `ckpt` decode over it too: it
+    The result restores to the same bits, and leaves the same reference, so deltas over `ckpt` decode over it too: it
     answers to the same `identity`.
 
     Args:
@@ -59,7 +61,9 @@ def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
     )
     rows = []
     for row, record in zip(ckpt.header["arrays"], ckpt.records, strict=True):
-        rows.append(row if record.bundle is not None else _restated(row, single[record.key]))
+        if record.bundle is None:
+            row = single[record.key].record(StoredArray.from_json(row, record.path)).to_json()
+        rows.append(row)
     header = {
         "parent": None if prev is None else prev.identity,
         "as": ckpt.identity,
@@ -68,60 +72,56 @@ def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
         "arrays": rows,
     }
     if bundled:
-        header["bundles"] = [_restated(*pair) for pair in zip(ckpt.header["bundles"], bundled, strict=True)]
+        groups = (StoredGroup.from_json(row, len(rows)) for row in ckpt.header["bundles"])
+        header["bundles"] = [made.record(group).to_json() for group, made in zip(groups, bundled, strict=True)]
     if "why" in ckpt.header:
         header["why"] = ckpt.header["why"]
     made = [*single.values(), *bundled]
-    memories = {key: memory for one in made for key, memory in one.memories.items()}
+    references = {key: reference for one in made for key, reference in one.references.items()}
     keys = [(r.path, r.key) for r in ckpt.records]
-    return Checkpoint.written(header, keys, [piece for one in made for piece in one.pieces], memories)
+    return Checkpoint.written(header, keys, [piece for one in made for piece in one.pieces], references)
 
 
 @dataclass(frozen=True, slots=True)
-class _Restated:
+class _Rebased:
     """An array or a bundle encoded against another parent.
 
     Args:
         meta: the stream's metadata.
         pieces: bytes, in order.
         is_delta: whether decoding needs the parent.
-        memories: what a later delta needs, by key.
+        references: what a later delta needs, by key.
     """
 
     meta: dict[str, Any]
     pieces: Sequence[Piece]
     is_delta: bool
-    memories: dict[str, Reference]
+    references: dict[str, Reference]
+
+    def record(self, stored: Record) -> Record:
+        """Return a header record with new metadata and pieces."""
+        lengths = [len(piece) for piece in self.pieces]
+        return dataclasses.replace(stored, meta=self.meta, lengths=lengths, is_delta=self.is_delta)
 
 
-def _restated(row: dict[str, Any], made: _Restated) -> dict[str, Any]:
-    """Return a header record with new metadata and pieces."""
-    new = {k: v for k, v in row.items() if k not in ("m", "p")} | {"b": [len(piece) for piece in made.pieces]}
-    if made.meta:
-        new["m"] = made.meta
-    if made.is_delta:
-        new["p"] = True
-    return new
-
-
-def _array(ckpt: Checkpoint, record: ArrayRecord, prev: Checkpoint | None) -> _Restated:
-    restate = record.format.restate
-    if restate is None:
-        return _Restated(record.meta, [bytes(piece) for piece in ckpt.pieces_of(record)], False, {})
-    memory = ckpt.reference_of(record)
+def _array(ckpt: Checkpoint, record: ArrayRecord, prev: Checkpoint | None) -> _Rebased:
+    rebase = record.format.rebase
+    if rebase is None:
+        return _Rebased(record.meta, [bytes(piece) for piece in ckpt.pieces_of(record)], False, {})
+    reference = ckpt.reference_of(record)
     parent = None if prev is None else prev.parent_reference(record.key, record.spec)
-    meta, pieces = restate(record.spec, record.meta, memory, parent)
-    return _Restated(meta, pieces, parent is not None, {record.key: memory})
+    meta, pieces = rebase(record.spec, record.meta, reference, parent)
+    return _Rebased(meta, pieces, parent is not None, {record.key: reference})
 
 
-def _bundle(ckpt: Checkpoint, number: int, prev: Checkpoint | None) -> _Restated:
+def _bundle(ckpt: Checkpoint, number: int, prev: Checkpoint | None) -> _Rebased:
     bundle = ckpt.bundles[number]
     members = [ckpt.records[i] for i in bundle.members]
     stream = BUNDLE_STREAMS[bundle.stretch.stream]
-    if stream.restate is None:
-        return _Restated(bundle.stretch.meta, [bytes(piece) for piece in ckpt.pieces_of(members[0])], False, {})
+    if stream.rebase is None:
+        return _Rebased(bundle.stretch.meta, [bytes(piece) for piece in ckpt.pieces_of(members[0])], False, {})
     joined = ckpt.joined_of(number)
     parents = [None if prev is None else prev.parent_reference(r.key, r.spec) for r in members]
     before = stream.join(parents, [r.spec for r in members])
-    meta, pieces = stream.restate(joined, before)
-    return _Restated(meta, pieces, before is not None, dict(zip((r.key for r in members), joined.split(), strict=True)))
+    meta, pieces = stream.rebase(joined, before)
+    return _Rebased(meta, pieces, before is not None, dict(zip((r.key for r in members), joined.split(), strict=True)))

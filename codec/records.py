@@ -11,8 +11,7 @@ from .bundles.joined import MOST_BYTES
 from .bundles.streams import BUNDLE_STREAMS
 from .errors import CorruptDataError
 from .evidence.reasons import REASONS
-from .format.columns import from_gaps
-from .format.known_keys import BUNDLE, check_keys
+from .format.schema import StoredArray, StoredGroup
 from .other_packages import missing, package_of
 from .state.leaves import LeafSpec, spec_from_header
 from .streams import STREAMS, Stream
@@ -27,7 +26,7 @@ class Stretch:
         meta: the stream's metadata.
         offset: where the pieces start in the body.
         lengths: bytes of each piece.
-        delta: whether decoding needs the parent's memory of the same arrays.
+        delta: whether decoding needs the parent's reference of the same arrays.
     """
 
     stream: str
@@ -68,7 +67,7 @@ class ArrayRecord:
         error: achieved error, in the measure `measure`.
         measure: "exact", "relative L2" or "relative".
         note: remark of the codec, or "".
-        sibling: number of the array whose values decoding needs, or None.
+        pair: number of the array whose values decoding needs, or None.
         codec: id of the codec that was chosen for it.
         why: the rule or the evidence that chose the codec, or why the array is exact.
         bundle: number of the bundle that it is a member of, or None.
@@ -82,7 +81,7 @@ class ArrayRecord:
     error: float
     measure: str
     note: str
-    sibling: int | None
+    pair: int | None
     codec: str
     why: str
     bundle: int | None
@@ -138,87 +137,70 @@ def records_of(header: Mapping[str, Any], keys: Sequence[tuple[str, str]]) -> Re
     Raises:
         CorruptDataError: a record is malformed.
     """
-    rows, found, others = header.get("arrays"), header.get("bundles", []), header.get("why", [])
+    rows, groups, others = header.get("arrays"), header.get("bundles", []), header.get("why", [])
     if not isinstance(others, list) or not all(isinstance(reason, str) for reason in others):
         raise CorruptDataError("header: its reasons are malformed")
     if not isinstance(rows, list) or len(rows) != len(keys) or not all(isinstance(row, dict) for row in rows):
         raise CorruptDataError("header: arrays and tree do not fit")
-    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+    if not isinstance(groups, list):
         raise CorruptDataError("header: its bundles are malformed")
-    for row in found:
-        check_keys(row, BUNDLE, "a bundle")
-    members = [from_gaps(row.get("a"), len(rows)) for row in found]
-    bundle_of = {i: number for number, own in enumerate(members) for i in own}
-    if len(bundle_of) != sum(map(len, members)):
+    stored_groups = [StoredGroup.from_json(row, len(rows)) for row in groups]
+    bundle_of = {i: number for number, group in enumerate(stored_groups) for i in group.members}
+    if len(bundle_of) != sum(len(group.members) for group in stored_groups):
         raise CorruptDataError("header: an array is in two bundles")
+    arrays = [StoredArray.from_json(row, path) for row, (path, _) in zip(rows, keys, strict=True)]
     stretches: dict[int, Stretch] = {}
     offset = 0
-    for i, (row, (path, _)) in enumerate(zip(rows, keys, strict=True)):
-        if i not in bundle_of:
-            alone = _stretch(row, path, offset, STREAMS)
-            stretches[i] = alone
-            offset += alone.nbytes
-        elif row.keys() & {"f", "b", "m", "p"}:
-            raise CorruptDataError(f"header: {path}: in a bundle, and with pieces of its own")
+    for i, (array, (path, _)) in enumerate(zip(arrays, keys, strict=True)):
+        if (array.stream is None) != (i in bundle_of):
+            where = "neither in a bundle nor with" if array.stream is None else "in a bundle, and with"
+            raise CorruptDataError(f"header: {path}: {where} pieces of its own")
+        if array.stream is not None:
+            stretches[i] = _stretch(array, path, offset, STREAMS)
+            offset += stretches[i].nbytes
     bundles = []
-    for own, row in zip(members, found, strict=True):
-        stretch = _stretch(row, f"a bundle of {len(own)} arrays", offset, BUNDLE_STREAMS)
+    for group in stored_groups:
+        stretch = _stretch(group, f"a bundle of {len(group.members)} arrays", offset, BUNDLE_STREAMS)
         offset += stretch.nbytes
-        bundles.append(Bundle(tuple(own), stretch))
-        stretches.update(dict.fromkeys(own, stretch))
-    specs = [spec_from_header(row.get("l", "torch"), row.get("d"), row.get("s")) for row in rows]
+        bundles.append(Bundle(tuple(group.members), stretch))
+        stretches.update(dict.fromkeys(group.members, stretch))
+    specs = [spec_from_header(array.library, array.dtype, array.shape) for array in arrays]
     for bundle in bundles:
         _check_members(bundle, specs)
     shares = _shares(bundles, specs)
     streams = [stretches[i].stream for i in range(len(rows))]
     reasons = [*REASONS, *others]
-    arrays = []
-    for i, (row, (path, key)) in enumerate(zip(rows, keys, strict=True)):
+    records = []
+    for i, (array, (path, key)) in enumerate(zip(arrays, keys, strict=True)):
         pieces = stretches[i]
-        error, measure, note = row.get("e", 0.0), row.get("q", "exact"), row.get("n", "")
-        reason, codec = row.get("y"), row.get("c")
-        if not (
-            type(error) is float
-            and isinstance(measure, str)
-            and isinstance(note, str)
-            and (reason is None or (type(reason) is int and 0 <= reason < len(reasons)))
-            and isinstance(codec, str | None)
-            and _sibling_fits(row.get("v"), pieces.stream, streams)
-        ):
+        if (array.reason or 0) >= len(reasons) or not _pair_fits(array.pair, pieces.stream, streams):
             raise CorruptDataError(f"header: {path}: its record is malformed")
-        arrays.append(
+        records.append(
             ArrayRecord(
                 path,
                 key,
                 specs[i],
                 pieces,
                 shares.get(i, pieces.nbytes),
-                error,
-                measure,
-                note,
-                row.get("v"),
-                STREAMS[pieces.stream].codec if codec is None else codec,
-                "" if reason is None else reasons[reason],
+                array.error,
+                array.measure,
+                array.note,
+                array.pair,
+                array.codec or STREAMS[pieces.stream].codec,
+                "" if array.reason is None else reasons[array.reason],
                 bundle_of.get(i),
             )
         )
-    return Records(tuple(arrays), tuple(bundles), offset)
+    return Records(tuple(records), tuple(bundles), offset)
 
 
-def _stretch(row: Mapping[str, Any], path: str, offset: int, streams: Mapping[str, Any]) -> Stretch:
-    stream, meta, lengths = row.get("f", ""), row.get("m", {}), row.get("b", 0)
-    if isinstance(stream, str) and stream not in streams and package_of(stream):
-        raise missing(stream, path)
-    ok = (
-        isinstance(stream, str)
-        and stream in streams
-        and isinstance(meta, dict)
-        and isinstance(lengths, list)
-        and all(type(n) is int and n >= 0 for n in lengths)
-    )
-    if not ok:
+def _stretch(stored: StoredArray | StoredGroup, path: str, offset: int, streams: Mapping[str, Any]) -> Stretch:
+    stream = stored.stream or ""
+    if stream not in streams:
+        if package_of(stream):
+            raise missing(stream, path)
         raise CorruptDataError(f"header: {path}: its record is malformed")
-    return Stretch(stream, meta, offset, tuple(lengths), bool(row.get("p")))
+    return Stretch(stream, stored.meta, offset, tuple(stored.lengths), stored.is_delta)
 
 
 def _check_members(bundle: Bundle, specs: Sequence[LeafSpec]) -> None:
@@ -231,7 +213,7 @@ def _check_members(bundle: Bundle, specs: Sequence[LeafSpec]) -> None:
     total = sum(spec.nbytes for spec in own)
     if len(kinds) > 1 or total > MOST_BYTES or not all(spec.size for spec in own):
         raise CorruptDataError(f"header: a bundle of {len(own)} arrays, {total} bytes and {len(kinds)} dtypes")
-    if BUNDLE_STREAMS[bundle.stretch.stream].restate is None and bundle.stretch.delta:
+    if BUNDLE_STREAMS[bundle.stretch.stream].rebase is None and bundle.stretch.delta:
         raise CorruptDataError(f"header: a bundle of {bundle.stretch.stream} is never a delta")
 
 
@@ -249,11 +231,11 @@ def _shares(bundles: Sequence[Bundle], specs: Sequence[LeafSpec]) -> dict[int, i
     return found
 
 
-def _sibling_fits(number: Any, stream: str, streams: Sequence[str]) -> bool:
-    """Return whether the sibling in a record is valid, and is there only if needed.
+def _pair_fits(number: int | None, stream: str, streams: Sequence[str]) -> bool:
+    """Return whether the pair of a record is valid, and is there only if needed.
 
-    The sibling itself must not need one, so that references never form a cycle.
+    The pair itself must not need one, so that references never form a cycle.
     """
-    if STREAMS[stream].beside is None:
+    if STREAMS[stream].pair is None:
         return number is None
-    return type(number) is int and 0 <= number < len(streams) and STREAMS[streams[number]].beside is None
+    return number is not None and number < len(streams) and STREAMS[streams[number]].pair is None

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from .base import Stream as Stream
 from .deduplication import decode_copy
-from .embeddings.rows import Rows, decode_rows, restate_rows
-from .lossless.changed import Changed, decode_changed, restate_changed
-from .lossless.exact import Exact, decode_bytes, restate_bytes
+from .embeddings.rows import Rows, decode_rows, rebase_rows
+from .lossless.changed import Changed, decode_changed, rebase_changed
+from .lossless.exact import Exact, decode_bytes, rebase_bytes
 from .moments.clusters import Clusters, decode_clusters
 from .moments.firstmoment import FirstMoment, decode_grid, square_of
 from .moments.logbuckets import LogBuckets, decode_log_buckets
-from .moments.secondmoment import SecondMoment, decode_rank_one, restate_rank_one
+from .moments.secondmoment import SecondMoment, decode_rank_one, rebase_rank_one
 from .registry import STREAMS as STREAMS
 from .state.leaves import Array, LeafSpec
-from .weights.exponent import ExponentDelta, decode_exponent, restate_exponent
-from .weights.levels import decode_levels, restate_levels
+from .weights.exponent import ExponentDelta, decode_exponent, rebase_exponent
+from .weights.levels import decode_levels, rebase_levels
 from .weights.quantize import Quantize
-from .weights.uniform_quantizer import decode_multiples, restate_multiples
+from .weights.uniform_quantizer import decode_multiples, rebase_multiples
 
 
 def _as_it_is(values: Array, _: LeafSpec) -> Array:
@@ -25,16 +25,16 @@ def _as_it_is(values: Array, _: LeafSpec) -> Array:
 
 STREAMS.update(
     {
-        "bytes": Stream(decode_bytes, Exact.id, restate_bytes, is_wide=True),
-        "levels": Stream(decode_levels, Quantize.id, restate_levels),
-        "multiples": Stream(decode_multiples, Quantize.id, restate_multiples, is_wide=True),
+        "bytes": Stream(decode_bytes, Exact.id, rebase_bytes, is_wide=True),
+        "levels": Stream(decode_levels, Quantize.id, rebase_levels),
+        "multiples": Stream(decode_multiples, Quantize.id, rebase_multiples, is_wide=True),
         "log-buckets": Stream(decode_log_buckets, LogBuckets.id),
-        "rank-one": Stream(decode_rank_one, SecondMoment.id, restate_rank_one),
-        "grid": Stream(decode_grid, FirstMoment.id, beside=square_of),
-        "copy": Stream(decode_copy, Exact.id, beside=_as_it_is),
-        "exponent": Stream(decode_exponent, ExponentDelta.id, restate_exponent, is_wide=True),
-        "changed": Stream(decode_changed, Changed.id, restate_changed, is_wide=True),
+        "rank-one": Stream(decode_rank_one, SecondMoment.id, rebase_rank_one),
+        "grid": Stream(decode_grid, FirstMoment.id, pair=square_of),
+        "copy": Stream(decode_copy, Exact.id, pair=_as_it_is),
+        "exponent": Stream(decode_exponent, ExponentDelta.id, rebase_exponent, is_wide=True),
+        "changed": Stream(decode_changed, Changed.id, rebase_changed, is_wide=True),
         "clusters": Stream(decode_clusters, Clusters.id),
-        "rows": Stream(decode_rows, Rows.id, restate_rows),
+        "rows": Stream(decode_rows, Rows.id, rebase_rows),
     }
 )

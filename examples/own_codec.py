@@ -30,7 +30,7 @@ NAME = "example.rounded"
 
 
 def decode(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Any = None
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, pair: Any = None
 ) -> Reference:
     """Decode a stream into an array, and check every field of it first."""
     if spec.dtype != "float32" or len(pieces) != 1:

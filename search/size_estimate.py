@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..codec import entropy
 from ..codec.base import Leaf
 from ..codec.bundles.levels import join_levels, level_pieces
 from ..codec.format import container
-from ..codec.format.columns import gaps
+from ..codec.format.schema import StoredArray, StoredGroup
 from ..codec.state.leaves import LeafSpec, NpArray
 from ..codec.weights.levels import LevelsReference, references
 from ..codec.weights.planning import Limits
@@ -46,31 +47,25 @@ def nbytes_of_header(
         protect = [None if np.isinf(t) else t for t in (limit.protect_magnitude, limit.protect_sensitivity)]
         return [*protect, limit.prune_magnitude, limit.prune_sensitivity]
 
-    def record(i: int, leaf: Leaf) -> dict[str, Any]:
+    def record(i: int, leaf: Leaf) -> StoredArray:
         other = _PRIME * i % 900
-        made: dict[str, Any] = {
-            "d": leaf.spec.dtype,
-            "s": list(leaf.spec.shape),
-            "q": "relative L2",
-            "e": (100 + other) / 1000,
-            "n": f"codebook refit: the parent's gives {1 + other / 1000:.3g} times the error"
-            if is_delta
-            else "codebook new",
-        }
-        if i not in bundled:
-            made |= {"f": "levels", "b": [19 + other % 97, leaf.spec.size // 4 + other], "m": {"t": thresholds(leaf)}}
-            made |= {"p": True} if is_delta else {}
-        return made
-
-    def bundle_record(numbers: Sequence[int]) -> dict[str, Any]:
-        found = {"f": "levels", "a": gaps(numbers), "b": [500, 50_000], "m": {"t": [thresholds(leaves[numbers[0]])]}}
-        return found | ({"p": True} if is_delta else {})
+        note = (
+            f"codebook refit: the parent's gives {1 + other / 1000:.3g} times the error" if is_delta else "codebook new"
+        )
+        error = (100 + other) / 1000
+        made = StoredArray(leaf.spec.dtype, leaf.spec.shape, measure="relative L2", error=error, note=note)
+        if i in bundled:
+            return made
+        meta, lengths = {"t": thresholds(leaf)}, [19 + other % 97, leaf.spec.size // 4 + other]
+        return dataclasses.replace(made, stream="levels", lengths=lengths, meta=meta, is_delta=is_delta)
 
     empty = {"tree": [None for _ in leaves], "arrays": []}
     full: dict[str, Any] = {"tree": [{"a": i} for i, _ in enumerate(leaves)]}
-    full["arrays"] = [record(*x) for x in enumerate(leaves)]
+    full["arrays"] = [record(*x).to_json() for x in enumerate(leaves)]
     if bundles:
-        full["bundles"] = [bundle_record(bundle) for bundle in bundles]
+        meta = [{"t": [thresholds(leaves[bundle[0]])]} for bundle in bundles]
+        pairs = zip(bundles, meta, strict=True)
+        full["bundles"] = [StoredGroup(b, "levels", m, [500, 50_000], is_delta).to_json() for b, m in pairs]
     return len(container.write(full, [])[0]) - len(container.write(empty, [])[0])
 
 

@@ -18,7 +18,6 @@ import zstandard
 from blake3 import blake3
 
 Array = np.ndarray[Any, Any]
-EPOCH = 1
 FLOATS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}  # exponent, mantissa
 CONTAINERS: dict[str, Any] = {"d": dict, "w": dict, "o": OrderedDict, "c": Counter, "l": list, "t": tuple}
 SCALARS: dict[str, Callable[[Any], Any]] = {
@@ -207,31 +206,30 @@ class Source(BytesIO):
             out[own] = (value - self.block().symbols(int(own.sum()))) % modulus
         return out
 
-    def classes(self, classes: int, columns: int, place: Array) -> Array:
-        base, row, column = self.varint(), place // columns, place % columns
+    def classes(self, columns: int, place: Array) -> tuple[Array, int]:
+        classes, base, row, column = self.varint(), self.varint(), place // columns, place % columns
         down, across = self.block().symbols(int(row.max()) + 1), self.block().symbols(columns)
-        return np.clip(down[row] + across[column] - base, 0, classes - 1)
+        return np.clip(down[row] + across[column] - base, 0, classes - 1), classes
 
-    def factors(self, lines: Array, ranks: Array) -> Array:
+    def factors(self, lines: Array, ranks: Array) -> list[Array]:
         numbers, ends = self.block().symbols(int((ranks * lines).sum())) - 128, np.cumsum(ranks * lines)
-        parts = zip(ranks, lines, np.split(numbers, ends[:-1]), strict=True)
-        return np.concatenate([np.pad(x.reshape(k, m), ((0, 8 - k), (0, 0))) for k, m, x in parts], axis=1)
+        parts = zip(np.tile(ranks, 2), lines.ravel(), np.split(numbers, ends[:-1]), strict=True)
+        found = [np.pad(x.reshape(k, m), ((0, 8 - k), (0, 0))) for k, m, x in parts]
+        return [np.concatenate(own, axis=1) for own in (found[: ranks.size], found[ranks.size :])]
 
     def matrix(self, n: int, context: Array | None) -> Array:
         way, usual, columns, phase, matrices = self.byte(), self.byte(), *self.varints(3)
         heights = np.array(self.varints(matrices) if matrices > 1 else [-(-(phase + n) // columns)])
-        place, predicted = phase + np.arange(n), self.byte()
-        own, nearest, contexts = np.zeros(n, int), np.zeros(n, int), 4 if predicted else 1
-        if predicted:
-            ranks, row = self.block().symbols(matrices), place // columns
-            left, right = (self.factors(lines, ranks) for lines in (heights, np.full(matrices, columns)))
+        place = phase + np.arange(n)
+        if self.byte() == 1:
+            ranks, row = np.array([self.byte() for _ in range(matrices)]), place // columns
+            left, right = self.factors(np.stack([heights, np.full(matrices, columns)]), ranks)
             across = np.repeat(np.arange(matrices), heights)[row] * columns + place % columns
             fourths = np.rint((left[:, row] * right[:, across]).sum(axis=0) / 16).astype(int) + 2
-            nearest, own = fourths // 4, fourths % 4
-        classes = self.varint()
-        if classes > 1:
-            own = own * classes + self.classes(classes, columns, place)
-        coded = self.rans(own, contexts * classes)
+            nearest, own, contexts = fourths // 4, fourths % 4, 4
+        else:
+            nearest, (own, contexts) = np.zeros(n, int), self.classes(columns, place)
+        coded = self.rans(own, contexts)
         numbers = np.where(coded % 2, -1 - coded // 2, coded // 2) + nearest
         if way == 1:
             numbers = (numbers + 128) % 256 - 128
@@ -514,16 +512,17 @@ class Unit:
             leaf.more["symbols"] = own
 
     def read_rank_one(self) -> Iterator[Array]:
-        head, olds, factors = Source(self.pieces[0]), self.olds("rank-one"), []
-        for side in (0, 1):
-            lengths = [(leaf.shape[0], prod(leaf.shape[1:]))[side] for leaf in self.leaves]
-            j = head.block().planes(2, sum(lengths)).astype(np.int64)
-            if olds:
-                j = np.concatenate([old.more[f"side {side}"] for old in olds]) + unzigzag(j)
-            numbers = np.split(j, np.cumsum(lengths)[:-1])
+        head, olds = Source(self.pieces[0]), self.olds("rank-one")
+        lengths = [n for side in (0, 1) for n in [(leaf.shape[0], prod(leaf.shape[1:]))[side] for leaf in self.leaves]]
+        j = head.block().planes(2, sum(lengths)).astype(np.int64)
+        if olds:
+            j = np.concatenate([old.more[f"side {side}"] for side in (0, 1) for old in olds]) + unzigzag(j)
+        parts = np.split(j, np.cumsum(lengths)[:-1])
+        sides = parts[: len(self.leaves)], parts[len(self.leaves) :]
+        for side, numbers in enumerate(sides):
             for leaf, own in zip(self.leaves, numbers, strict=True):
                 leaf.more[f"side {side}"] = own
-            factors.append([bucket_values(own, 3, "float32").astype(np.float32) for own in numbers])
+        factors = [[bucket_values(own, 3, "float32").astype(np.float32) for own in numbers] for numbers in sides]
         products = [np.multiply.outer(a, b).reshape(-1) for a, b in zip(*factors, strict=True)]
         yield from self.with_escapes(np.concatenate(products), head.table(), 1)
 
@@ -656,13 +655,13 @@ def tree(nodes: Iterator[Any], leaves: list[Leaf], keys: dict[int, str], path: t
 
 def header_of(blob: bytes) -> tuple[dict[str, Any], Source]:
     """Return the header, with a record for each array, and the body."""
-    magic, version, flags, stored, plain, count, epoch = struct.unpack("<8sIIQQII", blob[:40])
-    if (magic, version) != (b"\x89SPT\r\n\x1a\n", 1):
-        raise ValueError(f"not a file of version 1: magic {magic!r}, version {version}")
+    magic, version, flags, stored, plain, count, reserved = struct.unpack("<8sIIQQII", blob[:40])
+    if (magic, version) != (b"\x89SPT\r\n\x1a\n", 2):
+        raise ValueError(f"not a file of version 2: magic {magic!r}, version {version}")
     at = start = 56 + stored + 24 * count
     text = zstandard.decompress(blob[56 : 56 + stored])
     checksum = xxhash.xxh3_128(blob[:40] + blob[56:at]).digest()
-    assert (flags, epoch, len(text), checksum) == (0, EPOCH, plain, blob[40:56])
+    assert (flags, reserved, len(text), checksum) == (0, 0, plain, blob[40:56])
     for length, digest in struct.iter_unpack("<Q16s", blob[56 + stored : start]):
         assert xxhash.xxh3_128(blob[at : at + length]).digest() == digest
         at += length

@@ -15,6 +15,7 @@ from blake3 import blake3
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.errors import CorruptDataError, MissingParentError
 from ..codec.format import container
+from ..codec.format.schema import StoredArray
 from ..codec.lossless.reference import BytesReference
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array, read_leaf
@@ -131,7 +132,7 @@ def base_parent(base: Tensors, wanted: Mapping[str, Sort]) -> Checkpoint:
         digest.update(json.dumps([node.path, spec.dtype, list(spec.shape)]).encode())
         digest.update(data.data)
         memory[node.key] = BytesReference(data)
-        arrays.append({"d": spec.dtype, "s": list(spec.shape), "f": "bytes", "b": []})
+        arrays.append(StoredArray(spec.dtype, spec.shape, stream="bytes").to_json())
         total += spec.nbytes
     header = {"parent": None, "as": digest.hexdigest(), "raw": total, "tree": nodes, "arrays": arrays}
     return Checkpoint(container.write(header, [])[0], dict(memory))

@@ -18,8 +18,8 @@ def exact_together(leaves: Sequence[Leaf], parents: Sequence[Reference | None]) 
     before = join_bytes(parents, specs)
     source = joined_bytes([leaf.flat for leaf in leaves])
     parent = None if before is None else BytesReference(before.joined)
-    pieces, memory = copied_pieces(source, joined_spec(specs), parent)
-    stored = [Stored("bytes", {}, (), own) for own in JoinedBytes(memory.data, specs).split()]
+    pieces, reference = copied_pieces(source, joined_spec(specs), parent)
+    stored = [Stored("bytes", {}, (), own) for own in JoinedBytes(reference.data, specs).split()]
     return Together([StoredBundle(range(len(leaves)), "bytes", {}, pieces, parent is not None, stored)], {})
 
 
@@ -35,7 +35,7 @@ def decode_exact(
     return JoinedBytes(decode_bytes(joined_spec(specs), meta, pieces, parent).data, specs)
 
 
-def restate_exact(joined: Joined, before: Joined | None) -> Pieces:
+def rebase_exact(joined: Joined, before: Joined | None) -> Pieces:
     """Encode the bytes of a bundle as a base or against another parent."""
     assert isinstance(joined, JoinedBytes)
     parent = None if before is None else BytesReference(before.data())

@@ -80,13 +80,13 @@ class BundleStream:
         join: function that joins the references of arrays with these specs; returns None if one is of another stream.
         decode: function that makes joined references from specs, metadata, pieces, the parents' joined references
             and, for first moments, the joined squares of their scales.
-        restate: function that returns metadata and pieces of joined references relative to others, or on their own.
+        rebase: function that returns metadata and pieces of joined references relative to others, or on their own.
             None: no delta is coded against such arrays.
     """
 
     join: Callable[[Sequence[Reference | None], Sequence[LeafSpec]], Joined | None]
     decode: Callable[[Sequence[LeafSpec], dict[str, Any], Sequence[memoryview], Joined | None, Array | None], Joined]
-    restate: Callable[[Joined, Joined | None], Pieces] | None = None
+    rebase: Callable[[Joined, Joined | None], Pieces] | None = None
 
 
 def joined_spec(specs: Sequence[LeafSpec]) -> LeafSpec:

@@ -126,8 +126,8 @@ def levels_together(
         return Together([], alone | dict.fromkeys(found))
     references = _with_parts(joined)
     stored = [
-        Stored("levels", {}, (), memory, q.error, "relative L2", q.note)
-        for memory, q in zip(references, found.values(), strict=True)
+        Stored("levels", {}, (), reference, q.error, "relative L2", q.note)
+        for reference, q in zip(references, found.values(), strict=True)
     ]
     bundle = StoredBundle(list(found), "levels", _metadata(joined.references), pieces, before is not None, stored)
     return Together([bundle], alone)
@@ -177,7 +177,7 @@ def level_pieces(joined: JoinedLevels, before: JoinedLevels | None) -> list[byte
     return [_references(joined, before), chunk]
 
 
-def restate_levels_together(joined: Joined, before: Joined | None) -> Pieces:
+def rebase_levels_together(joined: Joined, before: Joined | None) -> Pieces:
     """Encode the levels of a bundle as a base or against another parent."""
     assert isinstance(joined, JoinedLevels)
     pieces = level_pieces(joined, before if isinstance(before, JoinedLevels) else None)
@@ -189,20 +189,20 @@ def _references(joined: JoinedLevels, before: JoinedLevels | None) -> bytes:
     spec = joined.specs[0]
     modes, sizes, firsts, steps, explicit = [], [], [], [], []
     predicted = []
-    for i, memory in enumerate(joined.references):
+    for i, reference in enumerate(joined.references):
         old = None if before is None else before.references[i]
-        if old is not None and memory.has_codebook_of(old):
+        if old is not None and reference.has_codebook_of(old):
             modes.append(PARENTS)
         else:
-            uniform = memory.uniform(spec)
+            uniform = reference.uniform(spec)
             modes.append(EXPLICIT if uniform is None else MULTIPLES)
-            sizes.append(memory.codebook.size)
+            sizes.append(reference.codebook.size)
             if uniform is None:
-                explicit.append(as_bytes(codebook_array(memory.codebook, spec)))
+                explicit.append(as_bytes(codebook_array(reference.codebook, spec)))
             else:
                 firsts.append(uniform[0])
                 steps.append(uniform[1])
-        predicted.append(predicted_patterns(memory.levels, old, spec))
+        predicted.append(predicted_patterns(reference.levels, old, spec))
     out = Writer()
     for numbers in (modes, sizes):
         out.block(entropy.coded(np.array(numbers, np.uint8)))

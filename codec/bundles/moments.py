@@ -28,6 +28,7 @@ from ..moments.firstmoment import (
     FirstMoment,
     decode_grid,
     is_in_another_unit,
+    sample_of,
 )
 from ..moments.logbuckets import LogBuckets, decode_log_buckets
 from ..moments.secondmoment import (
@@ -155,8 +156,8 @@ def second_moments_together(
         return _each_alone(leaves)
     pieces = _rank_one_pieces(joined, before, counts)
     stored = [
-        Stored("rank-one", {}, (), memory, error, "relative", decoded=partial(_given, values))
-        for memory, error, values in zip(joined.split(), errors, parts(restored, specs), strict=True)
+        Stored("rank-one", {}, (), reference, error, "relative", decoded=partial(_given, values))
+        for reference, error, values in zip(joined.split(), errors, parts(restored, specs), strict=True)
     ]
     return Together([StoredBundle(range(len(leaves)), "rank-one", {}, pieces, before is not None, stored)], {})
 
@@ -189,14 +190,13 @@ def log_buckets_together(codec: LogBuckets, leaves: Sequence[Leaf], parents: Seq
 
 def _rank_one_pieces(joined: JoinedRankOne, before: JoinedRankOne | None, counts: NpArray | None) -> list[bytes]:
     head = Writer()
-    head.block(pack_factors(joined.rows, None if before is None else before.rows))
-    head.block(pack_factors(joined.columns, None if before is None else before.columns))
+    head.block(pack_factors((joined.rows, joined.columns), None if before is None else (before.rows, before.columns)))
     head.raw(pack_table(joined.table))
     old, matrix = None if before is None else before.symbols, matrix_of(joined.specs, entropy.Numbers.CENTERED)
     return [head.done(), pack_chunk(joined.symbols, joined.escaped, counts, old, matrix)]
 
 
-def restate_rank_one_together(joined: Joined, before: Joined | None) -> Pieces:
+def rebase_rank_one_together(joined: Joined, before: Joined | None) -> Pieces:
     """Encode symbols and factors as a base or against another parent."""
     assert isinstance(joined, JoinedRankOne)
     return {}, _rank_one_pieces(joined, before if isinstance(before, JoinedRankOne) else None, None)
@@ -215,8 +215,8 @@ def decode_rank_one_together(
     old = before if isinstance(before, JoinedRankOne) else None
     shapes = _shapes(specs)
     head = Reader(pieces[0], "rank one")
-    rows = read_factors(head.block(), int(shapes[:, 0].sum()), None if old is None else old.rows)
-    columns = read_factors(head.block(), int(shapes[:, 1].sum()), None if old is None else old.columns)
+    across, down = (int(lines) for lines in shapes.sum(axis=0))
+    rows, columns = read_factors(head.block(), across, down, None if old is None else (old.rows, old.columns))
     table = read_table(head)
     head.end()
     size = sum(spec.size for spec in specs)
@@ -249,7 +249,7 @@ class _OnGrid:
 def first_moments_together(codec: FirstMoment, leaves: Sequence[Leaf]) -> Together:
     """Encode first moments of one dtype together, grouped by the step that each needs.
 
-    Each array comes with the squares of its scale as `Leaf.sibling`.
+    Each array comes with the squares of its scale as `Leaf.pair`.
     """
     steps: dict[int, float] = {}
     alone: dict[int, Stored | None] = {}
@@ -309,10 +309,10 @@ def _on_grid(codec: FirstMoment, leaves: Sequence[Leaf], group: Sequence[int], s
     members = [leaves[i] for i in group]
     specs = [leaf.spec for leaf in members]
     leaf = joined_leaf(members)
-    square = np.concatenate([leaf.sibling for leaf in members])
+    square = np.concatenate([leaf.pair for leaf in members])
     x = as_float32(leaf.flat, leaf.spec)
     symbols, sums, counts = grid_symbols(x, square, step)
-    table = codec.table_of(sums, counts, [(x, square, symbols)])
+    table = codec.table_of(sums, counts, sample_of(leaf.flat, square, leaf.spec), step)
     escaped = escapes_of(x, symbols, OFF_GRID, counts)
     values = with_escapes(grid_values(symbols, square, table), symbols, OFF_GRID, escaped)
     met = distortion_many(leaf.flat, as_stored(values, leaf.spec), ends_of(specs))

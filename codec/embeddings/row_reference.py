@@ -77,7 +77,7 @@ class RowsReference:
 
     Args:
         table: the styles in use, ascending.
-        style: uint8 [R] (uint16 while memories are put together), each row's number in the table.
+        style: uint8 [R] (uint16 while references are put together), each row's number in the table.
         records: uint8 [rows of that style, length of a record], one array a style.
     """
 
@@ -92,8 +92,8 @@ class RowsReference:
         step = max(1, CHUNK // columns)
 
         def one(part: tuple[int, RowsReference]) -> None:
-            start, memory = part
-            data[start : start + step] = memory.decoded(spec)
+            start, reference = part
+            data[start : start + step] = reference.decoded(spec)
 
         map_chunks(one, zip(range(0, self.style.size, step), self.split(step), strict=True))
         return from_bytes(data.reshape(-1), spec)
@@ -188,22 +188,22 @@ def replaced(before: RowsReference, at: NpArray, by: RowsReference) -> RowsRefer
     return RowsReference(table, style, tuple(records))
 
 
-def _renumbered(memory: RowsReference, table: tuple[Style, ...]) -> NpArray:
+def _renumbered(reference: RowsReference, table: tuple[Style, ...]) -> NpArray:
     """Return the style of each row as a number in another table of styles."""
-    number = np.array([table.index(s) if s in table else 0 for s in memory.table], np.uint16)
-    out: NpArray = number[memory.style]
+    number = np.array([table.index(s) if s in table else 0 for s in reference.table], np.uint16)
+    out: NpArray = number[reference.style]
     return out
 
 
-def same_records(memory: RowsReference, other: RowsReference) -> NpArray:
+def same_records(reference: RowsReference, other: RowsReference) -> NpArray:
     """Return bool [R]: whether each row has the same style and record in both references."""
-    same = np.zeros(memory.style.size, bool)
-    for number, style in enumerate(memory.table):
+    same = np.zeros(reference.style.size, bool)
+    for number, style in enumerate(reference.table):
         if style not in other.table:
             continue
-        mine, theirs = memory.style == number, other.style == other.table.index(style)
+        mine, theirs = reference.style == number, other.style == other.table.index(style)
         both = np.flatnonzero(mine & theirs)
-        a, b = memory.records[number], other.records[other.table.index(style)]
+        a, b = reference.records[number], other.records[other.table.index(style)]
         same[both] = (a[(np.cumsum(mine) - 1)[both]] == b[(np.cumsum(theirs) - 1)[both]]).all(axis=1)
     return same
 

@@ -2,7 +2,7 @@
 
 Piece i covers a chunk of rows: a symbol stream, 0 for a row that is the parent's, 1 + k for one in style k of `m.s`;
 then for each style present its rows' numbers and codes. The stored bytes depend on the two references alone, so that
-storing a checkpoint against another parent (`restate_rows`) and encoding one end in the same function.
+storing a checkpoint against another parent (`rebase_rows`) and encoding one end in the same function.
 
 Source: Check-N-Run, sections 5.1 and 5.2.
 """
@@ -233,17 +233,19 @@ class Rows:
         for style in self._ladder(plan, leaf.spec):
             # A full table of styles starts from scratch.
             room = before is not None and len({*before.table, style, RAW}) <= MOST_STYLES
-            memory, met, missed = _quantize(leaf, style, before if room else None, touched)
+            reference, met, missed = _quantize(leaf, style, before if room else None, touched)
             if self.max_error is None or style == RAW or met.relative_l2 <= self.max_error:
                 break
         note = f"{missed:,} rows changed that were not marked as touched; they are stored, too" if missed else ""
-        meta, pieces = _write(leaf.spec, memory, before, self.coder)
+        meta, pieces = _write(leaf.spec, reference, before, self.coder)
         if style == RAW and plan != RAW:
             narrow = plan.length(row_length(leaf.spec), leaf.spec.itemsize) >= _row_bytes(leaf.spec)
             why = "rows this short are not smaller quantized" if narrow else f"8 bits miss {self.max_error:g}"
             note = "; ".join(part for part in (f"exact: {why}", note) if part)
         # In `RAW` a row is either the parent's to the bit or stored.
-        return Stored("rows", meta, pieces, memory, met.relative_l2, "exact" if style == RAW else "relative L2", note)
+        return Stored(
+            "rows", meta, pieces, reference, met.relative_l2, "exact" if style == RAW else "relative L2", note
+        )
 
     def _ladder(self, plan: Style, spec: LeafSpec) -> list[Style]:
         """Return the styles to try: the requested one, and finer ones if there is an error target."""
@@ -300,9 +302,9 @@ def _sample(leaf: Leaf, count: int) -> NpArray:
     return wide.reshape(count, -1)
 
 
-def _beside(memory: RowsReference, spec: LeafSpec, x: Array) -> Array:
+def _restored_next_to(reference: RowsReference, spec: LeafSpec, x: Array) -> Array:
     """Return the decoded rows of a reference in the library and on the device of x."""
-    flat = from_bytes(memory.decoded(spec).reshape(-1), spec)
+    flat = from_bytes(reference.decoded(spec).reshape(-1), spec)
     return flat.to(x.device).reshape(x.shape) if is_torch(x) else flat.reshape(x.shape)
 
 
@@ -333,7 +335,7 @@ def _settled(x: Array, spec: LeafSpec, before: RowsReference, least: int) -> NpA
 class _Part:
     """Result for a chunk of rows: reference, error, hashes, and number of missing marks."""
 
-    memory: RowsReference
+    reference: RowsReference
     met: Distortion
     prints: NpArray | None
     missed: int = 0
@@ -360,11 +362,11 @@ def _quantize(
         return _quantize_chunk(x[rows], spec, style, parents[number], known, marks)
 
     parts = map_chunks(one, range(len(starts)))
-    memory = joined([p.memory for p in parts])
+    reference = joined([p.reference for p in parts])
     prints = [p.prints for p in parts if p.prints is not None]
     if prints:
-        memory = SeenRows(memory.table, memory.style, memory.records, np.concatenate(prints))
-    return memory, sum((p.met for p in parts), Distortion(0.0, 0.0, 0.0)), sum(p.missed for p in parts)
+        reference = SeenRows(reference.table, reference.style, reference.records, np.concatenate(prints))
+    return reference, sum((p.met for p in parts), Distortion(0.0, 0.0, 0.0)), sum(p.missed for p in parts)
 
 
 def _quantize_chunk(
@@ -373,9 +375,9 @@ def _quantize_chunk(
     # Raw rows need no hash: they are compared by their values.
     prints = None if style == RAW else fingerprints(x)
     if before is None:
-        memory = _kept(x, spec, style)
-        return _Part(memory, distortion(x, _beside(memory, spec, x)), prints)
-    restored = _beside(before, spec, x)
+        reference = _kept(x, spec, style)
+        return _Part(reference, distortion(x, _restored_next_to(reference, spec, x)), prints)
+    restored = _restored_next_to(before, spec, x)
     differ = ~_equal(x, restored)
     # Rows kept more coarsely than requested are encoded again even if they did not move.
     coarser = np.array([s.fineness < style.fineness for s in before.table], bool)[before.style]
@@ -387,7 +389,7 @@ def _quantize_chunk(
         return _Part(before, distortion(x, restored), prints)
     missed = 0 if touched is None else int(np.count_nonzero(~(touched | coarser)[at]))
     new = _kept(picked(x, at), spec, style)
-    changed = _beside(new, spec, picked(x, at))
+    changed = _restored_next_to(new, spec, picked(x, at))
     if is_torch(x):
         import torch
 
@@ -446,36 +448,36 @@ def _factors(count: int) -> NpArray:
 def _kept(x: Array, spec: LeafSpec, style: Style) -> RowsReference:
     """Quantize rows in one style; rows that it cannot represent are stored raw."""
     records, lost = quantized(x, spec, style)
-    memory = all_of(style, records)
+    reference = all_of(style, records)
     if not lost.any():
-        return memory
+        return reference
     at = np.flatnonzero(lost)
     raw, _ = quantized(picked(x, at), spec, RAW)
-    return replaced(memory, at, all_of(RAW, raw))
+    return replaced(reference, at, all_of(RAW, raw))
 
 
 # ---------------------------------------------------------------------------------------------- the stream
 
 
 def _write(
-    spec: LeafSpec, memory: RowsReference, before: RowsReference | None, coder: str
+    spec: LeafSpec, reference: RowsReference, before: RowsReference | None, coder: str
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Return metadata and pieces of a reference, as a delta if it has a parent."""
     step = max(1, CHUNK // row_length(spec))
-    parts = memory.split(step)
+    parts = reference.split(step)
     parents = [None] * len(parts) if before is None else before.split(step)
     pieces = map_chunks(lambda pair: _write_chunk(spec, *pair, coder), list(zip(parts, parents, strict=True)))
-    return {"s": [[s.method, s.bits, s.num_bins, s.ratio] for s in memory.table]}, pieces
+    return {"s": [[s.method, s.bits, s.num_bins, s.ratio] for s in reference.table]}, pieces
 
 
-def _write_chunk(spec: LeafSpec, memory: RowsReference, before: RowsReference | None, coder: str) -> bytes:
-    symbols = memory.style + np.uint8(1)
+def _write_chunk(spec: LeafSpec, reference: RowsReference, before: RowsReference | None, coder: str) -> bytes:
+    symbols = reference.style + np.uint8(1)
     if before is not None:
-        symbols[same_records(memory, before)] = 0
+        symbols[same_records(reference, before)] = 0
     out = Writer()
     out.block(_coded(symbols, coder))
     columns = row_length(spec)
-    for symbol, (style, at, records) in enumerate(memory.groups(), 1):
+    for symbol, (style, at, records) in enumerate(reference.groups(), 1):
         own = np.flatnonzero(symbols == symbol)
         if not own.size:
             continue
@@ -573,7 +575,7 @@ def decode_rows(
     meta: dict[str, Any],
     pieces: Sequence[memoryview],
     parent: Reference | None,
-    sibling: Array | None = None,
+    pair: Array | None = None,
 ) -> RowsReference:
     """Decode the stream format "rows"."""
     if not spec.shape or not spec.size or spec.dtype not in DTYPES:
@@ -655,11 +657,11 @@ def _read_chunk(
     return new if before is None else replaced(before, own, new)
 
 
-def restate_rows(
-    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
+def rebase_rows(
+    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Encode a reference as a base or against another parent; return metadata and pieces."""
-    if not isinstance(memory, RowsReference):
-        raise BadArgumentError(f"rows: a {type(memory).__qualname__} holds no rows")
-    before = parent if isinstance(parent, RowsReference) and parent.style.size == memory.style.size else None
-    return _write(spec, memory, before, "smallest")
+    if not isinstance(reference, RowsReference):
+        raise BadArgumentError(f"rows: a {type(reference).__qualname__} holds no rows")
+    before = parent if isinstance(parent, RowsReference) and parent.style.size == reference.style.size else None
+    return _write(spec, reference, before, "smallest")

@@ -1,10 +1,10 @@
-"""Coding of symbols in a matrix: a low-rank prediction, and classes of rows and columns.
+"""Coding of symbols in a matrix: a low-rank prediction, or classes of rows and columns.
 
 A gradient is a sum of outer products of a layer's inputs and the gradients at its outputs. So first moments, and what
 row and column scales leave of second ones, have far fewer directions than entries, and the strongest directions
 predict an entry well. The difference to the nearest integer is coded in four contexts: the quarter in which the
-prediction lies between two integers. Some rows and columns differ more from their prediction than others; where that
-pays, the class of the position is a further context.
+prediction lies between two integers. Where a matrix is little low-rank, but some of its rows and columns differ more
+from the usual symbol than others, the class of the position is the context.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 
 from ...kernels.levels import joint_counts
-from ...kernels.prediction import QUARTERS, RANK, low_rank_factors, low_rank_predictions
+from ...kernels.prediction import (
+    QUARTERS,
+    RANK,
+    low_rank_differences,
+    low_rank_factors,
+    low_rank_predictions,
+    unzigzag,
+    zigzag,
+)
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from .method_ids import MATRIX, SLACK
@@ -29,9 +37,13 @@ NpArray = np.ndarray[Any, Any]
 _WORTH = 512
 """Bytes below which neither a prediction nor classes are sought."""
 _SAMPLE = 1 << 16
-"""Size of the sample that decides whether classes pay, in whole rows."""
+"""Size of the sample that decides between prediction and classes, in whole rows."""
 _SAVING = 0.02
 """Share of the bytes that classes must save, for they take time."""
+_CLEARLY = 0.9
+"""Share of the bytes that a prediction leaves of a large matrix, below which classes are not tried."""
+_LOW_RANK, _CLASSES = 1, 2
+"""Forms of a matrix."""
 _SIGN = np.uint8(128)
 """Exclusive-or mask that maps signed bytes to unsigned ones in the same order, and back."""
 
@@ -50,28 +62,16 @@ class Numbers(IntEnum):
     def of(self, symbols: U8, origin: np.uint8 | U8) -> NpArray:
         """Return the number of each symbol, int8; `origin` is the symbol 0, or the context."""
         if self is Numbers.ALTERNATING:
-            return _signed(symbols - np.uint8(1))
+            numbers: NpArray = unzigzag(symbols - np.uint8(1))
+            return numbers
         return (symbols - origin).view(np.int8)
 
     def symbols(self, numbers: NpArray, origin: np.uint8 | U8) -> U8:
         """Return the symbol of each int8 number."""
         if self is Numbers.ALTERNATING:
-            return _unsigned(numbers) + np.uint8(1)
+            symbols: U8 = zigzag(numbers) + np.uint8(1)
+            return symbols
         return numbers.view(np.uint8) + origin
-
-
-def _signed(symbols: U8) -> NpArray:
-    """Map the bytes 0, 1, 2, 3, ... to the int8 numbers 0, -1, 1, -2, ..."""
-    odd = (symbols & np.uint8(1)) * np.uint8(255)
-    odd ^= symbols >> np.uint8(1)
-    return odd.view(np.int8)
-
-
-def _unsigned(numbers: NpArray) -> U8:
-    """Map the int8 numbers 0, -1, 1, -2, ... to the bytes 0, 1, 2, 3, ..."""
-    signs = (numbers >> np.int8(7)).view(np.uint8)
-    signs ^= numbers.view(np.uint8) << np.uint8(1)
-    return signs
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,49 +93,19 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """One way to code the numbers of a matrix: what a prediction leaves of them, or themselves.
+    """One way to code the numbers of a matrix: the form's bytes, zigzag numbers, and their contexts.
 
     Args:
-        prediction: bytes of the prediction, or of its absence.
-        numbers: int8 (n,), to be coded.
-        quarters: uint8 (n,), contexts from the prediction, if there is one.
+        head: form and side information.
+        symbols: uint8 (n,).
+        contexts: uint8 (n,).
+        count: number of contexts.
     """
 
-    prediction: bytes
-    numbers: NpArray
-    quarters: U8 | None
-
-    @property
-    def contexts(self) -> int:
-        """Return the number of contexts without classes."""
-        return 1 if self.quarters is None else QUARTERS
-
-    def estimate(self, matrix: Matrix) -> tuple[float, bool]:
-        """Estimate the size in bytes by a sample of whole rows; return also whether classes pay."""
-        n, columns, start = self.numbers.size, matrix.columns, matrix.start
-        numbers, quarters = self.numbers, self.quarters
-        first = -start % columns
-        rows = (n - first) // columns
-        if n > 2 * _SAMPLE and rows:
-            step = max(1, rows * columns // _SAMPLE)
-            numbers = numbers[first : first + rows * columns].reshape(rows, columns)[::step].reshape(-1)
-            if quarters is not None:
-                quarters = quarters[first : first + rows * columns].reshape(rows, columns)[::step].reshape(-1)
-            start = 0
-        differences = _unsigned(numbers)
-        places = classes_of(differences, 0, columns, start, self.contexts)
-        alone, classed = (_bytes(differences, quarters, own) for own in (None, places))
-        pays = classed < (1 - _SAVING) * alone
-        return len(self.prediction) + (classed if pays else alone) * n / numbers.size, pays
-
-
-def _bytes(differences: U8, quarters: U8 | None, places: Places | None) -> float:
-    """Return a lower bound of the bytes of differences in these contexts."""
-    contexts, count = _combined(quarters, places, differences.size)
-    most = max(2, int(differences.max()) + 1)
-    zeros = np.zeros_like(differences) if contexts is None else contexts
-    side = 0 if places is None else places.rows.size / 2 + places.columns.size / 2
-    return least_stream(joint_counts(zeros, differences, max(2, count), most)) + side
+    head: bytes
+    symbols: U8
+    contexts: U8
+    count: int
 
 
 ALONE = Matrix()
@@ -164,27 +134,76 @@ def in_matrix(symbols: U8, context: U8 | None, usual: int, matrix: Matrix, size:
         head.byte(number)
     for number in (columns, phase, shape.size, *(lines if shape.size > 1 else ())):
         head.varint(number)
-    forms = [_Form(b"\0", numbers, None)]
+    predicted = None
     if context is not None or matrix.numbers is not None:
-        forms += _predicted(numbers, shape, columns, phase)
-    estimates = [form.estimate(matrix) for form in forms]
-    (_, in_classes), form = min(zip(estimates, forms, strict=True), key=lambda pair: pair[0])
-    if form.quarters is None and not in_classes:
+        predicted = _predicted(numbers, shape, columns, phase)
+    form = _cheapest(numbers, predicted, matrix)
+    if form is None:
         return None
-    quarters, differences = form.quarters, _unsigned(form.numbers)
-    places = classes_of(differences, 0, columns, matrix.start, form.contexts) if in_classes else None
-    head.raw(form.prediction)
-    _write_classes(head, places)
-    contexts, count = _combined(quarters, places, symbols.size)
+    head.raw(form.head)
     rest = size / SLACK - len(head)
-    pairs = joint_counts(contexts, differences, max(2, count), max(2, int(differences.max()) + 1))[:count]
+    pairs = joint_counts(form.contexts, form.symbols, form.count, max(2, int(form.symbols.max()) + 1))
     if least_stream(pairs) >= rest:
         return None
-    table = Table.best(pairs, SLACK, count)
+    table = Table.best(pairs, SLACK, form.count)
     if table.cost >= rest:
         return None
-    table.write(head, differences, contexts)
+    table.write(head, form.symbols, form.contexts)
     return head
+
+
+def _cheapest(numbers: NpArray, predicted: _Form | None, matrix: Matrix) -> _Form | None:
+    """Choose between prediction and classes by a sample of whole rows; None if neither pays."""
+    columns, phase = matrix.columns, matrix.start % matrix.columns
+    sample, start = _rows_of(numbers, phase, columns)
+    symbols = zigzag(sample)
+    alone = _bytes(symbols, np.zeros_like(symbols), 1)
+    of_prediction = np.inf
+    if predicted is not None:
+        some, quarters = (_rows_of(x, phase, columns)[0] for x in (predicted.symbols, predicted.contexts))
+        of_prediction = _bytes(some, quarters, QUARTERS) + len(predicted.head) * sample.size / numbers.size
+        if sample.size < numbers.size and of_prediction < _CLEARLY * alone:
+            return predicted
+    places = classes_of(symbols, columns, start)
+    of_classes = np.inf
+    if places is not None:
+        of_classes = _bytes(symbols, places.of(symbols.size), places.classes)
+        of_classes += (places.rows.size + places.columns.size) / 2
+        of_classes = of_classes if of_classes < (1 - _SAVING) * alone else np.inf
+    if of_prediction < min(alone, of_classes):
+        return predicted
+    return (
+        None if of_classes == np.inf else _classed(symbols if sample.size == numbers.size else zigzag(numbers), matrix)
+    )
+
+
+def _classed(symbols: U8, matrix: Matrix) -> _Form | None:
+    """Return symbols in the classes of their rows and columns, if these differ."""
+    places = classes_of(symbols, matrix.columns, matrix.start)
+    if places is None:
+        return None
+    out = Writer()
+    out.byte(_CLASSES)
+    out.varint(places.classes)
+    out.varint(places.base)
+    out.block(coded(places.rows))
+    out.block(coded(places.columns))
+    return _Form(out.done(), symbols, places.of(symbols.size), places.classes)
+
+
+def _rows_of(numbers: NpArray, phase: int, columns: int) -> tuple[NpArray, int]:
+    """Return a sample of whole rows, and the column of its first number."""
+    first = -phase % columns
+    rows = (numbers.size - first) // columns
+    if numbers.size <= 2 * _SAMPLE or not rows:
+        return numbers, phase
+    whole = numbers[first : first + rows * columns].reshape(rows, columns)
+    return whole[:: max(1, rows * columns // _SAMPLE)].reshape(-1), 0
+
+
+def _bytes(symbols: U8, contexts: U8, count: int) -> float:
+    """Return a lower bound of the bytes of symbols in these contexts."""
+    return least_stream(joint_counts(contexts, symbols, max(2, count), max(2, int(symbols.max()) + 1)))
 
 
 def decode_matrix(data: Reader, n: int, context: U8 | None) -> U8:
@@ -200,74 +219,52 @@ def decode_matrix(data: Reader, n: int, context: U8 | None) -> U8:
     heights = [lines] if count == 1 else [data.varint() for _ in range(count)]
     if sum(heights) != lines or (count > 1 and (min(heights) < 1 or lines * columns != n)):
         raise CorruptDataError(f"matrix: {count} matrices have not {lines} rows together")
-    nearest = quarters = None
-    if data.byte():
+    form = data.byte()
+    if form == _LOW_RANK:
         shape = np.array(heights, np.int64)
-        ranks = decode_plain(data.block(), count).astype(np.int64)
+        ranks = data.array("u1", count).astype(np.int64)
         if int(ranks.max()) > RANK:
             raise CorruptDataError(f"matrix: rank {int(ranks.max())}; at most {RANK} is possible")
-        rows, across = (_read_factors(data, size, ranks) for size in (shape, np.full(count, columns)))
+        rows, across = _read_factors(data, (shape, np.full(count, columns)), ranks)
         nearest, quarters = low_rank_predictions(rows, across, shape, n, phase)
-    places = _read_classes(data, columns, phase, lines, 1 if quarters is None else QUARTERS)
-    contexts, number = _combined(quarters, places, n)
-    numbers = _signed(read_rans(data, contexts, number, n))
-    if nearest is not None:
+        numbers = unzigzag(read_rans(data, quarters, QUARTERS, n))
         numbers += nearest
+    elif form == _CLASSES:
+        classes, base = data.varint(), data.varint()
+        if not 2 <= classes <= 256 or base > 255:
+            raise CorruptDataError(f"matrix: {classes} classes from {base} are out of range")
+        places = Places(decode_plain(data.block(), lines), decode_plain(data.block(), columns), phase, base, classes)
+        numbers = unzigzag(read_rans(data, places.of(n), classes, n))
+    else:
+        raise CorruptDataError(f"matrix: form {form} is unknown")
     return Numbers(kind).symbols(numbers, np.uint8(usual) if context is None else context)
 
 
-def _predicted(numbers: NpArray, shape: I64, columns: int, phase: int) -> list[_Form]:
-    """Return the form with a low-rank prediction, if a direction pays."""
+def _predicted(numbers: NpArray, shape: I64, columns: int, phase: int) -> _Form | None:
+    """Return numbers relative to a low-rank prediction, if a direction pays."""
     rows, across = low_rank_factors(numbers, shape, columns, phase)
     ranks = np.count_nonzero(across.reshape(shape.size, columns, RANK).any(axis=1), axis=1)
     if not ranks.any():
-        return []
-    out = Writer()
-    out.byte(1)
-    out.block(coded(ranks.astype(np.uint8)))
-    for factor, ends in ((rows, np.cumsum(shape)), (across, columns * np.arange(1, shape.size + 1))):
-        parts = np.split(factor, ends[:-1])
-        used = [part[:, :rank].T.reshape(-1) for part, rank in zip(parts, ranks.tolist(), strict=True) if rank]
-        out.block(coded(np.concatenate(used).view(np.uint8) ^ _SIGN))
-    nearest, quarters = low_rank_predictions(rows, across, shape, numbers.size, phase)
-    return [_Form(out.done(), numbers - nearest, quarters)]
-
-
-def _read_factors(data: Reader, lines: I64, ranks: I64) -> NpArray:
-    """Read the factors of several matrices, int8 [sum of lines, RANK]."""
-    numbers = (decode_plain(data.block(), int((lines * ranks).sum())) ^ _SIGN).view(np.int8)
-    found = np.zeros((int(lines.sum()), RANK), np.int8)
-    line = begin = 0
-    for length, rank in zip(lines.tolist(), ranks.tolist(), strict=True):
-        found[line : line + length, :rank] = numbers[begin : begin + rank * length].reshape(rank, length).T
-        line, begin = line + length, begin + rank * length
-    return found
-
-
-def _combined(quarters: U8 | None, places: Places | None, n: int) -> tuple[U8 | None, int]:
-    """Return the context of each symbol, and the number of contexts."""
-    count = 1 if quarters is None else QUARTERS
-    return (quarters, count) if places is None else (places.beside(quarters, n), count * places.classes)
-
-
-def _write_classes(out: Writer, places: Places | None) -> None:
-    if places is None:
-        out.varint(1)
-        return
-    out.varint(places.classes)
-    out.varint(places.base)
-    out.block(coded(places.rows))
-    out.block(coded(places.columns))
-
-
-def _read_classes(data: Reader, columns: int, phase: int, rows: int, contexts: int) -> Places | None:
-    """Read the classes of rows and columns, for a given number of contexts; None for one class."""
-    classes = data.varint()
-    if not 1 <= classes <= 256 // contexts:
-        raise CorruptDataError(f"matrix: {contexts} contexts with {classes} classes each are out of range")
-    if classes == 1:
         return None
-    base = data.varint()
-    if base > 255:
-        raise CorruptDataError(f"matrix: classes from {base} are out of range")
-    return Places(decode_plain(data.block(), rows), decode_plain(data.block(), columns), phase, base, classes)
+    out = Writer()
+    out.byte(_LOW_RANK)
+    out.raw(ranks.astype(np.uint8))
+    used = []
+    for factor, ends in ((rows, np.cumsum(shape)), (across, columns * np.arange(1, shape.size + 1))):
+        parts = zip(np.split(factor, ends[:-1]), ranks.tolist(), strict=True)
+        used += [part[:, :rank].T.reshape(-1) for part, rank in parts if rank]
+    out.block(coded(np.concatenate(used).view(np.uint8) ^ _SIGN))
+    return _Form(out.done(), *low_rank_differences(numbers, rows, across, shape, phase), QUARTERS)
+
+
+def _read_factors(data: Reader, lines: Sequence[I64], ranks: I64) -> list[NpArray]:
+    """Read the row and column factors of several matrices, int8 [sum of lines, RANK] each."""
+    total = sum(int((own * ranks).sum()) for own in lines)
+    numbers = (decode_plain(data.block(), total) ^ _SIGN).view(np.int8)
+    found, begin = [np.zeros((int(own.sum()), RANK), np.int8) for own in lines], 0
+    for factor, own in zip(found, lines, strict=True):
+        line = 0
+        for length, rank in zip(own.tolist(), ranks.tolist(), strict=True):
+            factor[line : line + length, :rank] = numbers[begin : begin + rank * length].reshape(rank, length).T
+            line, begin = line + length, begin + rank * length
+    return found

@@ -70,9 +70,10 @@ def smallest(symbols: U8, counts: I64) -> tuple[Candidate, float]:
     if SLACK * (bits / 8 + least_table(present)) < least:
         if symbols.size < _MODEST or bits > _HIGH_ENTROPY * symbols.size:
             found.append(_huffman(symbols, counts))
-        if symbols.size >= _SHORT:
+            least = min(c.size for c in found)
+        if symbols.size >= _SHORT and SLACK * (bits / 8 + least_table(present)) < least:
             found.append(_rans(symbols, counts))
-        least = min(c.size for c in found)
+            least = min(c.size for c in found)
     peak = int(counts.argmax())
     if symbols.size - int(counts[peak]) <= min(FEW, symbols.size // 2) and SLACK * (bits / 8 + 2) < least:
         found.append(_exceptions(symbols, peak))

@@ -32,7 +32,7 @@ _WITHOUT = 1 / 64
 _ALIKE = 63 / 64
 """Share of the positions in one class above which further classes do not pay."""
 _FAR = 8
-"""Distances from the expected symbol are clipped to this, because larger ones cost few bits more."""
+"""Symbols are clipped to this, because larger ones cost few bits more."""
 
 
 def _halves() -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -63,11 +63,9 @@ class Places:
     base: int
     classes: int
 
-    def beside(self, context: U8 | None, n: int) -> U8:
-        """Combine the classes of n positions with a context below `256 // classes`, as uint8."""
-        found: U8 = class_sums(
-            self.rows, self.columns, n, self.phase, base=self.base, classes=self.classes, context=context
-        )
+    def of(self, n: int) -> U8:
+        """Return the classes of n positions."""
+        found: U8 = class_sums(self.rows, self.columns, n, self.phase, base=self.base, classes=self.classes)
         return found
 
 
@@ -86,28 +84,23 @@ def columns_of(shape: Sequence[int], parts: int = 1) -> int:
     return columns
 
 
-def classes_of(
-    symbols: U8, origin: int | U8, columns: int, start: int, contexts: int, most: int = MOST_CLASSES
-) -> Places | None:
-    """Return classes by the distance of the symbols of rows and columns from the usual symbol.
+def classes_of(symbols: U8, columns: int, start: int) -> Places | None:
+    """Return classes by the mean symbol of rows and columns.
 
     Args:
-        symbols: uint8, shape (n,).
-        origin: the most frequent symbol or, for each of them, the one that is expected.
+        symbols: uint8, shape (n,), the rarer the larger.
         columns: of the matrix; 0: the symbols are not part of a matrix.
         start: number of the first symbol in it.
-        contexts: other contexts that symbols have, 1 or more.
-        most: classes at most; default `MOST_CLASSES`.
 
     Returns:
         None where nearly all places are of one class, or the matrix is too small.
     """
     n = symbols.size
-    most = min(most, 256 // contexts, max(2, n // (_EACH * contexts)))
-    if n < _LEAST or not 2 <= columns <= n // 2 or most < 2:
+    most = min(MOST_CLASSES, max(2, n // _EACH))
+    if n < _LEAST or not 2 <= columns <= n // 2:
         return None
     phase = start % columns
-    rows, sums = row_column_sums(symbols, columns, phase, origin=origin, most=_FAR)
+    rows, sums = row_column_sums(symbols, columns, phase, most=_FAR)
     total = int(rows.sum())
     if not total:
         return None

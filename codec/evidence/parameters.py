@@ -168,7 +168,7 @@ def _is_part_of_another(group: Mapping[int, Shape], groups: list[dict[int, Shape
 
 
 def _trees(optimizer: str, candidates: Mapping[int, tuple[str, Shape]]) -> list[dict[int, Shape]]:
-    """Return the groups of arrays that an optimizer may train: sibling subtrees, and all."""
+    """Return the groups of arrays that an optimizer may train: pair subtrees, and all."""
     parts = optimizer.split("/") if optimizer else []
     while parts and _INDEX.fullmatch(parts[-1]):
         parts.pop()

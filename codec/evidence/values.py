@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,16 +82,11 @@ def contradicted(
 def _wrong_values(flat: Any, role: str) -> str:
     if not flat.shape[0]:
         return ""
-    low, high = _extremes(flat)
-    if not low <= high:
-        return "it holds NaN"
-    return "a second moment is never negative" if role == "second moment" and low < 0 else ""
-
-
-def _extremes(flat: Any) -> tuple[float, float]:
-    """Return the smallest and the largest value; NaN if the array contains NaN."""
     with np.errstate(invalid="ignore"):
-        return float(flat.min()), float(flat.max())
+        least = float(flat.min())  # NaN if any element is
+    if math.isnan(least):
+        return "it holds NaN"
+    return "a second moment is never negative" if role == "second moment" and least < 0 else ""
 
 
 def _follows(moment: Any, parameter: Any) -> bool:

@@ -8,13 +8,12 @@ for each record the number `i` of its own; without `i` all have the first.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CorruptDataError
-from .known_keys import RECORD, check_keys
+from .schema import ARRAY_KEYS, check_keys
 
 _COUNT = "count"
 Record = dict[str, Any]
@@ -66,7 +65,7 @@ def from_columns(columns: Any, most: int) -> list[Record]:
     count = columns.get(_COUNT) if isinstance(columns, dict) else None
     if type(count) is not int or not 0 <= count <= most:
         raise CorruptDataError("header: malformed columns of arrays, or more arrays than the tree has")
-    check_keys(columns.keys() - {_COUNT}, RECORD, "a record")
+    check_keys(columns.keys() - {_COUNT}, ARRAY_KEYS, "a record")
     records: list[Record] = [{} for _ in range(count)]
     for name, column in columns.items():
         if name == _COUNT:
@@ -89,31 +88,3 @@ def _values(name: str, column: Any, count: int) -> Sequence[Any]:
         if all(type(i) is int and 0 <= i < len(values) for i in numbers):
             return [values[i] for i in numbers]
     raise CorruptDataError(f"header: the column {name[:20]!r} does not fit {count} arrays")
-
-
-def gaps(numbers: Sequence[int]) -> list[int]:
-    """Return numbers as differences from the number before.
-
-    Example:
-        >>> gaps([3, 4, 8])
-        [3, 1, 4]
-    """
-    return [own - before for own, before in zip(numbers, (0, *numbers), strict=False)]
-
-
-def from_gaps(found: Any, below: int) -> list[int]:
-    """Return the distinct numbers in [0, below) whose `gaps` these are.
-
-    Raises:
-        CorruptDataError: a number is repeated or out of range, or the list is empty.
-
-    Example:
-        >>> from_gaps([3, 1, 4], 9)
-        [3, 4, 8]
-    """
-    if not isinstance(found, list) or not found or not all(type(gap) is int and abs(gap) < 1 << 48 for gap in found):
-        raise CorruptDataError("header: a bundle names no arrays")
-    numbers = list(itertools.accumulate(found))
-    if min(numbers) < 0 or max(numbers) >= below or len(set(numbers)) != len(numbers):
-        raise CorruptDataError(f"header: a bundle names an array twice, or one that is not among {below}")
-    return numbers

@@ -1,7 +1,7 @@
 """The container: magic, version, header, and chunks with checksums; see `docs/format.md`.
 
     0   8  magic                       32  4  number of chunks
-    8   4  version (1)                 36  4  epoch (1)
+    8   4  version (2)                 36  4  0
     12  4  flags (0)                   40  16 xxh3-128 of bytes 0..39, header and chunk table
     16  8  stored length of the header 56  .. header: JSON in a zstandard frame
     24  8  plain length of the header  ..  24 a chunk: length (8), xxh3-128 of its bytes (16); then the chunks
@@ -24,19 +24,17 @@ import xxhash
 import zstandard
 
 from ..errors import BadArgumentError, CorruptDataError, NewerFormatError
+from . import version1
 from .bounded_json import check_limits, loads
 from .columns import from_columns, to_columns
-from .development import before_release
 from .fields import Bytes, Piece, parts_of
-from .known_keys import HEADER, check_keys
 from .ranged import Ranged
+from .schema import HEADER, check_keys
 
 Source = memoryview | Ranged
 """The bytes of a file, in memory or fetched on demand."""
 MAGIC = b"\x89SPT\r\n\x1a\n"
-VERSION = 1
-EPOCH = 1
-"""1 since release 0.1.0, 0 before: no release reads a file of a development version."""
+VERSION = 2
 CHUNK_TARGET = 1 << 18
 MAX_HEADER = 1 << 28
 MOST_ARRAYS = 1 << 20
@@ -98,7 +96,7 @@ def write(header: dict[str, Any], pieces: Iterable[Piece]) -> tuple[bytes, Layou
         sizes.append(size)
     digests = tuple(_digest(*c) for c in chunks)
     table = b"".join(_ENTRY.pack(n, digest) for n, digest in zip(sizes, digests, strict=True))
-    prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(stored), len(plain), len(chunks), EPOCH)
+    prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(stored), len(plain), len(chunks), 0)
     # The pieces are joined here for the first time: the bytes of a large state are copied once.
     data = b"".join([prefix, _digest(prefix, stored, table), stored, table, *itertools.chain.from_iterable(chunks)])
     ends = itertools.accumulate(sizes, initial=len(data) - sum(sizes))
@@ -122,13 +120,13 @@ def layout(data: Source) -> Layout:
         raise CorruptDataError("no shrinkpoint file: the magic bytes are missing")
     start = _PREFIX.size + _CHECKSUM
     _need(data, start, "prefix")
-    _, version, flags, stored_len, plain_len, count, epoch = _PREFIX.unpack(data[: _PREFIX.size])
+    _, version, flags, stored_len, plain_len, count, reserved = _PREFIX.unpack(data[: _PREFIX.size])
     if version > VERSION:
         raise NewerFormatError(f"the file has format version {version}; this reader knows versions up to {VERSION}")
-    if version == VERSION and not flags and epoch < EPOCH:
-        raise before_release()
-    if version != VERSION or flags or epoch != EPOCH:
-        raise CorruptDataError(f"prefix: version {version}, flags {flags}, epoch {epoch} are reserved")
+    if version == 1:
+        raise version1.is_not_read()
+    if version != VERSION or flags or reserved:
+        raise CorruptDataError(f"prefix: version {version}, flags {flags}, {reserved} are reserved")
     if plain_len > MAX_HEADER or stored_len > MAX_HEADER + 4096:
         raise CorruptDataError(f"prefix: a header of {plain_len} bytes is over the limit of {MAX_HEADER}")
     table_at = start + stored_len

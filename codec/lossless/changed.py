@@ -133,11 +133,11 @@ def _masked(data: NpArray, before: NpArray, spec: LeafSpec, coder: str, start: i
     return masked if len(out) <= len(full) else _Chunk(full, FULL, int(values.size))
 
 
-def restate_changed(
-    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
+def rebase_changed(
+    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[Writer]]:
     """Encode the same bytes as a base or against another parent."""
-    data = memory.data if isinstance(memory, BytesReference) else as_bytes(memory.values(spec))
+    data = reference.data if isinstance(reference, BytesReference) else as_bytes(reference.values(spec))
     return meta, [c.piece for c in _chunks(data, spec, parent, "smallest")]
 
 
@@ -146,7 +146,7 @@ def decode_changed(
     meta: dict[str, Any],
     pieces: Sequence[memoryview],
     parent: Reference | None,
-    sibling: Array | None = None,
+    pair: Array | None = None,
 ) -> BytesReference:
     """Decode the stream format "changed"."""
     return decode_parts("changed", spec, pieces, parent, CHUNK * spec.itemsize, _decode_part)

@@ -146,11 +146,11 @@ def pieces_of(data: NpArray, spec: LeafSpec, parent: Reference | None) -> list[W
     return map_chunks(one, range(0, data.size, step))
 
 
-def restate_bytes(
-    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
+def rebase_bytes(
+    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[Writer]]:
     """Encode the same bytes as a base or against another parent."""
-    data = memory.data if isinstance(memory, BytesReference) else as_bytes(memory.values(spec))
+    data = reference.data if isinstance(reference, BytesReference) else as_bytes(reference.values(spec))
     return meta, pieces_of(data, spec, parent)
 
 
@@ -332,7 +332,7 @@ def decode_bytes(
     meta: dict[str, Any],
     pieces: Sequence[memoryview],
     parent: Reference | None,
-    sibling: Array | None = None,
+    pair: Array | None = None,
 ) -> BytesReference:
     """Decode the stream format "bytes"."""
     return decode_parts("exact", spec, pieces, parent, CHUNK * 4, decode_chunk)

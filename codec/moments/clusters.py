@@ -153,7 +153,7 @@ def decode_clusters(
     meta: dict[str, Any],
     pieces: Sequence[memoryview],
     parent: Reference | None,
-    sibling: Array | None = None,
+    pair: Array | None = None,
 ) -> ValuesReference:
     """Decode the stream format "clusters"."""
     if spec.dtype not in FORMATS:

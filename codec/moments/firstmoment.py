@@ -21,7 +21,7 @@ from ...kernels.backend.arguments import check_field, number, or_none
 from ...kernels.backend.arrays import is_torch, on_gpu
 from ...kernels.error_sums import Distortion, distortion
 from ...kernels.moment_grid import ESCAPE as OFF_GRID
-from ...kernels.moment_grid import grid_symbols, grid_values
+from ...kernels.moment_grid import grid_error, grid_symbols, grid_values
 from .. import entropy
 from ..base import CHUNK, Leaf, Reference, Stored
 from ..entropy.row_column_classes import columns_of
@@ -48,10 +48,8 @@ LARGEST_ERROR = 0.58
 """Relative L2 error that no first moment exceeds unless its codec allows it (`max_error=1`).
 
 Of a grid whose error is e without the gain it is e / sqrt(1 - e**2) with it: 0.58 for an error of 0.5."""
-_SAMPLE = 1 << 14
-"""Elements from which the first step is chosen."""
-_GAIN_SAMPLE = 1 << 18
-"""Elements from which the gain is computed."""
+_SAMPLE, _RUNS = 1 << 15, 64
+"""Elements from which the first step and the gain are computed, and the contiguous runs that they are taken in."""
 _LARGEST_GAIN = 1.5
 _GAIN_STEPS = 256
 """Gains are multiples of 1 / 256, so that no rounding of sums is seen in the bytes."""
@@ -61,6 +59,8 @@ MOST_OFF_GRID = 0.01
 """Share of the elements that may be on no grid point."""
 NOTHING_LEFT = 0.99
 """Relative L2 error above which a grid loses almost all of the values; zeros have 1."""
+_INFINITY = 0x7F800000
+"""Pattern of infinity as float32."""
 _SMALLEST = 1 / 64
 """Norm of a first moment over that of the roots of its second one, below which the two do not belong together."""
 
@@ -101,14 +101,17 @@ class FirstMoment:
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the relative L2 error."""
-        step = self.step if leaf.sibling is None else self._first_step(leaf, leaf.sibling)
-        for _ in range(ATTEMPTS):
-            error, stored = (math.inf, None) if leaf.sibling is None else self._on_grid(leaf, leaf.sibling, step)
-            if stored is not None:
-                return stored
-            step = self.narrower(step, error) or step
-            if not math.isfinite(step):
-                break
+        if leaf.pair is not None:
+            square = placed_with(leaf.pair, leaf.flat)
+            sample = sample_of(leaf.flat, square, leaf.spec)
+            step = self._first_step(leaf.spec.size, *sample)
+            for _ in range(ATTEMPTS):
+                error, stored = self._on_grid(leaf, square, step, sample)
+                if stored is not None:
+                    return stored
+                step = self.narrower(step, error) or step
+                if not math.isfinite(step):
+                    break
         # Log buckets keep each element to `alpha`, and so the array; only a target may ask for more than that.
         wanted = None if self.max_error is None or self.max_error >= self.alpha else self.max_error
         return LogBuckets(self.alpha, wanted).encode(leaf, parent, unbiased=True)
@@ -131,48 +134,42 @@ class FirstMoment:
         eighths = max(1, math.ceil(8 * (math.log2(error) - math.log2(self.bound))))
         return float(step * 2.0 ** (-eighths / 8))
 
-    def _first_step(self, leaf: Leaf, sibling: Array) -> float:
-        """Return the widest step whose error keeps to the bound on a sample."""
-        stride = max(1, leaf.spec.size // _SAMPLE)
-        if self.bound >= 1 or stride < 4:  # all elements are counted as quickly
-            return self.step
-        x, square = (
-            as_float32(_strided(leaf.flat, stride), leaf.spec),
-            placed_with(_strided(sibling, stride), leaf.flat),
-        )
+    def _first_step(self, size: int, x: Array, square: Array) -> float:
+        """Return the widest step whose error keeps to the bound on a sample of an array."""
         step = self.step
+        if self.bound >= 1 or size < 4 * _SAMPLE:  # all elements are counted as quickly
+            return step
         for _ in range(ATTEMPTS):
             symbols, sums, counts = grid_symbols(x, square, step)
-            table = self.table_of(sums, counts, [(x, square, symbols)])
-            values = with_escapes(grid_values(symbols, square, table), symbols, OFF_GRID, x[symbols == OFF_GRID])
-            narrower = self.narrower(step, distortion(x, values).relative_l2)
+            _, error = _gain(_means(sums, counts), x, square, symbols)
+            narrower = self.narrower(step, error)
             if narrower is None or not math.isfinite(narrower):
                 break
             step = narrower
         return step
 
-    def table_of(self, sums: NpArray, counts: NpArray, parts: Sequence[tuple[Array, Array, Array]]) -> NpArray:
+    def table_of(self, sums: NpArray, counts: NpArray, sample: tuple[Array, Array], step: float) -> NpArray:
         """Return the value of each grid point, in roots of the second moment, float32 [256].
 
         Args:
             sums: of the elements of each symbol, in these units.
             counts: of each symbol.
-            parts: elements, squares of their units, and symbols, from which the gain is computed.
+            sample: elements, and squares of their units, from which the gain is computed.
+            step: distance of grid points.
         """
-        with np.errstate(divide="ignore", invalid="ignore"):
-            means = np.where(counts > 0, sums / counts, 0.0)
-        means[OFF_GRID] = 0.0
+        means = _means(sums, counts)
         if self.bound < 1:  # a grid that may lose nearly all keeps what it holds
-            means *= _gain(means, parts)
+            means *= _gain(means, *sample, grid_symbols(*sample, step)[0])[0]
         table: NpArray = to_bfloat16(means)
         return table
 
-    def _on_grid(self, leaf: Leaf, sibling: Array, step: float) -> tuple[float, Stored | None]:
+    def _on_grid(
+        self, leaf: Leaf, square: Array, step: float, sample: tuple[Array, Array]
+    ) -> tuple[float, Stored | None]:
         """Round to grid points `step` apart; return the error, and the result if it is in bounds.
 
         The error is infinite if too many elements are off the grid.
         """
-        square = placed_with(sibling, leaf.flat)
 
         def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:
             x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
@@ -180,23 +177,14 @@ class FirstMoment:
             return symbols, sums, counts, escapes_of(x, symbols, OFF_GRID, counts)
 
         parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
-        counts = sum((p[2] for p in parts), np.zeros(256))
+        sums, counts = (sum((p[i] for p in parts), np.zeros(256)) for i in (1, 2))
         if counts[OFF_GRID] > MOST_OFF_GRID * leaf.spec.size:
             return math.inf, None
-
-        def elements(number: int) -> tuple[Array, Array, Array]:
-            part = slice(number * CHUNK, (number + 1) * CHUNK)
-            return as_float32(leaf.flat[part], leaf.spec), square[part], parts[number][0]
-
-        sums: NpArray = sum((p[1] for p in parts), np.zeros(256))
-        table = self.table_of(sums, counts, [elements(number) for number in range(len(parts))])
+        table = self.table_of(sums, counts, sample, step)
 
         def met(number: int) -> Distortion:
-            start = number * CHUNK
-            symbols, escaped = parts[number][0], parts[number][3]
-            values = grid_values(symbols, square[start : start + CHUNK], table)
-            restored = as_stored(with_escapes(values, symbols, OFF_GRID, escaped), leaf.spec)
-            return distortion(leaf.flat[start : start + CHUNK], restored)
+            part, symbols = slice(number * CHUNK, (number + 1) * CHUNK), parts[number][0]
+            return grid_distortion(leaf.flat[part], square[part], symbols, table, leaf.spec)
 
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0)).relative_l2
         if error > NOTHING_LEFT and _in_another_unit(leaf, square):
@@ -207,40 +195,59 @@ class FirstMoment:
 
         def packed(number: int) -> bytes:
             symbols, _, known, escaped = parts[number]
-            start = number * CHUNK
-            matrix = entropy.Matrix(columns, start, numbers=entropy.Numbers.ALTERNATING)
+            matrix = entropy.Matrix(columns, number * CHUNK, numbers=entropy.Numbers.ALTERNATING)
             return pack_chunk(on_host(symbols), on_host(escaped), known, None, matrix)
 
         pieces = [pack_table(table), *map_chunks(packed, range(len(parts)))]
         return error, Stored("grid", {}, pieces, None, error, "relative L2")
 
 
-def _strided(x: Array, stride: int) -> Array:
-    """Return every `stride`-th element, contiguous."""
-    return x[::stride].contiguous() if is_torch(x) else np.ascontiguousarray(x[::stride])
+def sample_of(flat: Array, square: Array, spec: LeafSpec) -> tuple[Array, Array]:
+    """Return a sample of a first moment, float32, and of the squares of its units."""
+    if spec.size <= _SAMPLE:
+        return as_float32(flat, spec), square
+    starts = np.linspace(0, spec.size - _SAMPLE // _RUNS, _RUNS).astype(np.int64).tolist()
 
-
-def _gain(means: NpArray, parts: Sequence[tuple[Array, Array, Array]]) -> float:
-    """Return the factor of a table's values for which <m~, m> = <m, m>, from a sample."""
-    squares = products = 0.0
-    stride = max(1, sum(int(x.shape[0]) for x, _, _ in parts) // _GAIN_SAMPLE)
-    for x, square, symbols in parts:
-        own, scale, place = x[::stride], square[::stride], symbols[::stride]
-        if on_gpu(own):
+    def joined(x: Array) -> Array:
+        runs = [x[start : start + _SAMPLE // _RUNS] for start in starts]
+        if is_torch(x):
             import torch
 
-            wide = own.where(place != OFF_GRID, 0.0).double()
-            restored = torch.from_numpy(means.astype(np.float32)).to(own.device)[place.long()] * scale.sqrt()
-        else:
-            place = on_host(place)
-            wide = np.where(place == OFF_GRID, np.float32(0), own)
-            restored = means.astype(np.float32)[place] * np.sqrt(on_host(scale))
-            wide = wide.astype(np.float64)
-        squares += float((wide * wide).sum())
-        products += float((wide * restored).sum())
+            return torch.cat(runs)
+        return np.concatenate(runs)
+
+    return as_float32(joined(flat), spec), joined(square)
+
+
+def grid_distortion(flat: Array, square: Array, symbols: Array, table: NpArray, spec: LeafSpec) -> Distortion:
+    """Return the distortion of an array on a grid, of its elements that have a grid point."""
+    x = as_float32(flat, spec)
+    if spec.dtype == "float32":
+        return Distortion(*grid_error(x, square, symbols, table), 0.0)
+    values = grid_values(symbols, square, table)
+    return distortion(flat, as_stored(with_escapes(values, symbols, OFF_GRID, x[symbols == OFF_GRID]), spec))
+
+
+def _means(sums: NpArray, counts: NpArray) -> NpArray:
+    """Return the mean of each grid point, float64 [256]; 0 for the escape."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        means: NpArray = np.where(counts > 0, sums / counts, 0.0)
+    means[OFF_GRID] = 0.0
+    return means
+
+
+def _gain(means: NpArray, x: Array, square: Array, symbols: Array) -> tuple[float, float]:
+    """Return the factor of a table's values for which <m~, m> = <m, m>, and the relative L2 error with it."""
+    table: NpArray = means.astype(np.float32)
+    # |m - m~|**2 and |m + m~|**2 differ by 4 <m, m~>; their mean is |m|**2 + |m~|**2.
+    (error, norm), (opposite, _) = (grid_error(x, square, symbols, sign * table) for sign in (1, -1))
+    products = (opposite - error) / 4
     if not 0 < products < math.inf:
-        return 1.0
-    return round(_GAIN_STEPS * min(max(squares / products, 1 / _LARGEST_GAIN), _LARGEST_GAIN)) / _GAIN_STEPS
+        return 1.0, Distortion(error, norm, 0.0).relative_l2
+    exact = min(max(norm / products, 1 / _LARGEST_GAIN), _LARGEST_GAIN)
+    gain = round(_GAIN_STEPS * exact) / _GAIN_STEPS
+    left = norm - 2 * gain * products + gain**2 * ((error + opposite) / 2 - norm)
+    return gain, Distortion(max(left, 0.0), norm, 0.0).relative_l2
 
 
 def _in_another_unit(leaf: Leaf, square: Array) -> bool:
@@ -263,10 +270,10 @@ def is_in_another_unit(first: float, second: float) -> bool:
 
 
 def decode_grid(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Array | None
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, pair: Array | None
 ) -> ValuesReference:
     """Decode the stream format "grid"."""
-    if spec.dtype not in ("float32", "bfloat16") or not pieces or sibling is None:
+    if spec.dtype not in ("float32", "bfloat16") or not pieces or pair is None:
         raise CorruptDataError(f"grid: dtype {spec.dtype} cannot be stored on a grid, or the second moment is missing")
     head = Reader(pieces[0], "grid")
     table = read_table(head)
@@ -274,7 +281,7 @@ def decode_grid(
 
     def one(piece: memoryview, start: int, n: int) -> NpArray:
         symbols, escaped = read_chunk(piece, n, OFF_GRID)
-        values = grid_values(symbols, sibling[start : start + n], table)
+        values = grid_values(symbols, pair[start : start + n], table)
         restored: NpArray = with_escapes(values, symbols, OFF_GRID, escaped)
         return restored
 
@@ -284,9 +291,11 @@ def decode_grid(
 def square_of(values: Array, spec: LeafSpec) -> Array:
     """Return a decoded second moment as float32, with 0 for negative and non-finite values."""
     square = as_float32(values, spec)
-    # Extremes first: they need no memory, and a NaN is an extreme.
+    if not on_gpu(square):
+        # The patterns of infinity, NaN and negative numbers are above those of other numbers: one pass, no memory.
+        if not spec.size or int(square.view(np.uint32).max()) < _INFINITY:
+            return square
+        return np.where((square >= 0) & (square < np.inf), square, np.float32(0))
     if not spec.size or (float(square.min()) >= 0 and float(square.max()) < math.inf):
         return square
-    if on_gpu(square):
-        return square.where((square >= 0) & (square < math.inf), 0.0)
-    return np.where((square >= 0) & (square < np.inf), square, np.float32(0))
+    return square.where((square >= 0) & (square < math.inf), 0.0)

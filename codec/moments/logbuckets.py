@@ -218,7 +218,7 @@ def decode_log_buckets(
     meta: dict[str, Any],
     pieces: Sequence[memoryview],
     parent: Reference | None,
-    sibling: Array | None = None,
+    pair: Array | None = None,
 ) -> ValuesReference:
     """Decode the stream format "log-buckets"."""
     if spec.dtype not in FORMATS:

@@ -4,7 +4,7 @@ v as row mean x column mean / mean, as Adafactor keeps it, times a power of two 
 slowly, so most elements of a delta keep their correction, and even a fine one costs little there. The correction bounds
 the error of every element, and keeps the mean of 1 / sqrt(v), so that updates are neither longer nor shorter.
 
-Pieces: (0) block: row factors, block: column factors, both as log buckets of 3 bits or differences to the parent's; the
+Pieces: (0) block: row factors and column factors as log buckets of 3 bits or differences to the parent's; the
 table of each symbol's factor. (1 + i) chunk i: block: symbol stream in the context of the parent's symbols; varint
 number of escapes, their float32 patterns.
 """
@@ -45,7 +45,7 @@ from .symbolvalues import (
     put,
     read_chunk,
     read_table,
-    room_beside,
+    room_like,
     with_escapes,
 )
 
@@ -128,7 +128,7 @@ class SecondMoment:
             parts = [_without(part, beyond, leaf, start) for part, start in zip(parts, starts, strict=True)]
         table = to_bfloat16(np.where(beyond, np.float32(0), factor))
         # Its first moment needs the decoded values, which are available here, where their error is measured.
-        data = room_beside(leaf.flat, leaf.spec)
+        data = room_like(leaf.flat, leaf.spec)
 
         def met(number: int) -> Distortion:
             start, symbols, escaped = starts[number], parts[number][0], parts[number][3]
@@ -139,10 +139,10 @@ class SecondMoment:
 
         error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
         symbols, escaped = (np.concatenate([on_host(p[i]) for p in parts]) for i in (0, 3))
-        memory = RankOneReference(symbols, indices[0], indices[1], table, escaped)
-        pieces = _rank_one_pieces(memory, before, [part[2] for part in parts])
+        reference = RankOneReference(symbols, indices[0], indices[1], table, escaped)
+        pieces = _rank_one_pieces(reference, before, [part[2] for part in parts])
         worst = error.largest_relative
-        return Stored("rank-one", {}, pieces, memory, worst, "relative", decoded=lambda: data), error
+        return Stored("rank-one", {}, pieces, reference, worst, "relative", decoded=lambda: data), error
 
 
 def _without(
@@ -206,33 +206,34 @@ def _rank_one(parent: Reference | None, spec: LeafSpec) -> RankOneReference | No
 
 
 def _rank_one_pieces(
-    memory: RankOneReference, before: RankOneReference | None, counts: Sequence[NpArray] = ()
+    reference: RankOneReference, before: RankOneReference | None, counts: Sequence[NpArray] = ()
 ) -> list[bytes]:
     """Return the pieces: one with factors and table, and one for each chunk."""
     head = Writer()
-    head.block(pack_factors(memory.rows, None if before is None else before.rows))
-    head.block(pack_factors(memory.columns, None if before is None else before.columns))
-    head.raw(pack_table(memory.table))
+    head.block(
+        pack_factors((reference.rows, reference.columns), None if before is None else (before.rows, before.columns))
+    )
+    head.raw(pack_table(reference.table))
 
     def one(chunk: tuple[int, NpArray]) -> bytes:
         start, escaped = chunk
         old = None if before is None else before.symbols[start : start + CHUNK]
         known = counts[start // CHUNK] if counts else None
-        symbols = memory.symbols[start : start + CHUNK]
-        matrix = entropy.Matrix(memory.columns.size, start, numbers=entropy.Numbers.CENTERED)
+        symbols = reference.symbols[start : start + CHUNK]
+        matrix = entropy.Matrix(reference.columns.size, start, numbers=entropy.Numbers.CENTERED)
         return pack_chunk(symbols, escaped, known, old, matrix)
 
-    starts = range(0, memory.symbols.size, CHUNK)
-    return [head.done(), *map_chunks(one, zip(starts, memory.escapes(), strict=True))]
+    starts = range(0, reference.symbols.size, CHUNK)
+    return [head.done(), *map_chunks(one, zip(starts, reference.escapes(), strict=True))]
 
 
-def restate_rank_one(
-    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
+def rebase_rank_one(
+    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Encode the same symbols and factors as a base or against another parent."""
-    if not isinstance(memory, RankOneReference):
-        raise BadArgumentError("rank one: the memory of another stream cannot be restated")
-    return meta, _rank_one_pieces(memory, _rank_one(parent, spec))
+    if not isinstance(reference, RankOneReference):
+        raise BadArgumentError("rank one: the reference of another stream cannot be rebased")
+    return meta, _rank_one_pieces(reference, _rank_one(parent, spec))
 
 
 def _least_error(octaves: float) -> float:
@@ -271,43 +272,48 @@ def factor_values(index: NpArray) -> NpArray:
     return values
 
 
-def pack_factors(index: NpArray, before: NpArray | None) -> bytes:
+Factors = tuple[NpArray, NpArray]
+"""Log buckets of row factors and of column factors, int32."""
+
+
+def pack_factors(factors: Factors, before: Factors | None) -> bytes:
     """Pack log buckets of factors, or zig-zag differences from the parent's, as two byte planes."""
-    numbers = index - np.int32(_F32.buckets(FACTOR_BITS))
+    numbers = np.concatenate(factors) - np.int32(_F32.buckets(FACTOR_BITS))
     if before is not None:
-        step = index - before
+        step = numbers + np.int32(_F32.buckets(FACTOR_BITS)) - np.concatenate(before)
         numbers = (step << 1) ^ (step >> 31)
     out = Writer()
     for shift in (0, 8):
-        out.block(entropy.encode(((numbers >> shift) & 255).astype(np.uint8)))
+        out.block(entropy.coded(((numbers >> shift) & 255).astype(np.uint8)))
     return out.done()
 
 
-def read_factors(data: memoryview, n: int, before: NpArray | None) -> NpArray:
-    """Return the log buckets of n factors, int32 [n], that `pack_factors` packed.
+def read_factors(data: memoryview, rows: int, columns: int, before: Factors | None) -> Factors:
+    """Return the log buckets of factors that `pack_factors` packed.
 
     Args:
         data: the packed bytes.
-        n: number of factors.
-        before: the parent's log buckets, int32 [n]; None for a base.
+        rows: number of row factors.
+        columns: number of column factors.
+        before: the parent's log buckets; None for a base.
 
     Raises:
         CorruptDataError: the bytes are malformed, or a bucket is out of range.
     """
-    reader = Reader(data, "factors")
+    reader, n = Reader(data, "factors"), rows + columns
     numbers = np.zeros(n, np.int32)
     for shift in (0, 8):
         numbers += entropy.decode(reader.block(), n).astype(np.int32) << shift
     reader.end()
     buckets = np.int32(_F32.buckets(FACTOR_BITS))
-    index = numbers + buckets if before is None else before + ((numbers >> 1) ^ -(numbers & 1))
+    index = numbers + buckets if before is None else np.concatenate(before) + ((numbers >> 1) ^ -(numbers & 1))
     if n and not buckets <= int(index.min()) <= int(index.max()) <= 2 * buckets:
         raise CorruptDataError("factors: a bucket is out of range")
-    return index
+    return index[:rows], index[rows:]
 
 
 def decode_rank_one(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Array | None
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, pair: Array | None
 ) -> RankOneReference:
     """Decode the stream format "rank-one"."""
     shape = matrix_shape(spec)
@@ -316,8 +322,7 @@ def decode_rank_one(
     chunks = chunks_of("rank one", pieces, spec.size, 8 * (shape[0] + shape[1]) + spec.size, step=CHUNK, head=True)
     head = Reader(pieces[0], "rank one")
     before = _rank_one(parent, spec)
-    rows = read_factors(head.block(), shape[0], None if before is None else before.rows)
-    columns = read_factors(head.block(), shape[1], None if before is None else before.columns)
+    rows, columns = read_factors(head.block(), *shape, None if before is None else (before.rows, before.columns))
     table = read_table(head)
     head.end()
 

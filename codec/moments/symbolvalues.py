@@ -33,7 +33,7 @@ def placed_with(x: Array, flat: Array) -> Array:
     return torch.as_tensor(x).to(flat.device)
 
 
-def room_beside(flat: Array, spec: LeafSpec) -> Array:
+def room_like(flat: Array, spec: LeafSpec) -> Array:
     """Return an empty array for decoded values, on the device of the original values."""
     return flat.new_empty(spec.size) if on_gpu(flat) else from_bytes(np.empty(spec.nbytes, np.uint8), spec)
 

@@ -279,7 +279,7 @@ def choices(
 
 
 def spent(
-    leaf: Leaf, memory: LevelsReference, met: Distortion, before: LevelsReference | None, target: float, scale: float
+    leaf: Leaf, reference: LevelsReference, met: Distortion, before: LevelsReference | None, target: float, scale: float
 ) -> tuple[LevelsReference, Distortion, float]:
     """Choose levels at the largest price of a bit that stays within the error target.
 
@@ -288,24 +288,24 @@ def spent(
     Returns:
         The levels, their distortion, and the price in units of the mean square.
     """
-    codebook, n = memory.codebook, leaf.spec.size
+    codebook, n = reference.codebook, leaf.spec.size
     mean, allowed = met.squared_norm / max(1, n), target**2 * met.squared_norm
     spare = allowed - met.squared_error
     # The kernel works in float32.
     if codebook.size < 2 or spare <= _LITTLE * allowed or scale != 1.0 or not 1e-30 < target**2 * mean < 1e30:
-        return memory, met, 0.0
+        return reference, met, 0.0
     at = blocks(n, _SAMPLE)
     count = n if isinstance(at, slice) else at.size
     room = spare * (count / n) * (1.0 if count == n else _CAREFUL)
     parent = None if before is None else np.ascontiguousarray(before.levels[at])
     parent_size = 1 if before is None else before.size
-    levels = np.ascontiguousarray(memory.levels[at])
+    levels = np.ascontiguousarray(reference.levels[at])
     price = dearest_price(taken(leaf.flat, at), levels, parent, parent_size, codebook, target**2 * mean, room)
     for _ in range(_TRIES):
         if not price:
             break
-        held, error = assigned(leaf, memory.thresholds, Trade(price), codebook, before, scale)
+        held, error = assigned(leaf, reference.thresholds, Trade(price), codebook, before, scale)
         if error.relative_l2 <= target:
             return held, error, price / mean
         price /= 2
-    return memory, met, 0.0
+    return reference, met, 0.0

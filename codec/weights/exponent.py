@@ -4,8 +4,8 @@
 
 What one delta loses is part of the next difference, so errors do not add up along a chain. Q gives every element the
 mean of the smallest and the largest value of its bucket (sign and exponent); priority promotion keeps the buckets of
-largest exponent and makes the rest zero. The levels are Huffman coded by a table that the memory carries from one delta
-to the next.
+largest exponent and makes the rest zero. The levels are Huffman coded by a table that the reference carries from one
+delta to the next.
 
 Piece 0 says what the levels mean; the other pieces are chunks. docs/format.md has the bytes.
 """
@@ -151,10 +151,17 @@ class ExponentDelta:
             return _exactly(leaf, parent, f"the differences miss the error target {self.max_error:g}")
         tables = parent.tables if isinstance(parent, ExponentReference) else ()
         pieces, tables, how = _encode_levels(levels, addends, tables, self.coder)
-        memory = ExponentReference(restored, tables)
+        reference = ExponentReference(restored, tables)
         note = _shares(buckets, promotion, spec, self, sum(map(len, pieces))) + how
         return Stored(
-            "exponent", {}, pieces, memory, met.relative_l2, "relative L2", note, decoded=lambda: memory.values(spec)
+            "exponent",
+            {},
+            pieces,
+            reference,
+            met.relative_l2,
+            "relative L2",
+            note,
+            decoded=lambda: reference.values(spec),
         )
 
 
@@ -362,7 +369,7 @@ def decode_exponent(
     meta: dict[str, Any],
     pieces: Sequence[memoryview],
     parent: Reference | None,
-    sibling: Any = None,
+    pair: Any = None,
 ) -> ExponentReference:
     """Decode the stream format "exponent"."""
     if spec.dtype not in FORMATS:
@@ -389,7 +396,7 @@ def decode_exponent(
         piece, part = chunk
         own, old = data[part], None if before is None else before[part]
         if form == RESTATED:
-            _decode_restated(piece, own, spec, old)
+            _decode_rebased(piece, own, spec, old)
         elif old is not None:
             levels = meaning.levels(piece, own.size // spec.itemsize)
             own[:] = added(old, levels, meaning.addends, spec)
@@ -401,13 +408,13 @@ def decode_exponent(
 # --------------------------------------------------------------------------------------------- encoded again
 
 
-def restate_exponent(
-    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
+def rebase_exponent(
+    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[Piece]]:
     """Encode the same restored array and code tables against another parent."""
-    if not isinstance(memory, BytesReference):
-        raise BadArgumentError("exponent: the memory of another stream cannot be restated as exponent buckets")
-    tables = memory.tables if isinstance(memory, ExponentReference) else ()
+    if not isinstance(reference, BytesReference):
+        raise BadArgumentError("exponent: the reference of another stream cannot be rebased as exponent buckets")
+    tables = reference.tables if isinstance(reference, ExponentReference) else ()
     before = parent_bytes(parent, spec)
     head = Writer()
     head.byte(RESTATED)
@@ -418,7 +425,7 @@ def restate_exponent(
 
     def one(start: int) -> Writer:
         part = _bytes_of(start, spec)
-        own = memory.data[part]
+        own = reference.data[part]
         old = None if before is None else before[part]
         exact = encode_chunk(own, spec, old, start)
         added = None if old is None else encode_addends(own, old, spec)
@@ -450,7 +457,7 @@ def _read_tables(data: Reader) -> tuple[bytes, ...]:
     return tables
 
 
-def _decode_restated(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:
+def _decode_rebased(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:
     if len(piece) == 0 or piece[0] not in (EXACTLY, BY_ADDENDS):
         raise CorruptDataError("exponent: a chunk is neither exact nor made by addends")
     if piece[0] == EXACTLY:

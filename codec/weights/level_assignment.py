@@ -49,9 +49,9 @@ def assigned(
     """
     gain = 0.0 if before is None else before.drift_gain
     for _ in range(_TRIES):
-        memory, met, over = _coded(leaf, limits, trade, codebook, before, scale, gain)
+        reference, met, over = _coded(leaf, limits, trade, codebook, before, scale, gain)
         if not over:
-            return memory, met
+            return reference, met
         gain = coarse(gain - over)
     return _coded(leaf, limits, trade, codebook, before, scale, 0.0)[:2]
 
@@ -99,8 +99,8 @@ def _coded(
     parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
     protected = np.concatenate([p.protected for p in parts]) if parts else np.empty(0, np.uint8)
     distances = sum((p.distances for p in parts), Distances())
-    memory = LevelsReference(levels, codebook, protected, limits, distances.next_gain(gain, leaf.lead))
-    return memory, distances.met, distances.overshoot(gain, leaf.lead)
+    reference = LevelsReference(levels, codebook, protected, limits, distances.next_gain(gain, leaf.lead))
+    return reference, distances.met, distances.overshoot(gain, leaf.lead)
 
 
 def _where_protected(x: Array, levels: Array) -> Array:

@@ -74,7 +74,7 @@ class LevelsReference:
     def values(self, spec: LeafSpec) -> Array:
         """Return the decoded values."""
         codebook = codebook_array(self.codebook, spec)
-        out: Array = dequantize(_beside(self.levels, codebook), codebook, protected=from_bytes(self.protected, spec))
+        out: Array = dequantize(_like(self.levels, codebook), codebook, protected=from_bytes(self.protected, spec))
         return out
 
 
@@ -83,7 +83,7 @@ def compatible_parent(parent: Reference | None, spec: LeafSpec) -> LevelsReferen
     return parent if isinstance(parent, LevelsReference) and parent.levels.size == spec.size else None
 
 
-def _beside(levels: NpArray, other: Array) -> Array:
+def _like(levels: NpArray, other: Array) -> Array:
     """Return levels in the library of `other`."""
     if is_torch(other):
         import torch
@@ -108,7 +108,7 @@ def rounded_codebook(codebook: NpArray, spec: LeafSpec) -> NpArray:
     return np.unique(wide[np.isfinite(wide)] + 0.0)
 
 
-def level_chunks(memory: LevelsReference, spec: LeafSpec, before: LevelsReference | None, coder: str) -> list[bytes]:
+def level_chunks(reference: LevelsReference, spec: LeafSpec, before: LevelsReference | None, coder: str) -> list[bytes]:
     """Return the pieces with the levels of each chunk, in the context of the parent's levels."""
     columns = columns_of(spec.shape)
 
@@ -117,31 +117,31 @@ def level_chunks(memory: LevelsReference, spec: LeafSpec, before: LevelsReferenc
         parent = None if before is None else before.levels[part]
         parent_size = 0 if before is None else before.size
         return entropy.encode_levels(
-            memory.levels[part], memory.size, parent, parent_size, coder, entropy.Matrix(columns, start)
+            reference.levels[part], reference.size, parent, parent_size, coder, entropy.Matrix(columns, start)
         )
 
-    return map_chunks(one, range(0, memory.levels.size, CHUNK))
+    return map_chunks(one, range(0, reference.levels.size, CHUNK))
 
 
-def restate_levels(
-    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
+def rebase_levels(
+    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Encode the same levels and codebook as a base or against another parent."""
-    if not isinstance(memory, LevelsReference):
-        raise BadArgumentError("levels: the memory of another stream cannot be restated as levels")
+    if not isinstance(reference, LevelsReference):
+        raise BadArgumentError("levels: the reference of another stream cannot be rebased as levels")
     before = compatible_parent(parent, spec)
-    return meta, [references(memory, spec, before), *level_chunks(memory, spec, before, "smallest")]
+    return meta, [references(reference, spec, before), *level_chunks(reference, spec, before, "smallest")]
 
 
-def references(memory: LevelsReference, spec: LeafSpec, before: LevelsReference | None) -> bytes:
+def references(reference: LevelsReference, spec: LeafSpec, before: LevelsReference | None) -> bytes:
     """Encode the first piece: codebook and protected values."""
     out = Writer()
-    out.varint(memory.codebook.size)
-    if before is not None and memory.has_codebook_of(before):
+    out.varint(reference.codebook.size)
+    if before is not None and reference.has_codebook_of(before):
         out.byte(PARENTS)
     else:
-        _write_codebook(out, memory.codebook, spec)
-    write_protected(out, memory.protected, predicted_patterns(memory.levels, before, spec), spec)
+        _write_codebook(out, reference.codebook, spec)
+    write_protected(out, reference.protected, predicted_patterns(reference.levels, before, spec), spec)
     return out.done()
 
 
@@ -213,7 +213,7 @@ def decode_levels(
     meta: dict[str, Any],
     pieces: Sequence[memoryview],
     parent: Reference | None,
-    sibling: Array | None = None,
+    pair: Array | None = None,
 ) -> LevelsReference:
     """Decode the stream format "levels"."""
     if spec.dtype not in FORMATS:
@@ -235,10 +235,10 @@ def decode_levels(
     return LevelsReference(levels, codebook, protected, read_thresholds(meta.get("t")), read_gain(meta.get("a", 0)))
 
 
-def metadata(memory: LevelsReference) -> dict[str, Any]:
+def metadata(reference: LevelsReference) -> dict[str, Any]:
     """Return the metadata for the next delta: thresholds, None for infinity, and a nonzero gain."""
-    limits = thresholds_as_json(memory.thresholds)
-    return {"t": limits} | ({"a": round(GAIN_STEPS * memory.drift_gain)} if memory.drift_gain else {})
+    limits = thresholds_as_json(reference.thresholds)
+    return {"t": limits} | ({"a": round(GAIN_STEPS * reference.drift_gain)} if reference.drift_gain else {})
 
 
 def thresholds_as_json(t: Thresholds) -> list[float | None]:

@@ -131,11 +131,11 @@ class Quantize(QuantizeSettings):
         found = self.quantized(leaf, parent, plan)
         if isinstance(found, Stored):
             return found
-        memory, before = found.levels, compatible_parent(parent, leaf.spec)
-        pieces = [references(memory, leaf.spec, before), *level_chunks(memory, leaf.spec, before, self.coder)]
+        reference, before = found.levels, compatible_parent(parent, leaf.spec)
+        pieces = [references(reference, leaf.spec, before), *level_chunks(reference, leaf.spec, before, self.coder)]
         if sum(map(len, pieces)) > leaf.spec.nbytes:  # most elements are not finite, and stored as they are
             return dataclasses.replace(Exact().encode(leaf, parent), note="exact: no smaller as levels")
-        return Stored("levels", metadata(memory), pieces, memory, found.error, "relative L2", found.note)
+        return Stored("levels", metadata(reference), pieces, reference, found.error, "relative L2", found.note)
 
     def quantized(self, leaf: Leaf, parent: Reference | None, plan: Plan) -> Quantized | Stored:
         """Quantize one array to levels, or encode it otherwise if no codebook suits it."""
@@ -150,10 +150,10 @@ class Quantize(QuantizeSettings):
                 break
             note, goal = f"codebook {reason}{self.moved(thresholds, before)}", min(may_err, target)
             trade = plan.trade
-            memory, met = assigned(leaf, thresholds, trade, codebook, before, scale)
+            reference, met = assigned(leaf, thresholds, trade, codebook, before, scale)
             if met.relative_l2 > target and trade.price:  # the target bounds the rate
                 trade = Trade(0.0)
-                memory, met = assigned(leaf, thresholds, trade, codebook, before, scale)
+                reference, met = assigned(leaf, thresholds, trade, codebook, before, scale)
             if target == np.inf or met.relative_l2 <= target:
                 break
         else:
@@ -163,9 +163,9 @@ class Quantize(QuantizeSettings):
         if lost.nonzero > _LOST:
             note += f"; {lost.nonzero:.0%} of it are as good as zero"
         if not trade.price and (self.chooses_step or plan.trade.price):
-            memory, met, rate = spent(leaf, memory, met, before, goal, scale)
-            note += f"; {np.mean(memory.levels == 1):.2g} protected, rate {rate:.2g}"
-        return Quantized(memory, met.relative_l2, note)
+            reference, met, rate = spent(leaf, reference, met, before, goal, scale)
+            note += f"; {np.mean(reference.levels == 1):.2g} protected, rate {rate:.2g}"
+        return Quantized(reference, met.relative_l2, note)
 
     def _finer_or_exact(self, leaf: Leaf, parent: Reference | None, plan: Plan, target: float) -> Stored:
         """Encode an array that no codebook is fine enough for."""

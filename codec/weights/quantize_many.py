@@ -250,10 +250,10 @@ class _Some:
             before, limits = self.befores[i], self.plans[i].thresholds
             codebook = np.arange(first, first + int(codebooks.sizes[i])) * step
             protected = held[begin : int(until[i])]
-            memory = LevelsReference(levels[start:end], codebook, protected, limits, multiples=(first, step))
+            reference = LevelsReference(levels[start:end], codebook, protected, limits, multiples=(first, step))
             error = Distortion(float(errors[i]), float(squares[i]), 1.0 if errors[i] else 0.0).relative_l2
             note = f"codebook {reasons[i]}{self.codec.moved(limits, before)}"
-            found[i] = Quantized(memory, error, note)
+            found[i] = Quantized(reference, error, note)
             start, begin = end, int(until[i])
         return found
 

@@ -115,21 +115,21 @@ def store_multiples(leaf: Leaf, parent: Reference | None, target: float) -> Stor
     met = sum(map_chunks(one, starts), Distortion(0.0, 0.0, 0.0))
     if met.relative_l2 > target:
         return None
-    memory = MultiplesReference(numbers, step)
-    meta, pieces = restate_multiples(leaf.spec, {}, memory, parent)
-    return Stored("multiples", meta, pieces, memory, met.relative_l2, "relative L2", f"multiples of {step:.3g}")
+    reference = MultiplesReference(numbers, step)
+    meta, pieces = rebase_multiples(leaf.spec, {}, reference, parent)
+    return Stored("multiples", meta, pieces, reference, met.relative_l2, "relative L2", f"multiples of {step:.3g}")
 
 
-def restate_multiples(
-    spec: LeafSpec, meta: dict[str, Any], memory: Reference, parent: Reference | None
+def rebase_multiples(
+    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
 ) -> tuple[dict[str, Any], list[Writer]]:
     """Encode the same multiples as a base or against another parent."""
-    if not isinstance(memory, MultiplesReference):
-        raise BadArgumentError("multiples: the memory of another stream cannot be restated")
-    width = memory.numbers.itemsize
-    before = _comparable(parent, memory.step, width, spec.size)
-    meta = {"s": memory.step, "w": width}
-    return meta, pieces_of(memory.numbers.view(np.uint8), _integers(spec, width), before)
+    if not isinstance(reference, MultiplesReference):
+        raise BadArgumentError("multiples: the reference of another stream cannot be rebased")
+    width = reference.numbers.itemsize
+    before = _comparable(parent, reference.step, width, spec.size)
+    meta = {"s": reference.step, "w": width}
+    return meta, pieces_of(reference.numbers.view(np.uint8), _integers(spec, width), before)
 
 
 def _comparable(parent: Reference | None, step: float, width: int, size: int) -> BytesReference | None:
@@ -146,7 +146,7 @@ def _comparable(parent: Reference | None, step: float, width: int, size: int) ->
 
 
 def decode_multiples(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, sibling: Array | None
+    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, pair: Array | None
 ) -> MultiplesReference:
     """Decode the stream format "multiples"."""
     step, width = meta.get("s"), meta.get("w")

@@ -35,6 +35,7 @@ from ..exponent import gpu as exponent
 from ..histogram import gpu as histogram
 from ..kmeans import gpu as kmeans
 from ..levels import gpu as levels
+from ..moment_grid import ESCAPE as OFF_GRID
 from ..moment_grid import FARTHEST as FARTHEST_POINT
 from ..moment_grid import gpu as moment_grid
 from ..packing import gpu as packing
@@ -307,6 +308,8 @@ def _optimizer() -> Iterator[Build]:
     types = "*fp32 *fp32 i64 fp32 *u8 *i32 *fp64"
     yield Build(moment_grid.symbols_kernel, types, moment_grid.SYMBOLS, {"FARTHEST": FARTHEST_POINT})
     yield Build(moment_grid.values_kernel, "*u8 *fp32 *fp32 i64 *fp32", moment_grid.VALUES)
+    types = "*fp32 *fp32 *u8 *fp32 i64 *fp64"
+    yield Build(moment_grid.error_kernel, types, moment_grid.VALUES, {"ESCAPE": OFF_GRID})
     for wide in (False, True):
         types = "*fp32 *fp32 *fp32 i64 i64 i64 i32 *fp32 *u8 *u8 *i32 *fp64"
         for settled in (False, True):

@@ -26,10 +26,21 @@ DEVICES = ("cpu", "cuda")
 """Kinds of torch's devices that kernels run on."""
 
 
+_tensor: type | None = None
+"""torch.Tensor, once torch is imported."""
+
+
 def is_torch(x: Array) -> bool:
     """Return whether x is a torch tensor, without importing torch."""
-    torch = imported("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
+    global _tensor
+    if type(x) is np.ndarray:
+        return False
+    if _tensor is None:
+        torch = imported("torch")
+        if torch is None:
+            return False
+        _tensor = torch.Tensor
+    return isinstance(x, _tensor)
 
 
 def is_allocated(t: Array) -> bool:

@@ -79,3 +79,36 @@ def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[n
     same_device("symbols", symbols, "square", square)
     check_table("table", table, "float32", (256,))
     return back_end(symbols, "moment_grid").grid_values(symbols, square, table)
+
+
+def grid_error(
+    x: Array, square: Array, symbols: Array, table: np.ndarray[Any, np.dtype[np.float32]]
+) -> tuple[float, float]:
+    """Squared error of `grid_values`, and squared norm, of the elements that have a grid point.
+
+        sum((x - table[symbol] * sqrt(square))**2),  sum(x**2)
+
+    with the product rounded to float32 and the sums in float64.
+
+    Args:
+        x: float32 [n].
+        square: float32 [n].
+        symbols: uint8 [n], as `grid_symbols` returned them.
+        table: float32 [256] on the host: value of each symbol in scales.
+
+    Raises:
+        BadArgumentError: other dtypes or shapes.
+
+    Example:
+        >>> x, square = np.array([1.0, 2.0], np.float32), np.full(2, 4, np.float32)
+        >>> grid_error(x, square, np.array([0, 3], np.uint8), np.full(256, 0.5, np.float32))
+        (1.0, 4.0)
+    """
+    array("x", x, ("float32",), 1)
+    array("square", square, ("float32",), x.shape)
+    array("symbols", symbols, ("uint8",), x.shape)
+    same_device("x", x, "square", square)
+    same_device("x", x, "symbols", symbols)
+    check_table("table", table, "float32", (256,))
+    error, norm = back_end(x, "moment_grid").grid_error(x, square, symbols, table)
+    return float(error), float(norm)

@@ -9,13 +9,15 @@ import numpy as np
 from ..backend.arrays import like, to_numpy
 from ..backend.jit import njit_in_place
 from ..backend.local_array import local_array
-from . import FARTHEST
+from . import ESCAPE, FARTHEST
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
 
 _STEP = 1 << 10
 """Elements per block, whose quotients stay in the first-level cache."""
+_LANES = 32
+"""Partial sums of squares, enough to fill vector registers."""
 
 
 @njit_in_place
@@ -66,6 +68,33 @@ def _values(symbols: Any, square: Any, table: Any, out: Any) -> None:
             values[i] *= np.sqrt(root[i])
 
 
+@njit_in_place
+def _error(x: Any, square: Any, symbols: Any, table: Any, escape: Any, sums: Any) -> None:
+    """Sums of squared errors and squares, in lanes of `sums` [2, lanes]."""
+    values = local_array(_STEP, np.float32)
+    errors, norms = sums[0], sums[1]
+    for at in range(0, x.size, _STEP):
+        n = min(_STEP, x.size - at)
+        own, root, symbol = x[at : at + n], square[at : at + n], symbols[at : at + n]
+        for i in range(n):
+            values[i] = table[symbol[i]]
+        for i in range(n):
+            values[i] *= np.sqrt(root[i])
+        whole = n - n % _LANES
+        for begin in range(0, whole, _LANES):
+            a, b, on = own[begin : begin + _LANES], values[begin : begin + _LANES], symbol[begin : begin + _LANES]
+            for k in range(_LANES):
+                u = np.float64(a[k] if on[k] != escape else np.float32(0.0))
+                d = np.float64(b[k] if on[k] != escape else np.float32(0.0)) - u
+                errors[k] += d * d
+                norms[k] += u * u
+        for i in range(whole, n):
+            u = np.float64(own[i] if symbol[i] != escape else np.float32(0.0))
+            d = np.float64(values[i] if symbol[i] != escape else np.float32(0.0)) - u
+            errors[i - whole] += d * d
+            norms[i - whole] += u * u
+
+
 def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]:
     """See `kernels.grid`."""
     values = to_numpy(x)
@@ -83,3 +112,12 @@ def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[n
     out = np.empty(own.size, np.float32)
     _values(own, to_numpy(square), table, out)
     return like(out, symbols)
+
+
+def grid_error(
+    x: Array, square: Array, symbols: Array, table: np.ndarray[Any, np.dtype[np.float32]]
+) -> tuple[float, float]:
+    """See `kernels.moment_grid.grid_error`."""
+    sums = np.zeros((2, _LANES))
+    _error(to_numpy(x), to_numpy(square), to_numpy(symbols), table, np.uint8(ESCAPE), sums)
+    return float(sums[0].sum()), float(sums[1].sum())

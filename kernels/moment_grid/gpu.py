@@ -12,7 +12,7 @@ import triton.language as tl
 from ..backend.gpu_bits import rounded
 from ..backend.launch import Launch, like, on, tensor
 from ..backend.tally import tally_counts, tally_sums, totals
-from . import FARTHEST
+from . import ESCAPE, FARTHEST
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
@@ -111,3 +111,46 @@ def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[n
                 **VALUES.constants(t.numel()),
             )
     return like(out, symbols)
+
+
+@triton.jit
+def error_kernel(
+    x_ptr, square_ptr, symbols_ptr, table_ptr, n: tl.int64, sums_ptr, ESCAPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Squared error and squared norm of each program's elements, to `sums[2 * program ...]`."""
+    block = tl.program_id(0).to(tl.int64)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    symbol = tl.load(symbols_ptr + offsets, mask=offsets < n, other=ESCAPE).to(tl.int32)
+    on_grid = symbol != ESCAPE
+    x = tl.load(x_ptr + offsets, mask=on_grid, other=0.0).to(tl.float64)
+    scale = tl.sqrt_rn(tl.load(square_ptr + offsets, mask=on_grid, other=0.0))
+    value = tl.load(table_ptr + symbol, mask=on_grid, other=0.0) * scale
+    error = value.to(tl.float64) - x
+    tl.store(sums_ptr + 2 * block, tl.sum(error * error, axis=0))
+    tl.store(sums_ptr + 2 * block + 1, tl.sum(x * x, axis=0))
+
+
+def grid_error(
+    x: Array, square: Array, symbols: Array, table: np.ndarray[Any, np.dtype[np.float32]]
+) -> tuple[float, float]:
+    """See `shrinkpoint.kernels.moment_grid.grid_error`."""
+    t = tensor(x)
+    programs = VALUES.programs(t.numel())
+    sums = torch.zeros((programs, 2), dtype=torch.float64, device=t.device)
+    if programs:
+        with on(t):
+            error_kernel[(programs,)](
+                # inputs
+                t,
+                tensor(square),
+                tensor(symbols),
+                torch.from_numpy(np.ascontiguousarray(table)).to(t.device),
+                t.numel(),
+                # outputs
+                sums,
+                # constants
+                ESCAPE=ESCAPE,
+                **VALUES.constants(t.numel()),
+            )
+    error, norm = sums.sum(0).tolist()
+    return error, norm

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from array_api_compat import array_namespace, device
 
-from . import FARTHEST
+from . import ESCAPE, FARTHEST
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
@@ -46,3 +46,14 @@ def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[n
     """See `kernels.grid`."""
     xp = array_namespace(symbols)
     return xp.take(xp.asarray(table, device=device(symbols)), xp.astype(symbols, xp.int64)) * _root(xp, square)
+
+
+def grid_error(
+    x: Array, square: Array, symbols: Array, table: np.ndarray[Any, np.dtype[np.float32]]
+) -> tuple[float, float]:
+    """See `kernels.moment_grid.grid_error`."""
+    xp = array_namespace(x)
+    on_grid, zero = symbols != ESCAPE, xp.zeros_like(x)
+    wide = xp.astype(xp.where(on_grid, x, zero), xp.float64)
+    restored = xp.astype(xp.where(on_grid, grid_values(symbols, square, table), zero), xp.float64)
+    return float(xp.sum((wide - restored) ** 2)), float(xp.sum(wide**2))

@@ -83,6 +83,76 @@ def low_rank_factors(numbers: Array, heights: Heights, columns: int, phase: int 
     return rows, across
 
 
+def low_rank_differences(
+    numbers: Array, rows: Array, columns: Array, heights: Heights, phase: int = 0
+) -> tuple[Array, Array]:
+    """Return the differences of numbers to their predictions, as `zigzag` numbers, and the quarters.
+
+        differences = zigzag(numbers - nearest, modulo 256)
+
+    Args:
+        numbers: int8 [n].
+        rows: int8 [sum of heights, 8], of `low_rank_factors`.
+        columns: int8 [m * C, 8].
+        heights: int64 [m].
+        phase: as in `low_rank_factors`.
+
+    Returns:
+        differences: uint8 [n].
+        quarter: uint8 [n], 0 ... 3.
+
+    Raises:
+        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+
+    Example:
+        >>> one = np.zeros((2, 8), np.int8)
+        >>> one[:, 0] = 8, 12  # predictions 1, 1.5, 1.5, 2.25
+        >>> [x.tolist() for x in low_rank_differences(np.array([1, 2, 3, 0], np.int8), one, one, np.array([2]))]
+        [[0, 0, 2, 3], [2, 0, 0, 3]]
+    """
+    numbers = array("numbers", numbers, ("int8",), 1, host=True)
+    phase = _check_factors(rows, columns, heights, int(numbers.shape[0]), phase)
+    found, quarter = back_end(rows, "prediction").low_rank_differences(numbers, rows, columns, heights, phase)
+    return found, quarter
+
+
+def zigzag(numbers: Array) -> Array:
+    """Map the numbers 0, -1, 1, -2, ... to 0, 1, 2, 3, ...: small magnitudes to small symbols.
+
+    Args:
+        numbers: int8 [n].
+
+    Returns:
+        uint8 [n].
+
+    Raises:
+        BadArgumentError: wrong dtype or shape, or an array on a GPU.
+
+    Example:
+        >>> zigzag(np.array([0, -1, 1, -2, 127, -128], np.int8)).tolist()
+        [0, 1, 2, 3, 254, 255]
+    """
+    numbers = array("numbers", numbers, ("int8",), 1, host=True)
+    return back_end(numbers, "prediction").zigzag(numbers)
+
+
+def unzigzag(symbols: Array) -> Array:
+    """Return the numbers that `zigzag` mapped, int8 [n].
+
+    Args:
+        symbols: uint8 [n].
+
+    Raises:
+        BadArgumentError: wrong dtype or shape, or an array on a GPU.
+
+    Example:
+        >>> unzigzag(np.array([0, 1, 2, 3, 254, 255], np.uint8)).tolist()
+        [0, -1, 1, -2, 127, -128]
+    """
+    symbols = array("symbols", symbols, ("uint8",), 1, host=True)
+    return back_end(symbols, "prediction").unzigzag(symbols)
+
+
 def low_rank_predictions(rows: Array, columns: Array, heights: Heights, n: int, phase: int = 0) -> tuple[Array, Array]:
     """Return the nearest integer to the prediction of each position, and its quarter.
 
@@ -107,6 +177,13 @@ def low_rank_predictions(rows: Array, columns: Array, heights: Heights, n: int, 
         [[1, 2, 2, 2], [2, 0, 0, 3]]
     """
     n = integer("n", n, 0, _MOST)
+    phase = _check_factors(rows, columns, heights, n, phase)
+    nearest, quarter = back_end(rows, "prediction").low_rank_predictions(rows, columns, heights, n, phase)
+    return nearest, quarter
+
+
+def _check_factors(rows: Array, columns: Array, heights: Heights, n: int, phase: int) -> int:
+    """Refuse factors that do not fit n numbers; return the phase."""
     for name, factor in (("rows", rows), ("columns", columns)):
         array(name, factor, ("int8",), 2, host=True)
         if factor.shape[1] != RANK:
@@ -119,8 +196,7 @@ def low_rank_predictions(rows: Array, columns: Array, heights: Heights, n: int, 
     _check_heights(heights, n, width, phase)
     if int(heights.sum()) != rows.shape[0]:
         raise BadArgumentError(f"rows has {rows.shape[0]} lines; heights has {int(heights.sum())}")
-    nearest, quarter = back_end(rows, "prediction").low_rank_predictions(rows, columns, heights, n, phase)
-    return nearest, quarter
+    return phase
 
 
 def _check_heights(heights: Heights, n: int, columns: int, phase: int) -> None:

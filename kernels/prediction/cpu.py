@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backend.arrays import like, to_numpy
-from ..backend.jit import njit, njit_inline
+from ..backend.jit import njit, njit_in_place, njit_inline
 from . import CLIP, LEAST_ROWS, RANK, SAMPLE, TOP, UNIT, WHOLE
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ SHORT = 1 << 20
 _ROUND = np.float32(12582912.0)
 """3 * 2**22: a float32 of small size, increased by this, is rounded to an integer in its lowest bits."""
 _ROUND_BITS = np.int32(0x4B400000)
+_NONE = np.empty(0, np.int8)
 
 
 def low_rank_factors(numbers: Array, heights: Heights, columns: int, phase: int) -> tuple[Array, Array]:
@@ -34,9 +35,35 @@ def low_rank_factors(numbers: Array, heights: Heights, columns: int, phase: int)
 
 def low_rank_predictions(rows: Array, columns: Array, heights: Heights, n: int, phase: int) -> tuple[Array, Array]:
     """See `shrinkpoint.kernels.prediction.low_rank_predictions`."""
-    nearest, quarter = np.empty(n, np.int8), np.empty(n, np.uint8)
-    _predictions(to_numpy(rows), to_numpy(columns), heights, phase, nearest, quarter)
-    return like(nearest, rows), like(quarter, rows)
+    nearest, quarter = np.empty(n, np.uint8), np.empty(n, np.uint8)
+    _predictions(to_numpy(rows), to_numpy(columns), heights, phase, _NONE, nearest, quarter)
+    return like(nearest.view(np.int8), rows), like(quarter, rows)
+
+
+def low_rank_differences(
+    numbers: Array, rows: Array, columns: Array, heights: Heights, phase: int
+) -> tuple[Array, Array]:
+    """See `shrinkpoint.kernels.prediction.low_rank_differences`."""
+    own = to_numpy(numbers)
+    found, quarter = np.empty(own.size, np.uint8), np.empty(own.size, np.uint8)
+    _predictions(to_numpy(rows), to_numpy(columns), heights, phase, own, found, quarter)
+    return like(found, rows), like(quarter, rows)
+
+
+def zigzag(numbers: Array) -> Array:
+    """See `shrinkpoint.kernels.prediction.zigzag`."""
+    own = to_numpy(numbers)
+    out = np.empty(own.size, np.uint8)
+    _zigzag(own, out)
+    return like(out, numbers)
+
+
+def unzigzag(symbols: Array) -> Array:
+    """See `shrinkpoint.kernels.prediction.unzigzag`."""
+    own = to_numpy(symbols)
+    out = np.empty(own.size, np.int8)
+    _unzigzag(own, out)
+    return like(out, symbols)
 
 
 @njit_inline
@@ -278,7 +305,10 @@ def _factors(numbers: NumPy, heights: NumPy, columns: int, phase: int, rows: Num
 
 
 @njit
-def _predictions(rows: NumPy, across: NumPy, heights: NumPy, phase: int, nearest: NumPy, quarter: NumPy) -> None:
+def _predictions(
+    rows: NumPy, across: NumPy, heights: NumPy, phase: int, numbers: NumPy, out: NumPy, quarter: NumPy
+) -> None:
+    """Fill `quarter`, and `out` with the nearest integers or, if there are numbers, the zigzag differences to them."""
     columns = across.shape[0] // heights.size
     factor = np.empty((RANK, columns), np.float32)
     sums = np.empty(columns, np.float32)
@@ -287,29 +317,53 @@ def _predictions(rows: NumPy, across: NumPy, heights: NumPy, phase: int, nearest
     b4, b5, b6, b7 = factor[4], factor[5], factor[6], factor[7]
     line, begin, lift, sixteenth = 0, -phase, _ROUND + np.float32(2), np.float32(1 / 16)
     for m in range(heights.size):
-        used = False
+        rank = 0
         for j in range(columns):
             for k in range(RANK):
                 factor[k, j] = np.float32(across[m * columns + j, k])
-                used |= across[m * columns + j, k] != 0
+                rank = max(rank, k + 1 if across[m * columns + j, k] != 0 else 0)
         for r in range(heights[m]):
-            start, stop = max(begin, 0), min(begin + columns, nearest.size)
+            start, stop = max(begin, 0), min(begin + columns, out.size)
             off, n = start - begin, stop - start
-            whole, part = nearest[start:stop], quarter[start:stop]
+            whole, part = out[start:stop], quarter[start:stop]
             begin += columns
-            if not used:
-                whole[:] = np.int8(0)
-                part[:] = np.uint8(2)
-                continue
             own = rows[line + r]
             a0, a1, a2, a3 = np.float32(own[0]), np.float32(own[1]), np.float32(own[2]), np.float32(own[3])
             a4, a5, a6, a7 = np.float32(own[4]), np.float32(own[5]), np.float32(own[6]), np.float32(own[7])
-            for j in range(columns):
-                low = (a0 * b0[j] + a1 * b1[j]) + (a2 * b2[j] + a3 * b3[j])
-                high = (a4 * b4[j] + a5 * b5[j]) + (a6 * b6[j] + a7 * b7[j])
-                sums[j] = (low + high) * sixteenth + lift
-            for j in range(n):
-                z = np.int32(bits[off + j] - _ROUND_BITS)
-                whole[j] = np.int8(z >> np.int32(2))
-                part[j] = np.uint8(z & np.int32(3))
+            if rank > 4:
+                for j in range(columns):
+                    low = (a0 * b0[j] + a1 * b1[j]) + (a2 * b2[j] + a3 * b3[j])
+                    high = (a4 * b4[j] + a5 * b5[j]) + (a6 * b6[j] + a7 * b7[j])
+                    sums[j] = (low + high) * sixteenth + lift
+            elif rank:
+                for j in range(columns):
+                    sums[j] = ((a0 * b0[j] + a1 * b1[j]) + (a2 * b2[j] + a3 * b3[j])) * sixteenth + lift
+            else:
+                sums[:] = lift
+            if numbers.size:
+                given = numbers[start:stop]
+                for j in range(n):
+                    z = np.int32(bits[off + j] - _ROUND_BITS)
+                    d = np.int8(given[j] - np.int8(z >> np.int32(2)))
+                    whole[j] = np.uint8(np.uint8(d << np.int8(1)) ^ np.uint8(d >> np.int8(7)))
+                    part[j] = np.uint8(z & np.int32(3))
+            else:
+                for j in range(n):
+                    z = np.int32(bits[off + j] - _ROUND_BITS)
+                    whole[j] = np.uint8(z >> np.int32(2))
+                    part[j] = np.uint8(z & np.int32(3))
         line += heights[m]
+
+
+@njit_in_place
+def _zigzag(numbers: NumPy, out: NumPy) -> None:
+    for i in range(out.size):
+        d = numbers[i]
+        out[i] = np.uint8(np.uint8(d << np.int8(1)) ^ np.uint8(d >> np.int8(7)))
+
+
+@njit_in_place
+def _unzigzag(symbols: NumPy, out: NumPy) -> None:
+    for i in range(out.size):
+        s = symbols[i]
+        out[i] = np.int8(np.uint8(s >> np.uint8(1)) ^ np.uint8(-np.int8(s & np.uint8(1))))

@@ -54,6 +54,30 @@ def low_rank_predictions(rows: Array, columns: Array, heights: Heights, n: int, 
     return xp.astype(signed, xp.int8), xp.astype(quarters % 4, xp.uint8)
 
 
+def low_rank_differences(
+    numbers: Array, rows: Array, columns: Array, heights: Heights, phase: int
+) -> tuple[Array, Array]:
+    """See `shrinkpoint.kernels.prediction.low_rank_differences`."""
+    xp = array_namespace(numbers)
+    nearest, quarter = low_rank_predictions(rows, columns, heights, numbers.shape[0], phase)
+    wide = (xp.astype(numbers, xp.int64) - xp.astype(nearest, xp.int64)) % 256
+    return zigzag(xp.astype(xp.where(wide > 127, wide - 256, wide), xp.int8)), quarter
+
+
+def zigzag(numbers: Array) -> Array:
+    """See `shrinkpoint.kernels.prediction.zigzag`."""
+    xp = array_namespace(numbers)
+    wide = xp.astype(numbers, xp.int64)
+    return xp.astype(xp.where(wide < 0, -2 * wide - 1, 2 * wide), xp.uint8)
+
+
+def unzigzag(symbols: Array) -> Array:
+    """See `shrinkpoint.kernels.prediction.unzigzag`."""
+    xp = array_namespace(symbols)
+    wide = xp.astype(symbols, xp.int64)
+    return xp.astype(xp.where(wide % 2 == 1, -(wide + 1) // 2, wide // 2), xp.int8)
+
+
 def _factors(matrix: NpArray, whole: NpArray) -> tuple[NpArray, NpArray]:
     """Return the factors of one matrix, int8 [lines, 8] each; `whole` holds its complete rows."""
     (height, columns), count = matrix.shape, whole.shape[0]

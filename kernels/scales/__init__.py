@@ -125,21 +125,18 @@ def _checked(bits: int, buckets: int) -> tuple[int, int]:
 _MOST = 2**56
 
 
-def row_column_sums(
-    values: Array, columns: int, phase: int = 0, *, origin: int | Array = 0, most: int = 255
-) -> tuple[Array, Array]:
-    """Sums over the rows and columns of a matrix, of values or of distances from an origin.
+def row_column_sums(values: Array, columns: int, phase: int = 0, *, most: int = 255) -> tuple[Array, Array]:
+    """Sums over the rows and columns of a matrix.
 
     `values` is a part of the matrix in C order.
 
         value i stands in row (phase + i) // columns and column (phase + i) % columns
-        it counts as min(|values[i] - origin|, most)
+        it counts as min(values[i], most)
 
     Args:
         values: uint8[n].
         columns: of the matrix, 1 or more.
         phase: column in which the first value stands, 0 ... columns - 1.
-        origin: origin of the distances, 0 ... 255, or one per value, uint8[n]; default 0, the values themselves.
         most: largest contribution of one value, 0 ... 255; default 255.
 
     Returns:
@@ -154,18 +151,13 @@ def row_column_sums(
         >>> rows, columns = row_column_sums(values, 3, phase=1)  # - 1 2 / 3 4 -
         >>> rows.tolist(), columns.tolist()
         ([3, 7], [3, 5, 2])
-        >>> row_column_sums(values, 2, origin=3, most=1)[0].tolist()  # 1 1 / 0 1
-        [2, 1]
+        >>> row_column_sums(values, 2, most=2)[0].tolist()  # 1 2 / 2 2
+        [3, 4]
     """
     values = array("values", values, ("uint8",), 1, host=True)
     columns = integer("columns", columns, 1, _MOST)
     phase, most = integer("phase", phase, 0, columns - 1), integer("most", most, 0, 255)
-    if getattr(origin, "shape", ()):
-        origin = array("origin", origin, ("uint8",), 1, host=True)
-        integer("the number of origins", origin.shape[0], values.shape[0], values.shape[0])
-    else:
-        origin = integer("origin", origin, 0, 255)
-    rows, sums = back_end(values, "scales").row_column_sums(values, columns, phase, origin, most)
+    rows, sums = back_end(values, "scales").row_column_sums(values, columns, phase, most)
     return rows, sums
 
 
@@ -177,14 +169,12 @@ def class_sums(
     *,
     base: int = 0,
     classes: int = 256,
-    context: Array | None = None,
 ) -> Array:
     """Add the class of its row and the class of its column at each position of a matrix.
 
     The sum is limited to `classes` values from `base` on.
 
-        own    = min(max(rows[(phase + i) // C] + columns[(phase + i) % C] - base, 0), classes - 1)
-        out[i] = context[i] * classes + own
+        out[i] = min(max(rows[(phase + i) // C] + columns[(phase + i) % C] - base, 0), classes - 1)
 
     Args:
         rows: uint8[ceil((phase + n) / C)].
@@ -193,7 +183,6 @@ def class_sums(
         phase: as in `row_column_sums`.
         base: 0 ... 255; default 0.
         classes: 1 ... 256; default 256.
-        context: uint8[n], another context of each position; None (default): 0. Sums are modulo 256.
 
     Returns:
         uint8[n].
@@ -206,8 +195,8 @@ def class_sums(
         >>> rows, columns = np.asarray([10, 250], np.uint8), np.asarray([0, 1, 7], np.uint8)
         >>> class_sums(rows, columns, 5, phase=1).tolist()
         [11, 17, 250, 251, 255]
-        >>> class_sums(rows, columns, 5, phase=1, base=12, classes=4, context=np.arange(5, dtype=np.uint8)).tolist()
-        [0, 7, 11, 15, 19]
+        >>> class_sums(rows, columns, 5, phase=1, base=12, classes=4).tolist()
+        [0, 3, 3, 3, 3]
     """
     rows, columns = array("rows", rows, ("uint8",), 1, host=True), array("columns", columns, ("uint8",), 1, host=True)
     width = integer("the number of columns", columns.shape[0], 1, _MOST)
@@ -215,10 +204,7 @@ def class_sums(
     n = integer("n", n, 0, _MOST)
     integer("the number of rows", rows.shape[0], -(-(phase + n) // width), -(-(phase + n) // width))
     base, classes = integer("base", base, 0, 255), integer("classes", classes, 1, 256)
-    if context is not None:
-        context = array("context", context, ("uint8",), 1, host=True)
-        integer("the number of contexts", context.shape[0], n, n)
-    return back_end(rows, "scales").class_sums(rows, columns, n, phase, base, classes, context)
+    return back_end(rows, "scales").class_sums(rows, columns, n, phase, base, classes)
 
 
 def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:

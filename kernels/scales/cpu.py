@@ -108,13 +108,12 @@ SHORT = 1 << 15
 """Rows, and elements of a row, that are summed in 32 bits before they are added to 64-bit sums."""
 
 
-def row_column_sums(values: Array, columns: int, phase: int, origin: int | Array, most: int) -> tuple[Array, Array]:
+def row_column_sums(values: Array, columns: int, phase: int, most: int) -> tuple[Array, Array]:
     """See `shrinkpoint.kernels.scales.row_column_sums`."""
     v = compiled(values)
     rows = np.zeros(-(-(phase + v.size) // columns), np.int64)
     sums = np.zeros(columns, np.int64)
-    same = np.full(1, origin, np.uint8) if isinstance(origin, int) else compiled(origin)
-    given = v, same, isinstance(origin, int), np.uint8(most), phase, rows, sums
+    given = v, np.uint8(most), phase, rows, sums
     if columns < NARROW:
         _narrow_sums(*given)
     else:
@@ -122,17 +121,10 @@ def row_column_sums(values: Array, columns: int, phase: int, origin: int | Array
     return like(rows, values), like(sums, values)
 
 
-def class_sums(
-    rows: Array, columns: Array, n: int, phase: int, base: int, classes: int, context: Array | None
-) -> Array:
+def class_sums(rows: Array, columns: Array, n: int, phase: int, base: int, classes: int) -> Array:
     """See `shrinkpoint.kernels.scales.class_sums`."""
     out = np.empty(n, np.uint8)
-    r, c = compiled(rows), compiled(columns)
-    if context is None:
-        _classes(r, c, phase, base, classes, out)
-    else:
-        with np.errstate(over="ignore"):  # uncompiled code would warn
-            _beside(r, c, phase, base, classes, compiled(context), out)
+    _classes(compiled(rows), compiled(columns), phase, base, classes, out)
     return like(out, rows)
 
 
@@ -151,15 +143,14 @@ def _look_up(patterns: NumPy, shift: Any, table: NumPy, out: NumPy) -> None:
 
 
 @njit_in_place
-def _narrow_sums(values: NumPy, origins: NumPy, one: bool, most: Any, phase: int, rows: NumPy, sums: NumPy) -> None:
+def _narrow_sums(values: NumPy, most: Any, phase: int, rows: NumPy, sums: NumPy) -> None:
     """Row and column sums of narrow matrices, one element after another.
 
     For short rows the vectorized loops of `_row_column_sums` cost more than they save.
     """
     r, c, total = 0, phase, np.int64(0)
     for i in range(values.size):
-        origin = origins[0] if one else origins[i]
-        far = np.int64(min(np.uint8(max(values[i], origin) - min(values[i], origin)), most))
+        far = np.int64(min(values[i], most))
         total += far
         sums[c] += far
         c += 1
@@ -171,26 +162,18 @@ def _narrow_sums(values: NumPy, origins: NumPy, one: bool, most: Any, phase: int
 
 
 @njit_in_place
-def _row_column_sums(
-    values: NumPy, origins: NumPy, one: bool, most: Any, phase: int, rows: NumPy, sums: NumPy, short: NumPy
-) -> None:
+def _row_column_sums(values: NumPy, most: Any, phase: int, rows: NumPy, sums: NumPy, short: NumPy) -> None:
     width = sums.size
-    distances = local_array(SHORT, np.uint8)
-    origin = origins[0] if one else np.uint8(0)
+    clipped = local_array(SHORT, np.uint8)
     for r in range(rows.size):
         first = max(r * width - phase, 0)
         end = min((r + 1) * width - phase, values.size)
         total = np.int64(0)
         for start in range(first, end, SHORT):
             part = values[start : min(start + SHORT, end)]
-            own = distances[: part.size]
-            if one:
-                for i in range(part.size):
-                    own[i] = min(np.uint8(max(part[i], origin) - min(part[i], origin)), most)
-            else:
-                beside = origins[start : start + part.size]
-                for i in range(part.size):
-                    own[i] = min(np.uint8(max(part[i], beside[i]) - min(part[i], beside[i])), most)
+            own = clipped[: part.size]
+            for i in range(part.size):
+                own[i] = min(part[i], most)
             column = short[start + phase - r * width :]
             some = np.uint32(0)
             for i in range(part.size):
@@ -216,21 +199,6 @@ def _classes(rows: NumPy, columns: NumPy, phase: int, base: int, classes: int, o
         own = np.int16(np.int16(rows[r]) - np.int16(base))
         for c in range(part.size):
             part[c] = np.uint8(min(max(np.int16(own + np.int16(column[c])), np.int16(0)), top))
-
-
-@njit_in_place
-def _beside(rows: NumPy, columns: NumPy, phase: int, base: int, classes: int, context: NumPy, out: NumPy) -> None:
-    width = columns.size
-    top, factor = np.int16(classes - 1), np.uint8(classes & 255)
-    for r in range(rows.size):
-        first = max(r * width - phase, 0)
-        part = out[first : min((r + 1) * width - phase, out.size)]
-        beside = context[first : first + part.size]
-        column = columns[first + phase - r * width :]
-        own = np.int16(np.int16(rows[r]) - np.int16(base))
-        for c in range(part.size):
-            both = np.uint8(min(max(np.int16(own + np.int16(column[c])), np.int16(0)), top))
-            part[c] = np.uint8(both + np.uint8(beside[c] * factor))
 
 
 _NORMAL = np.uint32(1 << 23)

@@ -48,28 +48,22 @@ def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
     return out.astype(np.int32)
 
 
-def row_column_sums(values: Array, columns: int, phase: int, origin: int | Array, most: int) -> tuple[Array, Array]:
+def row_column_sums(values: Array, columns: int, phase: int, most: int) -> tuple[Array, Array]:
     """See `shrinkpoint.kernels.scales.row_column_sums`."""
     xp = array_namespace(values)
     n = values.shape[0]
     rows = -(-(phase + n) // columns)
-    beside = origin if isinstance(origin, int) else xp.astype(origin, xp.int64)
-    v = xp.clip(xp.abs(xp.astype(values, xp.int64) - beside), 0, most)
+    v = xp.clip(xp.astype(values, xp.int64), 0, most)
     after = xp.zeros(rows * columns - phase - n, dtype=xp.int64)
     matrix = xp.reshape(xp.concat([xp.zeros(phase, dtype=xp.int64), v, after]), (rows, columns))
     return xp.sum(matrix, axis=1, dtype=xp.int64), xp.sum(matrix, axis=0, dtype=xp.int64)
 
 
-def class_sums(
-    rows: Array, columns: Array, n: int, phase: int, base: int, classes: int, context: Array | None
-) -> Array:
+def class_sums(rows: Array, columns: Array, n: int, phase: int, base: int, classes: int) -> Array:
     """See `shrinkpoint.kernels.scales.class_sums`."""
     xp = array_namespace(rows)
     both = xp.expand_dims(xp.astype(rows, xp.int64), axis=1) + xp.expand_dims(xp.astype(columns, xp.int64), axis=0)
-    own = xp.reshape(xp.clip(both - base, 0, classes - 1), (-1,))[phase : phase + n]
-    if context is not None:
-        own = (own + classes * xp.astype(context, xp.int64)) % 256
-    return xp.astype(own, xp.uint8)
+    return xp.astype(xp.reshape(xp.clip(both - base, 0, classes - 1), (-1,))[phase : phase + n], xp.uint8)
 
 
 def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:

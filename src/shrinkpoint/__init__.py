@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from .trainers.run import Run
     from .trainers.sensitivity import SensitivityTracker
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _SUBJECTS = {
     "codec.base": "Codec",

@@ -18,7 +18,6 @@ import zstandard
 import shrinkpoint as sp
 from shrinkpoint import codec
 from shrinkpoint.codec.format.columns import from_columns, to_columns
-from shrinkpoint.codec.format.container import EPOCH
 from shrinkpoint.codec.state.subclass import is_wrapper, taken_apart
 
 _PREFIX = struct.Struct("<8sIIQQII")
@@ -137,7 +136,7 @@ def put_together(
         len(stored),
         len(plain) if plain_length is None else plain_length,
         len(chunks) if count is None else count,
-        EPOCH,
+        0,
     )
     return b"".join([prefix, xxhash.xxh3_128(prefix + stored + table).digest(), stored, table, *chunks])
 

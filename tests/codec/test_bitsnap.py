@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import CorruptDataError
 from shrinkpoint.codec.lossless.changed import FULL, MASKED
-from shrinkpoint.codec.rebase import rebase as restate
+from shrinkpoint.codec.rebase import rebase
 from shrinkpoint.kernels.cluster import cluster_dequantize, cluster_quantize
 
 from .common import bits, difference, put_together, small_chunks, take_apart, through_bytes
@@ -114,7 +114,7 @@ def test_every_bit_survives(seed: int, dtype: str, share: float, cfg: sp.Config,
         assert first is not None
         against = sp.compress({"w": chain[-1]}, first, cfg)
         for parent in (None, first):
-            anew = restate(prev, parent)
+            anew = rebase(prev, parent)
             assert bits(through_bytes(anew, parent)["w"]) == bits(chain[-1])
         assert bits(through_bytes(against, first)["w"]) == bits(chain[-1])
 

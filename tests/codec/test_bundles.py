@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.codec.checkpoint import Checkpoint
-from shrinkpoint.codec.format.columns import from_columns, gaps, to_columns
+from shrinkpoint.codec.format.columns import from_columns, to_columns
 from shrinkpoint.codec.format.ranged import Ranged
 from shrinkpoint.codec.partial import decompress_only
 from shrinkpoint.codec.rebase import rebase
@@ -261,11 +261,6 @@ def test_altered_bundles_with_right_checksums(name: str) -> None:
             pass
         except Exception as e:
             raise AssertionError(f"seed {seed}: {type(e).__name__}: {e}") from e
-
-
-def test_gaps() -> None:
-    assert gaps([]) == []
-    assert gaps([5, 3]) == [5, -2]
 
 
 def _check_error(row: sp.Row, x: Any, y: Any) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec.rebase import rebase as restate
+from shrinkpoint.codec.rebase import rebase
 
 from .common import bits, difference, small_chunks
 
@@ -102,7 +102,7 @@ class World:
 def memories(ckpt: sp.Checkpoint) -> dict[str, tuple[Any, ...]]:
     """Return all references for a later delta in comparable form."""
     out: dict[str, tuple[Any, ...]] = {}
-    for key, m in (ckpt._memory or {}).items():
+    for key, m in (ckpt._kept or {}).items():
         names = [n for n in ("levels", "codebook", "protected", "data") if hasattr(m, n)]
         out[key] = tuple((n, getattr(m, n).dtype, bits(getattr(m, n))) for n in names)
         for name in ("thresholds", "tables"):
@@ -142,17 +142,17 @@ def test_decoded_levels_are_encoded_levels(seed: int, plan: list[Any], linear: b
                 (r.path, r.stream, r.error) for r in ckpt.summary()
             ]
             for parent in (None, first):
-                anew = restate(found, parent)
+                anew = rebase(found, parent)
                 stands = sp.Checkpoint.from_bytes(anew.to_bytes(), parent)
                 assert (stands.identity, stands.is_delta) == (found.id, parent is not None)
                 assert difference(sp.decompress(stands), y) == ""
                 assert parent is None or memories(stands) == memories(ckpt)
-                again = sp.Checkpoint.from_bytes(restate(stands, read).to_bytes(), read)  # and back
+                again = sp.Checkpoint.from_bytes(rebase(stands, read).to_bytes(), read)  # and back
                 assert difference(sp.decompress(again), y) == ""
                 assert again.identity == found.id
             if read is not None and linear:
                 # A delta decodes over its parent however that is stated.
-                assert memories(sp.Checkpoint.from_bytes(blob, restate(read))) == memories(ckpt)
+                assert memories(sp.Checkpoint.from_bytes(blob, rebase(read))) == memories(ckpt)
             first = found if first is None else first
             if linear or number == 0:
                 # Half of the time the next delta is made by a process that read its parent from bytes.

@@ -673,7 +673,7 @@ def test_a_memory_stated_anew_is_the_same_memory(width: Any, method: str) -> Non
     for i, new in enumerate(made):
         for j, old in enumerate([None, *made]):
             parent = None if old is None else memory(old)
-            meta, pieces = codec.restate_rows(spec, new.records[0].meta, memory(new), parent)
+            meta, pieces = codec.rebase_rows(spec, new.records[0].meta, memory(new), parent)
             sizes[i, j] = sum(map(len, pieces))
             back = codec.decode_rows(spec, json.loads(json.dumps(meta)), [memoryview(p) for p in pieces], parent)
             mine = memory(new)
@@ -682,7 +682,7 @@ def test_a_memory_stated_anew_is_the_same_memory(width: Any, method: str) -> Non
     assert sizes[3, 1] < sizes[3, 0]
     assert sizes[3, 4] < 20
     with pytest.raises(sp.BadArgumentError):
-        codec.restate_rows(spec, {}, sp.Checkpoint.from_bytes(made[0].to_bytes()), None)  # type: ignore[arg-type]
+        codec.rebase_rows(spec, {}, sp.Checkpoint.from_bytes(made[0].to_bytes()), None)  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 2**32 - 1))

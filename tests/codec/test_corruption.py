@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 import shrinkpoint as sp
-from shrinkpoint.codec.format import container, development
+from shrinkpoint.codec.format import container, version1
 from shrinkpoint.codec.streams import STREAMS
 
 from ..golden.make import KINDS, cases
@@ -515,28 +515,29 @@ def test_a_parent_that_does_not_fit_is_an_error_not_a_wrong_answer() -> None:
             sp.decompress(sp.Checkpoint.from_bytes(blob, base))
 
 
-def with_epoch(blob: bytes, epoch: int) -> bytes:
-    """Return a file with another epoch and a valid checksum."""
+def with_number(blob: bytes, offset: int, number: int) -> bytes:
+    """Return a file with another number in its prefix and a valid checksum."""
     out = bytearray(blob)
-    struct.pack_into("<I", out, 36, epoch)
+    struct.pack_into("<I", out, offset, number)
     stored, count = struct.unpack_from("<Q", out, 16)[0], struct.unpack_from("<I", out, 32)[0]
     out[40:56] = xxhash.xxh3_128(bytes(out[:40] + out[56 : 56 + stored + 24 * count])).digest()
     return bytes(out)
 
 
-def test_a_file_from_before_the_release_is_refused_with_what_converts_it() -> None:
+def test_a_file_of_version_1_is_refused_with_what_converts_it() -> None:
     blob = sp.compress({"weight": np.arange(5000.0)}).to_bytes()
-    assert with_epoch(blob, container.EPOCH) == blob
-    said = rf"before release 0\.1\.0.* commit {development.CONVERTER} of shrinkpoint, .*shrinkpoint restore"
+    assert with_number(blob, 8, container.VERSION) == blob
+    said = rf"format version 1,.* commit {version1.CONVERTER} of shrinkpoint, .*shrinkpoint restore"
     with pytest.raises(sp.CorruptDataError, match=said):
-        sp.Checkpoint.from_bytes(with_epoch(blob, 0))
-    with pytest.raises(sp.CorruptDataError, match="epoch 2 are reserved"):
-        sp.Checkpoint.from_bytes(with_epoch(blob, 2))
+        sp.Checkpoint.from_bytes(with_number(blob, 8, 1))
+    for offset, number in ((8, 0), (12, 1), (36, 1)):
+        with pytest.raises(sp.CorruptDataError, match="reserved"):
+            sp.Checkpoint.from_bytes(with_number(blob, offset, number))
 
 
 def test_the_converter_is_a_commit_of_this_history() -> None:
     """The abbreviated commit of the converter is unique in this repository's history."""
-    assert re.fullmatch(r"[0-9a-f]{12}", development.CONVERTER)
+    assert re.fullmatch(r"[0-9a-f]{12}", version1.CONVERTER)
     git = ["git", "-C", str(Path(__file__).parents[2])]
     try:
         shallow = subprocess.run(
@@ -546,5 +547,5 @@ def test_the_converter_is_a_commit_of_this_history() -> None:
         pytest.skip("no repository, or no git")
     if shallow.stdout.strip() == "true":
         pytest.skip("a clone without its history")
-    ancestor = [*git, "merge-base", "--is-ancestor", development.CONVERTER, "HEAD"]
+    ancestor = [*git, "merge-base", "--is-ancestor", version1.CONVERTER, "HEAD"]
     assert subprocess.run(ancestor, check=False, capture_output=True).returncode == 0

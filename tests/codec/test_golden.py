@@ -72,7 +72,7 @@ def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch
     finally:
         sp.set_threads(with_sp)
     assert formats == set(streams.STREAMS)
-    deltas = {stream for stream, of in BUNDLE_STREAMS.items() if of.restate is not None}
+    deltas = {stream for stream, of in BUNDLE_STREAMS.items() if of.rebase is not None}
     assert together == {(stream, False) for stream in BUNDLE_STREAMS} | {(stream, True) for stream in deltas}
     assert methods == set(range(8))
     every = set(range(entropy.MATRIX + 1))

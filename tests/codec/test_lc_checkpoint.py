@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import CorruptDataError
 from shrinkpoint.codec.lossless.addends import MOST, decode_addends, encode_addends
-from shrinkpoint.codec.rebase import rebase as restate
+from shrinkpoint.codec.rebase import rebase
 from shrinkpoint.codec.state.leaves import LeafSpec
 from shrinkpoint.codec.weights.exponent import ExponentReference
 
@@ -123,7 +123,7 @@ def test_chains_of_any_size(seed: int, dtype: str, x: int | None, coder: str, si
             assert difference(sp.decompress(found), sp.decompress(ckpt)) == ""
             chain.append(found)
         for parent in (None, chain[0]):
-            anew = sp.Checkpoint.from_bytes(restate(chain[-1], parent).to_bytes(), parent)
+            anew = sp.Checkpoint.from_bytes(rebase(chain[-1], parent).to_bytes(), parent)
             assert difference(sp.decompress(anew), sp.decompress(chain[-1])) == ""
             assert memory(anew) == memory(chain[-1])
 
@@ -277,7 +277,7 @@ def test_more_buckets_than_a_byte_numbers() -> None:
         assert bits(through_bytes(ckpt, base)["w"]) == bits(x)
         assert "4000 of 4000" in note(ckpt)
     for parent in (None, base):
-        assert bits(through_bytes(restate(ckpt, parent), parent)["w"]) == bits(x)
+        assert bits(through_bytes(rebase(ckpt, parent), parent)["w"]) == bits(x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -346,7 +346,7 @@ def test_the_preset_and_second_moments() -> None:
         assert {r.stream for r in prev.summary() if "exp_avg_sq" in r.path} == {"exponent"}
         v = sp.decompress(prev)["optimizer"]["state"][0]["exp_avg_sq"]
         assert (v >= 0).all()
-        assert bits(through_bytes(restate(prev))["optimizer"]["state"][0]["exp_avg_sq"]) == bits(v)
+        assert bits(through_bytes(rebase(prev))["optimizer"]["state"][0]["exp_avg_sq"]) == bits(v)
     # The same numbers as a weight do pass zero: the guard is what keeps a second moment from it.
     plain = None
     for t in range(6):
@@ -402,14 +402,14 @@ def test_a_super_step_restores_to_the_bit_and_is_smaller(dtype: str) -> None:
         w = moved(w, rng)
     last = sp.compress({"w": torch.from_numpy(w).to(getattr(torch, dtype))}, chain[-1], lc(3))
     base = sp.Checkpoint.from_bytes(chain[0].to_bytes())
-    step = sp.Checkpoint.from_bytes(restate(chain[-1], base).to_bytes(), base)
+    step = sp.Checkpoint.from_bytes(rebase(chain[-1], base).to_bytes(), base)
     assert difference(sp.decompress(step), sp.decompress(chain[-1])) == ""
     assert difference(sp.decompress(sp.Checkpoint.from_bytes(last.to_bytes(), step)), sp.decompress(last)) == ""
     exact = sp.compress(sp.decompress(chain[-1]), base, sp.presets.lossless())
     assert stored(step) < sum(stored(c) for c in chain[1:])
     # An exact difference of bfloat16 is nearly as small; of float32 and float64 it is several times as large.
     assert stored(step) < {"float16": 0.9, "bfloat16": 1.0, "float32": 0.5, "float64": 0.3}[dtype] * stored(exact)
-    alone = sp.Checkpoint.from_bytes(restate(chain[-1]).to_bytes())
+    alone = sp.Checkpoint.from_bytes(rebase(chain[-1]).to_bytes())
     assert not alone.is_delta
     assert difference(sp.decompress(sp.Checkpoint.from_bytes(last.to_bytes(), alone)), sp.decompress(last)) == ""
 
@@ -526,7 +526,7 @@ def test_levels_without_a_parent_and_of_integers() -> None:
     record.pop("p")
     with pytest.raises(CorruptDataError, match="without a parent"):
         sp.decompress(sp.Checkpoint.from_bytes(put_together(header, [body])))
-    anew, chunks = take_apart(restate(delta, base).to_bytes())
+    anew, chunks = take_apart(rebase(delta, base).to_bytes())
     anew["parent"] = None
     anew["arrays"][0].pop("p")
     with pytest.raises(CorruptDataError, match="without a parent"):
@@ -541,7 +541,7 @@ def test_damaged_chunks_raise_or_decode(seed: int) -> None:
     """Damaged chunks give a typed error or an array."""
     header, body, base, delta = _delta()
     rng = np.random.default_rng(seed)
-    anew, chunks = take_apart(restate(delta, base).to_bytes())
+    anew, chunks = take_apart(rebase(delta, base).to_bytes())
     assert chunks[0][anew["arrays"][0]["b"][0]] == 1  # by addends
     for plain, data in ((header, body), (anew, b"".join(chunks))):
         for _ in range(150):

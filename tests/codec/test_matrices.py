@@ -166,7 +166,7 @@ def test_damaged_bytes_are_an_error_or_as_many_symbols(fresh: np.random.Generato
             entropy.decode(memoryview(data + b"\0\0"), symbols.size, context, 256)
 
 
-def header(numbers: tuple[int, ...], rest: bytes = b"\0\1") -> bytes:
+def header(numbers: tuple[int, ...], rest: bytes = b"\2\2") -> bytes:
     out = Writer()
     for number in (entropy.MATRIX, *numbers):
         out.varint(number)
@@ -212,12 +212,14 @@ def test_relative_numbers_need_a_parent(fresh: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("rank", [9, 255])
 def test_ranks_and_classes_out_of_range(rank: int) -> None:
-    constant = bytes([2, entropy.CONSTANT])
     with pytest.raises(CorruptDataError, match=f"rank {rank}"):
-        entropy.decode(memoryview(header((0, 0, 4, 0, 1), b"\1" + constant + bytes([rank]))), 12)
-    for classes in (b"\0", b"\x81\2", b"\xff\xff\3"):
+        entropy.decode(memoryview(header((0, 0, 4, 0, 1), b"\1" + bytes([rank]))), 12)
+    for classes in (b"\0", b"\1", b"\x81\2", b"\xff\xff\3", b"\4\x80\2"):
         with pytest.raises(CorruptDataError, match="classes"):
-            entropy.decode(memoryview(header((0, 0, 4, 0, 1), b"\0" + classes)), 12)
+            entropy.decode(memoryview(header((0, 0, 4, 0, 1), b"\2" + classes + b"\0")), 12)
+    for form in (b"\0", b"\3", b"\xff"):
+        with pytest.raises(CorruptDataError, match="form"):
+            entropy.decode(memoryview(header((0, 0, 4, 0, 1), form)), 12)
 
 
 def test_no_memory_that_the_symbols_do_not_admit_to() -> None:
@@ -227,7 +229,7 @@ def test_no_memory_that_the_symbols_do_not_admit_to() -> None:
     tracemalloc.start()
     try:
         for columns in (1, n, n // 2 + 1):
-            factors = b"\1" + constant + b"\x08" + 2 * (constant + b"\xff") + b"\1"
+            factors = b"\1\x08" + constant + b"\xff"
             with contextlib.suppress(CorruptDataError):
                 entropy.decode(memoryview(header((0, 0, columns, columns - 1, 1), factors)), n)
         assert tracemalloc.get_traced_memory()[1] < 100 * n + (1 << 26)
@@ -241,7 +243,7 @@ def test_streams_inside_are_not_of_this_method(nested: int) -> None:
     data = header((0, 0, 4, 0, 1))
     for _ in range(500):
         out = Writer()
-        out.raw(header((0, 0, 4, 0, 1), bytes([1 - nested])))
+        out.raw(header((0, 0, 4, 0, 1), bytes([1 + nested])))
         if nested:
             out.varint(2)
             out.varint(0)

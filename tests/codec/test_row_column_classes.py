@@ -25,26 +25,25 @@ def scales(rng: np.random.Generator, rows: int, columns: int, spread: float = 1.
 
 
 def uneven(rng: np.random.Generator, rows: int, columns: int, spread: float = 1.0) -> Bytes:
-    """Return symbols around 20 whose spread depends on row and column."""
-    found = np.rint(20 + scales(rng, rows, columns, spread) * rng.standard_normal((rows, columns)))
+    """Return symbols from 0 on whose size depends on row and column."""
+    found = np.rint(np.abs(scales(rng, rows, columns, spread) * rng.standard_normal((rows, columns))))
     return np.clip(found, 0, 39).astype(np.uint8).reshape(-1)
 
 
-def plainly(symbols: Bytes, origin: int | Bytes, columns: int, start: int, contexts: int) -> Any:
+def plainly(symbols: Bytes, columns: int, start: int) -> Any:
     """Return (rows, columns, phase, base, classes) by definition; None without classes."""
     n = symbols.size
-    most = min(16, 256 // contexts, max(2, n // (512 * contexts)))
-    if n < 4096 or not 2 <= columns <= n // 2 or most < 2:
+    most = min(16, max(2, n // 512))
+    if n < 4096 or not 2 <= columns <= n // 2:
         return None
     phase = start % columns
-    origins = [origin] * n if isinstance(origin, int) else origin.tolist()
     far: tuple[Counter[int], Counter[int]] = (Counter(), Counter())
     many: tuple[Counter[int], Counter[int]] = (Counter(), Counter())
     total = 0
-    for i, (s, o) in enumerate(zip(symbols.tolist(), origins, strict=True)):
-        total += min(abs(s - o), 8)
+    for i, s in enumerate(symbols.tolist()):
+        total += min(s, 8)
         for axis, at in enumerate(divmod(phase + i, columns)):
-            far[axis][at] += min(abs(s - o), 8)
+            far[axis][at] += min(s, 8)
             many[axis][at] += 1
     if not total:
         return None
@@ -83,40 +82,28 @@ def test_classes_are_what_they_are_defined_to_be(
     fresh: np.random.Generator, rows: int, columns: int, spread: float
 ) -> None:
     symbols = uneven(fresh, rows, columns, spread)
-    beside = fresh.integers(15, 25, symbols.size).astype(np.uint8)
-    origins: list[tuple[int | Bytes, int]] = [(20, 1), (beside, 6), (beside, 40), (beside, 128), (0, 1)]
-    for origin, contexts in origins:
-        for start in (0, columns - 1, 3 * columns + columns // 2):
-            part = symbols[: symbols.size - start % 7]
-            own = origin if isinstance(origin, int) else origin[: part.size]
-            found = classes_of(part, own, columns, start, contexts)
-            right = plainly(part, own, columns, start, contexts)
-            assert (found is None) == (right is None)
-            if found is None:
-                continue
-            got = found.rows.tolist(), found.columns.tolist(), found.phase, found.base, found.classes
-            assert got == right
-            assert found.classes * contexts <= 256
+    for start in (0, columns - 1, 3 * columns + columns // 2):
+        part = symbols[: symbols.size - start % 7]
+        found, right = classes_of(part, columns, start), plainly(part, columns, start)
+        assert (found is None) == (right is None)
+        if found is not None:
+            assert (found.rows.tolist(), found.columns.tolist(), found.phase, found.base, found.classes) == right
 
 
 def test_what_has_no_classes(fresh: np.random.Generator) -> None:
     symbols = uneven(fresh, 64, 80)
-    assert classes_of(symbols, 20, 80, 0, 1) is not None
+    assert classes_of(symbols, 80, 0) is not None
     for columns in (0, 1, symbols.size, symbols.size // 2 + 1):
-        assert classes_of(symbols, 20, columns, 0, 1) is None
-    assert classes_of(symbols, symbols, 80, 0, 40) is None  # nothing differs
-    assert classes_of(symbols, 20, 80, 0, 129) is None  # no room next to the other contexts
-    assert classes_of(symbols[:4095], 20, 80, 0, 1) is None
+        assert classes_of(symbols, columns, 0) is None
+    assert classes_of(np.zeros_like(symbols), 80, 0) is None  # nothing differs
+    assert classes_of(symbols[:4095], 80, 0) is None
 
 
 def test_the_class_of_a_place(fresh: np.random.Generator) -> None:
     rows, columns = fresh.integers(0, 17, 20).astype(np.uint8), fresh.integers(0, 17, 30).astype(np.uint8)
-    for contexts in (1, 5):
-        context = fresh.integers(0, contexts, 555).astype(np.uint8)
-        found = Places(rows, columns, 17, 9, 11).beside(None if contexts == 1 else context, 555)
-        for i, own in enumerate(found.tolist()):
-            r, c = divmod(17 + i, 30)
-            assert own == int(context[i]) * 11 + min(max(int(rows[r]) + int(columns[c]) - 9, 0), 10)
+    for i, own in enumerate(Places(rows, columns, 17, 9, 11).of(555).tolist()):
+        r, c = divmod(17 + i, 30)
+        assert own == min(max(int(rows[r]) + int(columns[c]) - 9, 0), 10)
 
 
 def test_columns_of_a_shape() -> None:

@@ -13,7 +13,7 @@ import shrinkpoint as sp
 
 from .test_cli import bad, good
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "folders" / "0.1.0"
+GOLDEN = Path(__file__).parents[1] / "golden" / "folders" / "0.2.0"
 DCP = GOLDEN / "dcp"
 """Checkpoints of two ranks (`step-1`, and its delta `step-2`), and of a rank that saved alone."""
 

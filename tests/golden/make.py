@@ -25,7 +25,7 @@ from shrinkpoint.codec.state.tree import flatten
 
 from .subclass import Coded, coded
 
-FOLDER = Path(__file__).parent / "v1"
+FOLDER = Path(__file__).parent / "v2"
 INDEX = FOLDER / "index.json"
 
 

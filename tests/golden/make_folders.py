@@ -34,8 +34,8 @@ from shrinkpoint.trainers.pointers import write_pointer
 from .make import bell, fingerprint
 
 FOLDERS = Path(__file__).parent / "folders"
-RELEASES = ["0.1.0"]
-"""Those whose folders are kept: all from 0.1.0 on that added a kind of file."""
+RELEASES = ["0.2.0"]
+"""Those whose folders are kept: all from 0.2.0 on that added a kind of file."""
 KINDS = {"model/fc.weight": "linear"}
 EXACT = sp.presets.lossless()
 WORLD = 2

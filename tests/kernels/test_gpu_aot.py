@@ -309,6 +309,7 @@ def _call_everything(rng: np.random.Generator) -> None:
     square = (wide * wide).float()
     symbols, _, _ = back_end("moment_grid").grid_symbols(wide.float(), square, 0.5)
     back_end("moment_grid").grid_values(symbols, square, np.ones(256, np.float32))
+    back_end("moment_grid").grid_error(wide.float(), square, symbols, np.ones(256, np.float32))
     r, c = np.ones(3, np.float32), np.ones(200, np.float32)
     symbols, _, _ = back_end("scales").residual_symbols(square, r, c, 0, 24)
     back_end("scales").residual_values(symbols, r, c, 0, np.ones(256, np.float32))

@@ -36,6 +36,11 @@ def test_grid_agrees_with_the_oracle(back_end: BackEnd, n: int, fresh: np.random
     table = fresh.normal(size=256).astype(np.float32)
     values = back_end.numpy(module.grid_values(symbols, back_end.array(square), table))
     np.testing.assert_array_equal(values, table[expected] * scale)
+    error, norm = module.grid_error(back_end.array(x), back_end.array(square), symbols, table)
+    with np.errstate(all="ignore"):
+        difference = np.where(on, table[expected] * scale - x.astype(np.float64), 0)
+    assert error == pytest.approx((difference**2).sum(), rel=1e-12)
+    assert norm == pytest.approx((np.where(on, x, 0).astype(np.float64) ** 2).sum(), rel=1e-12)
 
 
 def test_a_grid_point_is_within_half_a_step(fresh: np.random.Generator) -> None:

@@ -27,11 +27,13 @@ from .test_arguments import CALLS, CENTERS, CODES, COUNTS, LEVELS, MASK, TABLE, 
 ON_THE_HOST = {
     "exponent_dequantize": {"codebook"},
     "grid_values": {"table"},
+    "grid_error": {"table"},
     "residual_symbols": {"rows", "columns"},
     "residual_values": {"rows", "columns", "table"},
     "residual_factors": {"sums", "counts"},
     "low_rank_factors": {"heights"},
     "low_rank_predictions": {"heights"},
+    "low_rank_differences": {"heights"},
     "rate_distortion_levels": {"codebook", "prices"},
     "settled_bounds": {"codebook", "prices"},
     "unsettled": {"bounds"},
@@ -51,7 +53,7 @@ OWN_TESTS = {"collect_changes", "collect_and_locate", "locate_changes", "apply_c
 OWN_TESTS |= {"distortion_many", "used_buckets_many", "factors_many", "residual_symbols_many", "residual_values_many"}
 OWN_TESTS |= {"uniform_levels_many", "uniform_values_many", "least_losses"}
 """Functions of several arrays in one, whose arguments after the first are NumPy: tests/kernels/test_many.py."""
-OWN_ORDER = {"factor_sums", "distortion"}
+OWN_ORDER = {"factor_sums", "distortion", "grid_error"}
 """Sums that each back end may add up in its own order."""
 
 
@@ -240,6 +242,7 @@ class Elsewhere:
         lambda x, y: k.extrapolate(x(X), y(X), 0.5),
         lambda x, y: k.weighted_kmeans(x(CENTERS), y(WEIGHTS), 3),
         lambda x, y: k.grid_symbols(x(X), y(X), 0.5),
+        lambda x, y: k.grid_error(x(X), y(X), x(LEVELS), np.ones(256, "f4")),
         lambda x, y: k.residual_symbols(x(X), np.ones(1, "f4"), np.ones(X.size, "f4"), 0, 2, y(LEVELS)),
         lambda x, y: k.rate_distortion_levels(x(X), y(LEVELS), y(LEVELS), CODES, np.ones((6, 6), "f4")),
         lambda x, y: k.unsettled(x(X), y(LEVELS), y(LEVELS), np.ones((6, 6, 4), "f4")),

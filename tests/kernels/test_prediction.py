@@ -61,6 +61,16 @@ def test_factors_and_predictions_are_the_oracles(
     ):
         given_ = np.ascontiguousarray(rows), across, shape, numbers.size, phase
         same(cpu.low_rank_predictions(*given_), oracle.low_rank_predictions(*given_))
+        all_ = numbers, *given_[:3], phase
+        same(cpu.low_rank_differences(*all_), oracle.low_rank_differences(*all_))
+
+
+@pytest.mark.parametrize("module", [cpu, oracle])
+def test_zigzag_and_back(module: Any) -> None:
+    numbers = np.arange(-128, 128).astype(np.int8)
+    symbols = module.zigzag(numbers)
+    np.testing.assert_array_equal(symbols, [2 * x if x >= 0 else -2 * x - 1 for x in numbers.tolist()])
+    np.testing.assert_array_equal(module.unzigzag(symbols), numbers)
 
 
 def test_extreme_factors_wrap_as_in_the_oracle() -> None:

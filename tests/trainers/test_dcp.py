@@ -689,7 +689,7 @@ def test_moments_that_belong_together_are_decoded_together(tmp_path: Path, monke
     def decode(files: Any, choose: Any, original: Any = reader_module.decode_only) -> Any:
         def noted(top: Any) -> Any:
             records = choose(top)
-            siblings = {top.records[r.sibling].key for r in records if r.sibling is not None}
+            siblings = {top.records[r.pair].key for r in records if r.pair is not None}
             chosen.append(len(siblings))
             assert siblings <= {r.key for r in records}
             return records

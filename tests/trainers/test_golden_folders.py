@@ -80,7 +80,7 @@ def test_no_golden_file_is_missing_altered_or_added(release: str, tmp_path: Path
 
 def test_folders_of_every_release_are_tested() -> None:
     assert sorted(p.name for p in FOLDERS.iterdir()) == sorted(RELEASES)
-    assert RELEASES[0] == "0.1.0"
+    assert RELEASES[0] == "0.2.0"
 
 
 def test_golden_folders_are_never_overwritten() -> None:
@@ -353,29 +353,28 @@ def test_a_published_file_of_a_newer_version_is_refused_by_name(golden: Path) ->
     for path in (golden / "published" / "data").glob("000000000004-*"):
         newer_container(path)
     model = {name: t.clone() for name, t in made.published(3).items()}
-    with pytest.raises(sp.NewerFormatError, match=r"000000000004-d-.*\.spt: the file has format version 2"):
+    with pytest.raises(sp.NewerFormatError, match=r"000000000004-d-.*\.spt: the file has format version 3"):
         sp.Subscriber(golden / "published", model).update(version=4)
     assert fingerprint(model) == expected(golden, "published")["3"]
 
 
-def of_development(path: Path) -> None:
+def of_version_1(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    assert data[36:40] == container.EPOCH.to_bytes(4, "little")
-    data[36:40] = bytes(4)
+    data[8:12] = (1).to_bytes(4, "little")
     path.write_bytes(data)
 
 
 @pytest.mark.parametrize("name", ["step-1", "step-2"])
-def test_a_dcp_folder_of_a_development_version_is_refused_by_its_containers(golden: Path, name: str) -> None:
-    """The metadata have no epoch: each folder has containers, which have one."""
+def test_a_dcp_folder_of_version_1_is_refused_by_its_containers(golden: Path, name: str) -> None:
+    """The metadata have a version of their own: each folder has containers, which say theirs."""
     for path in (golden / "dcp" / name / "data").iterdir():
-        of_development(path)
+        of_version_1(path)
     with pytest.raises(dcp.CheckpointException, match=r"rank \d: .*\.spt: .*restore"):
         loaded(Reader(golden / "dcp" / name))
 
 
-def test_a_store_of_a_development_version_is_refused_by_its_files(golden: Path) -> None:
+def test_a_store_of_version_1_is_refused_by_its_files(golden: Path) -> None:
     for path in (golden / "store" / "data").iterdir():
-        of_development(path)
+        of_version_1(path)
     with pytest.raises(sp.CorruptDataError, match=r"step 10: .*\.spt: .*restore"):
         sp.Store(golden / "store").load(10)

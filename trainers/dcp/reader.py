@@ -220,8 +220,8 @@ class _Source:
         """Yield batches of arrays; moments that are decoded together stay in one batch."""
         records, together = self._top.records, dict[int, list[int]]()
         for number in sorted(numbers):
-            sibling = records[number].sibling
-            together.setdefault(number if sibling is None else sibling, []).append(number)
+            pair = records[number].pair
+            together.setdefault(number if pair is None else pair, []).append(number)
         batch: list[int] = []
         size = 0
         for group in together.values():
