@@ -15,7 +15,7 @@ from numba.core.registry import cpu_target
 
 from . import cache
 
-KERNELS = 135
+KERNELS = 137
 """Number of kernels that `shrinkpoint warm` compiles; shown as a total before it is known."""
 
 
