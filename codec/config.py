@@ -57,7 +57,7 @@ class Rule:
             raise BadArgumentError(f"a rule's pattern must be a non-empty string, not {self.match!r}")
         name = str(getattr(type(self.codec), "id", ""))
         if name not in CODECS or CODECS[name] is not type(self.codec):
-            raise BadArgumentError(f"rule {self.match!r}: {self.codec!r} is not a codec")
+            raise BadArgumentError(f"rule {self.match!r}: {self.codec!r} is not a codec{_nearest_codec(self.codec)}")
         if self.dtypes is not None:
             named = strings(f"rule {self.match!r}: dtypes", self.dtypes)
             if not named:
@@ -280,11 +280,33 @@ class Config:
             raise BadArgumentError(f"no configuration: {e}") from None
 
 
+_RULE_OF = {
+    Quantize: "weight",
+    FirstMoment: "first moment",
+    SecondMoment: "second moment",
+    LogBuckets: "second moment",
+    Clusters: "second moment",
+    Rows: "embedding",
+}
+"""A kind of arrays for which each codec with parameters is meant."""
+
+
 def _advice(name: str, *_: str) -> str:
-    """Return the message for an unknown argument, with the codec that has it."""
-    codecs = [kind for kind in (Quantize, FirstMoment, SecondMoment) if name in {field.name for field in fields(kind)}]
-    if not codecs:
-        return f"Config has no argument {name!r}; its arguments are rules, max_rel_error, rate, chain and ahead"
-    kind = codecs[0]
-    rule = "weight" if kind is Quantize else kind.id
-    return f"Config has no argument {name!r}; {kind.__name__} has: Config([({rule!r}, {kind.__name__}({name}=...))])"
+    """Return the message for an unknown argument, with the codec that has it or a similar one."""
+    own = ("rules", "max_rel_error", "rate", "chain", "ahead")
+    owners = {field.name: kind for kind in reversed(_RULE_OF) for field in fields(kind) if field.name not in own}
+    meant = next(iter(difflib.get_close_matches(name, (*own, *owners), 1, 0.7)), "")
+    if meant not in owners:
+        hint = f"did you mean {meant!r}?" if meant else f"its arguments are {', '.join(own[:-1])} and {own[-1]}"
+        return f"Config has no argument {name!r}; {hint}"
+    codec, rule = owners[meant].__name__, _RULE_OF[owners[meant]]
+    return f"Config has no argument {name!r}; {codec} has: Config([({rule!r}, {codec}({meant}=...))])"
+
+
+def _nearest_codec(given: object) -> str:
+    """Return a hint for what is not a codec but has the name of one, or a similar name."""
+    if isinstance(given, type):
+        return f"; write {given.__name__}()" if given in CODECS.values() else ""
+    names = {name.lower(): kind.__name__ for kind in CODECS.values() for name in (kind.id, kind.__name__)}
+    near = difflib.get_close_matches(given.lower(), names, 1) if isinstance(given, str) else []
+    return f"; did you mean {names[near[0]]}()?" if near else ""

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-_WIDEST = 44
-"""Most characters of a cell of a text table."""
+_LINE = 100
+"""Most characters of a line of a text table, if each column keeps `_NARROW`."""
+_NARROW = 12
 
 
 def size(nbytes: float) -> str:
@@ -40,7 +41,7 @@ def printable(text: object) -> str:
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of text; long cells are cut, and numbers aligned to the right.
+    """Return a table of text; the longest cells are cut to fit a line, and numbers aligned to the right.
 
     Example:
         >>> print(text_table(["name", "bits"], [["a", "4.25"], ["bc", "12.00"]]))
@@ -48,8 +49,13 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         a      4.25
         bc    12.00
     """
-    cells = [[_short(printable(cell)) for cell in row] for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    whole = [list(map(printable, row)) for row in (head, *rows)]
+    needed = [max(map(len, column)) for column in zip(*whole, strict=True)]
+    room = _LINE - 2 * (len(needed) - 1)
+    caps = range(max(needed, default=0), _NARROW, -1)
+    cap = next((cap for cap in caps if sum(min(width, cap) for width in needed) <= room), _NARROW)
+    cells = [[_short(cell, cap) for cell in row] for row in whole]
+    widths = [min(width, cap) for width in needed]
     right = [bool(rows) and all(_is_number(cell) for cell in column) for column in zip(*rows, strict=True)]
     right = right or [False] * len(widths)
     return "\n".join(
@@ -61,10 +67,10 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _short(text: str) -> str:
+def _short(text: str, most: int) -> str:
     """Cut the middle out of a long text: paths differ at their ends."""
-    half = (_WIDEST - 3) // 2
-    return text if len(text) <= _WIDEST else f"{text[:half]}...{text[-half:]}"
+    kept = most - 3
+    return text if len(text) <= most else f"{text[: kept // 2]}...{text[-(kept - kept // 2) :]}"
 
 
 def _is_number(text: str) -> bool:

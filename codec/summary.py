@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, SupportsIndex, overload
 
 from .display import html_table, text_table
 
@@ -62,7 +62,7 @@ class Row:
 
 
 class Summary(list[Row]):
-    """The rows of a summary: a list that prints as a table, in a notebook too.
+    """The rows of a summary: a list that prints as a table, in a notebook too; so do its slices.
 
     Example:
         >>> row = Row("w", "quantize", "levels", 4000, 500, 4.0, 0.02, "relative L2", "float32", (1000,), "", "kinds")
@@ -70,6 +70,13 @@ class Summary(list[Row]):
         path  codec     bits  error  measure      why
         w     quantize  4.00   0.02  relative L2  kinds
     """
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Summary: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> Row | Summary:
+        return Summary(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         cells = [

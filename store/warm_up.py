@@ -58,6 +58,7 @@ def sample_states(convert: Callable[[NpArray], Any]) -> Iterator[dict[str, Any]]
             "model": {name: convert(x) for name, x in weights.items()},
             "exact": [convert(x) for x in exact],
             "lists": [[*range(1 << 14), step], [float(x) for x in exact[0].reshape(-1)[: 1 << 14]]],
+            "random": random.integers(0, 256, 5056, dtype=np.uint8),
             "optimizer": {"state": optimizer, "param_groups": [{"params": list(optimizer)}]},
         }
 

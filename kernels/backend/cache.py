@@ -32,6 +32,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _DIGEST = 16
+loaded: set[str] = set()
+"""Files whose compiled code this process has loaded."""
+stored: set[str] = set()
+"""Files for code that this process has compiled, whether they could be written or not."""
+
+
+def folder_of(function: Callable[..., object]) -> str:
+    """Return the folder for compiled code of a function.
+
+    Raises:
+        RuntimeError: no cache folder can be written.
+    """
+    return str(_Implementation(function).locator.get_cache_path())  # type: ignore[no-untyped-call]
 
 
 def _folders(function: Callable[..., object]) -> list[str]:
@@ -118,8 +131,12 @@ class _Files:
     def load(self, key: Any) -> Any:
         """Return the data saved under this key in any folder; None if they are missing or damaged."""
         name = os.path.basename(self._path(key))
-        found = (self._read(os.path.join(folder, name), key) for folder in (self._folder, *self._others))
-        return next((data for data in found if data is not None), None)
+        for folder in (self._folder, *self._others):
+            path = os.path.join(folder, name)
+            if (data := self._read(path, key)) is not None:
+                loaded.add(path)
+                return data
+        return None
 
     def _read(self, path: str, key: Any) -> Any:
         try:
@@ -127,7 +144,7 @@ class _Files:
                 digest, contents = file.read(_DIGEST), file.read()
         except OSError:
             return None
-        if digest != _digest(contents):
+        if digest != checksum(contents):
             return None
         stamp, found, data = pickle.loads(contents)
         return data if (stamp, found) == (self._stamp, key) else None
@@ -136,10 +153,11 @@ class _Files:
         """Store data under this key, replacing older data."""
         contents = dumps((self._stamp, key, data))  # type: ignore[no-untyped-call]
         path = self._path(key)
+        stored.add(path)
         temporary = f"{path}.{uuid.uuid4().hex[:16]}"
         try:
             with open(temporary, "wb") as file:
-                file.write(_digest(contents))
+                file.write(checksum(contents))
                 file.write(contents)
             os.replace(temporary, path)
         except BaseException:
@@ -150,7 +168,7 @@ class _Files:
     def _path(self, key: Any) -> str:
         signature, machine, *_ = key
         versions = (numba.__version__, llvmlite.__version__)
-        name = _digest(repr((versions, signature, machine)).encode()).hex()
+        name = checksum(repr((versions, signature, machine)).encode()).hex()
         return os.path.join(self._folder, f"{self._base}.{name}.nbc")
 
 
@@ -168,7 +186,8 @@ def _common_stamp() -> tuple[tuple[float, int], ...] | None:
     return tuple((one.st_mtime, one.st_size) for one in found)
 
 
-def _digest(contents: bytes) -> bytes:
+def checksum(contents: bytes) -> bytes:
+    """Return a checksum of bytes."""
     return hashlib.blake2b(contents, digest_size=_DIGEST).digest()
 
 

@@ -126,6 +126,19 @@ _NO_LINKS = (
 )
 _RENAMED = {"Earlier": "PastWeights", "Trail": "WeightAverage"}
 """Former names, which work for one release."""
+_MEANT = {
+    "decode extract uncompress unpack": "decompress(ckpt)",
+    "encode pack": "compress(state)",
+    "load restore": "Store(folder).load(), or decompress(ckpt)",
+    "dump save": "Store(folder).save(step, state), or trainers.save",
+    "resume": "trainers.resume, or Run(folder, model, optimizer)",
+    "loads from_bytes": "Checkpoint.from_bytes(blob)",
+    "dumps to_bytes": "compress(state).to_bytes()",
+    "CheckpointManager Checkpointer Manager Trainer": "Run(folder, model, optimizer), or Store(folder)",
+    "delta diff": "compress(state, prev=base)",
+    "default": "Config()",
+}
+"""What names of other libraries are called here."""
 _MODULES = ("codec", "kernels", "presets", "searching", "store", "trainers")
 """Names that are modules; `searching` is the package of the function `search`."""
 
@@ -206,6 +219,23 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULE_OF:
         found = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}")
     globals()[name] = found
     return found
+
+
+def _hint(name: str) -> str:
+    """Return the name that is probably meant by an unknown one, for the end of a message; "" for a private one."""
+    if name.startswith("_"):
+        return ""
+    import difflib
+
+    from .codec.named_presets import NAMED
+    from .trainers import __all__ as in_trainers
+
+    meant = {own: own for own in __all__}
+    meant |= {preset: f"presets.{preset}()" for preset in NAMED} | {own: f"trainers.{own}" for own in in_trainers}
+    meant |= {alias: call for aliases, call in _MEANT.items() for alias in aliases.split()}
+    spelt = {own.lower().replace("_", ""): call for own, call in meant.items()}
+    near = difflib.get_close_matches(name.lower().replace("_", ""), spelt, 1)
+    return f"; did you mean {spelt[near[0]]}?" if near else ""

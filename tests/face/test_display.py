@@ -44,11 +44,19 @@ def test_a_summary_prints_as_a_table_and_is_a_list() -> None:
     lines = repr(rows).splitlines()
     assert lines[0].split() == ["path", "codec", "bits", "error", "measure", "why"]
     assert len(lines) == 4
-    assert max(map(len, lines)) <= 120
+    assert max(map(len, lines)) <= 100
     assert re.match(r"layer0\.weight +quantize +\d\.\d\d +0\.0\d+ +relative L2 +kinds", lines[1])
     assert rows[0].path == "layer0.weight"
     assert [row["bits_per_element"] for row in rows] == [row.bits_per_element for row in rows]
     assert Tags(rows._repr_html_()).text.count("quantize") == 3
+
+
+def test_a_slice_of_a_summary_prints_as_a_table() -> None:
+    rows = sp.compress(STATE, kinds=KINDS).summary()
+    assert repr(rows[:2]).splitlines() == repr(rows).splitlines()[:3]
+    assert [row.path for row in rows[::-1]] == ["layer2.weight", "layer1.weight", "layer0.weight"]
+    assert repr(rows[1:1]).split() == ["path", "codec", "bits", "error", "measure", "why"]
+    assert rows[-1].path == "layer2.weight"
 
 
 def test_a_long_summary_is_cut_with_a_count() -> None:
@@ -84,5 +92,6 @@ def test_long_paths_that_differ_at_their_end_stay_apart() -> None:
     state = {f"{'block/' * 20}{end}": np.zeros(3) for end in ("left", "right")}
     lines = repr(sp.compress(state).summary()).splitlines()
     assert lines[1] != lines[2]
+    assert max(map(len, lines)) <= 100
     assert "left" in lines[1]
     assert "right" in lines[2]

@@ -42,6 +42,10 @@ def test_other_names_of_restore(word: str) -> None:
         ("bins", r"Quantize has: Config\(\[\('weight', Quantize\(bins=...\)\)\]\)"),
         ("step", "FirstMoment has: Config"),
         ("octaves", "SecondMoment has: Config"),
+        ("alphas", "Quantize has: Config"),
+        ("clusters", r"Clusters has: Config\(\[\('second moment', Clusters\(clusters=...\)\)\]\)"),
+        ("expected_restores", r"Rows has: Config\(\[\('embedding', Rows\(expected_restores=...\)\)\]\)"),
+        ("rates", r"did you mean 'rate'\?"),
         ("level", "its arguments are rules, max_rel_error, rate, chain and ahead"),
     ],
 )
@@ -49,6 +53,50 @@ def test_an_argument_of_a_codec_given_to_config(name: str, advice: str) -> None:
     arguments: dict[str, Any] = {name: 64}
     with pytest.raises(sp.BadArgumentError, match=f"Config has no argument '{name}'; {advice}"):
         sp.Config(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("log-bucket", r"did you mean LogBuckets\(\)"),
+        ("Row", r"did you mean Rows\(\)"),
+        ("cluster", r"did you mean Clusters\(\)"),
+        (sp.Quantize, r"write Quantize\(\)"),
+        ("zip", "is not a codec$"),
+    ],
+)
+def test_what_is_not_a_codec_in_a_rule(given: Any, advice: str) -> None:
+    with pytest.raises(sp.BadArgumentError, match=f"is not a codec.*{advice}|{advice}"):
+        sp.Config([("weight", given)])
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("decompres", "decompress"),
+        ("stor", "Store"),
+        ("log_buckets", "LogBuckets"),
+        ("restore", "Store(folder).load(), or decompress(ckpt)"),
+        ("save", "Store(folder).save(step, state), or trainers.save"),
+        ("CheckpointManager", "Run(folder, model, optimizer), or Store(folder)"),
+        ("Preemption", "trainers.Preemption"),
+        ("exactweights", "presets.exact_weights()"),
+    ],
+)
+def test_names_that_are_not_there(name: str, meant: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(sp, name)
+    assert str(caught.value) == f"module 'shrinkpoint' has no attribute {name!r}; did you mean {meant}?"
+
+
+def test_every_name_in_such_a_hint_exists() -> None:
+    for call in sp._MEANT.values():
+        for name in re.findall(r"(?:^|or )(\w+(?:\.\w+)*)", call):
+            found: Any = sp
+            for part in name.split("."):
+                found = getattr(found, part)
+    with pytest.raises(AttributeError, match=r"has no attribute 'zzz'$"):
+        sp.zzz  # noqa: B018
 
 
 def test_a_device_for_a_load(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import shrinkpoint as sp
 from shrinkpoint.__main__ import app
 from shrinkpoint.report import collect as collecting
+from shrinkpoint.report.charts import VARIABLES
 from shrinkpoint.report.collect import _spread, collect
 from shrinkpoint.report.histogram import BINS, histogram
 from shrinkpoint.report.page import data, page, text
@@ -297,6 +298,40 @@ def test_the_page_says_what_is_there(tmp_path: Path) -> None:
     assert found["model/norm.weight"]["counts"] == [48]
 
 
+def test_it_begins_with_the_result(tmp_path: Path) -> None:
+    store = made_store(tmp_path / "s")
+    source = written(tmp_path / "s")
+    first = re.findall(r"<p[^>]*>(.*?)</p>", source)[0]
+    manifests = [store.describe(step) for step in store.steps()]
+    times = sum(m.raw_nbytes for m in manifests) / sum(m.nbytes for m in manifests)
+    assert first.startswith(f"4 checkpoints are {times:.1f} times smaller: ")
+    assert re.search(r"weights 0\.02\d* \(relative L2\)", source)
+
+
+def test_colours_follow_the_reader(tmp_path: Path) -> None:
+    """Text, axes and grid of charts take their colours from variables, which a dark page sets."""
+    made_store(tmp_path / "s")
+    source = written(tmp_path / "s")
+    dark = source.partition("prefers-color-scheme: dark")[2].partition("body {")[0]
+    drawn = source[source.index("<body>") : source.index("<h2>Choices")]
+    for name, colour in VARIABLES.items():
+        assert f"--{name}: " in dark
+        assert colour not in drawn
+        assert f"var(--{name})" in source
+    assert "fill: #ffffff" not in drawn
+
+
+def test_inspecting_is_not_a_restore(tmp_path: Path) -> None:
+    store = made_store(tmp_path / "s")
+    written(tmp_path / "s", "--step", 20)
+    for words in (["info"], ["info", "--step", "20"], ["ls"], ["verify"], ["diff", "10", "20"], ["ls", "--json"]):
+        result = CliRunner().invoke(app, [words[0], str(tmp_path / "s"), *words[1:]])
+        assert result.exit_code == 0, result.stderr
+    assert store.restores() == 0
+    store.load(20)
+    assert store.restores() == 1
+
+
 def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
     store = made_store(tmp_path / "s", 2)
     assert page(collect(store, name="a")) == page(collect(sp.Store(store.url), name="a"))
@@ -470,6 +505,25 @@ def test_a_page_that_loads_something_would_be_noticed(tmp_path: Path) -> None:
     (tmp_path / "x.html").write_text('<img src="http://127.0.0.1:9/x"><script src="http://nosuch.invalid/y"></script>')
     in_browser(f"file://{tmp_path}/x.html", f"--log-net-log={tmp_path / 'log'}")
     assert asked_by_page(tmp_path / "log") == ["http://127.0.0.1:9/x", "http://nosuch.invalid/y"]
+
+
+@needs_browser
+def test_a_telephone_shows_it(tmp_path: Path) -> None:
+    """Nothing is wider than a screen of 390 pixels but tables that scroll, and text of charts is legible."""
+    made_store(tmp_path / "s", 2)
+    written(tmp_path / "s")
+    (tmp_path / "around.html").write_text(
+        """<iframe src="r.html" width="390" height="800" onload="
+        var inner = this.contentDocument, sizes = [];
+        inner.querySelectorAll('svg text').forEach(function (t) { sizes.push(t.getBoundingClientRect().height); });
+        document.body.append('width ' + inner.documentElement.scrollWidth + ', text ' + Math.min(...sizes) + ';');
+        "></iframe>"""
+    )
+    shown = in_browser(f"file://{tmp_path}/around.html", "--allow-file-access-from-files")
+    found = re.search(r"width (\d+), text ([\d.]+);", shown)
+    assert found is not None, shown
+    assert int(found[1]) <= 390
+    assert float(found[2]) >= 8
 
 
 @needs_browser

@@ -884,6 +884,31 @@ def test_warnings_of_the_worker_are_passed_on(monkeypatch: pytest.MonkeyPatch) -
     saver.close()
 
 
+@pytest.mark.parametrize(("mode", "category"), [("process", SaverWarning), ("thread", sp.StoreWarning)])
+def test_a_step_that_is_replaced_is_named(tmp_path: Path, mode: Any, category: type[Warning]) -> None:
+    """A replaced step gets a warning, but not in a run that went back to an older step."""
+    path = tmp_path / "s"
+    with sp.Saver(sp.Store(path), mode=mode) as saver:
+        for step in (1, 2, 3):
+            saver.save(step, {"w": np.full(3, step)}).result()
+        saver.wait()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            saver.save(3, {"w": np.full(3, 9)}).result()
+            saver.wait()
+        assert [w.category for w in caught] == [category]
+        assert str(caught[0].message).endswith("/s: step 3 was stored with another state, which this save replaces")
+    store = sp.Store(path)
+    assert store.load(1)["w"].tolist() == [1] * 3
+    with warnings.catch_warnings(record=True) as caught, sp.Saver(store, mode=mode) as saver:
+        warnings.simplefilter("always")
+        for step in (2, 3):
+            saver.save(step, {"w": np.full(3, step + 10)}).result()
+        saver.wait()
+    assert [str(w.message) for w in caught if "another state" in str(w.message)] == []
+    assert [sp.Store(path).load(step)["w"][0] for step in (1, 2, 3)] == [1, 12, 13]
+
+
 def test_training_is_the_same_with_a_saver(tmp_path: Path) -> None:
     def losses(saver: sp.Saver | None) -> list[float]:
         torch.manual_seed(0)

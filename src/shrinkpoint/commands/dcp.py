@@ -126,7 +126,7 @@ def load_dcp(folder: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader, metadata = _ours(folder) if _is_ours(folder) else _theirs(folder)
+    reader, metadata = _ours(folder) if is_ours(folder) else _theirs(folder)
 
     class Planner(DefaultLoadPlanner):
         def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
@@ -176,7 +176,8 @@ def _is_sound(entry: Any) -> bool:
     )
 
 
-def _is_ours(folder: Path) -> bool:
+def is_ours(folder: Path) -> bool:
+    """Return whether the writer of shrinkpoint wrote the metadata of a folder."""
     with open(folder / METADATA, "rb", opener=unlinked) as file:
         return file.read(len(_OURS)) == _OURS
 

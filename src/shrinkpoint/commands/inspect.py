@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import AsJson, Parents, Step, StoreUrl
-from .output import busy, emit, line, note, size, steps_done, table
+from .output import busy, emit, line, listed, note, size, steps_done, table
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from ..codec.checkpoint import Checkpoint
     from ..codec.summary import Row
+    from ..store.manifest import Manifest
+
+    Ranks = Mapping[Any, Checkpoint]
+    """The headers of a sharded checkpoint by rank, or that of another one under None."""
+    RankRow = tuple[int | None, Row]
+    """A row of a summary, and the rank of a sharded checkpoint."""
 
 ORDERS = ("path", "bytes", "error")
 _ERRORS = (">relative L2", ">worst element")
@@ -22,8 +30,12 @@ _ERRORS = (">relative L2", ">worst element")
 
 
 def info(
-    source: Annotated[str, typer.Argument(metavar="FILE|STORE", help="A checkpoint file, or a store.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="FILE|STORE|FOLDER", help="A checkpoint file, a store, or a folder of the DCP writer."),
+    ],
     step: Step = None,
+    rank: Annotated[int | None, typer.Option(help="Only this rank of a sharded checkpoint.")] = None,
     paths: Annotated[
         list[str] | None, typer.Option("--paths", help="Only arrays whose path matches this shell glob; repeatable.")
     ] = None,
@@ -34,47 +46,38 @@ def info(
 
     The error columns are the relative L2 error of each array (or its bound, after <=), and the largest relative error
     of its elements where the codec bounds that. "why" is the rule or evidence that chose the codec. Only the header is
-    read; the content hash of a file is not computed.
+    read; the content hash of a file is not computed. A sharded checkpoint has a header for each rank.
     """
     from ..codec.errors import BadArgumentError
 
     if sort not in ORDERS:
         raise BadArgumentError(f"--sort is {sort!r}; it must be one of {', '.join(ORDERS)}")
-    ckpt, about = _open(source, step)
-    rows = _ordered(_matching(ckpt.summary(), paths), sort)
-    about |= {
-        "id": ckpt.id or None,
-        "delta": ckpt.is_delta,
-        "parent": ckpt.parent_id,
-        "nbytes": ckpt.nbytes,
-        "raw_nbytes": ckpt.raw_nbytes,
-        "ratio": ckpt.ratio,
-        "arrays": len(ckpt.records),
-    }
+    ckpts, about = _open(source, step)
+    if rank is not None and rank not in ckpts:
+        ranks = "it is not sharded" if None in ckpts else f"its ranks are {listed([*map(str, ckpts)])}"
+        raise BadArgumentError(f"--rank {rank}: {ranks}")
+    shown = ckpts if rank is None else {rank: ckpts[rank]}
+    rows = _ordered(_matching([(at, row) for at, ckpt in shown.items() for row in ckpt.summary()], paths), sort)
     if as_json:
-        emit(about | {"rows": [dict(row) for row in rows]})
+        parts = []
+        for at, ckpt in shown.items():
+            own = {} if at is None else {"rank": at}
+            parts.append(own | _header(ckpt) | {"rows": [dict(row) for other, row in rows if other == at]})
+        emit(about | (parts[0] if None in shown else {"ranks": parts}))
         return
-    kind = f"delta of {ckpt.parent_id[:16]}..." if ckpt.parent_id else "base"
-    where = f", step {about['step']}" if "step" in about else ""
-    line(f"{source}{where}: {kind}{f', id {ckpt.id[:16]}...' if ckpt.id else ''}")
-    line(f"{size(ckpt.raw_nbytes)} in {len(ckpt.records)} arrays -> {size(ckpt.nbytes)}, ratio {ckpt.ratio:.2f}")
+    where = f"{source}, step {about['step']}" if "step" in about else source
+    for at, ckpt in shown.items():
+        kind = f"delta of {ckpt.parent_id[:16]}..." if ckpt.parent_id else "base"
+        line(f"{where}{'' if at is None else f', rank {at}'}: {kind}{f', id {ckpt.id[:16]}...' if ckpt.id else ''}")
+        line(f"{size(ckpt.raw_nbytes)} in {len(ckpt.records)} arrays -> {size(ckpt.nbytes)}, ratio {ckpt.ratio:.2f}")
     line()
+    sharded = [] if None in shown else [">rank"]
+    columns = ("path", "codec", "stream", "dtype", "shape", ">raw", ">stored", ">bits", *_ERRORS, "why", "note")
     table(
-        (
-            "path",
-            "codec",
-            "stream",
-            "dtype",
-            "shape",
-            ">raw",
-            ">stored",
-            ">bits",
-            *_ERRORS,
-            "why",
-            "note",
-        ),
+        (*sharded, *columns),
         [
             (
+                *([at] if sharded else []),
                 row.path,
                 row.codec,
                 row.stream,
@@ -87,9 +90,22 @@ def info(
                 row.why,
                 row.note,
             )
-            for row in rows
+            for at, row in rows
         ],
     )
+
+
+def _header(ckpt: Checkpoint) -> dict[str, Any]:
+    """Return what --json has of the header of a container."""
+    return {
+        "id": ckpt.id or None,
+        "delta": ckpt.is_delta,
+        "parent": ckpt.parent_id,
+        "nbytes": ckpt.nbytes,
+        "raw_nbytes": ckpt.raw_nbytes,
+        "ratio": ckpt.ratio,
+        "arrays": len(ckpt.records),
+    }
 
 
 def error_columns(error: float, measure: str) -> tuple[str, str]:
@@ -108,23 +124,31 @@ def error_columns(error: float, measure: str) -> tuple[str, str]:
     return (f"<= {error:.3g}", f"{error:.3g}") if measure == "relative" else (f"{error:.3g}", "")
 
 
-def _open(source: str, step: str | None) -> tuple[Checkpoint, dict[str, Any]]:
-    """A checkpoint with only its header read, and its origin for --json."""
+def _open(source: str, step: str | None) -> tuple[Ranks, dict[str, Any]]:
+    """Read the header of a checkpoint, or of each rank of a sharded one, and name its origin for --json."""
     from ..codec.errors import BadArgumentError
-    from .sources import header_of, header_of_file, newest_intact, open_store, parse_step
+    from .sharded import headers_of_folder, headers_of_step, is_sharded
+    from .sources import header_of, header_of_file, is_store, newest_intact, open_store, parse_step
 
-    if Path(source).is_file():
+    def headers(number: int) -> Ranks:
+        return headers_of_step(store, number) if store.describe(number).shards else {None: header_of(store, number)}
+
+    path = Path(source)
+    if path.is_file() or (not is_store(source) and is_sharded(path)):
         if step is not None:
-            raise BadArgumentError(f"--step {step!r}: {source} is a file, not a store")
-        return header_of_file(Path(source)), {"file": source}
+            kind = "file" if path.is_file() else "folder of one checkpoint"
+            raise BadArgumentError(f"--step {step!r}: {source} is a {kind}, not a store")
+        if path.is_file():
+            return {None: header_of_file(path)}, {"file": source}
+        return headers_of_folder(path), {"folder": source}
     store = open_store(source)
     if step is None:
-        number, ckpt = newest_intact(store, lambda s: header_of(store, s))
+        number, ckpts = newest_intact(store, headers)
     else:
-        ckpt = header_of(store, parse_step(step))
         number = store.describe(parse_step(step)).step
+        ckpts = headers(number)
     manifest = store.describe(number)
-    return ckpt, {
+    return ckpts, {
         "store": source,
         "step": number,
         "metric": manifest.metric,
@@ -133,7 +157,7 @@ def _open(source: str, step: str | None) -> tuple[Checkpoint, dict[str, Any]]:
     }
 
 
-def _matching(rows: list[Row], paths: list[str] | None) -> list[Row]:
+def _matching(rows: list[RankRow], paths: list[str] | None) -> list[RankRow]:
     import fnmatch
 
     from ..codec.errors import BadArgumentError
@@ -142,20 +166,22 @@ def _matching(rows: list[Row], paths: list[str] | None) -> list[Row]:
     if not paths:
         return rows
     for pattern in paths:
-        if not any(fnmatch.fnmatchcase(row.path, pattern) for row in rows):
-            near = nearest(pattern, parts_of(row.path for row in rows))
+        if not any(fnmatch.fnmatchcase(row.path, pattern) for _, row in rows):
+            near = nearest(pattern, parts_of(row.path for _, row in rows))
             raise BadArgumentError(f"--paths {pattern!r}: no array matches{near}")
-    return [row for row in rows if any(fnmatch.fnmatchcase(row.path, pattern) for pattern in paths)]
+    return [(at, row) for at, row in rows if any(fnmatch.fnmatchcase(row.path, pattern) for pattern in paths)]
 
 
-def _ordered(rows: list[Row], sort: str) -> list[Row]:
+def _ordered(rows: list[RankRow], sort: str) -> list[RankRow]:
     if sort == "bytes":
-        return sorted(rows, key=lambda row: -row.stored_bytes)
-    return sorted(rows, key=lambda row: -row.error) if sort == "error" else rows
+        return sorted(rows, key=lambda found: -found[1].stored_bytes)
+    return sorted(rows, key=lambda found: -found[1].error) if sort == "error" else rows
 
 
 def ls(store: StoreUrl, as_json: AsJson = False) -> None:
     """List the steps of a store. Exit code 1 if a manifest cannot be read.
+
+    A delta names the step of its base: "(its file)" means that only the file of that step is kept, for the delta.
 
     The last line has two sums: the bytes of the files of the steps listed, and all bytes in the folder, which also
     holds files that only removed steps or older generations need. `compact` and `gc` free these. In between it names
@@ -177,6 +203,7 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
             continue
         m = entries[step].manifest
         entry |= {"delta": m.is_delta, "nbytes": m.stored_nbytes, "raw_nbytes": m.raw_nbytes, "ratio": m.ratio}
+        entry |= {"base": base_of(m)}
         found.append(entry | {"restore_cost": m.restore_cost, "metric": m.metric, "id": m.id})
     wrong = [entry for entry in found if "problem" in entry]
     restores = restore_counter.count(files)
@@ -187,7 +214,7 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
         emit({"store": store, "restores": restores, **sizes, "steps": found})
     else:
         columns = (">step", "kind", ">raw", ">stored", ">ratio", ">restore", ">metric", "labels")
-        table(columns, [_ls_row(entry) for entry in found])
+        table(columns, [_ls_row(entry, entries.keys()) for entry in found])
         stored = sum(entry.get("nbytes", 0) for entry in found)
         line()
         shared = f"{size(frozen)} of frozen parameters, " if frozen else ""
@@ -215,13 +242,20 @@ def folder_nbytes(url: str) -> int:
     return total
 
 
-def _ls_row(entry: dict[str, Any]) -> tuple[object, ...]:
+def base_of(manifest: Manifest) -> int:
+    """Return the step of the base that a step is decoded from: its own for a base."""
+    files = [name for name, _ in manifest.shards] or [manifest.chain[-1]]
+    return min(int(name.split("-", 1)[0]) for name in files)
+
+
+def _ls_row(entry: dict[str, Any], steps: Collection[int]) -> tuple[object, ...]:
     if "problem" in entry:
         return (entry["step"], "unreadable", "", "", "", "", "", "")
     labels = ["pinned"] * entry["pinned"] + entry["tags"]
+    lost = "" if entry["base"] in steps else " (its file)"
     return (
         entry["step"],
-        "delta" if entry["delta"] else "base",
+        f"delta of {entry['base']}{lost}" if entry["delta"] else "base",
         size(entry["raw_nbytes"]),
         size(entry["nbytes"]),
         f"{entry['ratio']:.2f}",

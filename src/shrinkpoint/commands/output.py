@@ -74,19 +74,19 @@ def _is_terminal() -> bool:
 
 
 @contextlib.contextmanager
-def steps_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, int], None]]:
-    """Show progress over steps on standard error.
+def count_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """Show how many of a number of things are done, on standard error.
 
     It is a bar on a terminal, and otherwise a few lines unless `quiet`.
 
-    The function it yields is called with (step, done, total), like the callbacks of `Store`.
+    The function it yields is called with (done, total, what was done last, or "").
     """
     if not _is_terminal():
 
-        def show_line(step: int, done: int, total: int) -> None:
+        def show_line(done: int, total: int, last: str) -> None:
             every = -(-total // LINES)
             if not quiet and total and (done % every == 0 or done == total):
-                note(f"{what}: step {step} ({done} of {total})")
+                note(f"{what}: {last} ({done} of {total})" if last else f"{what}: {done}/{total}")
 
         yield show_line
         return
@@ -97,10 +97,21 @@ def steps_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, int], 
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=None)
 
-        def show(step: int, done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total, description=f"{what}: step {step}")
+        def show(done: int, total: int, last: str) -> None:
+            description = f"{what}: {last}" if last else what
+            progress.update(task, completed=done, total=total, description=description)
 
         yield show
+
+
+@contextlib.contextmanager
+def steps_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, int], None]]:
+    """Show progress over steps as `count_done` does.
+
+    The function it yields is called with (step, done, total), like the callbacks of `Store`.
+    """
+    with count_done(what, quiet=quiet) as show:
+        yield lambda step, done, total: show(done, total, f"step {step}")
 
 
 @contextlib.contextmanager

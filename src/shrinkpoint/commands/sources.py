@@ -12,7 +12,7 @@ from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentErro
 from ..store.regular_files import read_file as read_bytes
 from ..store.regular_files import regular
 from .files import is_spt
-from .output import note
+from .output import listed, note
 from .text import nearest
 
 if TYPE_CHECKING:
@@ -78,7 +78,25 @@ def _check_store(url: str) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.stat(os.path.join(url, "steps"))  # a folder that may not be read could be a store
         if not is_store(url):
-            raise CorruptDataError(f"{url}: not a store: it has no folder 'steps'")
+            raise CorruptDataError(f"{url}: not a store: it has no folder 'steps'{_advice(Path(url))}")
+
+
+def _advice(folder: Path) -> str:
+    """Return what a folder that is not a store is instead, for an error message."""
+    from .dcp import is_dcp
+    from .sharded import is_sharded
+
+    if not folder.is_dir():
+        return ""
+    if is_sharded(folder):
+        return "; it is one sharded checkpoint, which `shrinkpoint info` shows"
+    if is_dcp(folder):
+        return "; torch.distributed.checkpoint wrote it: `shrinkpoint try` shows what it becomes"
+    above = folder.absolute().parent
+    if is_store(str(above)) or is_sharded(above):
+        return f"; it is a part of {above}"
+    names = sorted(path.name for path in folder.iterdir() if is_store(str(path)) or is_sharded(path))
+    return f"; choose a folder in it: {listed(names, 3)}" if names else ""
 
 
 def check_exists(path: str) -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 import uuid
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import __version__
 from .options import AsJson
-from .output import emit, line
+from .output import count_done, emit, line
 
 if TYPE_CHECKING:
     from ..codec.config import Config
 
 DTYPES = ("float32", "bfloat16", "float16")
 """dtypes of the weights and moments that are saved."""
+PARTS = ("kernels", "codec", "searching", "store")
+"""Packages that decide which kernels are needed."""
 
 
 def warm(
@@ -32,34 +37,72 @@ def warm(
     """Compile the kernels of saves, loads and searches, and keep them on this machine's disk.
 
     Otherwise the first save and the first load compile them, in up to 40 s. Run this on the machine of the training as
-    the same user, or when its container image is built.
+    the same user, or when its container image is built. A second run only says that they are compiled.
     """
+    from ..kernels.backend import cache, warmed
+
+    purpose = f"{__version__} {preset and sorted(set(preset))} {_sources()}"
+    begin, before = time.perf_counter(), len(cache.stored)
+    kernels = warmed.kernels_of(purpose)
+    if not kernels:
+        _compile(preset, as_json)
+        warmed.mark(purpose)
+        kernels = len(cache.loaded | cache.stored)
+    compiled, seconds = len(cache.stored) - before, time.perf_counter() - begin
+    if as_json:
+        emit({"functions": compiled, "kernels": kernels, "seconds": seconds})
+    elif compiled:
+        line(f"{compiled} of {kernels} kernels compiled in {seconds:.0f} s")
+    else:
+        line(f"all {kernels} kernels are compiled")
+
+
+def _sources() -> list[tuple[float, int]]:
+    """Return times and sizes of the source files that decide which kernels are needed."""
+    package = Path(__file__).parents[1]
+    files = itertools.chain(*(sorted((package / name).rglob("*.py")) for name in PARTS))
+    return [(found.st_mtime, found.st_size) for found in map(os.stat, files)]
+
+
+def _compile(preset: list[str] | None, as_json: bool) -> None:
+    """Save, load and search as a training would, and show how many kernels are compiled."""
     from numba.core import event
 
-    from ..kernels.backend import first_calls
+    from ..kernels.backend import cache, first_calls, warmed
     from ..kernels.backend.compile_notice import LOG
     from .configs import config
 
-    first_calls.compile_at_once()
+    class Counter(event.Listener):
+        """Shows the number of kernels that are compiled or loaded."""
 
+        last = 0
+
+        def on_start(self, event: Any) -> None:
+            """Do nothing at the begin of a compilation."""
+
+        def on_end(self, event: Any) -> None:
+            """Show the number, if the compiled function was a kernel."""
+            done = len(cache.loaded | cache.stored)
+            if done != self.last:
+                self.last = done
+                show(done, max(done, warmed.KERNELS), "")
+
+    first_calls.compile_at_once()
     cfgs = [config(name, None) for name in preset or ("default", "lossless")]
     if not preset:
         cfgs += [config("default", None, rate=0.002), config("default", None, max_rel_error=0.01)]
-    begin = time.perf_counter()
     LOG.disabled = True  # the notice that kernels are compiled, and that this command compiles them
     try:
-        with event.install_listener("numba:compile", event.RecordingListener()) as listener:  # type: ignore[no-untyped-call]
+        with (
+            count_done("kernels", quiet=as_json) as show,
+            event.install_listener("numba:compile", Counter()),
+        ):
             for cfg, dtype in itertools.product(cfgs, DTYPES):
                 save_and_load(cfg, dtype)
             if not preset:
                 search_once()
     finally:
         LOG.disabled = False
-    compiled, seconds = sum(one.is_end for _, one in listener.buffer), time.perf_counter() - begin
-    if as_json:
-        emit({"functions": compiled, "seconds": seconds})
-    else:
-        line(f"{compiled} functions compiled in {seconds:.0f} s; those compiled before were kept")
 
 
 def save_and_load(cfg: Config, dtype: str) -> None:

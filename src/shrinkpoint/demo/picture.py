@@ -34,7 +34,8 @@ def draw(result: dict[str, Any], curves: dict[str, Any], path: Path) -> bool:
         "axes.titleweight": "bold",
         "axes.grid": True,
         "grid.color": "#e6e8eb",
-        "legend.frameon": False,
+        "legend.edgecolor": "none",
+        "legend.framealpha": 0.9,
         "text.color": _INK,
         "xtick.color": _INK,
         "ytick.color": _INK,
@@ -58,11 +59,11 @@ def draw(result: dict[str, Any], curves: dict[str, Any], path: Path) -> bool:
 
 
 def _title(result: dict[str, Any]) -> str:
-    kills, ratio = len(result["restores"]), result["ratio"]
+    kills, ratio, change = len(result["restores"]), result["ratio"], result["held_out"]["change_percent"]
     killed = f"killed {kills} times" if kills > 1 else "killed once" if kills else "never killed"
     return (
         f"A GPT of {result['parameters'] / 1e6:.1f} M parameters, {killed}: "
-        f"held-out loss {result['held_out']['change_percent']:+.2f} %\n"
+        f"held-out loss {abs(change):.2f} % {'worse' if change > 0 else 'better'}\n"
         f"with checkpoints {ratio['whole']:.1f} times smaller (weights {ratio['weights']:.1f} times)"
     )
 

@@ -15,7 +15,11 @@ from .collect import HEADER, Run
 if TYPE_CHECKING:
     from .collect import StepRow
 
-_INK, _FAINT, _RED = "#22252b", "#9aa3af", "#c8102e"
+_INK, _FAINT, _GRID, _RED = "#22252b", "#9aa3af", "#e6e8eb", "#c8102e"
+VARIABLES = {"ink": _INK, "faint": _FAINT, "grid": _GRID, "red": _RED}
+"""Colours that the page replaces in its dark form, by their names in its style sheet."""
+_WIDTH = 5.4
+"""Width of a figure in inches; its text is about as large as that of a page on a telephone."""
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7a5195", "#999999", "#44aa99")
 """Colours distinguishable with colour blindness (Okabe and Ito), in the order of use."""
 _STYLE: dict[Any, Any] = {
@@ -24,10 +28,13 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": _FAINT,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
     "axes.labelcolor": _INK,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": "#e6e8eb",
+    "grid.color": _GRID,
     "legend.frameon": False,
     "text.color": _INK,
     "xtick.color": _INK,
@@ -35,6 +42,9 @@ _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
 }
+
+
+_ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 2}
 
 
 def sizes(run: Run) -> str:
@@ -51,7 +61,7 @@ def sizes(run: Run) -> str:
         )
         _log_axis(top)
         top.set_ylabel("MB")
-        top.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        top.legend(**_ABOVE)
         bottom.plot(steps, [s.ratio for s in run.steps], color=COLOURS[0], marker=".")
         bottom.set_ylim(bottom=0)
         bottom.set_ylabel("ratio")
@@ -80,9 +90,9 @@ def parts(run: Run) -> str:
         axes.set_xlabel("step")
         axes.set_ylabel("stored MB")
         axes.grid(axis="x", visible=False)
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        axes.legend(**_ABOVE)
 
-    return _svg(draw, "parts", 3.4)
+    return _svg(draw, "parts", 2.6 + 0.12 * len(names))
 
 
 def errors(run: Run) -> str:
@@ -104,13 +114,13 @@ def errors(run: Run) -> str:
                 found = [(s.step, s.errors[name]) for s in run.steps if name in s.errors]
                 steps = [step for step, _ in found]
                 medians, largest = [e.median for _, e in found], [e.largest for _, e in found]
-                axes.plot(steps, medians, color=colours[name], marker=".", label=f"{name}: median")
-                axes.plot(steps, largest, color=colours[name], ls=":", label=f"{name}: largest")
+                axes.plot(steps, medians, color=colours[name], marker=".", label=f"{role_of(name)}: median")
+                axes.plot(steps, largest, color=colours[name], ls=":", label=f"{role_of(name)}: largest")
             if any(s.errors[name].median > 0 for s in run.steps for name in names if name in s.errors):
                 _log_axis(axes)
             axes.set_ylabel(f"{measure} error")
             _step_axis(axes)
-            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+            axes.legend(**_ABOVE)
         charts[-1].set_xlabel("step")
 
     return _svg(draw, "errors", 0.6 + 2.8 * len(measures))
@@ -131,7 +141,7 @@ def quality(run: Run) -> str:
         _mark_restores(axes, run)
         _step_axis(axes)
         axes.set_xlabel("step" + (" (dashed: restored from)" if run.restored else ""))
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        axes.legend(**_ABOVE)
 
     return _svg(draw, "quality", 3.0)
 
@@ -143,6 +153,11 @@ def categories(steps: Sequence[StepRow]) -> list[str]:
         for name, nbytes in step.parts.items():
             total[name] = total.get(name, 0) + nbytes
     return sorted(total, key=lambda name: (name == HEADER, -total[name], name))
+
+
+def role_of(name: str) -> str:
+    """Return the role in a name of errors, which ends with their measure."""
+    return name.rpartition(", ")[0]
 
 
 def _log_axis(axes: Any) -> None:
@@ -177,7 +192,7 @@ def _svg(draw: Callable[[Any], None], name: str, height: float) -> str:
 
     out = io.StringIO()
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(10, height), layout="constrained")
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         FigureCanvasSVG(figure)
         draw(figure)
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -185,4 +200,11 @@ def _svg(draw: Callable[[Any], None], name: str, height: float) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(\bid="|href="#|url\(#)', lambda match: f"{match.group(1)}{name}-", text)
-    return re.sub(r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>", rf'<svg role="img" aria-label="{name}" \1>', text, count=1)
+    for variable, colour in VARIABLES.items():
+        text = text.replace(f": {colour}", f": var(--{variable})")
+    return re.sub(
+        r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>",
+        rf'<svg class="chart" role="img" aria-label="{name}" \1>',
+        text,
+        count=1,
+    )

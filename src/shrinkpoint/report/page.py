@@ -11,7 +11,7 @@ import html
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..commands.text import printable, size
@@ -24,19 +24,34 @@ _NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)")
 """A number in a note."""
 LONGEST = 300
 """Maximum number of characters of a name that are shown."""
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #22252b; max-width: 1000px; margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-svg { width: 100%; height: auto; }
-table { border-collapse: collapse; font-size: 0.92em; }
-th, td { padding: 2px 10px 2px 0; text-align: left; vertical-align: top; overflow-wrap: anywhere; }
-th { font-weight: 600; } thead th { border-bottom: 1px solid #9aa3af; overflow-wrap: normal; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
-.note { color: #5d6675; } .problem { color: #c8102e; }
-.scroll { max-height: 30em; overflow: auto; }
-select { max-width: 100%; font: inherit; }
-.bar { fill: #9cc3dd; } .axis { stroke: #9aa3af; } .entry line { stroke: #d55e00; } .entry circle { fill: #d55e00; }
-#histogram text { font-size: 12px; fill: #22252b; }
+
+
+def _variables(colours: Mapping[str, str]) -> str:
+    """Return colours as variables of a style sheet."""
+    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+
+
+_DARK = {"ink": "#e3e6ea", "faint": "#7b8592", "grid": "#343a43", "red": "#ff6b7d", "note": "#a3acb8", "bar": "#3f6f91"}
+_LIGHT = {**charts.VARIABLES, "note": "#5d6675", "bar": "#9cc3dd"}
+_STYLE = f"""
+:root {{ color-scheme: light dark; {_variables(_LIGHT)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_variables(_DARK)} }} body {{ background: #16191e; }} }}
+body {{ font: 15px/1.45 system-ui, sans-serif; color: var(--ink); }}
+body {{ max-width: 1000px; margin: 1.5em auto; padding: 0 1em; }}
+h1 {{ font-size: 1.5em; overflow-wrap: anywhere; }} h2 {{ font-size: 1.15em; margin-top: 2em; }}
+.result {{ font-size: 1.15em; }}
+svg {{ width: 100%; height: auto; }} svg.chart {{ max-width: 640px; }}
+table {{ border-collapse: collapse; font-size: 0.92em; }}
+th, td {{ padding: 2px 10px 2px 0; text-align: left; vertical-align: top; overflow-wrap: anywhere; }}
+th {{ font-weight: 600; }} thead th {{ border-bottom: 1px solid var(--faint); overflow-wrap: normal; }}
+td.n, th.n {{ text-align: right; font-variant-numeric: tabular-nums; }}
+.note {{ color: var(--note); }} .problem {{ color: var(--red); }}
+.scroll {{ max-height: 30em; overflow: auto; }}
+@media (max-width: 700px) {{ .scroll td, .scroll th {{ overflow-wrap: normal; white-space: nowrap; }} }}
+select {{ max-width: 100%; font: inherit; }}
+.bar {{ fill: var(--bar); }} .axis {{ stroke: var(--faint); }}
+.entry line {{ stroke: #d55e00; }} .entry circle {{ fill: #d55e00; }}
+#histogram text {{ font-size: 12px; fill: var(--ink); }}
 """
 
 
@@ -105,16 +120,16 @@ def data(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[object]], scroll: bool = False) -> str:
-    """A table; a column whose name begins with ">" is aligned right."""
+def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table that scrolls; a column whose name begins with ">" is aligned right."""
     kinds = [' class="n"' if c.startswith(">") else "" for c in columns]
     head = "".join(f"<th{k}>{text(c.removeprefix('>'))}</th>" for k, c in zip(kinds, columns, strict=True))
     lines = [
         "<tr>" + "".join(f"<td{k}>{text(cell)}</td>" for k, cell in zip(kinds, row, strict=True)) + "</tr>"
         for row in rows
     ]
-    made = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-    return f'<div class="scroll">{made}</div>' if scroll else made
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    return f'<div class="scroll">{table}</div>'
 
 
 def _summary(run: Run) -> list[str]:
@@ -122,17 +137,23 @@ def _summary(run: Run) -> list[str]:
         return ["<p>No step can be read.</p>"]
     raw, stored = (sum(getattr(s, name) for s in run.steps) for name in ("raw_nbytes", "nbytes"))
     deltas = sum(s.delta for s in run.steps)
+    worst: dict[str, tuple[float, str]] = {}
+    for name, error in (item for s in run.steps for item in s.errors.items()):
+        worst[name] = max(worst.get(name, (0.0, "")), (error.largest, error.measure))
+    errors = ", ".join(f"{charts.role_of(name)} {most:.2g} ({measure})" for name, (most, measure) in worst.items())
+    times = f"{raw / stored:.1f} times smaller"
+    result = f"{len(run.steps)} checkpoints are {times}: {size(stored)} instead of {size(raw)}."
     facts = [
         f"{run.all_steps} steps, {run.steps[0].step} to {run.steps[-1].step}",
         f"bases: {len(run.steps) - deltas}, deltas: {deltas}",
-        f"{size(raw)} of state in {size(stored)}, ratio {raw / stored:.2f}",
         f"restores: {run.restores}",
+        f"largest errors of an array: {errors}" if errors else "every array is exact",
     ]
     if len(run.steps) + len(run.problems) < run.all_steps:
         facts.append(
             f"{len(run.steps)} of the steps are shown, evenly spaced (at most {MAX_STEPS}); sums are over these"
         )
-    return [f"<p>{text('; '.join(facts))}.</p>"]
+    return [f'<p class="result">{text(result)}</p>', f"<p>{text('; '.join(facts))}.</p>"]
 
 
 def _charts(run: Run) -> list[str]:
@@ -235,7 +256,6 @@ def _searches(run: Run) -> list[str]:
                     )
                     for t in result.trials
                 ],
-                scroll=True,
             ),
             f"<details><summary>Chosen configuration</summary><pre>{html.escape(_json(result.config))}</pre></details>",
         ]
@@ -307,4 +327,4 @@ def _steps(run: Run) -> list[str]:
     ]
     columns = (">step", "kind", ">state", ">stored", ">ratio", ">restore cost", ">metric", ">restored", "labels")
     caption = "Restore cost: bytes decoded to restore the step, in multiples of a base."
-    return ["<h2>Steps</h2>", f'<p class="note">{caption}</p>', _table(columns, rows, scroll=True)]
+    return ["<h2>Steps</h2>", f'<p class="note">{caption}</p>', _table(columns, rows)]

@@ -11,7 +11,7 @@ SCRIPT = """"use strict";
   var choice = document.getElementById("tensor");
   var place = document.getElementById("histogram");
   var facts = document.getElementById("facts");
-  var W = 960, H = 300, L = 60, R = 10, T = 10, B = 60;
+  var H = 300, L = 60, R = 10, T = 10, B = 60;
 
   function element(name, attributes, text) {
     var made = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -22,6 +22,7 @@ SCRIPT = """"use strict";
   function short(x) { return x === 0 ? "0" : Number(x.toPrecision(3)).toString(); }
 
   function draw(t) {
+    var W = Math.max(320, Math.min(960, place.clientWidth || 960));
     var svg = element("svg", {viewBox: "0 0 " + W + " " + H, role: "img"});
     svg.setAttribute("aria-label", "histogram of " + t.path);
     var counts = t.counts, most = Math.max(1, Math.max.apply(null, counts.concat(t.uses)));
@@ -53,7 +54,7 @@ SCRIPT = """"use strict";
       svg.appendChild(element("text", {x: L - 6, y: y(power) + 4, "text-anchor": "end"}, String(power)));
     }
     if (counts.length) {
-      [0, 0.25, 0.5, 0.75, 1].forEach(function (part) {
+      (W < 600 ? [0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1]).forEach(function (part) {
         if (span > 0 || part === 0.5) {
           svg.appendChild(element("text", {x: x(t.low + part * span), y: H - B + 24,
             "text-anchor": part === 0 ? "start" : part === 1 ? "end" : "middle"}, short(t.low + part * span)));
@@ -95,6 +96,7 @@ SCRIPT = """"use strict";
   });
   choice.addEventListener("change", function () { draw(data[choice.selectedIndex]); });
   window.addEventListener("hashchange", byAddress);
+  window.addEventListener("resize", function () { draw(data[choice.selectedIndex]); });
   byAddress();
 })();
 """
