@@ -25,9 +25,9 @@ from .chain import FOLDER as DATA
 from .chain import opener, resolve
 from .chain_head import manifest_over
 from .files import TEMPORARY, Files
-from .garbage import collect, is_whole
 from .lock import InUseError, open_lock
 from .manifest import manifest_name
+from .retention import collect, is_whole
 
 UNUSED_FOR = 86_400.0
 """Seconds since its last mark from which a set may be removed: a save marks it before the step that needs it exists."""

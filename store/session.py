@@ -22,13 +22,12 @@ from ..codec.weights.past_weights import PastWeights
 from . import restore_counter, rewinds
 from .catalog import Catalog, Entry
 from .chain import FOLDER, resolve
-from .chain_head import ChainHead, manifest_over
+from .chain_head import ChainHead, Size, manifest_over, smaller
 from .files import Files, StoreWarning
-from .garbage import take_back
 from .lock import Lease, Lock
 from .manifest import Manifest, check_metric, check_step
 from .memory_copies import MemoryCopies
-from .policy import Size, smaller
+from .retention import take_back
 from .weight_average import WeightAverage, arrays_by_path, needs_average
 
 

@@ -25,15 +25,14 @@ from .chain import FOLDER as DATA
 from .chain import opener, resolve
 from .chain_head import ChainHead
 from .compaction import MAX_COST, Compaction
-from .exit_cleanup import EXIT_CLEANUP
 from .files import StoreWarning
 from .frozen_sets import FrozenSets, collect_frozen
-from .garbage import collect, drop
 from .lock import InUseError, open_lock
 from .manifest import Manifest, check_metric, check_step, manifest_name
 from .memory_copies import FilesWithCopies, InMemoryWarning, MemoryCopies, check_keep, files_with_copies
 from .parts import PARTS, stores
-from .retention import Retention
+from .retention import Retention, collect, drop
+from .saver.exit import EXIT_CLEANUP
 from .session import Saved, Session
 from .transfer import Side, copy_all
 from .urls import one_name, opened

@@ -9,7 +9,7 @@ from .catalog import Catalog, Entry
 from .chain import FOLDER, Found, forest, resolve, walk
 from .files import Files
 from .frozen_sets import FrozenSets, needed_by
-from .garbage import is_whole
+from .retention import is_whole
 
 Progress = Callable[[int, int, int], None]
 """Called with (step, done, total) after each step."""

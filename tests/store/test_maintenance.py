@@ -18,11 +18,12 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.codec.parallel import Stopped, give_way, map_chunks
-from shrinkpoint.store import chain, executors
+from shrinkpoint.store import chain
 from shrinkpoint.store.compaction import Compaction
-from shrinkpoint.store.maintenance import Maintainer, Maintenance
 from shrinkpoint.store.retention import Retention
-from shrinkpoint.store.saver import SaverWarning
+from shrinkpoint.store.saver import executors
+from shrinkpoint.store.saver.jobs import Maintainer, Maintenance
+from shrinkpoint.store.saver.saver import SaverWarning
 
 from .common import lossless, manifest_path, same, state
 

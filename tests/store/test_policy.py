@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.store import session as module
+from shrinkpoint.store.chain_head import Size, is_pointless, wants_base
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.policy import Size, is_pointless, wants_base
 from tests.store.common import lossless
 
 

@@ -21,7 +21,7 @@ from shrinkpoint.__main__ import app
 from shrinkpoint.store import rewinds, transfer
 from shrinkpoint.store.files import Files, StoreWarning
 from shrinkpoint.store.retention import Retention
-from shrinkpoint.store.saver import SaverWarning
+from shrinkpoint.store.saver.saver import SaverWarning
 from shrinkpoint.store.store import SkippedCheckpointWarning
 from tests.store.common import data_path, fill, lossless, same, state
 

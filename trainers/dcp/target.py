@@ -15,11 +15,11 @@ from ...codec.compress import compress
 from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
 from ...store.chain import check, missing, read
 from ...store.files import TEMPORARY, Files, StoreWarning
-from ...store.jobs import open_store, store_options
 from ...store.lock import InUseError
 from ...store.manifest import MAX_STEP, Manifest
 from ...store.manifest import data_name as step_data_name
 from ...store.retention import Retention
+from ...store.saver.jobs import open_store, store_options
 from ...store.sharded import SharedSave, files_of
 from ...store.store import SkippedCheckpointWarning, Store
 from .chain import carry, open_folder, read_index

@@ -32,8 +32,8 @@ from ...codec.evidence.kind import check_kinds
 from ...codec.inputs import Inputs
 from ...codec.named_presets import check_config
 from ...store.chain import carried_by
+from ...store.chain_head import Size, smaller, wants_base
 from ...store.manifest import Manifest
-from ...store.policy import Size, smaller, wants_base
 from ...store.retention import Retention
 from ...store.store import Store
 from ...store.weight_average import WeightAverage, needs_average

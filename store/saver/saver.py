@@ -20,26 +20,25 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ..codec.config import Config
-from ..codec.display import html_fields, size
-from ..codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
-from ..codec.evidence.kind import check_kinds, check_used
-from ..codec.inputs import by_weights
-from ..codec.named_presets import check_config
-from ..codec.state import tree
-from ..codec.state.leaves import is_array
-from ..kernels.backend.arguments import choice, instance, integer, number, or_none
+from ...codec.config import Config
+from ...codec.display import html_fields, size
+from ...codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
+from ...codec.evidence.kind import check_kinds, check_used
+from ...codec.inputs import by_weights
+from ...codec.named_presets import check_config
+from ...codec.state import tree
+from ...codec.state.leaves import is_array
+from ...kernels.backend.arguments import choice, instance, integer, number, or_none
+from ..chain_head import ChainHead
+from ..manifest import check_metric, check_step
+from ..retention import Retention
+from ..store import Store
+from ..urls import is_of_this_process, one_name
 from . import host_copy
-from .chain_head import ChainHead
 from .executors import Executor, Origin, ProcessExecutor, ThreadExecutor, Warned
-from .exit_cleanup import EXIT_CLEANUP
-from .jobs import kinds_tree
-from .maintenance import Maintenance
-from .manifest import check_metric, check_step
-from .retention import Retention
+from .exit import EXIT_CLEANUP
+from .jobs import Maintenance, kinds_tree
 from .snapshot import Snapshot, plan, take
-from .store import Store
-from .urls import is_of_this_process, one_name
 
 P = ParamSpec("P")
 R = TypeVar("R")

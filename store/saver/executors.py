@@ -13,16 +13,14 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..codec import errors
-from ..codec.errors import ShrinkpointError
-from ..kernels.backend.imported import imported
-from .chain_head import ChainHead
-from .channel import close_all, high, receive, send
-from .child_process import start_worker
-from .jobs import open_store, outcome, perform, store_options
-from .maintenance import Maintainer, Maintenance
+from ...codec import errors
+from ...codec.errors import ShrinkpointError
+from ...kernels.backend.imported import imported
+from ..chain_head import ChainHead
+from ..store import Store
+from .channel import close_all, high, receive, send, start_worker
+from .jobs import Maintainer, Maintenance, open_store, outcome, perform, store_options
 from .snapshot import Arena, Snapshot, anonymous
-from .store import Store
 
 Warned = tuple[str, str]
 """Category and message of a warning."""

@@ -1,4 +1,4 @@
-"""The worker process of a `Saver`: `python -m shrinkpoint.store.worker`.
+"""The worker process of a `Saver`: `python -m shrinkpoint.store.saver.worker`.
 
 It is a new process, never a fork. It ends on request of its trainer, or after the trainer has ended; a save whose
 snapshot is complete is finished first. It ignores signals, which are meant for the trainer.
@@ -19,13 +19,12 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import signals
-from .channel import close_all, receive, send
+from .channel import close_all, ignore, receive, send
 
 if TYPE_CHECKING:
-    from .maintenance import Maintainer
+    from ..store import Store
+    from .jobs import Maintainer
     from .snapshot import Arena
-    from .store import Store
 
 _KNOWN_MODULES = ("builtins", "shrinkpoint.codec.errors", "shrinkpoint.kernels.errors")
 
@@ -105,7 +104,7 @@ def _lower_priority(nice: int) -> None:
 
 def main() -> None:
     """Run the worker; arguments: the descriptor of its socket, the trainer's process id."""
-    signals.ignore()
+    ignore()
     # What the worker writes is shown as the reason of its death; a notice that kernels are compiled is not one.
     logging.getLogger("shrinkpoint").setLevel(logging.ERROR)
     parent = _Parent(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
@@ -115,8 +114,7 @@ def main() -> None:
     options = first[0]
     _lower_priority(options["nice"])
     # Imported at the lower priority: it takes a second.
-    from .jobs import open_store
-    from .maintenance import Maintainer, Maintenance
+    from .jobs import Maintainer, Maintenance, open_store
     from .snapshot import Arena
 
     store: Store | None = None
@@ -184,7 +182,7 @@ def _recorded(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
 
 def _follow(store: Store, step: int, identity: str, back: bool) -> None:
     """Continue the chain that the trainer loaded, if it is unchanged; see `executors.Origin`."""
-    from ..codec.errors import ShrinkpointError
+    from ...codec.errors import ShrinkpointError
 
     if store.head is not None and not back:
         return

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..codec.errors import ShrinkpointError, UnsupportedLeafError
-from ..codec.memory_limit import available_memory
-from ..codec.state import tree
-from ..codec.state.leaves import (
+from ...codec.errors import ShrinkpointError, UnsupportedLeafError
+from ...codec.memory_limit import available_memory
+from ...codec.state import tree
+from ...codec.state.leaves import (
     SCALARS,
     LeafSpec,
     build_leaf,
@@ -30,8 +30,8 @@ from ..codec.state.leaves import (
     read_leaf,
     same_storage_key,
 )
-from ..kernels.backend.arrays import is_torch
-from ..kernels.backend.imported import imported
+from ...kernels.backend.arrays import is_torch
+from ...kernels.backend.imported import imported
 from . import host_copy
 
 Bytes = npt.NDArray[np.uint8]
