@@ -56,11 +56,9 @@ class Lock(Protocol):
 
     def shared(self) -> contextlib.AbstractContextManager[Lease]:
         """Hold the lock together with other shared holders."""
-        ...
 
     def alone(self, timeout: float) -> contextlib.AbstractContextManager[Lease]:
         """Hold the lock alone."""
-        ...
 
 
 _descriptors: set[int] = set()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import inspect
 import posixpath
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from .files import Files
 
 T = TypeVar("T")
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -43,7 +47,7 @@ class Retry:
         return request()
 
 
-class ObjectFiles:
+class ObjectFiles(Files):
     """The files below a prefix of an fsspec file system.
 
     Writing an object is atomic. `create` is a conditional put (If-None-Match) where the file system has one (`mode=
@@ -59,10 +63,6 @@ class ObjectFiles:
         # obstore's file system for fsspec takes the mode and ignores it; `obstore::` URLs do not use that one.
         ignored = type(fs).__module__.startswith("obstore.")
         self._conditional = put is not None and "mode" in inspect.signature(put).parameters and not ignored
-
-    def path(self, name: str) -> str:
-        """Return the full path of a name."""
-        return posixpath.join(self.root, name)
 
     def read(self, name: str) -> bytes:
         """Return all bytes of an object; FileNotFoundError if it does not exist."""
@@ -90,19 +90,10 @@ class ObjectFiles:
         """Return name -> size in bytes of the objects in a folder; empty if it does not exist."""
         self.fs.invalidate_cache()
         try:
-            found = self._retry(lambda: self.fs.ls(self.path(folder), detail=True))
+            objects = self._retry(lambda: self.fs.ls(self.path(folder), detail=True))
         except FileNotFoundError:
             return {}
-        return {posixpath.basename(one["name"].rstrip("/")): int(one["size"] or 0) for one in found}
-
-    def list(self, folder: str) -> Sequence[str]:
-        """Return the sorted names of the objects in a folder; empty if it does not exist."""
-        self.fs.invalidate_cache()
-        try:
-            found = self._retry(lambda: self.fs.ls(self.path(folder), detail=False))
-        except FileNotFoundError:
-            return []
-        return sorted(posixpath.basename(p.rstrip("/")) for p in found)
+        return {posixpath.basename(o["name"].rstrip("/")): int(o["size"] or 0) for o in objects}
 
     def write(self, name: str, data: bytes) -> None:
         """Write or replace an object."""
@@ -117,27 +108,21 @@ class ObjectFiles:
         def put() -> bool:
             try:
                 self.fs.pipe_file(self.path(name), data, mode="create")
-            except FileExistsError:
-                return False
             except OSError as e:
                 # s3fs reports a failed precondition as EINVAL if the server does not name it.
-                if e.errno != errno.EINVAL or not self._exists(name):
-                    raise
-                return False
+                if isinstance(e, FileExistsError) or (e.errno == errno.EINVAL and self._exists(name)):
+                    return False
+                raise
             return True
 
         if self._conditional:
             placed = self._retry(put)
         elif placed := not self.exists(name):
             self.write(name, data)
-        # Retried separately: the attempts are per request.
-        return placed or self._retry(lambda: self._holds(name, data))
-
-    def _holds(self, name: str, data: bytes) -> bool:
-        """Return whether an object has these bytes; False if it was removed meanwhile."""
         try:
-            return bytes(self.fs.cat_file(self.path(name))) == data
-        except FileNotFoundError:
+            # Retried separately: the attempts are per request.
+            return placed or self.read(name) == data
+        except FileNotFoundError:  # it was removed meanwhile
             return False
 
     def exists(self, name: str) -> bool:
@@ -158,7 +143,5 @@ class ObjectFiles:
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects; missing ones are skipped."""
         for name in names:
-            try:
-                self._retry(lambda name=name: self.fs.rm_file(self.path(name)))  # type: ignore[misc]
-            except FileNotFoundError:
-                continue
+            with contextlib.suppress(FileNotFoundError):
+                self._retry(functools.partial(self.fs.rm_file, self.path(name)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import posixpath
 from datetime import datetime, timedelta
@@ -59,54 +60,47 @@ class Obstore:
     def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
         """Return all bytes of an object, or those from `start` to `end`."""
         if start is None or end is None:
-            found: bytes = self._call(self._api.get, self._name(path)).bytes().to_bytes()
-            return found
+            return bytes(self._call(self._api.get, self._name(path)).bytes())
         if end <= start:
             return b""
         try:
-            part: bytes = self._call(self._api.get_range, self._name(path), start=start, end=end).to_bytes()
+            return bytes(self._call(self._api.get_range, self._name(path), start=start, end=end))
         except self._api.exceptions.GenericError:
             # A range behind the end is an error of its own in each storage.
             if start < self.info(path)["size"]:
                 raise
             return b""
-        return part
 
     def pipe_file(self, path: str, data: bytes, mode: str = "overwrite") -> None:
         """Write an object; FileExistsError with the mode "create" if it exists."""
-        if mode == "create":
-            self._call(self._api.put, self._name(path), data, mode="create", use_multipart=False)
-        else:
-            self._call(self._api.put, self._name(path), data)
+        options = {"mode": mode, "use_multipart": False} if mode == "create" else {}
+        self._call(self._api.put, self._name(path), data, **options)
 
     def info(self, path: str) -> dict[str, Any]:
         """Return the size of an object."""
-        found: dict[str, Any] = self._call(self._api.head, self._name(path))
-        return found
+        return dict(self._call(self._api.head, self._name(path)))
 
     def modified(self, path: str) -> datetime:
         """Return when an object was written."""
-        found: datetime = self.info(path)["last_modified"]
-        return found
+        when: datetime = self.info(path)["last_modified"]
+        return when
 
     def exists(self, path: str) -> bool:
         """Return whether an object exists."""
-        try:
-            self.info(path)
-        except FileNotFoundError:
-            return False
-        return True
+        with contextlib.suppress(FileNotFoundError):
+            return bool(self.info(path))
+        return False
 
     def ls(self, path: str, detail: bool = True) -> list[Any]:
         """Return the objects in a folder: names, or their details."""
-        found = self._call(self._api.list_with_delimiter, self._name(path))["objects"]
-        names = [{"name": posixpath.join(self._bucket, one["path"]), "size": one["size"]} for one in found]
-        return names if detail else [one["name"] for one in names]
+        objects = self._call(self._api.list_with_delimiter, self._name(path))["objects"]
+        details = [{"name": posixpath.join(self._bucket, o["path"]), "size": o["size"]} for o in objects]
+        return details if detail else [o["name"] for o in details]
 
     def du(self, path: str) -> int:
         """Return the bytes of all objects below a folder."""
         pages = self._call(self._api.list, prefix=self._name(path))
-        return sum(int(one["size"]) for page in pages for one in page)
+        return sum(int(o["size"]) for page in pages for o in page)
 
     def rm_file(self, path: str) -> None:
         """Remove an object."""

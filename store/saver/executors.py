@@ -54,40 +54,33 @@ class Executor(Protocol):
     @property
     def pid(self) -> int:
         """Id of the process that executes the saves."""
-        ...
 
     def hand(self, step: int, snapshot: Snapshot, origin: Origin | None) -> None:
         """Hand over a save, which a worker process finishes even if this process is killed.
 
         `run` must follow with the same arguments, also if this call was interrupted or failed, which does no harm.
         """
-        ...
 
     def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
         """Finish the save handed over; return its outcome and warnings, or raise its error.
 
         The first save builds on `origin`, and so does one that goes back to it.
         """
-        ...
 
     def maintain(self) -> list[Warned]:
         """Do the maintenance between saves, until the next save or `cancel`.
 
         Called by the thread that calls `run`.
         """
-        ...
 
     def cancel(self) -> None:
         """Ask the save in progress, or the maintenance, to stop; called from another thread."""
-        ...
 
     def is_stopped(self) -> bool:
         """Return whether the executor is stopped until a signal lets it continue."""
-        ...
 
     def close(self) -> None:
         """Free all resources; no save is in progress."""
-        ...
 
 
 class ThreadExecutor:

@@ -21,19 +21,15 @@ class Work(Protocol):
     @property
     def is_here(self) -> bool:
         """Return whether the caller runs in the thread that does the work."""
-        ...
 
     def wait(self) -> None:
         """Wait until no save is in flight."""
-        ...
 
     def close(self) -> None:
         """Finish the saves, and free all resources."""
-        ...
 
     def take_error(self) -> BaseException | None:
         """Return the error that was not raised yet."""
-        ...
 
 
 class ExitCleanup:
