@@ -45,9 +45,9 @@ def read(files: Files, step: int, name: str, parent: Checkpoint | None) -> Check
     return _guarded(files, step, name, lambda: Checkpoint.from_bytes(files.read(f"{FOLDER}/{name}"), parent))
 
 
-def check(manifest: Manifest, found: Checkpoint) -> None:
+def check(manifest: Manifest, ckpt: Checkpoint) -> None:
     """Raise CorruptDataError unless a checkpoint is the one that a manifest names."""
-    if (found.id, found.nbytes, found.identity) != (manifest.id, manifest.nbytes, manifest.identity):
+    if (ckpt.id, ckpt.nbytes, ckpt.identity) != (manifest.id, manifest.nbytes, manifest.identity):
         raise CorruptDataError(f"step {manifest.step}: {manifest.file} is not the checkpoint its manifest names")
 
 
@@ -76,15 +76,17 @@ def resolve(files: Files, manifest: Manifest) -> tuple[Checkpoint, Checkpoint]:
         CorruptDataError, MissingParentError, NewerFormatError: with the step and the path.
     """
     _refuse_sharded(files, manifest)
-    base: Checkpoint | None = None
-    found: Checkpoint | None = None
-    for name in reversed(manifest.chain):
-        found = read(files, manifest.step, name, found)
-        base = base or found
-    assert found is not None
-    assert base is not None
-    check(manifest, found)
-    return found, base
+    ckpt = base = read(files, manifest.step, manifest.chain[-1], None)
+    for name in reversed(manifest.chain[:-1]):
+        ckpt = read(files, manifest.step, name, ckpt)
+    check(manifest, ckpt)
+    return ckpt, base
+
+
+def reason(step: int, problem: ShrinkpointError) -> str:
+    """Return the reason of a problem in the chain of a step, with the step."""
+    text = str(problem)
+    return text if text.startswith(f"step {step}:") else f"step {step}: below it, {text}"
 
 
 def opener(files: Files, manifest: Manifest) -> Callable[[Checkpoint | None], Checkpoint]:
@@ -151,21 +153,17 @@ def forest(entries: Iterable[Entry]) -> list[Node]:
     return list(roots.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A file that was read: its checkpoint, or the reason why it is unusable."""
-
-    node: Node
-    checkpoint: Checkpoint | None
-    problem: ShrinkpointError | None
+Visit = tuple[Node, Checkpoint | None, ShrinkpointError | None]
+"""A file that was read: its node, and its checkpoint or the reason why it is unusable."""
 
 
-def walk(files: Files, root: Node) -> Iterator[Found]:
+def walk(files: Files, root: Node) -> Iterator[Visit]:
     """Resolve a tree from its base upwards; hold a parent until its last child is read.
 
     A caller that removes children from a node that was yielded skips everything above them.
     """
-    stack: list[tuple[Node, Checkpoint | None, ShrinkpointError | None]] = [(root, None, None)]
+    # Each file with its parent's checkpoint.
+    stack: list[Visit] = [(root, None, None)]
     while stack:
         node, parent, problem = stack.pop()
         ckpt = None
@@ -177,5 +175,5 @@ def walk(files: Files, root: Node) -> Iterator[Found]:
             except ShrinkpointError as e:
                 ckpt, problem = None, e
         parent = None
-        yield Found(node, ckpt, problem)
+        yield node, ckpt, problem
         stack.extend((child, ckpt, problem) for child in reversed(node.children.values()))

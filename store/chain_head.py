@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from ..codec.config import ChainPolicy
 from ..codec.errors import CorruptDataError, NewerFormatError
 from .catalog import Catalog
 from .chain import FOLDER, carried_by, missing
-from .files import Files, StoreWarning
+from .files import StoreWarning
 from .manifest import Manifest, data_name
 
 _LEAST = 1 << 16
@@ -96,12 +97,9 @@ def smaller(
     if not policy.only_smaller or not is_pointless(Size.of(delta), base):
         return delta, None
     made = whole()
-    return made if is_pointless(payload(delta), payload(made)) else delta, Size.of(made)
-
-
-def payload(ckpt: Checkpoint) -> Size:
-    """Return the size of all arrays without the header, which is larger in a delta."""
-    return Size(sum(record.nbytes for record in ckpt.records), ckpt.raw_nbytes)
+    # Without the headers: that of a delta is larger.
+    sizes = [Size(sum(record.nbytes for record in ckpt.records), ckpt.raw_nbytes) for ckpt in (delta, made)]
+    return made if is_pointless(*sizes) else delta, Size.of(made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +121,10 @@ class ChainHead:
         """Return the head after a chain was read: its end or its base, as the policy says."""
         if policy.against == "previous" or base is ckpt:
             return ChainHead(ckpt, manifest, manifest)
-        return ChainHead(base, _of_base(manifest, base), manifest)
+        # The base's own manifest may be removed.
+        file = manifest.chain[-1]
+        fields = (int(file[:12]), file, base.id, base.identity, base.nbytes, base.raw_nbytes)
+        return ChainHead(base, Manifest(*fields, (), 0, since_base=0, base_nbytes=base.nbytes, spent=0), manifest)
 
     @staticmethod
     def after(policy: ChainPolicy, manifest: Manifest, ckpt: Checkpoint, head: ChainHead | None) -> ChainHead:
@@ -147,12 +148,11 @@ class ChainHead:
         raw = self.checkpoint.raw_nbytes
         return None if wants_base(policy, self.last, 1.0 + (self.carried / raw if raw else 0.0)) else self
 
-    def now(self, files: Files, catalog: Catalog) -> ChainHead | None:
+    def now(self, catalog: Catalog) -> ChainHead | None:
         """Return the head with its present files, or None if it was removed."""
-        try:
+        files, entry = catalog.files, None
+        with contextlib.suppress(CorruptDataError, NewerFormatError):
             entry = catalog.get(self.manifest.step)
-        except (CorruptDataError, NewerFormatError):
-            entry = None
         is_same = entry is not None and entry.manifest.identity == self.manifest.identity
         now = replace(self, manifest=entry.manifest) if is_same and entry is not None else self
         # Files of a step that was replaced or removed may still exist for others.
@@ -181,13 +181,4 @@ def manifest_over(head: ChainHead | None, step: int, ckpt: Checkpoint, metric: f
         base_nbytes=head.last.base_nbytes,
         spent=head.last.spent + ckpt.nbytes,
         metric=metric,
-    )
-
-
-def _of_base(manifest: Manifest, base: Checkpoint) -> Manifest:
-    """Make the manifest of a chain's base, because its own may be removed."""
-    file = manifest.chain[-1]
-    size = base.nbytes
-    return Manifest(
-        int(file[:12]), file, base.id, base.identity, size, base.raw_nbytes, (), 0, 0, base_nbytes=size, spent=0
     )

@@ -20,13 +20,12 @@ from ..codec.errors import CorruptDataError, MissingParentError, ShrinkpointErro
 from ..codec.state import tree
 from . import labels
 from .catalog import FOLDER as STEPS
-from .catalog import FROZEN, Catalog, Entry
+from .catalog import FROZEN, Catalog, Entry, manifest_path
 from .chain import FOLDER as DATA
 from .chain import opener, resolve
 from .chain_head import manifest_over
 from .files import TEMPORARY, Files
-from .lock import InUseError, open_lock
-from .manifest import manifest_name
+from .lock import InUseError
 from .retention import collect, is_whole
 
 UNUSED_FOR = 86_400.0
@@ -60,27 +59,27 @@ class Frozen:
     @staticmethod
     def of_tree(tree: Any) -> Frozen | None:
         """Return the record in a stored tree, or None; CorruptDataError if it is malformed."""
-        found = tree.get("frozen") if isinstance(tree, Mapping) else None
-        if found is None:
+        record = tree.get("frozen") if isinstance(tree, Mapping) else None
+        if record is None:
             return None
-        if not isinstance(found, Mapping) or not found.keys() >= _FIELDS:
+        if not isinstance(record, Mapping) or not record.keys() >= _FIELDS:
             raise CorruptDataError("frozen: malformed record of frozen parameters")
-        return Frozen(tuple(found["names"]), str(found["digest"]), found["source"])
+        return Frozen(tuple(record["names"]), str(record["digest"]), record["source"])
 
 
 def needed_by(ckpt: Checkpoint) -> set[str]:
     """Return the hashes of the sets that a checkpoint needs; only its header is read."""
-    found: set[str] = set()
+    digests: set[str] = set()
     stack = [tree.unflatten(ckpt.header["tree"], lambda number, spell: None)]
     while stack:
         node = stack.pop()
         if isinstance(node, Mapping):
             if node.keys() >= _FIELDS and node["source"] is None and isinstance(node["digest"], str):
-                found.add(node["digest"])
+                digests.add(node["digest"])
             stack.extend(node.values())
         elif isinstance(node, (list, tuple)):
             stack.extend(node)
-    return found
+    return digests
 
 
 class FrozenSets:
@@ -94,8 +93,8 @@ class FrozenSets:
     """
 
     def __init__(self, store: Files) -> None:
-        self.files = store.below(FROZEN)
-        self.catalog = Catalog(self.files)
+        self.catalog = Catalog(store.below(FROZEN))
+        self.files = self.catalog.files
 
     def entry(self, digest: str) -> Entry:
         """Return the manifest of a set.
@@ -137,19 +136,19 @@ class FrozenSets:
             return self.has(digest)
         if not self.has(digest):
             return False
-        with open_lock(self.files).shared():
+        with self.catalog.lock.shared():
             if not self.has(digest):  # it was removed since
                 return False
             entry = self.entry(digest)
             # A process may have stored it, and been killed before it was durable.
             self.files.sync([f"{DATA}/{entry.manifest.file}"])
-            self.files.sync([f"{STEPS}/{manifest_name(entry.manifest.step, entry.generation)}"])
+            self.files.sync([manifest_path(entry)])
             self._tag(digest, entry.manifest.step)
         return True
 
     def put(self, digest: str, ckpt: Checkpoint) -> None:
         """Store a set, a base, and mark it; a damaged one is replaced."""
-        with open_lock(self.files).shared():
+        with self.catalog.lock.shared():
             manifest = manifest_over(None, int(digest[:9], 16), ckpt, None)
             self.files.write(f"{DATA}/{manifest.file}", ckpt.to_bytes())
             self.catalog.commit(manifest)
@@ -188,55 +187,45 @@ def collect_frozen(files: Files, entries: Callable[[], Iterable[Entry]], *, dry_
     Returns:
         Names of the files that were removed, or would be.
     """
-    sets = FrozenSets(files)
-    own, catalog = sets.files, sets.catalog
-    if not own.list(STEPS) and not own.list(DATA):
+    catalog = FrozenSets(files).catalog
+    if not catalog.files.list(STEPS) and not catalog.files.list(DATA):
         return []
-    with contextlib.suppress(InUseError, ShrinkpointError), open_lock(own).alone(0.0) as lease:
-        tags = labels.tags(own)
-        doomed = _unmarked(own, catalog.all(), tags)
+    with contextlib.suppress(InUseError, ShrinkpointError), catalog.lock.alone(0.0) as lease:
+        tags = labels.tags(catalog.files)
+        doomed = _unmarked(catalog, tags)
         digests = {name.removeprefix(_TAG) for name, step in tags.items() if step in doomed}
-        used = _needed(files, entries(), digests) if digests else set()
+        used: set[str] = set()
+        for entry in sorted(entries(), key=lambda e: -e.manifest.step) if digests else ():
+            if digests <= used:
+                break
+            if not entry.manifest.shards:  # `Writer` for torch.distributed.checkpoint has no frozen sets
+                used |= needed_by(opener(files, entry.manifest)(None))
         doomed -= {step for name, step in tags.items() if name.removeprefix(_TAG) in used}
         names = [labels.tag_name(name) for name, step in tags.items() if step in doomed]
         if not dry_run:
-            own.remove(names)
-        removed = collect(own, catalog, lease, None, drop=doomed, dry_run=dry_run)
+            catalog.files.remove(names)
+        removed = collect(catalog, lease, None, drop=doomed, dry_run=dry_run)
         return [f"{FROZEN}/{name}" for name in (*names, *removed)]
     return []
 
 
-def _unmarked(own: Files, sets: dict[int, Entry], tags: dict[str, int]) -> set[int]:
+def _unmarked(catalog: Catalog, tags: dict[str, int]) -> set[int]:
     """Return the sets that no save has marked for a day.
 
     By the storage's clock; where it does not give ages, the result is empty.
     """
-    kept = labels.pins(own) | {step for name, step in tags.items() if not name.startswith(_TAG)}
-    marks = {s: [f"{STEPS}/{manifest_name(s, e.generation)}"] for s, e in sets.items() if s not in kept}
+    files = catalog.files
+    kept = labels.pins(files) | {step for name, step in tags.items() if not name.startswith(_TAG)}
+    marks = {s: [manifest_path(e)] for s, e in catalog.all().items() if s not in kept}
     for name, step in tags.items():
         if step in marks:
             marks[step].append(labels.tag_name(name))
     clock = f"{STEPS}/{TEMPORARY}{uuid.uuid4().hex}"
-    own.write(clock, b"")
+    files.write(clock, b"")
     try:
-        now = own.modified(clock)
-        return {s for s, names in marks.items() if now - max(map(own.modified, names)) > UNUSED_FOR}
+        now = files.modified(clock)
+        return {s for s, names in marks.items() if now - max(map(files.modified, names)) > UNUSED_FOR}
     except (FileNotFoundError, NotImplementedError, KeyError):
         return set()
     finally:
-        own.remove([clock])
-
-
-def _needed(files: Files, entries: Iterable[Entry], digests: set[str]) -> set[str]:
-    """Return the hashes that any step needs, at least those of `digests`.
-
-    Raises:
-        ShrinkpointError: a step cannot be read.
-    """
-    found: set[str] = set()
-    for entry in sorted(entries, key=lambda e: -e.manifest.step):
-        if digests <= found:
-            break
-        if not entry.manifest.shards:  # `Writer` for torch.distributed.checkpoint has no frozen sets
-            found |= needed_by(opener(files, entry.manifest)(None))
-    return found
+        files.remove([clock])

@@ -60,11 +60,11 @@ class Obstore:
     def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
         """Return all bytes of an object, or those from `start` to `end`."""
         if start is None or end is None:
-            return bytes(self._call(self._api.get, self._name(path)).bytes())
+            return bytes(self._call(self._api.get, self._name(path)).bytes().to_bytes())
         if end <= start:
             return b""
         try:
-            return bytes(self._call(self._api.get_range, self._name(path), start=start, end=end))
+            return bytes(self._call(self._api.get_range, self._name(path), start=start, end=end).to_bytes())
         except self._api.exceptions.GenericError:
             # A range behind the end is an error of its own in each storage.
             if start < self.info(path)["size"]:

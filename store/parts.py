@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from ..codec.errors import CorruptDataError
 from . import labels, restore_counter, rewinds
 from .catalog import FOLDER as STEPS
 from .catalog import FROZEN
@@ -21,13 +22,13 @@ class Part:
 
     Args:
         folder: its name.
-        unreadable: returns path -> reason of its damaged files; None: its files are checked with the steps.
+        read: reads one of its files, or raises CorruptDataError; None: its files are checked with the steps.
         copy: copies what belongs to some steps (number -> identity) from one store to another; None: copied with them.
         is_store: whether it is a store with the same parts.
     """
 
     folder: str
-    unreadable: Callable[[Files], dict[str, str]] | None = None
+    read: Callable[[Files, str], object] | None = None
     copy: Callable[[Files, Files, Mapping[int, str]], None] | None = None
     is_store: bool = False
 
@@ -37,9 +38,9 @@ PARTS = (
     Part(DATA),
     Part(FROZEN, is_store=True),
     Part(labels.PINS, copy=labels.copy_pins),
-    Part(labels.TAGS, unreadable=labels.unreadable, copy=labels.copy_tags),
+    Part(labels.TAGS, read=labels.read_file, copy=labels.copy_tags),
     Part(restore_counter.FOLDER, copy=restore_counter.copy),
-    Part(rewinds.FOLDER, unreadable=rewinds.unreadable, copy=rewinds.copy),
+    Part(rewinds.FOLDER, read=rewinds.read_file, copy=rewinds.copy),
 )
 
 
@@ -49,3 +50,16 @@ def stores(files: Files) -> Iterator[tuple[str, Files]]:
     for part in PARTS:
         if part.is_store:
             yield f"{part.folder}/", files.below(part.folder)
+
+
+def unreadable(files: Files) -> dict[str, str]:
+    """Return path -> reason of the damaged files that are not checked with the steps."""
+    reasons = {}
+    for prefix, inner in stores(files):
+        for folder, read in [(part.folder, part.read) for part in PARTS if part.read is not None]:
+            for name in inner.list(folder):
+                try:
+                    read(inner, name)
+                except CorruptDataError as e:
+                    reasons[f"{prefix}{folder}/{name}"] = str(e)
+    return reasons

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import BadArgumentError, CorruptDataError, ShrinkpointError
@@ -17,9 +19,11 @@ from .catalog import Catalog, Entry, named, unknown
 from .chain import FOLDER as DATA
 from .chain import missing
 from .files import TEMPORARY, Files, StoreWarning, is_damage
-from .lock import Lease, Lock
-from .manifest import Manifest, is_data, manifest_name
+from .lock import Lease
+from .manifest import is_data, manifest_name
 from .parts import PARTS
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,6 @@ _AT_ONCE = 64
 
 
 def collect(
-    files: Files,
     catalog: Catalog,
     lease: Lease,
     retention: Retention | None,
@@ -77,7 +80,6 @@ def collect(
     Manifests are removed first, so that a step never needs a missing file.
 
     Args:
-        files: of the store.
         catalog: of the store.
         lease: on the store, held alone.
         retention: which steps to keep; pinned and tagged steps are always kept.
@@ -90,6 +92,7 @@ def collect(
     Raises:
         CorruptDataError: a manifest, tag or record of `rewinds` cannot be read, so that the files it needs are unknown.
     """
+    files = catalog.files
     generations = catalog.generations()
     entries, problems = catalog.readable()
     if problems:
@@ -99,40 +102,46 @@ def collect(
             f"{problems[step]}; remove the step with Store.drop({step}) or `shrinkpoint drop {files.root} {step}`, "
             "then collect again"
         )
-    protected = labels.protected(files)
-    records = rewinds.read(files)
+    protected, records = labels.protected(files), rewinds.read(files)
     if retention is not None and retention.best and all(e.manifest.metric is None for e in entries.values()):
         if entries:
             message = f"{files.root}: best={retention.best}, but no step has a metric: all are kept; see Store.rate"
             warnings.warn(message, StoreWarning, stacklevel=3)
     elif retention is not None:
         behind = rewinds.behind(catalog, records)
-        keep = _kept(files, retention, entries)
+        keep = protected | _kept(files, retention, entries)
         if behind:
             # A run that went back has two ends; each keeps its steps as if it were the newest.
             keep |= _kept(files, retention, {s: e for s, e in entries.items() if s not in behind})
-        entries = {s: e for s, e in entries.items() if s in keep | protected}
+        entries = {s: e for s, e in entries.items() if s in keep}
     entries = {s: e for s, e in entries.items() if s not in drop}
     needed = {name for entry in entries.values() for name in entry.manifest.files}
     doomed = {s: g[:-1] if s in entries else g for s, g in generations.items() if s not in entries or g[:-1]}
-    manifests = sorted(f"{STEPS}/{manifest_name(s, n)}" for s, known in doomed.items() for n in known)
-    garbage = [_garbage(files, part.folder, needed) for part in PARTS if not part.is_store]
-    garbage.append(rewinds.garbage(records, {s: e.manifest.identity for s, e in entries.items()}))
+    garbage = [
+        f"{part.folder}/{name}"
+        for part in PARTS
+        if not part.is_store
+        for name in files.list(part.folder)
+        if name.startswith(TEMPORARY) or (part.folder == DATA and is_data(name) and name not in needed)
+    ]
+    garbage += rewinds.garbage(records, {s: e.manifest.identity for s, e in entries.items()})
     if not dry_run:
-        gone = list(doomed)
-        for start in range(0, len(gone), _AT_ONCE):
-            lease.renew()
-            give_way()
-            catalog.drop({step: doomed[step] for step in gone[start : start + _AT_ONCE]})
-        for names in garbage:
-            for start in range(0, len(names), _AT_ONCE):
-                lease.renew()
-                give_way()
-                files.remove(names[start : start + _AT_ONCE])
-    return [*manifests, *(name for names in garbage for name in names)]
+        for steps in _in_turn(list(doomed), lease):
+            catalog.drop({step: doomed[step] for step in steps})
+        for names in _in_turn(garbage, lease):
+            files.remove(names)
+    return [*sorted(f"{STEPS}/{manifest_name(s, n)}" for s, known in doomed.items() for n in known), *garbage]
 
 
-def drop(files: Files, catalog: Catalog, steps: Collection[int]) -> None:
+def _in_turn(items: list[T], lease: Lease) -> Iterator[list[T]]:
+    """Yield a few items at a time; before each, renew the lock and allow an interruption."""
+    for start in range(0, len(items), _AT_ONCE):
+        lease.renew()
+        give_way()
+        yield items[start : start + _AT_ONCE]
+
+
+def drop(catalog: Catalog, steps: Collection[int]) -> None:
     """Remove steps, regardless of a retention; the store must be held alone.
 
     Raises:
@@ -140,72 +149,52 @@ def drop(files: Files, catalog: Catalog, steps: Collection[int]) -> None:
         CorruptDataError: the manifest of one is a folder.
     """
     generations = catalog.generations()
-    protected = labels.protected(files)
+    protected = labels.protected(catalog.files)
     for step in steps:
         if step not in generations:
-            raise unknown(files, f"step {step!r}", list(generations))
+            raise unknown(catalog.files, f"step {step!r}", list(generations))
         if step in protected:
             raise BadArgumentError(f"step {step} is pinned or tagged")
     catalog.drop({step: generations[step] for step in steps})
 
 
-def take_back(files: Files, catalog: Catalog, lock: Lock, file: str) -> None:
+def take_back(catalog: Catalog, file: str) -> None:
     """Remove the data file of a failed save, unless a step names it, whose bytes are the same.
 
     If others are writing, it is left as garbage.
     """
-    with contextlib.suppress(Exception), lock.alone(0.0):
+    with contextlib.suppress(Exception), catalog.lock.alone(0.0):
         if not any(file.endswith(name) for e in catalog.all().values() for name in e.manifest.files):
-            files.remove([file])
-
-
-def _garbage(files: Files, folder: str, needed: set[str]) -> list[str]:
-    """Return a folder's temporary files, and the data files that no step needs."""
-    return [
-        f"{folder}/{name}"
-        for name in files.list(folder)
-        if name.startswith(TEMPORARY) or (folder == DATA and is_data(name) and name not in needed)
-    ]
+            catalog.files.remove([file])
 
 
 def _kept(files: Files, retention: Retention, entries: Mapping[int, Entry]) -> set[int]:
     """Return the steps to keep; a damaged step never takes the place of an intact one."""
+    is_intact_file = functools.cache(functools.partial(is_whole, files))
+
+    def is_intact(step: int) -> bool:
+        manifest = entries[step].manifest
+        # Of a sharded step, which no single process could read in time, the files of the ranks need only exist.
+        is_there = not manifest.shards or not missing(files, manifest.files)
+        return is_there and all(map(is_intact_file, manifest.chain))
+
     intact: dict[int, float | None] = {step: e.manifest.metric for step, e in entries.items()}
     damaged: set[int] = set()
-    known: dict[str, bool] = {}
     while True:
         keep = retention.kept(intact) if intact else set()
-        if len(keep) == len(intact):
-            break
-        bad = {step for step in keep if not _is_intact(files, entries[step].manifest, known)}
+        bad = {step for step in keep if not is_intact(step)} if len(keep) < len(intact) else set()
         if not bad:
-            break
+            return keep | damaged
         damaged |= bad
         intact = {step: metric for step, metric in intact.items() if step not in bad}
-    return keep | damaged
-
-
-def _is_intact(files: Files, manifest: Manifest, known: dict[str, bool]) -> bool:
-    """Return whether a step's files are intact, reading each file only once.
-
-    Of a sharded step, which no single process could read in time, the files of the ranks need only exist.
-    """
-    if manifest.shards and missing(files, manifest.files):
-        return False
-    for name in manifest.chain:
-        if name not in known:
-            give_way()
-            known[name] = is_whole(files, name)
-        if not known[name]:
-            return False
-    return True
 
 
 def is_whole(files: Files, name: str) -> bool:
-    """Return whether a data file exists, is intact, and matches its name."""
+    """Return whether a data file exists, is intact, and matches its name; the work may be interrupted before."""
+    give_way()
     try:
-        found = Checkpoint.from_bytes(files.read(f"{DATA}/{name}"))
-        return name.endswith(f"-{found.id[:16]}.spt")
+        ckpt = Checkpoint.from_bytes(files.read(f"{DATA}/{name}"))
+        return name.endswith(f"-{ckpt.id[:16]}.spt")
     except (FileNotFoundError, ShrinkpointError):
         return False
     except OSError as e:

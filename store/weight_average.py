@@ -18,6 +18,7 @@ import numpy as np
 from ..codec.base import CHUNK
 from ..codec.checkpoint import Checkpoint, check_resolved
 from ..codec.config import Config
+from ..codec.inputs import Inputs
 from ..codec.moments.optimizer_steps import steps_taken
 from ..codec.plan import to_place_of
 from ..codec.state.leaves import is_array, is_sharded, read_leaf
@@ -123,7 +124,7 @@ class WeightAverage:
         """Return the average of a state's weights, and how many steps ago they were.
 
         Args:
-            state: the state that will be compressed, or its `arrays_by_path`.
+            state: the state that will be compressed, or its `Inputs`.
             step: its training step; None: unknown.
 
         Returns:
@@ -132,14 +133,14 @@ class WeightAverage:
         Raises:
             BadArgumentError: the state is not a tree, or the step not a number.
         """
-        arrays = arrays_by_path(state)
+        arrays = _arrays_by_path(state)
         return PastWeights(self._fitting(arrays), self._clock.until(_Clock.of(arrays, _checked(step))))
 
     def follow(self, state: Any, checkpoint: Checkpoint, step: float | None = None) -> None:
         """Move a tenth of the way towards the weights of a state that was compressed.
 
         Args:
-            state: the state, or its `arrays_by_path`.
+            state: the state, or its `Inputs`.
             checkpoint: its checkpoint.
             step: its training step; None: unknown.
 
@@ -148,7 +149,7 @@ class WeightAverage:
         """
         step = _checked(step)
         arguments.instance("checkpoint", checkpoint, Checkpoint)
-        arrays = arrays_by_path(state)
+        arrays = _arrays_by_path(state)
         means = self._fitting(arrays)
         self._clock = self._clock.moved(_Clock.of(arrays, step))
         self._means = {}
@@ -169,17 +170,11 @@ def _checked(step: Any) -> float | None:
     return arguments.or_none("step", step, arguments.number, -math.inf, math.inf, open_low=True, open_high=True)
 
 
-class _Arrays(dict[str, Array]):
-    """The result of `arrays_by_path`."""
-
-
-def arrays_by_path(state: Any) -> Mapping[str, Array]:
+def _arrays_by_path(state: Any) -> Mapping[str, Array]:
     """Return the arrays of a state by path, without arrays that share a path."""
-    if isinstance(state, _Arrays):
-        return state
-    nodes = flatten(state, is_array)[1]
+    nodes = [n for n in state.named if is_array(n.value)] if isinstance(state, Inputs) else flatten(state, is_array)[1]
     times = Counter(node.path for node in nodes)
-    return _Arrays({node.path: node.value for node in nodes if times[node.path] == 1})
+    return {node.path: node.value for node in nodes if times[node.path] == 1}
 
 
 def _number(x: Array) -> float | None:
@@ -208,10 +203,10 @@ def _moved(mean: Array, flat: Array) -> Array:
     """Update the mean by the new values, in place; a mean that is not finite starts again."""
     block = CHUNK if on_gpu(flat) else _BLOCK
     for start in range(0, mean.shape[0], block):
-        own, new = mean[start : start + block], flat[start : start + block]
+        old, new = mean[start : start + block], flat[start : start + block]
         new = new.float() if is_torch(new) else new.astype("float32", copy=False)
-        own += _SHARE * (new - own)
-        if not math.isfinite(float(own.sum())):
-            lost = ~(own - own == 0)
-            own[lost] = new[lost]
+        old += _SHARE * (new - old)
+        if not math.isfinite(float(old.sum())):
+            lost = ~(old - old == 0)
+            old[lost] = new[lost]
     return mean

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
+from shrinkpoint.codec.compress import compress_inputs
 from shrinkpoint.store import session as module
 from shrinkpoint.store.chain_head import Size, is_pointless, wants_base
 from shrinkpoint.store.manifest import Manifest
@@ -89,7 +90,7 @@ def test_a_delta_that_spares_nothing_is_a_base(cfg: sp.Config, monkeypatch: pyte
     store = sp.Store(f"memory://pointless-{cfg.chain.against}", cfg)
     redrawn = {2, 5}
     made = []
-    monkeypatch.setattr(module, "compress", lambda *a, **k: made.append(sp.compress(*a, **k)) or made[-1])
+    monkeypatch.setattr(module, "compress_inputs", lambda *a, **k: made.append(compress_inputs(*a, **k)) or made[-1])
     rng = np.random.default_rng(0)
     saved = []
     for step in range(8):
@@ -115,7 +116,7 @@ def test_a_delta_may_be_as_large_as_it_is_where_that_is_asked() -> None:
 def test_a_state_that_grew_is_no_reason_for_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deltas of a state that grew stay deltas if they are smaller than a base."""
     made = []
-    monkeypatch.setattr(module, "compress", lambda *a, **k: made.append(sp.compress(*a, **k)) or made[-1])
+    monkeypatch.setattr(module, "compress_inputs", lambda *a, **k: made.append(compress_inputs(*a, **k)) or made[-1])
     store = sp.Store("memory://grown", lossless(against="base"))
     rng = np.random.default_rng(0)
     w = rng.standard_normal(50_000).astype(np.float32)

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 import shrinkpoint as sp
 from shrinkpoint.__main__ import app
-from shrinkpoint.store import rewinds, transfer
+from shrinkpoint.store import transfer
+from shrinkpoint.store.checksummed_json import seal, unseal
 from shrinkpoint.store.files import Files, StoreWarning
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.saver.saver import SaverWarning
@@ -473,8 +474,8 @@ def record(store: sp.Store) -> tuple[Files, str]:
 def test_records_that_are_none(gone_back: sp.Store, broken: bytes | None) -> None:
     """An invalid record removes nothing, and `load()` takes the highest step with a warning."""
     files, path = record(gone_back)
-    whole = rewinds.unseal(files.read(path))
-    files.write(path, rewinds.seal({**whole, "left": {"80": "../x"}}) if broken is None else broken)
+    whole = unseal(files.read(path))
+    files.write(path, seal({**whole, "left": {"80": "../x"}}) if broken is None else broken)
     with pytest.raises(sp.CorruptDataError, match="left/"):
         gone_back.gc(Retention())
     with pytest.raises(sp.CorruptDataError, match="left/"):
