@@ -68,12 +68,7 @@ _AT_ONCE = 64
 
 
 def collect(
-    catalog: Catalog,
-    lease: Lease,
-    retention: Retention | None,
-    *,
-    drop: Collection[int] = (),
-    dry_run: bool = False,
+    catalog: Catalog, lease: Lease, retention: Retention | None, *, drop: Collection[int] = (), dry_run: bool = False
 ) -> list[str]:
     """Remove steps by a retention (None: keep all), then files that no step needs.
 

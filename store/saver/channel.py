@@ -54,6 +54,10 @@ def start_worker(fd: int, log: int, threads: int) -> subprocess.Popen[bytes]:
         threads: how many it computes with.
     """
     command = [sys.executable, "-P", "-m", "shrinkpoint.store.saver.worker", str(fd), str(os.getpid())]
+    libraries = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    environment = {**os.environ, **libraries, "PYTHONPATH": os.pathsep.join(module_folders())}
+    # All data are in host memory: a context on the GPU would only take memory from the trainer.
+    environment |= {"SHRINKPOINT_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     # A session of its own, so that signals to the group, session or terminal of the trainer do not reach it.
     with held_back():
         return subprocess.Popen(
@@ -62,34 +66,17 @@ def start_worker(fd: int, log: int, threads: int) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=log,
             pass_fds=(fd,),
-            env=child_environment(threads),
+            env=environment,
             start_new_session=True,
         )
 
 
-def child_environment(threads: int) -> dict[str, str]:
-    """Return the environment of a worker: the same modules, few threads, no GPU."""
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(module_folders()),
-        "SHRINKPOINT_THREADS": str(threads),
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        # All data are in host memory: a context on the GPU would only take memory from the trainer.
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-
-
 def module_folders() -> list[str]:
     """Return the folders where this process finds modules."""
-    found = [entry for entry in sys.path if isinstance(entry, str)]
-    if "" in found:
-        here = ""
-        with contextlib.suppress(OSError):  # the current folder was removed
-            here = os.getcwd()
-        found = [entry or here for entry in found if entry or here]
-    return found
+    here = ""
+    with contextlib.suppress(OSError):  # the current folder was removed
+        here = os.getcwd()
+    return [entry or here for entry in sys.path if isinstance(entry, str) and (entry or here)]
 
 
 _HEAD = struct.Struct("<II")
@@ -150,8 +137,8 @@ def _exactly(sock: socket.socket, size: int, descriptors: list[int]) -> bytes:
     parts: list[bytes] = []
     flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
     while size:
-        data, found, _, _ = socket.recv_fds(sock, min(size, 1 << 16), _MOST_DESCRIPTORS, flags)
-        descriptors += found
+        data, received, _, _ = socket.recv_fds(sock, min(size, 1 << 16), _MOST_DESCRIPTORS, flags)
+        descriptors += received
         if not data:
             raise EOFError("the other end is closed")
         parts.append(data)

@@ -10,11 +10,13 @@ import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...codec import errors
-from ...codec.errors import ShrinkpointError
+from ...codec.errors import ShrinkpointError, ShrinkpointWarning
 from ...kernels.backend.imported import imported
 from ..chain_head import ChainHead
 from ..store import Store
@@ -45,27 +47,50 @@ class Origin:
     back: bool = False
 
 
+@dataclass(slots=True)
+class Job:
+    """A save that is handed over; its state is in a snapshot.
+
+    Args:
+        step: training step.
+        origin: what the first save of an executor builds on, and so does one that goes back to it.
+        head: that of the caller's store at that time.
+        future: of the result.
+        begin: when the call began, by `time.perf_counter`.
+        waited: seconds of waiting for the save before it.
+        stall: seconds of the trainer's time.
+    """
+
+    step: int
+    origin: Origin | None
+    head: ChainHead | None
+    future: Future[Any]
+    begin: float
+    waited: float
+    stall: float = 0.0
+
+    @property
+    def is_durable(self) -> bool:
+        """Return whether the save is done, and neither failed nor cancelled."""
+        return self.future.done() and self.future.exception() is None and self.future.result().status == "saved"
+
+
 class Executor(Protocol):
     """Interface of executors, which do the saves of a `Saver` one after another."""
 
     arena: Arena
     on_device: bool
+    pid: int
+    """Id of the process that executes the saves."""
 
-    @property
-    def pid(self) -> int:
-        """Id of the process that executes the saves."""
-
-    def hand(self, step: int, snapshot: Snapshot, origin: Origin | None) -> None:
+    def hand(self, job: Job, snapshot: Snapshot) -> None:
         """Hand over a save, which a worker process finishes even if this process is killed.
 
         `run` must follow with the same arguments, also if this call was interrupted or failed, which does no harm.
         """
 
-    def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
-        """Finish the save handed over; return its outcome and warnings, or raise its error.
-
-        The first save builds on `origin`, and so does one that goes back to it.
-        """
+    def run(self, job: Job, snapshot: Snapshot) -> tuple[dict[str, Any], list[Warned]]:
+        """Finish the save handed over; return its outcome and warnings, or raise its error."""
 
     def maintain(self) -> list[Warned]:
         """Do the maintenance between saves, until the next save or `cancel`.
@@ -78,12 +103,14 @@ class Executor(Protocol):
 
     def is_stopped(self) -> bool:
         """Return whether the executor is stopped until a signal lets it continue."""
+        return False
 
     def close(self) -> None:
         """Free all resources; no save is in progress."""
+        self.arena.close()
 
 
-class ThreadExecutor:
+class ThreadExecutor(Executor):
     """Executor in the calling thread; GPU arrays are quantized on their device."""
 
     on_device = True
@@ -96,18 +123,17 @@ class ThreadExecutor:
         self.arena = Arena()
         self.pid = os.getpid()
 
-    def hand(self, step: int, snapshot: Snapshot, origin: Origin | None) -> None:
+    def hand(self, job: Job, snapshot: Snapshot) -> None:
         """See Executor."""
-        self._handed = True
-        self._stop = False
+        self._handed, self._stop = True, False
 
-    def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
+    def run(self, job: Job, snapshot: Snapshot) -> tuple[dict[str, Any], list[Warned]]:
         """See Executor."""
         self._handed = False
-        session = self._store.session
+        session, origin = self._store.session, job.origin
         if origin is not None and origin.head is not None and (origin.back or session.head is None):
             session.adopt(origin.head)
-        return outcome(perform(session, step, snapshot, self.arena, lambda: self._stop, alone=True)), []
+        return outcome(perform(session, job.step, snapshot, self.arena, lambda: self._stop, alone=True)), []
 
     def maintain(self) -> list[Warned]:
         """See Executor."""
@@ -118,16 +144,8 @@ class ThreadExecutor:
         """See Executor."""
         self._stop = True
 
-    def is_stopped(self) -> bool:
-        """See Executor."""
-        return False
 
-    def close(self) -> None:
-        """See Executor."""
-        self.arena.close()
-
-
-class ProcessExecutor:
+class ProcessExecutor(Executor):
     """Executor in a worker process, which shares only the snapshot with this process.
 
     Args:
@@ -144,7 +162,7 @@ class ProcessExecutor:
 
     def __init__(self, store: Store, *, nice: int, threads: int, maintenance: Maintenance) -> None:
         self.arena = Arena()
-        self._words = anonymous("shrinkpoint-job")
+        self._text = anonymous("shrinkpoint-job")
         self._given: tuple[int, ...] = ()
         self._number = 0
         self._begun = self._handed = False
@@ -155,6 +173,7 @@ class ProcessExecutor:
         try:
             with theirs:
                 self._process = start_worker(theirs.fileno(), self._log, threads)
+            self.pid = self._process.pid
             modules = ["torch"] if imported("torch") else []
             first = {"store": store_options(store), "nice": nice, "modules": modules}
             # A worker that died at once is noticed when it is first waited for.
@@ -162,59 +181,53 @@ class ProcessExecutor:
                 send(ours, {**first, "maintenance": maintenance.to_json()})
         except BaseException:
             ours.close()
-            close_all((self._log, self._words))
+            close_all((self._log, self._text))
             self.arena.close()
             raise
-
-    @property
-    def pid(self) -> int:
-        """Process id of the worker."""
-        return self._process.pid
 
     @property
     def alive(self) -> bool:
         """Return whether the worker process runs."""
         return self._process.poll() is None
 
-    def hand(self, step: int, snapshot: Snapshot, origin: Origin | None) -> None:
+    def hand(self, job: Job, snapshot: Snapshot) -> None:
         """See Executor. The message is short, so that it fits while the worker does not read.
 
         The worker reads the origin's chain from storage, because its memory is not shared.
         """
         assert self.arena.fd is not None
         self.arena.stop = False
-        follows = None if origin is None else [origin.step, origin.identity, origin.back]
-        words = {"step": step, "snapshot": snapshot.to_json(), "origin": follows}
-        text = memoryview(json.dumps(words, check_circular=False).encode())
+        origin = None if job.origin is None else [job.origin.step, job.origin.identity, job.origin.back]
+        fields = {"step": job.step, "snapshot": snapshot.to_json(), "origin": origin}
+        text = memoryview(json.dumps(fields, check_circular=False).encode())
         at = 0
         while at < len(text):
-            at += os.pwrite(self._words, text[at:], at)
-        job = {"do": "save", "number": self._number, "size": self.arena.size, "words": len(text)}
-        shared = (self.arena.fd, self._words)
+            at += os.pwrite(self._text, text[at:], at)
+        message = {"do": "save", "number": self._number, "size": self.arena.size, "words": len(text)}
+        shared = (self.arena.fd, self._text)
         with self._sending:
             # From here on it may have been sent, even if this is interrupted: answers come in the order of messages.
             self._begun = True
-            send(self._sock, job, () if self._given == shared else shared)
+            send(self._sock, message, () if self._given == shared else shared)
             self._given = shared
             self._handed = True
 
-    def run(self, step: int, snapshot: Snapshot, origin: Origin | None) -> tuple[dict[str, Any], list[Warned]]:
+    def run(self, job: Job, snapshot: Snapshot) -> tuple[dict[str, Any], list[Warned]]:
         """See Executor.
 
         Raises:
             ChildProcessError: the worker has ended.
         """
-        try:
-            if not self._handed:
-                # If it did arrive, the worker recognizes it by its number and does it once.
-                self.hand(step, snapshot, origin)
-            answer, _ = receive(self._sock)
-        except (EOFError, ConnectionError, BrokenPipeError):
-            raise ChildProcessError(self.epitaph()) from None
-        finally:
-            self._begun = self._handed = False
+        with self._explained():
+            try:
+                if not self._handed:
+                    # If it did arrive, the worker recognizes it by its number and does it once.
+                    self.hand(job, snapshot)
+                answer, _ = receive(self._sock)
+            finally:
+                self._begun = self._handed = False
         self._number += 1
-        return answer, _warnings(answer, f"saving step {step}")
+        return answer, _warnings(answer, f"saving step {job.step}")
 
     def maintain(self) -> list[Warned]:
         """See Executor.
@@ -222,15 +235,21 @@ class ProcessExecutor:
         Raises:
             ChildProcessError: the worker has ended.
         """
-        try:
+        with self._explained():
             with self._sending:
                 if self._begun:
                     return []
                 send(self._sock, {"do": "maintain"})
             answer, _ = receive(self._sock)
-        except (EOFError, ConnectionError, BrokenPipeError):
-            raise ChildProcessError(self.epitaph()) from None
         return _warnings(answer, "between two saves")
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise ChildProcessError with the reason if the worker has ended."""
+        try:
+            yield
+        except (EOFError, ConnectionError):
+            raise ChildProcessError(self.epitaph()) from None
 
     def epitaph(self) -> str:
         """Say how the worker ended."""
@@ -239,9 +258,8 @@ class ProcessExecutor:
         except subprocess.TimeoutExpired:
             return f"the saver's worker (process {self.pid}) no longer answers"
         how = f"ended with status {status}"
-        if status < 0:
-            with contextlib.suppress(ValueError):
-                how = f"was killed by {signal.Signals(-status).name}"
+        with contextlib.suppress(ValueError):
+            how = f"was killed by {signal.Signals(-status).name}"
         size = os.fstat(self._log).st_size
         tail = os.pread(self._log, 4000, max(0, size - 4000)).decode(errors="replace").strip()
         return f"the saver's worker (process {self.pid}) {how}{': ' + tail if tail else ''}"
@@ -269,7 +287,7 @@ class ProcessExecutor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_PATIENCE)
         self.arena.close()
-        close_all((self._log, self._words))
+        close_all((self._log, self._text))
 
 
 def _warnings(answer: dict[str, Any], when: str) -> list[Warned]:
@@ -283,16 +301,13 @@ def _warnings(answer: dict[str, Any], when: str) -> list[Warned]:
 def _rebuilt(answer: dict[str, Any], when: str) -> BaseException:
     """Rebuild the worker's error, with its type if that is known here."""
     kind, message = answer["error"], answer["message"]
-    known = getattr(errors, kind, None) if kind in errors.__all__ else None
-    plain = getattr(builtins, kind, None)
-    made: BaseException
-    if known is not None:
-        made = known(message)
-    elif isinstance(plain, type) and issubclass(plain, OSError):
-        made = OSError(answer["errno"], message, answer["filename"]) if answer["errno"] else plain(message)
-    elif plain is MemoryError:
-        made = MemoryError(message)
+    known = getattr(errors, kind) if kind in errors.__all__ else getattr(builtins, kind, None)
+    error: BaseException
+    if isinstance(known, type) and issubclass(known, OSError) and answer["errno"]:
+        error = OSError(answer["errno"], message, answer["filename"])
+    elif isinstance(known, type) and issubclass(known, (ShrinkpointError, ShrinkpointWarning, OSError, MemoryError)):
+        error = known(message)
     else:
-        made = ShrinkpointError(f"the saver's worker failed: {answer['qualname']}: {message}")
-    made.add_note(f"In the saver's worker, {when}:\n{answer['trace']}")
-    return made
+        error = ShrinkpointError(f"the saver's worker failed: {answer['qualname']}: {message}")
+    error.add_note(f"In the saver's worker, {when}:\n{answer['trace']}")
+    return error

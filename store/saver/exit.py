@@ -9,31 +9,14 @@ import queue
 import sys
 import threading
 import weakref
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-
-class Work(Protocol):
-    """The part of a Saver that remains after the Saver was garbage-collected."""
-
-    pid: int
-    url: str
-
-    @property
-    def is_here(self) -> bool:
-        """Return whether the caller runs in the thread that does the work."""
-
-    def wait(self) -> None:
-        """Wait until no save is in flight."""
-
-    def close(self) -> None:
-        """Finish the saves, and free all resources."""
-
-    def take_error(self) -> BaseException | None:
-        """Return the error that was not raised yet."""
+if TYPE_CHECKING:
+    from .saver import Runner
 
 
 class ExitCleanup:
-    """The work of the Savers of this process that are not closed.
+    """The runners of the Savers of this process that are not closed; one remains after its Saver was garbage-collected.
 
     Python's garbage collector may find a Saver in any thread, at any point: within an import, the start of a thread, or
     the work itself. Waiting there could last forever, so a thread of its own does it. That thread may be cut off at
@@ -48,61 +31,61 @@ class ExitCleanup:
 
     def _begin(self) -> None:
         """Reset the registry, also in a forked child, where a lock may be held by a missing thread."""
-        self._open: dict[Work, None] = {}
+        self._open: dict[Runner, None] = {}
         self._turn = threading.RLock()
-        self._collected: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._collected: queue.SimpleQueue[Runner] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def add(self, saver: object, work: Work) -> weakref.finalize[Any, Any]:
-        """Register some work until it is removed or finished."""
+    def add(self, saver: object, runner: Runner) -> weakref.finalize[Any, Any]:
+        """Register a runner until it is removed or finished."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait, name="shrinkpoint-unclosed", daemon=True)
             self._thread.start()
-        self._open[work] = None
-        found = weakref.finalize(saver, self._hand, work)
-        found.atexit = False
-        return found
+        self._open[runner] = None
+        finalizer = weakref.finalize(saver, self._hand, runner)
+        finalizer.atexit = False
+        return finalizer
 
-    def remove(self, finalizer: weakref.finalize[Any, Any], work: Work) -> None:
-        """Remove some work, because the caller closes the Saver."""
+    def remove(self, finalizer: weakref.finalize[Any, Any], runner: Runner) -> None:
+        """Remove a runner, because the caller closes the Saver."""
         finalizer.detach()
-        self._open.pop(work, None)
+        self._open.pop(runner, None)
 
     def wait_for(self, url: str) -> None:
         """Wait for the saves in flight to a store; the Savers raise the errors.
 
         Raises:
-            ChildProcessError: a worker is stopped, see `Work.wait`.
+            ChildProcessError: a worker is stopped, see `Runner.wait`.
         """
-        for work in list(self._open):
-            if work.url == url and not work.is_here:
-                work.wait()
+        for runner in list(self._open):
+            if runner.url == url and not runner.is_here:
+                runner.wait()
 
-    def _hand(self, work: Work) -> None:
-        if work.pid == os.getpid():
-            self._collected.put(work)
+    def _hand(self, runner: Runner) -> None:
+        if runner.pid == os.getpid():
+            self._collected.put(runner)
 
     def _wait(self) -> None:
         while True:
             self._finish(self._collected.get())
 
     def _end(self) -> None:
-        for work in list(self._open):
-            self._finish(work)
+        for runner in list(self._open):
+            self._finish(runner)
 
-    def _finish(self, work: Work) -> None:
-        """Close some work and show its error; an error does not stop the others from closing."""
+    def _finish(self, runner: Runner) -> None:
+        """Close a runner and show its error; an error does not stop the others from closing."""
         with self._turn:
-            if work not in self._open:
+            if runner not in self._open:
                 return
             error: BaseException | None
             try:
-                work.close()
-                error = work.take_error()
+                runner.close()
+                error = runner.take_error()
             except Exception as e:  # also a warning that was made an error
                 error = e
             finally:
-                self._open.pop(work, None)
+                self._open.pop(runner, None)
             if error is not None:
                 fail_at_exit()
                 # Raised by an exit handler it would be shown without its notes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -47,39 +47,24 @@ def perform(
     trees = rebuild(snapshot, arena)
     grads, metric, asked = trees["options"]
     cfg = None if asked is None else Config.from_json(json.loads(asked))
-    with contextlib.suppress(Stopped), stoppable(stop, alone=alone), _streams(snapshot):
-        return session.save(step, trees["state"], grads=grads, kinds=_kinds(trees["kinds"]), metric=metric, cfg=cfg)
-    return None
-
-
-@contextlib.contextmanager
-def _streams(snapshot: Snapshot) -> Iterator[None]:
-    """Read arrays that stayed on a GPU on a separate stream, after their copies are complete."""
-    if not snapshot.ready:
-        yield
-        return
-    import torch
-
-    with contextlib.ExitStack() as stack:
+    with contextlib.suppress(Stopped), stoppable(stop, alone=alone), contextlib.ExitStack() as streams:
+        # Arrays that stayed on a GPU are read on a separate stream, after their copies are complete.
         for device, event in snapshot.ready:
+            import torch
+
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_event(event)
-            stack.enter_context(torch.cuda.stream(stream))
-        yield
+            streams.enter_context(torch.cuda.stream(stream))
+        return session.save(step, trees["state"], grads=grads, kinds=_kinds(trees["kinds"]), metric=metric, cfg=cfg)
+    return None
 
 
 def outcome(saved: Saved | None) -> dict[str, Any]:
     """Return the fields of a `SaveResult` that a save determines, as plain values."""
     if saved is None:
         return {"status": "cancelled"}
-    return {
-        "status": "saved",
-        "path": saved.path,
-        "id": saved.checkpoint.id,
-        "nbytes": saved.nbytes,
-        "raw_nbytes": saved.raw_nbytes,
-        "is_delta": saved.is_delta,
-    }
+    fields = {name: getattr(saved, name) for name in ("path", "nbytes", "raw_nbytes", "is_delta")}
+    return {**fields, "status": "saved", "id": saved.checkpoint.id}
 
 
 def store_options(store: Store) -> dict[str, Any]:
