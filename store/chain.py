@@ -36,13 +36,16 @@ def _guarded(files: Files, step: int, name: str, work: Callable[[], T]) -> T:
         raise CorruptDataError(f"step {step}: {path} cannot be read: {e}") from None
 
 
-def read(files: Files, step: int, name: str, parent: Checkpoint | None) -> Checkpoint:
-    """Return the checkpoint of a data file, resolved.
+def read(
+    files: Files, step: int, name: str, parent: Checkpoint | None, reader: Callable[[str], bytes] | None = None
+) -> Checkpoint:
+    """Return the checkpoint of a data file, resolved; `reader` replaces `files.read`.
 
     Raises:
         CorruptDataError, MissingParentError, NewerFormatError: with the step and the path.
     """
-    return _guarded(files, step, name, lambda: Checkpoint.from_bytes(files.read(f"{FOLDER}/{name}"), parent))
+    reader = reader or files.read
+    return _guarded(files, step, name, lambda: Checkpoint.from_bytes(reader(f"{FOLDER}/{name}"), parent))
 
 
 def check(manifest: Manifest, ckpt: Checkpoint) -> None:
@@ -68,17 +71,24 @@ def missing(files: Files, names: Collection[str]) -> set[str]:
     return {name for name in absent if not files.exists(f"{FOLDER}/{name}")}
 
 
-def resolve(files: Files, manifest: Manifest) -> tuple[Checkpoint, Checkpoint]:
+def resolve(
+    files: Files, manifest: Manifest, reader: Callable[[str], bytes] | None = None
+) -> tuple[Checkpoint, Checkpoint]:
     """Return a step's checkpoint, resolved by reading its chain upwards, and the base.
+
+    Args:
+        files: of the store.
+        manifest: of the step.
+        reader: reads a file; None: `files.read`.
 
     Raises:
         BadArgumentError: several ranks saved it.
         CorruptDataError, MissingParentError, NewerFormatError: with the step and the path.
     """
     _refuse_sharded(files, manifest)
-    ckpt = base = read(files, manifest.step, manifest.chain[-1], None)
+    ckpt = base = read(files, manifest.step, manifest.chain[-1], None, reader)
     for name in reversed(manifest.chain[:-1]):
-        ckpt = read(files, manifest.step, name, ckpt)
+        ckpt = read(files, manifest.step, name, ckpt, reader)
     check(manifest, ckpt)
     return ckpt, base
 

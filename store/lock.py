@@ -18,7 +18,7 @@ import posixpath
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from .files import Files
 from .local import make_folder
@@ -88,17 +88,13 @@ class FileLock:
     def __init__(self, files: Files) -> None:
         self._files = files
 
-    @contextlib.contextmanager
-    def shared(self) -> Iterator[Lease]:
+    def shared(self) -> contextlib.AbstractContextManager[Lease]:
         """Hold the lock together with other shared holders; waits without a limit."""
-        with self._held(fcntl.LOCK_SH, None) as lease:
-            yield lease
+        return self._held(fcntl.LOCK_SH, None)
 
-    @contextlib.contextmanager
-    def alone(self, timeout: float) -> Iterator[Lease]:
+    def alone(self, timeout: float) -> contextlib.AbstractContextManager[Lease]:
         """Hold the lock alone."""
-        with self._held(fcntl.LOCK_EX, timeout) as lease:
-            yield lease
+        return self._held(fcntl.LOCK_EX, timeout)
 
     @contextlib.contextmanager
     def _held(self, mode: int, timeout: float | None) -> Iterator[Lease]:
@@ -110,7 +106,7 @@ class FileLock:
         try:
             if not _flock(fd, mode, timeout, path):
                 other = ObjectLock(self._files)
-                with other.shared() if mode == fcntl.LOCK_SH else other.alone(timeout or 0.0) as lease:
+                with other.shared() if timeout is None else other.alone(timeout) as lease:
                     yield lease
                 return
             try:
@@ -179,15 +175,12 @@ class _ObjectLease(Lease):
         self._files, self._name, self._token = files, name, token
 
     def renew(self) -> None:
-        try:
-            mine = self._files.read(self._name) == self._token
-        except FileNotFoundError:
-            mine = False
-        if not mine:
-            raise TimeoutError(
-                errno.ETIMEDOUT, f"this process was silent for over {STALE:g} s and lost its lock", self._name
-            )
-        self._files.write(self._name, self._token)
+        with contextlib.suppress(FileNotFoundError):
+            if self._files.read(self._name) == self._token:
+                self._files.write(self._name, self._token)
+                return
+        message = f"this process was silent for over {STALE:g} s and lost its lock"
+        raise TimeoutError(errno.ETIMEDOUT, message, self._name)
 
 
 class ObjectLock:
@@ -252,26 +245,18 @@ class ObjectLock:
 
     def _others(self) -> list[str]:
         """Return the live shared holders, and remove the lock objects of dead ones."""
-        alive = []
-        for base in self._files.list(FOLDER):
-            name = f"{FOLDER}/{base}"
-            if not base.startswith("shared-"):
-                continue
-            if self._is_stale(name, self._alone):
-                self._files.remove([name])
-            else:
-                alive.append(name)
-        return alive
+        holders = [f"{FOLDER}/{name}" for name in self._files.list(FOLDER) if name.startswith("shared-")]
+        dead = [name for name in holders if self._is_stale(name, self._alone)]
+        self._files.remove(dead)
+        return [name for name in holders if name not in dead]
 
     def _is_stale(self, name: str, now: str) -> bool:
         """Return whether an object is `STALE` seconds older than a new one."""
-        try:
-            then: Any = self._files.modified(name)
-        except FileNotFoundError:
-            return True
-        except (NotImplementedError, KeyError):
-            return False
-        try:
-            return bool(self._files.modified(now) - then > STALE)
-        except (FileNotFoundError, NotImplementedError, KeyError):
-            return False  # its age is unknown without the other object
+        with contextlib.suppress(NotImplementedError, KeyError):
+            try:
+                then = self._files.modified(name)
+            except FileNotFoundError:
+                return True
+            with contextlib.suppress(FileNotFoundError):  # its age is unknown without the other object
+                return self._files.modified(now) - then > STALE
+        return False

@@ -28,7 +28,7 @@ from .files import StoreWarning
 from .frozen_sets import FrozenSets, collect_frozen
 from .lock import InUseError
 from .manifest import Manifest, check_metric, check_step
-from .memory_copies import FilesWithCopies, InMemoryWarning, MemoryCopies, check_keep, files_with_copies
+from .memory_copies import CopyReader, InMemoryWarning, MemoryCopies, check_keep, reader_of_copies
 from .parts import stores, unreadable
 from .retention import Retention, collect, drop
 from .saver.exit import EXIT_CLEANUP
@@ -101,11 +101,11 @@ class Store:
         self._catalog = Catalog(self._files, self.url)
         self._lock = self._catalog.lock
         self.in_memory = check_keep(in_memory, self.url)
-        self._copies: FilesWithCopies | None = None
+        self._read_copies: CopyReader | None = None
         copies = MemoryCopies(self.url, self.in_memory) if self.in_memory else None
         if copies is not None:
             copies.clean()
-            self._copies = FilesWithCopies(self._files, copies)
+            self._read_copies = CopyReader(self._files, copies)
         self.session = Session(self._catalog, self.cfg, copies)
         """What `save` remembers between two calls."""
 
@@ -388,12 +388,13 @@ class Store:
             if message := rewinds.not_taken(self._files.root, candidate, behind):
                 warnings.warn(message, StoreWarning, stacklevel=3)
             return state
-        if patterns is None and self._copies is None and (held := files_with_copies(self._files, self.url)) is not None:
-            self._copies = held
+        reader = None if patterns or self._read_copies else reader_of_copies(self._files, self.url)
+        if reader is not None:
+            self._read_copies = reader
             try:
                 state = self._newest(None, count, is_final=True)
             finally:
-                self._copies = None
+                self._read_copies = None
             message = f"{self._files.root}: no checkpoint is intact in storage; loaded from its copy in memory"
             warnings.warn(message, InMemoryWarning, stacklevel=3)
             return state
@@ -402,10 +403,11 @@ class Store:
     def _load(self, step: int, patterns: Sequence[str] | None, count: bool) -> Any:
         if patterns is not None:
             return self._catalog.settled(step, lambda e: decompress_only(opener(self._files, e.manifest), patterns))
-        hits = self._copies.hits if self._copies is not None else 0
+        reader = self._read_copies
+        hits = 0 if reader is None else reader.hits
         entry, ckpt, base = self._resolve(step)
         state = decompress(ckpt)
-        if self._copies is not None and self._copies.hits > hits:
+        if reader is not None and reader.hits > hits:
             # Files that were not read from storage may be damaged there: no delta is built on them.
             self.session.resume_without_parent(step)
         else:
@@ -420,7 +422,7 @@ class Store:
 
     def _resolve(self, step: int) -> tuple[Entry, Checkpoint, Checkpoint]:
         """Return a step's manifest, its resolved checkpoint, and the base of its chain."""
-        return self._catalog.settled(step, lambda e: (e, *resolve(self._copies or self._files, e.manifest)))
+        return self._catalog.settled(step, lambda e: (e, *resolve(self._files, e.manifest, self._read_copies)))
 
     # ---------------------------------------------------------------------------------------------------- checking
 

@@ -377,9 +377,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     plain = chain.read
 
-    def read(files: Any, step: int, name: str, parent: Any) -> Any:
+    def read(files: Any, step: int, name: str, *rest: Any) -> Any:
         seen.append(name)
-        return plain(files, step, name, parent)
+        return plain(files, step, name, *rest)
 
     monkeypatch.setattr(chain, "read", read)
     return seen

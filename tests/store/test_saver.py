@@ -196,10 +196,11 @@ def test_ordinary_tensors_are_read_as_all_others_are() -> None:
         "bool": z > 2,
     }
     planned = plan({"state": tree})
-    assert len(planned.specs) == len(tree) - 1, "the same memory seen the same way is copied once"
-    assert planned.sizes == [spec.nbytes for spec in planned.specs]
+    specs = [source.spec for source in planned.sources]
+    assert len(specs) == len(tree) - 1, "the same memory seen the same way is copied once"
+    assert [source.size for source in planned.sources] == [spec.nbytes for spec in specs]
     read = {name: read_leaf(t, "")[0] for name, t in tree.items() if name != "again"}
-    assert planned.specs == list(read.values())
+    assert specs == list(read.values())
     arena = Arena()
     found = through_arena(tree, arena)
     assert all(torch.equal(found[name], tree[name]) for name in tree)
@@ -223,13 +224,17 @@ def test_arrays_that_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("shrinkpoint.store.saver.snapshot._finish", lambda devices, on_device: [])
     arena = Arena()
     planned = plan({"state": state(2)})
-    planned.values[:] = [f.as_subclass(OnDevice) if isinstance(f, torch.Tensor) else f for f in planned.values]
-    held = {i for i, f in enumerate(planned.values) if isinstance(f, torch.Tensor) and f.numel()}
-    planned.pointers[:] = [0 if i in held else p for i, p in enumerate(planned.pointers)]
+    held = set()
+    for number, source in enumerate(planned.sources):
+        if isinstance(source.values, torch.Tensor):
+            source.values = source.values.as_subclass(OnDevice)
+            if source.values.numel():
+                source.pointer = 0
+                held.add(number)
     made = take(planned, arena, on_device=True)
     assert set(made.kept) == held
-    for tensor in planned.values:
-        tensor.as_subclass(torch.Tensor).zero_() if isinstance(tensor, torch.Tensor) else None
+    for source in planned.sources:
+        source.values.as_subclass(torch.Tensor).zero_() if isinstance(source.values, torch.Tensor) else None
     found = rebuild(made, arena)["state"]
     assert torch.equal(found["model"]["fc"].as_subclass(torch.Tensor), state(2)["model"]["fc"])
     arena.close()
