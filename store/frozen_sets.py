@@ -12,7 +12,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..codec.checkpoint import Checkpoint, decompress
@@ -54,7 +54,7 @@ class Frozen:
 
     def to_tree(self) -> dict[str, Any]:
         """Return the record as it is stored."""
-        return {"names": list(self.names), "digest": self.digest, "source": self.source}
+        return {**asdict(self), "names": list(self.names)}
 
     @staticmethod
     def of_tree(tree: Any) -> Frozen | None:
@@ -131,11 +131,9 @@ class FrozenSets:
 
         The tag is written again, so that its age is the time since the last use.
         """
-        key = self.files.root, digest
-        if time.monotonic() - _marked.get(key, -math.inf) <= _MARK_EVERY:
+        is_marked = time.monotonic() - _marked.get((self.files.root, digest), -math.inf) <= _MARK_EVERY
+        if is_marked or not self.has(digest):
             return self.has(digest)
-        if not self.has(digest):
-            return False
         with self.catalog.lock.shared():
             if not self.has(digest):  # it was removed since
                 return False

@@ -242,7 +242,11 @@ def make_folder(folder: str) -> None:
 
 
 def sync_folder(folder: str) -> None:
-    """Make the names in a folder durable; does nothing on Windows, which does that itself."""
+    """Make the names in a folder durable; does nothing on Windows, which does that itself.
+
+    A warning, once per process, says where a file system cannot do that.
+    """
+    global _unsynced
     if os.name == "nt":
         return
     fd = os.open(folder or ".", os.O_RDONLY)
@@ -251,18 +255,12 @@ def sync_folder(folder: str) -> None:
     except OSError as e:
         if e.errno not in _NO_FOLDER_SYNC:
             raise
-        _warn_unsynced(folder, e)
+        if not _unsynced:
+            _unsynced = True
+            message = f"{folder}: this file system cannot sync folders ({e.strerror}): checkpoints are saved, but a "
+            warnings.warn(f"{message}power loss may undo the newest of them", StoreWarning, stacklevel=2)
     finally:
         os.close(fd)
-
-
-def _warn_unsynced(folder: str, error: OSError) -> None:
-    """Warn once per process that a file system cannot sync folders."""
-    global _unsynced
-    if not _unsynced:
-        _unsynced = True
-        message = f"{folder}: this file system cannot sync folders ({error.strerror}): checkpoints are saved, but a "
-        warnings.warn(f"{message}power loss may undo the newest of them", StoreWarning, stacklevel=3)
 
 
 def follow_umask(path: str) -> None:

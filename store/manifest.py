@@ -7,6 +7,7 @@ has a manifest, and only one of two writers can create a generation.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import asdict, dataclass
@@ -75,8 +76,8 @@ class Manifest:
     @property
     def own_files(self) -> dict[str, int]:
         """Name and bytes of the data files that were written for this step."""
-        own = {name: size for name, size in self.shards if name.startswith(f"{self.step:012d}-")}
-        return own | {self.file: self.nbytes}
+        files = {name: size for name, size in self.shards if name.startswith(f"{self.step:012d}-")}
+        return files | {self.file: self.nbytes}
 
     @property
     def stored_nbytes(self) -> int:
@@ -100,11 +101,10 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return JSON with a checksum."""
-        fields = asdict(self)
-        del fields["shards"]
-        if self.shards:
-            return seal({"version": 2, **fields, "shards": dict(self.shards)})
-        return seal({"version": 1, **fields})
+        fields = {"version": 2 if self.shards else 1, **asdict(self)}
+        if shards := dict(fields.pop("shards")):
+            fields["shards"] = shards
+        return seal(fields)
 
     @staticmethod
     def from_bytes(data: bytes, step: int) -> Manifest:
@@ -129,16 +129,13 @@ class Manifest:
         return manifest
 
     def _is_sound(self) -> bool:
-        sizes = (size for _, size in self.shards)
-        counts = (self.carried, self.since_base, self.base_nbytes, self.spent)
-        numbers = (self.step, self.nbytes, self.raw_nbytes, *counts, *sizes)
-        hashes = (self.id, self.identity)
+        counts = (self.carried, self.since_base, self.base_nbytes, self.spent, *(size for _, size in self.shards))
         return (
-            all(type(n) is int and n >= 0 for n in numbers)
+            all(type(n) is int and n >= 0 for n in (self.step, self.nbytes, self.raw_nbytes, *counts))
             and self.nbytes > 0
             and all(isinstance(n, str) and _DATA.fullmatch(n) for n in self.files)
             and len(set(self.files)) == len(self.files)
-            and all(isinstance(h, str) and _HASH.fullmatch(h) for h in hashes)
+            and all(isinstance(h, str) and _HASH.fullmatch(h) for h in (self.id, self.identity))
             and self.file == data_name(self.step, self.id)
             and (self.metric is None or (type(self.metric) is float and math.isfinite(self.metric)))
         )
@@ -153,10 +150,9 @@ def check_metric(metric: Any) -> float | None:
     """Return a metric as a float, or raise BadArgumentError."""
     if metric is None:
         return None
-    try:
+    value = math.nan
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         value = float(metric)
-    except (TypeError, ValueError, OverflowError):
-        value = math.nan
     if isinstance(metric, (bool, str)) or not math.isfinite(value):
         raise BadArgumentError(f"metric is {metric!r:.80}; it must be a finite number or None")
     return value

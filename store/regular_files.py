@@ -48,11 +48,6 @@ def unlinked(path: str | os.PathLike[str], flags: int = 0) -> int:
     return regular(path, flags | getattr(os, "O_NOFOLLOW", 0))
 
 
-def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError for what `regular` refuses, before a library opens the path itself."""
-    os.close(regular(path))
-
-
 def read_file(path: str | os.PathLike[str], most: int | None = None) -> bytes:
     """Return the bytes of a regular file of at most `most` bytes.
 

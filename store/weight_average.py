@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,22 +55,21 @@ class _Clock:
     counted: bool = False
 
     @staticmethod
-    def of(arrays: Mapping[str, Array], step: float | None) -> _Clock:
-        """Return the clock at the optimizer's step count in a state, or else at `step`."""
-        counted = steps_taken(arrays, lambda path: _number(arrays[path]))
+    def of(paths: Iterable[str], step: float | None, value: Callable[[str], float | None]) -> _Clock:
+        """Return the clock at the optimizer's step count in a state, or else at `step`; see `steps_taken`."""
+        counted = steps_taken(paths, value)
         return _Clock(step) if counted is None else _Clock(counted, counted=True)
 
     def until(self, now: _Clock) -> float | None:
-        """Return the steps until `now`; None if unknown or not positive."""
+        """Return the steps until `now`; None if unknown."""
         if self.step is None or now.step is None or self.counted is not now.counted:
             return None
-        return now.step - self.step if now.step > self.step else None
+        return now.step - self.step
 
     def moved(self, now: _Clock) -> _Clock:
         """Return the clock a tenth of the way towards `now`; all of it if the distance is unknown."""
-        if self.step is None or now.step is None or self.counted is not now.counted:
-            return now
-        return _Clock(self.step + _SHARE * (now.step - self.step), now.counted)
+        way = self.until(now)
+        return now if self.step is None or way is None else _Clock(self.step + _SHARE * way, now.counted)
 
 
 class WeightAverage:
@@ -110,15 +109,12 @@ class WeightAverage:
         records = {record.path: record for record in checkpoint.records}
 
         def value(path: str) -> float | None:
-            record = records[path]
-            return _number(checkpoint.values_of(record)) if record.spec.size == 1 else None
+            return _number(checkpoint.values_of(records[path])) if records[path].spec.size == 1 else None
 
-        counted = steps_taken(records, value)
-        self._clock = self._clock if counted is None else _Clock(counted, counted=True)
+        self._clock = _Clock.of(records, self._clock.step, value)
         for record in checkpoint.records:
             if record.stream == "levels":
-                values = _copied(checkpoint.values_of(record))
-                self._means[record.path] = values.reshape(record.spec.shape)
+                self._means[record.path] = _copied(checkpoint.values_of(record)).reshape(record.spec.shape)
 
     def earlier(self, state: Any, step: float | None = None) -> PastWeights:
         """Return the average of a state's weights, and how many steps ago they were.
@@ -134,7 +130,8 @@ class WeightAverage:
             BadArgumentError: the state is not a tree, or the step not a number.
         """
         arrays = _arrays_by_path(state)
-        return PastWeights(self._fitting(arrays), self._clock.until(_Clock.of(arrays, _checked(step))))
+        steps = self._clock.until(_Clock.of(arrays, _checked(step), lambda path: _number(arrays[path])))
+        return PastWeights(self._fitting(arrays), steps if steps is not None and steps > 0 else None)
 
     def follow(self, state: Any, checkpoint: Checkpoint, step: float | None = None) -> None:
         """Move a tenth of the way towards the weights of a state that was compressed.
@@ -151,7 +148,7 @@ class WeightAverage:
         arguments.instance("checkpoint", checkpoint, Checkpoint)
         arrays = _arrays_by_path(state)
         means = self._fitting(arrays)
-        self._clock = self._clock.moved(_Clock.of(arrays, step))
+        self._clock = self._clock.moved(_Clock.of(arrays, step, lambda path: _number(arrays[path])))
         self._means = {}
         for record in checkpoint.records:
             if record.stream == "levels" and _shape(arrays.get(record.path)) == record.spec.shape:

@@ -34,9 +34,8 @@ from ..retention import Retention
 from ..store import Store
 from ..urls import is_of_this_process, one_name
 from . import host_copy
-from .executors import Executor, Job, Origin, ProcessExecutor, ThreadExecutor, Warned
+from .executors import Executor, Job, Maintenance, Origin, ProcessExecutor, ThreadExecutor, Warned, kinds_tree
 from .exit import EXIT_CLEANUP
-from .jobs import Maintenance, kinds_tree
 from .snapshot import Snapshot, plan, take
 
 P = ParamSpec("P")

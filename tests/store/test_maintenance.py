@@ -22,7 +22,7 @@ from shrinkpoint.store import chain
 from shrinkpoint.store.compaction import Compaction
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.saver import executors
-from shrinkpoint.store.saver.jobs import Maintainer, Maintenance
+from shrinkpoint.store.saver.executors import Maintainer, Maintenance
 from shrinkpoint.store.saver.saver import SaverWarning
 
 from .common import lossless, manifest_path, same, state

@@ -19,7 +19,7 @@ from ...store.lock import InUseError
 from ...store.manifest import MAX_STEP, Manifest
 from ...store.manifest import data_name as step_data_name
 from ...store.retention import Retention
-from ...store.saver.jobs import open_store, store_options
+from ...store.saver.executors import open_store, store_options
 from ...store.session import SharedSave
 from ...store.store import SkippedCheckpointWarning, Store
 from .chain import carry, open_folder, read_index
