@@ -7,11 +7,9 @@ record, `Frozen`, among its plain values.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,19 +17,13 @@ from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.errors import CorruptDataError, MissingParentError, ShrinkpointError
 from ..codec.state import tree
 from . import labels
-from .catalog import FOLDER as STEPS
 from .catalog import FROZEN, Catalog, Entry, manifest_path
 from .chain import FOLDER as DATA
-from .chain import opener, resolve
-from .chain_head import manifest_over
-from .files import TEMPORARY, Files
-from .lock import InUseError
-from .retention import collect, is_whole
+from .chain import is_whole, manifest_over, resolve
+from .files import Files
 
-UNUSED_FOR = 86_400.0
-"""Seconds since its last mark from which a set may be removed: a save marks it before the step that needs it exists."""
 _MARK_EVERY = 3600.0
-_TAG = "frozen-"
+TAG = "frozen-"
 _FIELDS = {"names", "digest", "source"}
 _marked: dict[tuple[str, str], float] = {}
 """(Folder, hash) -> when this process marked that set as used."""
@@ -103,7 +95,7 @@ class FrozenSets:
             MissingParentError: the store does not have it.
             CorruptDataError, NewerFormatError: its tag or manifest cannot be read.
         """
-        step = labels.read_tag(self.files, f"{_TAG}{digest}")
+        step = labels.read_tag(self.files, f"{TAG}{digest}")
         entry = None if step is None else self.catalog.get(step)
         if entry is None:
             raise MissingParentError(f"{self.files.root}: the frozen parameters with hash {digest[:16]} are missing")
@@ -127,7 +119,7 @@ class FrozenSets:
             return False
 
     def mark(self, digest: str) -> bool:
-        """Keep `collect_frozen` from removing a set that a step will need; False if it is not there.
+        """Keep `retention.collect_frozen` from removing a set that a step will need; False if it is not there.
 
         The tag is written again, so that its age is the time since the last use.
         """
@@ -153,7 +145,7 @@ class FrozenSets:
             self._tag(digest, manifest.step)
 
     def _tag(self, digest: str, step: int) -> None:
-        self.files.write(labels.tag_name(f"{_TAG}{digest}"), labels.tag_data(step))
+        self.files.write(labels.tag_name(f"{TAG}{digest}"), labels.tag_data(step))
         _marked[self.files.root, digest] = time.monotonic()
 
     def copy_to(self, target: FrozenSets, digest: str, *, repair: bool) -> None:
@@ -169,61 +161,3 @@ class FrozenSets:
         if (not repair or target.has(digest, read=True)) and target.mark(digest):
             return
         target.put(digest, resolve(self.files, self.entry(digest).manifest)[0])
-
-
-def collect_frozen(files: Files, entries: Callable[[], Iterable[Entry]], *, dry_run: bool = False) -> list[str]:
-    """Remove the frozen sets that no step needs and no save has marked for a day.
-
-    Unneeded files among them are removed too. While another process writes a set, or a step or set cannot be read,
-    nothing is removed.
-
-    Args:
-        files: of the store, whose lock is held alone.
-        entries: returns all steps that are kept; called only if a set is unmarked.
-        dry_run: remove nothing.
-
-    Returns:
-        Names of the files that were removed, or would be.
-    """
-    catalog = FrozenSets(files).catalog
-    if not catalog.files.list(STEPS) and not catalog.files.list(DATA):
-        return []
-    with contextlib.suppress(InUseError, ShrinkpointError), catalog.lock.alone(0.0) as lease:
-        tags = labels.tags(catalog.files)
-        doomed = _unmarked(catalog, tags)
-        digests = {name.removeprefix(_TAG) for name, step in tags.items() if step in doomed}
-        used: set[str] = set()
-        for entry in sorted(entries(), key=lambda e: -e.manifest.step) if digests else ():
-            if digests <= used:
-                break
-            if not entry.manifest.shards:  # `Writer` for torch.distributed.checkpoint has no frozen sets
-                used |= needed_by(opener(files, entry.manifest)(None))
-        doomed -= {step for name, step in tags.items() if name.removeprefix(_TAG) in used}
-        names = [labels.tag_name(name) for name, step in tags.items() if step in doomed]
-        if not dry_run:
-            catalog.files.remove(names)
-        removed = collect(catalog, lease, None, drop=doomed, dry_run=dry_run)
-        return [f"{FROZEN}/{name}" for name in (*names, *removed)]
-    return []
-
-
-def _unmarked(catalog: Catalog, tags: dict[str, int]) -> set[int]:
-    """Return the sets that no save has marked for a day.
-
-    By the storage's clock; where it does not give ages, the result is empty.
-    """
-    files = catalog.files
-    kept = labels.pins(files) | {step for name, step in tags.items() if not name.startswith(_TAG)}
-    marks = {s: [manifest_path(e)] for s, e in catalog.all().items() if s not in kept}
-    for name, step in tags.items():
-        if step in marks:
-            marks[step].append(labels.tag_name(name))
-    clock = f"{STEPS}/{TEMPORARY}{uuid.uuid4().hex}"
-    files.write(clock, b"")
-    try:
-        now = files.modified(clock)
-        return {s for s, names in marks.items() if now - max(map(files.modified, names)) > UNUSED_FOR}
-    except (FileNotFoundError, NotImplementedError, KeyError):
-        return set()
-    finally:
-        files.remove([clock])

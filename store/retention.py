@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import uuid
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..codec.checkpoint import Checkpoint
 from ..codec.errors import BadArgumentError, CorruptDataError, ShrinkpointError
 from ..codec.parallel import give_way
 from ..kernels.backend.arguments import check_field, flag, integer, or_none
 from . import labels, rewinds
 from .catalog import FOLDER as STEPS
-from .catalog import Catalog, Entry, named, unknown
+from .catalog import FROZEN, Catalog, Entry, manifest_path, named, unknown
 from .chain import FOLDER as DATA
-from .chain import missing
-from .files import TEMPORARY, Files, StoreWarning, is_damage
-from .lock import Lease
+from .chain import is_whole, missing, opener
+from .files import TEMPORARY, Files, StoreWarning
+from .frozen_sets import TAG, FrozenSets, needed_by
+from .lock import InUseError, Lease
 from .manifest import is_data, manifest_name
 from .parts import PARTS
 
 T = TypeVar("T")
+UNUSED_FOR = 86_400.0
+"""Seconds since its last mark from which a set may be removed: a save marks it before the step that needs it exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +187,59 @@ def _kept(files: Files, retention: Retention, entries: Mapping[int, Entry]) -> s
         intact = {step: metric for step, metric in intact.items() if step not in bad}
 
 
-def is_whole(files: Files, name: str) -> bool:
-    """Return whether a data file exists, is intact, and matches its name; the work may be interrupted before."""
-    give_way()
+def collect_frozen(files: Files, entries: Callable[[], Iterable[Entry]], *, dry_run: bool = False) -> list[str]:
+    """Remove the frozen sets that no step needs and no save has marked for a day.
+
+    Unneeded files among them are removed too. While another process writes a set, or a step or set cannot be read,
+    nothing is removed.
+
+    Args:
+        files: of the store, whose lock is held alone.
+        entries: returns all steps that are kept; called only if a set is unmarked.
+        dry_run: remove nothing.
+
+    Returns:
+        Names of the files that were removed, or would be.
+    """
+    catalog = FrozenSets(files).catalog
+    if not catalog.files.list(STEPS) and not catalog.files.list(DATA):
+        return []
+    with contextlib.suppress(InUseError, ShrinkpointError), catalog.lock.alone(0.0) as lease:
+        tags = labels.tags(catalog.files)
+        doomed = _unmarked(catalog, tags)
+        digests = {name.removeprefix(TAG) for name, step in tags.items() if step in doomed}
+        used: set[str] = set()
+        for entry in sorted(entries(), key=lambda e: -e.manifest.step) if digests else ():
+            if digests <= used:
+                break
+            if not entry.manifest.shards:  # `Writer` for torch.distributed.checkpoint has no frozen sets
+                used |= needed_by(opener(files, entry.manifest)(None))
+        doomed -= {step for name, step in tags.items() if name.removeprefix(TAG) in used}
+        names = [labels.tag_name(name) for name, step in tags.items() if step in doomed]
+        if not dry_run:
+            catalog.files.remove(names)
+        removed = collect(catalog, lease, None, drop=doomed, dry_run=dry_run)
+        return [f"{FROZEN}/{name}" for name in (*names, *removed)]
+    return []
+
+
+def _unmarked(catalog: Catalog, tags: dict[str, int]) -> set[int]:
+    """Return the sets that no save has marked for a day.
+
+    By the storage's clock; where it does not give ages, the result is empty.
+    """
+    files = catalog.files
+    kept = labels.pins(files) | {step for name, step in tags.items() if not name.startswith(TAG)}
+    marks = {s: [manifest_path(e)] for s, e in catalog.all().items() if s not in kept}
+    for name, step in tags.items():
+        if step in marks:
+            marks[step].append(labels.tag_name(name))
+    clock = f"{STEPS}/{TEMPORARY}{uuid.uuid4().hex}"
+    files.write(clock, b"")
     try:
-        ckpt = Checkpoint.from_bytes(files.read(f"{DATA}/{name}"))
-        return name.endswith(f"-{ckpt.id[:16]}.spt")
-    except (FileNotFoundError, ShrinkpointError):
-        return False
-    except OSError as e:
-        if not is_damage(e, local=files.local):
-            raise
-        return False
+        now = files.modified(clock)
+        return {s for s, names in marks.items() if now - max(map(files.modified, names)) > UNUSED_FOR}
+    except (FileNotFoundError, NotImplementedError, KeyError):
+        return set()
+    finally:
+        files.remove([clock])

@@ -25,8 +25,7 @@ from ..codec.summary import Summary
 from ..codec.weights.past_weights import PastWeights
 from . import restore_counter, rewinds
 from .catalog import Catalog, Entry
-from .chain import FOLDER, missing, resolve
-from .chain_head import ChainHead, Size, manifest_over, smaller
+from .chain import FOLDER, ChainHead, Size, manifest_over, missing, resolve, smaller
 from .files import StoreWarning
 from .lock import Lease
 from .manifest import Manifest, check_metric, check_step

@@ -21,21 +21,18 @@ from ..kernels.backend.arguments import flag, function, instance, no_device, num
 from . import labels, rewinds
 from .catalog import Catalog, Entry, manifest_path, named, unknown
 from .chain import FOLDER as DATA
-from .chain import opener, resolve
-from .chain_head import ChainHead
+from .chain import ChainHead, opener, resolve
 from .compaction import MAX_COST, Compaction
 from .files import StoreWarning
-from .frozen_sets import FrozenSets, collect_frozen
+from .frozen_sets import FrozenSets
 from .lock import InUseError
 from .manifest import Manifest, check_metric, check_step
 from .memory_copies import CopyReader, InMemoryWarning, MemoryCopies, check_keep, reader_of_copies
-from .parts import stores, unreadable
-from .retention import Retention, collect, drop
+from .parts import Progress, copy_all, problems, stores, unreadable
+from .retention import Retention, collect, collect_frozen, drop
 from .saver.exit import EXIT_CLEANUP
 from .session import Saved, Session
-from .transfer import copy_all
 from .urls import one_name, opened
-from .verification import Progress, problems
 
 DAMAGE = (CorruptDataError, MissingParentError, NewerFormatError)
 

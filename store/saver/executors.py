@@ -21,7 +21,7 @@ from ...codec.errors import ShrinkpointError, ShrinkpointWarning
 from ...codec.evidence.kind import Kind
 from ...codec.parallel import Stopped, stoppable
 from ...kernels.backend.imported import imported
-from ..chain_head import ChainHead
+from ..chain import ChainHead
 from ..compaction import MAX_COST
 from ..lock import InUseError
 from ..retention import Retention

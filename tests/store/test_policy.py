@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.codec.compress import compress_inputs
 from shrinkpoint.store import session as module
-from shrinkpoint.store.chain_head import Size, is_pointless, wants_base
+from shrinkpoint.store.chain import Size, is_pointless, wants_base
 from shrinkpoint.store.manifest import Manifest
 from tests.store.common import lossless
 

@@ -31,8 +31,7 @@ from ...codec.errors import (
 from ...codec.evidence.kind import check_kinds
 from ...codec.inputs import Inputs
 from ...codec.named_presets import check_config
-from ...store.chain import carried_by
-from ...store.chain_head import Size, smaller, wants_base
+from ...store.chain import Size, carried_by, smaller, wants_base
 from ...store.manifest import Manifest
 from ...store.retention import Retention
 from ...store.store import Store
