@@ -199,8 +199,7 @@ class Catalog:
             known = self.generations().get(manifest.step, [])
         while True:
             entry = Entry(known[-1] + 1 if known else 0, manifest)
-            if self._create(entry):
-                self._forget(manifest.step, known)
+            if self._create(entry, known):
                 return entry
             known = self.generations().get(manifest.step, [])
 
@@ -208,12 +207,10 @@ class Catalog:
         """Replace a manifest by another of the same step, unless another process has done so first."""
         known = self.generations().get(manifest.step, [])
         entry = Entry(old.generation + 1, manifest)
-        if not known or known[-1] != old.generation or not self._create(entry):
-            return None
-        self._forget(manifest.step, known)
-        return entry
+        return entry if known and known[-1] == old.generation and self._create(entry, known) else None
 
-    def _create(self, entry: Entry) -> bool:
+    def _create(self, entry: Entry, replaced: list[int]) -> bool:
+        """Create a manifest that does not exist; then remove the generations that it replaces, if that is possible."""
         name = manifest_name(entry.manifest.step, entry.generation)
         if entry.generation > MAX_GENERATION:
             # A name that no reader takes for a manifest would lose the step.
@@ -230,15 +227,11 @@ class Catalog:
                 self._known = {s: self._known[s] for s in sorted(self._known)}
             self._names.add(name)
             self._listed = when, self.files.stamp(FOLDER)
-        return created
-
-    def _forget(self, step: int, generations: list[int]) -> None:
-        """Remove generations that a higher one has replaced, if that is possible.
-
-        All errors are ignored: the step exists, and network libraries have errors that are not an OSError.
-        """
+        # All errors are ignored: the step exists, and network libraries have errors that are not an OSError.
         with contextlib.suppress(Exception):
-            self.files.remove([_path(step, g) for g in generations])
+            if created:
+                self.files.remove([_path(entry.manifest.step, generation) for generation in replaced])
+        return created
 
     def drop(self, steps: dict[int, list[int]]) -> None:
         """Remove steps with these generations, the highest last, so that a crash restores none.

@@ -180,11 +180,10 @@ class ProcessExecutor(Executor):
             with theirs:
                 self._process = start_worker(theirs.fileno(), self._log, threads)
             self.pid = self._process.pid
-            modules = ["torch"] if imported("torch") else []
-            first = {"store": store_options(store), "nice": nice, "modules": modules}
+            options = {"store": store_options(store), "maintenance": maintenance.to_json(), "nice": nice}
             # A worker that died at once is noticed when it is first waited for.
-            with contextlib.suppress(BrokenPipeError, ConnectionError):
-                send(ours, {**first, "maintenance": maintenance.to_json()})
+            with contextlib.suppress(ConnectionError):
+                send(ours, {**options, "modules": ["torch"] if imported("torch") else []})
         except BaseException:
             ours.close()
             close_all((self._log, self._text))
@@ -297,15 +296,10 @@ class ProcessExecutor(Executor):
 
 
 def _warnings(answer: dict[str, Any], when: str) -> list[Warned]:
-    """Return the worker's warnings; raise its error if there was one."""
+    """Return the worker's warnings; raise its error if there was one, with its type if that is known here."""
     warned = [(str(c), str(m)) for c, m in answer.pop("warnings", [])]
-    if "error" in answer:
-        raise _rebuilt(answer, when)
-    return warned
-
-
-def _rebuilt(answer: dict[str, Any], when: str) -> BaseException:
-    """Rebuild the worker's error, with its type if that is known here."""
+    if "error" not in answer:
+        return warned
     kind, message = answer["error"], answer["message"]
     known = getattr(errors, kind) if kind in errors.__all__ else getattr(builtins, kind, None)
     error: BaseException
@@ -316,7 +310,7 @@ def _rebuilt(answer: dict[str, Any], when: str) -> BaseException:
     else:
         error = ShrinkpointError(f"the saver's worker failed: {answer['qualname']}: {message}")
     error.add_note(f"In the saver's worker, {when}:\n{answer['trace']}")
-    return error
+    raise error
 
 
 # ------------------------------------------------------------------------------------------ the work itself

@@ -14,11 +14,11 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from ...codec.config import Config
 from ...codec.display import html_fields, size
@@ -38,8 +38,6 @@ from .executors import Executor, Job, Maintenance, Origin, ProcessExecutor, Thre
 from .exit import EXIT_CLEANUP
 from .snapshot import Snapshot, plan, take
 
-P = ParamSpec("P")
-R = TypeVar("R")
 ON_BUSY = ("wait", "skip", "cancel")
 MODES = ("process", "thread")
 STOPPED = 30.0
@@ -260,29 +258,6 @@ class Runner:
         self.executor.close()
 
 
-def _one_at_a_time(method: Callable[Concatenate[Saver, P], R]) -> Callable[Concatenate[Saver, P], R]:
-    """Allow one call at a time; refuse a nested call, and one in a forked process."""
-
-    @functools.wraps(method)
-    def call(self: Saver, /, *args: P.args, **options: P.kwargs) -> R:
-        if self._is_foreign:
-            raise ShrinkpointError(f"this saver belongs to process {self._pid}; open one of your own after a fork")
-        with self._turn(), self._lock:
-            if self._inside:
-                self._refused = True
-                raise ShrinkpointError(_NESTED)
-            try:
-                self._inside, self._refused = True, False
-                result = method(self, *args, **options)
-            finally:
-                self._inside = False
-            if self._refused:  # and its exception may have been ignored
-                warnings.warn(f"refused meanwhile: {_NESTED}", SaverWarning, stacklevel=2)
-            return result
-
-    return call
-
-
 class Saver:
     """Asynchronous saves to a store while training continues; one save is in flight at a time.
 
@@ -389,13 +364,12 @@ class Saver:
         """
         name = one_name(self.store.url)
         if any(one_name(o.store.url) == name for o in list(_savers) if not (o._is_closed or o._is_foreign)):
-            warnings.warn(
+            message = (
                 f"{self.store.url}: this process has an open Saver to this store. Two Savers save at the same time, so "
                 "that a later step may come first, and each has a chain of its own: close() the other one before you "
-                "make this one (a notebook's cell that runs twice makes two), or use only one",
-                SaverWarning,
-                stacklevel=3,
+                "make this one (a notebook's cell that runs twice makes two), or use only one"
             )
+            warnings.warn(message, SaverWarning, stacklevel=3)
             return
         with contextlib.suppress(ChildProcessError):  # a stopped worker, which its own Saver reports
             EXIT_CLEANUP.wait_for(name)
@@ -406,16 +380,29 @@ class Saver:
         self._finalizer = EXIT_CLEANUP.add(self, runner)
         return runner
 
-    def _turn(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context to enter before the lock, so that callbacks never deadlock with `close`."""
-        if self._runner is None or not self._runner.is_here:
-            return contextlib.nullcontext()
-        while not self._lock.acquire(timeout=0.05):
-            if self._closing:
-                raise BadArgumentError("the saver is being closed")
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Allow one call at a time; refuse a nested call, and one in a forked process."""
+        if self._is_foreign:
+            raise ShrinkpointError(f"this saver belongs to process {self._pid}; open one of your own after a fork")
         held = contextlib.ExitStack()
-        held.callback(self._lock.release)
-        return held
+        if self._runner is not None and self._runner.is_here:
+            # A callback never deadlocks with `close`.
+            while not self._lock.acquire(timeout=0.05):
+                if self._closing:
+                    raise BadArgumentError("the saver is being closed")
+            held.callback(self._lock.release)
+        with held, self._lock:
+            if self._inside:
+                self._refused = True
+                raise ShrinkpointError(_NESTED)
+            try:
+                self._inside, self._refused = True, False
+                yield
+            finally:
+                self._inside = False
+            if self._refused:  # and its exception may have been ignored
+                warnings.warn(f"refused meanwhile: {_NESTED}", SaverWarning, stacklevel=4)
 
     @property
     def _is_closed(self) -> bool:
@@ -448,7 +435,6 @@ class Saver:
         executor = self._runner.executor if self._runner is not None and not self._is_closed else None
         return executor.pid if isinstance(executor, ProcessExecutor) else None
 
-    @_one_at_a_time
     def save(
         self,
         step: int,
@@ -481,36 +467,37 @@ class Saver:
             Exception: the error of the save before this one. The state given now is not saved then.
         """
         begin = time.perf_counter()
-        runner = self._ready()
-        step, metric = check_step(step), check_metric(metric)
-        check_kinds(kinds)
-        self._check_names(state, grads, kinds)
-        asked = None if cfg is None else json.dumps(check_config(cfg).to_json())
-        future: Future[SaveResult] = Future()
-        future.set_running_or_notify_cancel()
-        if runner.busy and self.on_busy == "skip":
-            future.set_result(SaveResult(step, "skipped", stall=time.perf_counter() - begin))
-            return future
-        trees = {"state": state, "options": [grads, metric, asked], "kinds": kinds_tree(kinds)}
-        planned = plan(trees)
-        waiting = time.perf_counter()
-        if runner.busy:
-            if self.on_busy == "cancel":
-                runner.executor.cancel()
-            runner.wait()
-            self._raise(runner)
-            # Other threads may have replaced arrays or freed their memory during the wait.
+        with self._alone():
+            runner = self._ready()
+            step, metric = check_step(step), check_metric(metric)
+            check_kinds(kinds)
+            self._check_names(state, grads, kinds)
+            asked = None if cfg is None else json.dumps(check_config(cfg).to_json())
+            future: Future[SaveResult] = Future()
+            future.set_running_or_notify_cancel()
+            if runner.busy and self.on_busy == "skip":
+                future.set_result(SaveResult(step, "skipped", stall=time.perf_counter() - begin))
+                return future
+            trees = {"state": state, "options": [grads, metric, asked], "kinds": kinds_tree(kinds)}
             planned = plan(trees)
-        waited = time.perf_counter() - waiting
-        if self._newest is not None and self._newest.is_durable:
-            self._durable = self._newest
-        snapshot = take(planned, runner.executor.arena, on_device=runner.executor.on_device)
-        job = Job(step, self._origin(step), self.store.head, future, begin, waited)
-        runner.submit(job, snapshot)
-        self._newest = job
-        if planned.nbytes >= host_copy.STREAMED:
-            host_copy.load_in_thread()
-        return future
+            waiting = time.perf_counter()
+            if runner.busy:
+                if self.on_busy == "cancel":
+                    runner.executor.cancel()
+                runner.wait()
+                self._raise(runner)
+                # Other threads may have replaced arrays or freed their memory during the wait.
+                planned = plan(trees)
+            waited = time.perf_counter() - waiting
+            if self._newest is not None and self._newest.is_durable:
+                self._durable = self._newest
+            snapshot = take(planned, runner.executor.arena, on_device=runner.executor.on_device)
+            job = Job(step, self._origin(step), self.store.head, future, begin, waited)
+            runner.submit(job, snapshot)
+            self._newest = job
+            if planned.nbytes >= host_copy.STREAMED:
+                host_copy.load_in_thread()
+            return future
 
     def _check_names(self, state: Any, grads: Any, kinds: Mapping[str, Any] | None) -> None:
         """Refuse gradients and kinds that belong to no array.
@@ -545,7 +532,6 @@ class Saver:
             return Origin(saved.step, saved.id)
         return None if head is None else Origin(head.last.step, head.last.identity, head)
 
-    @_one_at_a_time
     def wait(self, timeout: float | None = None) -> SaveResult | None:
         """Wait until nothing is in flight.
 
@@ -560,10 +546,11 @@ class Saver:
             ShrinkpointError: see `save`.
             Exception: the error of the save.
         """
-        if self._runner is not None and not self._is_closed:
-            self._runner.wait(timeout)
-            self._raise(self._runner)
-        return self.last
+        with self._alone():
+            if self._runner is not None and not self._is_closed:
+                self._runner.wait(timeout)
+                self._raise(self._runner)
+            return self.last
 
     def rest(self) -> None:
         """Wait for the save in flight, and stop the maintenance until the next one.
@@ -575,16 +562,12 @@ class Saver:
         """
         if self._runner is not None:
             self._runner.check_elsewhere("rest")
-        if not self._is_foreign:
-            self._rest()
-
-    @_one_at_a_time
-    def _rest(self) -> None:
-        runner = self._runner
-        if self._is_closed or runner is None:
+        if self._is_foreign:
             return
-        runner.wait()
-        runner.rest()
+        with self._alone():
+            if self._runner is not None and not self._is_closed:
+                self._runner.wait()
+                self._runner.rest()
 
     def close(self) -> None:
         """Wait for the save in flight, end the worker and free the memory; may be called twice.
@@ -597,26 +580,22 @@ class Saver:
             self._runner.check_elsewhere("be closed")
         if self._is_foreign:
             self._closed = True
-        else:
-            self._close()
-
-    @_one_at_a_time
-    def _close(self) -> None:
-        runner = self._runner
-        if self._is_closed or runner is None:
-            self._closed = True
             return
-        self._closing = True
-        try:
-            runner.wait()
-            self._closed = True
-            EXIT_CLEANUP.remove(self._finalizer, runner)
-            runner.close()
-        finally:
-            self._closing = False
-        error = runner.take_error()
-        if error is not None:
-            raise error
+        with self._alone():
+            runner = self._runner
+            if self._is_closed or runner is None:
+                self._closed = True
+                return
+            self._closing = True
+            try:
+                runner.wait()
+                self._closed = True
+                EXIT_CLEANUP.remove(self._finalizer, runner)
+                runner.close()
+            finally:
+                self._closing = False
+            if (error := runner.take_error(3)) is not None:
+                raise error
 
     def __enter__(self) -> Saver:
         return self
@@ -646,10 +625,10 @@ class Saver:
         runner = self._runner
         if runner is None:
             return self._start()
-        self._raise(runner, stacklevel=6)
+        self._raise(runner, stacklevel=5)
         return runner
 
-    def _raise(self, runner: Runner, stacklevel: int = 5) -> None:
+    def _raise(self, runner: Runner, stacklevel: int = 4) -> None:
         """Raise the error of a finished save, or an error if the worker has died."""
         if runner.busy:
             return
