@@ -3,8 +3,8 @@
 A chain of n deltas takes n decodes to restore its last step. Compaction gives each step another parent: number its
 steps 0 (the base), 1, 2, ... and write i in base g; the parent of i is i with its lowest non-zero digit cleared. No
 step is then farther from the base than it has non-zero digits, at most D for n <= g**D, and most deltas still span few
-steps. The least g that meets the bound is taken. A delta whose parent changes is *restated* (`codec.rebase`: a
-super-step if it spans several); the others stay as they are, because a restated checkpoint keeps its old identity.
+steps. The least g that meets the bound is taken. A delta whose parent changes is *rebased* (`codec.rebase`: a
+super-step if it spans several); the others stay as they are, because a rebased checkpoint keeps its old identity.
 
 A step moves to its new files by one new generation of its manifest, after they are durable. The old files are then
 garbage for `gc`. Only steps over the bound are visited, and those below them. The next run, of any process, continues
@@ -107,7 +107,7 @@ class Compaction:
         """Compact every tree that has a step over the bound; return the moved steps, ascending."""
         roots = []
         entries = self._entries()
-        self._go_on(entries)
+        self._continue(entries)
         for root in forest(entries.values()):
             costs = [n.entry.manifest.restore_cost for n in root.below() if n.entry is not None]
             if max(costs) > self._max_cost:
@@ -145,7 +145,7 @@ class Compaction:
                 self._tree(root, set(nodes), None)
         return sorted(self._changed)
 
-    def _go_on(self, entries: dict[int, Entry]) -> None:
+    def _continue(self, entries: dict[int, Entry]) -> None:
         """Update the parents of steps whose parent was moved; only headers are read."""
         for step in sorted(entries):
             m = entries[step].manifest
@@ -215,14 +215,14 @@ class Compaction:
             raw = ckpt.raw_nbytes
             if raw and 1 + parent.carried / raw > self._max_cost:
                 parent = None
-        manifest = self._restated(entry.manifest, ckpt, parent)
+        manifest = self._rebased(entry.manifest, ckpt, parent)
         if manifest != entry.manifest and self._catalog.replace(entry, manifest) is not None:
             self._changed.add(manifest.step)
         # The next step may need this one, and those whose number is this one's with digits cleared.
         kept = [known for known in live if base is not None and _is_prefix(known.number, number, base)]
         return (*kept, _Live(number, ckpt, manifest))
 
-    def _restated(self, manifest: Manifest, ckpt: Checkpoint, parent: _Live | None) -> Manifest:
+    def _rebased(self, manifest: Manifest, ckpt: Checkpoint, parent: _Live | None) -> Manifest:
         """Rebase a step on another parent, make its data file durable, and return its manifest."""
         below, chain, carried = None, tuple[str, ...](), 0
         if parent is not None:
@@ -258,4 +258,4 @@ def _check_same(old: Checkpoint, new: Checkpoint) -> None:
             seen.add(a.bundle)
             same = same and [bytes(p) for p in old.pieces_of(a)] == [bytes(p) for p in new.pieces_of(b)]
     if not same:
-        raise CorruptDataError(f"{old.id[:12]}...: restated as {new.id[:12]}... it has other values")
+        raise CorruptDataError(f"{old.id[:12]}...: rebased as {new.id[:12]}... it has other values")

@@ -66,7 +66,7 @@ _descriptors: set[int] = set()
 as long as it lives, even after this process was killed."""
 
 
-def _let_go() -> None:
+def _close_inherited() -> None:
     """Close the inherited locks in a forked process; the parent still holds them."""
     while _descriptors:
         with contextlib.suppress(OSError):
@@ -74,7 +74,7 @@ def _let_go() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_close_inherited)
 
 
 def open_lock(files: Files) -> Lock:
@@ -125,11 +125,11 @@ def _flock(fd: int, mode: int, timeout: float | None, path: str) -> bool:
     """Take the lock; False if the file system has no locks."""
     try:
         if timeout is None:
-            _have(fd, mode)
+            _flock_once(fd, mode)
             return True
-        for _ in _patience(timeout, path):
+        for _ in _attempts(timeout, path):
             try:
-                _have(fd, mode | fcntl.LOCK_NB)
+                _flock_once(fd, mode | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
             return True
@@ -139,7 +139,7 @@ def _flock(fd: int, mode: int, timeout: float | None, path: str) -> bool:
     return False
 
 
-def _have(fd: int, mode: int) -> None:
+def _flock_once(fd: int, mode: int) -> None:
     device = os.fstat(fd).st_dev
     end = time.monotonic() + (0.0 if device in _without else _SHORT_OF_LOCKS)
     while True:
@@ -157,7 +157,7 @@ def _have(fd: int, mode: int) -> None:
             return
 
 
-def _patience(timeout: float, path: str, first: float = 0.005) -> Iterator[None]:
+def _attempts(timeout: float, path: str, first: float = 0.005) -> Iterator[None]:
     """Yield between pauses of growing length, until InUseError."""
     end = time.monotonic() + timeout
     pause = first
@@ -202,7 +202,7 @@ class ObjectLock:
         token = uuid.uuid4().hex
         name = f"{FOLDER}/shared-{token}"
         try:
-            for _ in _patience(self._patience, self._files.path(self._alone), self._poll):
+            for _ in _attempts(self._patience, self._files.path(self._alone), self._poll):
                 self._files.write(name, token.encode())
                 if "alone" not in self._files.list(FOLDER):
                     break
@@ -222,7 +222,7 @@ class ObjectLock:
     def alone(self, timeout: float) -> Iterator[Lease]:
         """Hold the lock alone."""
         token = uuid.uuid4().hex.encode()
-        for _ in _patience(timeout, self._files.path(self._alone), self._poll):
+        for _ in _attempts(timeout, self._files.path(self._alone), self._poll):
             if self._files.create(self._alone, token):
                 break
             probe = f"{FOLDER}/probe-{token.decode()}"
@@ -233,8 +233,8 @@ class ObjectLock:
             finally:
                 self._files.remove([probe])
         try:
-            for _ in _patience(timeout, self._files.path(FOLDER), self._poll):
-                if not self._others():
+            for _ in _attempts(timeout, self._files.path(FOLDER), self._poll):
+                if not self._live_holders():
                     break
             yield _ObjectLease(self._files, self._alone, token)
         finally:
@@ -243,7 +243,7 @@ class ObjectLock:
                 if self._files.read(self._alone) == token:
                     self._files.remove([self._alone])
 
-    def _others(self) -> list[str]:
+    def _live_holders(self) -> list[str]:
         """Return the live shared holders, and remove the lock objects of dead ones."""
         holders = [f"{FOLDER}/{name}" for name in self._files.list(FOLDER) if name.startswith("shared-")]
         dead = [name for name in holders if self._is_stale(name, self._alone)]

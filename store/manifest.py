@@ -35,7 +35,7 @@ class Manifest:
         step: training step.
         file: name of the data file.
         id: content hash of that file.
-        identity: the name by which deltas refer to it: `id`, or the identity of the checkpoint that the file restates.
+        identity: the name by which deltas refer to it: `id`, or the identity that the checkpoint had before a rebase.
         nbytes: stored bytes.
         raw_nbytes: bytes of the state.
         parents: data files of the chain below it, the nearest first, the base last; empty for a base. They are named

@@ -106,7 +106,7 @@ def collect(
             message = f"{files.root}: best={retention.best}, but no step has a metric: all are kept; see Store.rate"
             warnings.warn(message, StoreWarning, stacklevel=3)
     elif retention is not None:
-        behind = rewinds.behind(catalog, records)
+        behind = rewinds.left_behind(catalog, records)
         keep = protected | _kept(files, retention, entries)
         if behind:
             # A run that went back has two ends; each keeps its steps as if it were the newest.
@@ -156,7 +156,7 @@ def drop(catalog: Catalog, steps: Collection[int]) -> None:
     catalog.drop({step: generations[step] for step in steps})
 
 
-def take_back(catalog: Catalog, file: str) -> None:
+def remove_unused(catalog: Catalog, file: str) -> None:
     """Remove the data file of a failed save, unless a step names it, whose bytes are the same.
 
     If others are writing, it is left as garbage.

@@ -103,7 +103,7 @@ class Loaded:
         return Loaded(max(step, self.step), self.above.difference([step]))
 
 
-def going_back(
+def new_record(
     catalog: Catalog, steps: Sequence[int], manifest: Manifest, loaded: Loaded | None, recorded: Collection[int]
 ) -> Rewind | None:
     """Return a record of the steps that a new step leaves behind, or None.
@@ -149,7 +149,7 @@ def write(files: Files, record: Rewind) -> None:
     files.write(record.path, seal(fields))
 
 
-def take_back(catalog: Catalog, record: Rewind, manifest: Manifest) -> None:
+def undo(catalog: Catalog, record: Rewind, manifest: Manifest) -> None:
     """Remove the record of a failed save, unless its step exists.
 
     An interrupt may come after the commit. If that is unknown, the record stays, as after a crash.
@@ -177,7 +177,7 @@ def read_file(files: Files, name: str) -> Rewind | None:
     return read_sealed(files, f"{FOLDER}/{name}", parse, "a record of a run that went back", _WITHOUT)
 
 
-def come_back(files: Files, step: int, identity: str) -> None:
+def unmark(files: Files, step: int, identity: str) -> None:
     """Remove a checkpoint from the records, because the same one is saved again."""
     with contextlib.suppress(CorruptDataError):
         for record in read(files):
@@ -185,7 +185,7 @@ def come_back(files: Files, step: int, identity: str) -> None:
                 write(files, replace(record, left={s: i for s, i in record.left.items() if s != step}))
 
 
-def behind(catalog: Catalog, records: Collection[Rewind]) -> dict[int, Rewind]:
+def left_behind(catalog: Catalog, records: Collection[Rewind]) -> dict[int, Rewind]:
     """Return the steps left behind with a record each, if possible one with `passed`."""
     now = _identities(catalog, (step for record in records for step in record.left)) if records else {}
     return {
@@ -196,21 +196,21 @@ def behind(catalog: Catalog, records: Collection[Rewind]) -> dict[int, Rewind]:
     }
 
 
-def passed_over(catalog: Catalog) -> dict[int, Rewind]:
+def skipped_by_load(catalog: Catalog) -> dict[int, Rewind]:
     """Return the steps that `load()` skips while there are others.
 
     Raises:
         CorruptDataError: as `read`.
     """
-    return {step: record for step, record in behind(catalog, read(catalog.files)).items() if record.passed}
+    return {step: record for step, record in left_behind(catalog, read(catalog.files)).items() if record.passed}
 
 
-def in_order(steps: Iterable[int], behind: Container[int]) -> list[int]:
+def load_order(steps: Iterable[int], behind: Container[int]) -> list[int]:
     """Return steps in the order of `load()`: descending, those left behind last."""
     return sorted(steps, key=lambda s: (s not in behind, s), reverse=True)
 
 
-def not_taken(root: str, step: int, behind: Mapping[int, Rewind]) -> str:
+def skipped_message(root: str, step: int, behind: Mapping[int, Rewind]) -> str:
     """Return the warning that `load()` skipped higher steps; "" if it did not."""
     left = [s for s in behind if s > step]
     if not left or step in behind:

@@ -30,12 +30,12 @@ from .files import StoreWarning
 from .lock import Lease
 from .manifest import Manifest, check_metric, check_step
 from .memory_copies import MemoryCopies
-from .retention import take_back
+from .retention import remove_unused
 from .weight_average import WeightAverage, needs_average
 
 
 @contextlib.contextmanager
-def _noted(step: int) -> Iterator[None]:
+def _with_note(step: int) -> Iterator[None]:
     """Add to the error of a full or read-only disk that it concerns this step only."""
     try:
         yield
@@ -167,7 +167,7 @@ class Session:
         step, metric = check_step(step), check_metric(metric)
         asked = self._cfg if cfg is None else replace(check_config(cfg), chain=self._cfg.chain)
         files = self.catalog.files
-        with _noted(step), contextlib.ExitStack() as undo:
+        with _with_note(step), contextlib.ExitStack() as undo:
             # Held from before the parent is read until the manifest exists, so that `gc` does not remove the parent.
             with self.catalog.lock.shared() as lease:
                 if any(hasattr(rule.codec, "for_restores") for rule in asked.rules):
@@ -181,7 +181,7 @@ class Session:
                 parent = head if ckpt.is_delta else None
                 manifest = manifest_over(parent, step, ckpt, metric)
                 file = f"{FOLDER}/{manifest.file}"
-                undo.callback(take_back, self.catalog, file)
+                undo.callback(remove_unused, self.catalog, file)
                 files.write(file, ckpt.to_bytes())
                 self.commit(manifest, lease, undo)
             undo.pop_all()
@@ -221,15 +221,15 @@ class Session:
         """
         lease.renew()
         catalog, files, step = self.catalog, self.catalog.files, manifest.step
-        rewinds.come_back(files, step, manifest.identity)
+        rewinds.unmark(files, step, manifest.identity)
         steps = list(catalog.recent())
         existing: Entry | None = None
         with contextlib.suppress(CorruptDataError, NewerFormatError):
             existing = catalog.get(step) if step in steps else None
         is_replayed = existing is not None and existing.manifest.identity == manifest.identity
-        record = None if is_replayed else rewinds.going_back(catalog, steps, manifest, self.loaded, self._left)
+        record = None if is_replayed else rewinds.new_record(catalog, steps, manifest, self.loaded, self._left)
         if record is not None:
-            undo.callback(rewinds.take_back, catalog, record, manifest)
+            undo.callback(rewinds.undo, catalog, record, manifest)
             warnings.warn(record.message(files.root), StoreWarning, stacklevel=4)
             # Before the step: a process killed in between has gone back and saved nothing.
             rewinds.write(files, record)

@@ -129,7 +129,7 @@ class Store:
         Raises:
             CorruptDataError: a record of a run that went back cannot be read.
         """
-        return rewinds.in_order(self.steps(), rewinds.passed_over(self._catalog))
+        return rewinds.load_order(self.steps(), rewinds.skipped_by_load(self._catalog))
 
     def manifests(self) -> tuple[dict[int, Manifest], dict[int, str]]:
         """Return the manifests by step, and the reasons for steps whose manifest cannot be read."""
@@ -367,10 +367,10 @@ class Store:
         skipped: list[str] = []
         behind: Mapping[int, rewinds.Rewind] = {}
         try:
-            behind = rewinds.passed_over(self._catalog)
+            behind = rewinds.skipped_by_load(self._catalog)
         except CorruptDataError as e:
             warnings.warn(f"{e}: load() takes the highest step", StoreWarning, stacklevel=3)
-        for candidate in rewinds.in_order(steps, behind):
+        for candidate in rewinds.load_order(steps, behind):
             try:
                 state = self._load(candidate, patterns, count)
             except DAMAGE as e:
@@ -382,7 +382,7 @@ class Store:
             if skipped:
                 message = f"{self._files.root}: loaded step {candidate}; skipped {'; '.join(skipped)}"
                 warnings.warn(message, SkippedCheckpointWarning, stacklevel=3)
-            if message := rewinds.not_taken(self._files.root, candidate, behind):
+            if message := rewinds.skipped_message(self._files.root, candidate, behind):
                 warnings.warn(message, StoreWarning, stacklevel=3)
             return state
         reader = None if patterns or self._read_copies else reader_of_copies(self._files, self.url)
