@@ -6,7 +6,6 @@ import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from ..codec.checkpoint import Checkpoint
 from ..codec.config import ChainPolicy
@@ -17,17 +16,18 @@ from .catalog import Catalog, Entry
 from .files import Files, StoreWarning, is_damage
 from .manifest import Manifest, data_name
 
-T = TypeVar("T")
+Reader = Callable[[str], bytes]
 FOLDER = "data"
 _FEW = 4
 """Objects that are looked for one by one, rather than listed."""
 
 
-def _guarded(files: Files, step: int, name: str, work: Callable[[], T]) -> T:
-    """Call `work` on a data file; its errors name the step and the path."""
+@contextlib.contextmanager
+def _naming_errors(files: Files, step: int, name: str) -> Iterator[None]:
+    """Let the errors of reading a data file name the step and the path."""
     path = files.path(f"{FOLDER}/{name}")
     try:
-        return work()
+        yield
     except FileNotFoundError:
         below = name.partition("-")[0].lstrip("0") or "0"
         whose = "" if below == str(step) else f"below it, step {below}: "
@@ -40,16 +40,14 @@ def _guarded(files: Files, step: int, name: str, work: Callable[[], T]) -> T:
         raise CorruptDataError(f"step {step}: {path} cannot be read: {e}") from None
 
 
-def read(
-    files: Files, step: int, name: str, parent: Checkpoint | None, reader: Callable[[str], bytes] | None = None
-) -> Checkpoint:
+def read(files: Files, step: int, name: str, parent: Checkpoint | None, reader: Reader | None = None) -> Checkpoint:
     """Return the checkpoint of a data file, resolved; `reader` replaces `files.read`.
 
     Raises:
         CorruptDataError, MissingParentError, NewerFormatError: with the step and the path.
     """
-    reader = reader or files.read
-    return _guarded(files, step, name, lambda: Checkpoint.from_bytes(reader(f"{FOLDER}/{name}"), parent))
+    with _naming_errors(files, step, name):
+        return Checkpoint.from_bytes((reader or files.read)(f"{FOLDER}/{name}"), parent)
 
 
 def check(manifest: Manifest, ckpt: Checkpoint) -> None:
@@ -75,9 +73,7 @@ def missing(files: Files, names: Collection[str]) -> set[str]:
     return {name for name in absent if not files.exists(f"{FOLDER}/{name}")}
 
 
-def resolve(
-    files: Files, manifest: Manifest, reader: Callable[[str], bytes] | None = None
-) -> tuple[Checkpoint, Checkpoint]:
+def resolve(files: Files, manifest: Manifest, reader: Reader | None = None) -> tuple[Checkpoint, Checkpoint]:
     """Return a step's checkpoint, resolved by reading its chain upwards, and the base.
 
     Args:
@@ -114,7 +110,7 @@ def opener(files: Files, manifest: Manifest) -> Callable[[Checkpoint | None], Ch
             raise MissingParentError(f"step {manifest.step}: its manifest names no parent of its last file")
         path = f"{FOLDER}/{name}"
 
-        def work() -> Checkpoint:
+        with _naming_errors(files, manifest.step, name):
             size = files.size(path)
             if above is None and size != manifest.nbytes:
                 raise CorruptDataError(f"{size} bytes; its manifest says {manifest.nbytes}")
@@ -125,8 +121,6 @@ def opener(files: Files, manifest: Manifest) -> Callable[[Checkpoint | None], Ch
             if above is not None and "as" not in ckpt.header and not name.endswith(f"-{claimed[:16]}.spt"):
                 raise CorruptDataError("is not the parent it should be")
             return ckpt
-
-        return _guarded(files, manifest.step, name, work)
 
     return open_next
 
@@ -197,13 +191,8 @@ def is_whole(files: Files, name: str) -> bool:
     """Return whether a data file exists, is intact, and matches its name; the work may be interrupted before."""
     give_way()
     try:
-        ckpt = Checkpoint.from_bytes(files.read(f"{FOLDER}/{name}"))
-        return name.endswith(f"-{ckpt.id[:16]}.spt")
-    except (FileNotFoundError, ShrinkpointError):
-        return False
-    except OSError as e:
-        if not is_damage(e, local=files.local):
-            raise
+        return name.endswith(f"-{read(files, 0, name, None).id[:16]}.spt")
+    except ShrinkpointError:
         return False
 
 
@@ -346,7 +335,7 @@ class ChainHead:
         with contextlib.suppress(CorruptDataError, NewerFormatError):
             entry = catalog.get(self.manifest.step)
         is_same = entry is not None and entry.manifest.identity == self.manifest.identity
-        now = replace(self, manifest=entry.manifest) if is_same and entry is not None else self
+        now = replace(self, manifest=entry.manifest) if entry is not None and is_same else self
         # Files of a step that was replaced or removed may still exist for others.
         gone = missing(files, now.manifest.chain)
         if gone and is_same:

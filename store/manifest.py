@@ -13,6 +13,8 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from blake3 import blake3
+
 from ..codec.errors import BadArgumentError, CorruptDataError, NewerFormatError
 from ..codec.format.bounded_json import loads
 from ..kernels.backend.arguments import integer
@@ -177,3 +179,8 @@ def parse_name(name: str) -> tuple[int, int] | None:
 def is_data(name: str) -> bool:
     """Return whether a name is that of a data file."""
     return _DATA.fullmatch(name) is not None
+
+
+def is_content(name: str, data: bytes) -> bool:
+    """Return whether some bytes are those of the data file of a name."""
+    return name.endswith(f"-{blake3(data).hexdigest()[:16]}.spt")

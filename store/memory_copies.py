@@ -27,7 +27,7 @@ from ..codec.memory_limit import available_memory
 from ..kernels.backend.arguments import integer
 from .checksummed_json import seal, unseal
 from .files import Files
-from .manifest import is_data
+from .manifest import is_content, is_data
 from .urls import is_of_this_process, one_name
 
 try:
@@ -216,7 +216,7 @@ class CopyReader:
         """Return all bytes of a file; FileNotFoundError if it does not exist."""
         base = name.rpartition("/")[2]
         data = self._copies.get(base) if is_data(base) else None
-        if data is not None and base.endswith(f"-{blake3(data).hexdigest()[:16]}.spt"):
+        if data is not None and is_content(base, data):
             self.hits += 1
             return data
         if data is not None:

@@ -11,8 +11,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from blake3 import blake3
-
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
 from . import labels, restore_counter, rewinds
 from .catalog import FOLDER as STEPS
@@ -22,7 +20,7 @@ from .chain import FOLDER as DATA
 from .files import Files
 from .frozen_sets import FrozenSets, needed_by
 from .lock import Lease
-from .manifest import Manifest
+from .manifest import Manifest, is_content
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +183,7 @@ def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]
     for name in reversed(manifest.files):
         path, is_sound = f"{FOLDER}/{name}", name in sound
         with contextlib.suppress(FileNotFoundError):
-            if not is_sound and target.exists(path) and _is_named(name, target.read(path)):
+            if not is_sound and target.exists(path) and is_content(name, target.read(path)):
                 target.sync([path])
                 is_sound = True
         if not is_sound:
@@ -193,14 +191,10 @@ def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]
                 data = source.read(path)
             except FileNotFoundError:
                 raise MissingParentError(f"step {manifest.step}: its file {source.path(path)} is missing") from None
-            if not _is_named(name, data):
+            if not is_content(name, data):
                 raise CorruptDataError(f"step {manifest.step}: {source.path(path)} does not match its name")
             target.write(path, data)
         sound.add(name)
-
-
-def _is_named(name: str, data: bytes) -> bool:
-    return name.endswith(f"-{blake3(data).hexdigest()[:16]}.spt")
 
 
 Progress = Callable[[int, int, int], None]

@@ -17,7 +17,7 @@ import functools
 import re
 import uuid
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..codec.errors import CorruptDataError, NewerFormatError
@@ -144,8 +144,8 @@ def _identities(catalog: Catalog, steps: Iterable[int]) -> dict[int, str]:
 
 def write(files: Files, record: Rewind) -> None:
     """Make a record durable."""
-    left = {str(step): identity for step, identity in record.left.items()}
-    fields = {"version": 1, "step": record.step, "since": record.since, "passed": record.passed, "left": left}
+    fields = {"version": 1, **asdict(record)}
+    del fields["file"]
     files.write(record.path, seal(fields))
 
 

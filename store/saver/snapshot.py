@@ -21,16 +21,7 @@ import numpy.typing as npt
 
 from ...codec.errors import ShrinkpointError, UnsupportedLeafError
 from ...codec.memory_limit import available_memory
-from ...codec.state import tree
-from ...codec.state.leaves import (
-    SCALARS,
-    LeafSpec,
-    build_leaf,
-    from_bytes,
-    is_stored_as_array,
-    read_leaf,
-    same_storage_key,
-)
+from ...codec.state import leaves, tree
 from ...kernels.backend.arrays import is_torch
 from ...kernels.backend.imported import imported
 from . import host_copy
@@ -169,7 +160,7 @@ class Source:
         offset: in the arena.
     """
 
-    spec: LeafSpec
+    spec: leaves.LeafSpec
     values: Any
     pointer: int
     storage: Any
@@ -217,7 +208,7 @@ class Snapshot:
     """
 
     trees: dict[str, list[Any]]
-    specs: list[LeafSpec]
+    specs: list[leaves.LeafSpec]
     offsets: list[int]
     kept: dict[int, Any] = field(default_factory=dict)
     ready: list[tuple[Any, Any]] = field(default_factory=list)
@@ -233,7 +224,7 @@ class Snapshot:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Snapshot:
         """Invert `to_json`."""
-        distinct = [LeafSpec(library, dtype, tuple(shape)) for library, dtype, shape in data["specs"]]
+        distinct = [leaves.LeafSpec(library, dtype, tuple(shape)) for library, dtype, shape in data["specs"]]
         return Snapshot(data["trees"], [distinct[number] for number in data["of"]], data["offsets"])
 
 
@@ -249,30 +240,30 @@ def plan(trees: Mapping[str, Any]) -> Plan:
     planned: dict[str, list[Any]] = {}
     sources: list[Source] = []
     first: dict[Any, int] = {}
-    specs: dict[Any, LeafSpec] = {}
+    specs: dict[Any, leaves.LeafSpec] = {}
     end = 0
     for name, value in trees.items():
-        nodes, arrays = tree.flatten(value, is_stored_as_array, spell=False)
+        nodes, arrays = tree.flatten(value, leaves.is_stored_as_array, spell=False)
         numbers: list[int] = []
         for node in arrays:
             plain = _plain_tensor(node.value)
-            key = same_storage_key(node.value) if plain is None else plain[:4]
+            key = leaves.same_storage_key(node.value) if plain is None else plain[:4]
             number = None if key is None else first.get(key)
             if number is None:
                 number = len(sources)
                 if plain is not None:
                     pointer, *kind, _, storage = plain
                     if (spec := specs.get(tuple(kind))) is None:  # as `read_leaf` makes it; equal ones share one
-                        spec = LeafSpec("torch", str(kind[0]).removeprefix("torch."), tuple(kind[1]))
+                        spec = leaves.LeafSpec("torch", str(kind[0]).removeprefix("torch."), tuple(kind[1]))
                         specs[tuple(kind)] = spec
                     source = Source(spec, node.value, pointer, storage, node.value.nbytes, end)
                 else:
                     try:
-                        spec, flat = read_leaf(node.value, "")
+                        spec, flat = leaves.read_leaf(node.value, "")
                     except ShrinkpointError:
                         # Spelling the paths of all arrays takes time: it is done only for a message.
-                        _, spelled = tree.flatten(value, is_stored_as_array)
-                        read_leaf(node.value, spelled[len(numbers)].path)
+                        _, spelled = tree.flatten(value, leaves.is_stored_as_array)
+                        leaves.read_leaf(node.value, spelled[len(numbers)].path)
                         raise
                     storage = flat.untyped_storage() if is_torch(flat) else None
                     source = Source(spec, flat, _pointer(flat), storage, spec.nbytes, end)
@@ -342,7 +333,7 @@ def take(planned: Plan, arena: Arena, *, on_device: bool = False) -> Snapshot:
         if on_device:
             kept[number] = source.values.clone()
         else:
-            target = from_bytes(arena.view(source.offset, source.size), source.spec)
+            target = leaves.from_bytes(arena.view(source.offset, source.size), source.spec)
             target.copy_(source.values, non_blocking=True)
     host_copy.copy(pieces)
     specs, offsets = [source.spec for source in planned.sources], [source.offset for source in planned.sources]
@@ -372,9 +363,9 @@ def rebuild(snapshot: Snapshot, arena: Arena) -> dict[str, Any]:
         if number in snapshot.kept:
             arrays.append(snapshot.kept[number].reshape(spec.shape))
             continue
-        flat = from_bytes(arena.view(offset, spec.nbytes), spec)
-        if spec.library in ("torch", "numpy", *SCALARS):
-            arrays.append(build_leaf(flat, spec))
+        flat = leaves.from_bytes(arena.view(offset, spec.nbytes), spec)
+        if spec.library in ("torch", "numpy", *leaves.SCALARS):
+            arrays.append(leaves.build_leaf(flat, spec))
         else:
             arrays.append(HostArray(spec.library, flat.reshape(spec.shape)))
     return {name: tree.unflatten(nodes, lambda number, _: arrays[number]) for name, nodes in snapshot.trees.items()}
