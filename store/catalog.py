@@ -210,7 +210,7 @@ class Catalog:
         return entry if known and known[-1] == old.generation and self._create(entry, known) else None
 
     def _create(self, entry: Entry, replaced: list[int]) -> bool:
-        """Create a manifest that does not exist; then remove the generations that it replaces, if that is possible."""
+        """Create a manifest that must not exist; then remove the generations that it replaces."""
         name = manifest_name(entry.manifest.step, entry.generation)
         if entry.generation > MAX_GENERATION:
             # A name that no reader takes for a manifest would lose the step.

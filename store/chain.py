@@ -1,4 +1,4 @@
-"""Chains: reading the data files of a step from its base upwards, and the head on which the next delta builds."""
+"""Chains: the data files of a step, from its base upwards, and the head for the next delta."""
 
 from __future__ import annotations
 
@@ -188,7 +188,10 @@ def walk(files: Files, root: Node) -> Iterator[Visit]:
 
 
 def is_whole(files: Files, name: str) -> bool:
-    """Return whether a data file exists, is intact, and matches its name; the work may be interrupted before."""
+    """Return whether a data file exists, is intact, and matches its name.
+
+    The work may be interrupted before the file is read.
+    """
     give_way()
     try:
         return name.endswith(f"-{read(files, 0, name, None).id[:16]}.spt")

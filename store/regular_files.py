@@ -1,4 +1,4 @@
-"""Opening of files in folders that others may have written: no pipes, and no links that lead out of them."""
+"""Files in folders that others may have written: no pipes, and no links that lead out."""
 
 from __future__ import annotations
 

@@ -52,7 +52,11 @@ class Rewind:
 
     @staticmethod
     def of(file: str, fields: dict[str, Any]) -> Rewind:
-        """Return the record of a file; raise ValueError, KeyError, TypeError or AttributeError if it is malformed."""
+        """Return the record of a file.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: it is malformed.
+        """
         left = {int(step): identity for step, identity in fields["left"].items()}
         record = Rewind(file, fields["step"], fields["since"], fields["passed"], left)
         steps = [record.step, *left, *([] if record.since is None else [record.since])]

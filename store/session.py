@@ -197,7 +197,7 @@ class Session:
 
     @own_arithmetic()
     def _compress(self, inputs: Inputs, cfg: Config, head: ChainHead | None) -> Checkpoint:
-        """Compress a state over a head; the result is a base also if a delta would save almost nothing."""
+        """Compress a state over a head; the result is a base if a delta saves almost nothing."""
         if head is None:
             ckpt = compress_inputs(inputs, cfg)
             self._base_size = Size.of(ckpt)
@@ -246,7 +246,9 @@ class Session:
 
 
 class SharedSave:
-    """The save of a sharded step, in the process that commits it: several processes write the files of the step.
+    """The save of a sharded step, in the process that commits it.
+
+    Several processes write the files of the step.
 
     It holds the store's lock from its creation until `close`. Meanwhile `gc` removes neither the files that other
     processes have written for this step, nor the parents of these files. So create it before the others begin.

@@ -56,7 +56,7 @@ class _Clock:
 
     @staticmethod
     def of(paths: Iterable[str], step: float | None, value: Callable[[str], float | None]) -> _Clock:
-        """Return the clock at the optimizer's step count in a state, or else at `step`; see `steps_taken`."""
+        """Return the clock at the optimizer's own count, see `steps_taken`, or else at `step`."""
         counted = steps_taken(paths, value)
         return _Clock(step) if counted is None else _Clock(counted, counted=True)
 

@@ -1,1 +1,1 @@
-"""Asynchronous saves: the trainer copies its state, and a worker compresses and writes the copy."""
+"""Asynchronous saves: the trainer copies its state, a worker compresses and writes it."""

@@ -1,4 +1,4 @@
-"""Executors of the saves of a `Saver`: a worker process, or a thread of this process; and their work."""
+"""Executors of the saves of a `Saver`: a worker process, or a thread of this process."""
 
 from __future__ import annotations
 
@@ -296,7 +296,10 @@ class ProcessExecutor(Executor):
 
 
 def _warnings(answer: dict[str, Any], when: str) -> list[Warned]:
-    """Return the worker's warnings; raise its error if there was one, with its type if that is known here."""
+    """Return the worker's warnings; raise its error if there was one.
+
+    The error has its own type if that is known here.
+    """
     warned = [(str(c), str(m)) for c, m in answer.pop("warnings", [])]
     if "error" not in answer:
         return warned

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class ExitCleanup:
-    """The runners of the Savers of this process that are not closed; one remains after its Saver was garbage-collected.
+    """The runners of the Savers of this process that are not closed.
+
+    A runner remains after its Saver was garbage-collected.
 
     Python's garbage collector may find a Saver in any thread, at any point: within an import, the start of a thread, or
     the work itself. Waiting there could last forever, so a thread of its own does it. That thread may be cut off at
