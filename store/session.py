@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,16 +153,7 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------------ saving
 
-    def save(
-        self,
-        step: int,
-        state: Any,
-        *,
-        grads: Any = None,
-        kinds: Mapping[str, Any] | None = None,
-        metric: float | None = None,
-        cfg: Config | str | None = None,
-    ) -> Saved:
+    def save(self, step: int, state: Any, *, grads: Any, kinds: Any, metric: Any, cfg: Config | str | None) -> Saved:
         """See `Store.save`."""
         step, metric = check_step(step), check_metric(metric)
         asked = self._cfg if cfg is None else replace(check_config(cfg), chain=self._cfg.chain)
