@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .arithmetic import own_arithmetic
@@ -71,7 +71,12 @@ def compress(
 
 
 @own_arithmetic()
-def compress_inputs(inputs: Inputs, cfg: Config, prepare: Mapping[Codec, Prepare] | None = None) -> Checkpoint:
+def compress_inputs(
+    inputs: Inputs,
+    cfg: Config,
+    prepare: Mapping[Codec, Prepare] | None = None,
+    planned: Sequence[ArrayPlan] | None = None,
+) -> Checkpoint:
     """Compress checked and flattened arguments of `compress`.
 
     Args:
@@ -79,8 +84,9 @@ def compress_inputs(inputs: Inputs, cfg: Config, prepare: Mapping[Codec, Prepare
         cfg: as `compress` has it.
         prepare: what prepares arrays in place of a codec's own `prepare`, where that needs to know more than this
             state.
+        planned: the plan of these inputs; None: not made yet.
     """
-    planned = plan(inputs, cfg)
+    planned = plan(inputs, cfg) if planned is None else planned
     encoded = encode(planned, prepare or {})
     stored = [encoded.arrays[i] for i in range(len(planned))]
     notes = [own.note or remark(one, cfg, inputs.kinds) for one, own in zip(planned, stored, strict=True)]

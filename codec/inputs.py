@@ -27,7 +27,8 @@ class Inputs:
         kinds: as given.
         grads: gradients by path.
         past_weights: earlier values of the weights by path; None: not given.
-        evidence: of each array, if it was gathered from a larger state than this one; None: not gathered yet.
+        named: every name of an array, tied ones too; empty in a part.
+        evidence: of each array, if it was gathered before, maybe from a larger state; None: not gathered yet.
         is_whole: whether this is the caller's whole state. In a part, rules without a match cause no warning.
     """
 
@@ -37,6 +38,7 @@ class Inputs:
     kinds: Mapping[str, Any] | None
     grads: dict[str, Array]
     past_weights: PastWeights | None
+    named: Sequence[tree.ArrayNode] = ()
     evidence: Sequence[Evidence] | None = None
     is_whole: bool = True
 
@@ -54,7 +56,7 @@ class Inputs:
         if earlier is not None:
             before = PastWeights.of(earlier)
             earlier = PastWeights(by_weights(before.weights, found, "earlier"), before.steps)
-        return Inputs(*tie(nodes, found), prev, kinds, gradients, earlier)
+        return Inputs(*tie(nodes, found), prev, kinds, gradients, earlier, found)
 
     def parents(self, leaves: Sequence[Leaf]) -> list[Reference | None]:
         """Return the reference that a delta of each array is coded against, or None."""
@@ -71,7 +73,7 @@ class Inputs:
         arrays = [self.arrays[i] for i in numbers]
         kinds = kinds_for(self.kinds, (node.path for node in arrays))
         evidence = None if self.evidence is None else [self.evidence[i] for i in numbers]
-        return replace(self, nodes=nodes, arrays=arrays, kinds=kinds, evidence=evidence, is_whole=False)
+        return replace(self, nodes=nodes, arrays=arrays, kinds=kinds, named=(), evidence=evidence, is_whole=False)
 
 
 def _renumbered(node: Any, place: Mapping[int, int]) -> Any:

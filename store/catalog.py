@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from .files import Files, is_damage
+from .lock import open_lock
 from .manifest import MAX_GENERATION, Manifest, manifest_name, parse_name
 
 T = TypeVar("T")
@@ -22,9 +23,9 @@ _ATTEMPTS = 100
 
 def named(steps: Iterable[int]) -> str:
     """Return steps for a message: the lowest ones and the last."""
-    found = sorted(steps)
-    shown = found if len(found) <= 10 else [*found[:8], "...", found[-1]]
-    return f"step{'s' * (len(found) > 1)} {', '.join(map(str, shown))}"
+    ascending = sorted(steps)
+    shown = ascending if len(ascending) <= 10 else [*ascending[:8], "...", ascending[-1]]
+    return f"step{'s' * (len(ascending) > 1)} {', '.join(map(str, shown))}"
 
 
 def unknown(files: Files, what: str, steps: Sequence[int]) -> BadArgumentError:
@@ -41,6 +42,15 @@ class Entry:
     manifest: Manifest
 
 
+def manifest_path(entry: Entry) -> str:
+    """Return the path of a manifest, relative to the store."""
+    return _path(entry.manifest.step, entry.generation)
+
+
+def _path(step: int, generation: int) -> str:
+    return f"{FOLDER}/{manifest_name(step, generation)}"
+
+
 _LISTED_FOR = 1.0
 """Seconds after which a save lists the steps again, even if the folder looks unchanged."""
 
@@ -50,10 +60,15 @@ class Catalog:
 
     Another process may save, compact or collect at any time. Between two calls this object keeps parsed files only
     together with a stamp that shows whether they are still the same, so that a call reads only changed files.
+
+    Args:
+        files: of the store.
+        url: of the store, for messages; None: the folder.
     """
 
-    def __init__(self, files: Files) -> None:
-        self._files = files
+    def __init__(self, files: Files, url: str | None = None) -> None:
+        self.files, self.lock = files, open_lock(files)
+        self.url = files.root if url is None else url
         self._names: set[str] = set()
         self._known: dict[int, list[int]] = {}
         self._parsed: dict[str, tuple[object, Manifest]] = {}
@@ -64,18 +79,12 @@ class Catalog:
 
         There is more than one only while one replaces another.
         """
-        self._listed = time.monotonic(), self._files.stamp(FOLDER)
-        names = set(self._files.list(FOLDER))
+        self._listed = time.monotonic(), self.files.stamp(FOLDER)
+        names = set(self.files.list(FOLDER))
         if names != self._names:
-            known = {step: set(found) for step, found in self._known.items()}
-            for name in names ^ self._names:
-                if (parsed := parse_name(name)) is None:
-                    continue
-                step, generation = parsed
-                if step in known:
-                    known[step] ^= {generation}
-                else:
-                    known[step] = {generation}
+            known = {step: set(generations) for step, generations in self._known.items()}
+            for step, generation in filter(None, map(parse_name, names ^ self._names)):
+                known[step] = known.get(step, set()) ^ {generation}
             self._names, self._known = names, {step: sorted(known[step]) for step in sorted(known) if known[step]}
             for name in self._parsed.keys() - names:
                 del self._parsed[name]
@@ -88,7 +97,7 @@ class Catalog:
         anyway.
         """
         when, stamp = self._listed
-        is_recent = stamp is not None and time.monotonic() - when < _LISTED_FOR and self._files.stamp(FOLDER) == stamp
+        is_recent = stamp is not None and time.monotonic() - when < _LISTED_FOR and self.files.stamp(FOLDER) == stamp
         return self._known if is_recent else self.generations()
 
     def steps(self) -> list[int]:
@@ -103,7 +112,7 @@ class Catalog:
         """
         known = self._known.get(step)
         # Generations follow each other without a gap: without a next one the last known is the highest, if it exists.
-        if generation is None and known and not self._exists(step, known[-1] + 1):
+        if generation is None and known and not self.files.exists(_path(step, known[-1] + 1)):
             generation = known[-1]
         for _ in range(_ATTEMPTS):
             newest = self.generations().get(step, [None])[-1] if generation is None else generation
@@ -139,23 +148,19 @@ class Catalog:
             raise MissingParentError(f"step {step}: it was removed while it was read")
         return entry
 
-    def _exists(self, step: int, generation: int) -> bool:
-        return self._files.exists(f"{FOLDER}/{manifest_name(step, generation)}")
-
     def _read(self, step: int, generation: int) -> Manifest:
         name = manifest_name(step, generation)
-        stamp = self._files.stamp(f"{FOLDER}/{name}")
-        before, found = self._parsed.get(name, (None, None))
-        if found is not None and stamp is not None and stamp == before:
-            return found
+        path = f"{FOLDER}/{name}"
+        stamp = self.files.stamp(path)
+        before, manifest = self._parsed.get(name, (None, None))
+        if manifest is not None and stamp is not None and stamp == before:
+            return manifest
         try:
-            found = Manifest.from_bytes(self._files.read(f"{FOLDER}/{name}"), step)
-            self._parsed[name] = stamp, found
-            return found
-        except FileNotFoundError:
-            raise
+            manifest = Manifest.from_bytes(self.files.read(path), step)
+            self._parsed[name] = stamp, manifest
+            return manifest
         except OSError as e:
-            if not is_damage(e, local=self._files.local):
+            if isinstance(e, FileNotFoundError) or not is_damage(e, local=self.files.local):
                 raise
             raise CorruptDataError(f"step {step}: its manifest cannot be read: {e}") from None
 
@@ -165,8 +170,8 @@ class Catalog:
         Raises:
             CorruptDataError, NewerFormatError: one cannot be read, so the files that it needs are unknown.
         """
-        found = ((step, self.get(step, generations[-1])) for step, generations in self.generations().items())
-        return {step: entry for step, entry in found if entry is not None}
+        entries = ((step, self.get(step, generations[-1])) for step, generations in self.generations().items())
+        return {step: entry for step, entry in entries if entry is not None}
 
     def readable(self) -> tuple[dict[int, Entry], dict[int, str]]:
         """Return the manifests that can be read, and the reason for each other step."""
@@ -174,12 +179,10 @@ class Catalog:
         problems: dict[int, str] = {}
         for step, generations in self.generations().items():
             try:
-                entry = self.get(step, generations[-1])
+                if (entry := self.get(step, generations[-1])) is not None:
+                    entries[step] = entry
             except (CorruptDataError, NewerFormatError) as e:
                 problems[step] = str(e)
-                continue
-            if entry is not None:
-                entries[step] = entry
         return entries, problems
 
     def commit(self, manifest: Manifest) -> Entry:
@@ -189,15 +192,14 @@ class Catalog:
             present = self.get(manifest.step, known[-1]) if known else None
             if present is not None and present.manifest == manifest:
                 # A process may have been killed after it created the file, before that was durable.
-                self._files.sync([f"{FOLDER}/{manifest_name(manifest.step, present.generation)}"])
+                self.files.sync([manifest_path(present)])
                 return present
-        if self._exists(manifest.step, known[-1] + 2 if known else 1):
+        if self.files.exists(_path(manifest.step, known[-1] + 2 if known else 1)):
             # Another writer has replaced the step since the folder was listed.
             known = self.generations().get(manifest.step, [])
         while True:
             entry = Entry(known[-1] + 1 if known else 0, manifest)
-            if self._create(entry):
-                self._forget(manifest.step, known)
+            if self._create(entry, known):
                 return entry
             known = self.generations().get(manifest.step, [])
 
@@ -205,20 +207,18 @@ class Catalog:
         """Replace a manifest by another of the same step, unless another process has done so first."""
         known = self.generations().get(manifest.step, [])
         entry = Entry(old.generation + 1, manifest)
-        if not known or known[-1] != old.generation or not self._create(entry):
-            return None
-        self._forget(manifest.step, known)
-        return entry
+        return entry if known and known[-1] == old.generation and self._create(entry, known) else None
 
-    def _create(self, entry: Entry) -> bool:
+    def _create(self, entry: Entry, replaced: list[int]) -> bool:
+        """Create a manifest that must not exist; then remove the generations that it replaces."""
         name = manifest_name(entry.manifest.step, entry.generation)
         if entry.generation > MAX_GENERATION:
             # A name that no reader takes for a manifest would lose the step.
-            last = self._files.path(f"{FOLDER}/{manifest_name(entry.manifest.step, MAX_GENERATION)}")
+            last = self.files.path(_path(entry.manifest.step, MAX_GENERATION))
             raise CorruptDataError(f"step {entry.manifest.step}: {last} is the last generation there can be; drop it")
         when, stamp = self._listed
-        is_current = stamp is not None and self._files.stamp(FOLDER) == stamp
-        created = self._files.create(f"{FOLDER}/{name}", entry.manifest.to_bytes())
+        is_current = stamp is not None and self.files.stamp(FOLDER) == stamp
+        created = self.files.create(f"{FOLDER}/{name}", entry.manifest.to_bytes())
         if created and is_current:
             step = entry.manifest.step
             is_last = not self._known or step > next(reversed(self._known))
@@ -226,16 +226,12 @@ class Catalog:
             if not is_last:
                 self._known = {s: self._known[s] for s in sorted(self._known)}
             self._names.add(name)
-            self._listed = when, self._files.stamp(FOLDER)
-        return created
-
-    def _forget(self, step: int, generations: list[int]) -> None:
-        """Remove generations that a higher one has replaced, if that is possible.
-
-        All errors are ignored: the step exists, and network libraries have errors that are not an OSError.
-        """
+            self._listed = when, self.files.stamp(FOLDER)
+        # All errors are ignored: the step exists, and network libraries have errors that are not an OSError.
         with contextlib.suppress(Exception):
-            self._files.remove([f"{FOLDER}/{manifest_name(step, g)}" for g in generations])
+            if created:
+                self.files.remove([_path(entry.manifest.step, generation) for generation in replaced])
+        return created
 
     def drop(self, steps: dict[int, list[int]]) -> None:
         """Remove steps with these generations, the highest last, so that a crash restores none.
@@ -244,9 +240,9 @@ class Catalog:
             CorruptDataError: one is not a file.
         """
         for part in (slice(None, -1), slice(-1, None)):
-            names = [f"{FOLDER}/{manifest_name(step, n)}" for step, known in steps.items() for n in known[part]]
+            names = [_path(step, n) for step, known in steps.items() for n in known[part]]
             try:
-                self._files.remove(names)
+                self.files.remove(names)
             except IsADirectoryError as e:
-                where = e.filename or self._files.path(FOLDER)
+                where = e.filename or self.files.path(FOLDER)
                 raise CorruptDataError(f"{where} is a folder in the place of a manifest; remove it") from None

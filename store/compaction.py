@@ -25,8 +25,7 @@ from ..codec.parallel import give_way
 from ..codec.rebase import rebase
 from ..codec.state.leaves import as_bytes
 from .catalog import Catalog, Entry
-from .chain import FOLDER, Node, carried_by, forest, opener, walk
-from .files import Files
+from .chain import FOLDER, Node, carried_by, forest, opener, reason, walk
 from .lock import Lease
 from .manifest import Manifest, data_name
 
@@ -87,7 +86,6 @@ class Compaction:
     """One compaction run over a store.
 
     Args:
-        files: of the store.
         catalog: of the store.
         lease: held shared; renewed at every step.
         max_cost: of restoring any step, in multiples of a base, 1 or more.
@@ -95,14 +93,9 @@ class Compaction:
     """
 
     def __init__(
-        self,
-        files: Files,
-        catalog: Catalog,
-        lease: Lease,
-        max_cost: float,
-        progress: Callable[[int, int, int], None] | None,
+        self, catalog: Catalog, lease: Lease, max_cost: float, progress: Callable[[int, int, int], None] | None = None
     ) -> None:
-        self._files, self._catalog, self._lease = files, catalog, lease
+        self._files, self._catalog, self._lease = catalog.files, catalog, lease
         self._max_cost, self._progress = max_cost, progress
         self._changed: set[int] = set()
         self._nearest = False
@@ -114,14 +107,19 @@ class Compaction:
         """Compact every tree that has a step over the bound; return the moved steps, ascending."""
         roots = []
         entries = self._entries()
-        self._go_on(entries)
+        self._continue(entries)
         for root in forest(entries.values()):
             costs = [n.entry.manifest.restore_cost for n in root.below() if n.entry is not None]
             if max(costs) > self._max_cost:
                 roots.append(root)
                 self._total += len(costs)
         for root in roots:
-            self._tree(root, self._over(root), self._base_for(root))
+            over: set[Node] = set()  # the nodes of steps over the bound, and the nodes below them
+            for node in reversed(list(root.below())):
+                is_over = node.entry is not None and node.entry.manifest.restore_cost > self._max_cost
+                if is_over or not over.isdisjoint(node.children.values()):
+                    over.add(node)
+            self._tree(root, over, self._base_for(root))
         return sorted(self._changed)
 
     def _entries(self) -> dict[int, Entry]:
@@ -147,7 +145,7 @@ class Compaction:
                 self._tree(root, set(nodes), None)
         return sorted(self._changed)
 
-    def _go_on(self, entries: dict[int, Entry]) -> None:
+    def _continue(self, entries: dict[int, Entry]) -> None:
         """Update the parents of steps whose parent was moved; only headers are read."""
         for step in sorted(entries):
             m = entries[step].manifest
@@ -170,36 +168,26 @@ class Compaction:
     def _tree(self, root: Node, over: set[Node], base: int | None) -> None:
         # For each file: the steps below it that may still become parents, and whether the last was moved.
         below: dict[Node, tuple[tuple[_Live, ...], bool]] = {root: ((), False)}
-        for found in walk(self._files, root):
-            live, is_moved = below.pop(found.node)
-            entry = found.node.entry
-            if entry is not None and found.checkpoint is not None:
-                live = self._step(entry, found.checkpoint, live, base)
+        for node, ckpt, problem in walk(self._files, root):
+            live, is_moved = below.pop(node)
+            entry = node.entry
+            if entry is not None and ckpt is not None:
+                live = self._step(entry, ckpt, live, base)
                 is_moved = live[-1].manifest.chain != entry.manifest.chain
-            elif entry is not None and found.problem is not None:
-                why, step = str(found.problem), entry.manifest.step
-                self.problems[step] = why if why.startswith(f"step {step}:") else f"step {step}: below it, {why}"
+            elif entry is not None and problem is not None:
+                self.problems[entry.manifest.step] = reason(entry.manifest.step, problem)
             if not is_moved:
                 # Steps within the bound above unmoved ones are left alone, unread.
-                for name, child in list(found.node.children.items()):
+                for name, child in list(node.children.items()):
                     if child not in over:
-                        self._done += sum(node.entry is not None for node in found.node.children.pop(name).below())
+                        self._done += sum(n.entry is not None for n in node.children.pop(name).below())
             if entry is not None:
                 self._done += 1
                 if self._progress is not None:
                     self._progress(entry.manifest.step, self._done, self._total)
             self._lease.renew()
             give_way()
-            below.update((child, (live, is_moved)) for child in found.node.children.values())
-
-    def _over(self, root: Node) -> set[Node]:
-        """Return the nodes of steps over the bound, and the nodes below them."""
-        found: set[Node] = set()
-        for node in reversed(list(root.below())):
-            is_over = node.entry is not None and node.entry.manifest.restore_cost > self._max_cost
-            if is_over or not found.isdisjoint(node.children.values()):
-                found.add(node)
-        return found
+            below.update((child, (live, is_moved)) for child in node.children.values())
 
     def _base_for(self, root: Node) -> int | None:
         """Return the base of the numbers of a tree's steps; None if no delta is allowed."""
@@ -236,18 +224,19 @@ class Compaction:
 
     def _rebased(self, manifest: Manifest, ckpt: Checkpoint, parent: _Live | None) -> Manifest:
         """Rebase a step on another parent, make its data file durable, and return its manifest."""
-        chain = parent.manifest.chain if parent is not None else ()
-        carried = parent.carried if parent is not None else 0
-        if ckpt.parent_id == (parent.checkpoint.identity if parent is not None else None):
+        below, chain, carried = None, tuple[str, ...](), 0
+        if parent is not None:
+            below, chain, carried = parent.checkpoint, parent.manifest.chain, parent.carried
+        if ckpt.parent_id == (None if below is None else below.identity):
             return replace(manifest, parents=chain, carried=carried)
-        new = rebase(ckpt, parent.checkpoint if parent is not None else None)
-        _check_same(ckpt, Checkpoint.from_bytes(new.to_bytes(), parent.checkpoint if parent is not None else None))
+        new = rebase(ckpt, below)
+        _check_same(ckpt, Checkpoint.from_bytes(new.to_bytes(), below))
         file = data_name(manifest.step, new.id)
         self._files.write(f"{FOLDER}/{file}", new.to_bytes())
-        moved = replace(
-            manifest, file=file, id=new.id, identity=new.identity, nbytes=new.nbytes, parents=chain, carried=carried
-        )
-        return moved if parent is not None else replace(moved, since_base=0, base_nbytes=new.nbytes, spent=0)
+        manifest = replace(manifest, file=file, id=new.id, identity=new.identity, nbytes=new.nbytes)
+        if parent is None:
+            manifest = replace(manifest, since_base=0, base_nbytes=new.nbytes, spent=0)
+        return replace(manifest, parents=chain, carried=carried)
 
 
 def _is_prefix(low: int, number: int, base: int) -> bool:

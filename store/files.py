@@ -8,6 +8,7 @@ Names are relative and contain one folder (`steps/000000000010.json`). There are
 from __future__ import annotations
 
 import errno
+import posixpath
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,8 +16,6 @@ from ..codec.errors import ShrinkpointWarning
 
 TEMPORARY = ".tmp-"
 """Prefix of the name of a file that is being written; after a crash such a file is garbage."""
-
-
 _OF_THE_FILE = {
     getattr(errno, name)
     for name in ("EIO", "EINVAL", "ELOOP", "ENXIO", "EBADMSG", "ENODATA", "EUCLEAN", "EOVERFLOW", "EFBIG")
@@ -37,59 +36,47 @@ class Files(Protocol):
 
     def path(self, name: str) -> str:
         """Return the full path of a name, for messages."""
-        ...
+        return posixpath.join(self.root, name)
 
     def read(self, name: str) -> bytes:
         """Return all bytes of a file; FileNotFoundError if it does not exist."""
-        ...
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes start..stop of a file; fewer if it ends before."""
-        ...
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes; FileNotFoundError if it does not exist."""
-        ...
 
     def exists(self, name: str) -> bool:
         """Return whether a file exists."""
-        ...
 
     def list(self, folder: str) -> Sequence[str]:
         """Return the sorted names of the files in a folder; empty if it does not exist."""
-        ...
+        return sorted(self.sizes(folder))
 
     def write(self, name: str, data: bytes) -> None:
         """Write or replace a file: durable when this returns; when it raises, old or new, but whole."""
-        ...
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a file that must not exist; False if it does, with other bytes."""
-        ...
 
     def sync(self, names: Sequence[str]) -> None:
         """Make existing files of one folder durable."""
-        ...
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove files, durably; missing ones are skipped."""
-        ...
 
     def below(self, folder: str) -> Files:
         """Return the files of a folder within these."""
-        ...
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return name -> size in bytes of the files in a folder; empty if it does not exist."""
-        ...
 
     def modified(self, name: str) -> float:
         """Return when a file was written, in seconds by the clock of the storage."""
-        ...
 
     def stamp(self, name: str) -> object:
         """Return a value that changes with a file or folder; None if missing or unknown."""
-        ...
 
 
 def is_damage(error: OSError, *, local: bool) -> bool:

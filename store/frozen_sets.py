@@ -7,32 +7,23 @@ record, `Frozen`, among its plain values.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.errors import CorruptDataError, MissingParentError, ShrinkpointError
 from ..codec.state import tree
 from . import labels
-from .catalog import FOLDER as STEPS
-from .catalog import FROZEN, Catalog, Entry
+from .catalog import FROZEN, Catalog, Entry, manifest_path
 from .chain import FOLDER as DATA
-from .chain import opener, resolve
-from .chain_head import manifest_over
-from .files import TEMPORARY, Files
-from .garbage import collect, is_whole
-from .lock import InUseError, open_lock
-from .manifest import manifest_name
+from .chain import is_whole, manifest_over, resolve
+from .files import Files
 
-UNUSED_FOR = 86_400.0
-"""Seconds since its last mark from which a set may be removed: a save marks it before the step that needs it exists."""
 _MARK_EVERY = 3600.0
-_TAG = "frozen-"
+TAG = "frozen-"
 _FIELDS = {"names", "digest", "source"}
 _marked: dict[tuple[str, str], float] = {}
 """(Folder, hash) -> when this process marked that set as used."""
@@ -55,32 +46,32 @@ class Frozen:
 
     def to_tree(self) -> dict[str, Any]:
         """Return the record as it is stored."""
-        return {"names": list(self.names), "digest": self.digest, "source": self.source}
+        return {**asdict(self), "names": list(self.names)}
 
     @staticmethod
     def of_tree(tree: Any) -> Frozen | None:
         """Return the record in a stored tree, or None; CorruptDataError if it is malformed."""
-        found = tree.get("frozen") if isinstance(tree, Mapping) else None
-        if found is None:
+        record = tree.get("frozen") if isinstance(tree, Mapping) else None
+        if record is None:
             return None
-        if not isinstance(found, Mapping) or not found.keys() >= _FIELDS:
+        if not isinstance(record, Mapping) or not record.keys() >= _FIELDS:
             raise CorruptDataError("frozen: malformed record of frozen parameters")
-        return Frozen(tuple(found["names"]), str(found["digest"]), found["source"])
+        return Frozen(tuple(record["names"]), str(record["digest"]), record["source"])
 
 
 def needed_by(ckpt: Checkpoint) -> set[str]:
     """Return the hashes of the sets that a checkpoint needs; only its header is read."""
-    found: set[str] = set()
+    digests: set[str] = set()
     stack = [tree.unflatten(ckpt.header["tree"], lambda number, spell: None)]
     while stack:
         node = stack.pop()
         if isinstance(node, Mapping):
             if node.keys() >= _FIELDS and node["source"] is None and isinstance(node["digest"], str):
-                found.add(node["digest"])
+                digests.add(node["digest"])
             stack.extend(node.values())
         elif isinstance(node, (list, tuple)):
             stack.extend(node)
-    return found
+    return digests
 
 
 class FrozenSets:
@@ -94,8 +85,8 @@ class FrozenSets:
     """
 
     def __init__(self, store: Files) -> None:
-        self.files = store.below(FROZEN)
-        self.catalog = Catalog(self.files)
+        self.catalog = Catalog(store.below(FROZEN))
+        self.files = self.catalog.files
 
     def entry(self, digest: str) -> Entry:
         """Return the manifest of a set.
@@ -104,7 +95,7 @@ class FrozenSets:
             MissingParentError: the store does not have it.
             CorruptDataError, NewerFormatError: its tag or manifest cannot be read.
         """
-        step = labels.read_tag(self.files, f"{_TAG}{digest}")
+        step = labels.read_tag(self.files, f"{TAG}{digest}")
         entry = None if step is None else self.catalog.get(step)
         if entry is None:
             raise MissingParentError(f"{self.files.root}: the frozen parameters with hash {digest[:16]} are missing")
@@ -128,35 +119,33 @@ class FrozenSets:
             return False
 
     def mark(self, digest: str) -> bool:
-        """Keep `collect_frozen` from removing a set that a step will need; False if it is not there.
+        """Keep `retention.collect_frozen` from removing a set that a step will need; False if it is not there.
 
         The tag is written again, so that its age is the time since the last use.
         """
-        key = self.files.root, digest
-        if time.monotonic() - _marked.get(key, -math.inf) <= _MARK_EVERY:
+        is_marked = time.monotonic() - _marked.get((self.files.root, digest), -math.inf) <= _MARK_EVERY
+        if is_marked or not self.has(digest):
             return self.has(digest)
-        if not self.has(digest):
-            return False
-        with open_lock(self.files).shared():
+        with self.catalog.lock.shared():
             if not self.has(digest):  # it was removed since
                 return False
             entry = self.entry(digest)
             # A process may have stored it, and been killed before it was durable.
             self.files.sync([f"{DATA}/{entry.manifest.file}"])
-            self.files.sync([f"{STEPS}/{manifest_name(entry.manifest.step, entry.generation)}"])
+            self.files.sync([manifest_path(entry)])
             self._tag(digest, entry.manifest.step)
         return True
 
     def put(self, digest: str, ckpt: Checkpoint) -> None:
         """Store a set, a base, and mark it; a damaged one is replaced."""
-        with open_lock(self.files).shared():
+        with self.catalog.lock.shared():
             manifest = manifest_over(None, int(digest[:9], 16), ckpt, None)
             self.files.write(f"{DATA}/{manifest.file}", ckpt.to_bytes())
             self.catalog.commit(manifest)
             self._tag(digest, manifest.step)
 
     def _tag(self, digest: str, step: int) -> None:
-        self.files.write(labels.tag_name(f"{_TAG}{digest}"), labels.tag_data(step))
+        self.files.write(labels.tag_name(f"{TAG}{digest}"), labels.tag_data(step))
         _marked[self.files.root, digest] = time.monotonic()
 
     def copy_to(self, target: FrozenSets, digest: str, *, repair: bool) -> None:
@@ -172,71 +161,3 @@ class FrozenSets:
         if (not repair or target.has(digest, read=True)) and target.mark(digest):
             return
         target.put(digest, resolve(self.files, self.entry(digest).manifest)[0])
-
-
-def collect_frozen(files: Files, entries: Callable[[], Iterable[Entry]], *, dry_run: bool = False) -> list[str]:
-    """Remove the frozen sets that no step needs and no save has marked for a day.
-
-    Unneeded files among them are removed too. While another process writes a set, or a step or set cannot be read,
-    nothing is removed.
-
-    Args:
-        files: of the store, whose lock is held alone.
-        entries: returns all steps that are kept; called only if a set is unmarked.
-        dry_run: remove nothing.
-
-    Returns:
-        Names of the files that were removed, or would be.
-    """
-    sets = FrozenSets(files)
-    own, catalog = sets.files, sets.catalog
-    if not own.list(STEPS) and not own.list(DATA):
-        return []
-    with contextlib.suppress(InUseError, ShrinkpointError), open_lock(own).alone(0.0) as lease:
-        tags = labels.tags(own)
-        doomed = _unmarked(own, catalog.all(), tags)
-        digests = {name.removeprefix(_TAG) for name, step in tags.items() if step in doomed}
-        used = _needed(files, entries(), digests) if digests else set()
-        doomed -= {step for name, step in tags.items() if name.removeprefix(_TAG) in used}
-        names = [labels.tag_name(name) for name, step in tags.items() if step in doomed]
-        if not dry_run:
-            own.remove(names)
-        removed = collect(own, catalog, lease, None, drop=doomed, dry_run=dry_run)
-        return [f"{FROZEN}/{name}" for name in (*names, *removed)]
-    return []
-
-
-def _unmarked(own: Files, sets: dict[int, Entry], tags: dict[str, int]) -> set[int]:
-    """Return the sets that no save has marked for a day.
-
-    By the storage's clock; where it does not give ages, the result is empty.
-    """
-    kept = labels.pins(own) | {step for name, step in tags.items() if not name.startswith(_TAG)}
-    marks = {s: [f"{STEPS}/{manifest_name(s, e.generation)}"] for s, e in sets.items() if s not in kept}
-    for name, step in tags.items():
-        if step in marks:
-            marks[step].append(labels.tag_name(name))
-    clock = f"{STEPS}/{TEMPORARY}{uuid.uuid4().hex}"
-    own.write(clock, b"")
-    try:
-        now = own.modified(clock)
-        return {s for s, names in marks.items() if now - max(map(own.modified, names)) > UNUSED_FOR}
-    except (FileNotFoundError, NotImplementedError, KeyError):
-        return set()
-    finally:
-        own.remove([clock])
-
-
-def _needed(files: Files, entries: Iterable[Entry], digests: set[str]) -> set[str]:
-    """Return the hashes that any step needs, at least those of `digests`.
-
-    Raises:
-        ShrinkpointError: a step cannot be read.
-    """
-    found: set[str] = set()
-    for entry in sorted(entries, key=lambda e: -e.manifest.step):
-        if digests <= found:
-            break
-        if not entry.manifest.shards:  # `Writer` for torch.distributed.checkpoint has no frozen sets
-            found |= needed_by(opener(files, entry.manifest)(None))
-    return found

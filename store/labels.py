@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Collection
+from typing import Any
 
-from ..codec.errors import BadArgumentError, CorruptDataError
+from ..codec.errors import BadArgumentError
 from .catalog import Catalog, unknown
-from .checksummed_json import seal, unseal
-from .files import Files, is_damage
+from .checksummed_json import read_sealed, seal
+from .files import Files
 from .manifest import MAX_STEP, check_step
 
 PINS, TAGS = "pins", "tags"
@@ -36,10 +37,14 @@ def pin_name(step: int) -> str:
     return f"{PINS}/{step:012d}"
 
 
-def _names(files: Files) -> list[str]:
-    """Return the names of all tags, readable or not."""
-    found = (file.removesuffix(".json") for file in files.list(TAGS) if file.endswith(".json"))
-    return [name for name in found if _TAG.fullmatch(name)]
+def tag_name(name: str) -> str:
+    """Return the name of the file of a tag."""
+    return f"{TAGS}/{name}.json"
+
+
+def tag_data(step: int) -> bytes:
+    """Return the contents of the file of a tag."""
+    return seal({"step": step})
 
 
 def tags(files: Files) -> dict[str, int]:
@@ -48,27 +53,18 @@ def tags(files: Files) -> dict[str, int]:
     Raises:
         CorruptDataError: one cannot be read, so the step that it protects is unknown.
     """
-    found = ((name, read_tag(files, name)) for name in _names(files))
-    return {name: step for name, step in found if step is not None}
+    steps = ((name, read_tag(files, name)) for name in _names(files))
+    return {name: step for name, step in steps if step is not None}
 
 
 def read_tag(files: Files, name: str) -> int | None:
     """Return the step of a tag, or None."""
-    path = tag_name(name)
-    try:
-        fields = unseal(files.read(path))
-        if (version := fields.get("version", 1)) != 1:
-            raise ValueError(f"its version is {str(version)[:40]}, which this release does not know")
-        step = fields["step"]
-        if type(step) is not int or not 0 <= step <= MAX_STEP:
-            raise ValueError(f"step {str(step)[:40]}")
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, OSError) as e:
-        if isinstance(e, OSError) and not is_damage(e, local=files.local):
-            raise
-        raise CorruptDataError(f"{files.path(path)}: not a tag: {str(e)[:200]}; untag {name!r}") from None
-    return step
+    return read_sealed(files, tag_name(name), _step_of, "a tag", f"untag {name!r}")
+
+
+def read_file(files: Files, file: str) -> int | None:
+    """Return the step of the tag that a file holds; None for other files."""
+    return read_tag(files, file.removesuffix(".json")) if _is_tag(file) else None
 
 
 def copy_pins(source: Files, target: Files, chosen: Collection[int]) -> None:
@@ -84,52 +80,31 @@ def copy_tags(source: Files, target: Files, chosen: Collection[int]) -> None:
             target.write(tag_name(name), tag_data(step))
 
 
-def unreadable(files: Files) -> dict[str, str]:
-    """Return path -> reason of the damaged tags."""
-    found = {}
-    for name in _names(files):
-        try:
-            read_tag(files, name)
-        except CorruptDataError as e:
-            found[tag_name(name)] = str(e)
-    return found
-
-
 def check_alike(files: Files, names: Collection[str]) -> None:
     """Raise BadArgumentError if a new tag differs from another by case only."""
-    there = _names(files)
-    for name in names:
-        for other in (*there, *names):
-            if name not in there and other != name and other.lower() == name.lower():
+    existing = _names(files)
+    for name in set(names).difference(existing):
+        for other in (*existing, *names):
+            if other != name and other.lower() == name.lower():
                 raise BadArgumentError(
                     f"tag {name!r}: {other!r} exists, which is the same file on disks that ignore case; untag it first"
                 )
 
 
-def tag_name(name: str) -> str:
-    """Return the name of the file of a tag."""
-    return f"{TAGS}/{name}.json"
-
-
-def tag_data(step: int) -> bytes:
-    """Return the contents of the file of a tag."""
-    return seal({"step": step})
-
-
-def meant(files: Files, catalog: Catalog, step: object) -> int:
+def step_number(catalog: Catalog, step: object) -> int:
     """Return the step number for a number or tag, which must exist.
 
     Raises:
         BadArgumentError: it does not exist.
         CorruptDataError: the tag cannot be read.
     """
-    steps = catalog.steps()
-    found = step
+    steps, number = catalog.steps(), None
     with contextlib.suppress(BadArgumentError):
-        found = read_tag(files, check_tag(step)) if isinstance(step, str) else check_step(step)
-    if type(found) is not int or found not in steps:
-        raise unknown(files, f"{'tag' if isinstance(step, str) and type(found) is int else 'step'} {step!r}", steps)
-    return found
+        number = read_tag(catalog.files, check_tag(step)) if isinstance(step, str) else check_step(step)
+    if number is None or number not in steps:
+        kind = "tag" if isinstance(step, str) and number is not None else "step"
+        raise unknown(catalog.files, f"{kind} {step!r}", steps)
+    return number
 
 
 def protected(files: Files) -> set[int]:
@@ -139,3 +114,19 @@ def protected(files: Files) -> set[int]:
         CorruptDataError: as `tags`.
     """
     return pins(files) | set(tags(files).values())
+
+
+def _is_tag(file: str) -> bool:
+    return file.endswith(".json") and _TAG.fullmatch(file.removesuffix(".json")) is not None
+
+
+def _names(files: Files) -> list[str]:
+    """Return the names of all tags, readable or not."""
+    return [file.removesuffix(".json") for file in files.list(TAGS) if _is_tag(file)]
+
+
+def _step_of(fields: dict[str, Any]) -> int:
+    step = fields["step"]
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise ValueError(f"step {step!s:.40}")
+    return step

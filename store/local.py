@@ -11,11 +11,12 @@ import errno
 import itertools
 import os
 import posixpath
+import secrets
 import stat
 import warnings
 from collections.abc import Iterator, Sequence
 
-from .files import TEMPORARY, StoreWarning
+from .files import TEMPORARY, Files, StoreWarning
 from .regular_files import MOST_JSON, check_size, unlinked
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
@@ -25,20 +26,15 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
 _unsynced = False
 
 
-class LocalFiles:
+class LocalFiles(Files):
     """The files below a folder of this machine."""
 
     local = True
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self._prefix = root if root.endswith("/") else f"{root}/"
         self._durable: set[str] = set()
         """Folders whose own names this object has made durable."""
-
-    def path(self, name: str) -> str:
-        """Return the full path of a name."""
-        return self._prefix + name
 
     def _folder(self, folder: str) -> str:
         """Return the full path of a folder, which may be missing but must not be a link."""
@@ -86,18 +82,18 @@ class LocalFiles:
     def stamp(self, name: str) -> object:
         """Return a value that changes with a file or folder; None if it is missing."""
         with contextlib.suppress(OSError):
-            found = os.lstat(self.path(name))
-            return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+            status = os.lstat(self.path(name))
+            return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         return None
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return name -> size in bytes of the files in a folder; empty if it does not exist."""
-        found = {}
+        sizes = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder(folder)) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
-                    found[entry.name] = entry.stat(follow_symlinks=False).st_size
-        return found
+                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return sizes
 
     def list(self, folder: str) -> Sequence[str]:
         """Return the sorted names of the files in a folder; empty if it does not exist."""
@@ -124,23 +120,17 @@ class LocalFiles:
             with self._temporary(name, data) as temporary:
                 link(temporary, target)
         except FileExistsError:
-            return self._holds(name, data)
+            with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+                if self.read(name) == data:
+                    self.sync([name])
+                    return True
+            return False
         try:
             sync_folder(posixpath.dirname(target))
         except BaseException:
             # A file that is not durable must not be visible.
             _discard(target)
             raise
-        return True
-
-    def _holds(self, name: str, data: bytes) -> bool:
-        """Return whether a file has these bytes, durably; False if it was removed meanwhile."""
-        try:
-            if self.read(name) != data:
-                return False
-            self.sync([name])
-        except FileNotFoundError:
-            return False
         return True
 
     def sync(self, names: Sequence[str]) -> None:
@@ -184,17 +174,15 @@ class LocalFiles:
             except FileExistsError:
                 continue
         try:
-            with file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException as error:
-            _discard(temporary)
-            if isinstance(error, OSError):
+            try:
+                with file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
                 # The error of a full disk comes without a file name.
                 error.filename = error.filename or self.path(name)
-            raise
-        try:
+                raise
             yield temporary
         finally:
             _discard(temporary)
@@ -254,7 +242,11 @@ def make_folder(folder: str) -> None:
 
 
 def sync_folder(folder: str) -> None:
-    """Make the names in a folder durable; does nothing on Windows, which does that itself."""
+    """Make the names in a folder durable; does nothing on Windows, which does that itself.
+
+    A warning, once per process, says where a file system cannot do that.
+    """
+    global _unsynced
     if os.name == "nt":
         return
     fd = os.open(folder or ".", os.O_RDONLY)
@@ -263,19 +255,31 @@ def sync_folder(folder: str) -> None:
     except OSError as e:
         if e.errno not in _NO_FOLDER_SYNC:
             raise
-        warn_unsynced(folder, e)
+        if not _unsynced:
+            _unsynced = True
+            message = f"{folder}: this file system cannot sync folders ({e.strerror}): checkpoints are saved, but a "
+            warnings.warn(f"{message}power loss may undo the newest of them", StoreWarning, stacklevel=2)
     finally:
         os.close(fd)
 
 
-def warn_unsynced(folder: str, error: OSError) -> None:
-    """Warn once per process that a file system cannot sync folders."""
-    global _unsynced
-    if not _unsynced:
-        _unsynced = True
-        warnings.warn(
-            f"{folder}: this file system cannot sync folders ({error.strerror}): checkpoints are saved, but a power "
-            "loss may undo the newest of them",
-            StoreWarning,
-            stacklevel=3,
-        )
+def follow_umask(path: str) -> None:
+    """Give a file the permissions of a new file in its folder.
+
+    They follow from the umask and the folder's default ACL.
+
+    safetensors writes a private temporary file (mode 0600) and renames it; readers in other accounts would be locked
+    out.
+
+    Raises:
+        OSError: the folder cannot be written to, or the file is not owned by this user.
+    """
+    folder = os.path.dirname(path) or "."
+    probe = os.path.join(folder, f"{TEMPORARY}{secrets.token_hex(8)}")
+    try:
+        with open(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "wb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(probe)
+    os.chmod(path, mode)

@@ -18,7 +18,7 @@ import posixpath
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from .files import Files
 from .local import make_folder
@@ -56,11 +56,9 @@ class Lock(Protocol):
 
     def shared(self) -> contextlib.AbstractContextManager[Lease]:
         """Hold the lock together with other shared holders."""
-        ...
 
     def alone(self, timeout: float) -> contextlib.AbstractContextManager[Lease]:
         """Hold the lock alone."""
-        ...
 
 
 _descriptors: set[int] = set()
@@ -68,7 +66,7 @@ _descriptors: set[int] = set()
 as long as it lives, even after this process was killed."""
 
 
-def _let_go() -> None:
+def _close_inherited() -> None:
     """Close the inherited locks in a forked process; the parent still holds them."""
     while _descriptors:
         with contextlib.suppress(OSError):
@@ -76,7 +74,7 @@ def _let_go() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_close_inherited)
 
 
 def open_lock(files: Files) -> Lock:
@@ -90,17 +88,13 @@ class FileLock:
     def __init__(self, files: Files) -> None:
         self._files = files
 
-    @contextlib.contextmanager
-    def shared(self) -> Iterator[Lease]:
+    def shared(self) -> contextlib.AbstractContextManager[Lease]:
         """Hold the lock together with other shared holders; waits without a limit."""
-        with self._held(fcntl.LOCK_SH, None) as lease:
-            yield lease
+        return self._held(fcntl.LOCK_SH, None)
 
-    @contextlib.contextmanager
-    def alone(self, timeout: float) -> Iterator[Lease]:
+    def alone(self, timeout: float) -> contextlib.AbstractContextManager[Lease]:
         """Hold the lock alone."""
-        with self._held(fcntl.LOCK_EX, timeout) as lease:
-            yield lease
+        return self._held(fcntl.LOCK_EX, timeout)
 
     @contextlib.contextmanager
     def _held(self, mode: int, timeout: float | None) -> Iterator[Lease]:
@@ -112,7 +106,7 @@ class FileLock:
         try:
             if not _flock(fd, mode, timeout, path):
                 other = ObjectLock(self._files)
-                with other.shared() if mode == fcntl.LOCK_SH else other.alone(timeout or 0.0) as lease:
+                with other.shared() if timeout is None else other.alone(timeout) as lease:
                     yield lease
                 return
             try:
@@ -131,11 +125,11 @@ def _flock(fd: int, mode: int, timeout: float | None, path: str) -> bool:
     """Take the lock; False if the file system has no locks."""
     try:
         if timeout is None:
-            _have(fd, mode)
+            _flock_once(fd, mode)
             return True
-        for _ in _patience(timeout, path):
+        for _ in _attempts(timeout, path):
             try:
-                _have(fd, mode | fcntl.LOCK_NB)
+                _flock_once(fd, mode | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
             return True
@@ -145,7 +139,7 @@ def _flock(fd: int, mode: int, timeout: float | None, path: str) -> bool:
     return False
 
 
-def _have(fd: int, mode: int) -> None:
+def _flock_once(fd: int, mode: int) -> None:
     device = os.fstat(fd).st_dev
     end = time.monotonic() + (0.0 if device in _without else _SHORT_OF_LOCKS)
     while True:
@@ -163,7 +157,7 @@ def _have(fd: int, mode: int) -> None:
             return
 
 
-def _patience(timeout: float, path: str, first: float = 0.005) -> Iterator[None]:
+def _attempts(timeout: float, path: str, first: float = 0.005) -> Iterator[None]:
     """Yield between pauses of growing length, until InUseError."""
     end = time.monotonic() + timeout
     pause = first
@@ -181,15 +175,12 @@ class _ObjectLease(Lease):
         self._files, self._name, self._token = files, name, token
 
     def renew(self) -> None:
-        try:
-            mine = self._files.read(self._name) == self._token
-        except FileNotFoundError:
-            mine = False
-        if not mine:
-            raise TimeoutError(
-                errno.ETIMEDOUT, f"this process was silent for over {STALE:g} s and lost its lock", self._name
-            )
-        self._files.write(self._name, self._token)
+        with contextlib.suppress(FileNotFoundError):
+            if self._files.read(self._name) == self._token:
+                self._files.write(self._name, self._token)
+                return
+        message = f"this process was silent for over {STALE:g} s and lost its lock"
+        raise TimeoutError(errno.ETIMEDOUT, message, self._name)
 
 
 class ObjectLock:
@@ -211,7 +202,7 @@ class ObjectLock:
         token = uuid.uuid4().hex
         name = f"{FOLDER}/shared-{token}"
         try:
-            for _ in _patience(self._patience, self._files.path(self._alone), self._poll):
+            for _ in _attempts(self._patience, self._files.path(self._alone), self._poll):
                 self._files.write(name, token.encode())
                 if "alone" not in self._files.list(FOLDER):
                     break
@@ -231,7 +222,7 @@ class ObjectLock:
     def alone(self, timeout: float) -> Iterator[Lease]:
         """Hold the lock alone."""
         token = uuid.uuid4().hex.encode()
-        for _ in _patience(timeout, self._files.path(self._alone), self._poll):
+        for _ in _attempts(timeout, self._files.path(self._alone), self._poll):
             if self._files.create(self._alone, token):
                 break
             probe = f"{FOLDER}/probe-{token.decode()}"
@@ -242,8 +233,8 @@ class ObjectLock:
             finally:
                 self._files.remove([probe])
         try:
-            for _ in _patience(timeout, self._files.path(FOLDER), self._poll):
-                if not self._others():
+            for _ in _attempts(timeout, self._files.path(FOLDER), self._poll):
+                if not self._live_holders():
                     break
             yield _ObjectLease(self._files, self._alone, token)
         finally:
@@ -252,28 +243,20 @@ class ObjectLock:
                 if self._files.read(self._alone) == token:
                     self._files.remove([self._alone])
 
-    def _others(self) -> list[str]:
+    def _live_holders(self) -> list[str]:
         """Return the live shared holders, and remove the lock objects of dead ones."""
-        alive = []
-        for base in self._files.list(FOLDER):
-            name = f"{FOLDER}/{base}"
-            if not base.startswith("shared-"):
-                continue
-            if self._is_stale(name, self._alone):
-                self._files.remove([name])
-            else:
-                alive.append(name)
-        return alive
+        holders = [f"{FOLDER}/{name}" for name in self._files.list(FOLDER) if name.startswith("shared-")]
+        dead = [name for name in holders if self._is_stale(name, self._alone)]
+        self._files.remove(dead)
+        return [name for name in holders if name not in dead]
 
     def _is_stale(self, name: str, now: str) -> bool:
         """Return whether an object is `STALE` seconds older than a new one."""
-        try:
-            then: Any = self._files.modified(name)
-        except FileNotFoundError:
-            return True
-        except (NotImplementedError, KeyError):
-            return False
-        try:
-            return bool(self._files.modified(now) - then > STALE)
-        except (FileNotFoundError, NotImplementedError, KeyError):
-            return False  # its age is unknown without the other object
+        with contextlib.suppress(NotImplementedError, KeyError):
+            try:
+                then = self._files.modified(name)
+            except FileNotFoundError:
+                return True
+            with contextlib.suppress(FileNotFoundError):  # its age is unknown without the other object
+                return self._files.modified(now) - then > STALE
+        return False

@@ -7,10 +7,13 @@ has a manifest, and only one of two writers can create a generation.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from blake3 import blake3
 
 from ..codec.errors import BadArgumentError, CorruptDataError, NewerFormatError
 from ..codec.format.bounded_json import loads
@@ -34,7 +37,7 @@ class Manifest:
         step: training step.
         file: name of the data file.
         id: content hash of that file.
-        identity: the name by which deltas refer to it: `id`, or the identity of the checkpoint that the file rebases.
+        identity: the name by which deltas refer to it: `id`, or the identity that the checkpoint had before a rebase.
         nbytes: stored bytes.
         raw_nbytes: bytes of the state.
         parents: data files of the chain below it, the nearest first, the base last; empty for a base. They are named
@@ -75,8 +78,8 @@ class Manifest:
     @property
     def own_files(self) -> dict[str, int]:
         """Name and bytes of the data files that were written for this step."""
-        own = {name: size for name, size in self.shards if name.startswith(f"{self.step:012d}-")}
-        return own | {self.file: self.nbytes}
+        files = {name: size for name, size in self.shards if name.startswith(f"{self.step:012d}-")}
+        return files | {self.file: self.nbytes}
 
     @property
     def stored_nbytes(self) -> int:
@@ -100,11 +103,10 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return JSON with a checksum."""
-        fields = asdict(self)
-        del fields["shards"]
-        if self.shards:
-            return seal({"version": 2, **fields, "shards": dict(self.shards)})
-        return seal({"version": 1, **fields})
+        fields = {"version": 2 if self.shards else 1, **asdict(self)}
+        if shards := dict(fields.pop("shards")):
+            fields["shards"] = shards
+        return seal(fields)
 
     @staticmethod
     def from_bytes(data: bytes, step: int) -> Manifest:
@@ -129,16 +131,13 @@ class Manifest:
         return manifest
 
     def _is_sound(self) -> bool:
-        sizes = (size for _, size in self.shards)
-        counts = (self.carried, self.since_base, self.base_nbytes, self.spent)
-        numbers = (self.step, self.nbytes, self.raw_nbytes, *counts, *sizes)
-        hashes = (self.id, self.identity)
+        counts = (self.carried, self.since_base, self.base_nbytes, self.spent, *(size for _, size in self.shards))
         return (
-            all(type(n) is int and n >= 0 for n in numbers)
+            all(type(n) is int and n >= 0 for n in (self.step, self.nbytes, self.raw_nbytes, *counts))
             and self.nbytes > 0
             and all(isinstance(n, str) and _DATA.fullmatch(n) for n in self.files)
             and len(set(self.files)) == len(self.files)
-            and all(isinstance(h, str) and _HASH.fullmatch(h) for h in hashes)
+            and all(isinstance(h, str) and _HASH.fullmatch(h) for h in (self.id, self.identity))
             and self.file == data_name(self.step, self.id)
             and (self.metric is None or (type(self.metric) is float and math.isfinite(self.metric)))
         )
@@ -153,10 +152,9 @@ def check_metric(metric: Any) -> float | None:
     """Return a metric as a float, or raise BadArgumentError."""
     if metric is None:
         return None
-    try:
+    value = math.nan
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         value = float(metric)
-    except (TypeError, ValueError, OverflowError):
-        value = math.nan
     if isinstance(metric, (bool, str)) or not math.isfinite(value):
         raise BadArgumentError(f"metric is {metric!r:.80}; it must be a finite number or None")
     return value
@@ -181,3 +179,8 @@ def parse_name(name: str) -> tuple[int, int] | None:
 def is_data(name: str) -> bool:
     """Return whether a name is that of a data file."""
     return _DATA.fullmatch(name) is not None
+
+
+def is_content(name: str, data: bytes) -> bool:
+    """Return whether some bytes are those of the data file of a name."""
+    return name.endswith(f"-{blake3(data).hexdigest()[:16]}.spt")

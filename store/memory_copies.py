@@ -27,7 +27,7 @@ from ..codec.memory_limit import available_memory
 from ..kernels.backend.arguments import integer
 from .checksummed_json import seal, unseal
 from .files import Files
-from .manifest import is_data
+from .manifest import is_content, is_data
 from .urls import is_of_this_process, one_name
 
 try:
@@ -113,10 +113,7 @@ class MemoryCopies:
                         raise MemoryError(f"{len(data)} bytes; {room} are free in {SHARED}")
                     del index[0]
                     self._write(index, needs)
-                temporary = f"{self.folder}/{_TEMPORARY}{os.getpid()}"
-                with open(temporary, "wb") as f:
-                    f.write(data)
-                os.replace(temporary, f"{self.folder}/{file}")
+                self._write_file(file, data)
                 self._write([*index, (step, file, tuple(needs))])
             return True
         except (OSError, MemoryError) as e:
@@ -125,11 +122,15 @@ class MemoryCopies:
 
     def get(self, file: str) -> bytes | None:
         """Return the bytes of a data file; None without a copy."""
-        with contextlib.suppress(OSError):
-            _check_private(user_folder(), self.folder)
-            with open(f"{self.folder}/{file}", "rb") as f:
-                return f.read()
-        return None
+        try:
+            return self._read(file)
+        except OSError:
+            return None
+
+    def _read(self, file: str) -> bytes:
+        _check_private(user_folder(), self.folder)
+        with open(f"{self.folder}/{file}", "rb") as f:
+            return f.read()
 
     def steps(self) -> list[int]:
         """Steps held, ascending."""
@@ -154,8 +155,8 @@ class MemoryCopies:
     def _locked(self, *, create: bool) -> Iterator[None]:
         """Hold the lock of the folder, so that one process at a time changes it."""
         for folder in (user_folder(), self.folder):
-            if create:
-                with contextlib.suppress(FileExistsError):
+            with contextlib.suppress(FileExistsError):
+                if create:
                     os.mkdir(folder, 0o700)
             _check_private(folder)
         fd = os.open(f"{self.folder}/{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -168,17 +169,18 @@ class MemoryCopies:
     def _index(self) -> Index:
         """Return the steps that have copies; none if the index is damaged."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            _check_private(user_folder(), self.folder)
-            with open(f"{self.folder}/{_INDEX}", "rb") as f:
-                return [(int(step), str(file), tuple(needs)) for step, file, needs in unseal(f.read())["steps"]]
+            return [(int(step), str(file), tuple(needs)) for step, file, needs in unseal(self._read(_INDEX))["steps"]]
         return []
+
+    def _write_file(self, file: str, data: bytes) -> None:
+        temporary = f"{self.folder}/{_TEMPORARY}{os.getpid()}"
+        with open(temporary, "wb") as f:
+            f.write(data)
+        os.replace(temporary, f"{self.folder}/{file}")
 
     def _write(self, index: Index, also: Sequence[str] = ()) -> None:
         """Replace the index, and remove the files that neither it nor `also` names."""
-        temporary = f"{self.folder}/{_TEMPORARY}index"
-        with open(temporary, "wb") as f:
-            f.write(seal({"steps": index}))
-        os.replace(temporary, f"{self.folder}/{_INDEX}")
+        self._write_file(_INDEX, seal({"steps": index}))
         needed = {_INDEX, _LOCK, *also, *(name for _, file, needs in index for name in (file, *needs))}
         for name in os.listdir(self.folder):
             if name not in needed:
@@ -189,50 +191,43 @@ class MemoryCopies:
 def _check_private(*folders: str) -> None:
     """Raise PermissionError unless only this user can enter these folders."""
     for folder in folders:
-        found = os.lstat(folder)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        info = os.lstat(folder)
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
             raise PermissionError(f"{folder} must be a folder that only user {os.getuid()} can enter")
 
 
 def _room() -> int:
     """Return the bytes that can be put into shared memory."""
-    found = os.statvfs(SHARED)
-    free = found.f_bavail * found.f_frsize
-    available = available_memory()
+    info, available = os.statvfs(SHARED), available_memory()
+    free = info.f_bavail * info.f_frsize
     return free if available is None else min(free, available)
 
 
-class FilesWithCopies:
-    """The files of a store; data files are read from memory if an intact copy exists.
+class CopyReader:
+    """A function that reads a data file of a store from memory if an intact copy exists.
 
     `hits` counts the files that were read from memory.
     """
 
     def __init__(self, files: Files, copies: MemoryCopies) -> None:
-        self._files, self._copies = files, copies
-        self.root, self.local, self.hits = files.root, files.local, 0
-        self.path, self.exists, self.list, self.size = files.path, files.exists, files.list, files.size
-        self.write, self.create, self.remove, self.modified = files.write, files.create, files.remove, files.modified
-        self.sizes, self.stamp, self.sync, self.below = files.sizes, files.stamp, files.sync, files.below
-        self.read_range = files.read_range
-        """From storage: only a whole file can be checked."""
+        self._files, self._copies, self.hits = files, copies, 0
 
-    def read(self, name: str) -> bytes:
-        """See Files."""
+    def __call__(self, name: str) -> bytes:
+        """Return all bytes of a file; FileNotFoundError if it does not exist."""
         base = name.rpartition("/")[2]
         data = self._copies.get(base) if is_data(base) else None
-        if data is not None and base.endswith(f"-{blake3(data).hexdigest()[:16]}.spt"):
+        if data is not None and is_content(base, data):
             self.hits += 1
             return data
         if data is not None:
-            message = f"{self.path(name)}: its copy in memory is damaged; read from storage"
+            message = f"{self._files.path(name)}: its copy in memory is damaged; read from storage"
             warnings.warn(message, InMemoryWarning, stacklevel=2)
         return self._files.read(name)
 
 
-def files_with_copies(files: Files, url: str) -> FilesWithCopies | None:
-    """Return a store's files with the copies in memory; None without any copy."""
+def reader_of_copies(files: Files, url: str) -> CopyReader | None:
+    """Return the reader of the copies of a store; None without any copy."""
     if fcntl is None or is_of_this_process(url):
         return None
     copies = MemoryCopies(url)
-    return FilesWithCopies(files, copies) if copies.steps() else None
+    return CopyReader(files, copies) if copies.steps() else None

@@ -1,14 +1,23 @@
-"""Objects of any fsspec file system except the local disk, with retries."""
+"""Objects of any fsspec file system except the local disk, with retries.
+
+obstore is an optional client for some of them: `Store("obstore::s3://bucket/run")`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import inspect
 import posixpath
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
+
+from ..codec.extras import install
+from .files import Files
 
 T = TypeVar("T")
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -43,7 +52,7 @@ class Retry:
         return request()
 
 
-class ObjectFiles:
+class ObjectFiles(Files):
     """The files below a prefix of an fsspec file system.
 
     Writing an object is atomic. `create` is a conditional put (If-None-Match) where the file system has one (`mode=
@@ -59,10 +68,6 @@ class ObjectFiles:
         # obstore's file system for fsspec takes the mode and ignores it; `obstore::` URLs do not use that one.
         ignored = type(fs).__module__.startswith("obstore.")
         self._conditional = put is not None and "mode" in inspect.signature(put).parameters and not ignored
-
-    def path(self, name: str) -> str:
-        """Return the full path of a name."""
-        return posixpath.join(self.root, name)
 
     def read(self, name: str) -> bytes:
         """Return all bytes of an object; FileNotFoundError if it does not exist."""
@@ -90,19 +95,10 @@ class ObjectFiles:
         """Return name -> size in bytes of the objects in a folder; empty if it does not exist."""
         self.fs.invalidate_cache()
         try:
-            found = self._retry(lambda: self.fs.ls(self.path(folder), detail=True))
+            objects = self._retry(lambda: self.fs.ls(self.path(folder), detail=True))
         except FileNotFoundError:
             return {}
-        return {posixpath.basename(one["name"].rstrip("/")): int(one["size"] or 0) for one in found}
-
-    def list(self, folder: str) -> Sequence[str]:
-        """Return the sorted names of the objects in a folder; empty if it does not exist."""
-        self.fs.invalidate_cache()
-        try:
-            found = self._retry(lambda: self.fs.ls(self.path(folder), detail=False))
-        except FileNotFoundError:
-            return []
-        return sorted(posixpath.basename(p.rstrip("/")) for p in found)
+        return {posixpath.basename(o["name"].rstrip("/")): int(o["size"] or 0) for o in objects}
 
     def write(self, name: str, data: bytes) -> None:
         """Write or replace an object."""
@@ -117,27 +113,21 @@ class ObjectFiles:
         def put() -> bool:
             try:
                 self.fs.pipe_file(self.path(name), data, mode="create")
-            except FileExistsError:
-                return False
             except OSError as e:
                 # s3fs reports a failed precondition as EINVAL if the server does not name it.
-                if e.errno != errno.EINVAL or not self._exists(name):
-                    raise
-                return False
+                if isinstance(e, FileExistsError) or (e.errno == errno.EINVAL and self._exists(name)):
+                    return False
+                raise
             return True
 
         if self._conditional:
             placed = self._retry(put)
         elif placed := not self.exists(name):
             self.write(name, data)
-        # Retried separately: the attempts are per request.
-        return placed or self._retry(lambda: self._holds(name, data))
-
-    def _holds(self, name: str, data: bytes) -> bool:
-        """Return whether an object has these bytes; False if it was removed meanwhile."""
         try:
-            return bytes(self.fs.cat_file(self.path(name))) == data
-        except FileNotFoundError:
+            # Retried separately: the attempts are per request.
+            return placed or self.read(name) == data
+        except FileNotFoundError:  # it was removed meanwhile
             return False
 
     def exists(self, name: str) -> bool:
@@ -158,7 +148,120 @@ class ObjectFiles:
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects; missing ones are skipped."""
         for name in names:
-            try:
-                self._retry(lambda name=name: self.fs.rm_file(self.path(name)))  # type: ignore[misc]
-            except FileNotFoundError:
-                continue
+            with contextlib.suppress(FileNotFoundError):
+                self._retry(functools.partial(self.fs.rm_file, self.path(name)))
+
+
+PREFIX = "obstore::"
+"""In front of a URL: use obstore for it."""
+_SCHEMES = ("s3", "gs", "az", "memory")
+
+
+class Obstore:
+    """The operations of fsspec that `ObjectFiles` calls, by obstore.
+
+    Credentials and endpoint are read from the environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...), as obstore
+    does; configuration of fsspec does not apply.
+
+    Args:
+        scheme: "s3", "gs", "az" or "memory".
+        bucket: its name.
+
+    Raises:
+        ImportError: obstore is not installed.
+    """
+
+    def __init__(self, scheme: str, bucket: str) -> None:
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError:
+            raise ImportError(f"a URL that begins with {PREFIX} needs obstore: {install('obstore')}") from None
+        self._api, self._bucket = obstore, bucket
+        # Requests are repeated by `Retry`; only short faults of the network here.
+        retries: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
+        options: Any = {} if scheme == "memory" else {"client_options": {"allow_http": True}, "retry_config": retries}
+        self._store = from_url(f"{scheme}://{bucket if scheme != 'memory' else '/'}", **options)
+
+    def _name(self, path: str) -> str:
+        return path.removeprefix(f"{self._bucket}/")
+
+    def _call(self, work: Any, *args: Any, **options: Any) -> Any:
+        """Call obstore; raise Python's own errors if a retry is pointless."""
+        errors = self._api.exceptions
+        try:
+            return work(self._store, *args, **options)
+        except errors.AlreadyExistsError as e:
+            raise FileExistsError(str(e)) from None
+        except (errors.PermissionDeniedError, errors.UnauthenticatedError) as e:
+            raise PermissionError(str(e)) from None
+
+    def invalidate_cache(self) -> None:
+        """Do nothing: nothing is cached."""
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Return all bytes of an object, or those from `start` to `end`."""
+        if start is None or end is None:
+            return bytes(self._call(self._api.get, self._name(path)).bytes().to_bytes())
+        if end <= start:
+            return b""
+        try:
+            return bytes(self._call(self._api.get_range, self._name(path), start=start, end=end).to_bytes())
+        except self._api.exceptions.GenericError:
+            # A range behind the end is an error of its own in each storage.
+            if start < self.info(path)["size"]:
+                raise
+            return b""
+
+    def pipe_file(self, path: str, data: bytes, mode: str = "overwrite") -> None:
+        """Write an object; FileExistsError with the mode "create" if it exists."""
+        options = {"mode": mode, "use_multipart": False} if mode == "create" else {}
+        self._call(self._api.put, self._name(path), data, **options)
+
+    def info(self, path: str) -> dict[str, Any]:
+        """Return the size of an object."""
+        return dict(self._call(self._api.head, self._name(path)))
+
+    def modified(self, path: str) -> datetime:
+        """Return when an object was written."""
+        when: datetime = self.info(path)["last_modified"]
+        return when
+
+    def exists(self, path: str) -> bool:
+        """Return whether an object exists."""
+        with contextlib.suppress(FileNotFoundError):
+            return bool(self.info(path))
+        return False
+
+    def ls(self, path: str, detail: bool = True) -> list[Any]:
+        """Return the objects in a folder: names, or their details."""
+        objects = self._call(self._api.list_with_delimiter, self._name(path))["objects"]
+        details = [{"name": posixpath.join(self._bucket, o["path"]), "size": o["size"]} for o in objects]
+        return details if detail else [o["name"] for o in details]
+
+    def du(self, path: str) -> int:
+        """Return the bytes of all objects below a folder."""
+        pages = self._call(self._api.list, prefix=self._name(path))
+        return sum(int(o["size"]) for page in pages for o in page)
+
+    def rm_file(self, path: str) -> None:
+        """Remove an object."""
+        self._call(self._api.delete, self._name(path))
+
+
+_client = functools.lru_cache(maxsize=64)(Obstore)
+"""Returns the client of a bucket, whose connections all stores of this process share."""
+
+
+def open_client(url: str) -> tuple[Obstore, str]:
+    """Return the client for a URL with the prefix, and the path below which its objects are.
+
+    Raises:
+        ValueError: another kind of URL.
+        ImportError: obstore is not installed.
+    """
+    scheme, separator, path = url.removeprefix(PREFIX).partition("://")
+    bucket = path.strip("/").partition("/")[0]
+    if not separator or scheme not in _SCHEMES or not bucket:
+        raise ValueError(f"{PREFIX} takes URLs of {', '.join(_SCHEMES[:3])}, as {PREFIX}s3://bucket/run")
+    return _client(scheme, bucket), path.strip("/")

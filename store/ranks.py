@@ -12,9 +12,9 @@ from .files import StoreWarning
 from .memory_copies import MemoryCopies
 from .store import Store
 
-_NONE, _FAILED = -1, -2
+_NONE = -1
 _MESSAGE = 1000
-"""Bytes of a rank's error message."""
+"""Characters of a rank's error message."""
 
 
 def newest_common_step(store: Store, group: Any = None, *, drop: bool = False) -> int:
@@ -52,42 +52,35 @@ def newest_common_step(store: Store, group: Any = None, *, drop: bool = False) -
     """
     steps: list[int] = []
 
-    def first() -> int:
+    def newest() -> int:
         if not isinstance(store, Store):
             raise BadArgumentError(f"store must be a Store, not {type(store).__qualname__}")
-        steps.extend(_in_order(store))
+        try:
+            steps.extend(store.candidates())
+        except CorruptDataError as e:
+            warnings.warn(f"{e}: the highest step counts as the newest", StoreWarning, stacklevel=4)
+            steps.extend(store.steps()[::-1])
         return _newest_intact(store, steps)
 
-    def again(held: int, least: int) -> int:
-        return held if held == least else _newest_intact(store, [s for s in steps if s <= least])
-
-    everyone = _told(first, group)
-    while min(everyone) != max(everyone):
-        everyone = _told(partial(again, everyone[_own(group)], min(everyone)), group)
-    mine = everyone[0]
-    if mine == _NONE:
+    step, everyone = _on_every_rank(newest, group)
+    while (least := min(everyone)) != max(everyone):
+        below = [lower for lower in steps if lower <= least]
+        again = partial(int, step) if step == least else partial(_newest_intact, store, below)
+        step, everyone = _on_every_rank(again, group)
+    if step == _NONE:
         raise CorruptDataError(f"{store.url}: no step that all {len(everyone)} ranks hold intact")
-    newer = [step for step in steps[: steps.index(mine)] if step > mine]
+    newer = [later for later in steps[: steps.index(step)] if later > step]
 
-    def dropped() -> int:
+    def drop_newer() -> int:
         if newer:
             store.drop(*newer)
             if store.in_memory:
                 MemoryCopies(store.url, store.in_memory).drop(newer)
-        return mine
+        return step
 
     if drop:
-        _told(dropped, group, "drop its newer steps")
-    return mine
-
-
-def _in_order(store: Store) -> list[int]:
-    """Return the steps in the order of `load`: those that a run left behind come last."""
-    try:
-        return store.candidates()
-    except CorruptDataError as e:
-        warnings.warn(f"{e}: the highest step counts as the newest", StoreWarning, stacklevel=4)
-        return store.steps()[::-1]
+        _on_every_rank(drop_newer, group, "drop its newer steps")
+    return step
 
 
 def _newest_intact(store: Store, steps: list[int]) -> int:
@@ -100,54 +93,27 @@ def _newest_intact(store: Store, steps: list[int]) -> int:
     return _NONE
 
 
-def _told(work: Callable[[], int], group: Any, does: str = "look for its newest step") -> list[int]:
-    """Return the results of `work` on every rank; raise on all if it raises on one."""
+def _on_every_rank(
+    work: Callable[[], int], group: Any, does: str = "look for its newest step"
+) -> tuple[int, list[int]]:
+    """Return the result of `work` here and those of all ranks; raise on all if it raises on one."""
+    import torch.distributed as dist
+
     error: Exception | None = None
-    step = _FAILED
+    step, text = _NONE, ""
     try:
         step = work()
     except Exception as e:
-        error = e
-    everyone = [rank[0] for rank in _gathered([step], group)]
-    if _FAILED not in everyone:
-        return everyone
-    said = f"{type(error).__name__}: {error}".encode() if error is not None else b""
-    texts = _gathered(list(said[:_MESSAGE].ljust(_MESSAGE, b"\0")), group)
-    problems = {
-        rank: bytes(text).rstrip(b"\0").decode(errors="replace")
-        for rank, text in enumerate(texts)
-        if everyone[rank] == _FAILED
-    }
-    message = "; ".join(f"rank {rank} cannot {does}: {why}" for rank, why in problems.items())
-    if error is None:
+        error, text = e, f"{type(e).__name__}: {e}"[:_MESSAGE]
+    everyone = [(step, text)]
+    if dist.is_available() and dist.is_initialized():
+        everyone *= dist.get_world_size(group)
+        dist.all_gather_object(everyone, (step, text), group)
+    message = "; ".join(f"rank {rank} cannot {does}: {why}" for rank, (_, why) in enumerate(everyone) if why)
+    if error is None and message:
         raise ShrinkpointError(message)
-    if len(everyone) > 1:
-        error.add_note(f"All ranks raise now: {message}")
-    raise error
-
-
-def _is_distributed() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
-
-
-def _own(group: Any) -> int:
-    """Return the index of this process in gathered lists."""
-    import torch.distributed as dist
-
-    return dist.get_rank(group) if _is_distributed() else 0
-
-
-def _gathered(numbers: list[int], group: Any) -> list[list[int]]:
-    """Gather lists of numbers, of equal length, from all ranks."""
-    import torch
-    import torch.distributed as dist
-
-    if not _is_distributed():
-        return [numbers]
-    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group)
-    return [t.tolist() for t in found]
+    if error is not None:
+        if len(everyone) > 1:
+            error.add_note(f"All ranks raise now: {message}")
+        raise error
+    return step, [rank[0] for rank in everyone]

@@ -1,15 +1,14 @@
-"""Opening of files in folders that others may have written.
-
-Pipes, devices and sockets are refused at once.
-"""
+"""Files in folders that others may have written: no pipes, and no links that lead out."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from pathlib import Path
 
 from ..codec.memory_limit import total_memory
+from ..kernels.errors import BadArgumentError
 
 _FLAGS = (
     os.O_RDONLY
@@ -49,11 +48,6 @@ def unlinked(path: str | os.PathLike[str], flags: int = 0) -> int:
     return regular(path, flags | getattr(os, "O_NOFOLLOW", 0))
 
 
-def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError for what `regular` refuses, before a library opens the path itself."""
-    os.close(regular(path))
-
-
 def read_file(path: str | os.PathLike[str], most: int | None = None) -> bytes:
     """Return the bytes of a regular file of at most `most` bytes.
 
@@ -73,3 +67,30 @@ def check_size(path: str | os.PathLike[str], size: int, most: int | None) -> Non
     most = total_memory() if most is None else most
     if most is not None and size > most:
         raise OSError(errno.EFBIG, f"{size} bytes; the limit is {most}", os.fspath(path))
+
+
+_CACHED = ("models--", "datasets--", "spaces--")
+"""Prefixes of the folders in a cache of the Hub."""
+
+
+def check_link(path: Path, folder: Path, *, writes: bool = False) -> None:
+    """Refuse a link that leads out of a folder, whose file could be anybody's.
+
+    The cache of the Hugging Face Hub consists of links: from `snapshots/REVISION/...` to files in `blobs` next to
+    `snapshots`. These are followed, but not written through, because other revisions share the files.
+
+    Args:
+        path: an entry of the folder, or of a folder in it.
+        folder: the folder that the user has named; it may be a link itself.
+        writes: whether the file will be written.
+
+    Raises:
+        BadArgumentError: the entry, or a folder above it, is a link that leads elsewhere.
+    """
+    real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    if real.is_relative_to(root):
+        return
+    snapshots = (p.parent for p in (root, *root.parents) if p.parent.name == "snapshots")
+    caches = [p.parent / "blobs" for p in snapshots if p.parent.name.startswith(_CACHED)]
+    if writes or real.parent not in caches:
+        raise BadArgumentError(f"{path} links to {real}, which is outside of {folder}: put a copy in its place")

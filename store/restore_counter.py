@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import uuid
@@ -19,60 +18,53 @@ _TRIES = 10
 
 def count(files: Files) -> int:
     """Return the number of restores so far: the highest number."""
-    numbers = [int(match.group(1)) for name in files.list(FOLDER) if (match := _NAME.fullmatch(name))]
-    return max(numbers, default=0)
+    return max((int(name[:9]) for name in _names(files)), default=0)
 
 
 def steps(files: Files) -> list[int]:
     """Return the steps that were restored, in order; unreadable records are left out."""
-    found = []
-    for name in filter(_NAME.fullmatch, files.list(FOLDER)):
+    restored = []
+    for name in _names(files):
         try:
             step = loads(files.read(f"{FOLDER}/{name}"))["step"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if type(step) is int and step >= 0:
-            found.append(step)
-    return found
+            restored.append(step)
+    return restored
 
 
 def add(files: Files, step: int, known: int) -> int:
     """Count a restore of this step; return the new number of restores."""
-    number = max(known, count(files)) + 1
     # The token distinguishes this restore from another of the same step with the same number at the same moment.
     data = json.dumps({"step": step, "token": uuid.uuid4().hex}).encode()
-    while not _created(files, _path(files, number), data):
-        number += 1
-    return number
+    return _append(files, max(known, count(files)) + 1, data)
 
 
 def copy(source: Files, target: Files, _: object) -> None:
     """Count the source's restores, of all steps, in the target too, each only once."""
-    there = set(_records(target))
-    number = count(target)
-    for data in _records(source):
+    there, number = {target.read(f"{FOLDER}/{name}") for name in _names(target)}, count(target)
+    for data in [source.read(f"{FOLDER}/{name}") for name in _names(source)]:
         if data not in there:
+            number = _append(target, number + 1, data)
+
+
+def _names(files: Files) -> list[str]:
+    return [name for name in files.list(FOLDER) if _NAME.fullmatch(name)]
+
+
+def _append(files: Files, number: int, data: bytes) -> int:
+    """Write a record under the first free number from this one on; return the number."""
+    tries = 0
+    while number <= _MOST:
+        try:
+            if files.create(f"{FOLDER}/{number:09d}.json", data):
+                return number
             number += 1
-            while not _created(target, _path(target, number), data):
-                number += 1
-
-
-def _records(files: Files) -> list[bytes]:
-    """Return the bytes of each record, in order; its token makes each unique."""
-    return [files.read(f"{FOLDER}/{name}") for name in sorted(files.list(FOLDER)) if _NAME.fullmatch(name)]
-
-
-def _path(files: Files, number: int) -> str:
-    """Return the path of a record; a number of over nine digits would not be found."""
-    if number > _MOST:
-        last = files.path(f"{FOLDER}/{_MOST:09d}.json")
-        raise CorruptDataError(f"{last}: a run is not restored so often; remove it")
-    return f"{FOLDER}/{number:09d}.json"
-
-
-def _created(files: Files, name: str, data: bytes) -> bool:
-    for _ in range(_TRIES - 1):
-        # A reader holds no lock, so `gc` may remove the temporary file as garbage, even several times.
-        with contextlib.suppress(FileNotFoundError):
-            return files.create(name, data)
-    return files.create(name, data)
+        except FileNotFoundError:
+            # A reader holds no lock, so `gc` may remove the temporary file as garbage, even several times.
+            tries += 1
+            if tries == _TRIES:
+                raise
+    # A number of over nine digits would not be found.
+    raise CorruptDataError(f"{files.path(f'{FOLDER}/{_MOST:09d}.json')}: a run is not restored so often; remove it")

@@ -13,15 +13,17 @@ an old step that is added late. `gc` keeps the steps that it would keep with eit
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import uuid
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ..codec.errors import CorruptDataError, NewerFormatError
 from .catalog import Catalog, named
-from .checksummed_json import seal, unseal
-from .files import Files, is_damage
+from .checksummed_json import read_sealed, seal
+from .files import Files
 from .manifest import MAX_STEP, Manifest
 
 FOLDER = "left"
@@ -47,6 +49,24 @@ class Rewind:
     since: int | None
     passed: bool
     left: Mapping[int, str]
+
+    @staticmethod
+    def of(file: str, fields: dict[str, Any]) -> Rewind:
+        """Return the record of a file.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: it is malformed.
+        """
+        left = {int(step): identity for step, identity in fields["left"].items()}
+        record = Rewind(file, fields["step"], fields["since"], fields["passed"], left)
+        steps = [record.step, *left, *([] if record.since is None else [record.since])]
+        if not (
+            type(record.passed) is bool
+            and all(type(s) is int and 0 <= s <= MAX_STEP for s in steps)
+            and all(isinstance(i, str) and _IDENTITY.fullmatch(i) for i in left.values())
+        ):
+            raise ValueError("it is malformed")
+        return record
 
     def is_followed(self, steps: Mapping[int, str]) -> bool:
         """Return whether any of these steps was saved after the rewind."""
@@ -87,15 +107,7 @@ class Loaded:
         return Loaded(max(step, self.step), self.above.difference([step]))
 
 
-def is_there(catalog: Catalog, manifest: Manifest) -> bool:
-    """Return whether this checkpoint is already the committed one of its step."""
-    with contextlib.suppress(CorruptDataError, NewerFormatError):
-        present = catalog.get(manifest.step)
-        return present is not None and present.manifest.identity == manifest.identity
-    return False
-
-
-def going_back(
+def new_record(
     catalog: Catalog, steps: Sequence[int], manifest: Manifest, loaded: Loaded | None, recorded: Collection[int]
 ) -> Rewind | None:
     """Return a record of the steps that a new step leaves behind, or None.
@@ -126,23 +138,22 @@ def going_back(
 def _identities(catalog: Catalog, steps: Iterable[int]) -> dict[int, str]:
     """Return step -> identity for the steps that exist and can be read."""
     generations = catalog.generations()
-    found: dict[int, str] = {}
+    identities: dict[int, str] = {}
     for step in sorted(set(steps) & generations.keys()):
         with contextlib.suppress(CorruptDataError, NewerFormatError):
-            entry = catalog.get(step, generations[step][-1])
-            if entry is not None:
-                found[step] = entry.manifest.identity
-    return found
+            if (entry := catalog.get(step, generations[step][-1])) is not None:
+                identities[step] = entry.manifest.identity
+    return identities
 
 
 def write(files: Files, record: Rewind) -> None:
     """Make a record durable."""
-    left = {str(step): identity for step, identity in record.left.items()}
-    fields = {"version": 1, "step": record.step, "since": record.since, "passed": record.passed, "left": left}
+    fields = {"version": 1, **asdict(record)}
+    del fields["file"]
     files.write(record.path, seal(fields))
 
 
-def take_back(files: Files, catalog: Catalog, record: Rewind, manifest: Manifest) -> None:
+def undo(catalog: Catalog, record: Rewind, manifest: Manifest) -> None:
     """Remove the record of a failed save, unless its step exists.
 
     An interrupt may come after the commit. If that is unknown, the record stays, as after a crash.
@@ -150,7 +161,7 @@ def take_back(files: Files, catalog: Catalog, record: Rewind, manifest: Manifest
     with contextlib.suppress(Exception):
         present = catalog.get(manifest.step)
         if present is None or present.manifest.identity != manifest.identity:
-            files.remove([record.path])
+            catalog.files.remove([record.path])
 
 
 def read(files: Files) -> list[Rewind]:
@@ -159,56 +170,26 @@ def read(files: Files) -> list[Rewind]:
     Raises:
         CorruptDataError: one cannot be read, so the newest end of the run is unknown.
     """
-    return [b for name in files.list(FOLDER) if _NAME.fullmatch(name) and (b := _read(files, name)) is not None]
+    return [record for name in files.list(FOLDER) if (record := read_file(files, name)) is not None]
 
 
-def unreadable(files: Files) -> dict[str, str]:
-    """Return path -> reason of the damaged records."""
-    found = {}
-    for name in files.list(FOLDER):
-        if _NAME.fullmatch(name):
-            try:
-                _read(files, name)
-            except CorruptDataError as e:
-                found[f"{FOLDER}/{name}"] = str(e)
-    return found
-
-
-def _read(files: Files, name: str) -> Rewind | None:
-    path = files.path(f"{FOLDER}/{name}")
-    try:
-        fields = unseal(files.read(f"{FOLDER}/{name}"))
-        left = {int(step): identity for step, identity in fields["left"].items()}
-        found = Rewind(name, fields["step"], fields["since"], fields["passed"], left)
-        steps = [found.step, *left, *([] if found.since is None else [found.since])]
-        sound = (
-            fields["version"] == 1
-            and type(found.passed) is bool
-            and all(type(s) is int and 0 <= s <= MAX_STEP for s in steps)
-            and all(isinstance(i, str) and _IDENTITY.fullmatch(i) for i in left.values())
-        )
-    except FileNotFoundError:
+def read_file(files: Files, name: str) -> Rewind | None:
+    """Return the record that a file holds; None for other files."""
+    if not _NAME.fullmatch(name):
         return None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
-        if isinstance(e, OSError) and not is_damage(e, local=files.local):
-            raise
-        raise CorruptDataError(f"{path}: not a record of a run that went back: {e!s:.200}; {_WITHOUT}") from None
-    if not sound:
-        known = fields["version"] == 1
-        why = _WITHOUT if known else f"its version is {fields['version']!r:.40}, which this release does not know"
-        raise CorruptDataError(f"{path}: not a record of a run that went back; {why}")
-    return found
+    parse = functools.partial(Rewind.of, name)
+    return read_sealed(files, f"{FOLDER}/{name}", parse, "a record of a run that went back", _WITHOUT)
 
 
-def come_back(files: Files, step: int, identity: str) -> None:
+def unmark(files: Files, step: int, identity: str) -> None:
     """Remove a checkpoint from the records, because the same one is saved again."""
     with contextlib.suppress(CorruptDataError):
-        for found in read(files):
-            if found.left.get(step) == identity:
-                write(files, replace(found, left={s: i for s, i in found.left.items() if s != step}))
+        for record in read(files):
+            if record.left.get(step) == identity:
+                write(files, replace(record, left={s: i for s, i in record.left.items() if s != step}))
 
 
-def behind(catalog: Catalog, records: Collection[Rewind]) -> dict[int, Rewind]:
+def left_behind(catalog: Catalog, records: Collection[Rewind]) -> dict[int, Rewind]:
     """Return the steps left behind with a record each, if possible one with `passed`."""
     now = _identities(catalog, (step for record in records for step in record.left)) if records else {}
     return {
@@ -219,21 +200,21 @@ def behind(catalog: Catalog, records: Collection[Rewind]) -> dict[int, Rewind]:
     }
 
 
-def passed_over(files: Files, catalog: Catalog) -> dict[int, Rewind]:
+def skipped_by_load(catalog: Catalog) -> dict[int, Rewind]:
     """Return the steps that `load()` skips while there are others.
 
     Raises:
         CorruptDataError: as `read`.
     """
-    return {step: record for step, record in behind(catalog, read(files)).items() if record.passed}
+    return {step: record for step, record in left_behind(catalog, read(catalog.files)).items() if record.passed}
 
 
-def in_order(steps: Iterable[int], behind: Container[int]) -> list[int]:
+def load_order(steps: Iterable[int], behind: Container[int]) -> list[int]:
     """Return steps in the order of `load()`: descending, those left behind last."""
     return sorted(steps, key=lambda s: (s not in behind, s), reverse=True)
 
 
-def not_taken(root: str, step: int, behind: Mapping[int, Rewind]) -> str:
+def skipped_message(root: str, step: int, behind: Mapping[int, Rewind]) -> str:
     """Return the warning that `load()` skipped higher steps; "" if it did not."""
     left = [s for s in behind if s > step]
     if not left or step in behind:

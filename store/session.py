@@ -9,31 +9,33 @@ from __future__ import annotations
 import contextlib
 import errno
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..codec.arithmetic import own_arithmetic
 from ..codec.checkpoint import Checkpoint
-from ..codec.compress import compress
+from ..codec.compress import compress_inputs
 from ..codec.config import Config
+from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError
+from ..codec.inputs import Inputs
 from ..codec.named_presets import check_config
+from ..codec.plan import plan
 from ..codec.summary import Summary
 from ..codec.weights.past_weights import PastWeights
 from . import restore_counter, rewinds
 from .catalog import Catalog, Entry
-from .chain import FOLDER, resolve
-from .chain_head import ChainHead, manifest_over
-from .files import Files, StoreWarning
-from .garbage import take_back
-from .lock import Lease, Lock
+from .chain import FOLDER, ChainHead, Size, manifest_over, missing, resolve, smaller
+from .files import StoreWarning
+from .lock import Lease
 from .manifest import Manifest, check_metric, check_step
 from .memory_copies import MemoryCopies
-from .policy import Size, smaller
-from .weight_average import WeightAverage, arrays_by_path, needs_average
+from .retention import remove_unused
+from .weight_average import WeightAverage, needs_average
 
 
 @contextlib.contextmanager
-def _noted(step: int) -> Iterator[None]:
+def _with_note(step: int) -> Iterator[None]:
     """Add to the error of a full or read-only disk that it concerns this step only."""
     try:
         yield
@@ -80,47 +82,44 @@ class Session:
     """The data that one run keeps between its saves.
 
     Args:
-        files: of the store.
         catalog: of the store.
-        lock: of the store.
         cfg: how to compress, and when to take a base.
         copies: also keep each checkpoint there; None: do not.
     """
 
-    def __init__(self, files: Files, catalog: Catalog, lock: Lock, cfg: Config, copies: MemoryCopies | None) -> None:
+    def __init__(self, catalog: Catalog, cfg: Config, copies: MemoryCopies | None) -> None:
         self.head: ChainHead | None = None
         """What the next delta builds on; None: the next checkpoint is a base."""
         self.loaded: rewinds.Loaded | None = None
         """The step that was loaded; None from the first save on."""
-        self._files, self._catalog, self._lock, self._cfg, self._copies = files, catalog, lock, cfg, copies
+        self.catalog = catalog
+        self._cfg, self._copies = cfg, copies
         self._average: WeightAverage | None = None
         """Past weights; None: not started, begins with the weights of the head."""
         self._left: set[int] = set()
         """Steps that were left behind and have been reported."""
         self._base_size: Size | None = None
-        self._restores: int | None = None
+        self._restores = 0
 
     # ------------------------------------------------------------------------------------------- where the run is
 
     def resume(self, entry: Entry, ckpt: Checkpoint, base: Checkpoint) -> None:
         """Continue from a step that was read from storage."""
-        self.head = ChainHead.at(self._cfg.chain, entry.manifest, ckpt, base)
-        self._average = None
-        self.loaded = rewinds.Loaded.of(self._catalog, entry.manifest.step)
+        self.adopt(ChainHead.at(self._cfg.chain, entry.manifest, ckpt, base))
 
     def resume_without_parent(self, step: int) -> None:
         """Continue from a step that may be damaged in storage: the next checkpoint is a base."""
         self.forget()
-        self.loaded = rewinds.Loaded.of(self._catalog, step)
+        self.loaded = rewinds.Loaded.of(self.catalog, step)
 
     def adopt(self, head: ChainHead) -> None:
-        """Continue from the head of another session for the same store, in this process."""
-        self.loaded = rewinds.Loaded.of(self._catalog, head.last.step)
-        self.head, self._average = head, None
+        """Continue from a head, which may be that of another session for the same store in this process."""
+        self.resume_without_parent(head.last.step)
+        self.head = head
 
     def follow(self, entry: Entry) -> None:
         """Continue from a step without restoring its state; it is read from storage."""
-        self.resume(entry, *resolve(self._files, entry.manifest))
+        self.resume(entry, *resolve(self.catalog.files, entry.manifest))
 
     def forget(self) -> None:
         """Let the next checkpoint be a base."""
@@ -128,7 +127,7 @@ class Session:
 
     def next_head(self) -> ChainHead | None:
         """Return the parent of the next save; None: a base is due."""
-        head = None if self.head is None else self.head.now(self._files, self._catalog)
+        head = None if self.head is None else self.head.now(self.catalog)
         return None if head is None else head.next(self._cfg.chain)
 
     def earlier(self, state: Any, step: int | None) -> PastWeights:
@@ -145,51 +144,66 @@ class Session:
 
     def count_restores(self) -> int:
         """Return how often the run was restored, by any process."""
-        self._restores = restore_counter.count(self._files)
+        self._restores = restore_counter.count(self.catalog.files)
         return self._restores
 
     def add_restore(self, step: int) -> None:
         """Count a restore of this step."""
-        self._restores = restore_counter.add(self._files, step, self._restores or 0)
+        self._restores = restore_counter.add(self.catalog.files, step, self._restores)
 
     # ------------------------------------------------------------------------------------------------------ saving
 
-    def save(
-        self,
-        step: int,
-        state: Any,
-        *,
-        grads: Any = None,
-        kinds: Mapping[str, Any] | None = None,
-        metric: float | None = None,
-        cfg: Config | str | None = None,
-    ) -> Saved:
+    def save(self, step: int, state: Any, *, grads: Any, kinds: Any, metric: Any, cfg: Config | str | None) -> Saved:
         """See `Store.save`."""
         step, metric = check_step(step), check_metric(metric)
         asked = self._cfg if cfg is None else replace(check_config(cfg), chain=self._cfg.chain)
-        head = None
-        with _noted(step), contextlib.ExitStack() as undo:
+        files = self.catalog.files
+        with _with_note(step), contextlib.ExitStack() as undo:
             # Held from before the parent is read until the manifest exists, so that `gc` does not remove the parent.
-            with self._lock.shared() as lease:
-                asked = self._for_restores(asked)
+            with self.catalog.lock.shared() as lease:
+                if any(hasattr(rule.codec, "for_restores") for rule in asked.rules):
+                    asked = asked.for_restores(max(self._restores, self.count_restores()))
                 head = self.next_head()
-                # The average's view of the state: computed once, used before and after the save.
-                arrays = arrays_by_path(state) if needs_average(asked) else None
-                ckpt, head = self._compress(state, step, asked, head, arrays, grads, kinds)
-                manifest = manifest_over(head, step, ckpt, metric)
+                inputs = Inputs.of(state, None, kinds, grads)
+                average = self._average = self._average_from(head) if needs_average(asked) else None
+                if average is not None:
+                    inputs = replace(inputs, past_weights=average.earlier(inputs, step))
+                ckpt = self._compress(inputs, asked, head)
+                parent = head if ckpt.is_delta else None
+                manifest = manifest_over(parent, step, ckpt, metric)
                 file = f"{FOLDER}/{manifest.file}"
-                undo.callback(take_back, self._files, self._catalog, self._lock, file)
-                self._files.write(file, ckpt.to_bytes())
+                undo.callback(remove_unused, self.catalog, file)
+                files.write(file, ckpt.to_bytes())
                 self.commit(manifest, lease, undo)
             undo.pop_all()
-        self.head = ChainHead.after(self._cfg.chain, manifest, ckpt, head)
-        self._update_average(arrays, ckpt, step)
+        self.head = ChainHead.after(self._cfg.chain, manifest, ckpt, parent)
+        if average is not None:
+            try:
+                average.follow(inputs, ckpt, step)
+            except (MemoryError, RuntimeError):  # PyTorch raises the latter where memory is short
+                self._average = None  # the step exists, so this is not an error of the save
         if self._copies is not None:
             self._copies.put(step, manifest.file, manifest.parents, ckpt.to_bytes())
-        return Saved(step, self._files.path(file), ckpt)
+        return Saved(step, files.path(file), ckpt)
+
+    @own_arithmetic()
+    def _compress(self, inputs: Inputs, cfg: Config, head: ChainHead | None) -> Checkpoint:
+        """Compress a state over a head; the result is a base if a delta saves almost nothing."""
+        if head is None:
+            ckpt = compress_inputs(inputs, cfg)
+            self._base_size = Size.of(ckpt)
+            return ckpt
+        inputs = replace(inputs, prev=head.checkpoint)
+        planned = plan(inputs, cfg)
+        base = replace(inputs, prev=None, evidence=[array.evidence for array in planned])
+        delta = compress_inputs(inputs, cfg, planned=planned)
+        size = self._base_size or head.base_size
+        ckpt, base_size = smaller(cfg.chain, delta, size, lambda: compress_inputs(base, cfg))
+        self._base_size = base_size or self._base_size
+        return ckpt
 
     def commit(self, manifest: Manifest, lease: Lease, undo: contextlib.ExitStack) -> None:
-        """Commit a step whose data files are durable.
+        """Commit a step whose data files are durable; first record the steps that it leaves behind.
 
         Args:
             manifest: of the step.
@@ -197,73 +211,66 @@ class Session:
             undo: callbacks to run if the save fails, also by an error after this call.
         """
         lease.renew()
-        replays, record = self._go_back(manifest, undo)
-        if self._files.local and not self._files.exists(f"{FOLDER}/{manifest.file}"):
-            path = self._files.path(f"{FOLDER}/{manifest.file}")
+        catalog, files, step = self.catalog, self.catalog.files, manifest.step
+        rewinds.unmark(files, step, manifest.identity)
+        steps = list(catalog.recent())
+        existing: Entry | None = None
+        with contextlib.suppress(CorruptDataError, NewerFormatError):
+            existing = catalog.get(step) if step in steps else None
+        is_replayed = existing is not None and existing.manifest.identity == manifest.identity
+        record = None if is_replayed else rewinds.new_record(catalog, steps, manifest, self.loaded, self._left)
+        if record is not None:
+            undo.callback(rewinds.undo, catalog, record, manifest)
+            warnings.warn(record.message(files.root), StoreWarning, stacklevel=4)
+            # Before the step: a process killed in between has gone back and saved nothing.
+            rewinds.write(files, record)
+        elif not is_replayed and step in steps and self.loaded is None and step not in self._left:
+            message = f"{files.root}: step {step} was stored with another state, which this save replaces"
+            warnings.warn(message, StoreWarning, stacklevel=4)
+        if files.local and not files.exists(f"{FOLDER}/{manifest.file}"):
+            path = files.path(f"{FOLDER}/{manifest.file}")
             raise FileNotFoundError(errno.ENOENT, "moved or removed during the save", path)
-        self._catalog.commit(manifest)
-        self.loaded = self.loaded.replayed(manifest.step) if self.loaded is not None and replays else None
+        catalog.commit(manifest)
+        self.loaded = self.loaded.replayed(step) if self.loaded is not None and is_replayed else None
         if record is not None:
             self._left.update(record.left)
 
-    def _go_back(self, manifest: Manifest, undo: contextlib.ExitStack) -> tuple[bool, rewinds.Rewind | None]:
-        """Record the steps left behind; return whether the same step exists, and the record."""
-        step = manifest.step
-        rewinds.come_back(self._files, step, manifest.identity)
-        steps = list(self._catalog.recent())
-        if step in steps and rewinds.is_there(self._catalog, manifest):
-            return True, None
-        record = rewinds.going_back(self._catalog, steps, manifest, self.loaded, self._left)
-        if record is not None:
-            undo.callback(rewinds.take_back, self._files, self._catalog, record, manifest)
-            warnings.warn(record.message(self._files.root), StoreWarning, stacklevel=5)
-            # Before the step: a process killed in between has gone back and saved nothing.
-            rewinds.write(self._files, record)
-        elif step in steps and self.loaded is None and step not in self._left:
-            message = f"{self._files.root}: step {step} was stored with another state, which this save replaces"
-            warnings.warn(message, StoreWarning, stacklevel=5)
-        return False, record
 
-    def _compress(
-        self,
-        state: Any,
-        step: int,
-        cfg: Config,
-        head: ChainHead | None,
-        arrays: Mapping[str, Any] | None,
-        grads: Any,
-        kinds: Mapping[str, Any] | None,
-    ) -> tuple[Checkpoint, ChainHead | None]:
-        """Compress a state; also return the head of its parent, None for a base."""
-        earlier = None
-        if arrays is None:
-            self._average = None
-        else:
-            earlier = self._average_from(head).earlier(arrays, step)
+class SharedSave:
+    """The save of a sharded step, in the process that commits it.
 
-        def compressed(parent: Checkpoint | None) -> Checkpoint:
-            return compress(state, parent, cfg, grads=grads, kinds=kinds, earlier=earlier)
+    Several processes write the files of the step.
 
-        if head is None:
-            ckpt = compressed(None)
-            self._base_size = Size.of(ckpt)
-            return ckpt, None
-        delta, size = compressed(head.checkpoint), self._base_size or head.base_size
-        ckpt, base_size = smaller(self._cfg.chain, delta, size, lambda: compressed(None))
-        self._base_size = base_size or self._base_size
-        return ckpt, head if ckpt.is_delta else None
+    It holds the store's lock from its creation until `close`. Meanwhile `gc` removes neither the files that other
+    processes have written for this step, nor the parents of these files. So create it before the others begin.
 
-    def _for_restores(self, asked: Config) -> Config:
-        """Return the configuration with the number of restores, if it depends on that."""
-        if not any(hasattr(rule.codec, "for_restores") for rule in asked.rules):
-            return asked
-        known = self._restores or 0
-        return asked.for_restores(max(known, self.count_restores()))
+    Args:
+        session: of the store to save to.
 
-    def _update_average(self, arrays: Mapping[str, Any] | None, ckpt: Checkpoint, step: int) -> None:
-        if self._average is None or arrays is None:
-            return
-        try:
-            self._average.follow(arrays, ckpt, step)
-        except (MemoryError, RuntimeError):  # PyTorch raises the latter where memory is short
-            self._average = None  # the step exists, so this is not an error of the save
+    Raises:
+        TimeoutError: garbage collection did not end in time.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._stack = session, contextlib.ExitStack()
+        self._lease = self._stack.enter_context(session.catalog.lock.shared())
+        self.close = self._stack.close
+        """Release the lock; a second call does nothing."""
+
+    def commit(self, manifest: Manifest, index: Checkpoint) -> None:
+        """Write the index of the shards, then commit the step in one atomic operation.
+
+        Raises:
+            MissingParentError: a file of a rank is missing; nothing is committed.
+            OSError: the bytes could not be written; nothing is committed.
+        """
+        files = self._session.catalog.files
+        if gone := missing(files, [name for name, _ in manifest.shards]):
+            path = files.path(f"{FOLDER}/{min(gone)}")
+            raise MissingParentError(
+                f"step {manifest.step}: {path} is missing: removed, or the ranks do not see one store"
+            )
+        files.write(f"{FOLDER}/{manifest.file}", index.to_bytes())
+        with contextlib.ExitStack() as undo:
+            self._session.commit(manifest, self._lease, undo)
+            undo.pop_all()

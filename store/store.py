@@ -19,25 +19,20 @@ from ..codec.partial import check_patterns, decompress_only
 from ..codec.weights.past_weights import PastWeights
 from ..kernels.backend.arguments import flag, function, instance, no_device, number, or_none, sequence
 from . import labels, rewinds
-from .catalog import FOLDER as STEPS
-from .catalog import Catalog, Entry, named, unknown
+from .catalog import Catalog, Entry, manifest_path, named, unknown
 from .chain import FOLDER as DATA
-from .chain import opener, resolve
-from .chain_head import ChainHead
+from .chain import ChainHead, opener, resolve
 from .compaction import MAX_COST, Compaction
-from .exit_cleanup import EXIT_CLEANUP
 from .files import StoreWarning
-from .frozen_sets import FrozenSets, collect_frozen
-from .garbage import collect, drop
-from .lock import InUseError, open_lock
-from .manifest import Manifest, check_metric, check_step, manifest_name
-from .memory_copies import FilesWithCopies, InMemoryWarning, MemoryCopies, check_keep, files_with_copies
-from .parts import PARTS, stores
-from .retention import Retention
+from .frozen_sets import FrozenSets
+from .lock import InUseError
+from .manifest import Manifest, check_metric, check_step
+from .memory_copies import CopyReader, InMemoryWarning, MemoryCopies, check_keep, reader_of_copies
+from .parts import Progress, copy_all, problems, stores, unreadable
+from .retention import Retention, collect, collect_frozen, drop
+from .saver.exit import EXIT_CLEANUP
 from .session import Saved, Session
-from .transfer import Side, copy_all
 from .urls import one_name, opened
-from .verification import Progress, problems
 
 DAMAGE = (CorruptDataError, MissingParentError, NewerFormatError)
 
@@ -98,17 +93,17 @@ class Store:
     def __init__(self, url: str | os.PathLike[str], cfg: Config | str | None = None, *, in_memory: int = 0) -> None:
         self.cfg = Config() if cfg is None else check_config(cfg)
         self._files = opened(url)
-        self._catalog = Catalog(self._files)
-        self._lock = open_lock(self._files)
         self.url = self._files.root if self._files.local else str(os.fspath(url))
         """The location: `Store(store.url)` is the same store from any working folder."""
+        self._catalog = Catalog(self._files, self.url)
+        self._lock = self._catalog.lock
         self.in_memory = check_keep(in_memory, self.url)
-        self._copies: FilesWithCopies | None = None
+        self._read_copies: CopyReader | None = None
         copies = MemoryCopies(self.url, self.in_memory) if self.in_memory else None
         if copies is not None:
             copies.clean()
-            self._copies = FilesWithCopies(self._files, copies)
-        self.session = Session(self._files, self._catalog, self._lock, self.cfg, copies)
+            self._read_copies = CopyReader(self._files, copies)
+        self.session = Session(self._catalog, self.cfg, copies)
         """What `save` remembers between two calls."""
 
     def __repr__(self) -> str:
@@ -134,7 +129,7 @@ class Store:
         Raises:
             CorruptDataError: a record of a run that went back cannot be read.
         """
-        return rewinds.in_order(self.steps(), rewinds.passed_over(self._files, self._catalog))
+        return rewinds.load_order(self.steps(), rewinds.skipped_by_load(self._catalog))
 
     def manifests(self) -> tuple[dict[int, Manifest], dict[int, str]]:
         """Return the manifests by step, and the reasons for steps whose manifest cannot be read."""
@@ -184,8 +179,8 @@ class Store:
         steps = total = 0
         for _, files in stores(self._files):
             sizes = files.sizes(DATA)
-            own = {name for entry in Catalog(files).readable()[0].values() for name in entry.manifest.own_files}
-            steps += sum(size for name, size in sizes.items() if name in own)
+            listed = {name for entry in Catalog(files).readable()[0].values() for name in entry.manifest.own_files}
+            steps += sum(size for name, size in sizes.items() if name in listed)
             total += sum(sizes.values())
         return DiskUsage(steps, total)
 
@@ -206,7 +201,7 @@ class Store:
         return self.session.count_restores()
 
     def _step(self, step: Any) -> int:
-        return labels.meant(self._files, self._catalog, step)
+        return labels.step_number(self._catalog, step)
 
     # ------------------------------------------------------------------------------------------------------ saving
 
@@ -302,12 +297,13 @@ class Store:
             MissingParentError: the step was replaced and has another identity. Otherwise as `load`; the head stays.
         """
 
+        number = self._step(step)
+
         def follow(entry: Entry) -> None:
             if identity not in (None, entry.manifest.identity):
                 raise MissingParentError(f"step {number}: it was replaced and is not {str(identity)[:16]}... any more")
             self.session.follow(entry)
 
-        number = self._step(step)
         self._catalog.settled(number, follow)
 
     # ----------------------------------------------------------------------------------------------------- loading
@@ -357,8 +353,7 @@ class Store:
         try:
             EXIT_CLEANUP.wait_for(one_name(self.url))
         except ChildProcessError as e:
-            message = f"{self.url}: a save in flight is not seen: {e}"
-            warnings.warn(message, StoreWarning, stacklevel=3)
+            warnings.warn(f"{self.url}: a save in flight is not seen: {e}", StoreWarning, stacklevel=3)
 
     def _newest(self, patterns: Sequence[str] | None, count: bool, *, is_final: bool) -> Any:
         """Return the newest intact state of the steps that exist now.
@@ -372,10 +367,10 @@ class Store:
         skipped: list[str] = []
         behind: Mapping[int, rewinds.Rewind] = {}
         try:
-            behind = rewinds.passed_over(self._files, self._catalog)
+            behind = rewinds.skipped_by_load(self._catalog)
         except CorruptDataError as e:
             warnings.warn(f"{e}: load() takes the highest step", StoreWarning, stacklevel=3)
-        for candidate in rewinds.in_order(steps, behind):
+        for candidate in rewinds.load_order(steps, behind):
             try:
                 state = self._load(candidate, patterns, count)
             except DAMAGE as e:
@@ -387,15 +382,16 @@ class Store:
             if skipped:
                 message = f"{self._files.root}: loaded step {candidate}; skipped {'; '.join(skipped)}"
                 warnings.warn(message, SkippedCheckpointWarning, stacklevel=3)
-            if message := rewinds.not_taken(self._files.root, candidate, behind):
+            if message := rewinds.skipped_message(self._files.root, candidate, behind):
                 warnings.warn(message, StoreWarning, stacklevel=3)
             return state
-        if patterns is None and self._copies is None and (held := files_with_copies(self._files, self.url)) is not None:
-            self._copies = held
+        reader = None if patterns or self._read_copies else reader_of_copies(self._files, self.url)
+        if reader is not None:
+            self._read_copies = reader
             try:
                 state = self._newest(None, count, is_final=True)
             finally:
-                self._copies = None
+                self._read_copies = None
             message = f"{self._files.root}: no checkpoint is intact in storage; loaded from its copy in memory"
             warnings.warn(message, InMemoryWarning, stacklevel=3)
             return state
@@ -404,28 +400,26 @@ class Store:
     def _load(self, step: int, patterns: Sequence[str] | None, count: bool) -> Any:
         if patterns is not None:
             return self._catalog.settled(step, lambda e: decompress_only(opener(self._files, e.manifest), patterns))
-        hits = self._copies.hits if self._copies is not None else 0
+        reader = self._read_copies
+        hits = 0 if reader is None else reader.hits
         entry, ckpt, base = self._resolve(step)
         state = decompress(ckpt)
-        if self._copies is not None and self._copies.hits > hits:
+        if reader is not None and reader.hits > hits:
             # Files that were not read from storage may be damaged there: no delta is built on them.
             self.session.resume_without_parent(step)
         else:
             self.session.resume(entry, ckpt, base)
-        if count:
-            self._count_restore(step)
-        return state
-
-    def _count_restore(self, step: int) -> None:
         try:
-            self.session.add_restore(step)
+            if count:
+                self.session.add_restore(step)
         except (OSError, CorruptDataError) as e:
             message = f"{self._files.root}: this restore could not be counted ({e}); use load(..., count=False)"
-            warnings.warn(message, RestoreNotCountedWarning, stacklevel=4)
+            warnings.warn(message, RestoreNotCountedWarning, stacklevel=3)
+        return state
 
     def _resolve(self, step: int) -> tuple[Entry, Checkpoint, Checkpoint]:
         """Return a step's manifest, its resolved checkpoint, and the base of its chain."""
-        return self._catalog.settled(step, lambda e: (e, *resolve(self._copies or self._files, e.manifest)))
+        return self._catalog.settled(step, lambda e: (e, *resolve(self._files, e.manifest, self._read_copies)))
 
     # ---------------------------------------------------------------------------------------------------- checking
 
@@ -437,20 +431,14 @@ class Store:
         Args:
             progress: called with (step, done, total) after each step.
         """
-        return problems(self._files, self._catalog, or_none("progress", progress, function))
+        return problems(self._catalog, or_none("progress", progress, function))
 
     def verify_labels(self) -> dict[str, str]:
         """Read all tags and records of runs that went back; return the damaged ones and the reasons.
 
         `verify` does not read them, because they are not steps; but while one is damaged, `gc` removes nothing.
         """
-        return {
-            f"{prefix}{path}": why
-            for prefix, files in stores(self._files)
-            for part in PARTS
-            if part.unreadable is not None
-            for path, why in part.unreadable(files).items()
-        }
+        return unreadable(self._files)
 
     # ----------------------------------------------------------------------------------------------- housekeeping
 
@@ -475,11 +463,11 @@ class Store:
         if not self._exists():
             return []
         with self._lock.shared() as lease:
-            work = Compaction(self._files, self._catalog, lease, max_cost, progress)
-            moved = work.run()
-        if work.problems:
-            reasons = "; ".join(why for _, why in sorted(work.problems.items())[:10])
-            message = f"{self._files.root}: {named(work.problems)} not intact and not compacted: {reasons}"
+            compaction = Compaction(self._catalog, lease, max_cost, progress)
+            moved = compaction.run()
+        if compaction.problems:
+            reasons = "; ".join(why for _, why in sorted(compaction.problems.items())[:10])
+            message = f"{self._files.root}: {named(compaction.problems)} not intact and not compacted: {reasons}"
             warnings.warn(message, NotCompactedWarning, stacklevel=2)
         return moved
 
@@ -519,23 +507,22 @@ class Store:
         if not self._exists():
             return []
         with self._lock.alone(timeout) as lease:
-            removed = collect(self._files, self._catalog, lease, retention, dry_run=dry_run)
-            removed += collect_frozen(self._files, lambda: self._entries_without(removed), dry_run=dry_run)
-        if retention is not None and not dry_run and self._free_parents():
-            with contextlib.suppress(InUseError), self._lock.alone(timeout) as lease:
-                removed += collect(self._files, self._catalog, lease, None)
-        return removed
+            removed = collect(self._catalog, lease, retention, dry_run=dry_run)
+            gone = set(removed)
 
-    def _entries_without(self, names: Iterable[str]) -> list[Entry]:
-        """Return all steps but those whose manifests have these names."""
-        gone = set(names)
-        found = self._catalog.all().items()
-        return [entry for step, entry in found if f"{STEPS}/{manifest_name(step, entry.generation)}" not in gone]
+            def kept() -> list[Entry]:
+                return [e for e in self._catalog.all().values() if manifest_path(e) not in gone]
 
-    def _free_parents(self) -> list[int]:
-        """Compact chains that begin with files of removed steps, if that saves space."""
+            removed += collect_frozen(self._files, kept, dry_run=dry_run)
+        if retention is None or dry_run:
+            return removed
+        # Compact chains that begin with files of removed steps, if that saves space.
         with self._lock.shared() as lease:
-            return Compaction(self._files, self._catalog, lease, math.inf, None).free()
+            moved = Compaction(self._catalog, lease, math.inf).free()
+        if moved:
+            with contextlib.suppress(InUseError), self._lock.alone(timeout) as lease:
+                removed += collect(self._catalog, lease, None)
+        return removed
 
     def drop(self, *steps: int) -> None:
         """Remove steps, intact or not; `gc` removes their files.
@@ -551,7 +538,7 @@ class Store:
         for step in set(numbers).difference(self.steps()):
             raise unknown(self._files, f"step {step!r}", self.steps())
         with self._lock.alone(60.0):
-            drop(self._files, self._catalog, numbers)
+            drop(self._catalog, numbers)
             if not self._catalog.steps():
                 self.session.forget()  # there is nothing to continue from, and no reason to warn about it
 
@@ -572,7 +559,7 @@ class Store:
             self.drop(*reversed(later))
         elif (entry := self._catalog.get(number)) is not None:
             # A process may have removed them and been killed before that was durable.
-            self._files.sync([f"{STEPS}/{manifest_name(number, entry.generation)}"])
+            self._files.sync([manifest_path(entry)])
         return later
 
     # ------------------------------------------------------------------------------------------------------- labels
@@ -587,12 +574,8 @@ class Store:
         self._step(step)
         with self._lock.shared():
             number = self._step(step)
-            while True:
-                entry = self._catalog.present(number)
-                if entry.manifest.metric == metric:
-                    return
-                if self._catalog.replace(entry, replace(entry.manifest, metric=metric)) is not None:
-                    return
+            while (entry := self._catalog.present(number)).manifest.metric != metric:
+                self._catalog.replace(entry, replace(entry.manifest, metric=metric))
 
     def pin(self, step: int | str) -> None:
         """Keep a step regardless of a retention."""
@@ -664,29 +647,15 @@ class Store:
         target, repair = Store(url, self.cfg), flag("repair", repair)
         if isinstance(steps, str):
             raise BadArgumentError(f"steps is {steps!r}; it must be a list of steps, or None")
-        if steps is None:
-            chosen = self._all_manifests()
-        else:
-            asked = [self._step(step) for step in sequence("steps", steps)]
-            chosen = {step: self._catalog.present(step).manifest for step in asked}
+        asked = None if steps is None else [self._step(step) for step in sequence("steps", steps)]
         with target._lock.shared() as lease:
             for _ in range(_ATTEMPTS):
-                if copy_all(self._side, chosen, target._side, lease, may_go=steps is None, repair=repair) or not chosen:
+                # With `None`, another process may remove all of them before their turn, and have others then.
+                entries = self._catalog.all() if asked is None else {s: self._catalog.present(s) for s in asked}
+                chosen = {step: entry.manifest for step, entry in entries.items()}
+                may_go = asked is None
+                if copy_all(self._catalog, chosen, target._catalog, lease, may_go=may_go, repair=repair) or not chosen:
                     return target
-                # Another process has removed all of them before their turn, and has others now.
-                chosen = self._all_manifests()
         raise MissingParentError(
             f"{self.url}: every step was removed before it was copied, {_ATTEMPTS} times; pin one, or stop the run"
         )
-
-    def _all_manifests(self) -> dict[int, Manifest]:
-        """Return the manifests of all steps.
-
-        Raises:
-            CorruptDataError, NewerFormatError: one cannot be read.
-        """
-        return {step: entry.manifest for step, entry in self._catalog.all().items()}
-
-    @property
-    def _side(self) -> Side:
-        return Side(self.url, self._files, self._catalog)

@@ -18,8 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ..codec.errors import BadArgumentError
 from .files import Files
 from .local import LocalFiles
-from .objects import ObjectFiles
-from .obstore_client import PREFIX, open_client
+from .objects import PREFIX, ObjectFiles, open_client
 
 UNOPENED = (ValueError, ImportError, AttributeError, TypeError, KeyError, NotImplementedError)
 """Errors of fsspec and its file systems for an invalid URL."""
@@ -97,7 +96,7 @@ def open_files(url: str | os.PathLike[str]) -> Files:
         return ObjectFiles(*open_client(text))
     fs, root = fsspec.core.url_to_fs(text)
     root = root.rstrip("/") or "/"
-    if any(isinstance(one, CachingFileSystem) for one in _chained(fs)):
+    if any(isinstance(layer, CachingFileSystem) for layer in _chained(fs)):
         raise ValueError("it contains a cache, which returns old contents; a step may be replaced")
     # fsspec leaves `~nobody` as it is.
     if not isinstance(fs, LocalFileSystem):
@@ -125,11 +124,6 @@ def opened(url: Any) -> Files:
     return files
 
 
-def _target(link: str) -> str:
-    """Return where a link leads, as an absolute path."""
-    return os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
-
-
 def _check_folder(url: str, root: str) -> None:
     """Raise BadArgumentError unless a path is a folder or does not exist yet."""
     if "::" in without_client(url):
@@ -141,17 +135,16 @@ def _check_folder(url: str, root: str) -> None:
             mode = os.stat(path).st_mode
         except UnicodeEncodeError as e:
             raise BadArgumentError(f"url {url!r}: a file cannot have this name here: {e}") from None
-        except (FileNotFoundError, NotADirectoryError):
-            if os.path.islink(path):
-                raise BadArgumentError(
-                    f"url {url!r}: {path} is a link to {_target(path)}, which does not exist"
-                ) from None
+        except OSError as e:
+            is_missing = isinstance(e, (FileNotFoundError, NotADirectoryError))
+            if os.path.islink(path) and (is_missing or e.errno == errno.ELOOP):
+                target = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
+                problem = "which does not exist" if is_missing else "in a circle"
+                raise BadArgumentError(f"url {url!r}: {path} is a link to {target}, {problem}") from None
+            if not is_missing:
+                return  # reading or writing will raise it
             path = os.path.dirname(path)
             continue
-        except OSError as e:
-            if e.errno == errno.ELOOP and os.path.islink(path):
-                raise BadArgumentError(f"url {url!r}: {path} is a link to {_target(path)}, in a circle") from None
-            return  # reading or writing will raise it
         if not stat.S_ISDIR(mode):
             raise BadArgumentError(f"url {url!r}: {path} is not a folder")
         return

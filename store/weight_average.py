@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from ..codec.base import CHUNK
 from ..codec.checkpoint import Checkpoint, check_resolved
 from ..codec.config import Config
+from ..codec.inputs import Inputs
 from ..codec.moments.optimizer_steps import steps_taken
 from ..codec.plan import to_place_of
 from ..codec.state.leaves import is_array, is_sharded, read_leaf
@@ -54,22 +55,21 @@ class _Clock:
     counted: bool = False
 
     @staticmethod
-    def of(arrays: Mapping[str, Array], step: float | None) -> _Clock:
-        """Return the clock at the optimizer's step count in a state, or else at `step`."""
-        counted = steps_taken(arrays, lambda path: _number(arrays[path]))
+    def of(paths: Iterable[str], step: float | None, value: Callable[[str], float | None]) -> _Clock:
+        """Return the clock at the optimizer's own count, see `steps_taken`, or else at `step`."""
+        counted = steps_taken(paths, value)
         return _Clock(step) if counted is None else _Clock(counted, counted=True)
 
     def until(self, now: _Clock) -> float | None:
-        """Return the steps until `now`; None if unknown or not positive."""
+        """Return the steps until `now`; None if unknown."""
         if self.step is None or now.step is None or self.counted is not now.counted:
             return None
-        return now.step - self.step if now.step > self.step else None
+        return now.step - self.step
 
     def moved(self, now: _Clock) -> _Clock:
         """Return the clock a tenth of the way towards `now`; all of it if the distance is unknown."""
-        if self.step is None or now.step is None or self.counted is not now.counted:
-            return now
-        return _Clock(self.step + _SHARE * (now.step - self.step), now.counted)
+        way = self.until(now)
+        return now if self.step is None or way is None else _Clock(self.step + _SHARE * way, now.counted)
 
 
 class WeightAverage:
@@ -109,21 +109,18 @@ class WeightAverage:
         records = {record.path: record for record in checkpoint.records}
 
         def value(path: str) -> float | None:
-            record = records[path]
-            return _number(checkpoint.values_of(record)) if record.spec.size == 1 else None
+            return _number(checkpoint.values_of(records[path])) if records[path].spec.size == 1 else None
 
-        counted = steps_taken(records, value)
-        self._clock = self._clock if counted is None else _Clock(counted, counted=True)
+        self._clock = _Clock.of(records, self._clock.step, value)
         for record in checkpoint.records:
             if record.stream == "levels":
-                values = _copied(checkpoint.values_of(record))
-                self._means[record.path] = values.reshape(record.spec.shape)
+                self._means[record.path] = _copied(checkpoint.values_of(record)).reshape(record.spec.shape)
 
     def earlier(self, state: Any, step: float | None = None) -> PastWeights:
         """Return the average of a state's weights, and how many steps ago they were.
 
         Args:
-            state: the state that will be compressed, or its `arrays_by_path`.
+            state: the state that will be compressed, or its `Inputs`.
             step: its training step; None: unknown.
 
         Returns:
@@ -132,14 +129,15 @@ class WeightAverage:
         Raises:
             BadArgumentError: the state is not a tree, or the step not a number.
         """
-        arrays = arrays_by_path(state)
-        return PastWeights(self._fitting(arrays), self._clock.until(_Clock.of(arrays, _checked(step))))
+        arrays = _arrays_by_path(state)
+        steps = self._clock.until(_Clock.of(arrays, _checked(step), lambda path: _number(arrays[path])))
+        return PastWeights(self._fitting(arrays), steps if steps is not None and steps > 0 else None)
 
     def follow(self, state: Any, checkpoint: Checkpoint, step: float | None = None) -> None:
         """Move a tenth of the way towards the weights of a state that was compressed.
 
         Args:
-            state: the state, or its `arrays_by_path`.
+            state: the state, or its `Inputs`.
             checkpoint: its checkpoint.
             step: its training step; None: unknown.
 
@@ -148,9 +146,9 @@ class WeightAverage:
         """
         step = _checked(step)
         arguments.instance("checkpoint", checkpoint, Checkpoint)
-        arrays = arrays_by_path(state)
+        arrays = _arrays_by_path(state)
         means = self._fitting(arrays)
-        self._clock = self._clock.moved(_Clock.of(arrays, step))
+        self._clock = self._clock.moved(_Clock.of(arrays, step, lambda path: _number(arrays[path])))
         self._means = {}
         for record in checkpoint.records:
             if record.stream == "levels" and _shape(arrays.get(record.path)) == record.spec.shape:
@@ -169,17 +167,11 @@ def _checked(step: Any) -> float | None:
     return arguments.or_none("step", step, arguments.number, -math.inf, math.inf, open_low=True, open_high=True)
 
 
-class _Arrays(dict[str, Array]):
-    """The result of `arrays_by_path`."""
-
-
-def arrays_by_path(state: Any) -> Mapping[str, Array]:
+def _arrays_by_path(state: Any) -> Mapping[str, Array]:
     """Return the arrays of a state by path, without arrays that share a path."""
-    if isinstance(state, _Arrays):
-        return state
-    nodes = flatten(state, is_array)[1]
+    nodes = [n for n in state.named if is_array(n.value)] if isinstance(state, Inputs) else flatten(state, is_array)[1]
     times = Counter(node.path for node in nodes)
-    return _Arrays({node.path: node.value for node in nodes if times[node.path] == 1})
+    return {node.path: node.value for node in nodes if times[node.path] == 1}
 
 
 def _number(x: Array) -> float | None:
@@ -208,10 +200,10 @@ def _moved(mean: Array, flat: Array) -> Array:
     """Update the mean by the new values, in place; a mean that is not finite starts again."""
     block = CHUNK if on_gpu(flat) else _BLOCK
     for start in range(0, mean.shape[0], block):
-        own, new = mean[start : start + block], flat[start : start + block]
+        old, new = mean[start : start + block], flat[start : start + block]
         new = new.float() if is_torch(new) else new.astype("float32", copy=False)
-        own += _SHARE * (new - own)
-        if not math.isfinite(float(own.sum())):
-            lost = ~(own - own == 0)
-            own[lost] = new[lost]
+        old += _SHARE * (new - old)
+        if not math.isfinite(float(old.sum())):
+            lost = ~(old - old == 0)
+            old[lost] = new[lost]
     return mean

@@ -187,7 +187,7 @@ if __name__ == "__main__":
         os.dup2(2, 1)
         runpy.run_path(path, run_name="imported")
         # Imported by the first save and the first optimizer.
-        for late in ("shrinkpoint.codec.compress", "shrinkpoint.store.saver", "numba", "torch._dynamo"):
+        for late in ("shrinkpoint.codec.compress", "shrinkpoint.store.saver.saver", "numba", "torch._dynamo"):
             importlib.import_module(late)
         if not serve(mine):
             os._exit(0)

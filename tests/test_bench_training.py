@@ -22,7 +22,9 @@ from shrinkpoint.bench.harness import Options, Row, is_red
 from shrinkpoint.bench.studies import ablation, endurance, faults, training, transfer, workloads
 from shrinkpoint.bench.studies.faults import InStore, Outcome, Peer, Uncompressed, behind, endure, kills, uninterrupted
 from shrinkpoint.bench.studies.workloads import Run, State, Workload
+from shrinkpoint.codec.compress import compress_inputs
 from shrinkpoint.codec.errors import BadArgumentError
+from shrinkpoint.codec.inputs import Inputs
 
 STEPS = 40
 
@@ -213,14 +215,14 @@ def test_seconds_hold_no_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_chain_goes_on_over_a_restore(monkeypatch: pytest.MonkeyPatch, exact: float) -> None:
     parents = []
-    right = sp.compress
 
-    def noted(state: Any, parent: Any, *rest: Any, **named: Any) -> sp.Checkpoint:
-        parents.append((state["step"], None if parent is None else sp.decompress(parent)["step"]))
-        made: sp.Checkpoint = right(state, parent, *rest, **named)
+    def noted(inputs: Inputs, *rest: Any, **named: Any) -> sp.Checkpoint:
+        made = compress_inputs(inputs, *rest, **named)
+        pair = [None if ckpt is None else sp.decompress(ckpt)["step"] for ckpt in (made, inputs.prev)]
+        parents.append(tuple(pair))
         return made
 
-    monkeypatch.setattr("shrinkpoint.store.session.compress", noted)
+    monkeypatch.setattr("shrinkpoint.store.session.compress_inputs", noted)
     with threads(1):
         found = endure(short(), 0, InStore(sp.Config()), failures=2, exact=exact)
     assert parents == [(10, None), (20, 10), (30, 20), (40, 30)]

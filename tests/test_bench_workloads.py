@@ -17,6 +17,8 @@ from shrinkpoint.bench.harness import Options, Row
 from shrinkpoint.bench.studies import endurance, faults, large, training, workloads
 from shrinkpoint.bench.studies.faults import InStore, Uncompressed, endure, uninterrupted
 from shrinkpoint.bench.studies.workloads import Run, State, Workload
+from shrinkpoint.codec.compress import compress_inputs
+from shrinkpoint.codec.inputs import Inputs
 from shrinkpoint.store import session
 
 SPACING = 2
@@ -211,14 +213,12 @@ def test_every_system_of_it_is_one_of_the_bench() -> None:
 def devices_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch, device: str) -> tuple[set[str], set[str]]:
     """Return the devices of a checkpoint's matrices in the codec, and after a restore."""
     stored: list[Any] = []
-    right = session.compress
 
-    def noted(state: Any, *rest: Any, **named: Any) -> sp.Checkpoint:
-        stored.append({x.device.type for x in tensors(state) if x.ndim >= 2})
-        made: sp.Checkpoint = right(state, *rest, **named)
-        return made
+    def noted(inputs: Inputs, *rest: Any, **named: Any) -> sp.Checkpoint:
+        stored.append({x.device.type for x in tensors([n.value for n in inputs.arrays]) if x.ndim >= 2})
+        return compress_inputs(inputs, *rest, **named)
 
-    monkeypatch.setattr(session, "compress", noted)
+    monkeypatch.setattr(session, "compress_inputs", noted)
     workload = dataclasses.replace(tiny(), device=device)
     system, run = InStore(sp.Config()), Run(workload, 0)
     system.begin(run)

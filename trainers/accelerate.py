@@ -13,7 +13,7 @@ from ..codec.errors import MissingParentError
 from ..kernels.errors import BadArgumentError
 from ..store.frozen_sets import Frozen
 from ..store.regular_files import read_file
-from ..store.saver import Saver
+from ..store.saver.saver import Saver
 from ..store.store import Store
 from .background import Background
 from .frozen_parameters import check_frozen, digest_of, load_frozen, record, store_once, without

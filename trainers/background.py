@@ -15,7 +15,7 @@ from ..codec.checkpoint import Checkpoint
 from ..codec.config import Config
 from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..kernels.backend.arguments import number, or_none
-from ..store.saver import Saver, SaveResult
+from ..store.saver.saver import Saver, SaveResult
 from ..store.store import Store
 from .pointers import (
     Coming,

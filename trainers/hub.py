@@ -21,8 +21,7 @@ from ..codec.named_presets import check_config
 from ..codec.presets import lossless
 from ..codec.summary import Row
 from ..kernels.errors import BadArgumentError
-from ..store.local import sync_folder
-from ..store.permissions import follow_umask
+from ..store.local import follow_umask, sync_folder
 from . import model_card as cards
 from .model_folder import (
     SUFFIX,

@@ -19,7 +19,7 @@ from ..codec.evidence.module_names import bare
 from ..kernels.errors import BadArgumentError
 from ..store.frozen_sets import Frozen
 from ..store.manifest import check_step
-from ..store.saver import Saver, SaveResult
+from ..store.saver.saver import Saver, SaveResult
 from ..store.session import Saved
 from ..store.store import Store
 from . import model_state as models

@@ -20,8 +20,7 @@ from ..codec.lossless.reference import BytesReference
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array, read_leaf
 from ..kernels.errors import BadArgumentError
-from ..store.links import check_link
-from ..store.regular_files import read_file
+from ..store.regular_files import check_link, read_file
 
 PathLike: TypeAlias = str | os.PathLike[str]
 Tensors: TypeAlias = dict[str, torch.Tensor]

@@ -20,7 +20,7 @@ from ..codec.errors import MissingParentError, ShrinkpointError
 from ..codec.extras import install
 from ..codec.state import tree
 from ..kernels.errors import BadArgumentError
-from ..store.saver import Saver, SaveResult
+from ..store.saver.saver import Saver, SaveResult
 from ..store.store import Store
 from .background import refuse_keep
 from .jax import fitted, names, nested

@@ -27,8 +27,8 @@ from ..codec.format.bounded_json import loads
 from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError
-from ..store.exit_cleanup import EXIT_CLEANUP
 from ..store.local import LocalFiles
+from ..store.saver.exit import EXIT_CLEANUP
 from ..store.store import Store
 from ..store.urls import one_name, textual_name
 from .processes import rank

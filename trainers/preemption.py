@@ -19,7 +19,7 @@ from torch import nn
 
 from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..kernels.backend.arguments import integer, number
-from ..store.saver import Saver
+from ..store.saver.saver import Saver
 from ..store.store import Store
 from .loop import save
 from .processes import explaining, on_rank_0, rank, world

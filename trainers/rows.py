@@ -31,7 +31,7 @@ from .optimizer_hooks import Nesting, closure_of, remove, weak
 from .processes import world
 
 if TYPE_CHECKING:
-    from ..store.saver import SaveResult
+    from ..store.saver.saver import SaveResult
     from ..store.session import Saved
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | Sequence[torch.optim.Optimizer]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..codec.config import Config
 from ..kernels.backend.arguments import integer, or_none
 from ..kernels.errors import BadArgumentError
-from ..store.saver import Saver, SaveResult
+from ..store.saver.saver import Saver, SaveResult
 from ..store.store import Store
 from .loader import Loader
 from .loop import _state_of, resume, save

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from .store.memory_copies import InMemoryWarning
     from .store.ranks import newest_common_step
     from .store.retention import Retention
-    from .store.saver import Saver, SaveResult, SaverWarning
+    from .store.saver.saver import Saver, SaveResult, SaverWarning
     from .store.store import NotCompactedWarning, RestoreNotCountedWarning, SkippedCheckpointWarning, Store
     from .store.weight_average import WeightAverage
     from .trainers.hub import load_pretrained, save_pretrained
@@ -108,7 +108,7 @@ _SUBJECTS = {
     "store.memory_copies": "InMemoryWarning",
     "store.ranks": "newest_common_step",
     "store.retention": "Retention",
-    "store.saver": "SaveResult Saver SaverWarning",
+    "store.saver.saver": "SaveResult Saver SaverWarning",
     "store.store": "NotCompactedWarning RestoreNotCountedWarning SkippedCheckpointWarning Store",
     "store.weight_average": "WeightAverage",
     "trainers.hub": "load_pretrained save_pretrained",

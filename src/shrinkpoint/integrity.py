@@ -22,8 +22,7 @@ import blake3
 
 from .codec.format.bounded_json import loads
 from .kernels.errors import BadArgumentError, CorruptDataError
-from .store.links import check_link
-from .store.regular_files import MOST_JSON, read_file, regular
+from .store.regular_files import MOST_JSON, check_link, read_file, regular
 
 SEAL = "shrinkpoint-seal.json"
 FORMAT = "shrinkpoint seal"

@@ -26,9 +26,10 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.codec import memory_limit
-from shrinkpoint.store import local, signals
+from shrinkpoint.store import local
 from shrinkpoint.store.files import StoreWarning
 from shrinkpoint.store.manifest import data_name, manifest_name
+from shrinkpoint.store.saver import channel
 
 from .common import fill, lossless, manifest_path, same
 
@@ -53,7 +54,7 @@ def test_signals_of_a_scheduler_lose_no_save(moment: str, tmp_path: Path) -> Non
     done = script(
         """
         import os, sys, time, numpy as np, shrinkpoint as sp
-        from shrinkpoint.store.signals import IGNORED
+        from shrinkpoint.store.saver.channel import IGNORED
         saver = sp.Saver(sp.Store(sys.argv[1]))
         assert os.getsid(saver.pid) == saver.pid
         if sys.argv[2] == "saving":
@@ -80,7 +81,7 @@ def test_signals_to_the_job_reach_the_trainer_alone(to: str, tmp_path: Path) -> 
     """
     code = """
         import os, signal, subprocess, sys, numpy as np, shrinkpoint as sp
-        from shrinkpoint.store.signals import IGNORED
+        from shrinkpoint.store.saver.channel import IGNORED
         saver = sp.Saver(sp.Store(sys.argv[1]))
         saver.save(1, {"weight": np.zeros(9)}).result()
         other = subprocess.Popen(["sleep", "600"])
@@ -136,7 +137,7 @@ def test_every_signal_that_can_be_ignored_is_or_has_a_reason() -> None:
     faults = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS", "SIGSTKFLT", "SIGEMT"}
     others = {"SIGKILL", "SIGSTOP", "SIGCONT", "SIGCHLD", "SIGINFO"}
     named = {s.name for s in signal.Signals if not s.name.startswith("SIGRT")}
-    assert {s.name for s in signals.IGNORED} == named - faults - others
+    assert {s.name for s in channel.IGNORED} == named - faults - others
 
 
 @linux
@@ -144,7 +145,7 @@ def test_a_stopped_worker_is_waited_for_within_a_limit(tmp_path: Path) -> None:
     done = script(
         """
         import os, signal, sys, time, numpy as np, shrinkpoint as sp
-        from shrinkpoint.store import saver as module
+        from shrinkpoint.store.saver import saver as module
         module.STOPPED = 1.0
         saver = sp.Saver(sp.Store(sys.argv[1]))
         saver.save(1, {"weight": np.zeros(9)}).result()
@@ -507,6 +508,6 @@ def test_a_container_too_small_for_a_snapshot_is_an_error_instead_of_a_kill(tmp_
 
 
 def test_a_snapshot_beyond_the_limit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shrinkpoint.store.snapshot.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("shrinkpoint.store.saver.snapshot.available_memory", lambda: 1 << 20)
     with sp.Saver(sp.Store(tmp_path)) as saver, pytest.raises(MemoryError, match="1048576 bytes are available"):
         saver.save(1, {"weight": np.zeros(1 << 20)})

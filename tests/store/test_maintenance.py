@@ -18,11 +18,12 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.codec.parallel import Stopped, give_way, map_chunks
-from shrinkpoint.store import chain, executors
+from shrinkpoint.store import chain
 from shrinkpoint.store.compaction import Compaction
-from shrinkpoint.store.maintenance import Maintainer, Maintenance
 from shrinkpoint.store.retention import Retention
-from shrinkpoint.store.saver import SaverWarning
+from shrinkpoint.store.saver import executors
+from shrinkpoint.store.saver.executors import Maintainer, Maintenance
+from shrinkpoint.store.saver.saver import SaverWarning
 
 from .common import lossless, manifest_path, same, state
 
@@ -376,9 +377,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     plain = chain.read
 
-    def read(files: Any, step: int, name: str, parent: Any) -> Any:
+    def read(files: Any, step: int, name: str, *rest: Any) -> Any:
         seen.append(name)
-        return plain(files, step, name, parent)
+        return plain(files, step, name, *rest)
 
     monkeypatch.setattr(chain, "read", read)
     return seen

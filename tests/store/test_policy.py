@@ -11,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
+from shrinkpoint.codec import plan
+from shrinkpoint.codec.compress import compress_inputs
+from shrinkpoint.codec.state import tree
 from shrinkpoint.store import session as module
+from shrinkpoint.store.chain import Size, is_pointless, wants_base
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.policy import Size, is_pointless, wants_base
 from tests.store.common import lossless
 
 
@@ -88,8 +91,11 @@ def test_no_rule_at_all(tmp_path: Path) -> None:
 def test_a_delta_that_spares_nothing_is_a_base(cfg: sp.Config, monkeypatch: pytest.MonkeyPatch) -> None:
     store = sp.Store(f"memory://pointless-{cfg.chain.against}", cfg)
     redrawn = {2, 5}
-    made = []
-    monkeypatch.setattr(module, "compress", lambda *a, **k: made.append(sp.compress(*a, **k)) or made[-1])
+    made, flattened, gathered = [], [], []
+    monkeypatch.setattr(module, "compress_inputs", lambda *a, **k: made.append(compress_inputs(*a, **k)) or made[-1])
+    flatten, gather = tree.flatten, plan.gather
+    monkeypatch.setattr(tree, "flatten", lambda *a, **k: flattened.append(1) or flatten(*a, **k))
+    monkeypatch.setattr(plan, "gather", lambda *a, **k: gathered.append(1) or gather(*a, **k))
     rng = np.random.default_rng(0)
     saved = []
     for step in range(8):
@@ -101,6 +107,8 @@ def test_a_delta_that_spares_nothing_is_a_base(cfg: sp.Config, monkeypatch: pyte
     assert [not s.is_delta for s in saved] == [step in {0, *redrawn} for step in range(8)]
     # Only where it was in doubt was the state compressed twice.
     assert len(made) == 8 + len(redrawn)
+    # The base uses the arrays and the evidence of the delta.
+    assert len(flattened) == len(gathered) == 8
     for step in range(8):
         assert sp.Store(store.url).load(step)["step"] == step
 
@@ -115,7 +123,7 @@ def test_a_delta_may_be_as_large_as_it_is_where_that_is_asked() -> None:
 def test_a_state_that_grew_is_no_reason_for_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deltas of a state that grew stay deltas if they are smaller than a base."""
     made = []
-    monkeypatch.setattr(module, "compress", lambda *a, **k: made.append(sp.compress(*a, **k)) or made[-1])
+    monkeypatch.setattr(module, "compress_inputs", lambda *a, **k: made.append(compress_inputs(*a, **k)) or made[-1])
     store = sp.Store("memory://grown", lossless(against="base"))
     rng = np.random.default_rng(0)
     w = rng.standard_normal(50_000).astype(np.float32)

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 import shrinkpoint as sp
 from shrinkpoint.__main__ import app
-from shrinkpoint.store import rewinds, transfer
+from shrinkpoint.store import parts
+from shrinkpoint.store.checksummed_json import seal, unseal
 from shrinkpoint.store.files import Files, StoreWarning
 from shrinkpoint.store.retention import Retention
-from shrinkpoint.store.saver import SaverWarning
+from shrinkpoint.store.saver.saver import SaverWarning
 from shrinkpoint.store.store import SkippedCheckpointWarning
 from tests.store.common import data_path, fill, lossless, same, state
 
@@ -357,7 +358,7 @@ def test_a_copy_whose_steps_all_go_before_their_turn_takes_those_that_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(sp.Store(tmp_path / "run", lossless()), 10, 20)
-    real, calls = transfer.copy_files, []
+    real, calls = parts.copy_files, []
 
     def meanwhile(*args: Any) -> None:
         calls.append(args)
@@ -366,21 +367,21 @@ def test_a_copy_whose_steps_all_go_before_their_turn_takes_those_that_came(
             other.gc(Retention(last=1))
         real(*args)
 
-    monkeypatch.setattr(transfer, "copy_files", meanwhile)
+    monkeypatch.setattr(parts, "copy_files", meanwhile)
     said = CliRunner().invoke(app, ["copy", str(tmp_path / "run"), str(tmp_path / "copy"), "--json"])
     assert sp.Store(tmp_path / "copy").steps() == json.loads(said.stdout)["steps"] == [30]
 
 
 def test_a_copy_that_never_gets_a_step_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = fill(sp.Store(tmp_path / "run", lossless()), 1)
-    real, calls = transfer.copy_files, []
+    real, calls = parts.copy_files, []
 
     def meanwhile(*args: Any) -> None:
         calls.append(args)
         fill(sp.Store(tmp_path / "run", lossless()), 1 + len(calls)).gc(Retention(last=1))
         real(*args)
 
-    monkeypatch.setattr(transfer, "copy_files", meanwhile)
+    monkeypatch.setattr(parts, "copy_files", meanwhile)
     with pytest.raises(sp.MissingParentError, match="every step was removed before it was copied, 10 times"):
         store.copy(tmp_path / "copy")
 
@@ -388,7 +389,7 @@ def test_a_copy_that_never_gets_a_step_ends(tmp_path: Path, monkeypatch: pytest.
 def test_a_copy_taken_while_the_run_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy made while the run goes back does not have the record of it."""
     fill(sp.Store(tmp_path / "run", lossless()), *TENS)
-    real, calls = transfer.copy_files, []
+    real, calls = parts.copy_files, []
 
     def meanwhile(*args: Any) -> None:
         calls.append(args)
@@ -399,7 +400,7 @@ def test_a_copy_taken_while_the_run_goes_back(tmp_path: Path, monkeypatch: pytes
                 other.save(55, second(55))
         real(*args)
 
-    monkeypatch.setattr(transfer, "copy_files", meanwhile)
+    monkeypatch.setattr(parts, "copy_files", meanwhile)
     copy = sp.Store(tmp_path / "run", lossless()).copy(tmp_path / "copy")
     assert (newest(tmp_path / "run"), newest(copy.url)) == (1055, 100)
 
@@ -473,8 +474,8 @@ def record(store: sp.Store) -> tuple[Files, str]:
 def test_records_that_are_none(gone_back: sp.Store, broken: bytes | None) -> None:
     """An invalid record removes nothing, and `load()` takes the highest step with a warning."""
     files, path = record(gone_back)
-    whole = rewinds.unseal(files.read(path))
-    files.write(path, rewinds.seal({**whole, "left": {"80": "../x"}}) if broken is None else broken)
+    whole = unseal(files.read(path))
+    files.write(path, seal({**whole, "left": {"80": "../x"}}) if broken is None else broken)
     with pytest.raises(sp.CorruptDataError, match="left/"):
         gone_back.gc(Retention())
     with pytest.raises(sp.CorruptDataError, match="left/"):

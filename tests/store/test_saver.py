@@ -32,14 +32,13 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.codec.parallel import Stopped, map_chunks, stoppable
 from shrinkpoint.codec.state.leaves import is_array, read_leaf
-from shrinkpoint.store import executors, host_copy
-from shrinkpoint.store.jobs import kinds_tree
 from shrinkpoint.store.local import LocalFiles
-from shrinkpoint.store.maintenance import Maintenance
 from shrinkpoint.store.memory_copies import MemoryCopies
-from shrinkpoint.store.saver import SaverWarning
-from shrinkpoint.store.snapshot import Arena, HostArray, plan, rebuild, take
-from shrinkpoint.store.worker import _save
+from shrinkpoint.store.saver import executors, host_copy
+from shrinkpoint.store.saver.executors import Maintenance, kinds_tree
+from shrinkpoint.store.saver.saver import SaverWarning
+from shrinkpoint.store.saver.snapshot import Arena, HostArray, plan, rebuild, take
+from shrinkpoint.store.saver.worker import _save
 
 from ..codec.common import difference, threads
 
@@ -197,10 +196,11 @@ def test_ordinary_tensors_are_read_as_all_others_are() -> None:
         "bool": z > 2,
     }
     planned = plan({"state": tree})
-    assert len(planned.specs) == len(tree) - 1, "the same memory seen the same way is copied once"
-    assert planned.sizes == [spec.nbytes for spec in planned.specs]
+    specs = [source.spec for source in planned.sources]
+    assert len(specs) == len(tree) - 1, "the same memory seen the same way is copied once"
+    assert [source.size for source in planned.sources] == [spec.nbytes for spec in specs]
     read = {name: read_leaf(t, "")[0] for name, t in tree.items() if name != "again"}
-    assert planned.specs == list(read.values())
+    assert specs == list(read.values())
     arena = Arena()
     found = through_arena(tree, arena)
     assert all(torch.equal(found[name], tree[name]) for name in tree)
@@ -221,16 +221,20 @@ def test_arrays_that_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> No
     class OnDevice(torch.Tensor):
         device = Elsewhere()
 
-    monkeypatch.setattr("shrinkpoint.store.snapshot._finish", lambda devices, on_device: [])
+    monkeypatch.setattr("shrinkpoint.store.saver.snapshot._finish", lambda devices, on_device: [])
     arena = Arena()
     planned = plan({"state": state(2)})
-    planned.values[:] = [f.as_subclass(OnDevice) if isinstance(f, torch.Tensor) else f for f in planned.values]
-    held = {i for i, f in enumerate(planned.values) if isinstance(f, torch.Tensor) and f.numel()}
-    planned.pointers[:] = [0 if i in held else p for i, p in enumerate(planned.pointers)]
+    held = set()
+    for number, source in enumerate(planned.sources):
+        if isinstance(source.values, torch.Tensor):
+            source.values = source.values.as_subclass(OnDevice)
+            if source.values.numel():
+                source.pointer = 0
+                held.add(number)
     made = take(planned, arena, on_device=True)
     assert set(made.kept) == held
-    for tensor in planned.values:
-        tensor.as_subclass(torch.Tensor).zero_() if isinstance(tensor, torch.Tensor) else None
+    for source in planned.sources:
+        source.values.as_subclass(torch.Tensor).zero_() if isinstance(source.values, torch.Tensor) else None
     found = rebuild(made, arena)["state"]
     assert torch.equal(found["model"]["fc"].as_subclass(torch.Tensor), state(2)["model"]["fc"])
     arena.close()
@@ -297,7 +301,7 @@ def test_kinds_cross_as_a_tree() -> None:
     rows = np.array([3, 255], np.uint8)
     touched = sp.Kind("embedding", "weight", "0.weight", rows=rows)
     kinds = {**sp.kinds(module, torch.optim.Adam(module.parameters())), "0.weight": touched, "other": "norm"}
-    from shrinkpoint.store.jobs import _kinds
+    from shrinkpoint.store.saver.executors import _kinds
 
     arena = Arena()
     found = rebuild(take(plan({"kinds": kinds_tree(kinds)}), arena), arena)["kinds"]
@@ -1015,7 +1019,7 @@ def test_a_saver_may_be_forgotten_in_its_own_thread(mode: str, tmp_path: Path) -
     done = program(
         f"""
         import gc
-        from shrinkpoint.store import executors
+        from shrinkpoint.store.saver import executors
 
         place = executors.{mode.title()}Executor
         run = place.run
@@ -1049,7 +1053,7 @@ def test_one_that_was_ended_at_exit_says_that_it_is_closed(mode: str, tmp_path: 
     done = program(
         f"""
         import atexit
-        from shrinkpoint.store import saver as module
+        from shrinkpoint.store.saver import saver as module
 
         atexit.unregister(module.EXIT_CLEANUP._end)
 
@@ -1120,8 +1124,8 @@ def test_a_signal_handler_cannot_save_within_a_save(moment: str, tmp_path: Path)
     done = program(
         f"""
         import signal, warnings
-        from shrinkpoint.store import executors
-        from shrinkpoint.store import saver as module
+        from shrinkpoint.store.saver import executors
+        from shrinkpoint.store.saver import saver as module
 
         def then_a_signal(function):
             def call(*args, **options):

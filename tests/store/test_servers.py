@@ -199,7 +199,7 @@ def test_that_an_unconditional_put_is_noticed(url: str, tmp_path: Path, monkeypa
     site.mkdir()
     if url.startswith("obstore::"):
         (site / "sitecustomize.py").write_text(
-            "from shrinkpoint.store.obstore_client import Obstore\n"
+            "from shrinkpoint.store.objects import Obstore\n"
             "real = Obstore.pipe_file\n"
             "Obstore.pipe_file = lambda self, path, data, mode='': real(self, path, data)\n"
         )

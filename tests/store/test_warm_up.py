@@ -10,7 +10,7 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.kernels.backend import first_calls
-from shrinkpoint.store import warm_up
+from shrinkpoint.store.saver import warm_up
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def state(number: int) -> dict[str, Any]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_a_stopped_worker_is_waited_for_within_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every wait for a stopped worker ends with an error after the limit."""
-    monkeypatch.setattr("shrinkpoint.store.saver.STOPPED", 1.0)
+    monkeypatch.setattr("shrinkpoint.store.saver.saver.STOPPED", 1.0)
     with sp.Saver(sp.Store(tmp_path / "store")) as saver:
         background, file = Background(saver.store, saver), tmp_path / "1.ckpt"
         os.kill(saver.pid, signal.SIGSTOP)

@@ -19,7 +19,7 @@ from torch import nn
 import shrinkpoint as sp
 from shrinkpoint import trainers
 from shrinkpoint.store.files import StoreWarning
-from shrinkpoint.store.saver import SaverWarning
+from shrinkpoint.store.saver.saver import SaverWarning
 from shrinkpoint.trainers.loop import PartNotRestoredWarning, RanksChangedWarning
 from shrinkpoint.trainers.model_state import StateMismatchWarning
 
@@ -807,7 +807,7 @@ def test_resume_waits_for_a_save_in_flight(tmp_path: Path) -> None:
 def test_resume_waits_for_a_stopped_worker_within_a_limit(
     step: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shrinkpoint.store.saver.STOPPED", 1.0)
+    monkeypatch.setattr("shrinkpoint.store.saver.saver.STOPPED", 1.0)
     model = nn.Linear(4, 4)
     with sp.Saver(sp.Store(tmp_path)) as saver:
         if step is not None:

@@ -20,7 +20,6 @@ from ...codec.partial import decode_only
 from ...codec.state.tree import unflatten
 from ...store.files import Files
 from ...store.manifest import check_step
-from ...store.sharded import files_of
 from ...store.store import Store
 from .chain import open_folder, opener, read_index
 from .entry_paths import VALUES, key_of, numbered, place
@@ -135,7 +134,7 @@ class Reader(StorageReader):
         """
         if self._index is None:
             raise BadArgumentError("set_up_storage_reader comes before read_data")
-        files = open_folder(self.path) if self.store is None else files_of(self.store)
+        files = open_folder(self.path) if self.store is None else self.store.session.catalog.files
         wanted: dict[int, list[tuple[ReadItem, Shard | None]]] = {}
         for item in plan.items:
             number, shard = _source(self._index, item)

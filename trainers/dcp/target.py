@@ -15,12 +15,12 @@ from ...codec.compress import compress
 from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
 from ...store.chain import check, missing, read
 from ...store.files import TEMPORARY, Files, StoreWarning
-from ...store.jobs import open_store, store_options
 from ...store.lock import InUseError
 from ...store.manifest import MAX_STEP, Manifest
 from ...store.manifest import data_name as step_data_name
 from ...store.retention import Retention
-from ...store.sharded import SharedSave, files_of
+from ...store.saver.executors import open_store, store_options
+from ...store.session import SharedSave
 from ...store.store import SkippedCheckpointWarning, Store
 from .chain import carry, open_folder, read_index
 from .metadata import FOLDER, MAX_BYTES, Index, RankFile, data_name, is_data, metadata_name, parse
@@ -178,7 +178,7 @@ class StoreSteps:
             raise BadArgumentError("use_collectives=False: a step of a store is one commit for all ranks")
         self.end()
         if is_coordinator:
-            self._save = SharedSave(self.store)
+            self._save = SharedSave(self.store.session)
 
     def end(self) -> None:
         """Release the lock of a save that has ended, also without a commit."""
@@ -188,7 +188,7 @@ class StoreSteps:
 
     def files(self, place: str | None = None) -> Files:
         """See Target."""
-        return files_of(self.store)
+        return self.store.session.catalog.files
 
     def file_name(self, rank: int, ckpt: Checkpoint) -> str:
         """See Target."""
@@ -266,7 +266,7 @@ def read_step(store: Store, step: int) -> Index:
         BadArgumentError: the step does not exist, or one process saved it.
         CorruptDataError, MissingParentError, NewerFormatError: it cannot be read, or files of ranks are missing.
     """
-    manifest, files = store.describe(step), files_of(store)
+    manifest, files = store.describe(step), store.session.catalog.files
     if not manifest.shards:
         raise BadArgumentError(f"step {step} of {store.url} was saved by one process: load it by store.load({step})")
     table = read(files, step, manifest.file, None)

@@ -31,9 +31,8 @@ from ...codec.errors import (
 from ...codec.evidence.kind import check_kinds
 from ...codec.inputs import Inputs
 from ...codec.named_presets import check_config
-from ...store.chain import carried_by
+from ...store.chain import Size, carried_by, smaller, wants_base
 from ...store.manifest import Manifest
-from ...store.policy import Size, smaller, wants_base
 from ...store.retention import Retention
 from ...store.store import Store
 from ...store.weight_average import WeightAverage, needs_average

@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 
 from ...codec.errors import BadArgumentError, CorruptDataError
 from ...codec.format.bounded_json import loads
-from ...store.links import check_link
-from ...store.regular_files import regular
+from ...store.regular_files import check_link, regular
 from ..model_folder import PathLike
 from .host_copy import published_tensors
 from .subscriber import Subscriber

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from ...codec.errors import BadArgumentError
 from ...codec.state.leaves import NpArray
-from ...store.links import check_link
+from ...store.regular_files import check_link
 from ..model_folder import PathLike
 from .host_copy import Change, HostCopy
 from .tensors import host_bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..kernels.errors import BadArgumentError
 from ..store import local
 from ..store.files import TEMPORARY
-from ..store.permissions import follow_umask
+from ..store.local import follow_umask
 from ..store.regular_files import regular
 from ..store.urls import one_name
 

@@ -110,8 +110,8 @@ def save_and_load(cfg: Config, dtype: str) -> None:
     import fsspec
     import torch
 
+    from ..store.saver.warm_up import sample_states
     from ..store.store import Store
-    from ..store.warm_up import sample_states
 
     url, own = f"memory://warm-{uuid.uuid4()}", getattr(torch, dtype)
     state = sample_states(lambda x: torch.from_numpy(x).to(own))
@@ -130,7 +130,7 @@ def search_once() -> None:
     import torch
 
     from ..searching.run import search
-    from ..store.warm_up import sample_states
+    from ..store.saver.warm_up import sample_states
 
     states = sample_states(torch.from_numpy)
     first = next(states)

@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from ..store.child_process import module_folders
+from ..store.saver.channel import module_folders
 from .config import DemoError, Job
 
 if TYPE_CHECKING:

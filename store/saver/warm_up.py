@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..codec.compress import compress
-from ..codec.evidence.kind import Kind
+from ...codec.compress import compress
+from ...codec.evidence.kind import Kind
 
 if TYPE_CHECKING:
-    from ..codec.config import Config
+    from ...codec.config import Config
 
 NpArray = np.ndarray[Any, Any]
 _SHAPE = (256, 512)

@@ -14,35 +14,30 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
-from ..codec.config import Config
-from ..codec.display import html_fields, size
-from ..codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
-from ..codec.evidence.kind import check_kinds, check_used
-from ..codec.inputs import by_weights
-from ..codec.named_presets import check_config
-from ..codec.state import tree
-from ..codec.state.leaves import is_array
-from ..kernels.backend.arguments import choice, instance, integer, number, or_none
+from ...codec.config import Config
+from ...codec.display import html_fields, size
+from ...codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
+from ...codec.evidence.kind import check_kinds, check_used
+from ...codec.inputs import by_weights
+from ...codec.named_presets import check_config
+from ...codec.state import tree
+from ...codec.state.leaves import is_array
+from ...kernels.backend.arguments import choice, instance, integer, number, or_none
+from ..manifest import check_metric, check_step
+from ..retention import Retention
+from ..store import Store
+from ..urls import is_of_this_process, one_name
 from . import host_copy
-from .chain_head import ChainHead
-from .executors import Executor, Origin, ProcessExecutor, ThreadExecutor, Warned
-from .exit_cleanup import EXIT_CLEANUP
-from .jobs import kinds_tree
-from .maintenance import Maintenance
-from .manifest import check_metric, check_step
-from .retention import Retention
+from .executors import Executor, Job, Maintenance, Origin, ProcessExecutor, ThreadExecutor, Warned, kinds_tree
+from .exit import EXIT_CLEANUP
 from .snapshot import Snapshot, plan, take
-from .store import Store
-from .urls import is_of_this_process, one_name
 
-P = ParamSpec("P")
-R = TypeVar("R")
 ON_BUSY = ("wait", "skip", "cancel")
 MODES = ("process", "thread")
 STOPPED = 30.0
@@ -51,7 +46,7 @@ _NESTED = (
     "a saver was called within one of its own calls, for example by a signal handler: let the handler set a flag, and "
     "save between two steps"
 )
-_FRUITLESS = 2
+_MOST_DEATHS = 2
 """After this number of successive workers that died before their first save, the next one starts a new chain, because
 reading the old one may have killed them."""
 _LOOK = 1.0
@@ -107,48 +102,29 @@ class SaveResult:
 
 
 @dataclass(slots=True)
-class _Job:
-    step: int
-    snapshot: Snapshot
-    future: Future[SaveResult]
-    begin: float
-    waited: float
-    origin: Origin | None
-    stall: float = 0.0
+class _Results:
+    """The newest results of a Saver, over all its workers."""
+
+    last: SaveResult | None = None
+    saved: SaveResult | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Handed:
-    """A save that was handed over: its step, the store's head at that time, and its result."""
-
-    step: int
-    head: ChainHead | None
-    future: Future[SaveResult]
-
-    @property
-    def is_durable(self) -> bool:
-        """Return whether the save is done, and neither failed nor cancelled."""
-        return self.future.done() and self.future.exception() is None and self.future.result().status == "saved"
-
-
-class _Runner:
+class Runner:
     """The thread that hands jobs to an executor and resolves their futures."""
 
-    def __init__(self, executor: Executor, url: str, maintains: bool) -> None:
+    def __init__(self, executor: Executor, url: str, results: _Results, maintains: bool) -> None:
         self.executor, self.url = executor, url
         self.errors: deque[BaseException] = deque()
         self.maintaining: Future[None] | None = None
-        self.last: SaveResult | None = None
-        self.saved: SaveResult | None = None
         self.future: Future[SaveResult] | None = None
         self.warned: list[str] = []
-        self.ended = False
+        self.has_saved = self.ended = False
         self.pid = os.getpid()
+        self._results, self._maintains = results, maintains
         self._failed = ""
         self._stopped_at = math.inf
         self._reported: list[Warned] = []
-        self._maintains = maintains
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job, Snapshot] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="shrinkpoint-saver", daemon=True)
         self._thread.start()
 
@@ -156,38 +132,39 @@ class _Runner:
     def busy(self) -> bool:
         return self.future is not None and not self.future.done()
 
-    def submit(self, job: _Job) -> None:
+    def submit(self, job: Job, snapshot: Snapshot) -> None:
         """Hand a job to the executor, which finishes it even if this process ends."""
         self.future = job.future
         try:
             # If this fails, the thread tries once more and reports the error.
             with contextlib.suppress(Exception):
-                self.executor.hand(job.step, job.snapshot, job.origin)
+                self.executor.hand(job, snapshot)
             job.stall = time.perf_counter() - job.begin
         finally:
-            self._jobs.put(job)
+            self._jobs.put((job, snapshot))
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (submitted := self._jobs.get()) is not None:
+            job, snapshot = submitted
             begin = time.perf_counter()
             try:
-                answer, warned = self.executor.run(job.step, job.snapshot, job.origin)
+                answer, warned = self.executor.run(job, snapshot)
             except BaseException as e:
                 self.errors.append(e)
                 job.future.set_exception(e)
                 continue
             answer["seconds"] = time.perf_counter() - begin
-            self.last = SaveResult(step=job.step, stall=job.stall, waited=job.waited, **answer)
-            if self.last.status == "saved":
-                self.saved = self.last
+            result = SaveResult(step=job.step, stall=job.stall, waited=job.waited, **answer)
+            self._results.last = result
             # A warning that the save before this one gave is not repeated.
             self.warned += [f"step {job.step}: {c}: {m}" for c, m in warned if (c, m) not in self._reported]
             self._reported = warned
             done: Future[None] = Future()
-            if maintains := self._maintains and self.last.status == "saved":
-                self.maintaining = done
-            job.future.set_result(self.last)
-            if maintains:
+            if is_saved := result.status == "saved":
+                self._results.saved, self.has_saved = result, True
+                self.maintaining = done if self._maintains else None
+            job.future.set_result(result)
+            if is_saved and self._maintains:
                 self._maintain(job.step)
                 done.set_result(None)
 
@@ -281,28 +258,6 @@ class _Runner:
         self.executor.close()
 
 
-def _one_at_a_time(method: Callable[Concatenate[Saver, P], R]) -> Callable[Concatenate[Saver, P], R]:
-    """Allow one call at a time; refuse a nested call, and one in a forked process."""
-
-    @functools.wraps(method)
-    def call(self: Saver, /, *args: P.args, **options: P.kwargs) -> R:
-        self._check_own()
-        with self._turn(), self._lock:
-            if self._inside:
-                self._refused = True
-                raise ShrinkpointError(_NESTED)
-            try:
-                self._inside, self._refused = True, False
-                result = method(self, *args, **options)
-            finally:
-                self._inside = False
-            if self._refused:  # and its exception may have been ignored
-                warnings.warn(f"refused meanwhile: {_NESTED}", SaverWarning, stacklevel=2)
-            return result
-
-    return call
-
-
 class Saver:
     """Asynchronous saves to a store while training continues; one save is in flight at a time.
 
@@ -379,27 +334,21 @@ class Saver:
         if mode == "process" and (in_memory or os.name != "posix"):
             why = f"{store.url} is in this process's memory" if in_memory else f"{os.name} has no worker processes"
             raise BadArgumentError(f"mode is 'process', but {why}; use mode='thread'")
-        self.store = store
-        self.on_busy = on_busy
-        self.keep = keep
+        self.store, self.on_busy, self.keep = store, on_busy, keep
         self.mode = mode or ("thread" if in_memory or os.name != "posix" else "process")
         self._maintenance = maintenance = Maintenance(compact, keep)
-        self._execute: Callable[[], Executor] = (
-            (lambda: ThreadExecutor(store, maintenance))
-            if self.mode == "thread"
-            else (lambda: ProcessExecutor(store, nice=nice, threads=threads, maintenance=maintenance))
-        )
+        self._new_executor: Callable[[], Executor] = functools.partial(ThreadExecutor, store, maintenance)
+        if self.mode == "process":
+            self._new_executor = lambda: ProcessExecutor(store, nice=nice, threads=threads, maintenance=maintenance)
         self._lock = threading.RLock()
-        self._inside = self._refused = self._closing = False
+        self._inside = self._refused = self._closing = self._closed = False
         self._pid = os.getpid()
-        self._closed = False
         self._known: set[str] = set()
-        self._runner: _Runner | None = None
-        self._last: SaveResult | None = None
-        self._saved: SaveResult | None = None
-        self._fruitless = 0
-        self._handed: _Handed | None = None
-        self._durable: _Handed | None = None
+        self._runner: Runner | None = None
+        self._results = _Results()
+        self._deaths = 0
+        self._newest: Job | None = None
+        self._durable: Job | None = None
         self._look_for_another()
         self._start()
         _savers.add(self)
@@ -415,33 +364,45 @@ class Saver:
         """
         name = one_name(self.store.url)
         if any(one_name(o.store.url) == name for o in list(_savers) if not (o._is_closed or o._is_foreign)):
-            warnings.warn(
+            message = (
                 f"{self.store.url}: this process has an open Saver to this store. Two Savers save at the same time, so "
                 "that a later step may come first, and each has a chain of its own: close() the other one before you "
-                "make this one (a notebook's cell that runs twice makes two), or use only one",
-                SaverWarning,
-                stacklevel=3,
+                "make this one (a notebook's cell that runs twice makes two), or use only one"
             )
+            warnings.warn(message, SaverWarning, stacklevel=3)
             return
         with contextlib.suppress(ChildProcessError):  # a stopped worker, which its own Saver reports
             EXIT_CLEANUP.wait_for(name)
 
-    def _start(self) -> _Runner:
-        runner = _Runner(self._execute(), one_name(self.store.url), bool(self._maintenance))
+    def _start(self) -> Runner:
+        runner = Runner(self._new_executor(), one_name(self.store.url), self._results, bool(self._maintenance))
         self._runner = runner
         self._finalizer = EXIT_CLEANUP.add(self, runner)
         return runner
 
-    def _turn(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context to enter before the lock, so that callbacks never deadlock with `close`."""
-        if self._runner is None or not self._runner.is_here:
-            return contextlib.nullcontext()
-        while not self._lock.acquire(timeout=0.05):
-            if self._closing:
-                raise BadArgumentError("the saver is being closed")
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Allow one call at a time; refuse a nested call, and one in a forked process."""
+        if self._is_foreign:
+            raise ShrinkpointError(f"this saver belongs to process {self._pid}; open one of your own after a fork")
         held = contextlib.ExitStack()
-        held.callback(self._lock.release)
-        return held
+        if self._runner is not None and self._runner.is_here:
+            # A callback never deadlocks with `close`.
+            while not self._lock.acquire(timeout=0.05):
+                if self._closing:
+                    raise BadArgumentError("the saver is being closed")
+            held.callback(self._lock.release)
+        with held, self._lock:
+            if self._inside:
+                self._refused = True
+                raise ShrinkpointError(_NESTED)
+            try:
+                self._inside, self._refused = True, False
+                yield
+            finally:
+                self._inside = False
+            if self._refused:  # and its exception may have been ignored
+                warnings.warn(f"refused meanwhile: {_NESTED}", SaverWarning, stacklevel=4)
 
     @property
     def _is_closed(self) -> bool:
@@ -453,10 +414,6 @@ class Saver:
         """Return whether the saver belongs to the parent of this forked process."""
         return self._pid != os.getpid()
 
-    def _check_own(self) -> None:
-        if self._is_foreign:
-            raise ShrinkpointError(f"this saver belongs to process {self._pid}; open one of your own after a fork")
-
     @property
     def busy(self) -> bool:
         """Return whether a save is in flight."""
@@ -465,7 +422,7 @@ class Saver:
     @property
     def last(self) -> SaveResult | None:
         """Result of the newest finished save; None before the first."""
-        return (self._runner.last if self._runner is not None else None) or self._last
+        return self._results.last
 
     @property
     def nbytes(self) -> int:
@@ -478,7 +435,6 @@ class Saver:
         executor = self._runner.executor if self._runner is not None and not self._is_closed else None
         return executor.pid if isinstance(executor, ProcessExecutor) else None
 
-    @_one_at_a_time
     def save(
         self,
         step: int,
@@ -511,36 +467,37 @@ class Saver:
             Exception: the error of the save before this one. The state given now is not saved then.
         """
         begin = time.perf_counter()
-        runner = self._ready()
-        step = check_step(step)
-        metric = check_metric(metric)
-        check_kinds(kinds)
-        self._check_names(state, grads, kinds)
-        asked = None if cfg is None else json.dumps(check_config(cfg).to_json())
-        future: Future[SaveResult] = Future()
-        future.set_running_or_notify_cancel()
-        if runner.busy and self.on_busy == "skip":
-            future.set_result(SaveResult(step, "skipped", stall=time.perf_counter() - begin))
-            return future
-        trees = {"state": state, "options": [grads, metric, asked], "kinds": kinds_tree(kinds)}
-        planned = plan(trees)
-        waiting = time.perf_counter()
-        if runner.busy:
-            if self.on_busy == "cancel":
-                runner.executor.cancel()
-            runner.wait()
-            self._raise(runner)
-            # Other threads may have replaced arrays or freed their memory during the wait.
+        with self._alone():
+            runner = self._ready()
+            step, metric = check_step(step), check_metric(metric)
+            check_kinds(kinds)
+            self._check_names(state, grads, kinds)
+            asked = None if cfg is None else json.dumps(check_config(cfg).to_json())
+            future: Future[SaveResult] = Future()
+            future.set_running_or_notify_cancel()
+            if runner.busy and self.on_busy == "skip":
+                future.set_result(SaveResult(step, "skipped", stall=time.perf_counter() - begin))
+                return future
+            trees = {"state": state, "options": [grads, metric, asked], "kinds": kinds_tree(kinds)}
             planned = plan(trees)
-        waited = time.perf_counter() - waiting
-        if self._handed is not None and self._handed.is_durable:
-            self._durable = self._handed
-        snapshot = take(planned, runner.executor.arena, on_device=runner.executor.on_device)
-        runner.submit(_Job(step, snapshot, future, begin, waited, self._origin(step)))
-        self._handed = _Handed(step, self.store.head, future)
-        if planned.nbytes >= host_copy.STREAMED:
-            host_copy.load_in_thread()
-        return future
+            waiting = time.perf_counter()
+            if runner.busy:
+                if self.on_busy == "cancel":
+                    runner.executor.cancel()
+                runner.wait()
+                self._raise(runner)
+                # Other threads may have replaced arrays or freed their memory during the wait.
+                planned = plan(trees)
+            waited = time.perf_counter() - waiting
+            if self._newest is not None and self._newest.is_durable:
+                self._durable = self._newest
+            snapshot = take(planned, runner.executor.arena, on_device=runner.executor.on_device)
+            job = Job(step, self._origin(step), self.store.head, future, begin, waited)
+            runner.submit(job, snapshot)
+            self._newest = job
+            if planned.nbytes >= host_copy.STREAMED:
+                host_copy.load_in_thread()
+            return future
 
     def _check_names(self, state: Any, grads: Any, kinds: Mapping[str, Any] | None) -> None:
         """Refuse gradients and kinds that belong to no array.
@@ -550,9 +507,9 @@ class Saver:
         """
         if grads is None and (kinds is None or set(kinds) == self._known):
             return
-        _, found = tree.flatten(state, is_array)
-        check_used(kinds, [node.path for node in found])
-        by_weights(grads, found, "grads")
+        _, arrays = tree.flatten(state, is_array)
+        check_used(kinds, [node.path for node in arrays])
+        by_weights(grads, arrays, "grads")
         self._known = set() if kinds is None else set(kinds)
 
     def _origin(self, step: int) -> Origin | None:
@@ -562,19 +519,19 @@ class Saver:
         and this save's step is not above that one's. (A step that is loaded only to be inspected is followed by a
         higher one.) The newest save may be lost, so the newest durable one is compared too.
         """
-        head = self.store.head
-        fruitless = self._fruitless >= _FRUITLESS and (self._runner is None or self._runner.saved is None)
-        if not fruitless and head is not None and self.store.loaded is not None:
-            for before in (self._handed, self._durable):
+        head, saved = self.store.head, self._results.saved
+        gives_up = self._deaths >= _MOST_DEATHS
+        may_go_back = not gives_up or (self._runner is not None and self._runner.has_saved)
+        if may_go_back and head is not None and self.store.loaded is not None:
+            for before in (self._newest, self._durable):
                 if before is not None and step <= before.step and head is not before.head:
                     return Origin(head.last.step, head.last.identity, head, back=True)
-        if self._fruitless >= _FRUITLESS:
+        if gives_up:
             return None
-        if self._saved is not None:
-            return Origin(self._saved.step, self._saved.id)
+        if saved is not None:
+            return Origin(saved.step, saved.id)
         return None if head is None else Origin(head.last.step, head.last.identity, head)
 
-    @_one_at_a_time
     def wait(self, timeout: float | None = None) -> SaveResult | None:
         """Wait until nothing is in flight.
 
@@ -589,10 +546,11 @@ class Saver:
             ShrinkpointError: see `save`.
             Exception: the error of the save.
         """
-        if self._runner is not None and not self._is_closed:
-            self._runner.wait(timeout)
-            self._raise(self._runner)
-        return self.last
+        with self._alone():
+            if self._runner is not None and not self._is_closed:
+                self._runner.wait(timeout)
+                self._raise(self._runner)
+            return self.last
 
     def rest(self) -> None:
         """Wait for the save in flight, and stop the maintenance until the next one.
@@ -604,16 +562,12 @@ class Saver:
         """
         if self._runner is not None:
             self._runner.check_elsewhere("rest")
-        if not self._is_foreign:
-            self._rest()
-
-    @_one_at_a_time
-    def _rest(self) -> None:
-        runner = self._runner
-        if self._is_closed or runner is None:
+        if self._is_foreign:
             return
-        runner.wait()
-        runner.rest()
+        with self._alone():
+            if self._runner is not None and not self._is_closed:
+                self._runner.wait()
+                self._runner.rest()
 
     def close(self) -> None:
         """Wait for the save in flight, end the worker and free the memory; may be called twice.
@@ -626,27 +580,22 @@ class Saver:
             self._runner.check_elsewhere("be closed")
         if self._is_foreign:
             self._closed = True
-        else:
-            self._close()
-
-    @_one_at_a_time
-    def _close(self) -> None:
-        runner = self._runner
-        if self._is_closed or runner is None:
-            self._closed = True
             return
-        self._closing = True
-        try:
-            runner.wait()
-            self._closed = True
-            EXIT_CLEANUP.remove(self._finalizer, runner)
-            runner.close()
-        finally:
-            self._closing = False
-        self._last = runner.last or self._last
-        error = runner.take_error()
-        if error is not None:
-            raise error
+        with self._alone():
+            runner = self._runner
+            if self._is_closed or runner is None:
+                self._closed = True
+                return
+            self._closing = True
+            try:
+                runner.wait()
+                self._closed = True
+                EXIT_CLEANUP.remove(self._finalizer, runner)
+                runner.close()
+            finally:
+                self._closing = False
+            if (error := runner.take_error(3)) is not None:
+                raise error
 
     def __enter__(self) -> Saver:
         return self
@@ -669,17 +618,17 @@ class Saver:
                 result = in_flight.result()
                 error.add_note(f"Step {result.step} was in flight to {self.store.url}: it is {result.status}.")
 
-    def _ready(self) -> _Runner:
+    def _ready(self) -> Runner:
         """Return the running worker; errors since the last call are raised first."""
         if self._is_closed:
             raise BadArgumentError("the saver is closed")
         runner = self._runner
         if runner is None:
             return self._start()
-        self._raise(runner, stacklevel=6)
+        self._raise(runner, stacklevel=5)
         return runner
 
-    def _raise(self, runner: _Runner, stacklevel: int = 5) -> None:
+    def _raise(self, runner: Runner, stacklevel: int = 4) -> None:
         """Raise the error of a finished save, or an error if the worker has died."""
         if runner.busy:
             return
@@ -689,9 +638,7 @@ class Saver:
             if error is None:
                 error = ChildProcessError(executor.epitaph())
             error.add_note("Nothing is in flight now; the next save starts a new worker that continues the chain.")
-            self._last = runner.last or self._last
-            self._saved = runner.saved or self._saved
-            self._fruitless = 0 if runner.saved is not None else self._fruitless + 1
+            self._deaths = 0 if runner.has_saved else self._deaths + 1
             EXIT_CLEANUP.remove(self._finalizer, runner)
             self._runner = None
             runner.close()

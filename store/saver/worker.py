@@ -1,4 +1,4 @@
-"""The worker process of a `Saver`: `python -m shrinkpoint.store.worker`.
+"""The worker process of a `Saver`: `python -m shrinkpoint.store.saver.worker`.
 
 It is a new process, never a fork. It ends on request of its trainer, or after the trainer has ended; a save whose
 snapshot is complete is finished first. It ignores signals, which are meant for the trainer.
@@ -13,19 +13,16 @@ import os
 import select
 import socket
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import signals
-from .channel import close_all, receive, send
+from .channel import close_all, ignore, receive, send
 
 if TYPE_CHECKING:
-    from .maintenance import Maintainer
+    from ..store import Store
     from .snapshot import Arena
-    from .store import Store
 
 _KNOWN_MODULES = ("builtins", "shrinkpoint.codec.errors", "shrinkpoint.kernels.errors")
 
@@ -79,33 +76,9 @@ class _Parent:
             send(self._sock, message)
 
 
-def _warm_up(store: Store, modules: list[str], stop: Callable[[], bool]) -> None:
-    """Load or compile kernels until a save waits."""
-    from .warm_up import warm_up
-
-    if "torch" in modules:
-        import torch
-
-        torch.set_num_threads(1)
-        warm_up(store.cfg, torch.from_numpy, stop)
-    else:
-        warm_up(store.cfg, lambda x: x, stop)
-
-
-def _lower_priority(nice: int) -> None:
-    """Let this process yield to its trainer.
-
-    Linux weighs niceness within a session only ("autogroup"), and sessions by a niceness of their own.
-    """
-    with contextlib.suppress(OSError):
-        os.nice(nice)
-    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
-        file.write(str(os.getpriority(os.PRIO_PROCESS, 0)))
-
-
 def main() -> None:
     """Run the worker; arguments: the descriptor of its socket, the trainer's process id."""
-    signals.ignore()
+    ignore()
     # What the worker writes is shown as the reason of its death; a notice that kernels are compiled is not one.
     logging.getLogger("shrinkpoint").setLevel(logging.ERROR)
     parent = _Parent(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
@@ -113,47 +86,63 @@ def main() -> None:
     if first is None:
         return
     options = first[0]
-    _lower_priority(options["nice"])
+    # Linux weighs niceness within a session only ("autogroup"), and sessions by a niceness of their own.
+    with contextlib.suppress(OSError):
+        os.nice(options["nice"])
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
+        file.write(str(os.getpriority(os.PRIO_PROCESS, 0)))
     # Imported at the lower priority: it takes a second.
-    from .jobs import open_store
-    from .maintenance import Maintainer, Maintenance
+    from .executors import Maintainer, Maintenance, open_store
     from .snapshot import Arena
+    from .warm_up import warm_up
 
     store: Store | None = None
-    maintainer: Maintainer | None = None
-    broken: dict[str, Any] | None = None
+    broken: dict[str, Any] = {}
     try:
         store = open_store(options["store"])
         maintainer = Maintainer(store, Maintenance.from_json(options["maintenance"]))
-        _warm_up(store, options["modules"], parent.is_calling)
+        warm_up(store.cfg, _converter(options["modules"]), parent.is_calling)
     except Exception as e:
         broken = _failure(e)
-    arena, words, last = Arena(), -1, -1
+    arena, text, last = Arena(), -1, -1
+
+    def stops() -> bool:
+        return arena.stop or parent.is_calling()
+
     while (message := parent.next()) is not None:
         job, descriptors = message
         if job["do"] == "end":
             return
         if job["do"] == "maintain":
-            parent.answer(_maintain(maintainer, arena, parent))
+            parent.answer({} if broken else _recorded(lambda: maintainer.run(stops, alone=False)))
             continue
         if job["number"] == last:  # sent twice, because the trainer could not know whether it had arrived
             close_all(descriptors)
             continue
         last = job["number"]
-        begin = time.perf_counter()
-        answer = broken
         if descriptors:
             arena.close()
-            arena, words = Arena(descriptors[0], job["size"]), descriptors[1]
+            arena, text = Arena(descriptors[0], job["size"]), descriptors[1]
         elif job["size"] != arena.size:
             arena = Arena(arena.fd, job["size"])
-        if answer is None and store is not None:
-            answer = _save(store, json.loads(os.pread(words, job["words"], 0)), arena)
-        parent.answer({**(answer or {}), "seconds": time.perf_counter() - begin})
+        if broken or store is None:
+            parent.answer(dict(broken))
+        else:
+            parent.answer(_save(store, json.loads(os.pread(text, job["words"], 0)), arena))
+
+
+def _converter(modules: list[str]) -> Callable[[Any], Any]:
+    """Return what makes an array of the trainer's library of a NumPy array."""
+    if "torch" not in modules:
+        return lambda x: x
+    import torch
+
+    torch.set_num_threads(1)
+    return torch.from_numpy
 
 
 def _save(store: Store, job: dict[str, Any], arena: Arena) -> dict[str, Any]:
-    from .jobs import outcome, perform
+    from .executors import outcome, perform
     from .snapshot import Snapshot
 
     def save() -> dict[str, Any]:
@@ -163,12 +152,6 @@ def _save(store: Store, job: dict[str, Any], arena: Arena) -> dict[str, Any]:
         return outcome(perform(store.session, job["step"], snapshot, arena, lambda: arena.stop, alone=False))
 
     return _recorded(save)
-
-
-def _maintain(maintainer: Maintainer | None, arena: Arena, parent: _Parent) -> dict[str, Any]:
-    if maintainer is None:
-        return {}
-    return _recorded(lambda: maintainer.run(lambda: arena.stop or parent.is_calling(), alone=False))
 
 
 def _recorded(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
@@ -184,7 +167,7 @@ def _recorded(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
 
 def _follow(store: Store, step: int, identity: str, back: bool) -> None:
     """Continue the chain that the trainer loaded, if it is unchanged; see `executors.Origin`."""
-    from ..codec.errors import ShrinkpointError
+    from ...codec.errors import ShrinkpointError
 
     if store.head is not None and not back:
         return

@@ -14,7 +14,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from ..kernels.backend.jit import njit
+from ...kernels.backend.jit import njit
 
 LINE = 64
 """Bytes of a cache line, to which a target must be aligned."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..codec.parallel import map_chunks, threads
-from ..kernels.backend.imported import load
+from ...codec.parallel import map_chunks, threads
+from ...kernels.backend.imported import load
 
 Piece = tuple[int, int, int]
 """Target (a multiple of 64), source, bytes."""
@@ -64,7 +64,7 @@ def kernel() -> Callable[..., Any] | None:
     """Return the compiled copy, loaded at the first call; None if compilation is disabled."""
     if load("numba").config.DISABLE_JIT:
         return None
-    stream: Callable[..., Any] = load("shrinkpoint.store.nontemporal_copy").stream
+    stream: Callable[..., Any] = load("shrinkpoint.store.saver.nontemporal_copy").stream
     empty = np.zeros(0, np.uint64)
     stream(empty, empty, empty)
     return stream

@@ -10,28 +10,20 @@ import contextlib
 import mmap
 import os
 import tempfile
+import types
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..codec.errors import ShrinkpointError, UnsupportedLeafError
-from ..codec.memory_limit import available_memory
-from ..codec.state import tree
-from ..codec.state.leaves import (
-    SCALARS,
-    LeafSpec,
-    build_leaf,
-    from_bytes,
-    is_stored_as_array,
-    read_leaf,
-    same_storage_key,
-)
-from ..kernels.backend.arrays import is_torch
-from ..kernels.backend.imported import imported
+from ...codec.errors import ShrinkpointError, UnsupportedLeafError
+from ...codec.memory_limit import available_memory
+from ...codec.state import leaves, tree
+from ...kernels.backend.arrays import is_torch
+from ...kernels.backend.imported import imported
 from . import host_copy
 
 Bytes = npt.NDArray[np.uint8]
@@ -155,28 +147,51 @@ def anonymous(name: str) -> int:
         return os.dup(f.fileno())
 
 
+@dataclass(slots=True)
+class Source:
+    """An array that is to be copied.
+
+    Args:
+        spec: of the array.
+        values: contiguous; the live array itself.
+        pointer: to the values in host memory; 0 if they are elsewhere.
+        storage: of a torch tensor, which keeps the memory if another thread gives the tensor another storage.
+        size: in bytes.
+        offset: in the arena.
+    """
+
+    spec: leaves.LeafSpec
+    values: Any
+    pointer: int
+    storage: Any
+    size: int
+    offset: int
+
+    def check_allocated(self) -> None:
+        """Raise UnsupportedLeafError if the storage has become smaller or moved."""
+        if self.storage is None:
+            return
+        begin = self.storage.data_ptr()
+        pointer = self.pointer or begin
+        if not begin <= pointer <= pointer + self.size <= begin + self.storage.nbytes():
+            raise UnsupportedLeafError(
+                f"the storage of a {self.spec.dtype} tensor of shape {list(self.spec.shape)} was freed while its copy "
+                "began"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The layout of some trees in an arena; nothing is copied yet.
 
     Args:
         trees: name -> nodes (see `codec.state.tree`), array numbers counted through all trees.
-        specs: of each array.
-        values: of each array, contiguous; the live arrays themselves.
-        pointers: to each array's values in host memory; 0 if they are elsewhere.
-        storages: of each torch tensor, which keep the memory if another thread gives the tensor another storage.
-        sizes: of each array in bytes.
-        offsets: of each array in the arena.
+        sources: the arrays.
         nbytes: bytes of all arrays in the arena.
     """
 
     trees: dict[str, list[Any]]
-    specs: list[LeafSpec]
-    values: list[Any]
-    pointers: list[int]
-    storages: list[Any]
-    sizes: list[int]
-    offsets: list[int]
+    sources: list[Source]
     nbytes: int
 
 
@@ -193,7 +208,7 @@ class Snapshot:
     """
 
     trees: dict[str, list[Any]]
-    specs: list[LeafSpec]
+    specs: list[leaves.LeafSpec]
     offsets: list[int]
     kept: dict[int, Any] = field(default_factory=dict)
     ready: list[tuple[Any, Any]] = field(default_factory=list)
@@ -209,7 +224,7 @@ class Snapshot:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Snapshot:
         """Invert `to_json`."""
-        distinct = [LeafSpec(library, dtype, tuple(shape)) for library, dtype, shape in data["specs"]]
+        distinct = [leaves.LeafSpec(library, dtype, tuple(shape)) for library, dtype, shape in data["specs"]]
         return Snapshot(data["trees"], [distinct[number] for number in data["of"]], data["offsets"])
 
 
@@ -222,45 +237,43 @@ def plan(trees: Mapping[str, Any]) -> Plan:
     Raises:
         BadArgumentError, UnsupportedLeafError: see `compress`; the message has the path.
     """
-    made: dict[str, list[Any]] = {}
-    planned = Plan(made, [], [], [], [], [], [], 0)
+    planned: dict[str, list[Any]] = {}
+    sources: list[Source] = []
     first: dict[Any, int] = {}
-    known: dict[Any, LeafSpec] = {}
+    specs: dict[Any, leaves.LeafSpec] = {}
     end = 0
     for name, value in trees.items():
-        nodes, found = tree.flatten(value, is_stored_as_array, spell=False)
+        nodes, arrays = tree.flatten(value, leaves.is_stored_as_array, spell=False)
         numbers: list[int] = []
-        for node in found:
+        for node in arrays:
             plain = _plain_tensor(node.value)
-            key = same_storage_key(node.value) if plain is None else plain[:4]
+            key = leaves.same_storage_key(node.value) if plain is None else plain[:4]
             number = None if key is None else first.get(key)
             if number is None:
-                number = len(planned.specs)
+                number = len(sources)
                 if plain is not None:
-                    spec, flat, size = _spec_of(plain, known), node.value, node.value.nbytes
-                    pointer, storage = plain[0], plain[4]
+                    pointer, *kind, _, storage = plain
+                    if (spec := specs.get(tuple(kind))) is None:  # as `read_leaf` makes it; equal ones share one
+                        spec = leaves.LeafSpec("torch", str(kind[0]).removeprefix("torch."), tuple(kind[1]))
+                        specs[tuple(kind)] = spec
+                    source = Source(spec, node.value, pointer, storage, node.value.nbytes, end)
                 else:
                     try:
-                        spec, flat = read_leaf(node.value, "")
+                        spec, flat = leaves.read_leaf(node.value, "")
                     except ShrinkpointError:
                         # Spelling the paths of all arrays takes time: it is done only for a message.
-                        _, spelled = tree.flatten(value, is_stored_as_array)
-                        read_leaf(node.value, spelled[len(numbers)].path)
+                        _, spelled = tree.flatten(value, leaves.is_stored_as_array)
+                        leaves.read_leaf(node.value, spelled[len(numbers)].path)
                         raise
-                    size, pointer = spec.nbytes, _pointer(flat)
                     storage = flat.untyped_storage() if is_torch(flat) else None
-                planned.specs.append(spec)
-                planned.values.append(flat)
-                planned.pointers.append(pointer)
-                planned.storages.append(storage)
-                planned.sizes.append(size)
-                planned.offsets.append(end)
-                end += -(-size // _ALIGN) * _ALIGN
+                    source = Source(spec, flat, _pointer(flat), storage, spec.nbytes, end)
+                sources.append(source)
+                end += -(-source.size // _ALIGN) * _ALIGN
                 if key is not None:
                     first[key] = number
             numbers.append(number)
-        made[name] = [{"a": numbers[n["a"]]} if type(n) is dict and "a" in n else n for n in nodes]
-    return replace(planned, nbytes=end)
+        planned[name] = [{"a": numbers[n["a"]]} if type(n) is dict and "a" in n else n for n in nodes]
+    return Plan(planned, sources, end)
 
 
 def _plain_tensor(t: Any) -> tuple[Any, ...] | None:
@@ -284,15 +297,6 @@ def _plain_tensor(t: Any) -> tuple[Any, ...] | None:
     return (t.data_ptr(), t.dtype, t.shape, t.stride(), storage) if fits else None
 
 
-def _spec_of(plain: tuple[Any, ...], known: dict[Any, LeafSpec]) -> LeafSpec:
-    """Return the spec of a plain tensor, as `read_leaf` does; equal ones share one."""
-    kind = plain[1:3]
-    spec = known.get(kind)
-    if spec is None:
-        spec = known[kind] = LeafSpec("torch", str(plain[1]).removeprefix("torch."), tuple(plain[2]))
-    return spec
-
-
 def _pointer(flat: Any) -> int:
     if not is_torch(flat):
         return int(flat.__array_interface__["data"][0])
@@ -312,42 +316,28 @@ def take(planned: Plan, arena: Arena, *, on_device: bool = False) -> Snapshot:
         UnsupportedLeafError: another thread has freed the memory of an array since it was planned.
     """
     arena.reserve(planned.nbytes)
-    if not on_device and not all(p or not n for p, n in zip(planned.pointers, planned.sizes, strict=True)):
+    if not on_device and not all(source.pointer or not source.size for source in planned.sources):
         arena.pin()
     base = arena.address
     kept: dict[int, Any] = {}
     pieces: list[tuple[int, int, int]] = []
     devices = set()
-    for number, (pointer, size, offset) in enumerate(
-        zip(planned.pointers, planned.sizes, planned.offsets, strict=True)
-    ):
-        if not size:
+    for number, source in enumerate(planned.sources):
+        if not source.size:
             continue
-        _check_allocated(planned, number)
-        if pointer:
-            pieces.append((base + offset, pointer, size))
+        source.check_allocated()
+        if source.pointer:
+            pieces.append((base + source.offset, source.pointer, source.size))
             continue
-        flat = planned.values[number]
-        devices.add(flat.device)
+        devices.add(source.values.device)
         if on_device:
-            kept[number] = flat.clone()
+            kept[number] = source.values.clone()
         else:
-            from_bytes(arena.view(offset, size), planned.specs[number]).copy_(flat, non_blocking=True)
+            target = leaves.from_bytes(arena.view(source.offset, source.size), source.spec)
+            target.copy_(source.values, non_blocking=True)
     host_copy.copy(pieces)
-    return Snapshot(planned.trees, planned.specs, planned.offsets, kept, _finish(devices, on_device))
-
-
-def _check_allocated(planned: Plan, number: int) -> None:
-    """Raise UnsupportedLeafError if the storage of an array has become smaller or moved."""
-    storage = planned.storages[number]
-    if storage is None:
-        return
-    begin, pointer = storage.data_ptr(), planned.pointers[number] or storage.data_ptr()
-    if not begin <= pointer <= pointer + planned.sizes[number] <= begin + storage.nbytes():
-        spec = planned.specs[number]
-        raise UnsupportedLeafError(
-            f"the storage of a {spec.dtype} tensor of shape {list(spec.shape)} was freed while its copy began"
-        )
+    specs, offsets = [source.spec for source in planned.sources], [source.offset for source in planned.sources]
+    return Snapshot(planned.trees, specs, offsets, kept, _finish(devices, on_device))
 
 
 def _finish(devices: set[Any], on_device: bool) -> list[tuple[Any, Any]]:
@@ -373,17 +363,12 @@ def rebuild(snapshot: Snapshot, arena: Arena) -> dict[str, Any]:
         if number in snapshot.kept:
             arrays.append(snapshot.kept[number].reshape(spec.shape))
             continue
-        flat = from_bytes(arena.view(offset, spec.nbytes), spec)
-        if spec.library in ("torch", "numpy", *SCALARS):
-            arrays.append(build_leaf(flat, spec))
+        flat = leaves.from_bytes(arena.view(offset, spec.nbytes), spec)
+        if spec.library in ("torch", "numpy", *leaves.SCALARS):
+            arrays.append(leaves.build_leaf(flat, spec))
         else:
             arrays.append(HostArray(spec.library, flat.reshape(spec.shape)))
     return {name: tree.unflatten(nodes, lambda number, _: arrays[number]) for name, nodes in snapshot.trees.items()}
-
-
-class _Namespace:
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
 
 
 class HostArray:
@@ -403,7 +388,7 @@ class HostArray:
         return self._values.shape
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
-        return _Namespace(self._library)
+        return types.SimpleNamespace(__name__=self._library)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         return self._values

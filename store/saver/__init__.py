@@ -1,0 +1,1 @@
+"""Asynchronous saves: the trainer copies its state, a worker compresses and writes it."""
