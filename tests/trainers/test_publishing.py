@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, Missing
 from shrinkpoint.store.files import StoreWarning
 from shrinkpoint.trainers.publishing import publisher as publishing
 from shrinkpoint.trainers.publishing import subscriber as module
-from shrinkpoint.trainers.publishing.layout import Version
+from shrinkpoint.trainers.publishing.layout import Shard, ShardFile, Version
 from shrinkpoint.trainers.publishing.publisher import PublishConflictError
 
 DTYPES = [
@@ -528,23 +529,41 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 
 def test_a_version_file_is_checked() -> None:
-    made = Version(5, 4, "data/000000000005-d-0123456789abcdef.spt", 9, None, 0, "0" * 32, "x", False)
+    def shard(where: tuple[tuple[int, int], ...], **other: Any) -> Shard:
+        return replace(Shard("w", "float32", (4, 6), where, "0" * 32), **other)
+
+    left, right = ((0, 4), (0, 2)), ((0, 4), (2, 4))
+    files = tuple(ShardFile("a" * 64, 9, None, 0, (shard(where),)) for where in (left, right))
+    made = Version(5, 4, "0" * 32, "x", False, files)
     assert Version.from_bytes(made.to_bytes(), 5) == made
     for i in range(len(made.to_bytes())):
         blob = bytearray(made.to_bytes())
-        blob[i] ^= 2
+        blob[i] ^= 1
         # As with manifests, the number comes first: the checksum of a newer format may be another.
         newer = b'"format": 3' in blob
         with pytest.raises(sp.NewerFormatError if newer else CorruptDataError):
             Version.from_bytes(bytes(blob), 5)
-    for other in (
-        Version(5, 5, made.delta, 9, None, 0, "0" * 32, "x", False),
-        Version(5, None, made.delta, 9, None, 0, "0" * 32, "x", False),
-        Version(5, 4, "../x", 9, None, 0, "0" * 32, "x", False),
-        Version(5, 4, made.delta, -1, None, 0, "0" * 32, "x", False),
-        Version(5, None, None, 0, None, 0, "0" * 32, "x", False),
+
+    def holding(*shards: Shard) -> Version:
+        return replace(made, files=(replace(files[0], shards=shards),))
+
+    for other, message in (
+        (replace(made, parent=5), "a delta without a parent"),
+        (replace(made, parent=None), "a delta without a parent"),
+        (replace(made, files=(replace(files[0], delta="../x"),)), "names of files"),
+        (replace(made, files=(replace(files[0], delta_bytes=-1),)), "-1"),
+        (replace(made, files=(replace(files[0], delta=None),)), "names of files"),
+        (replace(made, files=()), "neither a delta nor a base"),
+        (holding(shard(left), shard(((0, 4), (1, 5)))), "overlap"),
+        (holding(shard(left), shard(left)), "overlap"),
+        (holding(shard(left)), "leave a hole"),
+        (holding(shard(left), shard(((0, 4), (2, 5)))), "outside"),
+        (holding(shard(left), shard(right, shape=(4, 7))), "different tensors"),
+        (holding(shard(left), shard(right, dtype="int32")), "different tensors"),
+        (holding(shard(left), shard(right, dtype="floaty")), "floaty"),
+        (holding(shard(left), shard(right, hash="x")), "hash"),
     ):
-        with pytest.raises(CorruptDataError):
+        with pytest.raises(CorruptDataError, match=message):
             Version.from_bytes(other.to_bytes(), 5)
     with pytest.raises(CorruptDataError):
         Version.from_bytes(made.to_bytes(), 6)

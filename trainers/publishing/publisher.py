@@ -210,7 +210,7 @@ class Publisher:
         if last is not None and newest != last.version:
             there = None if newest is None else self._version(newest)
             self._forget()
-            if there is None or there.publisher != self._token:
+            if there is None or there.version < last.version or there.publisher != self._token:
                 raise PublishConflictError(
                     f"{self._files.path('versions')}: the newest version is {newest}; this publisher wrote "
                     f"{last.version} last: another one writes to the same URL, or its files were removed. The next "
