@@ -51,7 +51,9 @@ def replaced(folder: Path, number: int, blob: bytes) -> None:
     (file,) = version.files
     identity = sp.Checkpoint.from_bytes(blob).id
     (folder / data_name(number, file.kind, identity)).write_bytes(blob)
-    changes = {"delta": identity, "delta_bytes": len(blob)} if file.delta else {"base": identity, "base_bytes": len(blob)}
+    changes = (
+        {"delta": identity, "delta_bytes": len(blob)} if file.delta else {"base": identity, "base_bytes": len(blob)}
+    )
     path.write_bytes(replace(version, files=(replace(file, **changes),)).to_bytes())
 
 

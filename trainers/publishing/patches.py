@@ -113,7 +113,9 @@ class Stored:
             raise CorruptDataError(
                 f"{record.path}: {len(record.stretch.lengths)} pieces of {record.stream} for {expected}"
             )
-        found = {i: _Piece.of(data, record.path) for i, data in self.ckpt.some_pieces(record, self.needed(region)).items()}
+        found = {
+            i: _Piece.of(data, record.path) for i, data in self.ckpt.some_pieces(record, self.needed(region)).items()
+        }
         if not self.ckpt.is_delta and any(piece.method in (UNCHANGED, SPARSE) for piece in found.values()):
             raise CorruptDataError(f"{record.path}: changes in a base")
         return found
@@ -234,7 +236,9 @@ class _Places:
 def _scatter(piece: _Piece, spec: LeafSpec, local: NpArray, places: _Places, base: bool) -> None:
     """Apply a piece to the elements that are here."""
     count, kind = places.count, local.dtype
-    changes = read_sparse(Reader(piece.data[1:], "patch"), count * kind.itemsize, spec) if piece.method == SPARSE else None
+    changes = (
+        read_sparse(Reader(piece.data[1:], "patch"), count * kind.itemsize, spec) if piece.method == SPARSE else None
+    )
     own = np.zeros(count, kind)
     if changes is not None and not changes.edges:
         positions = changes.delta.ranks
@@ -278,9 +282,7 @@ def _meets(shape: tuple[int, ...], where: Where, first: int, count: int) -> bool
     return first < (start + length) * row and first + count > start * row
 
 
-def _local_positions(
-    shape: tuple[int, ...], where: Where, positions: NpArray
-) -> tuple[NpArray, NpArray]:
+def _local_positions(shape: tuple[int, ...], where: Where, positions: NpArray) -> tuple[NpArray, NpArray]:
     """Convert global to flat local positions in a slice, with a mask of those inside."""
     rest, local, inside, scale = positions, np.zeros_like(positions), np.ones(positions.shape, bool), 1
     for size, (start, length) in zip(reversed(shape), reversed(where), strict=True):

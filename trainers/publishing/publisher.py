@@ -161,9 +161,27 @@ class Publisher:
                 f"version {version} failed before, and parts of it may be left; publish it as {self._failed + 1} or higher"
             )
         self._failed = version
-        greetings, own = self._met(ranks, version, state, shards)
-        newest = greetings[0]["newest"]
-        made = self._merged(version, together(ranks, version, lambda: self._part(version, own, newest)))
+        own: list[Own] = []
+
+        def greeting() -> dict[str, Any]:
+            own.extend(shards_of(state, shards))
+            newest = self._check(version) if ranks.index == 0 or not ranks.collective else None
+            plain = {}
+            if isinstance(ranks, Grouped):
+                plain = {o.name: [o.tensor.nbytes, sample_hash(o.tensor)] for o in own if o.is_plain}
+            return {"version": version, "newest": newest, "plain": plain}
+
+        everyone = together(ranks, version, greeting) if ranks.collective else []
+        if everyone:
+            one_value(everyone, "version", "the version")
+        owner = _divided([rank["plain"] for rank in everyone])
+
+        def part() -> dict[str, Any]:
+            newest = (everyone or [greeting()])[0]["newest"]
+            own[:] = [o for o in own if not o.is_plain or owner.get(o.name, ranks.index) == ranks.index]
+            return self._part(version, own, newest)
+
+        made = self._merged(version, together(ranks, version, part))
         if made is not None:
             self._commit(ranks, made, own)
         self._failed = -1
@@ -184,25 +202,6 @@ class Publisher:
         if self._group is not None or divided:
             return Grouped(self._group)
         return Alone() if distributed.get_rank() == 0 else None
-
-    def _met(
-        self, ranks: Ranks, version: int, state: Any, shards: Mapping[str, Any] | None
-    ) -> tuple[list[dict[str, Any]], list[Own]]:
-        """Check that all ranks are at this version; return what they say, and the shards that this one publishes."""
-        own: list[Own] = []
-
-        def greeting() -> dict[str, Any]:
-            own.extend(shards_of(state, shards))
-            newest = self._check(version) if ranks.index == 0 or not ranks.collective else None
-            plain = {}
-            if isinstance(ranks, Grouped):
-                plain = {o.name: [o.tensor.nbytes, sample_hash(o.tensor)] for o in own if o.is_plain}
-            return {"version": version, "newest": newest, "plain": plain}
-
-        everyone = together(ranks, version, greeting) if ranks.collective else [greeting()]
-        one_value(everyone, "version", "the version")
-        owner = _divided([rank["plain"] for rank in everyone])
-        return everyone, [o for o in own if not o.is_plain or owner.get(o.name, ranks.index) == ranks.index]
 
     def _check(self, version: int) -> int | None:
         """Return the newest version; raise an error if this one cannot follow it."""
@@ -444,8 +443,7 @@ class Publisher:
             return state_hash(own) == version.state
         there = {(s.name, s.where): s for s in version.shards}
         shapes = {s.name: (s.dtype, s.shape) for s in version.shards}
-        same = all(there.get((s.name, s.where), s) == s and shapes.get(s.name) == (s.dtype, s.shape) for s in own)
-        return same
+        return all(there.get((s.name, s.where), s) == s and shapes.get(s.name) == (s.dtype, s.shape) for s in own)
 
     def _remove_old(self) -> None:
         """Remove versions beyond `keep` that no kept version needs; errors delay that."""

@@ -14,7 +14,7 @@ import torch
 from ...codec.errors import BadArgumentError, ShrinkpointError
 from ...kernels.backend.arguments import integer, number
 from ...store.files import Files
-from .layout import FORMAT, sealed, unsealed
+from .layout import FORMAT, sealed, unsealed, versions_in
 from .signing import Keys
 
 T = TypeVar("T")
@@ -109,24 +109,39 @@ class InStore:
         Raises:
             ShrinkpointError: parts are missing after the timeout, or their processes are at another version.
         """
-        own, begin, wait = self._own, time.monotonic(), 0.002
-        names = [f"{version:012}-{i}-of-{own.count}-{own.run}.json" for i in range(own.count)]
-        self._written.append(f"{FOLDER}/{names[own.index]}")
-        self._files.write(self._written[-1], sealed({"format": FORMAT, "part": mine}, self._keys))
+        names = [f"{version:012}-{i}-of-{self._own.count}-{self._own.run}.json" for i in range(self._own.count)]
+        self._write(names[self.index], mine)
+        try:
+            self._wait(version, names)
+            return [self._read(name) for name in names]
+        except (ShrinkpointError, OSError) as e:
+            self._write(names[self.index], {"error": f"it gave up: {e}"[:2000]})
+            raise
+
+    def _wait(self, version: int, names: list[str]) -> None:
+        own, begin, pause = self._own, time.monotonic(), 0.002
         while missing := sorted(set(names) - set(there := self._names())):
             parts = [part for name in there if (part := _PART.fullmatch(name)) and part[4] == own.run]
-            # The parts of the version before stay until all processes have written those of this one.
-            astray = [p for p in parts if int(p[1]) > version or int(p[3]) != own.count]
+            committed = max(versions_in(self._files.list("versions")), default=-1)
+            # A part stays until its process has gone on: of a version that exists, or that it gave up.
+            astray = [p for p in parts if int(p[1]) not in range(committed + 1) and int(p[1]) != version]
+            astray = [p for p in astray if int(p[2]) != own.index and "error" not in self._read(p[0])]
             if astray or time.monotonic() - begin > own.timeout:
-                why = "; ".join(f"{p[2]} of {p[3]} is at version {int(p[1])}" for p in astray[:5])
+                why = "; ".join(f"part {p[2]} of {p[3]} is at version {int(p[1])}" for p in astray[:5])
                 raise ShrinkpointError(
                     f"{self._files.path(FOLDER)}: parts of version {version} are missing: {', '.join(missing[:5])}: "
                     f"{why or f'they did not arrive in {own.timeout:g} s'}; this process publishes nothing"
                 )
-            time.sleep(wait)
-            wait = min(2 * wait, 0.5)
-        whats = [(f"{FOLDER}/{name}", f"part {i} of version {version}") for i, name in enumerate(names)]
-        return [unsealed(self._files.read(name), what, self._keys)["part"] for name, what in whats]
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+
+    def _write(self, name: str, part: dict[str, Any]) -> None:
+        self._written.append(f"{FOLDER}/{name}")
+        self._files.write(self._written[-1], sealed({"format": FORMAT, "part": part}, self._keys))
+
+    def _read(self, name: str) -> dict[str, Any]:
+        part: dict[str, Any] = unsealed(self._files.read(f"{FOLDER}/{name}"), f"part {name}", self._keys)["part"]
+        return part
 
     def _names(self) -> list[str]:
         return [name.rsplit("/", 1)[-1] for name in self._files.list(FOLDER)]
@@ -167,5 +182,3 @@ def one_value(everyone: Sequence[dict[str, Any]], key: str, what: str) -> Any:
         shown = ", ".join(f"rank {i}: {value!r:.60}" for i, value in enumerate(values[:8]))
         raise BadArgumentError(f"ranks disagree on {what}: {shown}; nothing was published")
     return values[0]
-
-

@@ -65,5 +65,7 @@ def _loaded(key: Any, kind: str, read: str, does: str) -> Any:
     if isinstance(key, bytes) and len(key) == LENGTH:
         return getattr(getattr(ed25519, kind), read)(key)
     if not isinstance(key, getattr(ed25519, kind)):
-        raise BadArgumentError(f"key must be {LENGTH} bytes or an {kind}, which can {does}; not {type(key).__qualname__}")
+        raise BadArgumentError(
+            f"key must be {LENGTH} bytes or an {kind}, which can {does}; not {type(key).__qualname__}"
+        )
     return key

@@ -570,7 +570,9 @@ def _fits(part: Part, shape: tuple[int, ...]) -> bool:
     """Return whether a part can be of a published tensor of this shape."""
     if part.where is None:
         return shape == tuple(part.tensor.shape)
-    return len(shape) == len(part.where) and is_inside(part.where, whole(shape)) and all(at >= 0 for at, _ in part.where)
+    return (
+        len(shape) == len(part.where) and is_inside(part.where, whole(shape)) and all(at >= 0 for at, _ in part.where)
+    )
 
 
 def _places(parts: Mapping[str, Part]) -> dict[str, tuple[int, torch.dtype, torch.Size, torch.device]]:
