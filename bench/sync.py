@@ -126,7 +126,7 @@ def _codec(share: Share, n: int) -> list[Row]:
                     if name in ("apply", UNHASHED):
                         parent.copy_(old)
                         subscriber._at = subscriber._read(0)
-                        subscriber._held = "" if subscriber._at is None else subscriber._at.state
+                        subscriber._held = ""
                         subscriber._marks = subscriber._versions_of_tensors()
                     seconds[name].append(cpu_clock(call, 1))
     median = {name: statistics.median(found[1:]) for name, found in seconds.items()}

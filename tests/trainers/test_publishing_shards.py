@@ -150,7 +150,7 @@ def test_receivers_read_only_what_they_hold(tmp_path: Path) -> None:
             return parts[i].publish(1, {"w": now["w"][box]}, shards={"w": ("w", (4096, 2048), box)})
 
         with ThreadPoolExecutor(count) as pool:
-            total = list(pool.map(publish, range(count)))[0].nbytes
+            total = next(iter(pool.map(publish, range(count)))).nbytes
         mine = {"w": torch.zeros(1024, 2048)}
         subscriber = sp.Subscriber(url, mine, select={"w": ("w", (slice(1024, 2048), slice(0, 2048)))})
         assert subscriber.update() == 1
@@ -318,7 +318,7 @@ def killed(url: str, when: str) -> None:
         ranks_module.sealed = lambda *_: os._exit(9)  # type: ignore[assignment]
     else:
         share = ranks_module.InStore._names
-        ranks_module.InStore._names = lambda self: os._exit(9) if self._written else share(self)  # type: ignore
+        ranks_module.InStore._names = lambda self: os._exit(9) if self._written else share(self)  # type: ignore[method-assign]
     trainer.publish_part(1, 2, step(model(), 0.05, 1))
 
 
@@ -423,8 +423,8 @@ def test_signatures(tmp_path: Path) -> None:
     assert receivers(tmp_path / "signed", 1, "rows")[0][1].update() == 2  # without a key signatures are not checked
     with pytest.raises(CorruptDataError, match="it is not signed, and a key is given"):
         receivers(tmp_path / "plain", 1, "rows", key=public)[0][1].update()
+    wrong = ed25519.Ed25519PrivateKey.from_private_bytes(other).public_key()
     with pytest.raises(CorruptDataError, match="its signature is not of the key"):
-        wrong = ed25519.Ed25519PrivateKey.from_private_bytes(other).public_key()
         receivers(tmp_path / "signed", 1, "rows", key=wrong)[0][1].update()
     for bad in (b"short", 3, private):
         with pytest.raises(BadArgumentError, match="32 bytes or an Ed25519PublicKey"):

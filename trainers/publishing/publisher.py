@@ -36,7 +36,7 @@ from .layout import (
 from .patches import encode
 from .ranks import FOLDER, Alone, Counted, Grouped, InStore, PublishConflictError, Ranks, one_value, together
 from .subscriber import Subscriber
-from .tensors import Own, hash_of, host_bytes, sample_hash, shards_of, spec_of
+from .tensors import Own, hash_of, host_bytes, sample_hash, shards_of
 
 _FILE = 1 << 28
 """Bytes of the tensors of a file, if it has more than one: what a rank needs besides its copy."""
@@ -79,7 +79,7 @@ class Publisher:
         sliced: let receivers take parts of what a rank holds; deltas of floats are then up to a third larger.
         ranks: a process group of `torch.distributed` whose ranks publish together: tensors that several of them have
             are divided between them by name. Or `Counted`, for processes without a group. Default: see above.
-        dtype: convert floating-point tensors to it, one by one, as masters in float32 to bfloat16. Default: as they are.
+        dtype: convert floating-point tensors to it, one by one, as masters of float32 to bfloat16.
         key: Ed25519 private key, 32 bytes or of the package `cryptography`, that signs each version.
 
     Raises:
@@ -115,11 +115,14 @@ class Publisher:
         self._sliced = flag("sliced", sliced)
         self._dtype = or_none("dtype", dtype, instance_of, torch.dtype)
         self._url, self._key, self._keys = url, key, signing.private(key)
-        self._group = InStore(ranks, self._files, self._keys) if isinstance(ranks, Counted) else ranks
+        self._group: Any = InStore(ranks, self._files, self._keys) if isinstance(ranks, Counted) else ranks
         self._token = ranks.run if isinstance(ranks, Counted) else uuid.uuid4().hex
-        self._may_read_back = True
         self._failed = -1
-        self._forget()
+        self._last: Version | None = None
+        self._kept: dict[Key, NpArray] = {}
+        self._specs: dict[Key, tuple[tuple[int, ...], str]] = {}
+        self._hashes: dict[Key, str] = {}
+        self._since_base, self._chain_bytes, self._base_bytes = 0, 0, 0
         self._may_read_back = True
 
     @property
@@ -158,7 +161,7 @@ class Publisher:
             return Published(version, 0, 0, 0, time.perf_counter() - begin)
         if not ranks.collective and version <= self._failed:
             raise BadArgumentError(
-                f"version {version} failed before, and parts of it may be left; publish it as {self._failed + 1} or higher"
+                f"version {version} failed, and parts of it may be left; publish it as {self._failed + 1} or higher"
             )
         self._failed = version
         own: list[Own] = []
@@ -198,7 +201,8 @@ class Publisher:
             return self._group
         if not (distributed.is_available() and distributed.is_initialized()):
             return Alone()
-        divided = isinstance(state, Mapping) and any(is_sharded(t) and t.device_mesh.size() > 1 for t in state.values())
+        values = state.values() if isinstance(state, Mapping) else ()
+        divided = any(is_sharded(t) and t.device_mesh.size() > 1 for t in values)
         if self._group is not None or divided:
             return Grouped(self._group)
         return Alone() if distributed.get_rank() == 0 else None
@@ -393,10 +397,7 @@ class Publisher:
     def _forget(self) -> None:
         """Begin again with a base."""
         self._may_read_back = False
-        self._last: Version | None = None
-        self._kept: dict[Key, NpArray] = {}
-        self._specs: dict[Key, tuple[tuple[int, ...], str]] = {}
-        self._hashes: dict[Key, str] = {}
+        self._last, self._kept, self._specs, self._hashes = None, {}, {}, {}
         self._since_base, self._chain_bytes, self._base_bytes = 0, 0, 0
 
     # ------------------------------------------------------------------ what is there

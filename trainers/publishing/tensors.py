@@ -108,12 +108,8 @@ def shards_of(state: Any, select: Mapping[str, Any] | None) -> list[Own]:
             found.append(Own(str(source), tensor.detach(), tuple(shape), _box(name, tensor, slices), False))
         elif is_sharded(tensor):
             where, shape = _placed(name, tensor, "state"), tuple(tensor.shape)
-            coordinate = tensor.device_mesh.get_coordinate()
-            copies = [i for i, placement in enumerate(tensor.placements) if placement.is_replicate()]
-            if coordinate is None or any(coordinate[i] for i in copies):
-                continue
-            if all(n for _, n in where) or not tensor.numel():
-                found.append(Own(name, tensor.to_local().detach(), shape, where, False))
+            if _is_first(tensor) and (all(n for _, n in where) or not tensor.numel()):
+                found.append(Own(name, local_part(tensor).detach(), shape, where, False))
         else:
             found.append(Own(name, tensor.detach(), tuple(tensor.shape), whole(tensor.shape), True))
     unknown = next((name for name in select or {} if name not in state), None)
@@ -158,6 +154,7 @@ def parts_of(tensors: Mapping[str, torch.Tensor], select: Mapping[str, Any] | No
         BadArgumentError: a name that the model does not have, or slices that are not of the tensor's shape.
     """
     found = {}
+    tensor: Any
     for name in select or {}:
         if name not in tensors:
             raise BadArgumentError(f"select: the model has no tensor {name!r}")
@@ -205,6 +202,13 @@ def _box(name: str, tensor: torch.Tensor, slices: Sequence[slice]) -> Where:
     if tuple(n for _, n in where) != tuple(tensor.shape):
         raise BadArgumentError(f"select: {name} has shape {tuple(tensor.shape)}, its slices {slices}")
     return where
+
+
+def _is_first(tensor: Any) -> bool:
+    """Return whether this is the first of the ranks that hold the same part of a DTensor."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    copies = [i for i, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    return coordinate is not None and not any(coordinate[i] for i in copies)
 
 
 def _placed(name: str, tensor: Any, what: str) -> Where:
