@@ -235,7 +235,7 @@ def encode(change: Change, nbytes: int, encoding: str) -> bytes:
     if encoding == "xor":
         plain = np.zeros(nbytes, np.uint8)
         plain[positions] = (old ^ new)[differs]
-        return zstandard.ZstdCompressor(level=1).compress(plain)
+        return zstandard.ZstdCompressor(level=1).compress(plain.data)
     count = np.array([positions.size], "<u4")
     text = count.tobytes() + positions.astype("<u4").tobytes() + new[differs].tobytes()
     return zstandard.ZstdCompressor(level=1).compress(text)

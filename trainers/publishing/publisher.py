@@ -331,16 +331,16 @@ class Publisher:
             one_value(parts, key, what)
         if parts[0]["repeated"]:
             return None
-        files = tuple(ShardFile.of(row) for part in parts for row in part["files"])
-        with_delta = [part for part in parts if any(row[0] is not None for row in part["files"])]
-        parent = one_value(with_delta, "parent", "the version before")[0] if with_delta else None
-        shards = [shard for file in files for shard in file.shards]
         try:
+            files = tuple(ShardFile.of(row) for part in parts for row in part["files"])
+            shards = [shard for file in files for shard in file.shards]
             if not shards:
                 raise ValueError("there are no tensors")
             check_layout(shards)
-        except ValueError as e:
+        except (ValueError, TypeError, KeyError) as e:
             raise BadArgumentError(f"state: {e}; nothing was published") from None
+        with_delta = [part for part in parts if any(row[0] is not None for row in part["files"])]
+        parent = one_value(with_delta, "parent", "the version before")[0] if with_delta else None
         return Version(version, parent, state_hash(shards), parts[0]["publisher"], self._sliced, files)
 
     def _commit(self, ranks: Ranks, made: Version, own: list[Own]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ...codec.errors import BadArgumentError, ShrinkpointError
+from ...codec.errors import BadArgumentError, CorruptDataError, ShrinkpointError
 from ...kernels.backend.arguments import integer, number
 from ...store.files import Files
 from .layout import FORMAT, sealed, unsealed, versions_in
@@ -140,7 +140,9 @@ class InStore:
         self._files.write(self._written[-1], sealed({"format": FORMAT, "part": part}, self._keys))
 
     def _read(self, name: str) -> dict[str, Any]:
-        part: dict[str, Any] = unsealed(self._files.read(f"{FOLDER}/{name}"), f"part {name}", self._keys)["part"]
+        part = unsealed(self._files.read(f"{FOLDER}/{name}"), f"part {name}", self._keys).get("part")
+        if not isinstance(part, dict):
+            raise CorruptDataError(f"part {name}: it is another file")
         return part
 
     def _names(self) -> list[str]:

@@ -40,6 +40,8 @@ from .tensors import Part, check_dense, crop, hash_of, host_bytes, parts_of, sha
 
 _SMALL = 1 << 20
 """Bytes of a file that is read at once."""
+_MOST_KNOWN = 8
+"""Versions whose files are kept in memory."""
 Link = tuple[Version, bool]
 """A version of a chain, and whether its base is read."""
 
@@ -378,7 +380,7 @@ class Subscriber:
         wanted = None if wanted is None else integer("version", wanted, 0, LARGEST)
         self._find_changes(verify=False)
         versions = self._versions()[::-1] if wanted is None else [wanted]
-        self._known = {v: self._known[v] for v in self._known if v >= min(versions, default=0)}
+        self._known = dict(sorted(self._known.items())[-_MOST_KNOWN:])
         if not versions or self._holds(versions[0]):
             return None
         if verify:

@@ -130,7 +130,7 @@ class PublishedWeightsEngine(base.WeightTransferEngine):  # type: ignore[misc, u
         self._url, self._copy, self._model_is_copy = None, None, False
 
 
-if hasattr(base, "TrainerWeightTransferEngine"):  # since vLLM 0.32
+if hasattr(base, "TrainerInitInfo"):  # older versions have no trainer's side, or another one
 
     @dataclass
     class PublisherInitInfo(base.TrainerInitInfo):  # type: ignore[misc, unused-ignore]
@@ -186,7 +186,7 @@ if hasattr(base, "TrainerWeightTransferEngine"):  # since vLLM 0.32
         """Yield names, tensors of this rank, and what slices of which tensors they are; None for plain ones."""
         local = getattr(source, "implements_iter_local", bool)()
         metadata = {meta.name: meta for meta in source.metadata} if local else {}
-        whole = getattr(source, "iter_full", lambda: iter(source))  # before vLLM 0.33 the source itself
+        whole = getattr(source, "iter_full", lambda: iter(source))  # in older versions the source itself
         for name, tensor in source.iter_local() if local else whole():
             meta = metadata.get(name)
             if meta is None or meta.placements is None:

@@ -14,7 +14,7 @@ def register() -> None:
 
     for name, engine in (
         ("WeightTransferEngineFactory", "PublishedWeightsEngine"),
-        ("WeightTransferTrainerFactory", "PublisherEngine"),  # since vLLM 0.32
+        ("WeightTransferTrainerFactory", "PublisherEngine"),  # newer versions have it
     ):
         known = getattr(factory, name, None)
         if known is not None:
