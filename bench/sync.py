@@ -183,7 +183,7 @@ def _other_coders() -> dict[str, Callable[[bytes], object]]:
 
 
 def _other_formats(old: torch.Tensor, new: torch.Tensor) -> dict[str, int]:
-    """Bytes of the formats that others send: positions with values as verl does, and slime's two."""
+    """Bytes in the formats of others: positions with values as verl does, and slime's two."""
     from shrinkpoint.trainers.publishing import delta_folders
     from shrinkpoint.trainers.publishing.host_copy import Change
 
@@ -266,7 +266,7 @@ def _publishing(n: int) -> list[Row]:
 
 
 def _ranks(n: int) -> list[Row]:
-    """Return rows of the slowest rank of 1, 2 and 4, which write the rows of a matrix that they hold."""
+    """Return rows of the slowest rank of 1, 2 and 4, each with some rows of a matrix."""
     g, rows = torch.Generator().manual_seed(1), []
     _, first = moved(n, None)
     whole = first.reshape(-1, 1024)
@@ -324,7 +324,7 @@ print(json.dumps({"times": times, "bytes": done.nbytes, "extra": (most() - befor
 
 
 def _large(n: int) -> list[Row]:
-    """Return rows of a state of many parameters: seconds, bytes, and memory besides the state and one copy."""
+    """Return rows of a large state: seconds, and memory in addition to the state and a copy."""
     paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     done = subprocess.run(
         [sys.executable, "-c", _LARGE_RUN, str(n)],
@@ -342,7 +342,7 @@ def _large(n: int) -> list[Row]:
         for what, seconds in zip(("base", "delta", "delta and base"), found["times"], strict=True)
     ]
     extra = found["extra"]
-    note = "memory besides the state and one previous copy"
+    note = "memory in addition to the state and one previous copy"
     met = goal.met(extra, None)
     return [*rows, Row("large, memory", "cpu", n, extra, "MiB", None, None, None, goal.text("MiB"), met, note)]
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning with served copies: two ranks train a sharded model, two servers generate.
+"""Reinforcement learning: two ranks train a sharded model, two servers generate.
 
 A small language model is rewarded for sequences that count upward. The trainer ranks hold float32 weights, sharded by
 FSDP; each publishes its shards as bfloat16 after every few steps of policy gradient, and nothing is gathered for it.

@@ -1,4 +1,4 @@
-"""Several processes publish one version, each its shards; receivers take theirs from any layout."""
+"""Ranks publish one version, each its shards; receivers take theirs from any layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model(seed: int = 0) -> State:
 
 
 def split(name: str, rank: int, count: int, layout: str) -> tuple[slice, ...] | None:
-    """What a rank holds of a tensor: rows ("rows") or columns, uneven; small tensors are divided by name."""
+    """The slices of a rank: rows or columns, uneven; small tensors are divided by name."""
     shape = SHAPES[name]
     axis = 0 if layout == "rows" else 1
     if len(shape) < 2:
@@ -51,7 +51,7 @@ def split(name: str, rank: int, count: int, layout: str) -> tuple[slice, ...] | 
 
 
 def held(state: State, rank: int, count: int, layout: str) -> tuple[State, dict[str, tuple[slice, ...]]]:
-    """The tensors of a rank, and what they are of the whole ones."""
+    """The tensors of a rank, and their slices of the whole ones."""
     where = {n: box for n in SHAPES if (box := split(n, rank, count, layout)) is not None}
     return {n: state[n][box].clone().contiguous() if box else state[n].clone() for n, box in where.items()}, where
 
@@ -127,7 +127,7 @@ def test_whole_receivers_do_not_need_sliced_deltas(tmp_path: Path) -> None:
 
 
 def test_a_trainer_may_go_on_in_another_layout(tmp_path: Path) -> None:
-    """A restart with other ranks reads back what it holds, and receivers follow by deltas."""
+    """A restart with other ranks reads its shards back, and receivers follow by deltas."""
     now, found = model(), receivers(tmp_path, 2, "columns")
     for version, (count, layout) in enumerate([(1, "rows"), (4, "rows"), (2, "columns"), (2, "rows")], 1):
         done = Trainer(tmp_path, count, layout, run=f"run{version}", sliced=True).publish(version, now)
@@ -535,7 +535,7 @@ def gloo(rank: int, world: int, folder: str, results: Any) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo is tested on Linux")
 def test_ranks_of_a_process_group(tmp_path: Path) -> None:
-    """FSDP, tensor parallel and both, plain tensors by name, pipeline stages; disagreement is an error on all."""
+    """FSDP, tensor parallel, plain tensors by name, pipeline stages; ranks that disagree."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     workers = [context.Process(target=gloo, args=(i, 4, str(tmp_path), results)) for i in range(4)]

@@ -254,7 +254,7 @@ class Meta:
 
 
 class Source:
-    """Stand-in for a `WeightSource` of one of two ranks; q is split in rows, k is a copy, v is whole."""
+    """Stand-in for a `WeightSource` of two ranks: q is split, k is a copy, v is whole."""
 
     def __init__(self, rank: int, state: dict[str, torch.Tensor]) -> None:
         self.rank, self.state = rank, state

@@ -1,4 +1,4 @@
-"""The files of a publisher: a JSON file for each version, and deltas and bases of its shards.
+"""The files of a publisher: a JSON file for each version; deltas and bases of its shards.
 
 Deltas and bases are ordinary checkpoint files. A *shard* is a box of a tensor: all of it, or what one rank of a trainer
 holds. Each file has the shards of one rank, about 256 MiB of them at most.
@@ -110,7 +110,7 @@ class ShardFile:
         delta_bytes: its size.
         base: content hash of the file with everything, or None.
         base_bytes: its size.
-        shards: what is in them, in order; empty in format 1, where the file itself says it.
+        shards: those in the files, in order; empty in format 1, where the file itself says it.
     """
 
     delta: str | None

@@ -102,7 +102,7 @@ class Stored:
         return [i for i in range(len(self.record.stretch.lengths)) if _meets(spec.shape, box, i * step, step)]
 
     def pieces(self, region: Where) -> dict[int, _Piece]:
-        """Return the pieces that may have elements of a region.
+        """Return the pieces that may have elements of a region, by number.
 
         Raises:
             CorruptDataError: there are too few or too many, or they are not of the right kind.
@@ -122,7 +122,7 @@ class Stored:
 
 
 def stage(part: Part, links: Sequence[Sequence[Stored]]) -> list[Patch]:
-    """Combine the changes of successive versions in a tensor, without writing them; positions ascend.
+    """Combine the changes of successive versions in a tensor, unwritten; positions ascend.
 
     Args:
         part: the tensor.
@@ -192,7 +192,7 @@ def _kind(item: int) -> np.dtype[Any]:
 
 
 def _scattered(part: Part, data: NpArray, links: Sequence[Sequence[Stored]]) -> list[Patch]:
-    """Return the patch of a tensor whose elements are spread over shards: they are applied to a copy."""
+    """Return the patch of a tensor with elements of several shards, applied to a copy."""
     item, region = part.tensor.element_size(), part.region
     is_pair = part.tensor.is_complex()  # coded as pairs of numbers
     width = item // 2 if is_pair else item
@@ -259,7 +259,7 @@ def _scatter(piece: _Piece, spec: LeafSpec, local: NpArray, places: _Places, bas
 
 
 def _offset(where: Where, region: Where) -> int | None:
-    """Return where a box begins in a region's flat elements; None if it is not inside or not contiguous."""
+    """Return where a box begins in a region's flat elements; None if it is not contiguous."""
     offset, stride, rest = 0, 1, True
     for (start, n), (first, size) in zip(reversed(where), reversed(region), strict=True):
         if not (first <= start and start + n <= first + size) or not (rest or n == 1):

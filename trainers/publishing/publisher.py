@@ -39,7 +39,7 @@ from .subscriber import Subscriber
 from .tensors import Own, hash_of, host_bytes, sample_hash, shards_of
 
 _FILE = 1 << 28
-"""Bytes of the tensors of a file, if it has more than one: what a rank needs besides its copy."""
+"""Bytes of the tensors of a file, if it has more than one; they bound a rank's memory."""
 Key = tuple[str, Where]
 
 
@@ -65,7 +65,7 @@ class Published:
 class Publisher:
     """Publish a model's versions to a folder or an object store.
 
-    Each rank of the trainer writes what it holds, and keeps one copy of it on the host, to compare the next version
+    Each rank of the trainer writes its shards, and keeps one copy of them on the host, to compare the next version
     with. After a restart the copy is read back from the URL, so that receivers continue with deltas; if that fails
     (damaged files, other names or shapes), the first version is a base. One thread publishes at a time.
 
@@ -335,7 +335,7 @@ class Publisher:
             files = tuple(ShardFile.of(row) for part in parts for row in part["files"])
             shards = [shard for file in files for shard in file.shards]
             if not shards:
-                raise ValueError("there are no tensors")
+                raise ValueError("it has no tensors")
             check_layout(shards)
         except (ValueError, TypeError, KeyError) as e:
             raise BadArgumentError(f"state: {e}; nothing was published") from None
@@ -400,7 +400,7 @@ class Publisher:
         self._last, self._kept, self._specs, self._hashes = None, {}, {}, {}
         self._since_base, self._chain_bytes, self._base_bytes = 0, 0, 0
 
-    # ------------------------------------------------------------------ what is there
+    # ------------------------------------------------------------------ the store
 
     def _versions(self) -> list[int]:
         return versions_in(self._files.list("versions"))
@@ -476,7 +476,7 @@ class Publisher:
 
 
 def _divided(plain: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, int]:
-    """Return the rank that publishes each plain tensor: of those that have it, the one with the fewest bytes so far.
+    """Return the rank that publishes each plain tensor: of its holders the least loaded one.
 
     Args:
         plain: of each rank, name -> bytes and a hash of some elements.

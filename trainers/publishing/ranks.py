@@ -29,7 +29,7 @@ class PublishConflictError(ShrinkpointError):
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """One of several processes without a process group; a version exists once each has written its part.
+    """One of several processes without a process group, which wait for each other's parts.
 
     Args:
         index: of this process, from 0.

@@ -24,7 +24,7 @@ class Keys(NamedTuple):
 
 
 def private(key: Any) -> Keys:
-    """Return the functions of a private key: 32 bytes, or an `Ed25519PrivateKey`; None: no signatures.
+    """Return the functions of a private key (32 bytes, `Ed25519PrivateKey`, or None).
 
     Raises:
         BadArgumentError: not such a key, or `cryptography` is not installed.
@@ -36,7 +36,7 @@ def private(key: Any) -> Keys:
 
 
 def public(key: Any) -> Keys:
-    """Return the functions of a public key: 32 bytes, or an `Ed25519PublicKey`; None: no signatures.
+    """Return the functions of a public key (32 bytes, `Ed25519PublicKey`, or None).
 
     Raises:
         BadArgumentError: not such a key, or `cryptography` is not installed.

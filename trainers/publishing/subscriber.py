@@ -298,7 +298,7 @@ class Subscriber:
         return state_hash(shards)
 
     def _hash_if_needed(self, at: Version | None) -> str:
-        """Return the hash of the model if the hashes of a version do not say what it is."""
+        """Return the hash of the model if the hashes of a version do not determine it."""
         return "" if at is None or self._covered(at) else self._hash()
 
     def _covered(self, version: Version) -> bool:
@@ -348,7 +348,7 @@ class Subscriber:
         return any(part.where is not None for part in self._parts.values())
 
     def _recognised(self) -> Version | None:
-        """Return the published version that the model holds, by hashes; None for what cuts through shards."""
+        """Return the published version that the model holds, by hashes; None if it cuts shards."""
         hashes: dict[Any, str] = {}
         read = (self._read(v) for v in reversed(self._versions()))
         return next((v for v in read if v is not None and self._covered(v) and self._is_held(v, hashes)), None)
@@ -475,7 +475,7 @@ class Subscriber:
     def _opened(
         self, version: Version, file: ShardFile, kind: str, before: Version | None
     ) -> tuple[int, list[tuple[str, Stored]]]:
-        """Read what the model needs of a file; return the bytes read, and the shards of each of its tensors."""
+        """Read the shards of a file that the model needs; return bytes, and tensors with shards."""
         identity, size = file.id(kind) or "", file.nbytes(kind)
         name = data_name(version.version, kind, identity)
         is_part = size > _SMALL and self._keys.accepts is None and bool(file.shards)

@@ -47,7 +47,7 @@ class Own:
         tensor: the shard, on any device.
         shape: of the whole tensor.
         where: what of it this is.
-        is_plain: whether other ranks may have the same tensor: it is not a DTensor, and nobody says what it is.
+        is_plain: whether other ranks may have the same tensor: it is neither a DTensor nor a slice.
     """
 
     name: str
@@ -119,7 +119,7 @@ def shards_of(state: Any, select: Mapping[str, Any] | None) -> list[Own]:
 
 
 def sample_hash(tensor: torch.Tensor) -> str:
-    """Return a hash of dtype, shape and some elements, cheap also for a tensor on another device."""
+    """Return a hash of dtype, shape and some elements; cheap also on another device."""
     flat = tensor.detach().reshape(-1)
     return hash_of(spec_of(tensor), host_bytes(flat[:: max(1, flat.numel() // 1024)]))
 

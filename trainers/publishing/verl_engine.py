@@ -71,7 +71,7 @@ class PublishedCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-
         """Do nothing: the copies are needed for the next delta."""
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
-        """Publish the weights as the version `global_steps`; None: the next one. All ranks call this."""
+        """Publish the version `global_steps`; None: the next one. All ranks call this."""
         distributed = torch.distributed
         together = distributed.is_available() and distributed.is_initialized()
         rank, count = (distributed.get_rank(), distributed.get_world_size()) if together else (0, 1)

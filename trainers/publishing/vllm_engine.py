@@ -1,4 +1,4 @@
-"""Both sides of vLLM's weight transfer: a trainer's engine that publishes, and workers that follow a `Publisher`.
+"""Both sides of vLLM's weight transfer: trainers publish, and workers follow.
 
 vLLM loads weights by the names of the checkpoint, and keeps them fused and split between its ranks. So each worker has
 a copy of the published tensors on the host, and gives what changed in it to vLLM's loader: as patches, or, where vLLM
@@ -134,7 +134,7 @@ if hasattr(base, "TrainerInitInfo"):  # older versions have no trainer's side, o
 
     @dataclass
     class PublisherInitInfo(base.TrainerInitInfo):  # type: ignore[misc, unused-ignore]
-        """Argument of `WeightTransferTrainerFactory.trainer_init`: `PublisherInitInfo(url, rank=rank)`.
+        """Argument of `trainer_init`: `PublisherInitInfo(url, rank=rank)`.
 
         Args:
             url: of the `Publisher`, which the workers must reach as well.
@@ -183,7 +183,7 @@ if hasattr(base, "TrainerInitInfo"):  # older versions have no trainer's side, o
                 self.client.finish_weight_update()
 
     def _shards(source: Any, rank: int) -> Iterator[tuple[str, torch.Tensor, Any]]:
-        """Yield names, tensors of this rank, and what slices of which tensors they are; None for plain ones."""
+        """Yield names, tensors of this rank, and their slices; None for plain ones."""
         local = getattr(source, "implements_iter_local", bool)()
         metadata = {meta.name: meta for meta in source.metadata} if local else {}
         whole = getattr(source, "iter_full", lambda: iter(source))  # in older versions the source itself
@@ -195,7 +195,7 @@ if hasattr(base, "TrainerInitInfo"):  # older versions have no trainer's side, o
                 yield name, tensor, (name, meta.shape, box)
 
     def _box_of(meta: Any, rank: int) -> tuple[slice, ...] | None:
-        """Return the slices of a rank, as vLLM's `ParamMeta` describes them; None if an earlier rank has the same."""
+        """Return the slices of a rank by vLLM's `ParamMeta`; None if an earlier rank has the same."""
         number, box = meta.owners.index(rank), [(0, n) for n in meta.shape]
         coordinates = []
         for size in reversed(meta.mesh_shape):

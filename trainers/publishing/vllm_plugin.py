@@ -1,4 +1,4 @@
-"""The entry point for vLLM: it registers both engines by name, and imports them when one is used."""
+"""The entry point for vLLM: it registers both engines by name, without importing them."""
 
 from __future__ import annotations
 
