@@ -1,8 +1,10 @@
 """The bench `sync`: exact deltas of bfloat16 weights, and their publication.
 
-Three kinds of rows. *Codec*: `compress` to bytes, `decompress` and `Subscriber.update`, by the share of changed values,
-against memcpy and zstd of the exclusive or, in processor time of one core. *Publishing*: publish, stage and commit.
-*Reinforcement learning*: a small language model trained by policy gradient in float32 and served in bfloat16.
+Four kinds of rows. *Codec*: `compress` to bytes, `decompress` and `Subscriber.update`, by the share of changed values,
+against memcpy and zstd of the exclusive or, in processor time of one core; sizes also against the formats of slime and
+verl. *Publishing*: publish, prepare and commit, and 1, 2 and 4 ranks that each write their shards, in processor time of
+the slowest one. *Large*: a state of 2 GB, and the memory that its publication takes. *Reinforcement learning*: a small
+language model trained by policy gradient on two ranks in float32 and served by two servers in bfloat16.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +27,7 @@ import torch
 import zstandard
 
 import shrinkpoint as sp
+from shrinkpoint.trainers.publishing.ranks import Counted
 
 from .harness import ROUNDS, CheckFailed, Options, Row, Target, at_least, at_most, cpu_clock
 from .peers import library
@@ -77,8 +82,12 @@ def run(options: Options) -> list[Row]:
         if options.wanted(f"encode apply decode size {share.name}"):
             options.say(f"{share.name} of {n / 1e6:.0f} M values")
             rows += options.done(_codec(share, n))
-    if options.wanted("publish stage pause"):
+    if options.wanted("publish prepare pause"):
         rows += options.done(_publishing(1 << 20 if options.quick else 1 << 23))
+    if options.wanted("publish by ranks"):
+        rows += options.done(_ranks(1 << 20 if options.quick else 1 << 24))
+    if options.wanted("large memory"):
+        rows += options.done(_large(1 << 24 if options.quick else 1 << 30))
     if options.wanted("reinforcement learning"):
         rows += options.done(_learning(options.quick))
     return rows
@@ -126,7 +135,7 @@ def _codec(share: Share, n: int) -> list[Row]:
                     if name in ("apply", UNHASHED):
                         parent.copy_(old)
                         subscriber._at = subscriber._read(0)
-                        subscriber._held = "" if subscriber._at is None else subscriber._at.state
+                        subscriber._held = ""
                         subscriber._marks = subscriber._versions_of_tensors()
                     seconds[name].append(cpu_clock(call, 1))
     median = {name: statistics.median(found[1:]) for name, found in seconds.items()}
@@ -146,6 +155,9 @@ def _codec(share: Share, n: int) -> list[Row]:
         size = f"size, {share.name}"
         ratio = peers[level] / len(blob)
         rows.append(Row(size, "cpu", n, len(blob), "bytes", peer, peers[level], ratio, None, None, note))
+    for peer, taken in _other_formats(old, new).items():
+        values = (len(blob), "bytes", peer, taken, taken / len(blob))
+        rows.append(Row(f"size, {share.name}", "cpu", n, *values, None, None, note))
     dense = _dense(old, new)
     if dense is not None:
         limit = 1.12 if share.name == "13 %" else 1.03
@@ -167,6 +179,22 @@ def _other_coders() -> dict[str, Callable[[bytes], object]]:
     with suppress(ImportError):
         zipnn = library("zipnn").ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=1)
         found["zipnn"] = lambda data: zipnn.compress(bytearray(data))
+    return found
+
+
+def _other_formats(old: torch.Tensor, new: torch.Tensor) -> dict[str, int]:
+    """Bytes in the formats of others: positions with values as verl does, and slime's two."""
+    from shrinkpoint.trainers.publishing import delta_folders
+    from shrinkpoint.trainers.publishing.host_copy import Change
+
+    at = np.flatnonzero(old.view(torch.int16).numpy() != new.view(torch.int16).numpy())
+    if not at.size:
+        return {}
+    found = {"positions and values (48 bits)": 6 * at.size}
+    places = torch.from_numpy(at)
+    change = Change("w", at, old[places], new[places])
+    for encoding in ("xor", "overwrite"):
+        found[f"slime's {encoding}"] = len(delta_folders.encode(change, 2 * old.numel(), encoding))
     return found
 
 
@@ -209,9 +237,9 @@ def _row(name: str, n: int, value: float, peer_value: float, goal: Target | None
 
 
 def _publishing(n: int) -> list[Row]:
-    """Return rows of seconds to publish and stage, and milliseconds of pause."""
+    """Return rows of milliseconds to publish and prepare, and of the pause."""
     _, new = moved(n, None)
-    rows, times = [], {"publish": [], "stage": [], "pause": []}  # type: ignore[var-annotated]
+    rows, times = [], {"publish": [], "prepare": [], "pause": []}  # type: ignore[var-annotated]
     g = torch.Generator().manual_seed(1)
     with tempfile.TemporaryDirectory() as folder:
         publisher = sp.Publisher(folder)
@@ -229,12 +257,94 @@ def _publishing(n: int) -> list[Row]:
             report = subscriber.last
             assert report is not None
             times["publish"].append(1e3 * done.seconds)
-            times["stage"].append(1e3 * (report.fetch_seconds + report.stage_seconds))
+            times["prepare"].append(1e3 * report.prepare_seconds)
             times["pause"].append(1e3 * report.pause_seconds)
     note = f"1 % changed; {done.raw_bytes / done.nbytes:.0f} times smaller than the model; wall clock"
     for name, found in times.items():
         rows.append(Row(name, "cpu", n, statistics.median(found[1:]), "ms", None, None, None, None, None, note))
     return rows
+
+
+def _ranks(n: int) -> list[Row]:
+    """Return rows of the slowest rank of 1, 2 and 4, each with some rows of a matrix."""
+    g, rows = torch.Generator().manual_seed(1), []
+    _, first = moved(n, None)
+    whole = first.reshape(-1, 1024)
+    for count in (1, 2, 4):
+        size, rounds = whole.shape[0] // count, []
+        state, served = whole.clone(), {"w": torch.zeros_like(whole)}
+        with tempfile.TemporaryDirectory() as folder, _one_thread(), ThreadPoolExecutor(count) as pool:
+            parts = [sp.Publisher(folder, ranks=Counted(i, count, "bench")) for i in range(count)]
+            subscriber = sp.Subscriber(folder, served)
+
+            def publish(i: int, version: int) -> tuple[float, sp.Published]:
+                box = (slice(i * size, (i + 1) * size), slice(0, 1024))  # noqa: B023
+                begin = time.thread_time()
+                shards = {"w": ("w", tuple(state.shape), box)}  # noqa: B023
+                done = parts[i].publish(version, {"w": state[box]}, shards=shards)  # noqa: B023
+                return time.thread_time() - begin, done
+
+            for version in range(ROUNDS + 2):
+                found = [r.result() for r in [pool.submit(publish, i, version) for i in range(count)]]
+                subscriber.update(version=version)
+                if not torch.equal(served["w"].view(torch.int16), state.view(torch.int16)):
+                    raise CheckFailed("the served bits are not the published ones")
+                rounds.append((max(seconds for seconds, _ in found), found[0][1].nbytes))
+                state.view(torch.int16)[torch.rand(state.shape, generator=g) < 0.01] += 1
+        seconds, nbytes = (statistics.median(values) for values in zip(*rounds[2:], strict=True))
+        note = f"1 % changed, {nbytes:.0f} bytes; processor time of the slowest rank; no gather"
+        name = f"publish, {count} rank{'s' * (count > 1)}"
+        rows.append(Row(name, "cpu", n, 1e3 * seconds, "ms", None, None, None, None, None, note))
+    return rows
+
+
+_LARGE_RUN = """
+import json, resource, sys, tempfile, time, torch, shrinkpoint as sp
+def most(): return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+n = int(sys.argv[1]); g = torch.Generator().manual_seed(0)
+warm = tempfile.TemporaryDirectory()
+with warm as folder:  # compiles the kernels
+    publisher, small = sp.Publisher(folder), {"w": torch.randn(1 << 21, generator=g).bfloat16()}
+    for version in range(2):
+        publisher.publish(version, small)
+        small["w"].view(torch.int16)[::100] += 1
+state = {str(i): (0.02 * torch.randn(n // 64, generator=g)).bfloat16() for i in range(64)}
+raw = 2 * n
+before, times = most(), []
+with tempfile.TemporaryDirectory() as folder:
+    publisher = sp.Publisher(folder, base_every=2)
+    for version in range(3):  # a base, a delta, and both
+        begin = time.perf_counter()
+        done = publisher.publish(version, state)
+        times.append(time.perf_counter() - begin)
+        for part in state.values():
+            part.view(torch.int16)[version::100] += 1
+print(json.dumps({"times": times, "bytes": done.nbytes, "extra": (most() - before - raw) / 2**20}))
+"""
+
+
+def _large(n: int) -> list[Row]:
+    """Return rows of a large state: seconds, and memory in addition to the state and a copy."""
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", _LARGE_RUN, str(n)],
+        env={**os.environ, "PYTHONPATH": paths},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    times = 2 * n / found["bytes"]
+    note = f"{n / 1e9:.2g} B parameters, 1 % changed; {times:.0f} times smaller than the model; wall clock"
+    goal = at_most(640.0)
+    rows = [
+        Row(f"large, {what}", "cpu", n, seconds, "s", None, None, None, None, None, note)
+        for what, seconds in zip(("base", "delta", "delta and base"), found["times"], strict=True)
+    ]
+    extra = found["extra"]
+    note = "memory in addition to the state and one previous copy"
+    met = goal.met(extra, None)
+    return [*rows, Row("large, memory", "cpu", n, extra, "MiB", None, None, None, goal.text("MiB"), met, note)]
 
 
 def _learning(quick: bool) -> list[Row]:
@@ -261,7 +371,7 @@ def _learning(quick: bool) -> list[Row]:
             *(size / peer, goal.text("bytes"), found["equal"] and goal.met(size, size / peer), note),
         )
     )
-    for name in ("publish", "stage", "pause"):
+    for name in ("publish", "prepare", "pause"):
         value = found[f"{name} ms"]
         rows.append(Row(f"reinforcement learning, {name}", "cpu", n, value, "ms", None, None, None, None, None, note))
     return rows

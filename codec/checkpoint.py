@@ -40,6 +40,12 @@ def _lost(record: ArrayRecord) -> str:
     return f"as good as zero when restored (relative L2 error {record.error:.2g})" if lost else ""
 
 
+def _spans(stretch: Stretch, numbers: Collection[int]) -> list[tuple[int, int]]:
+    """Return offset and length of some pieces in the body."""
+    starts = list(itertools.accumulate(stretch.lengths, initial=stretch.offset))
+    return [(starts[i], stretch.lengths[i]) for i in numbers]
+
+
 class Checkpoint:
     """A compressed state, made by `compress` or `Checkpoint.from_bytes`; it is immutable.
 
@@ -357,6 +363,15 @@ class Checkpoint:
     def pieces_of(self, record: ArrayRecord) -> list[memoryview]:
         """Return the pieces of an array, or of its whole bundle, with verified checksums."""
         return self._pieces(record.stretch)
+
+    def fetch(self, wanted: Iterable[tuple[ArrayRecord, Collection[int]]]) -> None:
+        """Fetch these pieces of arrays, by number, if the file is remote."""
+        self._body.fetch(span for record, numbers in wanted for span in _spans(record.stretch, numbers))
+
+    def some_pieces(self, record: ArrayRecord, numbers: Collection[int]) -> dict[int, memoryview]:
+        """Return some pieces of an array, by number, with verified checksums."""
+        spans = _spans(record.stretch, numbers)
+        return {i: self._body.piece(*span) for i, span in zip(numbers, spans, strict=True)}
 
     def _pieces(self, stretch: Stretch) -> list[memoryview]:
         starts = itertools.accumulate(stretch.lengths, initial=stretch.offset)

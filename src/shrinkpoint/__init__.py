@@ -71,7 +71,8 @@ if TYPE_CHECKING:
     from .store.store import NotCompactedWarning, RestoreNotCountedWarning, SkippedCheckpointWarning, Store
     from .store.weight_average import WeightAverage
     from .trainers.hub import load_pretrained, save_pretrained
-    from .trainers.publishing.publisher import PublishConflictError, Published, Publisher
+    from .trainers.publishing.publisher import Published, Publisher
+    from .trainers.publishing.ranks import PublishConflictError
     from .trainers.publishing.subscriber import Subscriber
     from .trainers.rows import RowTracker
     from .trainers.run import Run
@@ -112,7 +113,8 @@ _SUBJECTS = {
     "store.store": "NotCompactedWarning RestoreNotCountedWarning SkippedCheckpointWarning Store",
     "store.weight_average": "WeightAverage",
     "trainers.hub": "load_pretrained save_pretrained",
-    "trainers.publishing.publisher": "PublishConflictError Published Publisher",
+    "trainers.publishing.publisher": "Published Publisher",
+    "trainers.publishing.ranks": "PublishConflictError",
     "trainers.publishing.subscriber": "Subscriber",
     "trainers.rows": "RowTracker",
     "trainers.run": "Run",

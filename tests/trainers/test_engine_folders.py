@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, MissingParentError
 from shrinkpoint.trainers.publishing import subscriber as module
 from shrinkpoint.trainers.publishing.checkpoint_folder import MARKER, CheckpointFolder
-from shrinkpoint.trainers.publishing.delta_folders import DeltaFolders
+from shrinkpoint.trainers.publishing.delta_folders import DeltaFolders, DeltaReader
 
 from .test_publishing import same, state, step
 
@@ -112,7 +113,7 @@ def pull(local: dict[str, torch.Tensor], source: Path, start: int, target: int) 
         index = json.loads(index_file.read_text())
         assert int(index["metadata"]["base_version"]) == number - 1
         assert int(index["metadata"]["version"]) == number
-        assert index["metadata"]["delta_encoding"] == "overwrite"
+        is_xor = index["metadata"]["delta_encoding"] == "xor"
         for file in folder.glob("*.safetensors"):
             blob = file.read_bytes()
             length = int.from_bytes(blob[:8], "little")
@@ -120,25 +121,32 @@ def pull(local: dict[str, torch.Tensor], source: Path, start: int, target: int) 
             for name, packed in load_file(file).items():
                 assert index["weight_map"][name] == file.name
                 data = np.frombuffer(zstandard.ZstdDecompressor().decompress(packed.numpy().tobytes()), np.uint8)
-                count = int.from_bytes(data[:4].tobytes(), "little")
                 own = local[name].reshape(-1).view(torch.uint8).numpy()
-                own[np.frombuffer(data[4 : 4 + 4 * count].tobytes(), "<u4")] = data[4 + 4 * count :]
+                if is_xor:
+                    own ^= data
+                else:
+                    count = int.from_bytes(data[:4].tobytes(), "little")
+                    own[np.frombuffer(data[4 : 4 + 4 * count].tobytes(), "<u4")] = data[4 + 4 * count :]
                 assert xxhash.xxh3_128_hexdigest(own) == checksums[name]
 
 
-def test_numbered_folders(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoding", ["overwrite", "xor"])
+def test_numbered_folders(tmp_path: Path, encoding: str) -> None:
     now, local = state(), dict[str, torch.Tensor]()
     publisher, source = sp.Publisher(tmp_path / "url"), tmp_path / "source"
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     publisher.publish(10, now)
-    folders = DeltaFolders(tmp_path / "url", source, model=tmp_path / "model")
+    folders = DeltaFolders(tmp_path / "url", source, encoding=encoding, model=tmp_path / "model")
+    reader = DeltaReader(source, {name: torch.zeros_like(t) for name, t in now.items()})
     at = 0
     for version in (20, 30, 40):
         number = folders.update()
         assert folders.update() == number == at + 1  # nothing new, no folder
         pull(local, source, at, number)
         assert same(local, now)
+        assert reader.update() == number
+        assert same(dict(reader._tensors), now)
         at, now = number, step(now, 0.01, version)
         publisher.publish(version, now)
     folders = DeltaFolders(tmp_path / "url", source, model=tmp_path / "model")  # a new process: a whole checkpoint
@@ -150,6 +158,77 @@ def test_numbered_folders(tmp_path: Path) -> None:
     assert whole == ["weight_v000001", "weight_v000004"]
     sizes = [sum(p.stat().st_size for p in (source / f"weight_v{n:06d}").iterdir()) for n in (1, 2)]
     assert sizes[1] < sizes[0] / 4
+
+
+def written(source: Path, number: int, before: Any, after: Any, encoding: str, checksum: str = "adler32") -> Path:
+    """Write changes as slime's documentation describes."""
+    folder = source / f"weight_v{number:06d}"
+    folder.mkdir(parents=True)
+    packed, sums = {}, {}
+    for name in after:
+        old, new = (t[name].reshape(-1).view(torch.uint8).numpy() for t in (before, after))
+        at = np.flatnonzero(old != new).astype("<u4")
+        plain = (
+            (old ^ new).tobytes()
+            if encoding == "xor"
+            else np.uint32(at.size).tobytes() + at.tobytes() + new[at].tobytes()
+        )
+        packed[name] = torch.frombuffer(bytearray(zstandard.ZstdCompressor(level=1).compress(plain)), dtype=torch.uint8)
+        sums[name] = f"{zlib.adler32(new):08x}" if checksum == "adler32" else xxhash.xxh3_128_hexdigest(new)
+    save_file(packed, folder / "model-00000-of-00001.safetensors", metadata=sums)
+    fields = {"version": f"{number:06d}", "base_version": f"{number - 1:06d}", "delta_encoding": encoding}
+    metadata = {**fields, "compression_format": "zstd", "checksum_format": checksum}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": metadata, "weight_map": {}}))
+    return folder
+
+
+@pytest.mark.parametrize(("encoding", "checksum"), [("xor", "adler32"), ("overwrite", "xxh3-128")])
+def test_a_trainer_that_writes_the_other_format(tmp_path: Path, encoding: str, checksum: str) -> None:
+    """Its servers may follow a Publisher: only one side moves."""
+    names = ("torch.bfloat16", "torch.float8_e4m3fn", "torch.int64")
+    start = {name: t for name, t in state().items() if name in names}
+    before, after = start, step(start, 0.01, 1)
+    local, served = ({name: t.clone() for name, t in start.items()} for _ in range(2))
+    reader = DeltaReader(tmp_path / "folders", local)
+    publisher, subscriber = sp.Publisher(tmp_path / "url"), sp.Subscriber(tmp_path / "url", served)
+    for number in (1, 2, 3):
+        written(tmp_path / "folders", number, before, after, encoding, checksum)
+        before, after = after, step(after, 0.01, number)
+        if number != 1:  # two folders at once
+            publisher.publish(reader.update(), local)
+            assert subscriber.update() == number
+            assert same(served, before)
+
+
+@pytest.mark.parametrize("how", ["other values", "cut", "bomb", "missing", "number", "encoding", "position", "name"])
+def test_folders_of_the_other_format_that_are_damaged(tmp_path: Path, how: str) -> None:
+    start = {"w": torch.randn(300).bfloat16()}
+    after, local = step(start, 0.05, 1), {"w": start["w"].clone()}
+    written(tmp_path, 1, start, after, "xor")
+    second = written(tmp_path, 2, after, step(after, 0.05, 2), "overwrite" if how == "position" else "xor")
+    file, index = second / "model-00000-of-00001.safetensors", second / "model.safetensors.index.json"
+    if how == "other values":
+        local["w"][0] += 1
+    elif how == "cut":
+        file.write_bytes(file.read_bytes()[:-9])
+    elif how == "missing":
+        file.unlink()
+        index.unlink()
+        second.rmdir()
+        written(tmp_path, 3, after, after, "xor")
+    elif how in ("number", "encoding"):
+        old, new = ("000001", "000000") if how == "number" else ('"xor"', '"zip"')
+        index.write_text(index.read_text().replace(old, new))
+    else:
+        text = {"bomb": bytes(1 << 24), "position": np.array([1, 600], "<u4").tobytes() + b"x", "name": b""}[how]
+        packed = torch.frombuffer(bytearray(zstandard.ZstdCompressor(level=1).compress(text)), dtype=torch.uint8)
+        save_file({"v" if how == "name" else "w": packed}, file, metadata={"w": "0"})
+    before = local["w"].clone()
+    reader = DeltaReader(tmp_path, local)
+    with pytest.raises(CorruptDataError, match="weight_v00000"):
+        reader.update()
+    assert torch.equal(local["w"].view(torch.int16), before.view(torch.int16))
+    assert reader.number == 0
 
 
 def test_a_copy_that_was_damaged_gives_a_whole_folder(tmp_path: Path) -> None:

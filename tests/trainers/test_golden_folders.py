@@ -256,7 +256,7 @@ def newer_manifest(golden: Path) -> Path:
 
 def newer_published(golden: Path) -> Path:
     for path in (golden / "published" / "versions").iterdir():
-        path.write_bytes(path.read_bytes().replace(b'"format": 1', b'"format": 2'))
+        path.write_bytes(path.read_bytes().replace(b'"format": 1', b'"format": 3'))
     return path
 
 
@@ -280,14 +280,14 @@ def newer_pointer(golden: Path) -> Path:
         (
             newer_published,
             lambda p: sp.Subscriber(p / "published", made.published(0)).update(version=4),
-            "version 4: its file has format 2; this reader knows up to 1",
+            "version 4: its file has format 3; this reader knows up to 2",
         ),
         (
             newer_published,
             lambda p: sp.Subscriber(p / "published", made.published(0)).update(),
-            "no version can be read: .* format 2",
+            "no version can be read: .* format 3",
         ),
-        (newer_published, lambda p: published_tensors(p / "published"), "format 2; this reader knows up to 1"),
+        (newer_published, lambda p: published_tensors(p / "published"), "format 3; this reader knows up to 2"),
         (
             newer_metadata,
             lambda p: Reader(p / "dcp" / "step-1").read_metadata(),
@@ -329,10 +329,10 @@ def test_labels_and_records_of_a_newer_version_are_refused_by_name(golden: Path)
 
 def test_a_newer_published_version_is_reported_while_an_older_one_serves(golden: Path) -> None:
     path = golden / "published" / "versions" / "000000000004.json"
-    path.write_bytes(path.read_bytes().replace(b'"format": 1', b'"format": 2'))
+    path.write_bytes(path.read_bytes().replace(b'"format": 1', b'"format": 3'))
     model = {name: t.clone() for name, t in made.published(3).items()}
     subscriber = sp.Subscriber(golden / "published", model)
-    with pytest.warns(StoreWarning, match=r"version 4 cannot be read, and the model is at 3: .*format 2"):
+    with pytest.warns(StoreWarning, match=r"version 4 cannot be read, and the model is at 3: .*format 3"):
         assert subscriber.update() == 3
     assert fingerprint(model) == expected(golden, "published")["3"]
     before = sorted(p.name for p in (golden / "published" / "data").iterdir())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, Missing
 from shrinkpoint.store.files import StoreWarning
 from shrinkpoint.trainers.publishing import publisher as publishing
 from shrinkpoint.trainers.publishing import subscriber as module
-from shrinkpoint.trainers.publishing.layout import Version
-from shrinkpoint.trainers.publishing.publisher import PublishConflictError
+from shrinkpoint.trainers.publishing.layout import Shard, ShardFile, Version
+from shrinkpoint.trainers.publishing.ranks import PublishConflictError
 
 DTYPES = [
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64),
@@ -528,82 +528,47 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 
 def test_a_version_file_is_checked() -> None:
-    made = Version(5, 4, "data/000000000005-d-0123456789abcdef.spt", 9, None, 0, "0" * 32, "x", False)
+    def shard(where: tuple[tuple[int, int], ...], **other: Any) -> Shard:
+        return replace(Shard("w", "float32", (4, 6), where, "0" * 32), **other)
+
+    left, right = ((0, 4), (0, 2)), ((0, 4), (2, 4))
+    files = tuple(ShardFile("a" * 64, 9, None, 0, (shard(where),)) for where in (left, right))
+    made = Version(5, 4, "0" * 32, "x", False, files)
     assert Version.from_bytes(made.to_bytes(), 5) == made
     for i in range(len(made.to_bytes())):
         blob = bytearray(made.to_bytes())
-        blob[i] ^= 2
+        blob[i] ^= 1
         # As with manifests, the number comes first: the checksum of a newer format may be another.
         newer = b'"format": 3' in blob
         with pytest.raises(sp.NewerFormatError if newer else CorruptDataError):
             Version.from_bytes(bytes(blob), 5)
-    for other in (
-        Version(5, 5, made.delta, 9, None, 0, "0" * 32, "x", False),
-        Version(5, None, made.delta, 9, None, 0, "0" * 32, "x", False),
-        Version(5, 4, "../x", 9, None, 0, "0" * 32, "x", False),
-        Version(5, 4, made.delta, -1, None, 0, "0" * 32, "x", False),
-        Version(5, None, None, 0, None, 0, "0" * 32, "x", False),
+
+    def holding(*shards: Shard) -> Version:
+        return replace(made, files=(replace(files[0], shards=shards),))
+
+    for other, message in (
+        (replace(made, parent=5), "a delta without a parent"),
+        (replace(made, parent=None), "a delta without a parent"),
+        (replace(made, files=(replace(files[0], delta="../x"),)), "names of files"),
+        (replace(made, files=(replace(files[0], delta_bytes=-1),)), "-1"),
+        (replace(made, files=(replace(files[0], delta=None),)), "names of files"),
+        (replace(made, files=()), "neither a delta nor a base"),
+        (holding(shard(left), shard(((0, 4), (1, 5)))), "overlap"),
+        (holding(shard(left), shard(left)), "overlap"),
+        (holding(shard(left)), "leave a hole"),
+        (holding(shard(left), shard(((0, 4), (2, 5)))), "outside"),
+        (holding(shard(left), shard(right, shape=(4, 7))), "different tensors"),
+        (holding(shard(left), shard(right, dtype="int32")), "different tensors"),
+        (holding(shard(left), shard(right, dtype="floaty")), "floaty"),
+        (holding(shard(left), shard(right, hash="x")), "hash"),
     ):
-        with pytest.raises(CorruptDataError):
+        with pytest.raises(CorruptDataError, match=message):
             Version.from_bytes(other.to_bytes(), 5)
     with pytest.raises(CorruptDataError):
         Version.from_bytes(made.to_bytes(), 6)
     for blob in (b"", b"[]", b"{", b"null", b"[" * 10**5):
         with pytest.raises(CorruptDataError):
             Version.from_bytes(blob, 5)
-
-
-def ranks(rank: int, port: int, url: str, results: Any) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    whole = torch.arange(60.0).reshape(10, 6)
-    publisher = sp.Publisher(url, sliced=True)
-    try:
-        served = {
-            "a": distribute_tensor(torch.zeros(10, 6), mesh, [Shard(0)]),
-            "b": distribute_tensor(torch.zeros(10, 6), mesh, [Shard(1)]),
-            "c": distribute_tensor(torch.zeros(10, 6), mesh, [Replicate()]),
-            "uneven": distribute_tensor(torch.zeros(1, 6), mesh, [Shard(0)]),
-        }
-        shapes = {name: t.shape for name, t in served.items()}
-        subscriber = sp.Subscriber(url, served)
-        ok = []
-        for version in (1, 2):
-            given = {name: (whole * version)[: shape[0]] for name, shape in shapes.items()}
-            trained = {name: distribute_tensor(t, mesh, [Shard(1)]) for name, t in given.items()}
-            publisher.publish(version, trained)
-            dist.barrier()
-            ok.append(subscriber.update() == version)
-            ok += [torch.equal(t.full_tensor(), given[name]) for name, t in served.items()]
-            dist.barrier()
-        partial = DTensor.from_local(torch.zeros(10, 6), mesh, [Partial()])
-        with pytest.raises(BadArgumentError, match="a sum cannot be updated"):
-            sp.Subscriber(url, {"a": partial})
-        results.put(all(ok))
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="gloo is tested on Linux")
-def test_distributed_tensors(tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    workers = [context.Process(target=ranks, args=(i, port, str(tmp_path), results)) for i in range(2)]
-    for worker in workers:
-        worker.start()
-    assert [results.get(timeout=120) for _ in workers] == [True, True]
-    for worker in workers:
-        worker.join()
 
 
 def test_all_ranks_reach_the_same_version(tmp_path: Path) -> None:

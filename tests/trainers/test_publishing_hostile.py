@@ -48,10 +48,13 @@ def replaced(folder: Path, number: int, blob: bytes) -> None:
     """Let a version name a file with these bytes, under their right hash."""
     path = folder / version_name(number)
     version = Version.from_bytes(path.read_bytes(), number)
-    name = data_name(number, "d" if version.delta else "b", sp.Checkpoint.from_bytes(blob).id)
-    (folder / name).write_bytes(blob)
-    changes = {"delta": name, "delta_bytes": len(blob)} if version.delta else {"base": name, "base_bytes": len(blob)}
-    path.write_bytes(replace(version, **changes).to_bytes())
+    (file,) = version.files
+    identity = sp.Checkpoint.from_bytes(blob).id
+    (folder / data_name(number, file.kind, identity)).write_bytes(blob)
+    changes = (
+        {"delta": identity, "delta_bytes": len(blob)} if file.delta else {"base": identity, "base_bytes": len(blob)}
+    )
+    path.write_bytes(replace(version, files=(replace(file, **changes),)).to_bytes())
 
 
 PIECE = st.sampled_from(["empty", "cut", "longer", "byte", "first", "noise"])
@@ -101,7 +104,9 @@ def test_altered_files(published: tuple[Path, bool], data: st.DataObject, number
         }
     version = Version.from_bytes(kept[folder / version_name(number)], number)
     try:
-        blob = altered(data, *take_apart((folder / str(version.delta or version.base)).read_bytes()))
+        (file,) = version.files
+        name = data_name(number, file.kind, file.id(file.kind) or "")
+        blob = altered(data, *take_apart((folder / name).read_bytes()))
         try:
             sp.Checkpoint.from_bytes(blob)
         except sp.ShrinkpointError:
@@ -143,8 +148,10 @@ def test_an_empty_piece_and_changes_in_a_base(tmp_path: Path, sliced: bool) -> N
 
 def test_a_copy_allocates_no_more_than_the_machine_has(tmp_path: Path) -> None:
     sp.Publisher(tmp_path).publish(1, {"w": torch.ones(4)})
-    header, chunks = take_apart(next(tmp_path.glob("data/*-b-*")).read_bytes())
-    header["arrays"][0]["s"], header["raw"] = [1 << 46], 4 << 46
-    replaced(tmp_path, 1, put_together(header, chunks))
+    path = tmp_path / version_name(1)
+    version = Version.from_bytes(path.read_bytes(), 1)
+    (file,) = version.files
+    shard = replace(file.shards[0], shape=(1 << 46,), where=((0, 1 << 46),))
+    path.write_bytes(replace(version, files=(replace(file, shards=(shard,)),)).to_bytes())
     with pytest.raises(sp.CorruptDataError, match="this machine or container has"):
         HostCopy(tmp_path)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,6 +19,9 @@ from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import CorruptDataError
+from shrinkpoint.trainers.publishing import vllm_plugin
+from shrinkpoint.trainers.publishing.layout import Version, version_name
+from shrinkpoint.trainers.publishing.ranks import Counted
 
 WEIGHTS = "vllm.distributed.weight_transfer"
 LOADER = "vllm.model_executor.model_loader"
@@ -42,11 +49,35 @@ class Base:
 
 
 class Registry:
-    engines: dict[str, Any] = {}  # noqa: RUF012
+    """Stand-in for vLLM's factories, which import an engine when it is used."""
 
-    @classmethod
-    def register_engine(cls, name: str, engine: Any) -> None:
-        cls.engines[name] = engine
+    def __init__(self) -> None:
+        self.engines: dict[str, tuple[str, str]] = {}
+
+    def register_engine(self, name: str, module: str, engine: str) -> None:
+        if name in self.engines:
+            raise ValueError(f"{name} is already registered")
+        self.engines[name] = module, engine
+
+    def engine(self, name: str) -> Any:
+        module, engine = self.engines[name]
+        return getattr(importlib.import_module(module), engine)
+
+
+class TrainerBase:
+    """Stand-in for vLLM's trainer side."""
+
+    def __init__(self, *, client: Any, source: Any = None, is_sender: bool = True) -> None:
+        self.client, self.source, self.is_sender = client, source, is_sender
+
+
+@dataclass
+class TrainerInfo:
+    rank: int = field(kw_only=True)
+
+    @property
+    def is_sender(self) -> bool:
+        return self.rank == 0
 
 
 class Rank(nn.Module):
@@ -85,12 +116,15 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         finally:
             model.patching = False
 
+    workers, trainers = Registry(), Registry()
     modules = {
         f"{WEIGHTS}.base": {
             "WeightTransferEngine": Base,
+            "TrainerWeightTransferEngine": TrainerBase,
+            "TrainerInitInfo": TrainerInfo,
             **dict.fromkeys(("WeightTransferInitInfo", "WeightTransferUpdateInfo"), object),
         },
-        f"{WEIGHTS}.factory": {"WeightTransferEngineFactory": Registry},
+        f"{WEIGHTS}.factory": {"WeightTransferEngineFactory": workers, "WeightTransferTrainerFactory": trainers},
         f"{LOADER}.checkpoint_weight_patch": {
             "CheckpointWeightPatch": Patch,
             "load_checkpoint_weight_patches": load_patches,
@@ -107,8 +141,10 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             setattr(made, key, value)
         monkeypatch.setitem(sys.modules, name, made)
     monkeypatch.delitem(sys.modules, "shrinkpoint.trainers.publishing.vllm_engine", raising=False)
-    importlib.import_module("shrinkpoint.trainers.publishing.vllm_engine")
-    yield SimpleNamespace(log=log, engine=Registry.engines["shrinkpoint"])
+    vllm_plugin.register()
+    vllm_plugin.register()  # vLLM may load plugins again
+    assert "shrinkpoint.trainers.publishing.vllm_engine" not in sys.modules
+    yield SimpleNamespace(log=log, engine=workers.engine("shrinkpoint"), trainer=trainers.engine("shrinkpoint"))
     sys.modules.pop("shrinkpoint.trainers.publishing.vllm_engine", None)
 
 
@@ -204,3 +240,82 @@ def test_after_a_failure_everything_is_loaded(
     engine.shutdown()
     with pytest.raises(RuntimeError, match="comes before"):
         engine.update_weights({"version": 2})
+
+
+@dataclass
+class Meta:
+    """Stand-in for `ParamMeta`."""
+
+    name: str
+    shape: tuple[int, ...]
+    owners: tuple[int, ...] = (0, 1)
+    mesh_shape: tuple[int, ...] = (2,)
+    placements: tuple[Any, ...] | None = None
+
+
+class Source:
+    """Stand-in for a `WeightSource` of two ranks: q is split, k is a copy, v is whole."""
+
+    def __init__(self, rank: int, state: dict[str, torch.Tensor]) -> None:
+        self.rank, self.state = rank, state
+        split, copy = SimpleNamespace(dim=0), SimpleNamespace()
+        self.metadata = [Meta("q", (16, 16), placements=(split,)), Meta("k", (16, 16), placements=(copy,))]
+        self.metadata.append(Meta("v", (16, 16), owners=(0,), mesh_shape=(1,)))
+
+    def implements_iter_local(self) -> bool:
+        return True
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "q", self.state["q"][8 * self.rank : 8 * self.rank + 8]
+        yield "k", self.state["k"]
+        if self.rank == 0:
+            yield "v", self.state["v"]
+
+
+class Client:
+    """Stand-in for the control calls of two workers."""
+
+    def __init__(self, engines: list[Any], log: list[str]) -> None:
+        self.engines, self.log = engines, log
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        for engine in self.engines:
+            engine.init_transfer_engine(engine.init_info_cls(**info))
+
+    def start_weight_update(self) -> None:
+        self.log.append("start")
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        for engine in self.engines:
+            engine.update_weights(info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.log.append("finish")
+
+
+def test_trainer_ranks_send_their_shards(vllm: SimpleNamespace, tmp_path: Path, start: dict[str, torch.Tensor]) -> None:
+    config = SimpleNamespace(model_config=SimpleNamespace(quantization=None))
+    engines = [vllm.engine(None, config, torch.device("cpu"), Rank(rank)) for rank in range(2)]
+    now, client, trainers = start, Client(engines, vllm.log), []
+    for rank in range(2):
+        info = vllm.trainer.init_info_cls(str(tmp_path), {"ranks": Counted(rank, 2, "run")}, rank=rank)
+        trainers.append(vllm.trainer.trainer_init(info, client=client, source=Source(rank, now)))
+    for version in (1, 2):
+        for trainer in trainers:
+            trainer.source.state = now
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda trainer: trainer.send_weights(), trainers))
+        assert all(holds(engine, now) for engine in engines)
+        files = Version.from_bytes((tmp_path / version_name(version)).read_bytes(), version).files
+        assert [[shard.label for shard in file.shards] for file in files] == [
+            ["q[0:8, 0:16]", "k", "v"],
+            ["q[8:16, 0:16]"],
+        ]
+        now = moved(now, float(version))
+    assert vllm.log == ["start", "begin", "end", "begin", "end", "finish", "start", "patches", "patches", "finish"]
+
+
+def test_the_entry_point_is_declared() -> None:
+    toml = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    ((name, value),) = toml["project"]["entry-points"]["vllm.general_plugins"].items()
+    assert EntryPoint(name, value, "vllm.general_plugins").load() is vllm_plugin.register

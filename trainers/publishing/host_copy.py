@@ -5,46 +5,60 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ...codec.checkpoint import Checkpoint
 from ...codec.errors import CorruptDataError, MissingParentError, NewerFormatError
-from ...codec.state.leaves import NpArray, check_memory
+from ...codec.state.leaves import LeafSpec, NpArray, check_memory
+from ...store.files import Files
 from ...store.urls import opened
-from .layout import Version, version_name, version_of
+from . import signing
+from .layout import Version, data_name, version_name, versions_in
 from .patches import Patch, of_one
 from .subscriber import Subscriber
 
 
-def published_tensors(url: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+def published_tensors(url: str | os.PathLike[str], key: Any = None) -> dict[str, torch.Tensor]:
     """Return zeros with the names, dtypes and shapes of the newest version that can be read.
+
+    Args:
+        url: the URL of the `Publisher`.
+        key: as `Subscriber` has it.
 
     Raises:
         MissingParentError: no version is there.
         CorruptDataError, NewerFormatError: none of them can be read.
     """
     files = opened(url)
-    numbers = [version_of(f"versions/{name.rsplit('/', 1)[-1]}") for name in files.list("versions")]
-    problem: Exception | None = None
-    for number in sorted((n for n in numbers if n is not None), reverse=True):
+    keys, problem = signing.public(key), None
+    for number in versions_in(files.list("versions"))[::-1]:
         try:
-            version = Version.from_bytes(files.read(version_name(number)), number)
-            ckpt = Checkpoint.from_bytes(files.read(version.delta or version.base or ""))
+            version = Version.from_bytes(files.read(version_name(number)), number, keys)
+            specs = _specs(files, version)
         except (OSError, CorruptDataError, NewerFormatError) as e:
             problem = e
             continue
-        if any(r.spec.library != "torch" for r in ckpt.records):
-            problem = CorruptDataError(f"version {number}: arrays that are not tensors")
-            continue
-        check_memory(ckpt.raw_nbytes, f"version {number}")
-        return {r.path: torch.zeros(r.spec.shape, dtype=getattr(torch, r.spec.dtype)) for r in ckpt.records}
+        check_memory(sum(spec.nbytes for spec in specs.values()), f"version {number}")
+        return {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
     if problem is not None:
         kind = NewerFormatError if isinstance(problem, NewerFormatError) else CorruptDataError
         raise kind(f"{files.path('versions')}: no version can be read: {problem}")
     raise MissingParentError(f"{files.path('versions')}: nothing has been published")
+
+
+def _specs(files: Files, version: Version) -> dict[str, LeafSpec]:
+    """Return the whole tensors of a version; of format 1, as its file says."""
+    specs = {shard.name: LeafSpec("torch", shard.dtype, shard.shape) for shard in version.shards}
+    if not specs:
+        file = version.files[0]
+        name = data_name(version.version, file.kind, file.id(file.kind) or "")
+        specs = {record.path: record.spec for record in Checkpoint.from_bytes(files.read(name)).records}
+    if any(spec.library != "torch" for spec in specs.values()):
+        raise CorruptDataError(f"version {version.version}: arrays that are not tensors")
+    return specs
 
 
 class Change(NamedTuple):
@@ -68,11 +82,12 @@ class HostCopy(Subscriber):
 
     Args:
         url: the URL of the `Publisher`; it must have a version.
+        key: as `Subscriber` has it.
     """
 
-    def __init__(self, url: str | os.PathLike[str]) -> None:
-        self.tensors = published_tensors(url)
-        super().__init__(url, self.tensors)
+    def __init__(self, url: str | os.PathLike[str], *, key: Any = None) -> None:
+        self.tensors = published_tensors(url, key)
+        super().__init__(url, self.tensors, key=key)
 
     def changes(self, version: int | None = None) -> list[Change] | None:
         """Bring the copy to a version, and return all that differs from the version before.
@@ -83,6 +98,7 @@ class HostCopy(Subscriber):
         """
         with self._updating:
             self._turn += 1
+            self._prepared = None
             before = self.version
             found = self._stage(version, verify=True)
             if found is None:

@@ -1,31 +1,151 @@
-"""The files of a publisher: a small JSON file for each version, and deltas and bases.
+"""The files of a publisher: a JSON file for each version; deltas and bases of its shards.
 
-Deltas and bases are ordinary checkpoint files.
+Deltas and bases are ordinary checkpoint files. A *shard* is a box of a tensor: all of it, or what one rank of a trainer
+holds. Each file has the shards of one rank, about 256 MiB of them at most.
 
-    versions/000000000012.json   checksummed; names the files of this version, its parent and the hash of its state
-    data/000000000012-d-HASH.spt what changed since the version before it
-    data/000000000012-b-HASH.spt everything
+    versions/000000000012.json   checksummed; names the files of this version, its parent, every shard and its hash
+    data/000000000012-d-HASH.spt what changed in some shards since the version before it
+    data/000000000012-b-HASH.spt everything in some shards
+    parts/000000000012-1-of-4-RUN.json  what one of several processes wrote that have no process group
 
-A version exists once its JSON file does, which is written last and never written over.
+A version exists once its JSON file does, which is written last and never written over. What holds for it, and is
+checked when it is written and when it is read:
+
+- Bounds: a shard lies within its tensor, and its array in a file has its dtype and lengths.
+- Disjointness: the shards of a tensor do not overlap.
+- Completeness: they leave no hole.
+- Parent: a delta names the hash of the state that it is against.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from ...codec.errors import CorruptDataError, NewerFormatError
 from ...codec.format.bounded_json import loads
+from ...codec.state.leaves import LeafSpec
+from .signing import Keys
 
-FORMAT = 1
-_NAME = re.compile(r"versions/(\d{12})\.json")
-_DATA = re.compile(r"data/\d{12}-[bd]-[0-9a-f]{16}\.spt")
-_HASH = re.compile(r"[0-9a-f]{32}")
+FORMAT = 2
+"""1 for versions of release 0.1, which have whole tensors in one file and no hash of each."""
 LARGEST = 10**12 - 1
+Where = tuple[tuple[int, int], ...]
+"""Of each axis the first index and the length."""
+_NAME = re.compile(r"versions/(\d{12})\.json")
+_OLD_DATA = re.compile(r"data/\d{12}-([bd])-([0-9a-f]{16})\.spt")
+_ID = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
+_HASH = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box of a published tensor.
+
+    Args:
+        name: of the tensor.
+        dtype: of the tensor.
+        shape: of the whole tensor.
+        where: what of it this is.
+        hash: of dtype, lengths and bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    where: Where
+    hash: str
+
+    @property
+    def spec(self) -> LeafSpec:
+        """The array in the file."""
+        return LeafSpec("torch", self.dtype, tuple(n for _, n in self.where))
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether this is the whole tensor."""
+        return self.where == whole(self.shape)
+
+    @property
+    def label(self) -> str:
+        """Its name in the file, and in messages."""
+        box = ", ".join(f"{start}:{start + n}" for start, n in self.where)
+        return self.name if self.is_whole else f"{self.name}[{box}]"
+
+    def row(self) -> list[Any]:
+        """JSON values, which `of` reads."""
+        box = [] if self.is_whole else [[start for start, _ in self.where], [n for _, n in self.where]]
+        return [self.name, self.dtype, list(self.shape), self.hash, *box]
+
+    @staticmethod
+    def of(row: Any) -> Shard:
+        """Read and check a row; ValueError if it is not one."""
+        name, dtype, shape, digest, *box = row
+        starts, lengths = box or ([0] * len(shape), shape)
+        numbers = [*shape, *starts, *lengths]
+        if any(type(n) is not int or not 0 <= n <= 1 << 60 for n in numbers) or not isinstance(name, str):
+            raise ValueError(f"a shard of {shape} at {starts} of {lengths}")
+        if not isinstance(dtype, str) or not isinstance(digest, str) or not _HASH.fullmatch(digest):
+            raise ValueError(f"{name}: dtype or hash is malformed")
+        made = Shard(name, dtype, tuple(shape), tuple(zip(starts, lengths, strict=True)), digest)
+        _ = made.spec.itemsize  # an error for an unknown dtype
+        if len(made.where) != len(shape) or any(at + n > size for (at, n), size in zip(made.where, shape, strict=True)):
+            raise ValueError(f"{made.label} is outside of {shape}")
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """The files of some shards of a version: a delta, a base, or both.
+
+    Args:
+        delta: content hash of the file with the delta, or None.
+        delta_bytes: its size.
+        base: content hash of the file with everything, or None.
+        base_bytes: its size.
+        shards: those in the files, in order; empty in format 1, where the file itself says it.
+    """
+
+    delta: str | None
+    delta_bytes: int
+    base: str | None
+    base_bytes: int
+    shards: tuple[Shard, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The smaller way from the version before: "d" or "b"."""
+        return "b" if self.delta is None else "d"
+
+    def id(self, kind: str) -> str | None:
+        """Content hash of the delta or the base."""
+        return self.delta if kind == "d" else self.base
+
+    def nbytes(self, kind: str) -> int:
+        """Size of the delta or the base."""
+        return self.delta_bytes if kind == "d" else self.base_bytes
+
+    def row(self) -> list[Any]:
+        """JSON values, which `of` reads."""
+        return [self.delta, self.delta_bytes, self.base, self.base_bytes, [shard.row() for shard in self.shards]]
+
+    @staticmethod
+    def of(row: Any) -> ShardFile:
+        """Read and check a row; ValueError if it is not one."""
+        delta, delta_bytes, base, base_bytes, shards = row
+        if any(type(n) is not int or not 0 <= n <= 1 << 60 for n in (delta_bytes, base_bytes)):
+            raise ValueError(f"files of {delta_bytes} and {base_bytes} bytes")
+        ids = [i for i in (delta, base) if i is not None]
+        if not ids or not all(isinstance(i, str) and _ID.fullmatch(i) for i in ids):
+            raise ValueError("the names of files do not fit")
+        return ShardFile(delta, delta_bytes, base, base_bytes, tuple(map(Shard.of, shards)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,68 +154,165 @@ class Version:
 
     Args:
         version: its number.
-        parent: number of the version that `delta` is against; None without a delta.
-        delta: name of the file with the delta, or None.
-        delta_bytes: its size.
-        base: name of the file with everything, or None.
-        base_bytes: its size.
+        parent: number of the version that deltas are against; None without one.
         state: hash of names, dtypes, shapes and bits of all tensors.
         publisher: random name of the publisher's run.
-        sliced: whether a receiver can take slices of the tensors.
+        sliced: whether a receiver can take parts of the shards.
+        files: its files.
     """
 
     version: int
     parent: int | None
-    delta: str | None
-    delta_bytes: int
-    base: str | None
-    base_bytes: int
     state: str
     publisher: str
     sliced: bool
+    files: tuple[ShardFile, ...]
 
-    def to_bytes(self) -> bytes:
-        """The JSON file, with a checksum of the rest."""
-        fields = {"format": FORMAT, **asdict(self)}
-        return _plain({**fields, "checksum": xxhash.xxh3_128_hexdigest(_plain(fields))})
+    @property
+    def has_base(self) -> bool:
+        """Return whether it can be read without an earlier version."""
+        return all(file.base is not None for file in self.files)
+
+    @property
+    def shards(self) -> list[Shard]:
+        """All shards; empty in format 1."""
+        return [shard for file in self.files for shard in file.shards]
+
+    def nbytes(self) -> int:
+        """Bytes that receivers of the version before fetch."""
+        return sum(file.nbytes(file.kind) for file in self.files)
+
+    def base_bytes(self) -> int:
+        """Bytes of the base; 0 where there is not a whole one."""
+        return sum(file.base_bytes for file in self.files) if self.has_base else 0
+
+    def to_bytes(self, keys: Keys = Keys()) -> bytes:  # noqa: B008
+        """The JSON file, with a checksum of the rest, signed if there is a key."""
+        names = ("version", "parent", "state", "publisher", "sliced")
+        fields = {"format": FORMAT, **{name: getattr(self, name) for name in names}}
+        return sealed({**fields, "files": [file.row() for file in self.files]}, keys)
 
     @staticmethod
-    def from_bytes(data: bytes, version: int) -> Version:
-        """Read a JSON file.
+    def from_bytes(data: bytes, version: int, keys: Keys = Keys()) -> Version:  # noqa: B008
+        """Read a JSON file, and check all that holds for a version.
 
         Raises:
-            CorruptDataError: it is not what `to_bytes` writes of this version.
+            CorruptDataError: it is not what `to_bytes` writes of this version, or not signed by the key.
             NewerFormatError: a newer release wrote it.
         """
+        fields = unsealed(data, f"version {version}", keys)
         try:
-            fields = loads(data)
-            number = fields["format"]
-            if type(number) is int and number > FORMAT:
-                raise NewerFormatError(
-                    f"version {version}: its file has format {str(number)[:20]}; this reader knows up to {FORMAT}"
-                )
-            found = fields.pop("checksum")
-            if found != xxhash.xxh3_128_hexdigest(_plain(fields)) or fields.pop("format") != FORMAT:
-                raise ValueError("the checksum or the format number does not match")
-            made = Version(**fields)
+            number = fields.pop("format")
+            files = fields.pop("files") if number == FORMAT else [_old_file(fields)]
+            made = Version(**{**fields, "files": tuple(map(ShardFile.of, files))})
+            made._check()
+            if made.version != version:
+                raise ValueError(f"it is of version {made.version}")
         except (ValueError, TypeError, KeyError, AttributeError) as e:
-            raise CorruptDataError(f"version {version}: its file is damaged: {e}") from None
-        if not made._is_sound() or made.version != version:
-            raise CorruptDataError(f"version {version}: its file has fields that do not fit")
+            raise CorruptDataError(f"version {version}: its file has fields that do not fit: {e}") from None
         return made
 
-    def _is_sound(self) -> bool:
-        numbers = (self.version, self.delta_bytes, self.base_bytes)
-        if any(type(n) is not int or not 0 <= n <= 1 << 60 for n in numbers) or type(self.sliced) is not bool:
-            return False
+    def _check(self) -> None:
+        if type(self.version) is not int or not 0 <= self.version <= LARGEST or type(self.sliced) is not bool:
+            raise ValueError("version or sliced")
         if not isinstance(self.state, str) or not _HASH.fullmatch(self.state) or not isinstance(self.publisher, str):
-            return False
-        for name in (self.delta, self.base):
-            if name is not None and not (isinstance(name, str) and _DATA.fullmatch(name)):
-                return False
-        if self.delta is None:
-            return self.parent is None and self.base is not None
-        return type(self.parent) is int and 0 <= self.parent < self.version
+            raise ValueError("state or publisher")
+        if not any(file.delta for file in self.files):
+            if self.parent is not None or not self.has_base:
+                raise ValueError("neither a delta nor a base")
+        elif type(self.parent) is not int or not 0 <= self.parent < self.version:
+            raise ValueError("a delta without a parent")
+        check_layout(self.shards)
+
+
+def _old_file(fields: dict[str, Any]) -> list[Any]:
+    """Return the row of the one file of a version of format 1."""
+    found: list[Any] = []
+    for kind, what in (("d", "delta"), ("b", "base")):
+        name = fields.pop(what)
+        match = None if name is None else _OLD_DATA.fullmatch(name)
+        if name is not None and (match is None or match[1] != kind):
+            raise ValueError(f"{name!r:.60} is not the name of a {what}")
+        found += [match and match[2], fields.pop(f"{what}_bytes")]
+    return [*found, []]
+
+
+def check_layout(shards: Sequence[Shard]) -> None:
+    """Raise ValueError unless shards of each tensor agree, are disjoint and leave no hole."""
+    tensors: dict[str, list[Shard]] = {}
+    for shard in shards:
+        tensors.setdefault(shard.name, []).append(shard)
+    for name, own in tensors.items():
+        if len({(shard.dtype, shard.shape) for shard in own}) > 1:
+            kinds = sorted({f"{shard.dtype} {shard.shape}" for shard in own})
+            raise ValueError(f"{name}: shards of different tensors: {', '.join(kinds[:3])}")
+        total, expected = sum(shard.spec.size for shard in own), math.prod(own[0].shape)
+        if len(own) > 1:
+            # Boxes overlap where their ranges overlap on every axis.
+            boxes = np.array([shard.where for shard in own], np.int64).reshape(len(own), -1, 2)
+            start, stop = boxes[..., 0], boxes.sum(axis=2)
+            meet = ((start[:, None] < stop[None]) & (start[None] < stop[:, None])).all(axis=2)
+            np.fill_diagonal(meet, False)
+            if meet.any():
+                a, b = np.argwhere(meet)[0]
+                raise ValueError(f"{own[a].label} and {own[b].label} overlap")
+        if total != expected:
+            raise ValueError(f"{name}: shards of {total} elements leave a hole in {own[0].shape}")
+
+
+def whole(shape: Iterable[int]) -> Where:
+    """Return the box that is the whole tensor."""
+    return tuple((0, n) for n in shape)
+
+
+def meets(a: Where, b: Where) -> bool:
+    """Return whether two boxes of a tensor have a common element."""
+    return all(x < y + m and y < x + n for (x, n), (y, m) in zip(a, b, strict=True)) and all(n for _, n in (*a, *b))
+
+
+def is_inside(a: Where, b: Where) -> bool:
+    """Return whether all of a box is in another one."""
+    return all(y <= x and x + n <= y + m for (x, n), (y, m) in zip(a, b, strict=True))
+
+
+def state_hash(shards: Iterable[Shard]) -> str:
+    """Return a hash of all tensors from the hashes of their shards, independent of the order."""
+    h = xxhash.xxh3_128()
+    for shard in sorted(shards, key=lambda s: (s.name, s.where)):
+        box = "" if shard.is_whole else f"@{shard.where};"
+        h.update(f"{len(shard.name)} {shard.name} {shard.hash}{box}".encode())
+    return str(h.hexdigest())
+
+
+def sealed(fields: dict[str, Any], keys: Keys) -> bytes:
+    """Return JSON with a checksum of the fields, signed if there is a private key."""
+    if keys.sign is not None:
+        fields = {**fields, "signature": keys.sign(_plain(fields)).hex()}
+    return _plain({**fields, "checksum": xxhash.xxh3_128_hexdigest(_plain(fields))})
+
+
+def unsealed(data: bytes, what: str, keys: Keys) -> dict[str, Any]:
+    """Return the fields of a JSON file that `sealed` wrote.
+
+    Raises:
+        CorruptDataError: it was altered, or is not signed by the key.
+        NewerFormatError: a newer release wrote it.
+    """
+    try:
+        fields: dict[str, Any] = loads(data)
+        number = fields["format"]
+        if type(number) is int and number > FORMAT:
+            raise NewerFormatError(f"{what}: its file has format {str(number)[:20]}; this reader knows up to {FORMAT}")
+        if fields.pop("checksum") != xxhash.xxh3_128_hexdigest(_plain(fields)) or number not in (1, FORMAT):
+            raise ValueError("the checksum or the format number does not match")
+        signature = fields.pop("signature", None)
+        signed = b"" if signature is None else bytes.fromhex(signature)
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise CorruptDataError(f"{what}: its file is damaged: {e}") from None
+    if keys.accepts is not None and not keys.accepts(signed, _plain(fields)):
+        why = "its signature is not of the key" if signed else "it is not signed, and a key is given"
+        raise CorruptDataError(f"{what}: {why}")
+    return fields
 
 
 def _plain(fields: dict[str, Any]) -> bytes:
@@ -111,6 +328,12 @@ def version_of(name: str) -> int | None:
     """The version whose JSON file has this name; None for other files."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def versions_in(names: Iterable[str]) -> list[int]:
+    """Return the versions of the files in the folder `versions`, ascending."""
+    found = (version_of(f"versions/{name.rsplit('/', 1)[-1]}") for name in names)
+    return sorted(v for v in found if v is not None)
 
 
 def data_name(version: int, kind: str, identity: str) -> str:

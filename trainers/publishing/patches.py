@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from ...codec.lossless.sparse import encode_sparse, read_sparse
 from ...codec.parallel import map_chunks
 from ...codec.records import ArrayRecord
 from ...codec.state.leaves import LeafSpec, NpArray
+from .layout import Where, is_inside
 from .tensors import Part, host_bytes
 
 STEP = 4 * CHUNK
@@ -53,6 +55,11 @@ def encode(data: NpArray, before: NpArray | None, spec: LeafSpec, sliced: bool) 
         sliced: use only what can be decoded where the receiver has a part of the tensor.
     """
 
+    if before is data:
+        unchanged = Writer()
+        unchanged.byte(UNCHANGED)
+        return [unchanged] * len(range(0, data.size, STEP))
+
     def one(start: int) -> Writer:
         own, old = data[start : start + STEP], None if before is None else before[start : start + STEP]
         first = start // spec.itemsize
@@ -72,33 +79,72 @@ def encode(data: NpArray, before: NpArray | None, spec: LeafSpec, sliced: bool) 
     return map_chunks(one, range(0, data.size, STEP))
 
 
-def stage(part: Part, links: Sequence[tuple[Checkpoint, ArrayRecord]]) -> list[Patch]:
-    """Combine the changes of successive links in a tensor, without writing them.
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A shard of a version as it is stored: a delta or a base.
+
+    Args:
+        ckpt: the file.
+        record: of the shard in it.
+        where: what of the tensor it is.
+    """
+
+    ckpt: Checkpoint
+    record: ArrayRecord
+    where: Where
+
+    def needed(self, region: Where) -> list[int]:
+        """Return the numbers of the pieces that may have elements of a region."""
+        if is_inside(self.where, region):
+            return list(range(len(self.record.stretch.lengths)))
+        spec, box = self.record.spec, _within(region, self.where)
+        step = STEP // spec.itemsize
+        return [i for i in range(len(self.record.stretch.lengths)) if _meets(spec.shape, box, i * step, step)]
+
+    def pieces(self, region: Where) -> dict[int, _Piece]:
+        """Return the pieces that may have elements of a region, by number.
+
+        Raises:
+            CorruptDataError: there are too few or too many, or they are not of the right kind.
+        """
+        record = self.record
+        expected = len(range(0, record.spec.nbytes, STEP))
+        if len(record.stretch.lengths) != expected or record.stream != "bytes" or record.bundle is not None:
+            raise CorruptDataError(
+                f"{record.path}: {len(record.stretch.lengths)} pieces of {record.stream} for {expected}"
+            )
+        found = {
+            i: _Piece.of(data, record.path) for i, data in self.ckpt.some_pieces(record, self.needed(region)).items()
+        }
+        if not self.ckpt.is_delta and any(piece.method in (UNCHANGED, SPARSE) for piece in found.values()):
+            raise CorruptDataError(f"{record.path}: changes in a base")
+        return found
+
+
+def stage(part: Part, links: Sequence[Sequence[Stored]]) -> list[Patch]:
+    """Combine the changes of successive versions in a tensor, unwritten; positions ascend.
 
     Args:
         part: the tensor.
-        links: a checkpoint and the tensor's record in it, the oldest first; the first one may be a base.
+        links: of each version, the shards that meet the tensor, the oldest version first; together they cover it.
 
     Raises:
         CorruptDataError: a link is damaged, or is a delta against other values than the tensor's.
     """
-    spec, base = links[0][1].spec, not links[0][0].is_delta
-    parts = range(0, spec.nbytes, STEP)
-    pieces = []
-    for ckpt, record in links:
-        own = ckpt.pieces_of(record)
-        if len(own) != len(parts) or record.stream != "bytes" or record.bundle is not None:
-            raise CorruptDataError(f"{record.path}: {len(own)} pieces of {record.stream} for {len(parts)}")
-        pieces.append([_Piece.of(piece, record.path) for piece in own])
-    if base and any(piece.method in (UNCHANGED, SPARSE) for piece in pieces[0]):
-        raise CorruptDataError(f"{part.source}: changes in a base")
-    if part.where is not None:
-        return _slice(part, spec, pieces)
-    data = host_bytes(part.tensor)
-    work = [(i, start) for i, start in enumerate(parts)]
-    found = map_chunks(
-        lambda w: _whole(part, spec, data[w[1] : w[1] + STEP], [p[w[0]] for p in pieces], w[1], base), work
-    )
+    region, item = part.region, part.tensor.element_size()
+    boxes = [shard.where for shard in links[0]]
+    offsets = [_offset(where, region) for where in boxes]
+    local = host_bytes(part.tensor)
+    if None in offsets or any([shard.where for shard in link] != boxes for link in links):
+        return _scattered(part, local, links)
+    work = []
+    for i in sorted(range(len(boxes)), key=lambda i: offsets[i] or 0):
+        own = [link[i] for link in links]
+        pieces, start = [shard.pieces(region) for shard in own], offsets[i] or 0
+        base, spec = not own[0].ckpt.is_delta, own[0].record.spec
+        data = local[start * item : start * item + spec.nbytes]
+        work += [(spec, data, [p[n] for p in pieces], n * STEP, start, base) for n in range(len(pieces[0]))]
+    found = map_chunks(lambda w: _whole(part.name, *w), work)
     return [patch for own in found for patch in own]
 
 
@@ -118,67 +164,116 @@ class _Piece:
 
 
 def _whole(
-    part: Part, spec: LeafSpec, before: NpArray, pieces: Sequence[_Piece], start: int, base: bool
+    name: str, spec: LeafSpec, data: NpArray, pieces: Sequence[_Piece], start: int, offset: int, base: bool
 ) -> list[Patch]:
-    """Return the patch of one part of a whole tensor."""
-    item = spec.itemsize
+    """Return the patch of one part of a shard that stands at an offset in the receiver's tensor."""
+    item, before = spec.itemsize, data[start : start + STEP]
     changed = [p for p in pieces if p.method != UNCHANGED]
     if not changed:
         return []
-    kind = np.dtype(f"<u{item}") if item in (1, 2, 4, 8) else np.dtype(f"V{item}")
+    offset += start // item
     sparse = len(changed) == 1 and changed[0].method == SPARSE
     if sparse and item in (1, 2, 4, 8) and not spec.dtype.startswith("complex"):
         positions, values = read_sparse(Reader(changed[0].data[1:], "patch"), before.size, spec).positions(before)
-        return [Patch(part.name, positions + start // item, values)]
+        return [Patch(name, positions + offset, values)]
     scratch = before.copy()
     for number, piece in enumerate(changed):
         old = scratch.copy() if piece.method != SPARSE else scratch
         decode_chunk(piece.data, scratch, spec, None if base and not number else old)
-    new, old = scratch.view(kind), before.view(kind)
+    new, old = scratch.view(_kind(item)), before.view(_kind(item))
     at = np.flatnonzero(new != old)
     if at.size * _DENSE > new.size:
-        return [Patch(part.name, None, new, start // item)]
-    return [Patch(part.name, at + start // item, new[at])] if at.size else []
+        return [Patch(name, None, new, offset)]
+    return [Patch(name, at + offset, new[at])] if at.size else []
 
 
-def _slice(part: Part, spec: LeafSpec, links: Sequence[Sequence[_Piece]]) -> list[Patch]:
-    """Return the patches of a slice: the links are applied to a copy of the local tensor."""
-    assert part.where is not None
-    item, shape, where = spec.itemsize, spec.shape, part.where
-    if spec.dtype.startswith("complex"):  # coded as pairs of numbers
-        item, shape, where = item // 2, (*shape, 2), (*where, (0, 2))
-    kind = np.dtype(f"<u{item}")
-    data = host_bytes(part.tensor)
-    local = data.copy().view(kind)
-    for pieces in links:
-        for number, piece in enumerate(pieces):
-            first = number * STEP // item
-            count = min(STEP, spec.nbytes - number * STEP) // item
-            if piece.method == UNCHANGED or not _meets(shape, where, first, count):
-                continue
-            if piece.method == SPARSE:
-                changes = read_sparse(Reader(piece.data[1:], "patch"), count * item, spec)
-                if changes.edges:
-                    raise CorruptDataError(f"{part.source}: published without sliced=True; a slice cannot be updated")
-                positions = changes.delta.ranks
-                at, inside = _local_positions(shape, where, positions + first)
-                own = np.zeros(count, kind)
-                own[positions[inside]] = local[at]
-                found, values = changes.positions(own.view(np.uint8))
-                local[at] = values[inside] if np.array_equal(found, positions) else values
-            else:
-                out = np.empty(count * item, np.uint8)
-                decode_chunk(piece.data, out, spec, None)
-                at, inside = _local_positions(shape, where, np.arange(first, first + count))
-                local[at] = out.view(kind)[inside]
-    rows = (-1, spec.itemsize)
+def _kind(item: int) -> np.dtype[Any]:
+    return np.dtype(f"<u{item}") if item in (1, 2, 4, 8) else np.dtype(f"V{item}")
+
+
+def _scattered(part: Part, data: NpArray, links: Sequence[Sequence[Stored]]) -> list[Patch]:
+    """Return the patch of a tensor with elements of several shards, applied to a copy."""
+    item, region = part.tensor.element_size(), part.region
+    is_pair = part.tensor.is_complex()  # coded as pairs of numbers
+    width = item // 2 if is_pair else item
+    local = data.copy().view(f"<u{width}")
+    for link in links:
+        for shard in link:
+            spec, box = shard.record.spec, _within(region, shard.where)
+            shape, box = ((*spec.shape, 2), (*box, (0, 2))) if is_pair else (spec.shape, box)
+            for number, piece in shard.pieces(region).items():
+                first = number * STEP // width
+                count = min(STEP, spec.nbytes - number * STEP) // width
+                if piece.method != UNCHANGED:
+                    _scatter(piece, spec, local, _Places(shape, box, first, count), not shard.ckpt.is_delta)
+    rows = (-1, item)
     new = local.view(np.uint8).reshape(rows)
     at = np.flatnonzero((new != data.reshape(rows)).any(axis=1))
-    whole = np.dtype(f"<u{spec.itemsize}") if spec.itemsize in (1, 2, 4, 8) else np.dtype(f"V{spec.itemsize}")
-    return [Patch(part.name, at, new.view(whole).reshape(-1)[at])] if at.size else []
+    return [Patch(part.name, at, new.view(_kind(item)).reshape(-1)[at])] if at.size else []
 
 
-def _meets(shape: tuple[int, ...], where: tuple[tuple[int, int], ...], first: int, count: int) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the elements of a piece are in the receiver's tensor.
+
+    Args:
+        shape: of the shard.
+        box: the receiver's tensor, relative to the shard.
+        first: first element of the piece.
+        count: its elements.
+    """
+
+    shape: tuple[int, ...]
+    box: Where
+    first: int
+    count: int
+
+    def of(self, positions: NpArray) -> tuple[NpArray, NpArray]:
+        """Return flat local positions, with a mask of the elements that are here."""
+        return _local_positions(self.shape, self.box, positions + self.first)
+
+
+def _scatter(piece: _Piece, spec: LeafSpec, local: NpArray, places: _Places, base: bool) -> None:
+    """Apply a piece to the elements that are here."""
+    count, kind = places.count, local.dtype
+    changes = (
+        read_sparse(Reader(piece.data[1:], "patch"), count * kind.itemsize, spec) if piece.method == SPARSE else None
+    )
+    own = np.zeros(count, kind)
+    if changes is not None and not changes.edges:
+        positions = changes.delta.ranks
+        at, inside = places.of(positions)
+        own[positions[inside]] = local[at]
+        found, values = changes.positions(own.view(np.uint8))
+        local[at] = values[inside] if np.array_equal(found, positions) else values
+        return
+    at, inside = places.of(np.arange(count))
+    if not base:
+        own[inside] = local[at]
+    before = None if base or not inside.all() else own.view(np.uint8)
+    if before is None and changes is not None:
+        raise CorruptDataError("published without sliced=True; a slice cannot be updated")
+    out = own.view(np.uint8).copy()
+    decode_chunk(piece.data, out, spec, before)
+    local[at] = out.view(kind)[inside]
+
+
+def _offset(where: Where, region: Where) -> int | None:
+    """Return where a box begins in a region's flat elements; None if it is not contiguous."""
+    offset, stride, rest = 0, 1, True
+    for (start, n), (first, size) in zip(reversed(where), reversed(region), strict=True):
+        if not (first <= start and start + n <= first + size) or not (rest or n == 1):
+            return None
+        offset, stride, rest = offset + (start - first) * stride, stride * size, rest and n == size
+    return offset
+
+
+def _within(region: Where, where: Where) -> Where:
+    """Return a region relative to the first element of a box; it may begin before the box."""
+    return tuple((start - first, n) for (start, n), (first, _) in zip(region, where, strict=True))
+
+
+def _meets(shape: tuple[int, ...], where: Where, first: int, count: int) -> bool:
     """Return whether elements first ... first + count - 1 may overlap a slice."""
     if not shape:
         return True
@@ -187,9 +282,7 @@ def _meets(shape: tuple[int, ...], where: tuple[tuple[int, int], ...], first: in
     return first < (start + length) * row and first + count > start * row
 
 
-def _local_positions(
-    shape: tuple[int, ...], where: tuple[tuple[int, int], ...], positions: NpArray
-) -> tuple[NpArray, NpArray]:
+def _local_positions(shape: tuple[int, ...], where: Where, positions: NpArray) -> tuple[NpArray, NpArray]:
     """Convert global to flat local positions in a slice, with a mask of those inside."""
     rest, local, inside, scale = positions, np.zeros_like(positions), np.ones(positions.shape, bool), 1
     for size, (start, length) in zip(reversed(shape), reversed(where), strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,29 +15,43 @@ from blake3 import blake3
 
 from ...codec.errors import BadArgumentError, CorruptDataError, NewerFormatError, ShrinkpointError
 from ...codec.format import container
-from ...codec.state.leaves import LeafSpec, NpArray
-from ...kernels.backend.arguments import flag, integer
+from ...codec.state.leaves import NpArray, is_sharded
+from ...kernels.backend.arguments import flag, integer, or_none
+from ...kernels.backend.arguments import instance as instance_of
 from ...store.files import Files
 from ...store.urls import opened
-from .layout import LARGEST, Version, data_name, version_name, version_of
+from . import signing
+from .layout import (
+    LARGEST,
+    Shard,
+    ShardFile,
+    Version,
+    Where,
+    check_layout,
+    data_name,
+    state_hash,
+    version_name,
+    versions_in,
+)
 from .patches import encode
+from .ranks import FOLDER, Alone, Counted, Grouped, InStore, PublishConflictError, Ranks, one_value, together
 from .subscriber import Subscriber
-from .tensors import hash_of, host_bytes, spec_of, state_hash, tensors_of
+from .tensors import Own, hash_of, host_bytes, sample_hash, shards_of
 
-
-class PublishConflictError(ShrinkpointError):
-    """Another publisher has written to the same URL."""
+_FILE = 1 << 28
+"""Bytes of the tensors of a file, if it has more than one; they bound a rank's memory."""
+Key = tuple[str, Where]
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Result of `Publisher.publish`.
+    """Result of `Publisher.publish`, of all ranks together.
 
     Args:
         version: its number.
-        nbytes: bytes that receivers of the version before fetch: of the delta, or of the base without a delta.
+        nbytes: bytes that receivers of the version before fetch: of the deltas, or of the base without one.
         base_bytes: bytes of the base; 0 where none was written.
-        raw_bytes: bytes of all tensors.
+        raw_bytes: bytes of the tensors of this rank.
         seconds: time that it took.
     """
 
@@ -51,17 +65,22 @@ class Published:
 class Publisher:
     """Publish a model's versions to a folder or an object store.
 
-    One copy of the last version's tensors is kept on the host, to compare the next version with. After a restart it is
-    read back from the URL, so that receivers continue with deltas; if that fails (damaged files, other names or
-    shapes), the first version is a base. One thread publishes at a time.
+    Each rank of the trainer writes its shards, and keeps one copy of them on the host, to compare the next version
+    with. After a restart the copy is read back from the URL, so that receivers continue with deltas; if that fails
+    (damaged files, other names or shapes), the first version is a base. One thread publishes at a time.
+
+    All ranks call `publish` where the state has DTensors, and with `ranks`; else rank 0 alone publishes.
 
     Args:
         url: a path or any fsspec URL. Everyone with write access to it decides what receivers serve (docs/security.md).
         base_every: number of versions from one base to the next; a base is also written when the deltas since the last
             one are larger than it. Receivers that are up to date still fetch the delta.
         keep: number of versions that are kept, at least 1; versions that a kept one needs are kept as well.
-        sliced: let receivers take slices of the tensors (tensor and expert parallelism); deltas of floats are then up
-            to a third larger.
+        sliced: let receivers take parts of what a rank holds; deltas of floats are then up to a third larger.
+        ranks: a process group of `torch.distributed` whose ranks publish together: tensors that several of them have
+            are divided between them by name. Or `Counted`, for processes without a group. Default: see above.
+        dtype: convert floating-point tensors to it, one by one, as masters of float32 to bfloat16.
+        key: Ed25519 private key, 32 bytes or of the package `cryptography`, that signs each version.
 
     Raises:
         BadArgumentError: an argument out of range.
@@ -80,204 +99,358 @@ class Publisher:
     """
 
     def __init__(
-        self, url: str | os.PathLike[str], *, base_every: int = 50, keep: int = 100, sliced: bool = False
+        self,
+        url: str | os.PathLike[str],
+        *,
+        base_every: int = 50,
+        keep: int = 100,
+        sliced: bool = False,
+        ranks: Any = None,
+        dtype: torch.dtype | None = None,
+        key: Any = None,
     ) -> None:
         self._files: Files = opened(url)
         self._base_every = integer("base_every", base_every, 1)
         self._keep = integer("keep", keep, 1)
         self._sliced = flag("sliced", sliced)
-        self._url = url
-        self._token = uuid.uuid4().hex
-        self._may_read_back = True
+        self._dtype = or_none("dtype", dtype, instance_of, torch.dtype)
+        self._url, self._key, self._keys = url, key, signing.private(key)
+        self._group: Any = InStore(ranks, self._files, self._keys) if isinstance(ranks, Counted) else ranks
+        self._token = ranks.run if isinstance(ranks, Counted) else uuid.uuid4().hex
+        self._failed = -1
         self._last: Version | None = None
-        self._identity: str | None = None
-        self._kept: dict[str, tuple[LeafSpec, NpArray]] = {}
-        self._hashes: dict[str, str] = {}
+        self._kept: dict[Key, NpArray] = {}
+        self._specs: dict[Key, tuple[tuple[int, ...], str]] = {}
+        self._hashes: dict[Key, str] = {}
         self._since_base, self._chain_bytes, self._base_bytes = 0, 0, 0
+        self._may_read_back = True
 
     @property
     def newest(self) -> int | None:
         """The newest version at the URL, by any publisher; None without one."""
         return max(self._versions(), default=None)
 
-    def publish(self, version: int, state: Mapping[str, Any]) -> Published:
+    def publish(
+        self,
+        version: int,
+        state: Mapping[str, Any],
+        *,
+        shards: Mapping[str, tuple[str, Sequence[int], Sequence[slice]]] | None = None,
+    ) -> Published:
         """Publish a version; durable and visible as a whole when this returns.
 
         Args:
             version: above every version at the URL; the same as the last one only with the same state, which changes
                 nothing.
             state: a state dict of tensors, any device; they must not change until this returns, which is checked.
-                DTensors are gathered: all ranks call this, and only rank 0 writes.
+                Of DTensors the local part is read, and nothing is gathered.
+            shards: `{name: (published name, its shape, (slice, ...))}` for plain tensors that are a slice of a
+                published one, as in tensor-parallel trainers without DTensors.
 
         Raises:
             BadArgumentError: the version is not above the newest; the state has values other than tensors, or another
-                thread changed it meanwhile.
+                thread changed it meanwhile; ranks disagree, or their shards overlap or leave a hole.
             PublishConflictError: another publisher has written since.
+            ShrinkpointError: another rank failed, or did not arrive.
             OSError: it could not be written; the version then does not exist, and may be published again.
         """
         begin = time.perf_counter()
         version = integer("version", version, 0, LARGEST)
-        tensors = tensors_of(state, "state")
-        raw = sum(t.numel() * t.element_size() for t in tensors.values())
-        if _rank() != 0:
-            return Published(version, 0, 0, raw, time.perf_counter() - begin)
-        data = {name: host_bytes(tensor) for name, tensor in tensors.items()}
-        specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
-        hashes = {name: hash_of(specs[name], own) for name, own in data.items()}
-        state_is = state_hash(hashes)
-        if self._is_repeated(version, state_is):
-            return Published(version, 0, 0, raw, time.perf_counter() - begin)
-        if self._last is None and self._may_read_back:
-            self._read_back(tensors)
-        last = self._last
-        same_tensors = last is not None and {n: s for n, (s, _) in self._kept.items()} == specs
-        delta = base = delta_name = base_name = None
-        if last is not None and same_tensors:
-            delta, identity = self._file(data, specs, hashes)
-            delta_name = data_name(version, "d", identity)
-        if (
-            delta is None
-            or self._since_base + 1 >= self._base_every
-            or self._chain_bytes + len(delta) > self._base_bytes
-        ):
-            base, base_identity = self._file(data, specs, None)
-            base_name = data_name(version, "b", base_identity)
-        made = Version(
-            version,
-            None if delta is None or last is None else last.version,
-            delta_name,
-            0 if delta is None else len(delta),
-            base_name,
-            0 if base is None else len(base),
-            state_is,
-            self._token,
-            self._sliced,
-        )
-        changing = [name for name, own in data.items() if hash_of(specs[name], own) != hashes[name]]
-        if changing:
-            raise BadArgumentError(f"state changed while it was published: {', '.join(changing[:5])}")
-        for name, blob in ((delta_name, delta), (base_name, base)):
-            if name is not None and blob is not None:
-                self._files.write(name, blob)
-        if not self._files.create(version_name(version), made.to_bytes()):
-            self._forget()
-            raise PublishConflictError(
-                f"{self._files.path(version_name(version))}: another publisher has written version {version}"
+        ranks = self._ranks(state)
+        if ranks is None:
+            return Published(version, 0, 0, 0, time.perf_counter() - begin)
+        if not ranks.collective and version <= self._failed:
+            raise BadArgumentError(
+                f"version {version} failed, and parts of it may be left; publish it as {self._failed + 1} or higher"
             )
-        copied = [name for name in data if self._hashes.get(name) != hashes[name]]
-        self._remember(made, data, specs, hashes, len(base or b""))
-        if any(hash_of(*self._kept[name]) != hashes[name] for name in copied):
-            self._forget()  # the state changed after it was written, so that the copy is not the published one
-        self._remove_old()
-        nbytes = len(delta if delta is not None else base or b"")
-        return Published(version, nbytes, len(base or b""), raw, time.perf_counter() - begin)
+        self._failed = version
+        own: list[Own] = []
 
-    def _versions(self) -> list[int]:
-        found = (version_of(f"versions/{name.rsplit('/', 1)[-1]}") for name in self._files.list("versions"))
-        return [v for v in found if v is not None]
+        def greeting() -> dict[str, Any]:
+            own.extend(shards_of(state, shards))
+            newest = self._check(version) if ranks.index == 0 or not ranks.collective else None
+            plain = {}
+            if isinstance(ranks, Grouped):
+                plain = {o.name: [o.tensor.nbytes, sample_hash(o.tensor)] for o in own if o.is_plain}
+            return {"version": version, "newest": newest, "plain": plain}
 
-    def _is_repeated(self, version: int, state_is: str) -> bool:
-        """Return whether exactly this version exists; raise an error if its number is taken."""
+        everyone = together(ranks, version, greeting) if ranks.collective else []
+        if everyone:
+            one_value(everyone, "version", "the version")
+        owner = _divided([rank["plain"] for rank in everyone])
+
+        def part() -> dict[str, Any]:
+            newest = (everyone or [greeting()])[0]["newest"]
+            own[:] = [o for o in own if not o.is_plain or owner.get(o.name, ranks.index) == ranks.index]
+            return self._part(version, own, newest)
+
+        made = self._merged(version, together(ranks, version, part))
+        if made is not None:
+            self._commit(ranks, made, own)
+        self._failed = -1
+        raw = sum(self._nbytes(o) for o in own)
+        nbytes, base = (0, 0) if made is None else (made.nbytes(), made.base_bytes())
+        return Published(version, nbytes, base, raw, time.perf_counter() - begin)
+
+    # ------------------------------------------------------------------ the ranks
+
+    def _ranks(self, state: Any) -> Ranks | None:
+        """Return with whom this process publishes; None if another one does."""
+        distributed = torch.distributed
+        if isinstance(self._group, InStore):
+            return self._group
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return Alone()
+        values = state.values() if isinstance(state, Mapping) else ()
+        divided = any(is_sharded(t) and t.device_mesh.size() > 1 for t in values)
+        if self._group is not None or divided:
+            return Grouped(self._group)
+        return Alone() if distributed.get_rank() == 0 else None
+
+    def _check(self, version: int) -> int | None:
+        """Return the newest version; raise an error if this one cannot follow it."""
         newest, last = self.newest, self._last
         if last is not None and newest != last.version:
-            mine = last.version
+            there = None if newest is None else self._version(newest)
             self._forget()
-            raise PublishConflictError(
-                f"{self._files.path('versions')}: the newest version is {newest}; this publisher wrote {mine} last: "
-                "another one writes to the same URL, or its files were removed. The next version is a base"
-            )
-        if newest is None or version > newest:
-            return False
-        if version == newest:
-            there = Version.from_bytes(self._files.read(version_name(version)), version)
-            if there.state == state_is:
-                for name in (there.delta, there.base, version_name(version)):
-                    if name is not None:  # its publisher may have been killed before they were durable
-                        self._files.sync([name])
-                return True
-        raise BadArgumentError(
+            if there is None or there.version < last.version or there.publisher != self._token:
+                raise PublishConflictError(
+                    f"{self._files.path('versions')}: the newest version is {newest}; this publisher wrote "
+                    f"{last.version} last: another one writes to the same URL, or its files were removed. The next "
+                    "version is a base"
+                )
+        if newest is not None and version < newest:
+            raise self._not_above(version, newest)
+        return newest
+
+    def _not_above(self, version: int, newest: int) -> BadArgumentError:
+        return BadArgumentError(
             f"version {version} is not above {newest}, the newest at {self._files.path('versions')}; versions ascend, "
             "also after a restart from an older checkpoint (Publisher.newest says where to go on)"
         )
 
-    def _read_back(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Continue from the newest version if it can be read and has the same tensors."""
-        self._may_read_back = False
-        newest = self.newest
-        if newest is None:
-            return
-        read = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
-        try:
-            Subscriber(self._url, read).update(version=newest)
-            chain = [Version.from_bytes(self._files.read(version_name(newest)), newest)]
-            while chain[-1].base is None and chain[-1].parent is not None:
-                parent = chain[-1].parent
-                chain.append(Version.from_bytes(self._files.read(version_name(parent)), parent))
-        except (ShrinkpointError, OSError):
-            return
-        specs = {name: spec_of(t) for name, t in read.items()}
-        hashes = {name: hash_of(specs[name], host_bytes(t)) for name, t in read.items()}
-        if state_hash(hashes) != chain[0].state:
-            return
-        self._remember(chain[0], {name: host_bytes(t) for name, t in read.items()}, specs, hashes, chain[-1].base_bytes)
-        self._since_base, self._chain_bytes = len(chain) - 1, sum(v.delta_bytes for v in chain[:-1])
+    # ------------------------------------------------------------------ the part of this rank
 
-    def _file(
-        self, data: dict[str, NpArray], specs: dict[str, LeafSpec], hashes: dict[str, str] | None
-    ) -> tuple[bytes, str]:
-        """Return a checkpoint file of these tensors and its identity; a delta if hashes are given."""
+    def _bytes(self, own: Own) -> NpArray:
+        return host_bytes(own.tensor.to(self._as(own)))
+
+    def _as(self, own: Own) -> torch.dtype:
+        return self._dtype if self._dtype is not None and own.tensor.is_floating_point() else own.tensor.dtype
+
+    def _nbytes(self, own: Own) -> int:
+        return own.tensor.numel() * self._as(own).itemsize
+
+    def _shard(self, own: Own, data: NpArray) -> Shard:
+        dtype = str(self._as(own)).removeprefix("torch.")
+        made = Shard(own.name, dtype, own.shape, own.where, "")
+        return Shard(own.name, dtype, own.shape, own.where, hash_of(made.spec, data))
+
+    def _part(self, version: int, own: list[Own], newest: int | None) -> dict[str, Any]:
+        """Write the shards of this rank; return what the version's file needs of them."""
+        repeated = version == newest
+        said = {"version": version, "publisher": self._token, "sliced": self._sliced, "repeated": repeated}
+        if repeated:
+            self._check_repeated(version, [self._shard(o, self._bytes(o)) for o in own])
+            return {**said, "parent": None, "files": []}
+        if self._last is None and self._may_read_back and newest is not None:
+            self._read_back(own, newest)
+        if self._last is not None and self._last.version != newest:
+            self._forget()  # it was published while this rank had an error
+        last = self._last
+        known = last is not None and {o.key: (o.shape, str(self._as(o))) for o in own} == self._specs
+        based = not known or self._since_base + 1 >= self._base_every or self._chain_bytes > self._base_bytes
+        files = [self._file(version, batch, known, based) for batch in self._batches(own)]
+        shards = [shard for file in files for shard in file.shards]
+        changing = [s.name for o, s in zip(own, shards, strict=True) if self._shard(o, self._bytes(o)) != s]
+        if changing:
+            raise BadArgumentError(f"state changed while it was published: {', '.join(changing[:5])}")
+        parent = None if last is None or not known else [last.version, last.state]
+        return {**said, "parent": parent, "files": [file.row() for file in files]}
+
+    def _batches(self, own: list[Own]) -> Iterator[list[Own]]:
+        batch: list[Own] = []
+        size = 0
+        for o in own:
+            if batch and size + self._nbytes(o) > _FILE:
+                yield batch
+                batch, size = [], 0
+            batch.append(o)
+            size += self._nbytes(o)
+        if batch:
+            yield batch
+
+    def _file(self, version: int, batch: list[Own], known: bool, based: bool) -> ShardFile:
+        """Write the delta and the base of some shards."""
+        data = [self._bytes(o) for o in batch]
+        shards = [self._shard(o, own) for o, own in zip(batch, data, strict=True)]
+        written: dict[str, tuple[str | None, int]] = {"d": (None, 0), "b": (None, 0)}
+        for kind in ("d" if known else "", "b" if based else ""):
+            if kind:
+                blob = self._blob(shards, data, kind == "d")
+                identity = blake3(blob).hexdigest()
+                self._files.write(data_name(version, kind, identity), blob)
+                written[kind] = (identity, len(blob))
+        return ShardFile(*written["d"], *written["b"], tuple(shards))
+
+    def _blob(self, shards: Sequence[Shard], data: Sequence[NpArray], is_delta: bool) -> bytes:
         pieces, records = [], []
-        for name, own in data.items():
+        for shard, own in zip(shards, data, strict=True):
             before = None
-            if hashes is not None:
+            if is_delta:
                 # Hashes of unchanged tensors are equal, and there is nothing to compare.
-                before = own if hashes[name] == self._hashes[name] else self._kept[name][1]
-            made = encode(own, before, specs[name], self._sliced)
-            record: dict[str, Any] = {"d": specs[name].dtype, "s": list(specs[name].shape), "f": "bytes"}
-            record["b"] = [len(piece) for piece in made]
-            if hashes is not None:
-                record["p"] = True
-            records.append(record)
+                kept = self._kept[shard.name, shard.where]
+                before = own if shard.hash == self._hashes[shard.name, shard.where] else kept
+            made = encode(own, before, shard.spec, self._sliced)
+            record = {"d": shard.dtype, "s": list(shard.spec.shape), "f": "bytes", "b": [len(piece) for piece in made]}
+            records.append({**record, "p": True} if is_delta else record)
             pieces += made
         header = {
-            "parent": None if hashes is None else self._identity,
-            "raw": sum(own.size for own in data.values()),
-            "tree": [{"d": list(data)}, *({"a": i} for i in range(len(data)))],
+            "parent": self._last.state * 2 if is_delta and self._last is not None else None,
+            "raw": sum(own.size for own in data),
+            "tree": [{"d": [shard.label for shard in shards]}, *({"a": i} for i in range(len(data)))],
             "arrays": records,
         }
-        blob, _ = container.write(header, pieces)
-        return blob, blake3(blob).hexdigest()
+        return container.write(header, pieces)[0]
 
-    def _remember(
-        self, made: Version, data: dict[str, NpArray], specs: dict[str, LeafSpec], hashes: dict[str, str], base: int
-    ) -> None:
-        for name, own in data.items():
-            kept = self._kept.get(name)
-            if kept is None or kept[0] != specs[name]:
-                self._kept[name] = (specs[name], own.copy())
-            elif self._hashes.get(name) != hashes[name]:
-                np.copyto(kept[1], own)
-        for name in set(self._kept) - set(data):
-            del self._kept[name]
-        self._hashes, self._last, self._identity = hashes, made, made.state * 2
-        if base:
-            self._since_base, self._chain_bytes, self._base_bytes = 0, 0, base
-        else:
-            self._since_base += 1
-            self._chain_bytes += made.delta_bytes
+    def _check_repeated(self, version: int, own: list[Shard]) -> None:
+        """Raise BadArgumentError unless exactly this version exists; make its files durable."""
+        there = self._version(version)
+        if there is None or not (set(own) <= set(there.shards) if there.shards else state_hash(own) == there.state):
+            raise self._not_above(version, version)
+        for file in there.files:  # its publisher may have been killed before they were durable
+            for kind in ("d", "b"):
+                if (identity := file.id(kind)) is not None:
+                    self._files.sync([data_name(version, kind, identity)])
+        self._files.sync([version_name(version)])
+
+    # ------------------------------------------------------------------ the version
+
+    def _merged(self, version: int, parts: list[dict[str, Any]]) -> Version | None:
+        """Return the version of all parts; None if it exists already."""
+        for key, what in (("version", "the version"), ("sliced", "sliced"), ("repeated", "whether it exists")):
+            one_value(parts, key, what)
+        if parts[0]["repeated"]:
+            return None
+        try:
+            files = tuple(ShardFile.of(row) for part in parts for row in part["files"])
+            shards = [shard for file in files for shard in file.shards]
+            if not shards:
+                raise ValueError("it has no tensors")
+            check_layout(shards)
+        except (ValueError, TypeError, KeyError) as e:
+            raise BadArgumentError(f"state: {e}; nothing was published") from None
+        with_delta = [part for part in parts if any(row[0] is not None for row in part["files"])]
+        parent = one_value(with_delta, "parent", "the version before")[0] if with_delta else None
+        return Version(version, parent, state_hash(shards), parts[0]["publisher"], self._sliced, files)
+
+    def _commit(self, ranks: Ranks, made: Version, own: list[Own]) -> None:
+        name, hashes = version_name(made.version), {(s.name, s.where): s.hash for s in made.shards}
+
+        def commit() -> dict[str, Any]:
+            if ranks.commits and not self._files.create(name, made.to_bytes(self._keys)):
+                raise PublishConflictError(
+                    f"{self._files.path(name)}: another publisher has written version {made.version}"
+                )
+            return {}
+
+        try:
+            if ranks.collective:
+                together(ranks, made.version, commit)
+            else:
+                commit()
+        except PublishConflictError:
+            self._forget()
+            raise
+        self._token = made.publisher
+        self._remember(made, own, hashes)
+        if isinstance(ranks, InStore):
+            ranks.committed()
+        if ranks.index == 0:
+            self._remove_old()
+
+    def _remember(self, made: Version, own: list[Own], hashes: Mapping[Key, str]) -> None:
+        specs = {o.key: (o.shape, str(self._as(o))) for o in own}
+        for key in [key for key in self._kept if self._specs.get(key) != specs.get(key)]:
+            del self._kept[key]
+        copied = []
+        for o in own:
+            if o.key not in self._kept:
+                self._kept[o.key] = self._bytes(o).copy()
+            elif self._hashes[o.key] != hashes[o.key]:
+                np.copyto(self._kept[o.key], self._bytes(o))
+            else:
+                continue
+            copied.append(o)
+        self._specs, self._hashes = specs, {o.key: hashes[o.key] for o in own}
+        self._followed([made])
+        if any(self._shard(o, self._kept[o.key]).hash != hashes[o.key] for o in copied):
+            self._forget()  # the state changed after it was written, so that the copy is not the published one
+
+    def _followed(self, chain: Sequence[Version]) -> None:
+        """Count versions, the oldest first."""
+        for version in chain:
+            self._last = version
+            self._since_base, self._chain_bytes = self._since_base + 1, self._chain_bytes + version.nbytes()
+            if version.has_base:
+                self._since_base, self._chain_bytes, self._base_bytes = 0, 0, version.base_bytes()
 
     def _forget(self) -> None:
         """Begin again with a base."""
         self._may_read_back = False
-        self._last, self._identity = None, None
-        self._kept, self._hashes = {}, {}
+        self._last, self._kept, self._specs, self._hashes = None, {}, {}, {}
+        self._since_base, self._chain_bytes, self._base_bytes = 0, 0, 0
+
+    # ------------------------------------------------------------------ the store
+
+    def _versions(self) -> list[int]:
+        return versions_in(self._files.list("versions"))
+
+    def _version(self, number: int) -> Version | None:
+        """Read a version; None if it is missing, damaged or of a newer format."""
+        try:
+            return Version.from_bytes(self._files.read(version_name(number)), number, self._keys)
+        except (OSError, CorruptDataError, NewerFormatError):
+            return None
+
+    def _read_back(self, own: list[Own], newest: int) -> None:
+        """Continue from the newest version if it can be read and has the same tensors."""
+        self._may_read_back = False
+        read = {o.key: torch.empty(o.tensor.shape, dtype=self._as(o)) for o in own}
+        names = {str(i): key for i, key in enumerate(read)}
+        select = {i: (name, [slice(at, at + n) for at, n in where]) for i, (name, where) in names.items()}
+        chain: list[Version] = []
+        try:
+            tensors = {i: read[key] for i, key in names.items()}
+            Subscriber(self._url, tensors, select=select, key=self._keys).update(version=newest)
+        except (ShrinkpointError, OSError):
+            return
+        number: int | None = newest
+        while number is not None and (not chain or not chain[-1].has_base):
+            if (version := self._version(number)) is None:
+                return
+            chain.append(version)
+            number = version.parent
+        kept = {key: host_bytes(tensor) for key, tensor in read.items()}
+        shards = [self._shard(o, kept[o.key]) for o in own]
+        if not self._agrees(chain[0], shards):
+            return
+        self._kept, self._hashes = kept, {(s.name, s.where): s.hash for s in shards}
+        self._specs = {o.key: (o.shape, str(self._as(o))) for o in own}
+        self._followed(chain[::-1])
+
+    def _agrees(self, version: Version, own: list[Shard]) -> bool:
+        """Return whether shards are those of a version, as far as it has their hashes."""
+        if not version.shards:
+            return state_hash(own) == version.state
+        there = {(s.name, s.where): s for s in version.shards}
+        shapes = {s.name: (s.dtype, s.shape) for s in version.shards}
+        return all(there.get((s.name, s.where), s) == s and shapes.get(s.name) == (s.dtype, s.shape) for s in own)
 
     def _remove_old(self) -> None:
         """Remove versions beyond `keep` that no kept version needs; errors delay that."""
-        versions = sorted(self._versions())
+        versions = self._versions()
         if len(versions) <= self._keep:
             return
-        first = versions[-self._keep]
         chain = {}
         for number in versions:
             try:
@@ -286,20 +459,41 @@ class Publisher:
                 continue
             except NewerFormatError:  # the files that it needs are unknown
                 return
-        oldest: int | None = first
-        while oldest in chain and chain[oldest].base is None:
+        oldest: int | None = versions[-self._keep]
+        while oldest in chain and not chain[oldest].has_base:
             oldest = chain[oldest].parent
         if oldest is None:
             return
         try:
             self._files.remove([version_name(n) for n in versions if n < oldest])
             # Also what a publisher left that was killed before its version existed.
-            names = [name.rsplit("/", 1)[-1] for name in self._files.list("data")]
-            self._files.remove([f"data/{name}" for name in names if name[:12].isdigit() and int(name[:12]) < oldest])
+            for folder in ("data", FOLDER):
+                names = [name.rsplit("/", 1)[-1] for name in self._files.list(folder)]
+                old = [name for name in names if name[:12].isdigit() and int(name[:12]) < oldest]
+                self._files.remove([f"{folder}/{name}" for name in old])
         except OSError:
             return
 
 
-def _rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+def _divided(plain: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, int]:
+    """Return the rank that publishes each plain tensor: of its holders the least loaded one.
+
+    Args:
+        plain: of each rank, name -> bytes and a hash of some elements.
+
+    Raises:
+        BadArgumentError: ranks have different tensors of one name.
+    """
+    holders: dict[str, list[int]] = {}
+    for rank, own in enumerate(plain):
+        for name in own:
+            holders.setdefault(name, []).append(rank)
+    load, owner = [0] * len(plain), {}
+    for name, ranks in sorted(holders.items(), key=lambda item: (-plain[item[1][0]][item[0]][0], item[0])):
+        if any(plain[rank][name] != plain[ranks[0]][name] for rank in ranks):
+            raise BadArgumentError(
+                f"state: {name} is not the same tensor on the ranks {ranks[:8]}; say what slices they are by shards="
+            )
+        owner[name] = min(ranks, key=lambda rank: load[rank])
+        load[owner[name]] += plain[ranks[0]][name][0]
+    return owner

@@ -16,14 +16,34 @@ import torch
 
 from ...codec.checkpoint import Checkpoint
 from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
-from ...codec.records import ArrayRecord
-from ...codec.state.leaves import LeafSpec, NpArray
+from ...codec.format.ranged import Ranged
+from ...codec.state.leaves import NpArray
 from ...kernels.backend.arguments import integer
 from ...store.files import Files, StoreWarning
 from ...store.urls import opened
-from .layout import LARGEST, Version, version_name, version_of
-from .patches import Patch, of_one, stage, write
-from .tensors import Part, check_dense, hash_of, host_bytes, parts_of, sharing, spec_of, state_hash
+from . import signing
+from .layout import (
+    LARGEST,
+    Shard,
+    ShardFile,
+    Version,
+    data_name,
+    is_inside,
+    meets,
+    state_hash,
+    version_name,
+    versions_in,
+    whole,
+)
+from .patches import Patch, Stored, of_one, stage, write
+from .tensors import Part, check_dense, crop, hash_of, host_bytes, parts_of, sharing, spec_of
+
+_SMALL = 1 << 20
+"""Bytes of a file that is read at once."""
+_MOST_KNOWN = 8
+"""Versions whose files are kept in memory."""
+Link = tuple[Version, bool]
+"""A version of a chain, and whether its base is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +52,8 @@ class Staged:
 
     Args:
         version: that the model was brought to.
-        links: files that were read for it.
-        nbytes: their size.
+        links: versions that were read for it.
+        nbytes: bytes that were read of their files.
         changed: elements that were written.
         fetch_seconds: time to read and check the files.
         stage_seconds: time to find positions and values.
@@ -50,6 +70,11 @@ class Staged:
     pause_seconds: float
     from_base: bool
 
+    @property
+    def prepare_seconds(self) -> float:
+        """Time before the pause, in which the model can serve."""
+        return self.fetch_seconds + self.stage_seconds
+
 
 class Subscriber:
     """Bring a model to the newest published version, in place, again and again.
@@ -65,9 +90,11 @@ class Subscriber:
     Args:
         url: the URL of the `Publisher`.
         model: a module, or a mapping from names to tensors, contiguous, on any device. Its tensors may be replaced
-            later. DTensors take their local part, and need versions published with `sliced=True`.
+            later. DTensors take their local part.
         select: `{name: (published name, (slice, ...))}` for tensors that are a slice of a published one, as in tensor-
-            and expert-parallel engines; needs `sliced=True`. Default: names are equal and tensors whole.
+            and expert-parallel engines. Default: names are equal and tensors whole. A slice that cuts through what a
+            rank of the trainer holds needs versions published with `sliced=True`.
+        key: Ed25519 public key, 32 bytes or of the package `cryptography`; versions that it did not sign are refused.
 
     Raises:
         BadArgumentError: a model without tensors, with tensors that are not contiguous or overlap in part, whose
@@ -82,8 +109,12 @@ class Subscriber:
         model: torch.nn.Module | Mapping[str, torch.Tensor],
         *,
         select: Mapping[str, tuple[str, Sequence[slice]]] | None = None,
+        key: Any = None,
     ) -> None:
         self._files: Files = opened(url)
+        self._keys = key if isinstance(key, signing.Keys) else signing.public(key)
+        self._known: dict[int, tuple[bytes, Version]] = {}
+        self._prepared: tuple[Version, list[Patch], Staged] | None = None
         self._model, self._select = model, select
         self._updating = threading.Lock()
         self._turn = 0
@@ -92,7 +123,7 @@ class Subscriber:
         if _places(self._parts) != _places(self._bound()):
             raise BadArgumentError("model: state_dict() returns copies of its tensors, so that it cannot be updated")
         self._at: Version | None = self._recognised()
-        self._held = "" if self._at is None else self._at.state
+        self._held = self._hash_if_needed(self._at)
         self._marks = self._versions_of_tensors()
         self.last: Staged | None = None
 
@@ -134,10 +165,55 @@ class Subscriber:
         """
         with self._updating:
             self._turn += 1
+            self._prepared = None
             found = self._stage(version, verify)
             if found is not None:
                 self._commit(*found, lock)
             return self.version
+
+    def prepare(self, *, version: int | None = None, verify: bool = True) -> int | None:
+        """Read, check and stage a version on the host, while the model serves; `commit` writes it.
+
+        Args:
+            version: as `update` has it.
+            verify: as `update` has it.
+
+        Returns:
+            The version that `commit` brings the model to; None if no version exists.
+
+        Raises: what `update` raises.
+        """
+        with self._updating:
+            self._turn += 1
+            self._prepared = None
+            self._prepared = self._stage(version, verify)
+            return self.version if self._prepared is None else self._prepared[0].version
+
+    def commit(self, *, lock: AbstractContextManager[Any] | None = None) -> int | None:
+        """Write the version that was prepared, in one pass; without one, do nothing.
+
+        The model must not have changed since `prepare`; changes that PyTorch counts are found.
+
+        Args:
+            lock: as `update` has it.
+
+        Returns:
+            The version that the model now holds.
+
+        Raises:
+            BadArgumentError: the model has changed since; it stays as it is.
+        """
+        with self._updating:
+            self._turn += 1
+            found, self._prepared = self._prepared, None
+            if found is not None:
+                self._check_unchanged()
+                self._commit(*found, lock)
+            return self.version
+
+    def _check_unchanged(self) -> None:
+        if _places(self._bound()) != _places(self._parts) or self._versions_of_tensors() != self._marks:
+            raise BadArgumentError("model: it has changed since the version was prepared")
 
     def patches(
         self, *, version: int | None = None, verify: bool = True
@@ -159,6 +235,7 @@ class Subscriber:
         """
         with self._updating:
             self._turn += 1
+            self._prepared = None
             turn, found = self._turn, self._stage(version, verify)
             if found is None:
                 return
@@ -172,11 +249,10 @@ class Subscriber:
                 self._reached(reached, report)
 
     def _versions(self) -> list[int]:
-        found = (version_of(f"versions/{name.rsplit('/', 1)[-1]}") for name in self._files.list("versions"))
-        return [v for v in found if v is not None]
+        return versions_in(self._files.list("versions"))
 
     def _read(self, version: int, problems: list[Exception] | None = None) -> Version | None:
-        """Read a version's JSON file; None if it is missing, damaged or of a newer format.
+        """Read a version's JSON file; None if it is missing, damaged, not signed, or of a newer format.
 
         Args:
             version: its number.
@@ -184,10 +260,14 @@ class Subscriber:
         """
         problem: Exception
         try:
-            return Version.from_bytes(self._files.read(version_name(version)), version)
-        except NewerFormatError as e:
+            data = self._files.read(version_name(version))
+            known = self._known.get(version)
+            if known is None or known[0] != data:
+                known = self._known[version] = data, Version.from_bytes(data, version, self._keys)
+            return known[1]
+        except (NewerFormatError, CorruptDataError) as e:
             problem = e
-        except (OSError, CorruptDataError):
+        except OSError:
             problem = CorruptDataError(f"version {version} is missing or damaged")
         if problems is not None:
             problems.append(problem)
@@ -209,21 +289,69 @@ class Subscriber:
         return parts
 
     def _hash(self) -> str:
-        return state_hash({name: hash_of(spec_of(p.tensor), host_bytes(p.tensor)) for name, p in self._parts.items()})
+        """Return a hash of the model's parts; of whole tensors, that of a version of whole shards."""
+        shards = []
+        for part in self._parts.values():
+            spec = spec_of(part.tensor)
+            digest = hash_of(spec, host_bytes(part.tensor))
+            shards.append(Shard(part.name, spec.dtype, spec.shape, whole(spec.shape), digest))
+        return state_hash(shards)
 
-    def _is_whole(self) -> bool:
-        return all(part.where is None for part in self._parts.values())
+    def _hash_if_needed(self, at: Version | None) -> str:
+        """Return the hash of the model if the hashes of a version do not determine it."""
+        return "" if at is None or self._covered(at) else self._hash()
 
-    def _recognised(self, mine: str | None = None) -> Version | None:
-        """Return the published version that the model holds, by hash; None for slices."""
-        if not self._is_whole():
-            return None
-        versions = sorted(self._versions(), reverse=True)
-        if not versions:
-            return None
-        mine = self._hash() if mine is None else mine
-        read = (self._read(v) for v in versions)
-        return next((v for v in read if v is not None and v.state == mine), None)
+    def _covered(self, version: Version) -> bool:
+        """Return whether all shards of a version that meet the model are inside its tensors."""
+        if not version.shards:
+            return all(part.where is None for part in self._parts.values())
+        return all(is_inside(shard.where, part.region) for shard, part in self._meeting(version.shards))
+
+    def _meeting(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, Part]]:
+        """Yield shards with the parts of the model that they meet."""
+        parts: dict[str, list[Part]] = {}
+        for part in self._parts.values():
+            parts.setdefault(part.source, []).append(part)
+        for shard in shards:
+            for part in parts.get(shard.name, ()):
+                if len(part.region) == len(shard.where) and meets(shard.where, part.region):
+                    yield shard, part
+
+    def _is_held(self, version: Version, hashes: dict[Any, str]) -> bool:
+        """Return whether the model has the bits of a version, whose shards are inside its tensors.
+
+        Args:
+            version: what to compare with.
+            hashes: of parts of the model, kept between calls.
+        """
+        if not version.shards:
+            if () not in hashes:
+                hashes[()] = self._hash()
+            return version.state == hashes[()]
+        published = {shard.name: (shard.dtype, shard.shape) for shard in version.shards}
+        for part in self._parts.values():
+            spec = spec_of(part.tensor)
+            dtype, shape = published.get(part.source, ("", ()))
+            if dtype != spec.dtype or (part.where is None and shape != spec.shape):
+                return False
+        if not self._is_partial() and len(published) != len({part.source for part in self._parts.values()}):
+            return False
+        for shard, part in self._meeting(version.shards):
+            key = part.name, shard.where
+            if key not in hashes:
+                hashes[key] = hash_of(shard.spec, crop(part, shard.where))
+            if hashes[key] != shard.hash:
+                return False
+        return True
+
+    def _is_partial(self) -> bool:
+        return any(part.where is not None for part in self._parts.values())
+
+    def _recognised(self) -> Version | None:
+        """Return the published version that the model holds, by hashes; None if it cuts shards."""
+        hashes: dict[Any, str] = {}
+        read = (self._read(v) for v in reversed(self._versions()))
+        return next((v for v in read if v is not None and self._covered(v) and self._is_held(v, hashes)), None)
 
     def _versions_of_tensors(self) -> dict[str, tuple[int, int]]:
         """Return values that differ after a tensor is written to or its memory is replaced."""
@@ -241,16 +369,18 @@ class Subscriber:
         marks = self._versions_of_tensors()
         if self._at is None or (marks == self._marks and not verify):
             return
-        mine = self._hash()
-        if mine != self._held:
-            self._at, self._held = self._recognised(mine), mine
+        same = self._is_held(self._at, {}) if self._held == "" else self._hash() == self._held
+        if not same:
+            self._at = self._recognised()
+            self._held = self._hash_if_needed(self._at)
         self._marks = marks
 
     def _stage(self, wanted: int | None, verify: bool) -> tuple[Version, list[Patch], Staged] | None:
         """Return the version to reach and its patches; None if the model already holds it."""
         wanted = None if wanted is None else integer("version", wanted, 0, LARGEST)
         self._find_changes(verify=False)
-        versions = sorted(self._versions(), reverse=True) if wanted is None else [wanted]
+        versions = self._versions()[::-1] if wanted is None else [wanted]
+        self._known = dict(sorted(self._known.items())[-_MOST_KNOWN:])
         if not versions or self._holds(versions[0]):
             return None
         if verify:
@@ -288,10 +418,10 @@ class Subscriber:
     def _is_there(self, at: Version) -> bool:
         return self._read(at.version) == at
 
-    def _chains(self, number: int, problems: list[Exception]) -> Iterator[list[tuple[Version, str, int]]]:
+    def _chains(self, number: int, problems: list[Exception]) -> Iterator[list[Link]]:
         """Ways to a version, the smaller first: deltas from what the model holds, or from a base."""
-        deltas: list[tuple[Version, str, int]] = []
-        base: list[tuple[Version, str, int]] | None = None
+        deltas: list[Link] = []
+        base: list[Link] | None = None
         at: int | None = number
         reached = False
         while at is not None:
@@ -301,71 +431,110 @@ class Subscriber:
             if self._at is not None and version == self._at:
                 reached = True
                 break
-            if version.base is not None and base is None:
-                base = [(version, version.base, version.base_bytes), *deltas]
-            if version.delta is None:
-                break
-            deltas = [(version, version.delta, version.delta_bytes), *deltas]
+            if version.has_base and base is None:
+                base = [(version, True), *deltas]
+            deltas = [(version, False), *deltas]
             at = version.parent
         ways = [way for way in (deltas if reached else None, base) if way is not None]
-        yield from sorted(ways, key=lambda way: sum(size for _, _, size in way))
+        yield from sorted(ways, key=lambda way: sum(n for link in way for _, _, n in self._needed(link)))
 
-    def _staged(self, chain: list[tuple[Version, str, int]]) -> tuple[Version, list[Patch], Staged]:
+    def _needed(self, link: Link) -> list[tuple[ShardFile, str, int]]:
+        """Return the files of a version that have something of the model, their kinds and sizes."""
+        version, base = link
+        found = []
+        for file in version.files:
+            if not file.shards or any(True for _ in self._meeting(file.shards)):
+                kind = "b" if base else file.kind
+                found.append((file, kind, file.nbytes(kind)))
+        return found
+
+    def _staged(self, chain: list[Link]) -> tuple[Version, list[Patch], Staged]:
         begin = time.perf_counter()
-        links = []
-        before = self._at
-        for version, name, size in chain:
-            data = self._files.read(name)
-            try:
-                ckpt = Checkpoint.from_bytes(data)  # every checksum
-            except (CorruptDataError, NewerFormatError) as e:
-                raise type(e)(f"{self._files.path(name)}: {e}") from None
-            if len(data) != size or ckpt.id[:16] != name[-20:-4]:
-                raise CorruptDataError(f"{self._files.path(name)}: not the file that version {version.version} names")
-            if ckpt.is_delta and (before is None or ckpt.parent_id != before.state * 2):
-                raise CorruptDataError(f"{self._files.path(name)}: not a delta against the version before it")
-            links.append(ckpt)
-            before = version
+        before, nbytes = self._at, 0
+        links: dict[str, list[list[Stored]]] = {name: [] for name in self._parts}
+        for link in chain:
+            self._check_fits(link[0], link[0].shards)
+            stored: dict[str, list[Stored]] = {name: [] for name in self._parts}
+            for file, kind, _ in self._needed(link):
+                read, found = self._opened(link[0], file, kind, before)
+                nbytes += read
+                for name, shard in found:
+                    stored[name].append(shard)
+            for name, own in stored.items():
+                links[name].append(own)
+            before = link[0]
         fetched = time.perf_counter()
-        records = [self._records(ckpt, version) for ckpt, (version, _, _) in zip(links, chain, strict=True)]
-        patches = []
-        for name, part in self._parts.items():
-            patches += stage(part, [(ckpt, own[name]) for ckpt, own in zip(links, records, strict=True)])
+        patches = [p for name, part in self._parts.items() if part.tensor.numel() for p in stage(part, links[name])]
         self._check_shared(patches)
         staged = time.perf_counter()
         changed = sum(int(patch.values.shape[0]) for patch in patches)
-        nbytes = sum(ckpt.nbytes for ckpt in links)
-        version = chain[-1][0]
-        from_base = not links[0].is_delta
-        report = Staged(version.version, len(links), nbytes, changed, fetched - begin, staged - fetched, 0.0, from_base)
+        version, seconds = chain[-1][0], (fetched - begin, staged - fetched)
+        report = Staged(version.version, len(chain), nbytes, changed, *seconds, 0.0, chain[0][1])
         return version, patches, report
 
-    def _records(self, ckpt: Checkpoint, version: Version) -> dict[str, ArrayRecord]:
-        """Return the record of each tensor; raise BadArgumentError for any mismatch."""
-        published = {record.path: record for record in ckpt.records}
-        lines, found = [], {}
+    def _opened(
+        self, version: Version, file: ShardFile, kind: str, before: Version | None
+    ) -> tuple[int, list[tuple[str, Stored]]]:
+        """Read the shards of a file that the model needs; return bytes, and tensors with shards."""
+        identity, size = file.id(kind) or "", file.nbytes(kind)
+        name = data_name(version.version, kind, identity)
+        is_part = size > _SMALL and self._keys.accepts is None and bool(file.shards)
+        data: bytes | Ranged = b""
+        try:
+            if is_part:
+                data = Ranged(size, lambda start, stop: self._files.read_range(name, start, stop))
+                ckpt = Checkpoint(data, None, identity)
+            else:
+                data = self._files.read(name)
+                ckpt = Checkpoint.from_bytes(data)  # every checksum
+                if len(data) != size or not ckpt.id.startswith(identity):
+                    raise CorruptDataError(f"not the file that version {version.version} names")
+            if kind == "d" and (before is None or ckpt.parent_id != before.state * 2):
+                raise CorruptDataError("not a delta against the version before it")
+            if (kind == "d") != ckpt.is_delta:
+                raise CorruptDataError(f"not what version {version.version} says of it")
+            shards = file.shards or tuple(
+                Shard(r.path, r.spec.dtype, r.spec.shape, whole(r.spec.shape), "") for r in ckpt.records
+            )
+            if [shard.spec for shard in shards] != [record.spec for record in ckpt.records]:
+                raise CorruptDataError(f"its arrays are not the shards of version {version.version}")
+            if not file.shards:
+                self._check_fits(version, shards)
+            records = {(s.name, s.where): record for s, record in zip(shards, ckpt.records, strict=True)}
+            found = [
+                (part.name, part, Stored(ckpt, records[shard.name, shard.where], shard.where))
+                for shard, part in self._meeting(shards)
+            ]
+            ckpt.fetch((stored.record, stored.needed(part.region)) for _, part, stored in found)
+        except (CorruptDataError, NewerFormatError) as e:
+            raise type(e)(f"{self._files.path(name)}: {e}") from None
+        read = data.fetched if isinstance(data, Ranged) else len(data)
+        return read, [(part_name, stored) for part_name, _, stored in found]
+
+    def _check_fits(self, version: Version, shards: Sequence[Shard]) -> None:
+        """Raise BadArgumentError where the tensors of a version are not the model's."""
+        if not shards:
+            return
+        published = {shard.name: (shard.dtype, shard.shape) for shard in shards}
+        lines = []
         for name, part in self._parts.items():
-            record = published.get(part.source)
-            if record is None:
+            own, (dtype, shape) = spec_of(part.tensor), published.get(part.source, ("", ()))
+            if not dtype:
                 lines.append(f"{part.source}: not published")
-                continue
-            own = _expected(part, record.spec)
-            if own != record.spec:
+            elif dtype != own.dtype or not _fits(part, shape):
+                lines.append(f"{name}: {dtype} {shape} is published, {own.dtype} {own.shape} is here")
+        for shard, part in self._meeting(shards) if not version.sliced and not lines else ():
+            if not is_inside(shard.where, part.region):
                 lines.append(
-                    f"{name}: {record.spec.dtype} {record.spec.shape} is published, {own.dtype} {own.shape} is here"
+                    f"{part.name}: a slice of {shard.label} is here, and version {version.version} was not published "
+                    "with sliced=True"
                 )
-            elif part.where is not None and not version.sliced:
-                lines.append(
-                    f"{name}: a slice is here, and version {version.version} was not published with sliced=True"
-                )
-            found[name] = record
-        sources = {part.source for part in self._parts.values()}
-        if all(part.where is None for part in self._parts.values()):
+        if not self._is_partial():
+            sources = {part.source for part in self._parts.values()}
             lines += [f"{path}: not in the model" for path in published if path not in sources]
         if lines:
             shown = "\n  ".join(lines[:20])
             raise BadArgumentError(f"version {version.version} does not fit the model; nothing was changed\n  {shown}")
-        return found
 
     def _check_shared(self, patches: list[Patch]) -> None:
         """Raise BadArgumentError where tensors that share memory would become different."""
@@ -391,7 +560,7 @@ class Subscriber:
 
     def _reached(self, version: Version, report: Staged) -> None:
         self._at, self.last = version, report
-        self._held = version.state if self._is_whole() else self._hash()
+        self._held = self._hash_if_needed(version)
         self._marks = self._versions_of_tensors()
 
 
@@ -399,15 +568,13 @@ _write: Callable[[torch.Tensor, Patch], None] = write
 """What writes a patch; tests stop it half way."""
 
 
-def _expected(part: Part, published: LeafSpec) -> LeafSpec:
-    """The spec that a published tensor must have; of a slice, a shape that contains it."""
-    own = spec_of(part.tensor)
+def _fits(part: Part, shape: tuple[int, ...]) -> bool:
+    """Return whether a part can be of a published tensor of this shape."""
     if part.where is None:
-        return own
-    inside = len(part.where) == len(published.shape) and all(
-        start >= 0 and start + length <= size for (start, length), size in zip(part.where, published.shape, strict=True)
+        return shape == tuple(part.tensor.shape)
+    return (
+        len(shape) == len(part.where) and is_inside(part.where, whole(shape)) and all(at >= 0 for at, _ in part.where)
     )
-    return LeafSpec("torch", own.dtype, published.shape if inside else own.shape)
 
 
 def _places(parts: Mapping[str, Part]) -> dict[str, tuple[int, torch.dtype, torch.Size, torch.device]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 import xxhash
 
 from ...codec.errors import BadArgumentError
-from ...codec.state.leaves import LeafSpec, NpArray, local_part
+from ...codec.state.leaves import LeafSpec, NpArray, is_sharded, local_part
 from ...kernels.backend.arrays import is_allocated
+from .layout import Where, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,36 @@ class Part:
     name: str
     tensor: torch.Tensor
     source: str
-    where: tuple[tuple[int, int], ...] | None
+    where: Where | None
+
+    @property
+    def region(self) -> Where:
+        """What of the published tensor this is."""
+        return whole(self.tensor.shape) if self.where is None else self.where
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A shard that a rank of the trainer has.
+
+    Args:
+        name: of the published tensor.
+        tensor: the shard, on any device.
+        shape: of the whole tensor.
+        where: what of it this is.
+        is_plain: whether other ranks may have the same tensor: it is neither a DTensor nor a slice.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    where: Where
+    is_plain: bool
+
+    @property
+    def key(self) -> tuple[str, Where]:
+        """What distinguishes it from all other shards."""
+        return self.name, self.where
 
 
 def spec_of(tensor: torch.Tensor) -> LeafSpec:
@@ -46,22 +76,52 @@ def host_bytes(tensor: torch.Tensor) -> NpArray:
     return data
 
 
-def tensors_of(state: Any, what: str) -> dict[str, torch.Tensor]:
-    """Return the whole tensors of a state dict; all ranks gather distributed ones together.
+def crop(part: Part, where: Where) -> NpArray:
+    """Return the bytes of a box inside a receiver's tensor."""
+    if where == part.region:
+        return host_bytes(part.tensor)
+    slices = tuple(slice(at - first, at - first + n) for (at, n), (first, _) in zip(where, part.region, strict=True))
+    return host_bytes(part.tensor[slices])
+
+
+def shards_of(state: Any, select: Mapping[str, Any] | None) -> list[Own]:
+    """Return the shards of a trainer's state that this rank publishes.
+
+    Of the ranks that hold the same part of a DTensor, the first one does.
+
+    Args:
+        state: names and tensors.
+        select: `{name: (published name, its shape, (slice, ...))}` for tensors that are a slice of a published one.
 
     Raises:
-        BadArgumentError: it is not a mapping from strings to tensors.
+        BadArgumentError: it is not a mapping from strings to tensors, or a slice does not fit.
     """
     if not isinstance(state, Mapping):
-        raise BadArgumentError(f"{what} is a {type(state).__qualname__}; a state dict is needed")
-    found = {}
-    for name, value in state.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            raise BadArgumentError(f"{what}: {name!r} is a {type(value).__qualname__}; names and tensors are needed")
-        check_dense({name: value}, what)
-        gather = getattr(value, "full_tensor", None)
-        found[name] = value.detach() if gather is None else gather().detach()
+        raise BadArgumentError(f"state is a {type(state).__qualname__}; a state dict is needed")
+    found = []
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise BadArgumentError(f"state: {name!r} is a {type(tensor).__qualname__}; names and tensors are needed")
+        check_dense({name: tensor}, "state")
+        if select and name in select:
+            source, shape, slices = select[name]
+            found.append(Own(str(source), tensor.detach(), tuple(shape), _box(name, tensor, slices), False))
+        elif is_sharded(tensor):
+            where, shape = _placed(name, tensor, "state"), tuple(tensor.shape)
+            if _is_first(tensor) and (all(n for _, n in where) or not tensor.numel()):
+                found.append(Own(name, local_part(tensor).detach(), shape, where, False))
+        else:
+            found.append(Own(name, tensor.detach(), tuple(tensor.shape), whole(tensor.shape), True))
+    unknown = next((name for name in select or {} if name not in state), None)
+    if unknown is not None:
+        raise BadArgumentError(f"shards: the state has no tensor {unknown!r}")
     return found
+
+
+def sample_hash(tensor: torch.Tensor) -> str:
+    """Return a hash of dtype, shape and some elements; cheap also on another device."""
+    flat = tensor.detach().reshape(-1)
+    return hash_of(spec_of(tensor), host_bytes(flat[:: max(1, flat.numel() // 1024)]))
 
 
 def check_dense(tensors: Mapping[str, torch.Tensor], what: str) -> None:
@@ -82,14 +142,6 @@ def hash_of(spec: LeafSpec, data: NpArray) -> str:
     return str(h.hexdigest())
 
 
-def state_hash(hashes: Mapping[str, str]) -> str:
-    """Return a hash of all tensors from their hashes, independent of the order of names."""
-    h = xxhash.xxh3_128()
-    for name in sorted(hashes):
-        h.update(f"{len(name)} {name} {hashes[name]}".encode())
-    return str(h.hexdigest())
-
-
 def parts_of(tensors: Mapping[str, torch.Tensor], select: Mapping[str, Any] | None) -> dict[str, Part]:
     """Return the parts of tensors that a receiver holds.
 
@@ -102,20 +154,17 @@ def parts_of(tensors: Mapping[str, torch.Tensor], select: Mapping[str, Any] | No
         BadArgumentError: a name that the model does not have, or slices that are not of the tensor's shape.
     """
     found = {}
+    tensor: Any
     for name in select or {}:
         if name not in tensors:
             raise BadArgumentError(f"select: the model has no tensor {name!r}")
     for name, tensor in tensors.items():
         if select and name in select:
             source, slices = select[name]
-            if any(s.stop is None or s.step not in (None, 1) for s in slices):
-                raise BadArgumentError(f"select: {name}: {slices}; slices have a start and a stop, and no step")
-            where = tuple((int(s.start or 0), int(s.stop) - int(s.start or 0)) for s in slices)
-            if tuple(n for _, n in where) != tuple(tensor.shape):
-                raise BadArgumentError(f"select: {name} has shape {tuple(tensor.shape)}, its slices {slices}")
-            found[name] = Part(name, tensor, str(source), where)
-        elif hasattr(tensor, "device_mesh"):
-            found[name] = _local(name, tensor)
+            found[name] = Part(name, tensor, str(source), _box(name, tensor, slices))
+        elif is_sharded(tensor):
+            where = _placed(name, tensor, "model")
+            found[name] = Part(name, tensor.to_local(), name, None if where == whole(tensor.shape) else where)
         else:
             found[name] = Part(name, tensor, name, None)
     return found
@@ -145,12 +194,28 @@ def sharing(parts: Mapping[str, Part]) -> list[list[str]]:
     return [group for group in groups if len(group) > 1]
 
 
-def _local(name: str, tensor: Any) -> Part:
+def _box(name: str, tensor: torch.Tensor, slices: Sequence[slice]) -> Where:
+    """Return the box of some slices; BadArgumentError if they are not of the tensor's shape."""
+    if any(s.stop is None or s.step not in (None, 1) for s in slices):
+        raise BadArgumentError(f"select: {name}: {slices}; slices have a start and a stop, and no step")
+    where = tuple((int(s.start or 0), int(s.stop) - int(s.start or 0)) for s in slices)
+    if tuple(n for _, n in where) != tuple(tensor.shape):
+        raise BadArgumentError(f"select: {name} has shape {tuple(tensor.shape)}, its slices {slices}")
+    return where
+
+
+def _is_first(tensor: Any) -> bool:
+    """Return whether this is the first of the ranks that hold the same part of a DTensor."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    copies = [i for i, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    return coordinate is not None and not any(coordinate[i] for i in copies)
+
+
+def _placed(name: str, tensor: Any, what: str) -> Where:
+    """Return the box of a DTensor's local part."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(placement.is_partial() for placement in tensor.placements):
-        raise BadArgumentError(f"model: {name} is a DTensor with {tensor.placements}; a sum cannot be updated")
+        raise BadArgumentError(f"{what}: {name} is a DTensor with {tensor.placements}; a sum cannot be updated")
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    where = tuple(zip(map(int, offset), map(int, shape), strict=True))
-    whole = all(start == 0 and n == size for (start, n), size in zip(where, tensor.shape, strict=True))
-    return Part(name, tensor.to_local(), name, None if whole else where)
+    return tuple((int(start) if n else 0, int(n)) for start, n in zip(offset, shape, strict=True))
