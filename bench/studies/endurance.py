@@ -17,18 +17,7 @@ from shrinkpoint.searching.cube import Cube
 
 from ..harness import Options, Row
 from . import workloads
-from .faults import (
-    InStore,
-    Outcome,
-    Peer,
-    Reshuffled,
-    Searching,
-    System,
-    Uncompressed,
-    endure,
-    uninterrupted,
-    warm_up,
-)
+from .faults import InStore, Outcome, Peer, Reshuffled, Searching, System, Uncompressed, endure, uninterrupted, warm_up
 from .workloads import Workload
 
 DEVICE = "cpu, 1 thread"
