@@ -18,7 +18,7 @@ ONE, EACH = "one tensor", "a call each"
 
 def cases(at: Place) -> list[Case]:
     """Return the cases of the subject."""
-    others = ("torch.histc", "torch.quantile")
+    others: tuple[str, ...] = ("torch.histc", "torch.quantile")
     others = (*others, "cupy.percentile") if at.device.gpu else ("np.histogram", "np.quantile", *others, "ddsketch")
     return [
         at.case("log_histogram", lambda: whole(at), at.target(0.70, 0.85), others),

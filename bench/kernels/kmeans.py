@@ -65,8 +65,8 @@ def problem(values: Floats, sigma: float = 0.2) -> tuple[Any, Any]:
 
 def _solve(at: Place, k: int) -> Job:
     centers, weights = problem(at.sample.before(at.n))
-    exact = lambda: kernels.weighted_kmeans(centers, weights, k)  # noqa: E731
-    seeded = lambda: kernels.weighted_kmeans(centers, weights, k, method="kmeans++")  # noqa: E731
+    exact: Callable[[], Any] = lambda: kernels.weighted_kmeans(centers, weights, k)  # noqa: E731
+    seeded: Callable[[], Any] = lambda: kernels.weighted_kmeans(centers, weights, k, method="kmeans++")  # noqa: E731
 
     def check() -> str:
         few = 2000 if k <= CODES else 800  # the oracle is a Python loop: fewer buckets, but more than codes

@@ -103,7 +103,7 @@ def packed(at: Place, *, unpack: bool) -> Job:
     if unpack:
         call = lambda: kernels.unpack_frequencies(data, LEVELS, LEVELS, PRECISION)  # noqa: E731
     else:
-        call = lambda: kernels.pack_frequencies(table, PRECISION)  # type: ignore[assignment,return-value]  # noqa: E731
+        call = lambda: kernels.pack_frequencies(table, PRECISION)  # noqa: E731
     expected = lambda: table if unpack else oracle("rans").pack_frequencies(table, PRECISION)  # noqa: E731
     others = [peers.zstd_table(table.astype(np.uint16).tobytes(), unpack=unpack)]
     note = f"{LEVELS} x {LEVELS} frequencies in {len(data)} bytes"
