@@ -76,7 +76,10 @@ def located(at: Place) -> Job:
 def collected_and_located(at: Place) -> Job:
     """Find changes and their positions in one pass: both arrays are read once."""
     before, after = _pair(at)
-    changed, call = before != after, lambda: kernels.collect_and_locate(after, before)
+    changed = before != after
+
+    def call() -> Any:
+        return kernels.collect_and_locate(after, before)
 
     def check() -> str:
         delta, positions, values = call()
@@ -115,7 +118,11 @@ def split(at: Place) -> Job:
     """Split changes into symbols and open bits: only the changes move."""
     delta = _delta(*_pair(at))
     bits = kernels.gap_shifts(delta)
-    expected, call = oracle("sparse_delta").split_changes, lambda: kernels.split_changes(delta, bits)
+    expected = oracle("sparse_delta").split_changes(delta, np.asarray(bits))
+
+    def call() -> Any:
+        return kernels.split_changes(delta, bits)
+
     says = f"{delta.ranks.size:,} changes = oracle"
     return _job(at, call, comes_back("parts", call, expected, says), 8 / _EVERY)
 
