@@ -73,6 +73,11 @@ class Workload:
             return sum(p.numel() for p in self.model().parameters())
 
     @property
+    def place(self) -> tuple[str, int]:
+        """Device and number of parameters, as rows name them."""
+        return self.where, self.parameters
+
+    @property
     def where(self) -> str:
         """Device of the workload, as the rows of a table name it."""
         if torch.device(self.device).type == "cpu":
