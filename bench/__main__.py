@@ -27,7 +27,7 @@ from .harness import Options, Row, is_red
 from .plot import pyplot
 from .table import show
 
-BENCHMARKS = ("kernels", "codec", "store", "saver", "sync", "trainers")
+BENCHMARKS = ("kernels", "gpu", "codec", "store", "saver", "sync", "trainers")
 """Each is a module here with `TITLE`, `run(options) -> rows` and `plot(rows, path)`."""
 _STUDIES = ("harm", "optimizers", "overview", "ratio", "real", "scale", "search", "systems", "training")
 STUDIES = _STUDIES if find_spec(".studies", __package__) else ()

@@ -21,9 +21,20 @@ from .whole_states import check_errors
 
 TO_HOST = "copy to the host"
 PLACE = "from a GPU"
-"""What tells its rows from those of the host's states."""
+"""Distinguishes its rows from those of the host's states."""
 _BYTES = 60
 """Memory of the GPU a parameter: two AdamW states of 12 bytes, both ends of a copy, and what coding needs next to."""
+
+
+def wanted(label: str, options: Options) -> bool:
+    """Return whether any of the rows is asked for."""
+    asked = [options.wanted(name(kind, label)) for kind in ("base", "delta")]  # both, so that `--only` can list them
+    return any(asked)
+
+
+def name(kind: str, label: str) -> str:
+    """Row name of a base or delta."""
+    return f"compress {kind} {PLACE}, default, {label}"
 
 
 def rows(pair: Pair, label: str, options: Options) -> list[Row]:
@@ -44,7 +55,7 @@ def cases(card: Device, pair: Pair, label: str) -> list[Case]:
     work = _Work(card, pair)
     return [
         Case(
-            f"compress {kind} {PLACE}, default, {label}",
+            name(kind, label),
             size,
             "MB/s",
             make,

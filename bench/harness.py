@@ -41,12 +41,12 @@ class Row:
     size: int
     value: float | None
     unit: str
-    peer: str | None
-    peer_value: float | None
-    ratio: float | None
-    target: str | None
-    met: bool | None
-    note: str
+    peer: str | None = None
+    peer_value: float | None = None
+    ratio: float | None = None
+    target: str | None = None
+    met: bool | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,13 @@ class Target:
         if number is None or math.isnan(number):
             return None
         return number >= self.limit if self.least else number <= self.limit
+
+
+def held(row: Row, target: Target | None) -> Row:
+    """Return a row with a target, and whether the row meets it."""
+    if target is None:
+        return row
+    return dataclasses.replace(row, target=target.text(row.unit), met=target.met(row.value, row.ratio))
 
 
 def at_least(limit: float, of: Literal["value", "ratio"] = "ratio") -> Target:
@@ -117,10 +124,6 @@ class Job:
     peers: Sequence[Peer]
     note: str = ""
 
-    def next_to(self, others: Sequence[Peer]) -> Job:
-        """Return the same job with further peers."""
-        return dataclasses.replace(self, peers=[*self.peers, *others])
-
 
 @dataclass(frozen=True)
 class Case:
@@ -139,6 +142,12 @@ class Case:
     peers: tuple[str, ...] = ()
     missing: str = ""
     floor_only: bool = False
+    on: Literal["", "cpu", "gpu"] = ""
+    """The only kind of device that has the case."""
+
+    def only(self, on: Literal["cpu", "gpu"]) -> Case:
+        """Return the same case for one kind of device."""
+        return dataclasses.replace(self, on=on)
 
     def against_floor(self) -> Case:
         """Return the same case with its first peer only and without a target, for a sweep."""
@@ -351,9 +360,10 @@ def measure(case: Case, options: Options, clock: Clock) -> list[Row]:
         except Exception as error:
             notes[peer.name] = f"not measured: {type(error).__name__}: {error}"
     timings = interleave(calls, rounds=options.rounds, clock=clock)
-    own = timings[""]
-    value = value_of(case.unit, job.amount, own.median)
-    about = f"{_time(own.median)}, {len(own.seconds)} rounds, quartiles {own.spread:.1%} apart; checked: {checked}"
+    timing = timings[""]
+    value = value_of(case.unit, job.amount, timing.median)
+    about = f"{_time(timing.median)}, {len(timing.seconds)} rounds, quartiles {timing.spread:.1%} apart"
+    about += f"; checked: {checked}"
     rows = []
     for peer in asked or (Peer("", lambda: lambda: None),):
         peer_value = ratio = None
@@ -361,22 +371,9 @@ def measure(case: Case, options: Options, clock: Clock) -> list[Row]:
             amount = job.amount if peer.amount is None else peer.amount
             peer_value = value_of(case.unit, amount, timings[peer.name].median)
             ratio = better(case.unit, value, peer_value)
-        target = _target(case, peer)
-        rows.append(
-            Row(
-                case.row,
-                case.device,
-                case.size,
-                value,
-                case.unit,
-                peer.name or None,
-                peer_value,
-                ratio,
-                target.text(case.unit) if target else None,
-                target.met(value, ratio) if target else None,
-                "; ".join(part for part in (notes.get(peer.name, ""), peer.note, job.note, about) if part),
-            )
-        )
+        note = "; ".join(part for part in (notes.get(peer.name, ""), peer.note, job.note, about) if part)
+        row = Row(case.row, case.device, case.size, value, case.unit, peer.name or None, peer_value, ratio, note=note)
+        rows.append(held(row, _target(case, peer)))
     return rows
 
 
@@ -398,10 +395,9 @@ def _empty(case: Case, note: str, *, red: bool) -> list[Row]:
     """Return the rows of a case without a number: missed if the result is wrong, else open."""
     rows = []
     for name in case.peers or ("",):
-        target = _target(case, Peer(name, lambda: lambda: None))
-        met = False if red and target else None
-        text = target.text(case.unit) if target else None
-        rows.append(Row(case.row, case.device, case.size, None, case.unit, name or None, None, None, text, met, note))
+        row = Row(case.row, case.device, case.size, None, case.unit, name or None, note=note)
+        row = held(row, _target(case, Peer(name, lambda: lambda: None)))
+        rows.append(dataclasses.replace(row, met=False if red and row.target else None))
     return rows
 
 
@@ -434,13 +430,22 @@ def host(x: Any) -> Any:
 
 def same(name: str, result: Any, expected: Any) -> None:
     """Raise CheckFailed unless two results are equal bit for bit."""
+    agree(name, result, expected)
+
+
+def agree(name: str, result: Any, expected: Any, within: float = 0.0) -> None:
+    """Raise CheckFailed unless two results are equal bit for bit, float64 ones up to a share of their own."""
     import numpy as np
 
-    mine, theirs = list(_parts(result)), list(_parts(expected))
-    if len(mine) != len(theirs):
-        raise CheckFailed(f"{name}: {len(mine)} results, not {len(theirs)}")
-    for x, y in zip(mine, theirs, strict=True):
-        _same_array(name, *(host(z) if hasattr(z, "dtype") else np.asarray(z) for z in (x, y)))
+    ours, theirs = list(_parts(result)), list(_parts(expected))
+    if len(ours) != len(theirs):
+        raise CheckFailed(f"{name}: {len(ours)} results, not {len(theirs)}")
+    for pair in zip(ours, theirs, strict=True):
+        a, b = (host(x) if hasattr(x, "dtype") else np.asarray(x) for x in pair)
+        if within and a.dtype == b.dtype == np.float64 and a.shape == b.shape:
+            near(name, a, b, within, within)
+        else:
+            _same_array(name, a, b)
 
 
 def near(name: str, result: Any, expected: Any, within: float, of_largest: float = 0.0) -> None:
@@ -454,8 +459,8 @@ def near(name: str, result: Any, expected: Any, within: float, of_largest: float
 
 def _parts(result: Any) -> Iterable[Any]:
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
-        for one in dataclasses.fields(result):
-            yield from _parts(getattr(result, one.name))
+        for field_ in dataclasses.fields(result):
+            yield from _parts(getattr(result, field_.name))
     elif isinstance(result, tuple | list):
         for part in result:
             yield from _parts(part)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from .data import Pair, drawn_state
-from .harness import Options, Row, at_most
+from .harness import Options, Row, at_most, held
 
 TARGETS = {"compress": at_most(0.3), "delta": at_most(0.3), "out": at_most(0.1)}
 UNIT = "x raw state"
@@ -36,35 +36,63 @@ def rows(real: Pair, parameters: int, options: Options) -> list[Row]:
         names |= {"delta": "extra memory, compress delta", "decompress": "extra memory, decompress base"}
         names |= {"out": "extra memory, decompress base into existing tensors"}
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "pools.npz"
-        np.savez(source, **{f"{role}_{i}": pool for role, pools in real.pools.items() for i, pool in enumerate(pools)})  # type: ignore[arg-type]
+        source = write_pools(real, folder)
         for what, name in names.items():
             if not options.wanted(name):
                 continue
             options.say(name)
-            target = TARGETS.get(what)
-            text = target.text(UNIT) if target else None
             try:
-                extra, raw, how = _child(source, parameters, what)
+                answer = in_process("memory", "child", source, parameters, what)
+                extra, raw, value = answer["extra"], answer["raw"], answer["extra"] / answer["raw"]
+                note = f"{extra / 1e6:.0f} MB in addition to {raw / 1e6:.0f} MB; {answer['how']}"
+                note += f"; drawn from: {real.origin}"
             except (OSError, ValueError, subprocess.SubprocessError) as error:
-                note = f"not measured: {str(error).strip().splitlines()[-1]}"
-                found.append(Row(name, "cpu, all cores", parameters, None, UNIT, None, None, None, text, None, note))
-                continue
-            value = extra / raw
-            note = f"{extra / 1e6:.0f} MB in addition to {raw / 1e6:.0f} MB; {how}; drawn from: {real.origin}"
-            met = target.met(value, None) if target else None
-            found.append(Row(name, "cpu, all cores", parameters, value, UNIT, None, None, None, text, met, note))
+                value, note = None, f"not measured: {str(error).strip().splitlines()[-1]}"
+            found.append(held(Row(name, "cpu, all cores", parameters, value, UNIT, note=note), TARGETS.get(what)))
     return found
 
 
-def _child(source: Path, parameters: int, what: str) -> tuple[int, int, str]:
-    code = "from shrinkpoint.bench.memory import child; child()"
-    command = [sys.executable, "-P", "-c", code, str(source), str(parameters), what]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+def in_process(module: str, function: str, *arguments: Any) -> dict[str, Any]:
+    """Run a function of a module of the benches in a fresh process, and return its output as JSON.
+
+    Raises:
+        ValueError: the process failed.
+    """
+    code = f"from shrinkpoint.bench.{module} import {function}; {function}()"
+    command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     if done.returncode:
-        raise ValueError(done.stderr or f"status {done.returncode}")
-    answer = json.loads(done.stdout)
-    return answer["extra"], answer["raw"], answer["how"]
+        raise ValueError(done.stderr[-2000:] or f"status {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def write_pools(pair: Pair, folder: str) -> Path:
+    """Write the pools of a pair to a file."""
+    source = Path(folder) / "pools.npz"
+    pools: dict[str, Any] = {f"{role}_{i}": pool for role, two in pair.pools.items() for i, pool in enumerate(two)}
+    np.savez(source, **pools)
+    return source
+
+
+def read_pools(source: Path) -> Pair:
+    """Read a pair with these pools."""
+    states: list[dict[str, Any]] = [{"model": {}, "optimizer": {}}, {"model": {}, "optimizer": {}}]
+    with np.load(source) as stored:
+        for name in stored.files:
+            role, number = name.rsplit("_", 1)
+            states[int(number)]["model" if role == "weight" else "optimizer"][role] = stored[name].reshape(1, -1)
+    return Pair(states[0], states[1], "pools")
+
+
+def warm(pair: Pair, config: Any = None) -> None:
+    """Run the codec once on a small state, so that code is loaded."""
+    import shrinkpoint as sp
+
+    cfg, small = config or sp.Config(), drawn_state(pair, 200_000)
+    base = sp.compress(small.before, cfg=cfg)
+    sp.compress(small.after, base, cfg)
+    sp.decompress(sp.Checkpoint.from_bytes(base.to_bytes()))
 
 
 def child() -> None:
@@ -72,39 +100,20 @@ def child() -> None:
     import shrinkpoint as sp
 
     source, parameters, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    with np.load(source) as stored:
-        arrays = {name: stored[name] for name in stored.files}
-    pair = pair_of(arrays)
-    small = drawn_state(pair, 200_000)
-    warm = sp.compress(small.before)
-    sp.compress(small.after, warm)
-    sp.decompress(sp.Checkpoint.from_bytes(warm.to_bytes()))
+    pair = read_pools(source)
+    warm(pair)
     state = drawn_state(pair, parameters)
-    raw = state.nbytes
-    if what == "compress":
-        extra, how = peak(lambda: sp.compress(state.before))
-        how += ", the result included"
-    elif what == "delta":
-        parent = sp.compress(state.before)
-        extra, how = peak(lambda: sp.compress(state.after, parent))
+    if what in ("compress", "delta"):
+        parent = sp.compress(state.before) if what == "delta" else None
+        extra, how = peak(lambda: sp.compress(state.before if parent is None else state.after, parent))
         how += ", the result included"
     else:
         blob = sp.compress(state.before).to_bytes()
         out = state.after if what == "out" else None
         extra, how = peak(lambda: sp.decompress(sp.Checkpoint.from_bytes(blob), out=out))
         if out is None:
-            extra, how = extra - raw, f"{how}, without the state returned"
-    print(json.dumps({"extra": extra, "raw": raw, "how": how}))
-
-
-def pair_of(arrays: dict[str, Any]) -> Pair:
-    """A pair whose pools are the given ones."""
-    states: list[dict[str, Any]] = [{"model": {}, "optimizer": {}}, {"model": {}, "optimizer": {}}]
-    for name, values in arrays.items():
-        role, number = name.rsplit("_", 1)
-        part = states[int(number)]["model" if role == "weight" else "optimizer"]
-        part[role] = values.reshape(1, -1)
-    return Pair(states[0], states[1], "pools")
+            extra, how = extra - state.nbytes, f"{how}, without the state returned"
+    print(json.dumps({"extra": extra, "raw": state.nbytes, "how": how}))
 
 
 def peak(call: Any) -> tuple[int, str]:

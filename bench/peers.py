@@ -48,10 +48,10 @@ def host_quantiles(x: npt.NDArray[np.float32]) -> list[Peer]:
         values = few.tolist()
 
         def call() -> object:
-            one = sketch(0.01)
+            found = sketch(0.01)
             for value in values:
-                one.add(value)
-            return one
+                found.add(value)
+            return found
 
         return call
 
@@ -218,26 +218,46 @@ def lossless_coders(x: npt.NDArray[np.float32], *, decode: bool) -> list[Peer]:
     return [Peer(name, make, some.nbytes, note=f"lossless, {said}".rstrip(", ")) for name, make in calls]
 
 
-def raw_kmeans(x: npt.NDArray[np.float32], k: int, target: Target) -> list[Peer]:
-    """k-means on the raw values, as others fit codebooks; 20 Lloyd iterations at most."""
+def raw_kmeans(x: npt.NDArray[np.float32], k: int, target: Target | None = None, *, iterations: int = 20) -> list[Peer]:
+    """k-means on the raw values, as others fit codebooks; the calls return the centers.
+
+    Args:
+        x: values.
+        k: number of centers.
+        target: of both.
+        iterations: of scikit-learn, at most; faiss has 20.
+    """
     points = np.ascontiguousarray(x[:, None])
 
     def sklearn() -> Call:
         kind = library("sklearn.cluster").KMeans
-        return lambda: kind(k, n_init=1, max_iter=20, random_state=0).fit(points)
+        return lambda: kind(k, n_init=1, max_iter=iterations, random_state=0).fit(points).cluster_centers_
 
     def faiss() -> Call:
         module = library("faiss")
         module.omp_set_num_threads(1)
 
         def call() -> object:
-            one = module.Kmeans(1, k, niter=20, seed=0, max_points_per_centroid=points.shape[0])
-            one.train(points)
-            return one
+            fit = module.Kmeans(1, k, niter=20, seed=0, max_points_per_centroid=points.shape[0])
+            fit.train(points)
+            return fit.centroids
 
         return call
 
-    return [
-        Peer("scikit-learn", sklearn, target=target, note="20 iterations"),
-        Peer("faiss", faiss, target=target, note="20 iterations"),
-    ]
+    makes = {"scikit-learn": sklearn, "faiss": faiss}
+    return [Peer(name, make, target=target, note="20 iterations") for name, make in makes.items()]
+
+
+def zstd_table(table: bytes, *, unpack: bool) -> Peer:
+    """Peer that compresses or decompresses a table by zstandard at level 19."""
+
+    def make() -> Call:
+        z = library("zstandard")
+        compressor = z.ZstdCompressor(level=19)
+        if not unpack:
+            return lambda: compressor.compress(table)
+        packed, out = compressor.compress(table), z.ZstdDecompressor()
+        return lambda: out.decompress(packed)
+
+    size = len(library("zstandard").ZstdCompressor(level=19).compress(table))
+    return Peer("zstd -19", make, note=f"of {len(table):,} bytes, {size:,} bytes")

@@ -94,10 +94,7 @@ def few_arrays(pair: Pair, count: int) -> Pair:
             return torch.from_numpy(flat.reshape(side, side).copy())
 
         moments = {i: {m: matrix(m, i) for m in ("exp_avg", "exp_avg_sq")} for i in range(count)}
-        return {
-            "model": {f"l{i}.weight": matrix("weight", i) for i in range(count)},
-            "optimizer": {"state": moments},
-        }
+        return {"model": {f"l{i}.weight": matrix("weight", i) for i in range(count)}, "optimizer": {"state": moments}}
 
     return Pair(state(0), state(1), f"{count} matrices of {pair.origin}")
 

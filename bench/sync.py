@@ -261,7 +261,7 @@ def _publishing(n: int) -> list[Row]:
             times["pause"].append(1e3 * report.pause_seconds)
     note = f"1 % changed; {done.raw_bytes / done.nbytes:.0f} times smaller than the model; wall clock"
     for name, found in times.items():
-        rows.append(Row(name, "cpu", n, statistics.median(found[1:]), "ms", None, None, None, None, None, note))
+        rows.append(Row(name, "cpu", n, statistics.median(found[1:]), "ms", note=note))
     return rows
 
 
@@ -373,7 +373,7 @@ def _learning(quick: bool) -> list[Row]:
     )
     for name in ("publish", "prepare", "pause"):
         value = found[f"{name} ms"]
-        rows.append(Row(f"reinforcement learning, {name}", "cpu", n, value, "ms", None, None, None, None, None, note))
+        rows.append(Row(f"reinforcement learning, {name}", "cpu", n, value, "ms", note=note))
     return rows
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from shrinkpoint.bench import codebooks, codec, data, elementwise, gpu, gpustates, kernels, tables
+from shrinkpoint.bench import codec, data, gpustates, kernels
 from shrinkpoint.bench.__main__ import BENCHMARKS, main, result
+from shrinkpoint.bench.devices import Device
 from shrinkpoint.bench.evidence import catalogue
 from shrinkpoint.bench.harness import (
     Case,
@@ -35,6 +36,8 @@ from shrinkpoint.bench.harness import (
     same,
     wall_clock,
 )
+from shrinkpoint.bench.kernels import kmeans
+from shrinkpoint.bench.kernels.place import Place
 
 KEYS = ["row", "device", "size", "value", "unit", "peer", "peer_value", "ratio", "target", "met", "note"]
 
@@ -79,8 +82,8 @@ def test_without_a_gpu_its_rows_are_there_and_open() -> None:
 
 
 def test_every_target_of_the_plan_has_a_row() -> None:
-    at = elementwise.Place(elementwise.Device("cpu, 1 thread", False, wall_clock), data.Sample(1000), 1000)
-    found = {c.row: c.target.text(c.unit) for c in kernels.cpu_cases(at) if c.target is not None}
+    at = Place(Device("cpu, 1 thread", False, wall_clock), data.Sample(1000), 1000)
+    found = {c.row: c.target.text(c.unit) for c in kernels.cases(at) if c.target is not None}
     assert found == {
         "log_histogram": ">= 0.7 x",
         "assign": ">= 0.55 x",
@@ -98,10 +101,10 @@ def test_every_target_of_the_plan_has_a_row() -> None:
 
 
 def test_every_kernel_has_a_row_and_a_test() -> None:
-    host, card = (elementwise.Device(name, name == "gpu", wall_clock, "no GPU") for name in ("cpu, 1 thread", "gpu"))
-    rows = {codebooks.LOSS}
-    for cases, device in ((kernels.cpu_cases, host), (gpu.cases, card)):
-        rows |= {c.row for c in cases(elementwise.Place(device, data.Sample(1000), 1000))}
+    rows = {kmeans.LOSS}
+    for name in ("cpu, 1 thread", "gpu"):
+        device = Device(name, name == "gpu", wall_clock, "no GPU")
+        rows |= {c.row for c in kernels.cases(Place(device, data.Sample(1000), 1000))}
     named = catalogue.functions()
     without = (*catalogue.SCALAR, *catalogue.IN_STATES)
     assert {catalogue.ROWS.get(name, name) for name in named if name not in without} <= rows
@@ -112,8 +115,10 @@ def test_every_kernel_has_a_row_and_a_test() -> None:
 
 
 def test_a_table_gets_no_speed_if_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = elementwise.Place(elementwise.Device("cpu, 1 thread", False, wall_clock), data.Sample(5000), 5000)
-    for found in tables.cases(at):
+    at = Place(Device("cpu, 1 thread", False, wall_clock), data.Sample(5000), 5000)
+    tables = [found for found in kernels.cases(at) if found.unit == "us"]
+    assert len(tables) == 18
+    for found in tables:
         name = found.row
         module = import_module(f"shrinkpoint.kernels.{catalogue.functions()[name]}")
         right = getattr(module, name)
@@ -151,8 +156,8 @@ def test_a_wrong_kernel_gets_no_speed(row: str, monkeypatch: pytest.MonkeyPatch)
         return out
 
     monkeypatch.setattr(module, name, wrong)
-    at = elementwise.Place(elementwise.Device("cpu, 1 thread", False, wall_clock), data.Sample(5000), 5000)
-    (found,) = [c for c in kernels.cpu_cases(at) if c.row == row]
+    at = Place(Device("cpu, 1 thread", False, wall_clock), data.Sample(5000), 5000)
+    (found,) = [c for c in kernels.cases(at) if c.row == row]
     rows = measure(found, Options(), wall_clock)
     assert all(is_red(r) and r.value is None and r.ratio is None and r.peer_value is None for r in rows)
     assert [r.met for r in rows if r.target] == [False]
@@ -346,7 +351,7 @@ GPU_ROWS = [f"compress {kind} from a GPU, default, test" for kind in ("base", "d
 
 
 def test_states_of_a_gpu_are_held_against_copies_on_it_and_to_the_host() -> None:
-    here = elementwise.Device("as if it were a gpu", False, wall_clock)
+    here = Device("as if it were a gpu", False, wall_clock)
     rows = [row for case in gpustates.cases(here, pair(), "test") for row in measure(case, Options(), wall_clock)]
     assert [row.row for row in rows] == [name for name in GPU_ROWS for _ in range(2)]
     for row in rows:
@@ -359,7 +364,7 @@ def test_states_of_a_gpu_are_held_against_copies_on_it_and_to_the_host() -> None
 
 
 def test_without_a_gpu_its_states_have_rows_that_say_so() -> None:
-    card = elementwise.Device("gpu", True, wall_clock, "no GPU")
+    card = Device("gpu", True, wall_clock, "no GPU")
     rows = [row for case in gpustates.cases(card, pair(), "test") for row in not_measured(case, case.missing)]
     assert [row.row for row in rows] == [name for name in GPU_ROWS for _ in range(2)]
     assert {(row.device, row.value, row.note) for row in rows} == {("gpu", None, "not measured: no GPU")}
@@ -370,7 +375,7 @@ def test_a_state_that_breaks_its_bound_gets_no_speed_on_a_gpu_either(monkeypatch
         raise CheckFailed("an array is not exact")
 
     monkeypatch.setattr(gpustates, "check_errors", wrong)
-    case = gpustates.cases(elementwise.Device("gpu", False, wall_clock), pair(), "test")[0]
+    case = gpustates.cases(Device("gpu", False, wall_clock), pair(), "test")[0]
     assert all(is_red(row) and row.value is None for row in measure(case, Options(), wall_clock))
 
 

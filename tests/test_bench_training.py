@@ -526,16 +526,6 @@ def test_a_part_that_is_kept_exact_is_exact() -> None:
             assert lossy == {"model", "optimizer"} - set(exact)
 
 
-def test_coders_on_the_same_levels() -> None:
-    with threads(1):
-        bits = ablation.coded(endurance.Model(short()), 4)
-    assert set(bits) == {f"{c}, codebook {p}" for c in ablation.CODERS for p in ("refit", "kept")}
-    assert bits["conditional, codebook kept"] < bits["conditional, codebook refit"]
-    assert bits["conditional, codebook kept"] < bits["Huffman of differences, codebook kept"]
-    assert bits["Huffman of differences, codebook kept"] >= 1.0  # a Huffman code has no less
-    assert all(0 < b < 8 for b in bits.values())
-
-
 # ---------------------------------------------------------------------------------------------------- transfer
 
 

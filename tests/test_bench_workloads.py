@@ -171,7 +171,7 @@ def test_the_limit_decides_how_long_the_schedule_is(study: endurance.Study, monk
         return 20
 
     monkeypatch.setattr(large.Pace, "steps", steps)
-    monkeypatch.setattr(large, "measured", lambda *_: ({}, {}))
+    monkeypatch.setattr(large, "measured", lambda *_: [])
     large.of_workload(tiny(), Options(minutes=2.0), study)
     ((seconds, *rest),) = asked
     assert 30 < seconds <= 0.85 * 120

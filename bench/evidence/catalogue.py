@@ -7,17 +7,17 @@ from types import FunctionType
 
 from shrinkpoint import kernels as public
 
-from .. import codebooks, gpu, many
 from ..devices import FLOORS
+from ..kernels import histogram, kmeans
 from .cells import NONE, Json, markdown, number
 from .results import HOME, rows_of
 
 ROWS = {
-    "weighted_kmeans": codebooks.solved(codebooks.CODES),
-    "weighted_kmeans_many": gpu.CODEBOOKS,
-    "quantization_loss": codebooks.LOSS,
-    "log_histogram_many": many.row("log_histogram"),
-    "kept_histogram_many": many.row("kept_histogram"),
+    "weighted_kmeans": kmeans.solved(kmeans.CODES),
+    "weighted_kmeans_many": kmeans.TOGETHER,
+    "quantization_loss": kmeans.LOSS,
+    "log_histogram_many": histogram.row("log_histogram"),
+    "kept_histogram_many": histogram.row("kept_histogram"),
     "pack_bits": "pack_bits 5",
     "unpack_bits": "unpack_bits 5",
     "row_quantize": "row_quantize 4 bit adaptive",

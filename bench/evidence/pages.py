@@ -66,7 +66,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "counts": trainings.counts,
     "thresholds": trainings.thresholds,
     "costs": trainings.costs,
-    "coders": trainings.coders,
     "transfer": trainings.transferred,
     "table 5 all": table5.table,
     "continued": table5.going_on,

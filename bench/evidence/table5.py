@@ -31,11 +31,7 @@ def table() -> str:
         training, system = _split(place)
         accuracy, loss, weights = (
             rows.get(label)
-            for label in (
-                "accuracy lost at the end",
-                "degradation of the loss at the end",
-                "weights, all checkpoints",
-            )
+            for label in ("accuracy lost at the end", "degradation of the loss at the end", "weights, all checkpoints")
         )
         ratio = NONE if weights is None else f"{number(weights['value'])} x"
         lines.append([training, system, spread(accuracy), spread(loss), ratio])

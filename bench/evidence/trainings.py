@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..studies import ablation, endurance
+from ..studies import endurance
 from . import levels
 from .cells import NONE, Json, aimed, markdown, number, order, shown, spread, system_name
 from .results import by_place, rows_of
@@ -187,23 +187,6 @@ def ablations(model: str) -> str:
         if not variant.startswith("coders")
     ]
     return markdown(["", "bits a weight, late", "weights, all", "loss at a restore, %", "loss at the end, %"], lines)
-
-
-def coders() -> str:
-    """Table of bits a weight by coder, on the same levels."""
-    rows = [row for row in measured() if " ablation, coders, " in row["row"]]
-    models = list(dict.fromkeys(row["row"].partition(" ablation")[0] for row in rows))
-    values = {row["row"]: row["value"] for row in rows}
-    lines = []
-    for coder in ablation.CODERS:
-        line = [coder]
-        for model in models:
-            for policy in ("refit", "kept"):
-                name = f"{model} ablation, coders, {coder}, codebook {policy}: late weight deltas"
-                line.append(number(values.get(name)))
-        lines.append(line)
-    header = [f"{model}, codebook {policy}" for model in models for policy in ("refit", "kept")]
-    return markdown(["bits a weight", *header], lines if models else [])
 
 
 def transferred() -> str:

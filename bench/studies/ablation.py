@@ -3,32 +3,20 @@
 Two systems are taken apart: this project's own (equidistant codebook, kept along the chain, conditional coder,
 rate-distortion encoder, extrapolated weights, gradients for protection) and the published one (pruning by
 sensitivity, protection, k-means++ refit each time, rearrangement and Huffman). A variant changes one field of the
-configuration or leaves the gradients out. Coders are compared on the *same* levels separately: late in an
-uninterrupted training, between neighbouring checkpoints.
+configuration or leaves the gradients out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 import shrinkpoint as sp
-from shrinkpoint.codec import entropy
-from shrinkpoint.codec.state import tree
-from shrinkpoint.codec.state.leaves import is_array
-from shrinkpoint.codec.weights.levels import LevelsReference
-from shrinkpoint.kernels.levels import delta
 
 from ..harness import Options, Row
+from .endurance import OWN_CUBE, Model, Study, of_seeds
 from .faults import InStore, Searching
-from .workloads import Run
-
-if TYPE_CHECKING:
-    from .endurance import Make, Model, Study
 
 RATE = 0.002
 PRUNED = 0.1
@@ -68,8 +56,6 @@ class Variant:
 
 def variants() -> dict[str, Variant]:
     """Return all variants by name; the first of each system is the unchanged system."""
-    from .endurance import OWN_CUBE
-
     return {
         f"{OWN}, all parts": Variant(own),
         f"{OWN}, no protection": Variant(lambda: own(protect=0.0)),
@@ -95,86 +81,23 @@ def variants() -> dict[str, Variant]:
 
 
 def rows(model: Model, study: Study, options: Options) -> list[Row]:
-    """Bits and loss of every variant, and of the coders on the same levels."""
-    from .endurance import DEVICE, over_seeds
-
+    """Bits and loss of every variant."""
     found: list[Row] = []
-    name, size = model.workload.name, model.size
     options.seeds.update(range(study.ablation))
     for label, variant in variants().items():
-        options.say(f"{name}, ablation, {label}")
-        make: Make = variant.make
-        outcomes = model.outcomes(make, range(study.ablation), FAILURES, study.spacing, study.batches)
+        options.say(f"{model.workload.name}, ablation, {label}")
+        outcomes = model.outcomes(variant.make, range(study.ablation), FAILURES, study.spacing, study.batches)
+        columns = ((what, unit, [getattr(o, field) for o in outcomes]) for what, field, unit in _COLUMNS)
         about = f"seeds 0 to {len(outcomes) - 1}, {FAILURES} failures"
-        here = []
-        for what, field, unit in (
-            ("weights, all checkpoints", "weights", "x"),
-            ("late weight deltas", "weight_bits", "bits"),
-            ("loss change at a restore", "at_restore", "%"),
-            ("degradation at the end", "degradation", "%"),
-        ):
-            values = [getattr(o, field) for o in outcomes]
-            row, note = f"{name} ablation, {label}: {what}", f"{over_seeds(values)}; {about}"
-            here.append(Row(row, DEVICE, size, statistics.fmean(values), unit, None, None, None, None, None, note))
-        found += options.done(here)
-    for label, bits in coded(model, study.spacing).items():
-        row = f"{name} ablation, coders, {label}: late weight deltas"
-        note = "seed 0, uninterrupted; levels alone, nearest entries, checkpoints of the last third"
-        found.append(Row(row, DEVICE, size, bits, "bits", None, None, None, None, None, note))
+        found += options.done(
+            of_seeds(f"{model.workload.name} ablation, {label}", model.workload.place, columns, about)
+        )
     return found
 
 
-CODERS = ("Huffman of differences", "run lengths and Huffman", "rearranged, run lengths and Huffman", "conditional")
-
-
-def coded(model: Model, spacing: int) -> dict[str, float]:
-    """Return bits a weight of late levels given those of the checkpoint before, by coder.
-
-    Once with a codebook that is refit each time, as published, and once with one that is kept.
-    """
-    workload = model.workload
-    run = Run(workload, 0)
-    run.train(2 * workload.steps // 3)
-    bits: dict[str, float] = {}
-    configs = {
-        "refit": published(prune=0.0, prune_metric="magnitude"),
-        "kept": published(prune=0.0, prune_metric="magnitude", solver="exact", policy="frozen"),
-    }
-    heads: dict[str, sp.Checkpoint | None] = dict.fromkeys(configs)
-    totals = {(policy, coder): 0 for policy in configs for coder in CODERS}
-    weights = 0
-    while run.step < workload.steps:
-        run.train(min(run.step + spacing, workload.steps))
-        state = {"model": run.state()["model"]}
-        for policy, config in configs.items():
-            before, heads[policy] = heads[policy], sp.compress(state, heads[policy], config)
-            if before is None:
-                continue
-            for earlier, later in _levels(state, before, heads[policy]):
-                for coder in CODERS:
-                    totals[policy, coder] += len(_code(coder, earlier, later))
-                weights += later.levels.size if policy == "kept" else 0
-    for (policy, coder), total in totals.items():
-        bits[f"{coder}, codebook {policy}"] = 8 * total / weights
-    return bits
-
-
-def _levels(state: Any, before: Any, after: Any) -> list[tuple[LevelsReference, LevelsReference]]:
-    """Levels of the arrays that both checkpoints of a state quantized."""
-    found = []
-    for node in tree.flatten(state, is_array)[1]:
-        record = after.record_at(node.key)
-        pair = [ckpt.parent_reference(node.key, record.spec) for ckpt in (before, after)]
-        if isinstance(pair[0], LevelsReference) and isinstance(pair[1], LevelsReference):
-            found.append((pair[0], pair[1]))
-    return found
-
-
-def _code(coder: str, before: LevelsReference, after: LevelsReference) -> bytes:
-    """Code the levels of an array by one of the coders."""
-    if coder == "conditional":
-        return entropy.encode_levels(after.levels, after.size, before.levels, before.size, "smallest")
-    if coder.startswith("rearranged"):
-        return entropy.encode_rearranged(after.levels, after.size, before.levels, before.size)
-    differences = np.asarray(delta(before.levels, after.levels, max(before.size, after.size)))
-    return entropy.encode_huffman(differences) if coder.startswith("Huffman") else entropy.encode_published(differences)
+_COLUMNS = (
+    ("weights, all checkpoints", "weights", "x"),
+    ("late weight deltas", "weight_bits", "bits"),
+    ("loss change at a restore", "at_restore", "%"),
+    ("degradation at the end", "degradation", "%"),
+)

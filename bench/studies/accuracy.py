@@ -24,8 +24,8 @@ from .baselines import Baseline, State
 from .baselines.adaptive import Adaptive
 from .baselines.parts import parts
 from .baselines.qd import QDCompressor, wanted_bins
-from .endurance import OWN_CUBE, PAPER_CUBE, over_seeds
-from .faults import End, InStore, Outcome, Peer, Reshuffled, Searching, Size, System, end_of, endure, quality, warm_up
+from .endurance import OWN_CUBE, PAPER_CUBE, Model, of_seeds, searched_note
+from .faults import End, InStore, Outcome, Peer, Reshuffled, Searching, Size, System, quality
 from .systems.spaces import Adaptive as AdaptiveSpace
 from .systems.spaces import Uniform as UniformSpace
 from .workloads import Run, Workload
@@ -127,21 +127,15 @@ def _name(system: str, threshold: float, by: str) -> str:
     return f"{system}, searched at each checkpoint for {100 * threshold:g} % of the {by}"
 
 
+_SEARCHED = list(itertools.product(BY, THRESHOLDS))
+_LADDERS = (("Adaptive", adaptive_ladder), ("Uniform", uniform_ladder))
 SYSTEMS: dict[str, Make] = {
     "Inshrinkerator, fixed, 16 bins": _fixed(sp.presets.inshrinkerator, grads=True),
     "Inshrinkerator, fixed, 32 bins": _fixed(lambda: sp.presets.inshrinkerator(32), grads=True),
-    **{
-        _name("Inshrinkerator", t, by): _searched(sp.presets.inshrinkerator, t, by)
-        for by, t in itertools.product(BY, THRESHOLDS)
-    },
+    **{_name("Inshrinkerator", t, by): _searched(sp.presets.inshrinkerator, t, by) for by, t in _SEARCHED},
     "Config(), fixed": _fixed(sp.Config),
-    **{_name("Config()", t, by): _searched(sp.Config, t, by) for by, t in itertools.product(BY, THRESHOLDS)},
-    **{
-        _name(name, t, by): _searched_peer(ladder, t, by)
-        for (name, ladder), (t, by) in itertools.product(
-            (("Adaptive", adaptive_ladder), ("Uniform", uniform_ladder)), ((0.05, "loss"), (0.05, "accuracy"))
-        )
-    },
+    **{_name("Config()", t, by): _searched(sp.Config, t, by) for by, t in _SEARCHED},
+    **{_name(n, 0.05, by): _searched_peer(ladder, 0.05, by) for n, ladder in _LADDERS for by in BY},
     OTHER_BATCHES: lambda _: Reshuffled(),
 }
 
@@ -198,59 +192,32 @@ def rows(options: Options) -> list[Row]:
     studies = STUDIES if not options.quick else {"MLP, quick": QUICK} if options.only is not None else {}
     found: list[Row] = []
     for name, study in studies.items():
-        exact: dict[int, End] = {}
+        model = Model(study.workload)
         for system, make in SYSTEMS.items():
             if options.wanted(f"{PREFIX}{name} {system}".replace(",", "")):
-                found += options.done(_of_system(name, study, system, make, exact, options))
+                found += options.done(_of_system(name, study, system, make, model, options))
     return found
 
 
-def _of_system(name: str, study: Study, system: str, make: Make, exact: dict[int, End], options: Options) -> list[Row]:
+def _of_system(name: str, study: Study, system: str, make: Make, model: Model, options: Options) -> list[Row]:
     options.seeds.update(range(study.seeds))
     options.say(f"{PREFIX}{name}, {system}")
-    workload, failures = study.workload, QUICK_FAILURES if options.quick else FAILURES
-    warm_up(workload, 0, make(study), study.spacing)
-    outcomes = []
-    for seed in range(study.seeds):
-        if seed not in exact:
-            exact[seed] = end_of(workload, seed)
-        outcomes.append(
-            endure(
-                workload,
-                seed,
-                make(study),
-                failures=failures,
-                exact=exact[seed].loss,
-                spacing=study.spacing,
-                batches=study.batches,
-                every=3,
-            )
-        )
-    return _rows((f"{PREFIX}{name}, {system}", workload), outcomes, exact, _about(study, outcomes, exact, failures))
+    failures = QUICK_FAILURES if options.quick else FAILURES
+    found = model.outcomes(lambda _: make(study), range(study.seeds), failures, study.spacing, study.batches, 3)
+    columns = (
+        (label, unit, [of(outcome, model.exact[seed]) for seed, outcome in enumerate(found)])
+        for label, unit, of in COLUMNS
+    )
+    about = _about(study, found, model.exact, failures)
+    return of_seeds(f"{PREFIX}{name}, {system}", model.workload.place, columns, about)
 
 
 def _about(study: Study, outcomes: Sequence[Outcome], exact: Mapping[int, End], failures: int) -> str:
     """Return the note of all rows of a system."""
-    whole, killed = (statistics.fmean(found) for found in zip(*_accuracies(outcomes, exact), strict=True))
-    loss = statistics.fmean(exact[seed].loss for seed in range(len(outcomes)))
+    seeds = range(len(outcomes))
+    whole, loss = (statistics.fmean(getattr(exact[seed], what) for seed in seeds) for what in ("accuracy", "loss"))
+    killed = statistics.fmean(outcome.accuracy for outcome in outcomes)
     about = f"seeds 0 to {len(outcomes) - 1}; {study.steps:,} steps, a checkpoint every {study.spacing}"
     about += f", killed {failures} times; accuracy {100 * whole:.2f} % uninterrupted, {100 * killed:.2f} % killed"
     about += f"; loss {loss:.4f} uninterrupted"
-    if any(o.evaluations for o in outcomes):
-        calls, unmet = (sum(getattr(o, what) for o in outcomes) for what in ("evaluations", "unmet"))
-        about += f"; {calls} calls of evaluate on {study.batches} batches, {unmet} searches found nothing that passes"
-    return about
-
-
-def _accuracies(outcomes: Sequence[Outcome], exact: Mapping[int, End]) -> list[tuple[float, float]]:
-    return [(exact[seed].accuracy, outcome.accuracy) for seed, outcome in enumerate(outcomes)]
-
-
-def _rows(about: tuple[str, Workload], outcomes: Sequence[Outcome], exact: Mapping[int, End], note: str) -> list[Row]:
-    (name, workload), made = about, []
-    for label, unit, of in COLUMNS:
-        values = [of(outcome, exact[seed]) for seed, outcome in enumerate(outcomes)]
-        mean, said = statistics.fmean(values), f"{over_seeds(values)}; {note}"
-        row = f"{name}: {label}"
-        made.append(Row(row, workload.where, workload.parameters, mean, unit, None, None, None, None, None, said))
-    return made
+    return about + searched_note(outcomes, f" on {study.batches} batches", "found nothing that passes")

@@ -24,7 +24,8 @@ import shrinkpoint as sp
 
 from ..data import arrays
 from ..harness import Options, Row
-from .faults import kills
+from .endurance import of_seeds
+from .faults import through_kills
 from .harm.settings import LEVELS
 
 STEPS, SPACING, KILLS = 200, 20, 2
@@ -143,27 +144,29 @@ def killed(file: State, seed: int, config: sp.Config | None, *, reshuffled: bool
         reshuffled: other batches after each kill.
         steps: of the training.
     """
-    run, due = Training(file, seed), kills(steps, KILLS, SPACING)
     url, kept = f"memory://bench-continued-{next(_NUMBERS)}", (0, file)
     store = None if config is None else sp.Store(url, config)
-    raw = stored = 0
-    while run.step < steps:
-        run.train(min(run.step // SPACING * SPACING + SPACING, *due[:1], steps))
-        if due and run.step == due[0]:
-            due.pop(0)
-            store = None if config is None else sp.Store(url, config)
-            step, state = kept if store is None else (store.steps()[-1], store.load())
-            run, data = Training(state, seed), run.seed
-            run.step = step
-            run.seed = data + 100 if reshuffled else data
-        elif run.step % SPACING == 0:
-            state = _cloned(run.state())
-            kept = run.step, state
-            if store is not None:
-                stored += store.save(run.step, state, kinds=sp.kinds(run.model, run.optimizer)).nbytes
-            raw += sum(x.nbytes for _, x in arrays(state))
+    sizes = [0, 0]
+
+    def save(run: Training) -> None:
+        nonlocal kept
+        kept = run.step, _cloned(run.state())
+        sizes[0] += sum(x.nbytes for _, x in arrays(kept[1]))
+        if store is not None:
+            sizes[1] += store.save(*kept, kinds=sp.kinds(run.model, run.optimizer)).nbytes
+
+    def restore(run: Training) -> Training:
+        nonlocal store
+        store = None if config is None else sp.Store(url, config)
+        step, state = kept if store is None else (store.steps()[-1], store.load())
+        again = Training(state, run.seed + (100 if reshuffled else 0))
+        again.step = step
+        return again
+
+    run = Training(file, seed)
+    run = through_kills(run, steps, KILLS, SPACING, advance=Training.train, save=save, restore=restore)
     run.seed = seed
-    return End(*run.held_out(), raw / stored if stored else 1.0)
+    return End(*run.held_out(), sizes[0] / sizes[1] if sizes[1] else 1.0)
 
 
 def rows(file: State, options: Options) -> list[Row]:
@@ -195,35 +198,22 @@ def rows(file: State, options: Options) -> list[Row]:
 
 
 def _of_system(
-    name: str,
-    ends: list[End],
-    exact: dict[int, tuple[float, float]],
-    before: dict[int, tuple[float, float]],
+    name: str, ends: list[End], exact: dict[int, tuple[float, float]], before: dict[int, tuple[float, float]],
     steps: int,
-) -> list[Row]:
-    from .endurance import over_seeds
-
+) -> list[Row]:  # fmt: skip
     losses = [100 * (end.loss / exact[seed][0] - 1) for seed, end in enumerate(ends)]
     points = [100 * (exact[seed][1] - end.accuracy) for seed, end in enumerate(ends)]
-    wrong = name == "lossless" and any(losses)
-    loss, right = (statistics.fmean(one[i] for one in exact.values()) for i in (0, 1))
-    first = statistics.fmean(one[0] for one in before.values())
+    loss, right = (statistics.fmean(found[i] for found in exact.values()) for i in (0, 1))
+    first = statistics.fmean(found[0] for found in before.values())
     about = (
         f"seeds 0 to {len(ends) - 1}; {steps} steps from the file's own Adam state, {KILLS} kills, a checkpoint every "
+        f"{SPACING}; drawn spectrograms; loss {first:.4f} before, {loss:.4f} uninterrupted, accuracy {right:.2%}"
     )
-    about += f"{SPACING}; drawn spectrograms; loss {first:.4f} before, {loss:.4f} uninterrupted, accuracy {right:.2%}"
-    if wrong:
-        about = f"CHECK FAILED: lossless does not end where the uninterrupted training does; {about}"
+    wrong = "lossless does not end where the uninterrupted training does" * (name == "lossless" and any(losses))
+    columns = (
+        ("loss at the end", "%", losses),
+        ("accuracy lost at the end", "points", points),
+        ("whole state, all checkpoints", "x", [end.ratio for end in ends]),
+    )
     size = sum(p.numel() for p in Encoder().parameters())
-
-    def row(what: str, values: list[float], unit: str) -> Row:
-        note = about if wrong else f"{over_seeds(values)}; {about}"
-        value = None if wrong else statistics.fmean(values)
-        label = f"{NAME}{name}: {what}"
-        return Row(label, "cpu, 1 thread", size, value, unit, None, None, None, None, None, note)
-
-    return [
-        row("loss at the end", losses, "%"),
-        row("accuracy lost at the end", points, "points"),
-        row("whole state, all checkpoints", [end.ratio for end in ends], "x"),
-    ]
+    return of_seeds(f"{NAME}{name}", ("cpu, 1 thread", size), columns, about, wrong)

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import statistics
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -15,20 +15,9 @@ from typing import Any
 import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube
 
-from ..harness import Options, Row
+from ..harness import Options, Row, at_least, at_most, held
 from . import workloads
-from .faults import (
-    InStore,
-    Outcome,
-    Peer,
-    Reshuffled,
-    Searching,
-    System,
-    Uncompressed,
-    endure,
-    uninterrupted,
-    warm_up,
-)
+from .faults import End, InStore, Outcome, Peer, Reshuffled, Searching, System, Uncompressed, end_of, endure, warm_up
 from .workloads import Workload
 
 DEVICE = "cpu, 1 thread"
@@ -160,29 +149,8 @@ class Study:
 
 _FEW = ("default", "rate 0.0005", "inshrinkerator")
 _OFTEN_KILLED = tuple(name for name in SYSTEMS if "moments" in name)
-_SHORT = (
-    "default",
-    "rate 0.0005",
-    "rate 0.002, 16 bins",
-    "rate 0, 12 bins, ahead",
-    "rate 0.0005, one base",
-    *_OFTEN_KILLED,
-    "inshrinkerator",
-    "lc_checkpoint",
-    "check_n_run",
-    "QD-compressor",
-    "ExCP",
-    YARDSTICK,
-)
-_SHORTEST = (
-    "default",
-    "rate 0.0005",
-    "rate 0.002, 16 bins",
-    *_OFTEN_KILLED,
-    "inshrinkerator",
-    "QD-compressor",
-    YARDSTICK,
-)
+_SHORTEST = (*_FEW, "rate 0.002, 16 bins", *_OFTEN_KILLED, "QD-compressor", YARDSTICK)
+_SHORT = (*_SHORTEST, "rate 0, 12 bins, ahead", "rate 0.0005, one base", "lc_checkpoint", "check_n_run", "ExCP")
 STUDIES = {
     "MLP": Study(6, None, _FEW, thresholds=3, ablation=2),
     "embedding": Study(4, _SHORT),
@@ -190,14 +158,14 @@ STUDIES = {
     "ViT": Study(3, _SHORT),
     "GPT": Study(2, _SHORTEST, batches=1, every=3),
 }
-_COARSE = (*[name for name in RARE_BASES if "moments" not in name], _OFTEN_KILLED[0])
+COARSE = (*[name for name in RARE_BASES if "moments" not in name], _OFTEN_KILLED[0])
 _WIDER_SYSTEMS = ("default", *[name for name in RARE_BASES if "moments" in name], *_OFTEN_KILLED, YARDSTICK)
-_LONG_SYSTEMS = ("default", *_COARSE, "inshrinkerator, one base", "QD-compressor", YARDSTICK)
+_LONG_SYSTEMS = ("default", *COARSE, "inshrinkerator, one base", "QD-compressor", YARDSTICK)
 FURTHER = {
-    "MLP long": Study(3, ("default", *_COARSE, "QD-compressor", YARDSTICK), batches=1, steps=3600),
-    "MLP longer": Study(2, (*_COARSE, YARDSTICK), batches=1, every=3, steps=10_800),
+    "MLP long": Study(3, ("default", *COARSE, "QD-compressor", YARDSTICK), batches=1, steps=3600),
+    "MLP longer": Study(2, (*COARSE, YARDSTICK), batches=1, every=3, steps=10_800),
     "embedding long": Study(2, _LONG_SYSTEMS, batches=1, every=3, steps=4500),
-    "GPT long": Study(1, ("default", *_COARSE, YARDSTICK), batches=1, every=3, steps=1800),
+    "GPT long": Study(1, ("default", *COARSE, YARDSTICK), batches=1, every=3, steps=1800),
     "GPT wider": Study(1, _WIDER_SYSTEMS, batches=1, every=3, make=workloads.gpt_wider),
 }
 """Schedules several times as long, with as many failures: a restore weighs less, as it does in trainings of days. And a
@@ -250,12 +218,7 @@ class Model:
     """A workload, and the results of its uninterrupted trainings by seed."""
 
     workload: Workload
-    exact: dict[int, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def size(self) -> int:
-        """Number of parameters."""
-        return self.workload.parameters
+    exact: dict[int, End] = dataclasses.field(default_factory=dict)
 
     def outcomes(
         self, make: Make, seeds: Sequence[int], failures: int, spacing: int, batches: int, every: int = 1
@@ -263,21 +226,11 @@ class Model:
         """Train once for each seed, after a warm-up, and return the outcomes."""
         found = []
         warm_up(self.workload, min(seeds, default=0), make(spacing), spacing)
+        how = {"failures": failures, "spacing": spacing, "batches": batches, "every": every}
         for seed in seeds:
             if seed not in self.exact:
-                self.exact[seed] = uninterrupted(self.workload, seed)
-            found.append(
-                endure(
-                    self.workload,
-                    seed,
-                    make(spacing),
-                    failures=failures,
-                    exact=self.exact[seed],
-                    spacing=spacing,
-                    batches=batches,
-                    every=every,
-                )
-            )
+                self.exact[seed] = end_of(self.workload, seed)
+            found.append(endure(self.workload, seed, make(spacing), exact=self.exact[seed].loss, **how))
         return found
 
 
@@ -305,70 +258,53 @@ def failures_of(model: Model, study: Study, options: Options) -> list[Row]:
         chosen = SYSTEMS if failures in (10, QUICK_FAILURES) else {name: SYSTEMS[name] for name in study.few}
         if study.systems is not None:
             chosen = {name: make for name, make in (chosen | RARE_BASES).items() if name in study.systems}
-        chosen = {
-            name: make for name, make in chosen.items() if options.wanted(f"{model.workload.name} failures {name}")
-        }
-        found, missing = _measure(model, study, chosen, study.seeds, failures, options)
-        for name, outcomes in found.items():
-            rows += of_system(model, name, outcomes, failures, study)
-        rows += [_missing(model, name, failures, why) for name, why in missing.items()]
+        asked = [name for name in chosen if options.wanted(f"{model.workload.name} failures {name}")]
+        rows += measured(model, study, {name: chosen[name] for name in asked}, study.seeds, failures, options)
     return rows
 
 
 def thresholds_of(model: Model, study: Study, options: Options) -> list[Row]:
-    rows: list[Row] = []
-    for threshold in THRESHOLDS:
-        found, _ = _measure(model, study, searched(threshold), study.thresholds, FAILURES[0], options)
-        for name, outcomes in found.items():
-            rows += of_system(model, name, outcomes, FAILURES[0], study)
-    return rows
+    systems = (searched(threshold) for threshold in THRESHOLDS)
+    return [row for s in systems for row in measured(model, study, s, study.thresholds, FAILURES[0], options)]
 
 
-def _measure(
+def measured(
     model: Model, study: Study, systems: Mapping[str, Make], seeds: int, failures: int, options: Options
-) -> tuple[dict[str, list[Outcome]], dict[str, str]]:
-    """Return outcomes by system, and reasons for missing ones."""
+) -> list[Row]:
+    """Return the rows of systems; those that need a missing package are open, and come last."""
     options.seeds.update(range(seeds))
-    found, missing = {}, {}
+    rows, missing = [], []
     for name, make in systems.items():
         options.say(f"{model.workload.name}, {failures} failures, {name}")
         of = range(1 if name in EXACT else seeds)
         try:
-            found[name] = model.outcomes(make, of, failures, study.spacing, study.batches, study.every)
-            options.done(of_system(model, name, found[name], failures, study))
+            found = model.outcomes(make, of, failures, study.spacing, study.batches, study.every)
+            rows += options.done(of_system(model, name, found, failures, study))
         except ImportError as error:
-            missing[name] = f"not measured: {error}"
-    return found, missing
+            missing.append(missing_row(model, name, failures, f"not measured: {error}"))
+    return rows + missing
 
 
-def _row_name(model: Model, name: str, failures: int, label: str) -> str:
-    return f"{model.workload.name}, {failures} failures, {name}: {label}"
-
-
-def _missing(model: Model, name: str, failures: int, why: str) -> Row:
+def missing_row(model: Model, name: str, failures: int, why: str) -> Row:
+    """Return the open row of a system that was not measured."""
     label, _, unit = COLUMNS[0]
-    row = _row_name(model, name, failures, label)
-    return Row(row, model.workload.where, model.size, None, unit, None, None, None, None, None, why)
+    row = f"{model.workload.name}, {failures} failures, {name}: {label}"
+    return Row(row, model.workload.where, model.workload.parameters, None, unit, note=why)
 
 
 def of_system(model: Model, name: str, outcomes: Sequence[Outcome], failures: int, study: Study) -> list[Row]:
     """Return one row a column: mean over the seeds, range in the note."""
-    steps = model.workload.steps
-    about = f"seeds 0 to {len(outcomes) - 1}; {steps} steps, a checkpoint every {study.spacing}"
-    if any(o.evaluations for o in outcomes):
-        calls, unmet = (sum(getattr(o, what) for o in outcomes) for what in ("evaluations", "unmet"))
-        about += f"; {calls} calls of evaluate, {unmet} searches took lossless"
+    about = f"seeds 0 to {len(outcomes) - 1}; {model.workload.steps} steps, a checkpoint every {study.spacing}"
+    about += searched_note(outcomes)
     wrong = name in EXACT and any(o.degradation or o.at_restore for o in outcomes)
-    if wrong:
-        about = f"CHECK FAILED: {name} does not end where the uninterrupted training does; {about}"
-    rows = []
-    for label, what, unit in COLUMNS:
-        values = [getattr(o, what) for o in outcomes]
-        note = about if wrong else f"{over_seeds(values)}; {about}"
-        value = None if wrong else statistics.fmean(values)
-        row = _row_name(model, name, failures, label)
-        rows.append(Row(row, model.workload.where, model.size, value, unit, None, None, None, None, None, note))
-    return rows
+    why = f"{name} does not end where the uninterrupted training does" if wrong else ""
+    columns = ((label, unit, [getattr(o, what) for o in outcomes]) for label, what, unit in COLUMNS)
+    return of_seeds(f"{model.workload.name}, {failures} failures, {name}", model.workload.place, columns, about, why)
+
+
+def plain(row: Row | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row as its JSON."""
+    return dict(row) if isinstance(row, Mapping) else dataclasses.asdict(row)
 
 
 def is_own(system: str) -> bool:
@@ -396,21 +332,19 @@ def targets(rows: Sequence[Any]) -> list[Row]:
     """
     found = []
     for name, systems in table(rows).items():
-        any_row = next(iter(next(iter(systems.values())).values()))
-        where, size = any_row["device"], any_row["size"]
-        every = standing(rows, name)
-        own = {s: c for s, c in systems.items() if is_own(s)}
+        some = next(iter(next(iter(systems.values())).values()))
+        where, every = (some["device"], some["size"]), standing(rows, name)
+        ours = {system: columns for system, columns in systems.items() if is_own(system)}
         for label, column in _AXES:
-            found += _at_the_bound((name, where, size), own, systems.get(YARDSTICK), (label, column))
+            found += _at_the_bound((name, *where), ours, systems.get(YARDSTICK), (label, column))
             others = [s for s in every if is_other(s) and _standing(every[s], column)]
             if not others:
                 continue
             beaten = beaten_on(every, column)
-            row = f"{name}{TARGET}settings beaten on both axes, {label}"
             note = "; ".join(f"{s} by {', '.join(by)}" for s, by in beaten.items())
-            note = note or f"none by any of {', '.join(others)}"
-            count = float(len(beaten))
-            found.append(Row(row, where, size, count, "settings", None, None, None, "<= 0 settings", not beaten, note))
+            row = f"{name}{TARGET}settings beaten on both axes, {label}"
+            made = Row(row, *where, float(len(beaten)), "settings", note=note or f"none by any of {', '.join(others)}")
+            found.append(held(made, at_most(0)))
     return found
 
 
@@ -467,12 +401,11 @@ def _standing(columns: Mapping[str, Any], column: str) -> tuple[float, float] | 
 def _ablated(rows: Sequence[Any], model: str) -> dict[str, dict[str, Any]]:
     """Return the ablation's systems: ours with all parts, and the published variants."""
     found: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        plain = row if isinstance(row, dict) else dataclasses.asdict(row)
-        where, _, label = plain["row"].partition(": ")
+    for row in map(plain, rows):
+        where, _, label = row["row"].partition(": ")
         name, _, variant = where.partition(" ablation, ")
         if name == model and (variant == "own, all parts" or variant.startswith("published, ")):
-            found.setdefault(f"ablation, {variant}", {})[label] = plain
+            found.setdefault(f"ablation, {variant}", {})[label] = row
     return found
 
 
@@ -492,9 +425,13 @@ def _at_the_bound(
     note = f"{best}: {_degradation(own[best])}" if best else "no setting degrades so little"
     if yardstick is not None and yardstick[COLUMNS[0][0]]["value"] is not None:
         note += f"; other batches after each restore, exact states: {_degradation(yardstick)}"
-    met = value is not None and value >= WANTED
-    row = f"{name}{TARGET}{label} at <= {BOUND:g} % degradation"
-    return [Row(row, where, size, value, "x", None, None, None, f">= {WANTED:g} x", met, note)]
+    row = held(Row(bound_row(name, label), where, size, value, "x", note=note), at_least(WANTED, "value"))
+    return [dataclasses.replace(row, met=bool(row.met))]
+
+
+def bound_row(name: str, label: str) -> str:
+    """Return the name of the row of the ratio within a loss."""
+    return f"{name}{TARGET}{label} at <= {BOUND:g} % degradation"
 
 
 def _degradation(columns: Mapping[str, Any]) -> str:
@@ -510,12 +447,11 @@ def table(rows: Sequence[Any], failures: int = 10) -> dict[str, dict[str, dict[s
         failures: of the trainings.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        plain = row if isinstance(row, dict) else dataclasses.asdict(row)
-        where, _, label = plain["row"].partition(": ")
-        model, _, rest = where.partition(f", {failures} failures, ")
-        if rest and label:
-            found.setdefault(model, {}).setdefault(rest, {})[label] = plain
+    for row in map(plain, rows):
+        where, _, label = row["row"].partition(": ")
+        model, _, system = where.partition(f", {failures} failures, ")
+        if system and label:
+            found.setdefault(model, {}).setdefault(system, {})[label] = row
     return found
 
 
@@ -540,14 +476,8 @@ def plot(rows: Sequence[Any], path: Path) -> None:
         raise BadArgumentError("no rows of trainings with failures to draw; take `--only failures`")
     plt = pyplot()
     markers = dict(zip(dict.fromkeys(s for systems in models.values() for s in systems), cycle(_MARKERS), strict=False))
-    figure, axes = plt.subplots(
-        3,
-        len(models),
-        figsize=(4.0 * len(models), 13.0),
-        height_ratios=(1.0, 1.0, 1.3),
-        layout="constrained",
-        squeeze=False,
-    )
+    how = {"figsize": (4.0 * len(models), 13.0), "height_ratios": (1.0, 1.0, 1.3), "layout": "constrained"}
+    figure, axes = plt.subplots(3, len(models), squeeze=False, **how)
     drawn: dict[str, Any] = {}
     for column, (name, systems) in enumerate(models.items()):
         for axis, label in zip(axes[:2, column], ("weights", "whole state"), strict=True):
@@ -611,3 +541,31 @@ def _saves(axis: Any, systems: Mapping[str, Mapping[str, Any]]) -> None:
     axis.invert_yaxis()
     axis.set_xlabel("processor milliseconds a save")
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def of_seeds(
+    name: str, where: tuple[str, int], columns: Iterable[tuple[str, str, Sequence[float]]], about: str, wrong: str = ""
+) -> list[Row]:
+    """Return one row a column: mean over the seeds, with the range in the note.
+
+    Args:
+        name: what the names of the rows begin with.
+        where: device and number of parameters.
+        columns: label, unit and values by seed.
+        about: what the notes end with.
+        wrong: what is wrong, if a check failed; then no row has a value.
+    """
+    rows = []
+    for label, unit, values in columns:
+        note = f"CHECK FAILED: {wrong}; {about}" if wrong else f"{over_seeds(values)}; {about}"
+        value = None if wrong else statistics.fmean(values)
+        rows.append(Row(f"{name}: {label}", *where, value, unit, note=note))
+    return rows
+
+
+def searched_note(outcomes: Sequence[Outcome], of: str = "", found: str = "took lossless") -> str:
+    """Return the calls and the vain searches of searched systems, for a note; "" for others."""
+    if not any(o.evaluations for o in outcomes):
+        return ""
+    calls, unmet = (sum(getattr(o, what) for o in outcomes) for what in ("evaluations", "unmet"))
+    return f"; {calls} calls of evaluate{of}, {unmet} searches {found}"

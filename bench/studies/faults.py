@@ -18,10 +18,10 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -45,6 +45,19 @@ class Size:
     raw_whole: int
     is_delta: bool = False
 
+    @classmethod
+    def of(cls, ckpt: sp.Checkpoint) -> Size:
+        """Return the sizes of a checkpoint."""
+        weights = [row for row in ckpt.summary() if row.path.startswith("model/")]
+        stored, raw = sum(row.stored_bytes for row in weights), sum(row.raw_bytes for row in weights)
+        return cls(stored, ckpt.nbytes, raw, ckpt.raw_nbytes, ckpt.is_delta)
+
+
+def ratio(sizes: Sequence[Size], part: str = "whole") -> float:
+    """Raw over stored bytes of some checkpoints, of the weights or the whole; NaN without any."""
+    stored = sum(getattr(size, part) for size in sizes)
+    return sum(getattr(size, f"raw_{part}") for size in sizes) / stored if stored else math.nan
+
 
 class System(Protocol):
     """Storage for the checkpoints of one training."""
@@ -60,6 +73,9 @@ class System(Protocol):
 
     def end(self) -> None:
         """Release what the system holds."""
+
+
+# ------------------------------------------------------------------------------------------------------------ systems
 
 
 def raw_size(state: State) -> tuple[int, int]:
@@ -151,15 +167,7 @@ class InStore:
             self.store.cfg = self._search(run, state, grads, kinds)
         self.count += 1
         self.head = self.store.save(run.step, state, grads=grads, kinds=kinds).checkpoint
-        rows = self.head.summary()
-        weights = [row for row in rows if row.path.startswith("model/")]
-        return Size(
-            sum(row.stored_bytes for row in weights),
-            self.head.nbytes,
-            sum(row.raw_bytes for row in weights),
-            self.head.raw_nbytes,
-            self.head.is_delta,
-        )
+        return Size.of(self.head)
 
     def _search(self, run: Run, state: State, grads: Any, kinds: Any) -> sp.Config:
         """Return the configuration for the next checkpoints."""
@@ -203,15 +211,13 @@ class InStore:
 class Uncompressed:
     """`torch.save` of the whole state."""
 
-    def __init__(self) -> None:
-        self.blob = b""
+    blob = b""
 
     def begin(self, run: Run) -> None:
         pass
 
     def save(self, run: Run) -> Size:
-        state = run.state()
-        buffer = io.BytesIO()
+        state, buffer = run.state(), io.BytesIO()
         torch.save(state, buffer)
         self.blob = buffer.getvalue()
         weights, whole = raw_size(state)
@@ -228,9 +234,7 @@ class Uncompressed:
 class Reshuffled(Uncompressed):
     """Uncompressed checkpoints with other batches after each restore, as the noise of training."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun = 0
+    begun = 0
 
     def begin(self, run: Run) -> None:
         run.seed += _RESHUFFLE * self.begun
@@ -353,20 +357,11 @@ class _Clock:
         return time.perf_counter()
 
 
-@dataclass
-class _Rework:
-    """Rework of a restored run: the loss to reach again, and the step of the restore."""
-
-    goal: float
-    since: int
-
-
 def probe(run: Run, batches: int) -> float:
     """Loss of a run on the first batches of the held-out set, in evaluation mode."""
     with torch.no_grad():
         run.model.eval()
-        chosen = run.workload.held_out()[:batches]
-        loss = statistics.fmean(float(run.loss(batch)) for batch in chosen)
+        loss = statistics.fmean(float(run.loss(batch)) for batch in run.workload.held_out()[:batches])
         run.model.train()
     return loss
 
@@ -387,7 +382,8 @@ def behind(trace: dict[int, float], step: int, loss: float) -> float:
         >>> behind({10: 3.0, 20: 2.0, 30: 1.5}, 30, 1.75)
         5.0
     """
-    points = [(s, least) for s, least in _running_least(trace) if s <= step]
+    known = [at for at in trace if at <= step]
+    points = list(zip(known, itertools.accumulate((trace[at] for at in known), min), strict=True))
     later = points[-1]
     if loss <= later[1]:
         return 0.0
@@ -397,15 +393,6 @@ def behind(trace: dict[int, float], step: int, loss: float) -> float:
             return step - later[0] + share * (later[0] - earlier[0])
         later = earlier
     return float(step)
-
-
-def _running_least(trace: dict[int, float]) -> list[tuple[int, float]]:
-    least = math.inf
-    found = []
-    for step, loss in trace.items():
-        least = min(least, loss)
-        found.append((step, least))
-    return found
 
 
 @dataclass(frozen=True)
@@ -418,9 +405,48 @@ class End:
 
 def end_of(workload: Workload, seed: int) -> End:
     """Return the end of an uninterrupted training."""
-    run = Run(workload, seed)
-    run.train(workload.steps)
+    run = Run(workload, seed, until=workload.steps)
     return End(run.held_out_loss(), run.accuracy())
+
+
+class Trained(Protocol):
+    """A training at some step."""
+
+    step: int
+
+
+T = TypeVar("T", bound=Trained)
+
+
+def through_kills(
+    run: T, steps: int, failures: int, spacing: int, *, advance: Callable[[T, int], object],
+    save: Callable[[T], object], restore: Callable[[T], T],
+) -> T:  # fmt: skip
+    """Train to the end through evenly spread kills; this is the loop of every study that kills trainings.
+
+    Args:
+        run: at its first step.
+        steps: of the whole training.
+        failures: how often it is killed.
+        spacing: steps from one checkpoint to the next.
+        advance: trains a run to a step, or to an earlier one.
+        save: stores a checkpoint.
+        restore: given the killed run, returns the one that goes on.
+    """
+    due = kills(steps, failures, spacing)
+    while run.step < steps:
+        advance(run, min(run.step // spacing * spacing + spacing, *due[:1], steps))
+        if due and run.step == due[0]:
+            due.pop(0)
+            run = restore(run)
+        elif run.step % spacing == 0:
+            save(run)
+    return run
+
+
+def noted(steps: int, failures: int, spacing: int) -> set[int]:
+    """Return the steps of the checkpoints that will be restored."""
+    return {step // spacing * spacing for step in kills(steps, failures, spacing)}
 
 
 def uninterrupted(workload: Workload, seed: int) -> float:
@@ -440,30 +466,21 @@ def warm_up(workload: Workload, seed: int, system: System, spacing: int) -> None
     run = Run(workload, seed)
     system.begin(run)
     try:
-        for saves in (1, 2):
+        for saves in (1, 2, 3):
+            if saves == 3:
+                state, run = system.restore(), Run(workload, seed)
+                run.restore(state)
+                system.begin(run)
             run.train(min(saves * spacing, workload.steps))
             system.save(run)
-        state = system.restore()
-        run = Run(workload, seed)
-        run.restore(state)
-        system.begin(run)
-        run.train(min(3 * spacing, workload.steps))
-        system.save(run)
     finally:
         system.end()
 
 
 def endure(
-    workload: Workload,
-    seed: int,
-    system: System,
-    *,
-    failures: int,
-    exact: float,
-    spacing: int = 10,
-    batches: int = 2,
+    workload: Workload, seed: int, system: System, *, failures: int, exact: float, spacing: int = 10, batches: int = 2,
     every: int = 1,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Train a workload to its end through evenly spread failures.
 
     Args:
@@ -476,69 +493,77 @@ def endure(
         batches: of the held-out set, for losses along the way; the last one is over all of it.
         every: checkpoints from one of these losses to the next; where a restore will come, there is always one.
     """
-    due = kills(workload.steps, failures, spacing)
-    noted = {step // spacing * spacing for step in due}
+    restores = noted(workload.steps, failures, spacing)
     sizes: list[Size] = []
     trace: dict[int, float] = {}
     right: dict[int, float] = {}
+    changes: list[float] = []
     missed: list[float] = []
-    changes, reworks, stale = [], [], []
-    pending: _Rework | None = None
+    reworks: list[float] = []
+    stale: list[float] = []
+    goal: list[tuple[float, int]] = []  # the loss that a restored run has to reach again, and the step of the restore
     run = Run(workload, seed)
     clock = _Clock(run.device)
+
+    def reached(run: Run) -> None:
+        reworks.append(run.step - goal.pop()[1])
+
+    def advance(run: Run, until: int) -> None:
+        with clock.on("train"):
+            run.train(run.step + 1 if goal else until)
+        if goal and (probe(run, batches) <= goal[0][0] or run.step - goal[0][1] >= _CAP * spacing):
+            reached(run)
+
+    def save(run: Run) -> None:
+        with clock.on("save"):
+            sizes.append(system.save(run))
+        if run.step in restores or run.step // spacing % every == 0:
+            trace[run.step] = probe(run, batches)
+        if run.step in restores:
+            right[run.step] = run.accuracy(batches)
+
+    def restore(run: Run) -> Run:
+        if goal:
+            reached(run)
+        wanted = probe(run, batches)
+        with clock.on("restore"):
+            state = system.restore()
+        run = Run(workload, seed)
+        run.restore(state)
+        system.begin(run)
+        loss, step = probe(run, batches), run.step
+        changes.append(100 * (loss / trace[step] - 1))
+        missed.append(100 * (1 - run.accuracy(batches) / right[step]))
+        stale.append(behind(trace, step, loss) - behind(trace, step, trace[step]))
+        goal.append((wanted, step))
+        return run
+
     system.begin(run)
     try:
-        while run.step < workload.steps:
-            following = run.step // spacing * spacing + spacing
-            with clock.on("train"):
-                run.train(min(run.step + 1 if pending else following, following, *due[:1], workload.steps))
-            if pending and (probe(run, batches) <= pending.goal or run.step - pending.since >= _CAP * spacing):
-                reworks.append(run.step - pending.since)
-                pending = None
-            if due and run.step == due[0]:
-                if pending:
-                    reworks.append(run.step - pending.since)
-                goal = probe(run, batches)
-                due.pop(0)
-                with clock.on("restore"):
-                    state = system.restore()
-                run = Run(workload, seed)
-                run.restore(state)
-                system.begin(run)
-                loss = probe(run, batches)
-                changes.append(100 * (loss / trace[run.step] - 1))
-                missed.append(100 * (1 - run.accuracy(batches) / right[run.step]))
-                stale.append(behind(trace, run.step, loss) - behind(trace, run.step, trace[run.step]))
-                pending = _Rework(goal, run.step)
-            elif run.step % spacing == 0:
-                with clock.on("save"):
-                    sizes.append(system.save(run))
-                if run.step in noted or run.step // spacing % every == 0:
-                    trace[run.step] = probe(run, batches)
-                if run.step in noted:
-                    right[run.step] = run.accuracy(batches)
-        if pending:
-            reworks.append(run.step - pending.since)
+        run = through_kills(run, workload.steps, failures, spacing, advance=advance, save=save, restore=restore)
+        if goal:
+            reached(run)
     finally:
         system.end()
-    spent = {what: sum(seconds) for what, seconds in clock.seconds.items()}
-    late = sizes[2 * len(sizes) // 3 :]
-    late = [s for s in late if s.is_delta] or late
+    spent, late = clock.seconds, sizes[2 * len(sizes) // 3 :]
     return Outcome(
         degradation=100 * (run.held_out_loss() / exact - 1),
-        at_restore=statistics.fmean(changes),
-        rework=statistics.fmean(reworks),
-        staleness=statistics.fmean(stale),
-        weights=sum(s.raw_weights for s in sizes) / sum(s.weights for s in sizes),
-        whole=sum(s.raw_whole for s in sizes) / sum(s.whole for s in sizes),
-        peak_weights=max(s.raw_weights / s.weights for s in sizes),
-        peak_whole=max(s.raw_whole / s.whole for s in sizes),
-        weight_bits=32 * sum(s.weights for s in late) / sum(s.raw_weights for s in late),
-        save=statistics.fmean(clock.seconds["save"]),
-        overhead=100 * spent["save"] / spent["train"],
-        restore=statistics.fmean(clock.seconds["restore"]),
+        **{
+            what: statistics.fmean(values)
+            for what, values in zip(_MEANS, (changes, reworks, stale, missed), strict=True)
+        },
+        weights=ratio(sizes, "weights"),
+        whole=ratio(sizes),
+        peak_weights=max(ratio([size], "weights") for size in sizes),
+        peak_whole=max(ratio([size]) for size in sizes),
+        weight_bits=32 / ratio([size for size in late if size.is_delta] or late, "weights"),
+        save=statistics.fmean(spent["save"]),
+        overhead=100 * sum(spent["save"]) / sum(spent["train"]),
+        restore=statistics.fmean(spent["restore"]),
         evaluations=getattr(system, "evaluations", 0),
         unmet=getattr(system, "unmet", 0),
         accuracy=run.accuracy(),
-        accuracy_lost=statistics.fmean(missed),
     )
+
+
+_MEANS = ("at_restore", "rework", "staleness", "accuracy_lost")

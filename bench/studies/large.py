@@ -18,32 +18,16 @@ from dataclasses import dataclass
 import torch
 
 from ..devices import threads
-from ..harness import Options, Row
-from . import workloads
-from .endurance import (
-    BOUND,
-    EXACT,
-    FAILURES,
-    RARE_BASES,
-    SYSTEMS,
-    WANTED,
-    YARDSTICK,
-    Make,
-    Model,
-    Study,
-    of_system,
-    targets,
-)
-from .endurance import _measure as measured
-from .endurance import _missing as missing_row
-from .faults import Outcome
+from ..harness import Options, Row, at_least, held
+from . import endurance, workloads
+from .endurance import FAILURES, Make, Model, Study, measured
 from .workloads import Run, Workload
 
 MINUTES = 30.0
 """How long it takes unless `--minutes` says otherwise."""
 STUDY = Study(
     1,
-    ("default", "rate 0.0005", "no compression", "inshrinkerator", "rate 0.004, 12 bins, bases every 100", YARDSTICK),
+    (*("default", "rate 0.0005", "no compression", "inshrinkerator"), endurance.COARSE[0], endurance.YARDSTICK),
     spacing=50,
 )
 """In this order, so that a limit cuts the least wanted ones."""
@@ -129,7 +113,7 @@ def of_workload(workload: Workload, options: Options, study: Study = STUDY) -> l
     """Measure outcomes and targets of one workload, as `bench training` does for small ones."""
     begin = time.monotonic()
     failures, minutes = FAILURES[0], MINUTES if options.minutes is None else options.minutes
-    every = SYSTEMS | RARE_BASES
+    every = endurance.SYSTEMS | endurance.RARE_BASES
     systems = {name: every[name] for name in study.systems or every}
     here = device()
     if here is None:
@@ -143,28 +127,23 @@ def of_workload(workload: Workload, options: Options, study: Study = STUDY) -> l
         if steps < (failures + 2) * study.spacing:
             why = f"{minutes:g} minutes suffice for {steps} steps, too few for {failures} failures"
             return _none(Model(workload), systems, f"not measured: {why} between checkpoints {study.spacing} apart")
-        model = Model(dataclasses.replace(workload, steps=steps))
-        outcomes: dict[str, list[Outcome]] = {}
-        missing: dict[str, str] = {}
+        model, rows = Model(dataclasses.replace(workload, steps=steps)), []
         for name, make in systems.items():
             if time.monotonic() - begin > 60 * minutes:
-                missing[name] = f"not measured: the limit of {minutes:g} minutes was over"
+                why = f"not measured: the limit of {minutes:g} minutes was over"
+                rows.append(endurance.missing_row(model, name, failures, why))
                 continue
-            done, lacking = measured(model, study, {name: make}, study.seeds, failures, options)
-            outcomes |= done
-            missing |= lacking
-    table = [row for name, of in outcomes.items() for row in of_system(model, name, of, failures, study)]
-    return table + [missing_row(model, name, failures, why) for name, why in missing.items()] + targets(table)
+            rows += measured(model, study, {name: make}, study.seeds, failures, options)
+    return rows + endurance.targets([row for row in rows if row.value is not None])
 
 
 def _none(model: Model, systems: Mapping[str, Make], why: str) -> list[Row]:
     """Return rows without measurements, with their targets."""
-    found = [missing_row(model, name, FAILURES[0], why) for name in systems if name not in EXACT]
-    name, where, size = model.workload.name, model.workload.where, model.size
-    for label in ("weights", "whole state"):
-        row = f"{name}, {FAILURES[0]} failures: {label} at <= {BOUND:g} % degradation"
-        found.append(Row(row, where, size, None, "x", None, None, None, f">= {WANTED:g} x", None, why))
-    return found
+    made, labels = model.workload, ("weights", "whole state")
+    found = [endurance.missing_row(model, s, FAILURES[0], why) for s in systems if s not in endurance.EXACT]
+    names = [endurance.bound_row(made.name, label) for label in labels]
+    target = at_least(endurance.WANTED, "value")
+    return found + [held(Row(name, made.where, made.parameters, None, "x", note=why), target) for name in names]
 
 
 def _clock(here: str) -> Callable[[], float]:

@@ -410,11 +410,11 @@ def run(options: Options) -> list[Row]:
 def _row(name: str, found: dict[str, Any] | str) -> Row:
     unit = "relative difference"
     if isinstance(found, str):
-        return Row(name, "cpu", 0, None, unit, None, None, None, None, None, found)
+        return Row(name, "cpu", 0, None, unit, note=found)
     changed = [f"{entry} {x['error']:.2f}" for entry, x in found["entries"].items() if x["lossy"]]
     exact = [entry for entry, x in found["entries"].items() if not x["lossy"]]
     note = f"changed: {', '.join(changed) or 'none'}; exact: {', '.join(exact) or 'none'}; weights: {found['weights']}"
-    return Row(name, "cpu", 12448, found["update"], unit, None, None, None, None, None, note)
+    return Row(name, "cpu", 12448, found["update"], unit, note=note)
 
 
 def plot(rows: list[Row], path: Path) -> None:

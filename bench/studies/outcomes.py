@@ -11,11 +11,11 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from shrinkpoint.codec.errors import BadArgumentError
 
-from ..harness import Row
+from ..harness import Row, at_least, held
 
 DEVICE = "cpu, 1 thread"
 FURTHER = 200
@@ -215,35 +215,40 @@ TABLE = (
 )
 
 
-def _row(row: str, size: int, value: float | None, unit: str, peer: str | None, other: float | None, note: str) -> Row:
-    ratio = other / value if value and other else None
-    value = None if value is not None and math.isnan(value) else value
-    return Row(row, DEVICE, size, value, unit, peer, other, ratio, None, None, note)
+def _row(
+    row: str, size: int, value: float | None, unit: str, note: str, peer: tuple[str | None, float | None] = (None, None)
+) -> Row:
+    ratio = peer[1] / value if value and peer[1] else None
+    return Row(row, DEVICE, size, None if value is None or math.isnan(value) else value, unit, *peer, ratio, note=note)
+
+
+def _aimed(row: Row, limit: float, of: Literal["value", "ratio"] = "value") -> Row:
+    """Hold a row against a least value; a value that no setting reaches misses it."""
+    row = held(row, at_least(limit, of))
+    return dataclasses.replace(row, met=bool(row.met))
 
 
 def system_rows(name: str, system: str, size: int, found: Sequence[Outcome]) -> list[Row]:
     """Rows of one system on one model."""
-    told = System.of(found)
-    note = f"{told}, {len(found)} seeds"
+    mean = System.of(found)
+    note = f"{mean}, {len(found)} seeds"
     return [
-        _row(f"{name}, {system}: {label}", size, getattr(told.mean, what), unit, None, None, note)
-        for label, what, unit in TABLE
+        _row(f"{name}, {system}: {label}", size, getattr(mean.mean, what), unit, note) for label, what, unit in TABLE
     ]
 
 
 def alone_rows(name: str, size: int, found: Mapping[int, Sequence[Restored]]) -> list[Row]:
     """Return rows of weights without a parent by bins, and the smallest within 1 % at once."""
     rows = []
-    best: tuple[float, str] | None = None
+    best: tuple[float | None, str] = None, "no setting loses so little"
     for bins, outcomes in found.items():
         ratio, loss = (statistics.fmean(getattr(o, what) for o in outcomes) for what in ("ratio", "at_once"))
         note = f"loss {lost(outcomes)}, {len(outcomes)} seeds"
-        rows.append(_row(f"{name}, alone, {bins} bins: weights", size, ratio, "x", None, None, note))
-        if loss <= 1 and (best is None or ratio > best[0]):
+        rows.append(_row(f"{name}, alone, {bins} bins: weights", size, ratio, "x", note))
+        if loss <= 1 and ratio > (best[0] or 0.0):
             best = ratio, f"{bins} bins, {note}"
-    value, note = (None, "no setting loses so little") if best is None else best
     what = f"{name}: weights alone, no parent, loss <= 1 %"
-    return [*rows, Row(what, DEVICE, size, value, "x", None, None, None, ">= 10 x", bool(value and value >= 10), note)]
+    return [*rows, _aimed(Row(what, DEVICE, size, best[0], "x", note=best[1]), 10)]
 
 
 def peer_rows(name: str, size: int, peer: str, own: Mapping[str, Sequence[Pair]], other: Sequence[Pair]) -> list[Row]:
@@ -265,11 +270,11 @@ def peer_rows(name: str, size: int, peer: str, own: Mapping[str, Sequence[Pair]]
         setting = max(fitting, key=lambda s: _ratio(settings[s])) if fitting else next(iter(settings))
         ours = settings[setting]
         value, peer_value = _ratio(ours), _ratio(theirs)
-        met = bool(fitting) and value >= peer_value
         seeds = f"{len(ours)} seeds" if len(ours) > 1 else "one seed"
         note = f"ours loses {lost(ours)}; theirs {lost(theirs)}; {seeds}; ours: {setting}"
         row = f"{name}, against {peer}: whole state, {case}"
-        rows.append(Row(row, DEVICE, size, value, "x", peer, peer_value, value / peer_value, ">= 1 x", met, note))
+        made = _aimed(Row(row, DEVICE, size, value, "x", peer, peer_value, value / peer_value, note=note), 1, "ratio")
+        rows.append(made if fitting else dataclasses.replace(made, met=False))
     return rows
 
 
@@ -279,8 +284,8 @@ def _ratio(found: Sequence[Restored]) -> float:
 
 def missing_row(name: str, size: int, peer: str, why: str) -> Row:
     """Row of a library that is not installed."""
-    row = f"{name}, against {peer}: whole state"
-    return Row(row, DEVICE, size, None, "x", peer, None, None, ">= 1 x", None, f"not measured: {why}")
+    row = Row(f"{name}, against {peer}: whole state", DEVICE, size, None, "x", peer, note=f"not measured: {why}")
+    return held(row, at_least(1))
 
 
 _SPREAD = r"(\S+)(?: \(\S+ \.\.\. \S+\))? %"
@@ -331,8 +336,12 @@ def summary_rows(name: str, size: int, found: Mapping[str, System]) -> list[Row]
         rows += weights_rows(name, size, found, published)
     for loss, chain, late in PAIRS:
         best = nearest_to(own(found, loss), chain, late)
-        for what, target in (("chain", chain), ("late", late)):
-            rows.append(_target_row(name, size, what, loss, target, best, found))
+        for label, what, target in (("chain with its bases", "chain", chain), ("late deltas", "late", late)):
+            value, note = None, "no setting loses so little"
+            if best is not None:
+                value, note = getattr(found[best].mean, what), f"{best}; {found[best]}"
+            row = Row(f"{name}: whole state, {label}, loss <= {loss:g} %", DEVICE, size, value, "x", note=note)
+            rows.append(_aimed(row, target))
     return rows
 
 
@@ -345,37 +354,21 @@ def weights_rows(name: str, size: int, found: Mapping[str, System], published: s
     First strictly, by the means; then with every setting whose difference, seed by seed, is within its standard error.
     """
     weights = {s: o for s, o in found.items() if s.startswith(("weights", "default", "rate"))}
-    theirs = found[published]
-    strict = {s: o for s, o in weights.items() if o.mean.later <= theirs.mean.later}
-    paired = {
-        s: o
-        for s, o in weights.items()
-        if o.outcomes and len(o.outcomes) == len(theirs.outcomes) > 1 and no_more(o.outcomes, theirs.outcomes)
-    }
+    theirs, rows = found[published], []
+    strict = [s for s, o in weights.items() if o.mean.later <= theirs.mean.later]
     unknown = [s for s, o in weights.items() if not o.outcomes or len(o.outcomes) != len(theirs.outcomes)]
-    rows = []
+    several = [s for s in weights if s not in unknown and len(theirs.outcomes) > 1]
+    paired = [s for s in several if no_more(weights[s].outcomes, theirs.outcomes)]
     for words, settings, left_out in ((EQUAL, strict, []), (WITHIN, paired, unknown)):
-        row, bits = f"{name}: {words} {published}", theirs.mean.weight_bits
         known = f"; {_UNPAIRED} of {', '.join(left_out)}" if left_out else ""
-        best = min(settings, key=lambda s: settings[s].mean.weight_bits, default=None)
-        if best is None:
-            note = f"no setting loses as little as {theirs.losses[1]} %{known}"
-            rows.append(_row(row, size, None, "bits", published, bits, note))
-            continue
-        note = f"ours: {best}; loss later above the published one's by {above(found[best], theirs)}{known}"
-        rows.append(_row(row, size, found[best].mean.weight_bits, "bits", published, bits, note))
+        best = min(settings, key=lambda s: weights[s].mean.weight_bits, default=None)
+        value, note = None, f"no setting loses as little as {theirs.losses[1]} %{known}"
+        if best is not None:
+            value = found[best].mean.weight_bits
+            note = f"ours: {best}; loss later above the published one's by {above(found[best], theirs)}{known}"
+        peer = published, theirs.mean.weight_bits
+        rows.append(_row(f"{name}: {words} {published}", size, value, "bits", note, peer))
     return rows
-
-
-def _target_row(
-    name: str, size: int, what: str, loss: float, target: float, best: str | None, found: Mapping[str, System]
-) -> Row:
-    row = f"{name}: whole state, {'chain with its bases' if what == 'chain' else 'late deltas'}, loss <= {loss:g} %"
-    value, note = (None, "no setting loses so little") if best is None else (getattr(found[best].mean, what), "")
-    if best is not None:
-        note = f"{best}; {found[best]}"
-    met = value is not None and value >= target
-    return Row(row, DEVICE, size, value, "x", None, None, None, f">= {target:g} x", met, note)
 
 
 def medians(rows: Iterable[Row]) -> list[Row]:
@@ -392,10 +385,9 @@ def medians(rows: Iterable[Row]) -> list[Row]:
             shares = [row.ratio for row in of if row.ratio is not None or _UNPAIRED not in row.note]
             if not shares:
                 continue
-            known = [share for share in shares if share is not None]
             # If every setting of ours loses more, ours is not smaller at equal loss: such a chain counts as 0.
-            median = statistics.median(share or 0.0 for share in shares)
-            note = f"median over {len(shares)} chains, {len(known)} of them with a setting that loses no more"
-            aim, met = (f">= {target:g} x", median >= target) if target is not None else (None, None)
-            found.append(Row(name, DEVICE, 0, median, "x", published, 1.0, median, aim, met, note))
+            median, known = statistics.median(share or 0.0 for share in shares), len(shares) - shares.count(None)
+            note = f"median over {len(shares)} chains, {known} of them with a setting that loses no more"
+            row = Row(name, DEVICE, 0, median, "x", published, 1.0, median, note=note)
+            found.append(row if target is None else held(row, at_least(target)))
     return found

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..harness import Clock, one_thread_clock
+from ..harness import Clock, Row, one_thread_clock
 from .workloads import Run
 
 BLOCKS, MOST_BLOCKS = 20, 1000
@@ -50,6 +50,11 @@ class Overhead:
     def times(self, factor: float) -> Overhead:
         """Return the overhead if only this share of the steps is observed."""
         return Overhead(None if self.share is None else factor * self.share, factor * self.error, self.note)
+
+    def row(self, name: str, size: int, limit: float = 1.0) -> Row:
+        """Return the row of a benchmark, held against a limit in percent."""
+        met, target = self.met(limit), f"<= {limit:g} %"
+        return Row(name, "cpu, 1 thread", size, self.share, "%", target=target, met=met, note=self.note)
 
     def met(self, limit: float) -> bool | None:
         """Return whether it is at most `limit` percent; None if two standard errors leave it open."""

@@ -47,7 +47,7 @@ def run(options: Options) -> list[Row]:
             found = _plain(states, Path(folder)) if level == SAVED else _stored(states, kinds, level, folder)
         note = f"mean of {count} checkpoints, {_SPACING} steps apart" if level != SAVED else "each in a file of its own"
         for (what, unit), value in zip(WHAT.items(), found, strict=True):
-            rows.append(Row(f"{level}: {what}", "cpu", parameters, value, unit, None, None, None, None, None, note))
+            rows.append(Row(f"{level}: {what}", "cpu", parameters, value, unit, note=note))
     return options.done(rows)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import fsspec
@@ -32,21 +33,9 @@ from ..devices import threads
 from ..harness import Options, Row, lacking
 from . import workloads
 from .curves import plot
+from .faults import Size, ratio
 from .lossypeers import LOSSY, floats_of, with_floats
-from .outcomes import (
-    FURTHER,
-    Outcome,
-    Pair,
-    Restored,
-    System,
-    alone_rows,
-    medians,
-    missing_row,
-    peer_rows,
-    summary_rows,
-    system_rows,
-    to_json,
-)
+from .outcomes import FURTHER, Outcome, Pair, Restored, System, to_json
 from .systems.lossless import PEERS
 from .workloads import Run, State, Workload
 
@@ -68,21 +57,13 @@ def _weights(rate: float, bins: int = 24) -> sp.Config:
 
 SYSTEMS: dict[str, Callable[[], sp.Config]] = {
     "default": sp.Config,
-    "rate 0.0005": lambda: sp.Config(rate=0.0005),
-    "rate 0.002": lambda: sp.Config(rate=0.002),
-    "rate 0.004": lambda: sp.Config(rate=0.004),
-    "rate 0.0005, 16 bins": lambda: _coarse(0.0005, 16),
-    "rate 0.001, 12 bins": lambda: _coarse(0.001, 12),
-    "rate 0.004, 12 bins": lambda: _coarse(0.004, 12),
-    "weights, rate 0": lambda: _weights(0.0),
-    "weights, rate 0, 16 bins": lambda: _weights(0.0, 16),
-    "weights, rate 0, 10 bins": lambda: _weights(0.0, 10),
-    "weights, rate 0.0003, 16 bins": lambda: _weights(0.0003, 16),
-    "weights, rate 0.0003, 48 bins": lambda: _weights(0.0003, 48),
-    "weights, rate 0.001": lambda: _weights(0.001),
-    "weights, rate 0.001, 12 bins": lambda: _weights(0.001, 12),
-    "inshrinkerator 16": lambda: sp.presets.inshrinkerator(16),
-    "inshrinkerator 32": lambda: sp.presets.inshrinkerator(32),
+    **{f"rate {rate:g}": partial(sp.Config, rate=rate) for rate in (0.0005, 0.002, 0.004)},
+    **{f"rate {rate:g}, {n} bins": partial(_coarse, rate, n) for rate, n in ((0.0005, 16), (0.001, 12), (0.004, 12))},
+    **{
+        f"weights, rate {rate:g}" + (f", {n} bins" if n != 24 else ""): partial(_weights, rate, n)
+        for rate, n in ((0.0, 24), (0.0, 16), (0.0, 10), (0.0003, 16), (0.0003, 48), (0.001, 24), (0.001, 12))
+    },
+    **{f"inshrinkerator {n}": partial(sp.presets.inshrinkerator, n) for n in (16, 32)},
     "lc_checkpoint": sp.presets.lc_checkpoint,
     "check_n_run": sp.presets.check_n_run,
     "bitsnap": sp.presets.bitsnap,
@@ -114,41 +95,14 @@ _QUICK = ("default", "rate 0.004", "inshrinkerator 32")
 
 
 @dataclass
-class Bytes:
-    """Sums over some checkpoints of one chain."""
-
-    stored: int = 0
-    raw: int = 0
-    weights: int = 0
-    weight_elements: int = 0
-
-    def add(self, ckpt: sp.Checkpoint) -> None:
-        rows = [row for row in ckpt.summary() if row.path.startswith("model/")]
-        self.stored += ckpt.nbytes
-        self.raw += ckpt.raw_nbytes
-        self.weights += sum(row.stored_bytes for row in rows)
-        self.weight_elements += sum(row.raw_bytes for row in rows) // 4
-
-    @property
-    def ratio(self) -> float:
-        """Raw over stored bytes; NaN without any."""
-        return self.raw / self.stored if self.stored else float("nan")
-
-    @property
-    def weight_bits(self) -> float:
-        """Stored bits a weight; NaN without any."""
-        return 8 * self.weights / self.weight_elements if self.weight_elements else float("nan")
-
-
-@dataclass
 class Chain:
     """Chain of checkpoints of one system along one training."""
 
     config: sp.Config
     head: sp.Checkpoint | None = None
-    whole: Bytes = field(default_factory=Bytes)
-    late: Bytes = field(default_factory=Bytes)
-    bases: Bytes = field(default_factory=Bytes)
+    sizes: list[Size] = field(default_factory=list)
+    late: list[Size] = field(default_factory=list)
+    """Of the deltas of the last third."""
     restored: State | None = None
 
     def __post_init__(self) -> None:
@@ -157,15 +111,18 @@ class Chain:
     def add(self, step: int, state: State, late: bool, kinds: Mapping[str, Any]) -> None:
         """Save the next checkpoint."""
         self.head = self.store.save(step, state, kinds=kinds).checkpoint
-        self.whole.add(self.head)
-        if not self.head.is_delta:
-            self.bases.add(self.head)
-        elif late:
-            self.late.add(self.head)
+        self.sizes.append(Size.of(self.head))
+        self.late += self.sizes[-1:] if late and self.head.is_delta else []
 
     def close(self) -> None:
         """Free the memory of the chain's files."""
         fsspec.filesystem("memory").rm(self.store.url, recursive=True)
+
+    def outcome(self, found: Restored) -> Outcome:
+        """Return the outcome, given the losses of its restored state."""
+        bases = [size for size in self.sizes if not size.is_delta]
+        chain, late, base = (ratio(sizes) for sizes in (self.sizes, self.late, bases))
+        return Outcome(chain, late, base, 32 / ratio(self.late, "weights"), found.at_once, found.later, found.staleness)
 
 
 @dataclass
@@ -196,8 +153,7 @@ class Training:
         at_once = 100 * (again.held_out_loss() / self.exact[self.restart] - 1)
         again.train(self.end)
         later = 100 * (again.held_out_loss() / self.exact[self.end] - 1)
-        gained = self.exact[self.restart] / self.exact[self.end] - 1
-        slope = gained / (self.end - self.restart)
+        slope = (self.exact[self.restart] / self.exact[self.end] - 1) / (self.end - self.restart)
         return Restored(ratio, at_once, later, later / 100 / slope if slope > 0 else float("nan"))
 
     def judged(self, state: State, ratio: float) -> Restored:
@@ -206,8 +162,8 @@ class Training:
 
     def alone(self, bins: int) -> Restored:
         """Code the weights without a parent and the rest exactly, then resume."""
-        cfg, weights = sp.Config(rules=[("weight", Quantize(bins=bins))]), self.state["model"]
-        ckpt = sp.compress({"model": weights}, cfg=cfg, kinds=layers_kinds(weights))
+        weights = self.state["model"]
+        ckpt = sp.compress({"model": weights}, cfg=_coarse(0.0, bins), kinds=layers_kinds(weights))
         return self.judged({**self.state, **sp.decompress(ckpt)}, ckpt.ratio)
 
     def ours(self, config: sp.Config) -> Pair:
@@ -220,16 +176,14 @@ class Training:
         """Code the two states by another library, which restores every bit."""
         before, state = floats_of(self.before), floats_of(self.state)
         raw = sum(4 * x.numel() for x in state.values())
-        sizes = PEERS[name](state, None)[0], PEERS[name](state, before)[0]
-        return Pair(*(Restored(raw / size, 0.0, 0.0, 0.0) for size in sizes))
+        return Pair(*(Restored(raw / PEERS[name](state, of)[0], 0.0, 0.0, 0.0) for of in (None, before)))
 
     def lossy_peer(self, name: str) -> Pair:
         """Restore both states by another library; its delta refers to its restored first state."""
         before, state = floats_of(self.before), floats_of(self.state)
         raw = sum(4 * x.numel() for x in state.values())
-        _, parent = LOSSY[name](before, None)
-        single, delta = (LOSSY[name](state, given) for given in (None, parent))
-        return Pair(*(self.judged(with_floats(self.state, found), raw / size) for size, found in (single, delta)))
+        found = [LOSSY[name](state, given) for given in (None, LOSSY[name](before, None)[1])]
+        return Pair(*(self.judged(with_floats(self.state, floats), raw / size) for size, floats in found))
 
 
 def same_bits(state: State, other: State) -> bool:
@@ -240,7 +194,7 @@ def same_bits(state: State, other: State) -> bool:
 
 def trained(workload: Workload, seed: int, systems: dict[str, sp.Config], say: Callable[[str], None]) -> Training:
     """Train once, compress its checkpoints by every system, restore each and train on."""
-    run, told = Run(workload, seed), Training(workload, seed)
+    run, training = Run(workload, seed), Training(workload, seed)
     chains = {name: Chain(config) for name, config in systems.items()}
     for step in range(SPACING, workload.steps + 1, SPACING):
         run.train(step)
@@ -248,28 +202,19 @@ def trained(workload: Workload, seed: int, systems: dict[str, sp.Config], say: C
         say(f"{workload.name}, seed {seed}: step {step} of {workload.steps}")
         for chain in chains.values():
             chain.add(step, state, step > 2 * workload.steps // 3, kinds)
-            if step == told.restart and chain.head is not None:
+            if step == training.restart and chain.head is not None:
                 chain.restored = sp.decompress(chain.head)
-        if step == told.restart - SPACING:
-            told.before = state
-        if step == told.restart:
-            told.state = state
-        if step in (told.restart, told.end):
-            told.exact[step] = run.held_out_loss()
+        if step == training.restart - SPACING:
+            training.before = state
+        if step == training.restart:
+            training.state = state
+        if step in (training.restart, training.end):
+            training.exact[step] = run.held_out_loss()
     for name, chain in chains.items():
         say(f"{workload.name}, seed {seed}: {name}, restored and trained on")
         chain.close()
-        found = told.resumed(chain.restored or {}, chain.whole.ratio)
-        told.systems[name] = Outcome(
-            chain.whole.ratio,
-            chain.late.ratio,
-            chain.bases.ratio,
-            chain.late.weight_bits,
-            found.at_once,
-            found.later,
-            found.staleness,
-        )
-    return told
+        training.systems[name] = chain.outcome(training.resumed(chain.restored or {}, ratio(chain.sizes)))
+    return training
 
 
 @dataclass
@@ -302,10 +247,10 @@ def measured(
         found.size = sum(p.numel() for p in workload.model().parameters())
         found.outcomes = {system: [t.systems[system] for t in trainings] for system in configs}
         for system, outcomes in found.outcomes.items():
-            found.rows += system_rows(name, system, found.size, outcomes)
+            found.rows += made.system_rows(name, system, found.size, outcomes)
         if "alone" in parts:
             say(f"{name}: weights alone")
-            found.rows += alone_rows(name, found.size, {b: [t.alone(b) for t in trainings] for b in alone})
+            found.rows += made.alone_rows(name, found.size, {b: [t.alone(b) for t in trainings] for b in alone})
         if "peers" in parts:
             found.rows += _peer_rows(name, found.size, trainings, say)
     return found
@@ -325,9 +270,9 @@ def _peer_rows(name: str, size: int, trainings: list[Training], say: Callable[[s
             try:
                 theirs = [measure(t, peer) for t in seeds]
             except ImportError as error:
-                rows.append(missing_row(name, size, peer, lacking(error.name or str(error))))
+                rows.append(made.missing_row(name, size, peer, lacking(error.name or str(error))))
                 continue
-            rows += peer_rows(name, size, peer, ours, theirs)
+            rows += made.peer_rows(name, size, peer, ours, theirs)
     return rows
 
 
@@ -344,7 +289,7 @@ def run(options: Options) -> list[Row]:
         else:
             found = measured(workload, list(SYSTEMS), PARTS, options.say)
         options.seeds.update(range(1 if options.quick else SEEDS))
-        compared = summary_rows(name, found.size, {s: System.of(o) for s, o in found.outcomes.items()})
+        compared = made.summary_rows(name, found.size, {s: System.of(o) for s, o in found.outcomes.items()})
         rows += options.done([*found.rows, *compared])
         options.kept.setdefault("outcomes", {}).update(to_json(found.named(name)))
-    return rows if options.quick or options.only else rows + medians(rows)
+    return rows if options.quick or options.only else rows + made.medians(rows)

@@ -166,7 +166,7 @@ def by_level(file: File, level: str, state: State, before: State | None) -> Iter
     raw = sum(x.nbytes for _, x in arrays(state))
 
     def row(what: str, value: float, unit: str, note: str) -> Row:
-        return Row(f"{file.name}, {level}: {what}", DEVICE, raw, value, unit, None, None, None, None, None, note)
+        return Row(f"{file.name}, {level}: {what}", DEVICE, raw, value, unit, note=note)
 
     yield row("whole state", raw / stored.nbytes, "x", f"{raw:,} bytes to {stored.nbytes:,}; {checked}")
     sizes: dict[str, list[int]] = {}
@@ -243,7 +243,7 @@ def _of_file(file: File, wanted: list[str]) -> list[Row]:
         state, before = read(file.path), None if file.parent is None else read(file.parent.path)
     except ImportError as error:
         name, why = f"{file.name}, default: whole state", f"not measured: {error}"
-        return [Row(name, DEVICE, 0, None, "x", None, None, None, None, None, why)]
+        return [Row(name, DEVICE, 0, None, "x", note=why)]
     found = [row for level in LEVELS if level in wanted for row in by_level(file, level, state, before)]
     if "lossless peers" in wanted:
         whole = {row.row: row.value for row in found}

@@ -8,6 +8,7 @@ for one configuration, as eight ranks of a training do.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from .. import data, memory
-from ..harness import Options, Row
+from ..harness import Options, Row, at_most, held
 from ..ranks import run_ranks
 
 TITLE = "one rank's shard of 175 billion parameters, a chain of 10,000 steps, a search by 8 ranks"
@@ -41,52 +42,28 @@ def run(options: Options) -> list[Row]:
     return rows
 
 
-def _row(name: str, size: int, value: float, unit: str, note: str, **more: Any) -> Row:
-    empty: dict[str, Any] = {"peer": None, "peer_value": None, "ratio": None, "target": None, "met": None}
-    return Row(name, more.pop("device", "cpu, 1 thread"), size, value, unit, note=note, **(empty | more))
-
-
-def _in_process(function: str, *arguments: Any) -> dict[str, Any]:
-    """Run a function of this module in a fresh process, and return its output as JSON.
-
-    Raises:
-        ValueError: the process failed.
-    """
-    code = f"from shrinkpoint.bench.studies.scale import {function}; {function}()"
-    command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
-    if done.returncode:
-        raise ValueError(done.stderr[-2000:] or f"status {done.returncode}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 # ---------------------------------------------------------------------------------------------------- one shard
 
 
 def shard(options: Options) -> list[Row]:
     """Seconds, memory and bytes of base, delta and restore of one shard, and bytes of all ranks."""
-    parameters = 2_000_000 if options.quick else SHARD
+    parameters, rows = 2_000_000 if options.quick else SHARD, []
     pair = data.trained(quick=options.quick)
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "pools.npz"
-        np.savez(source, **{f"{role}_{i}": pool for role, pools in pair.pools.items() for i, pool in enumerate(pools)})  # type: ignore[arg-type]
-        for level in ("default", "exact_weights"):
-            for what in ("compress base", "compress delta", "restore base"):
-                found = _in_process("shard_child", source, parameters, what, level)
-                note = (
-                    f"one thread; {parameters:,} parameters with AdamW's moments, {found['raw']:,} bytes; {pair.origin}"
-                )
-                name = f"175 M shard, {level}, {what}"
-                rows.append(_row(f"{name}: seconds", parameters, found["seconds"], "s", note))
-                extra = f"{found['how']}; {note}"
-                rows.append(_row(f"{name}: extra memory", parameters, found["extra"] / found["raw"], "x raw", extra))
-                if what != "restore base":
-                    every = f"{SHARDS:,} ranks: {found['stored'] * SHARDS / 1e9:,.0f} GB for {parameters * SHARDS:,}"
-                    rows.append(
-                        _row(f"{name}: ratio", parameters, found["raw"] / found["stored"], "x", f"{every}; {note}")
-                    )
+        source = memory.write_pools(pair, folder)
+        for level, what in itertools.product(
+            ("default", "exact_weights"), ("compress base", "compress delta", "restore base")
+        ):
+            found = memory.in_process("studies.scale", "shard_child", source, parameters, what, level)
+            note = f"one thread; {parameters:,} parameters with AdamW's moments, {found['raw']:,} bytes; {pair.origin}"
+            every = f"{SHARDS:,} ranks: {found['stored'] * SHARDS / 1e9:,.0f} GB for {parameters * SHARDS:,}"
+            figures = [("seconds", found["seconds"], "s", note)]
+            figures.append(("extra memory", found["extra"] / found["raw"], "x raw", f"{found['how']}; {note}"))
+            if what != "restore base":
+                figures.append(("ratio", found["raw"] / found["stored"], "x", f"{every}; {note}"))
+            for label, value, unit, said in figures:
+                name = f"175 M shard, {level}, {what}: {label}"
+                rows.append(Row(name, "cpu, 1 thread", parameters, value, unit, note=said))
     return rows
 
 
@@ -98,33 +75,29 @@ def shard_child() -> None:
 
     source, parameters, what, level = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     config = sp.Config() if level == "default" else sp.presets.exact_weights()
-    with np.load(source) as stored:
-        pair = memory.pair_of({name: stored[name] for name in stored.files})
+    pair = memory.read_pools(source)
     with threads(1):
-        small = data.drawn_state(pair, 200_000)
-        warm = sp.compress(small.before, cfg=config)
-        sp.compress(small.after, warm, config)
-        sp.decompress(sp.Checkpoint.from_bytes(warm.to_bytes()))
+        memory.warm(pair, config)
         state = data.drawn_state(pair, parameters)
         parent = None if what == "compress base" else sp.compress(state.before, cfg=config)
         if parent is not None and what == "restore base":
             parent = sp.Checkpoint.from_bytes(parent.to_bytes())
-
-        def call() -> Any:
-            if what == "restore base" and parent is not None:
-                return sp.decompress(parent)
-            return sp.compress(state.before if parent is None else state.after, parent, config)
-
         kept: list[Any] = []
+
+        def call() -> None:
+            if what == "restore base" and parent is not None:
+                kept.append(sp.decompress(parent))
+            else:
+                kept.append(sp.compress(state.before if parent is None else state.after, parent, config))
+
         begin = time.process_time()
-        extra, how = memory.peak(lambda: kept.append(call()))
+        extra, how = memory.peak(call)
         seconds = time.process_time() - begin
+    answer: dict[str, Any] = {"seconds": seconds, "extra": extra, "raw": state.nbytes, "stored": 0}
     if what == "restore base":
-        extra, how, stored_bytes = extra - state.nbytes, f"{how}, without the state returned", 0
+        answer |= {"extra": extra - state.nbytes, "how": f"{how}, without the state returned"}
     else:
-        stored_bytes = kept[0].nbytes
-        how += ", file and reference included"
-    answer = {"seconds": seconds, "extra": extra, "how": how, "raw": state.nbytes, "stored": stored_bytes}
+        answer |= {"how": f"{how}, file and reference included", "stored": kept[0].nbytes}
     print(json.dumps(answer))
 
 
@@ -157,7 +130,7 @@ def chain(options: Options) -> list[Row]:
         )
 
         def row(what: str, value: float, note: str = about) -> Row:
-            return _row(f"{name}: {what}", raw, 1e3 * value, "ms", note)
+            return Row(f"{name}: {what}", "cpu, 1 thread", raw, 1e3 * value, "ms", note=note)
 
         edge = min(_SLICE, count // 2)
         rows = [
@@ -194,31 +167,18 @@ def _median(call: Callable[[], object]) -> float:
 def ranks(options: Options) -> list[Row]:
     """Rounds, evaluations and seconds of a search by eight processes against one, same choice."""
     steps = 60 if options.quick else 300
-    one, many = _searched(1, steps), _searched(RANKS, steps)
+    single, many = _searched(1, steps), _searched(RANKS, steps)
     rows = []
-    for what in ("first checkpoint", "next checkpoint"):
-        single, found = one[what], many[what]
+    for what, most in (("first checkpoint", None), ("next checkpoint", at_most(1))):
+        alone, found = single[what], many[what]
         note = (
             f"gloo, one round is one trial a process at once, without the baseline; {found['evaluations']} evaluations "
-            f"({single['evaluations']} by one process); {found['point']}, by one process {single['point']}; "
+            f"({alone['evaluations']} by one process); {found['point']}, by one process {alone['point']}; "
             f"threshold 1 % of the loss, MLP after {steps} steps; all ranks chose the same: checked"
         )
-        name = f"search, {RANKS} ranks, {what}"
-        where = f"cpu, {RANKS} processes"
-        rows.append(
-            _row(
-                f"{name}: rounds",
-                found["size"],
-                found["rounds"],
-                "rounds",
-                note,
-                device=where,
-                peer="one process",
-                peer_value=single["rounds"],
-                target="<= 1 rounds" if what == "next checkpoint" else None,
-                met=found["rounds"] <= 1 if what == "next checkpoint" else None,
-            )
-        )
+        name, peer = f"search, {RANKS} ranks, {what}: rounds", ("one process", alone["rounds"])
+        row = Row(name, f"cpu, {RANKS} processes", found["size"], found["rounds"], "rounds", *peer, note=note)
+        rows.append(held(row, most))
     return rows
 
 

@@ -31,7 +31,7 @@ from shrinkpoint.searching.cube import Cube, Point, normal
 from shrinkpoint.trainers.sensitivity import batches_that_count
 
 from ..devices import threads
-from ..harness import Options, Row
+from ..harness import Options, Row, at_most, held
 from ..plot import Bars, draw
 from . import overhead, workloads
 from .workloads import Run, State, Workload
@@ -119,31 +119,11 @@ class Step:
 def chain(training: Training, threshold: float, say: Callable[[str], None]) -> list[Step]:
     """Search at every checkpoint, each from the last choice, and compress with the choice."""
     steps: list[Step] = []
-    prev, last = None, None
     for checkpoint in training.checkpoints:
         say(f"{training.name}: {threshold:.1%} at step {checkpoint.step}")
-        state, grads = checkpoint.state, checkpoint.grads
-        last = sp.search(
-            state,
-            training.evaluate,
-            threshold,
-            prev=prev,
-            last=last,
-            grads=grads,
-            kinds=training.kinds,
-            options=sp.SearchOptions(progress=False),
-        )
-        prev = sp.compress(state, prev, last.config, grads=grads, kinds=training.kinds)
-        # Measured, not taken from the search, which may be wrong about which direction is better.
-        restored = sp.decompress(prev)
-        loss, elsewhere = (_higher(f, restored, state) for f in (training.evaluate, training.elsewhere))
-        steps.append(Step(last, prev, loss, elsewhere, checkpoint.seconds))
+        before = (steps[-1].stored, steps[-1].found) if steps else (None, None)
+        steps.append(searched(training, checkpoint, threshold, *before))
     return steps
-
-
-def _higher(evaluate: Callable[[State], float], restored: State, exact: State) -> float:
-    """Relative increase of the loss of a restored state."""
-    return evaluate(restored) / evaluate(exact) - 1
 
 
 def fixed(training: Training) -> int:
@@ -208,87 +188,49 @@ def against_brute_force(training: Training, say: Callable[[str], None]) -> list[
             cfg = Point(16, 0.0, "magnitude", 0.0005).config()
             prev = sp.compress(before.state, cfg=cfg, grads=before.grads, kinds=training.kinds)
         points = brute_force(training, number, prev, say)
-        checkpoint = training.checkpoints[number]
         for threshold in THRESHOLDS:
-            found = sp.search(
-                checkpoint.state,
-                training.evaluate,
-                threshold,
-                prev=prev,
-                grads=checkpoint.grads,
-                kinds=training.kinds,
-                options=sp.SearchOptions(progress=False),
-            )
-            least = min((p.nbytes for p in points if p.loss <= threshold), default=None)
-            stored = sp.compress(checkpoint.state, prev, found.config, grads=checkpoint.grads, kinds=training.kinds)
-            restored = sp.decompress(stored)
-            kept = _higher(training.evaluate, restored, checkpoint.state) <= threshold
-            own = found.nbytes if found.met and kept else None
-            share = own / least if own and least else None
-            passing = sum(p.loss <= threshold for p in points)
-            rows.append(
-                Row(
-                    f"{training.name}, {threshold:.1%}: size at the {what}",
-                    _DEVICE,
-                    training.size,
-                    own,
-                    "bytes",
-                    f"the least of {len(points)}",
-                    least,
-                    share,
-                    f"<= {_WITHIN} x",
-                    None if least is None else share is not None and share <= _WITHIN,
-                    f"{found.evaluations} evaluations, not {len(points) + 1}; {passing} points pass; {found.point}"
-                    + missed(points, own, threshold),
-                )
-            )
+            step = searched(training, training.checkpoints[number], threshold, prev)
+            found, passing = step.found, [p.nbytes for p in points if p.loss <= threshold]
+            least = min(passing, default=None)
+            size = found.nbytes if found.met and step.loss <= threshold else None
+            share = size / least if size and least else None
+            note = f"{found.evaluations} evaluations, not {len(points) + 1}; {len(passing)} points pass; {found.point}"
+            note += missed(points, size, threshold)
+            name, peer = f"{training.name}, {threshold:.1%}: size at the {what}", f"the least of {len(points)}"
+            row = Row(name, _DEVICE, training.size, size, "bytes", peer, least, share, note=note)
+            row = held(row, at_most(_WITHIN, "ratio"))
+            rows.append(dataclasses.replace(row, met=None if least is None else bool(row.met)))
     return rows
 
 
 def of_chain(training: Training, threshold: float, steps: list[Step], default: int) -> list[Row]:
     """The rows of one chain of searches."""
-    name = f"{training.name}, {threshold:.1%}"
-    first, later = steps[0].found, [s.found for s in steps[1:]]
-    whole = sum(s.found.is_exhaustive for s in steps)
-    seconds = [r.seconds for r in later]
-    own = [r.seconds - sum(t.seconds for t in r.trials) for r in later]
-    worst = max(s.loss for s in steps)
-    elsewhere = [s.elsewhere for s in steps]
-    stored = sum(s.stored.nbytes for s in steps)
-    exact = sum(not s.found.met for s in steps)
+    later = [step.found for step in steps[1:]]
+    seconds, trained = [found.seconds for found in later], [step.training for step in steps[1:]]
+    without = max(found.seconds - sum(trial.seconds for trial in found.trials) for found in later)
+    exact = sum(not step.found.met for step in steps)
     note = f"{len(steps)} checkpoints" + (f", {exact} with exact weights, because no point passes" if exact else "")
-    counts = [r.evaluations for r in later]
-    median, usual = statistics.median(seconds), statistics.median(counts)
-    trained = [s.training for s in steps[1:]]
+    counts, elsewhere = [found.evaluations for found in later], [step.elsewhere for step in steps]
     share = sum(seconds) / sum(trained)
-    beside = f"{sum(seconds):.2f} s of searches beside {sum(trained):.2f} s of training between the same checkpoints"
+    beside = f"{sum(seconds):.2f} s of searches for {sum(trained):.2f} s of training between the same checkpoints"
+    rows: list[Row] = []
 
-    def row(what: str, value: float, unit: str, target: str | None, met: bool | None, more: str = note) -> Row:
-        return Row(f"{name}: {what}", _DEVICE, training.size, value, unit, None, None, None, target, met, more)
+    def add(what: str, value: float, unit: str, most: float | None = None, more: str = note) -> None:
+        row = Row(f"{training.name}, {threshold:.1%}: {what}", _DEVICE, training.size, value, unit, note=more)
+        rows.append(held(row, None if most is None else at_most(most)))
 
-    return [
-        row("evaluations, first checkpoint", first.evaluations, "calls", "<= 12", first.evaluations <= 12),
-        row("evaluations, later checkpoints", usual, "calls", "<= 2", usual <= 2, f"median; {_counted(counts)}"),
-        row("searches of the whole cube", whole, "times", "<= 3", whole <= 3),
-        row("seconds to the choice, first", first.seconds, "s", None, None),
-        row("seconds to the choice, later", median, "s", None, None, f"median; without trials {max(own):.2f} at most"),
-        row("later searches as a share of training time", 100 * share, "%", None, None, beside),
-        row("largest loss on the data evaluated", 100 * worst, "%", f"<= {threshold:.1%}", worst <= threshold),
-        row("largest loss on other held-out data", 100 * max(elsewhere), "%", None, None, _spread(elsewhere)),
-        Row(
-            f"{name}: bytes of the chain",
-            _DEVICE,
-            training.size,
-            stored,
-            "bytes",
-            FIXED,
-            default,
-            default / stored,
-            None,
-            None,
-            note,
-        ),
-    ]
+    add("evaluations, first checkpoint", steps[0].found.evaluations, "calls", 12)
+    add("evaluations, later checkpoints", statistics.median(counts), "calls", 2, f"median; {_counted(counts)}")
+    add("searches of the whole cube", sum(step.found.is_exhaustive for step in steps), "times", 3)
+    add("seconds to the choice, first", steps[0].found.seconds, "s")
+    said = f"median; without trials {without:.2f} at most"
+    add("seconds to the choice, later", statistics.median(seconds), "s", more=said)
+    add("later searches as a share of training time", 100 * share, "%", more=beside)
+    add("largest loss on the data evaluated", 100 * max(step.loss for step in steps), "%", 100 * threshold)
+    add("largest loss on other held-out data", 100 * max(elsewhere), "%", more=_spread(elsewhere))
+    stored = sum(step.stored.nbytes for step in steps)
+    name = f"{training.name}, {threshold:.1%}: bytes of the chain"
+    return [*rows, Row(name, _DEVICE, training.size, stored, "bytes", FIXED, default, default / stored, note=note)]
 
 
 def _counted(counts: list[int]) -> str:
@@ -310,16 +252,10 @@ def tracker_cost(workload: Workload, every: int, options: Options) -> list[Row]:
     found = overhead.of_steps(
         lambda: Run(workload, 0), lambda run: sp.SensitivityTracker(run.model, every=None), quick=options.quick
     )
-    size = sum(p.numel() for p in workload.model().parameters())
-    costs = {"batches that are read": found}
-    read = batches_that_count(50, 0.9)
+    costs, read = {"batches that are read": found}, batches_that_count(50, 0.9)
     for batches in (every, 500):
         costs[f"{min(read, batches)} of {batches} batches"] = found.times(min(read, batches) / batches)
-    name, aim = f"{workload.name}: tracker", "<= 1 %"
-    return [
-        Row(f"{name}, {what}", _DEVICE, size, cost.share, "%", None, None, None, aim, cost.met(1.0), found.note)
-        for what, cost in costs.items()
-    ]
+    return [cost.row(f"{workload.name}: tracker, {what}", workload.parameters) for what, cost in costs.items()]
 
 
 def searches(workload: Workload, options: Options) -> list[Row]:
@@ -365,3 +301,17 @@ def plot(rows: list[Row], path: Path) -> None:
     if sizes:
         panels.append(Bars("size against brute force", "times the least", sizes))
     draw(path, panels)
+
+
+def searched(training: Training, checkpoint: Checkpoint, threshold: float, prev: Any, last: Any = None) -> Step:
+    """Search at a checkpoint, compress with the choice, and measure what comes back.
+
+    Losses are not taken from the search, which may be wrong about which direction is better.
+    """
+    how = {"grads": checkpoint.grads, "kinds": training.kinds}
+    options = sp.SearchOptions(progress=False)
+    found = sp.search(checkpoint.state, training.evaluate, threshold, prev=prev, last=last, options=options, **how)
+    stored = sp.compress(checkpoint.state, prev, found.config, **how)
+    restored, on = sp.decompress(stored), (training.evaluate, training.elsewhere)
+    seen, elsewhere = (evaluate(restored) / evaluate(checkpoint.state) - 1 for evaluate in on)
+    return Step(found, stored, seen, elsewhere, checkpoint.seconds)

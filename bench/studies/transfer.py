@@ -31,10 +31,10 @@ import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube
 
 from ..data import layers_kinds
-from ..harness import CheckFailed, Options, Row, lacking
+from ..harness import CheckFailed, Options, Row, at_least, held, lacking
 from . import workloads
 from .accuracy import Ladder, adaptive_ladder, uniform_ladder
-from .endurance import over_seeds
+from .endurance import of_seeds, over_seeds
 from .workloads import Run
 
 Weights = dict[str, Tensor]
@@ -172,67 +172,48 @@ def rows(options: Options) -> list[Row]:
         try:
             subject = make(quick=options.quick)
         except ImportError as error:
-            found.append(_row(f"{name}: ratio", 0, None, "x", f"not measured: {error}"))
+            found.append(Row(f"{name}: ratio", "cpu, 1 thread", 0, None, "x", note=f"not measured: {error}"))
             continue
         options.seeds.update(range(subject.seeds))
         found += options.done(of_subject(subject, options))
     return found
 
 
-def _row(row: str, size: int, value: float | None, unit: str, note: str, **more: Any) -> Row:
-    empty: dict[str, Any] = {"peer": None, "peer_value": None, "ratio": None, "target": None, "met": None}
-    return Row(row, "cpu, 1 thread", size, value, unit, note=note, **(empty | more))
-
-
 def of_subject(subject: Subject, options: Options) -> list[Row]:
     """Return ratio, loss straight after restore, and quality after fine-tuning, for each system."""
-    found = []
+    found, where = [], ("cpu, 1 thread", subject.size)
     exact = [subject.tuned(subject.weights, seed) for seed in range(subject.seeds)]
     before = subject.elsewhere(subject.weights)
     for system, compress in SYSTEMS.items():
         options.say(f"transfer {subject.name}, {system}")
         name, small = f"transfer {subject.name}, {system}", compress(subject)
         how = f"{small.note}; {subject.note}; {subject.embedding_share:.0%} of the parameters are in embeddings"
-        goal: dict[str, Any] = {}
-        if system == "default":
-            goal = {"target": f">= {WANTED:g} x", "met": small.ratio >= WANTED}
-        found.append(
-            _row(
-                f"{name}: ratio", subject.size, small.ratio, "x", how,
-                peer=PUBLISHED, peer_value=11.32, ratio=small.ratio / 11.32, **goal,
-            )
-        )  # fmt: skip
+        row = Row(f"{name}: ratio", *where, small.ratio, "x", PUBLISHED, 11.32, small.ratio / 11.32, note=how)
+        found.append(held(row, at_least(WANTED, "value") if system == "default" else None))
         at_once = 100 * (subject.elsewhere(small.weights) / before - 1)
         note = f"loss {before:.4f} on data the search did not see"
-        found.append(_row(f"{name}: loss change straight after restore", subject.size, at_once, "%", note))
+        found.append(Row(f"{name}: loss change straight after restore", *where, at_once, "%", note=note))
         tuned = [subject.tuned(small.weights, seed) for seed in range(subject.seeds)]
         found.append(_compared(name, subject, exact, tuned))
-        found.append(_accuracy_lost(name, subject, exact, tuned))
+        lost = [100 * (a.accuracy - b.accuracy) for a, b in zip(exact, tuned, strict=True)]
+        right = 100 * statistics.fmean(quality.accuracy for quality in exact)
+        columns = (("accuracy lost after fine-tuning", "points", lost),)
+        found += of_seeds(name, where, columns, f"seeds 0 to {len(lost) - 1}; exact {right:.2f} %")
     return found
 
 
 def _compared(name: str, subject: Subject, exact: Sequence[Tuned], tuned: Sequence[Tuned]) -> Row:
     """Return the row of the loss after fine-tuning, with a note on its standard error."""
     changes = [100 * (b.loss / a.loss - 1) for a, b in zip(exact, tuned, strict=True)]
-    mean = statistics.fmean(changes)
+    mean, losses = statistics.fmean(changes), [quality.loss for quality in exact]
     error = statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else None
-    losses = [found.loss for found in exact]
     note = f"{over_seeds(changes)}; seeds 0 to {len(changes) - 1}; exact {statistics.fmean(losses):.4f}"
     met = None if error is None else no_loss(mean, error)
     if error is not None:
         note += f"; standard error {error:.2f}; the exact model's own seeds: {_scatter(losses):.2f} % deviation"
         note += f"; {TOO_FEW}" if met is None else ""
-    row = f"{name}: loss change after fine-tuning"
-    return _row(row, subject.size, mean, "%", note, target="<= 2 standard errors %", met=met)
-
-
-def _accuracy_lost(name: str, subject: Subject, exact: Sequence[Tuned], tuned: Sequence[Tuned]) -> Row:
-    """Return the percentage points of accuracy lost after fine-tuning."""
-    lost = [100 * (a.accuracy - b.accuracy) for a, b in zip(exact, tuned, strict=True)]
-    mean = 100 * statistics.fmean(found.accuracy for found in exact)
-    note = f"{over_seeds(lost)}; seeds 0 to {len(lost) - 1}; exact {mean:.2f} %"
-    row = f"{name}: accuracy lost after fine-tuning"
-    return _row(row, subject.size, statistics.fmean(lost), "points", note)
+    row, target = f"{name}: loss change after fine-tuning", "<= 2 standard errors %"
+    return Row(row, "cpu, 1 thread", subject.size, mean, "%", target=target, met=met, note=note)
 
 
 TOO_FEW = f"too few seeds to tell a loss of {NOTICEABLE:g} %"

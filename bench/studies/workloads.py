@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -73,6 +73,11 @@ class Workload:
             return sum(p.numel() for p in self.model().parameters())
 
     @property
+    def place(self) -> tuple[str, int]:
+        """Device and number of parameters, as rows name them."""
+        return self.where, self.parameters
+
+    @property
     def where(self) -> str:
         """Device of the workload, as the rows of a table name it."""
         if torch.device(self.device).type == "cpu":
@@ -89,9 +94,12 @@ class Run:
         workload: the training.
         seed: of weights and batches.
         device: where model, moments and batches are, and a checkpoint's tensors come from; None: the workload's.
+        until: step that it is trained to.
     """
 
-    def __init__(self, workload: Workload, seed: int, *, device: str | torch.device | None = None) -> None:
+    def __init__(
+        self, workload: Workload, seed: int, *, device: str | torch.device | None = None, until: int = 0
+    ) -> None:
         self.workload, self.seed, self.step = workload, seed, 0
         self.device = torch.device(workload.device if device is None else device)
         torch.manual_seed(seed)
@@ -101,6 +109,7 @@ class Run:
         decay = 0.1 if workload.decays else 0.0
         groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = workload.optimizer(groups, lr=workload.rate)
+        self.train(until)
 
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
@@ -110,8 +119,8 @@ class Run:
         share = (self.step - warm) / max(1, self.workload.steps - warm)
         return self.workload.rate * (0.55 + 0.45 * math.cos(math.pi * min(1.0, share)))
 
-    def train(self, until: int) -> None:
-        """Train up to step `until`."""
+    def train(self, until: int) -> Self:
+        """Train up to step `until`, and return the run."""
         while self.step < until:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate()
@@ -122,6 +131,7 @@ class Run:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
                 self.optimizer.step()
             self.step += 1
+        return self
 
     def loss(self, batch: Any, model: nn.Module | None = None) -> Tensor:
         """Mean loss on a batch, which may be anywhere.

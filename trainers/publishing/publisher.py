@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from ...codec.errors import BadArgumentError, CorruptDataError, NewerFormatError, ShrinkpointError
 from ...codec.format import container
+from ...codec.format.schema import StoredArray
 from ...codec.state.leaves import NpArray, is_sharded
 from ...kernels.backend.arguments import flag, integer, or_none
 from ...kernels.backend.arguments import instance as instance_of
@@ -301,8 +302,9 @@ class Publisher:
                 kept = self._kept[shard.name, shard.where]
                 before = own if shard.hash == self._hashes[shard.name, shard.where] else kept
             made = encode(own, before, shard.spec, self._sliced)
-            record = {"d": shard.dtype, "s": list(shard.spec.shape), "f": "bytes", "b": [len(piece) for piece in made]}
-            records.append({**record, "p": True} if is_delta else record)
+            lengths = [len(piece) for piece in made]
+            record = StoredArray(shard.dtype, shard.spec.shape, stream="bytes", lengths=lengths, is_delta=is_delta)
+            records.append(record.to_json())
             pieces += made
         header = {
             "parent": self._last.state * 2 if is_delta and self._last is not None else None,

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 from .adaptive import Adaptive
 from .base import Baseline, Saved, State
-from .deltadnn import DeltaDNN
 from .excp import ExCP
-from .gobo import Gobo
 from .naive import Naive8Bit
 from .partial import Scar, TopN
 from .qd import QDCompressor
@@ -19,9 +17,7 @@ BASELINES: dict[str, Callable[[], Baseline]] = {
     "naive 8-bit": Naive8Bit,
     "QD-compressor": QDCompressor,
     "ExCP": ExCP,
-    "Delta-DNN": DeltaDNN,
     "Adaptive": Adaptive,
-    "GOBO": Gobo,
     "SCAR": Scar,
     "TOPN": TopN,
     "naive 8-bit, moments too": lambda: Naive8Bit(moments=True),

@@ -20,6 +20,13 @@ from .uniform import Grid
 class Adaptive:
     """Even bins in a range narrowed by a greedy search, for each layer, without a delta.
 
+    Source: A. Eisenman, K. Matam, S. Ingram, D. Mudigere, R. Krishnamoorthi, K. Nair, M. Smelyanskiy, M. Annavaram:
+    Check-N-Run: a Checkpointing System for Training Deep Learning Recommendation Models, NSDI 2022; on dense layers
+    as in Inshrinkerator, section 8.2 and table 11.
+
+    Left open: one range a layer (a row of a table in Check-N-Run); codes are packed without an entropy coder;
+    moments are not its subject: exact here.
+
     Args:
         bins: of a layer, a power of two from 8 to 256.
         steps: that the search cuts a range into.
@@ -37,15 +44,6 @@ class Adaptive:
     steps: int = 25
     walked: float = 0.5
     name: str = "Adaptive"
-    source: str = (
-        "A. Eisenman, K. Matam, S. Ingram, D. Mudigere, R. Krishnamoorthi, K. Nair, M. Smelyanskiy, M. Annavaram: "
-        "Check-N-Run: a Checkpointing System for Training Deep Learning Recommendation Models, NSDI 2022; on dense "
-        "layers as in Inshrinkerator, section 8.2 and table 11"
-    )
-    left_open: str = (
-        "one range a layer (a row of a table in Check-N-Run); codes are packed without an entropy coder; moments are "
-        "not its subject: exact here"
-    )
 
     def __post_init__(self) -> None:
         if self.bins not in (8, 16, 32, 64, 128, 256):

@@ -29,20 +29,13 @@ class Saved:
 class Baseline(Protocol):
     """A published system. Pure: the same state and parent give the same bytes.
 
+    Its docstring cites the source, and names the choices that the source leaves open and those made here.
     Implementations are frozen dataclasses.
     """
 
     @property
     def name(self) -> str:
         """Name in tables."""
-
-    @property
-    def source(self) -> str:
-        """Source: authors, title, venue."""
-
-    @property
-    def left_open(self) -> str:
-        """Choices that the source leaves open, and those made here."""
 
     def encode(self, state: State, previous: State | None) -> Saved:
         """Encode a state `{"model": state_dict, "optimizer": optimizer's, ...}`.

@@ -36,6 +36,14 @@ class ExCP:
     m and v are kept where |m| > beta * mean |m| and the residual is. Kept values go to 2**bits - 1 centers by
     k-means, zero to a code of its own; codes are packed and compressed.
 
+    Source: W. Li, X. Chen, H. Shu, Y. Tang, Y. Wang: ExCP: Extreme LLM Checkpoint Compression via Weight-Momentum
+    Joint Shrinking, ICML 2024, arXiv 2406.11257; thresholds as in its code, github.com/Gaffey/ExCP.
+
+    Left open: the first checkpoint, which has no residual: its weights are exact here, its moments pruned by beta
+    alone. Its codebooks are float16, in which second moments vanish: float32 here. Its k-means is faiss on the
+    elements, ours k-means++ and Lloyd on a histogram of relative error 1/128; 7-Zip is zstandard here. Which
+    parameter an entry of the optimizer belongs to: the next one of its shape.
+
     Args:
         alpha, beta: of the two thresholds; defaults as published, 5e-5 and 2.
         bits: of a code, 2 to 8; default 4.
@@ -52,16 +60,6 @@ class ExCP:
     beta: float = 2.0
     bits: int = 4
     name: str = "ExCP"
-    source: str = (
-        "W. Li, X. Chen, H. Shu, Y. Tang, Y. Wang: ExCP: Extreme LLM Checkpoint Compression via Weight-Momentum Joint "
-        "Shrinking, ICML 2024, arXiv 2406.11257; thresholds as in its code, github.com/Gaffey/ExCP"
-    )
-    left_open: str = (
-        "the first checkpoint, which has no residual: its weights are exact here, its moments pruned by beta alone. "
-        "Its codebooks are float16, in which second moments vanish: float32 here. Its k-means is faiss on the "
-        "elements, ours k-means++ and Lloyd on a histogram of relative error 1/128; 7-Zip is zstandard here. Which "
-        "parameter an entry of the optimizer belongs to: the next one of its shape"
-    )
 
     def __post_init__(self) -> None:
         for what, value in (("alpha", self.alpha), ("beta", self.beta)):

@@ -38,6 +38,13 @@ class KimBelyaev:
 
     It is not a `Baseline`: its parent is a `Restored`, because a restored state alone does not have the last residuals.
 
+    Source: Y. Kim, E. Belyaev: An Efficient Compression of Deep Neural Network Checkpoints Based on Prediction and
+    Context Modeling, arXiv 2506.12000, 2025.
+
+    Left open: the abstract was available here, not its code: pruning and quantization are ExCP's, its
+    predecessor's; the context of a code is the last checkpoint's code at the same place and how many of that one's
+    eight neighbours are not zero (3 classes); probabilities are adaptive counts of a binary tree, not a network's.
+
     Args:
         quantizer: prunes residuals and moments, and quantizes the kept ones.
 
@@ -48,15 +55,6 @@ class KimBelyaev:
 
     quantizer: ExCP = field(default_factory=ExCP)
     name: str = "Kim and Belyaev"
-    source: str = (
-        "Y. Kim, E. Belyaev: An Efficient Compression of Deep Neural Network Checkpoints Based on Prediction and "
-        "Context Modeling, arXiv 2506.12000, 2025"
-    )
-    left_open: str = (
-        "the abstract was available here, not its code: pruning and quantization are ExCP's, its predecessor's; the "
-        "context of a code is the last checkpoint's code at the same place and how many of that one's eight neighbours "
-        "are not zero (3 classes); probabilities are adaptive counts of a binary tree, not a network's"
-    )
 
     def encode(self, state: State, previous: Restored | None) -> Saved:
         """Return the bytes of a state.

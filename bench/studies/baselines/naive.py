@@ -22,6 +22,12 @@ _ZSTD_LEVEL = 9
 class Naive8Bit:
     """Per-tensor uniform 8-bit quantization, no delta.
 
+    Source: the yardstick of BitSnap, section 5.1: 'naive 8-bit quantization just packs tensor values into range [0,
+    255]'.
+
+    Left open: whether the range is a tensor's or a block's (a tensor's here), rounding (to nearest), entropy coding
+    (zstandard here), and what training does with second moments that became zero.
+
     Args:
         moments: quantize Adam's moments in the same way (as the comparison was published); default False: exact, for
             second moments below 1/510 of the largest become zero and the next step divides by them.
@@ -32,13 +38,6 @@ class Naive8Bit:
     """
 
     moments: bool = False
-    source: str = (
-        "the yardstick of BitSnap, section 5.1: 'naive 8-bit quantization just packs tensor values into range [0, 255]'"
-    )
-    left_open: str = (
-        "whether the range is a tensor's or a block's (a tensor's here), rounding (to nearest), entropy coding "
-        "(zstandard here), and what training does with second moments that became zero"
-    )
 
     @property
     def name(self) -> str:

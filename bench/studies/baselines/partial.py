@@ -25,6 +25,14 @@ COLUMNS = 4096
 class Scar:
     """Partial checkpoints of equal partitions of the parameters, one after the other.
 
+    Source: A. Qiao, B. Aragam, B. Zhang, E. Xing: Fault Tolerance in Iterative-Convergent Machine Learning, ICML
+    2019, arXiv 1810.07354 (LC-Checkpoint's Qiao et al. 2018b), as LC-Checkpoint, section 4.1, describes it.
+
+    Left open: how parameters are partitioned: into stretches of equal length over all weights here. Which partition
+    is next follows from the step and the distance to the previous one, so that encoding stays pure. Its choice of
+    the partition by priority is not in LC-Checkpoint's comparison. Optimizer states are not its subject: exact
+    here.
+
     Args:
         share: bytes of an update over those of all weights, above 0 and up to 1; ceil(1 / share) partitions.
 
@@ -38,15 +46,6 @@ class Scar:
 
     share: float = 0.05
     name: str = "SCAR"
-    source: str = (
-        "A. Qiao, B. Aragam, B. Zhang, E. Xing: Fault Tolerance in Iterative-Convergent Machine Learning, ICML 2019, "
-        "arXiv 1810.07354 (LC-Checkpoint's Qiao et al. 2018b), as LC-Checkpoint, section 4.1, describes it"
-    )
-    left_open: str = (
-        "how parameters are partitioned: into stretches of equal length over all weights here. Which partition is next "
-        "follows from the step and the distance to the previous one, so that encoding stays pure. Its choice of the "
-        "partition by priority is not in LC-Checkpoint's comparison. Optimizer states are not its subject: exact here"
-    )
 
     def __post_init__(self) -> None:
         _check_share(self.share)
@@ -90,6 +89,14 @@ class Scar:
 class TopN:
     """Partial checkpoints of the parameters furthest from the last one, in sparse rows.
 
+    Source: Y. Chen, Z. Liu, B. Ren, X. Jin: On Efficient Constructions of Checkpoints, ICML 2020, arXiv 2009.13003,
+    sections 2 and 4.1.
+
+    Left open: the width of CSR's numbers (four bytes here, as in scipy, for columns, row starts and values), what a
+    row is (4096 elements here: the rows of a thin matrix would take more than the update may), and whether the
+    largest are taken over a layer or the model (the model here). 'Previous iteration' is the restored state, as for
+    LC-Checkpoint itself. Optimizer states are not its subject: exact here.
+
     Args:
         share: bytes of an update over those of all weights, above 0 and up to 1.
 
@@ -103,16 +110,6 @@ class TopN:
 
     share: float = 0.05
     name: str = "TOPN"
-    source: str = (
-        "Y. Chen, Z. Liu, B. Ren, X. Jin: On Efficient Constructions of Checkpoints, ICML 2020, arXiv 2009.13003, "
-        "sections 2 and 4.1"
-    )
-    left_open: str = (
-        "the width of CSR's numbers (four bytes here, as in scipy, for columns, row starts and values), what a row is "
-        "(4096 elements here: the rows of a thin matrix would take more than the update may), and whether the largest "
-        "are taken over a layer or the model (the model here). 'Previous iteration' is the restored state, as for "
-        "LC-Checkpoint itself. Optimizer states are not its subject: exact here"
-    )
 
     def __post_init__(self) -> None:
         _check_share(self.share)

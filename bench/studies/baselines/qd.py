@@ -26,6 +26,15 @@ class QDCompressor:
     A layer's values are put on 256 even levels over its range; with H their entropy in bits, it gets 2**ceil(H) bins,
     at least `least` and at most `most`.
 
+    Source: S. Zhang, D. Wu, H. Jin, X. Zou, W. Xia, X. Huang: QD-Compressor: a Quantization-based Delta Compression
+    Framework for Deep Neural Networks, ICCD 2021; as re-implemented in Inshrinkerator, section 8.2 (cited there as
+    Jin et al. 2023).
+
+    Left open: the rule from entropy to width is not in the abstract, nor in Inshrinkerator: ours is above. Deltas
+    between layers whose bins changed: the previous restored values are put on the new grid, which both sides can
+    do. Its error feedback is left out, for it needs the exact previous state, which a restored run has no longer.
+    Optimizer states are not its subject: exact here.
+
     Args:
         least, most: bins of a layer, powers of two from 2 to 256 (the two axes of its search space in Inshrinkerator's
             table 10, which has 8 to 256).
@@ -41,17 +50,6 @@ class QDCompressor:
     least: int = 8
     most: int = 256
     name: str = "QD-compressor"
-    source: str = (
-        "S. Zhang, D. Wu, H. Jin, X. Zou, W. Xia, X. Huang: QD-Compressor: a Quantization-based Delta Compression "
-        "Framework for Deep Neural Networks, ICCD 2021; as re-implemented in Inshrinkerator, section 8.2 (cited there "
-        "as Jin et al. 2023)"
-    )
-    left_open: str = (
-        "the rule from entropy to width is not in the abstract, nor in Inshrinkerator: ours is above. Deltas between "
-        "layers whose bins changed: the previous restored values are put on the new grid, which both sides can do. Its "
-        "error feedback is left out, for it needs the exact previous state, which a restored run has no longer. "
-        "Optimizer states are not its subject: exact here"
-    )
 
     def __post_init__(self) -> None:
         for what, bins in (("least", self.least), ("most", self.most)):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import shrinkpoint as sp
 
-from ..faults import InStore, Size, kills
+from ..faults import InStore, Size, noted, ratio, through_kills
 from ..workloads import Run, State
 from .families import Family
 from .settings import NULL, config_of
@@ -113,8 +113,7 @@ def divergence(family: Family, exact: Answers, other: Answers) -> Record:
 
 def uninterrupted(family: Family, seed: int) -> Record:
     """Return loss and accuracy of an uninterrupted training, and its loss at nine tenths."""
-    run = Run(family.workload, seed)
-    run.train(round(_PLATEAU * family.workload.steps))
+    run = Run(family.workload, seed, until=round(_PLATEAU * family.workload.steps))
     before = answers(family, run)
     run.train(family.workload.steps)
     end = answers(family, run)
@@ -127,46 +126,43 @@ def killed(family: Family, setting: str, seed: int, failures: int = FAILURES) ->
     A checkpoint is taken every `SPACING` steps with bases as the configuration has them; a kill comes half way between
     two, and the training goes on from the stored checkpoint. Of the null only the end is looked at.
     """
-    system: Perturbed | InStore = Perturbed(seed) if setting == NULL else InStore(config_of(setting), spacing=SPACING)
-    run, steps = Run(family.workload, seed), family.workload.steps
-    due = kills(steps, failures, SPACING)
-    noted = {step // SPACING * SPACING for step in due} if setting != NULL else set()
+    null, steps = setting == NULL, family.workload.steps
+    system: Perturbed | InStore = Perturbed(seed) if null else InStore(config_of(setting), spacing=SPACING)
+    watched = set() if null else noted(steps, failures, SPACING)
     stored: dict[int, Answers] = {}
     sizes: list[Size] = []
     restores = []
+
+    def save(run: Run) -> None:
+        size = system.save(run)
+        sizes.extend([] if size is None else [size])
+        if run.step in watched:
+            stored[run.step] = answers(family, run)
+
+    def restore(run: Run) -> Run:
+        state, run = system.restore(), Run(family.workload, seed)
+        run.restore(state)
+        system.begin(run)
+        if run.step in watched:
+            restores.append({"step": run.step, **divergence(family, stored[run.step], answers(family, run))})
+        return run
+
+    run = Run(family.workload, seed)
     system.begin(run)
     try:
-        while run.step < steps:
-            run.train(min(run.step // SPACING * SPACING + SPACING, *due[:1], steps))
-            if due and run.step == due[0]:
-                due.pop(0)
-                state = system.restore()
-                run = Run(family.workload, seed)
-                run.restore(state)
-                system.begin(run)
-                if run.step in noted:
-                    restored = divergence(family, stored[run.step], answers(family, run))
-                    restores.append({"step": run.step, **restored})
-            elif run.step % SPACING == 0:
-                size = system.save(run)
-                sizes += [] if size is None else [size]
-                if run.step in noted:
-                    stored[run.step] = answers(family, run)
+        run = through_kills(run, steps, failures, SPACING, advance=Run.train, save=save, restore=restore)
     finally:
         system.end()
     end = answers(family, run)
     found = {"loss": end.loss, "accuracy": end.accuracy, "restores": restores}
-    if setting == NULL:
+    if null:
         return found
-    deltas, bases = [s for s in sizes if s.is_delta], [s for s in sizes if not s.is_delta]
-    late = [s for s in sizes[2 * len(sizes) // 3 :] if s.is_delta]
+    deltas, late = [s for s in sizes if s.is_delta], [s for s in sizes[2 * len(sizes) // 3 :] if s.is_delta]
+    bases = [s for s in sizes if not s.is_delta]
     return found | {
-        "ratio": sum(s.raw_whole for s in sizes) / sum(s.whole for s in sizes),
-        "weights": sum(s.raw_weights for s in sizes) / sum(s.weights for s in sizes),
-        "bases": sum(s.raw_whole for s in bases) / sum(s.whole for s in bases),
-        "deltas": sum(s.raw_whole for s in deltas) / sum(s.whole for s in deltas),
-        "late": sum(s.raw_whole for s in late) / sum(s.whole for s in late),
-    }
+        "ratio": ratio(sizes), "weights": ratio(sizes, "weights"), "bases": ratio(bases), "deltas": ratio(deltas),
+        "late": ratio(late),
+    }  # fmt: skip
 
 
 def chain(family: Family, settings: Sequence[str], seed: int) -> dict[str, Record]:
@@ -178,23 +174,15 @@ def chain(family: Family, settings: Sequence[str], seed: int) -> dict[str, Recor
         run.train(step)
         for setting, system in systems.items():
             sizes[setting].append(system.save(run))
-    found = {}
-    for setting, system in systems.items():
+    for system in systems.values():
         system.end()
-        found[setting] = {
-            "ratio": sum(s.raw_whole for s in sizes[setting]) / sum(s.whole for s in sizes[setting]),
-            "weights": sum(s.raw_weights for s in sizes[setting]) / sum(s.weights for s in sizes[setting]),
-        }
-    return found
+    return {s: {"ratio": ratio(found), "weights": ratio(found, "weights")} for s, found in sizes.items()}
 
 
 def resumed(
-    family: Family,
-    settings: Sequence[str],
-    seed: int,
-    done: Callable[[str, Record], None],
+    family: Family, settings: Sequence[str], seed: int, done: Callable[[str, Record], None],
     after: Sequence[int] = AFTER,
-) -> None:
+) -> None:  # fmt: skip
     """Resume one training from its middle by several settings; hand over the row of each.
 
     The third checkpoint of a chain is restored. `after` holds, by further steps, how far the resumed training's
@@ -203,33 +191,23 @@ def resumed(
     """
     run = Run(family.workload, seed)
     middle = family.workload.steps // 2 // SPACING * SPACING
-    states: list[State] = []
-    for step in (middle - 2 * SPACING, middle - SPACING, middle):
-        run.train(step)
-        states.append(run.state())
+    states = [run.train(step).state() for step in (middle - 2 * SPACING, middle - SPACING, middle)]
     kinds = sp.kinds(run.model, run.optimizer)
     exact = _going_on(family, seed, states[-1], after)
     for setting in settings:
         chain: list[sp.Checkpoint] = []
         for state in states:
             chain.append(sp.compress(state, chain[-1] if chain else None, config_of(setting), kinds=kinds))
-        found = _going_on(family, seed, sp.decompress(chain[-1]), after)
-        pairs = zip(after, exact, found, strict=True)
-        row: Record = {
-            "after": {str(n): divergence(family, a, b) for n, a, b in pairs},
-            "bits": {"base": _bits(chain[0]), "delta": _bits(chain[-1])},
-        }
-        done(setting, row)
+        pairs = zip(after, exact, _going_on(family, seed, sp.decompress(chain[-1]), after), strict=True)
+        far = {str(n): divergence(family, a, b) for n, a, b in pairs}
+        done(setting, {"after": far, "bits": {"base": _bits(chain[0]), "delta": _bits(chain[-1])}})
 
 
 def _going_on(family: Family, seed: int, state: State, after: Sequence[int]) -> list[Answers]:
     run = Run(family.workload, seed)
     run.restore(state)
-    begin, found = run.step, []
-    for steps in after:
-        run.train(begin + steps)
-        found.append(answers(family, run))
-    return found
+    begin = run.step
+    return [answers(family, run.train(begin + steps)) for steps in after]
 
 
 def _bits(ckpt: sp.Checkpoint) -> Record:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import shrinkpoint as sp
@@ -40,35 +39,6 @@ PARTS: dict[str, Callable[[], sp.Config]] = {
 """One part of the state lossy, everything else exact: its effect per byte."""
 
 
-def _together(bins: int, step: float, octaves: float) -> Callable[[], sp.Config]:
-    rules: list[tuple[str, sp.codec.base.Codec]] = [
-        ("weight", sp.Quantize(bins=bins)),
-        ("first moment", sp.FirstMoment(step=step)),
-        ("second moment", sp.SecondMoment(octaves=octaves)),
-    ]
-    return lambda: sp.Config(rules)
-
-
-CANDIDATES: dict[str, Callable[[], sp.Config]] = {
-    f"{bins} bins, step {step:g}, {octaves:g} octaves": _together(bins, step, octaves)
-    for bins, step, octaves in (
-        (24, 0.5, 2.0),
-        (64, 0.5, 0.5),
-        (64, 0.5, 0.25),
-        (96, 0.5, 0.5),
-        (96, 0.25, 0.5),
-        (128, 0.5, 0.5),
-    )
-}
-"""What the default was chosen from; the first was the default before."""
-
-
-ABLATIONS: dict[str, Callable[[], sp.Config]] = {
-    "compact, not ahead": lambda: dataclasses.replace(sp.presets.compact(), ahead=False)
-}
-"""Levels without one of their mechanisms."""
-
-
 def config_of(setting: str) -> sp.Config:
     """Return the configuration of a setting by its name."""
-    return (LEVELS | PARTS | CANDIDATES | ABLATIONS)[setting]()
+    return (LEVELS | PARTS)[setting]()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...harness import Row
+from ...harness import Row, Target, held
 from .families import SET_ASIDE
 from .groups import ALL as FAMILIES
 from .groups import HELD_BACK
@@ -197,18 +197,6 @@ def _quality(name: str, family: str, setting: str, size: int, found: Found | Non
 def _row(
     row: str, size: int, value: float | None, unit: str, limit: float | None, note: str = "", *, least: bool = False
 ) -> Row:
-    target = None if limit is None else f"{'>=' if least else '<='} {limit:g} {unit}"
-    met = None if limit is None or value is None else value >= limit if least else value <= limit
-    return Row(
-        row,
-        DEVICE,
-        size,
-        value,
-        unit,
-        None,
-        None,
-        None,
-        target,
-        met,
-        note if value is not None else f"not measured; {note}".rstrip("; "),
-    )
+    note = note if value is not None else f"not measured; {note}".rstrip("; ")
+    target = None if limit is None else Target(limit, "value", least)
+    return held(Row(row, DEVICE, size, value, unit, note=note), target)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,11 @@ from torch import nn
 import shrinkpoint as sp
 
 from ...devices import threads
-from ...harness import CheckFailed, Options, Row
+from ...harness import CheckFailed, Options, Row, one_thread_clock
 from .. import workloads
 from ..workloads import Run, State, Workload
 from .states import States, slowed, states
-from .table import Experiment, mean, row
+from .table import Experiment, Rows, mean, raw_bytes, stored_bytes
 
 Array = npt.NDArray[Any]
 _ELEMENTS = 1 << 20
@@ -39,46 +39,27 @@ def sparsified(name: str, options: Options) -> list[Row]:
     n = _ELEMENTS // (8 if options.quick else 1)
     rng = np.random.default_rng(0)
     before = {"model.weight": torch.from_numpy((0.02 * rng.standard_normal(n)).astype(np.float16)).view(-1, 1024)}
-    rows = []
-    base = sp.compress(before, cfg=sp.presets.bitsnap())
+    rows, base = Rows(name), sp.compress(before, cfg=sp.presets.bitsnap())
     for share in _SHARES:
         count = round(share * n)
         places = torch.from_numpy(rng.permutation(n)[:count])
         after = {"model.weight": before["model.weight"].clone()}
-        bits = after["model.weight"].view(-1).view(torch.int16)
-        bits[places] ^= 1
+        after["model.weight"].view(-1).view(torch.int16)[places] ^= 1
         found = sp.compress(after, base, sp.presets.bitsnap())
         if not torch.equal(sp.decompress(found, base)["model.weight"], after["model.weight"]):
             raise CheckFailed("a sparsified model state differs after its restore")
-        stored = sum(part.stored_bytes for part in found.summary())
+        value = 2 * n / stored_bytes(found)
         theory = min(16.0, 2 * n / min(2 * n, n / 8 + 2 * count)) if count else 16.0
-        note = f"float16, {n:,} drawn values, one bit changed in {count:,} of them"
-        rows.append(
-            row(
-                name,
-                f"{100 * share:.4g} % changed",
-                2 * n / stored,
-                "x",
-                peer="BitSnap, section 3.3: 2 n over n / 8 + 2 c bytes",
-                peer_value=theory,
-                size=n,
-                note=f"{note}; its text has nearly 5 x at 15 % and 16 x at best",
-            )
+        what, note = (
+            f"{100 * share:.4g} % changed",
+            f"float16, {n:,} drawn values, one bit changed in {count:,} of them",
         )
+        paper = "BitSnap, section 3.3: 2 n over n / 8 + 2 c bytes", theory
+        rows.add(what, value, "x", paper, f"{note}; its text has nearly 5 x at 15 % and 16 x at best", size=n)
         peer = 2 * n / coo_bytes(count, n)
-        rows.append(
-            row(
-                name,
-                f"{100 * share:.4g} % changed, beside COO",
-                2 * n / stored,
-                "x",
-                peer="uint16 row, column and value",
-                peer_value=peer,
-                ratio=(2 * n / stored) / peer,
-                size=n,
-                note=f"{note}; computed; figure 8: better than COO above 3.125 %",
-            )
-        )
+        note += "; computed; figure 8: better than COO above 3.125 %"
+        coordinates = "uint16 row, column and value", peer
+        rows.add(f"{what}, beside COO", value, "x", coordinates, note, ratio=value / peer, size=n)
     return rows
 
 
@@ -104,29 +85,20 @@ def iterations(name: str, options: Options) -> list[Row]:
 
 def _iterations(name: str, trained: States, stage: str) -> list[Row]:
     """Rows of one stage: ratio by the number of iterations since the base."""
-    rows = []
-    first = _mixed(trained.after[0])
+    rows, first = Rows(name), _mixed(trained.after[0])
     base = sp.compress({"model": first}, cfg=sp.presets.bitsnap())
     for apart in (1, 2, 5, 10):
         now = _mixed(trained.after[apart])
         found = sp.compress({"model": now}, base, sp.presets.bitsnap())
-        raw = sum(part.raw_bytes for part in found.summary())
-        stored = sum(part.stored_bytes for part in found.summary())
+        raw = raw_bytes(found)
         changed = sum(int((now[key] != first[key]).sum()) for key in now) / sum(x.numel() for x in now.values())
-        rows.append(
-            row(
-                name,
-                f"{apart} iterations from the base{stage}",
-                raw / stored,
-                "x",
-                peer="BitSnap, figure 9" + (", nearly" if apart == 1 else ", more than"),
-                peer_value=16.0 if apart == 1 else 8.0,
-                size=raw // 2,
-                note=f"{trained.where()} in bfloat16, learning rate {trained.rate:.1e}; {100 * changed:.1f} % changed, "
-                "where GPT-2 Medium after 25,000 iterations changes 15 % or less: its steps are smaller against its "
-                "weights",
-            )
+        note = (
+            f"{trained.where()} in bfloat16, learning rate {trained.rate:.1e}; {100 * changed:.1f} % changed, where "
+            "GPT-2 Medium after 25,000 iterations changes 15 % or less: its steps are smaller against its weights"
         )
+        paper = ("BitSnap, figure 9, nearly", 16.0) if apart == 1 else ("BitSnap, figure 9, more than", 8.0)
+        what = f"{apart} iterations from the base{stage}"
+        rows.add(what, raw / stored_bytes(found), "x", paper, note, size=raw // 2)
     return rows
 
 
@@ -168,41 +140,23 @@ def clustered(name: str, options: Options) -> list[Row]:
     with threads(1):
         trained = states(options.quick)
         state = trained.after[0]
-        found = sp.compress(state, cfg=sp.presets.bitsnap())
-        naive = Naive8Bit(moments=True)
+        found, naive = sp.compress(state, cfg=sp.presets.bitsnap()), Naive8Bit(moments=True)
         restored = {"BitSnap": sp.decompress(found), "naive 8-bit": naive.decode(naive.encode(state, None), None)}
-    rows = []
+    rows, paper = Rows(name), "BitSnap, table 4 (GPT-2 Medium)"
+    note = (
+        f"{trained.where()}; squared errors are in the moments' own scale, which depends on the model, and relative "
+        "ones, over nonzero values, on how close to zero they come"
+    )
     for moment in ("exp_avg", "exp_avg_sq"):
         exact = _moments(state, moment)
         values = {system: errors(exact, _moments(other, moment)) for system, other in restored.items()}
         for which, measure in enumerate(("MRE", "MSE")):
-            for paper, system in zip(_PUBLISHED[moment, measure], values, strict=True):
-                rows.append(
-                    row(
-                        name,
-                        f"{moment}, {measure}, {system}",
-                        values[system][which],
-                        "",
-                        peer="BitSnap, table 4 (GPT-2 Medium)",
-                        peer_value=paper,
-                        size=exact.size,
-                        note=f"{trained.where()}; squared errors are in the moments' own scale, which depends on the "
-                        "model, and relative ones, over nonzero values, on how close to zero they come",
-                    )
-                )
-    parts = [part for part in found.summary() if part.path.endswith(("exp_avg", "exp_avg_sq")) and len(part.shape) > 1]
-    ratio = sum(part.raw_bytes for part in parts) / sum(part.stored_bytes for part in parts)
-    rows.append(
-        row(
-            name,
-            "ratio of the moments",
-            ratio,
-            "x",
-            peer="BitSnap, section 3.4",
-            peer_value=2.67,
-            note="12 bits a value",
-        )
-    )
+            for figure, system in zip(_PUBLISHED[moment, measure], values, strict=True):
+                what, value = f"{moment}, {measure}, {system}", values[system][which]
+                rows.add(what, value, "", (paper, figure), note, size=exact.size)
+    ends = ("exp_avg", "exp_avg_sq")
+    ratio = raw_bytes(found, *ends) / stored_bytes(found, *ends)
+    rows.add("ratio of the moments", ratio, "x", ("BitSnap, section 3.4", 2.67), "12 bits a value")
     return rows
 
 
@@ -219,31 +173,27 @@ _SIZES = ((1, 32, 2), (2, 64, 2), (4, 128, 4), (6, 192, 6))
 
 def by_size(name: str, options: Options) -> list[Row]:
     """Table 3: errors of the moments by the size of the model."""
-    rows = []
+    rows = Rows(name)
     with threads(1):
         for place, shape in enumerate(_SIZES[:2] if options.quick else _SIZES):
             options.say(f"{name}: {shape[0]} layers of {shape[1]}")
             run = Run(workloads.gpt(*shape, steps=10 if options.quick else 120), 0)
             run.train(run.workload.steps * 9 // 10)
-            state = run.state()
+            state, size = run.state(), run.workload.parameters
             restored = sp.decompress(sp.compress(state, cfg=sp.presets.bitsnap()))
-            size = run.workload.parameters
+            paper = f"BitSnap, table 3, {('345 M', '0.5 B', '1 B', '3 B')[place]}"
+            note = (
+                f"GPT of {shape[0]} layers of {shape[1]} after {run.step} steps; squared errors follow the size of the "
+                "gradients, relative ones how close to zero a moment comes"
+            )
             for moment in ("exp_avg", "exp_avg_sq"):
                 values = errors(_moments(state, moment), _moments(restored, moment))
                 for measure, value in zip(("MRE", "MSE"), values, strict=True):
-                    rows.append(
-                        row(
-                            name,
-                            f"{moment}, {measure}, {size / 1e6:.2g} M parameters",
-                            value,
-                            "",
-                            peer=f"BitSnap, table 3, {('345 M', '0.5 B', '1 B', '3 B')[place]}",
-                            peer_value=_BY_SIZE[moment, measure][place],
-                            size=size,
-                            note=f"GPT of {shape[0]} layers of {shape[1]} after {run.step} steps; squared errors "
-                            "follow the size of the gradients, relative ones how close to zero a moment comes",
-                        )
+                    what, figure = (
+                        f"{moment}, {measure}, {size / 1e6:.2g} M parameters",
+                        _BY_SIZE[moment, measure][place],
                     )
+                    rows.add(what, value, "", (paper, figure), note, size=size)
     return rows
 
 
@@ -264,80 +214,58 @@ def _in_half(workload: Workload) -> Workload:
 
 def continued(name: str, options: Options) -> list[Row]:
     """Figure 12: losses of a run restored from sparsified checkpoints, and of an exact one."""
-    further = 20 if options.quick else 60
-    rows = []
+    further, steps = (20, 80) if options.quick else (60, 360)
+    rows = Rows(name)
     config = sp.Config([sp.Rule("model/*", sp.Changed("published")), sp.Rule("*", sp.Exact())])
     with threads(1):
         for label in ("MLP",) if options.quick else ("MLP", "GPT"):
-            steps = 80 if options.quick else 360
             workload = _in_half(dataclasses.replace(workloads.WORKLOADS[label](), steps=steps))
-            run, again = Run(workload, 0), Run(workload, 0)
-            for one in (run, again):
-                one.train(steps * 3 // 4)
+            run, again = (Run(workload, 0, until=steps * 3 // 4) for _ in range(2))
             base = sp.compress(again.state(), cfg=config)
             apart, ratios = [], []
             for step in range(run.step + 1, run.step + further + 1):
-                run.train(step)
-                again.train(step)
                 batch = workload.batch(np.random.default_rng([run.seed, step]))
-                apart.append(abs(float(again.loss(batch).detach()) - float(run.loss(batch).detach())))
+                losses = [float(part.train(step).loss(batch).detach()) for part in (run, again)]
+                apart.append(abs(losses[1] - losses[0]))
                 if step % _EVERY == 0:
                     found = sp.compress(again.state(), base, config)
                     again.restore(sp.decompress(found))
-                    parts = [part for part in found.summary() if part.path.startswith("model/")]
-                    ratios.append(sum(part.raw_bytes for part in parts) / sum(part.stored_bytes for part in parts))
-            rows.append(
-                row(
-                    name,
-                    f"{label}, largest difference of the loss over {further} iterations",
-                    max(apart),
-                    "",
-                    peer="BitSnap, figure 12: the curves are one",
-                    peer_value=0.0,
-                    size=sum(p.numel() for p in run.model.parameters()),
-                    note=f"weights in bfloat16, the optimizer's states exact; restored every {_EVERY} iterations from "
-                    f"a mask and changed values over the base, {min(ratios):.3g} to {max(ratios):.3g} times smaller; "
-                    "the paper has 500 iterations of GPT-2 Medium",
-                )
+                    ratios.append(raw_bytes(found, start="model/") / stored_bytes(found, start="model/"))
+            note = (
+                f"weights in bfloat16, the optimizer's states exact; restored every {_EVERY} iterations from a mask "
+                f"and changed values over the base, {min(ratios):.3g} to {max(ratios):.3g} times smaller; the paper "
+                "has 500 iterations of GPT-2 Medium"
             )
+            what = f"{label}, largest difference of the loss over {further} iterations"
+            paper = "BitSnap, figure 12: the curves are one", 0.0
+            rows.add(what, max(apart), "", paper, note, size=workload.parameters)
     return rows
 
 
 def resumed(name: str, options: Options) -> list[Row]:
     """Figure 13: the loss along the iterations after a restore from clustered states."""
-    points = (0, 5, 20) if options.quick else (0, 1, 5, 20, 60)
-    rows = []
+    points, rows = (0, 5, 20) if options.quick else (0, 1, 5, 20, 60), Rows(name)
     with threads(1):
         for label in ("MLP",) if options.quick else ("MLP", "CNN", "GPT"):
             steps = 80 if options.quick else 360 if label == "GPT" else 600
             changes: dict[int, list[float]] = {further: [] for further in points}
+            workload = dataclasses.replace(workloads.WORKLOADS[label](), steps=steps)
             for seed in range(1 if options.quick or label == "GPT" else 3):
                 options.say(f"{name}: {label}, seed {seed}")
-                workload = dataclasses.replace(workloads.WORKLOADS[label](), steps=steps)
-                run = Run(workload, seed)
-                run.train(steps // 2)
-                again = Run(workload, seed)
+                run, again = Run(workload, seed, until=steps // 2), Run(workload, seed)
                 again.restore(sp.decompress(sp.compress(run.state(), cfg=sp.presets.bitsnap())))
                 for further, values in changes.items():
-                    for one in (run, again):
-                        one.train(steps // 2 + further)
-                    values.append(100 * (again.held_out_loss() / run.held_out_loss() - 1))
-            size = sum(p.numel() for p in workload.model().parameters())
+                    exact, loss = (part.train(steps // 2 + further).held_out_loss() for part in (run, again))
+                    values.append(100 * (loss / exact - 1))
             for further, values in changes.items():
-                rows.append(
-                    row(
-                        name,
-                        f"{label}, loss {f'after {further} steps' if further else 'at once'}",
-                        mean(values).mean,
-                        "% change",
-                        peer="BitSnap, figure 13: about 4.5 %" if further else "exact model states: 0",
-                        peer_value=4.5 if further else 0.0,
-                        size=size,
-                        note=f"{mean(values)}; moments clustered, weights exact; restored in the middle of {steps} "
-                        "steps, held-out loss against the run that went on, where the paper has the training loss of "
-                        "GPT-2 Medium from iteration 6000",
-                    )
+                note = (
+                    f"{mean(values)}; moments clustered, weights exact; restored in the middle of {steps} steps, "
+                    "held-out loss against the run that went on, where the paper has the training loss of GPT-2 Medium "
+                    "from iteration 6000"
                 )
+                paper = ("BitSnap, figure 13: about 4.5 %", 4.5) if further else ("exact model states: 0", 0.0)
+                what = f"{label}, loss {f'after {further} steps' if further else 'at once'}"
+                rows.add(what, mean(values).mean, "% change", paper, note, size=workload.parameters)
     return rows
 
 
@@ -352,61 +280,44 @@ def score(name: str, options: Options) -> list[Row]:
     from ..baselines.excp import ExCP
     from ..baselines.naive import Naive8Bit
 
-    presets: dict[str, Callable[[], sp.Config]] = {
-        "bitsnap": sp.presets.bitsnap,
-        "default": sp.Config,
-        "inshrinkerator": sp.presets.inshrinkerator,
-        "lossless": sp.presets.lossless,
-    }
+    presets = {"bitsnap": sp.presets.bitsnap(), "default": sp.Config()}
+    presets |= {"inshrinkerator": sp.presets.inshrinkerator(), "lossless": sp.presets.lossless()}
+    found: dict[str, tuple[float, float, float]] = {}
     with threads(1):
         trained = states(options.quick)
         first, state = trained.after[0], trained.after[5]
         raw = sum(x.numel() * x.element_size() for x in torch.utils._pytree.tree_leaves(state) if hasattr(x, "numel"))
-        found: dict[str, tuple[float, float, float]] = {}
-        for system, make in presets.items():
-            base = sp.compress(first, cfg=make())
 
-            def ours(make: Callable[[], sp.Config] = make, base: sp.Checkpoint = base) -> sp.Checkpoint:
-                return sp.compress(state, base, make())
+        def judge(system: str, call: Callable[[], Any], restore: Callable[[Any], State]) -> None:
+            seconds, saved = _seconds(call), call()
+            found[system] = raw / saved.nbytes, seconds, _relative(state, restore(saved))
 
-            seconds = _seconds(ours)
-            ckpt = ours()
-            found[system] = raw / ckpt.nbytes, seconds, _relative(state, sp.decompress(ckpt))
+        for system, cfg in presets.items():
+            base = sp.compress(first, cfg=cfg)
+            judge(system, partial(sp.compress, state, base, cfg), sp.decompress)
         for baseline in (Naive8Bit(moments=True), ExCP()):
             start = baseline.decode(baseline.encode(first, None), None)
-            seconds = _seconds(lambda b=baseline, s=start: b.encode(state, s))  # type: ignore[misc]
-            saved = baseline.encode(state, start)
-            found[baseline.name] = raw / saved.nbytes, seconds, _relative(state, baseline.decode(saved, start))
+            judge(baseline.name, partial(baseline.encode, state, start), partial(baseline.decode, previous=start))
     best, fastest = max(r for r, _, _ in found.values()), min(s for _, s, _ in found.values())
-    rows = []
+    rows = Rows(name)
     for use, weights in _WEIGHTS.items():
         for system, (ratio, seconds, error) in found.items():
             scores = (math.log(ratio) / math.log(best), fastest / seconds, 1 - min(1.0, error))
-            rows.append(
-                row(
-                    name,
-                    f"{use}, {system}",
-                    sum(w * s for w, s in zip(weights, scores, strict=True)),
-                    "Q",
-                    size=raw // 12,
-                    note=f"ratio {ratio:.2f} (score {scores[0]:.2f}), {seconds * 1e3:.0f} ms (score {scores[1]:.2f}), "
-                    f"relative l2 error {error:.2g} (score {scores[2]:.2f}); weights {weights}. The paper does not "
-                    "say how it normalizes, and prints no Q: log ratio over the best one's, least time over the time, "
-                    f"1 - mean relative l2 error of weights and moments; {trained.where()}, a delta 5 steps on",
-                )
+            note = (
+                f"ratio {ratio:.2f} (score {scores[0]:.2f}), {seconds * 1e3:.0f} ms (score {scores[1]:.2f}), relative "
+                f"l2 error {error:.2g} (score {scores[2]:.2f}); weights {weights}. The paper does not say how it "
+                "normalizes, and prints no Q: log ratio over the best one's, least time over the time, 1 - mean "
+                f"relative l2 error of weights and moments; {trained.where()}, a delta 5 steps on"
             )
+            quality = sum(w * s for w, s in zip(weights, scores, strict=True))
+            rows.add(f"{use}, {system}", quality, "Q", note=note, size=raw // 12)
     return rows
 
 
 def _seconds(call: Callable[[], object]) -> float:
     """Median process time of three calls after one."""
     call()
-    found = []
-    for _ in range(3):
-        begin = time.process_time()
-        call()
-        found.append(time.process_time() - begin)
-    return statistics.median(found)
+    return statistics.median(one_thread_clock()(call, 1) for _ in range(3))
 
 
 def _relative(exact: State, restored: State) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
@@ -21,7 +23,7 @@ from ..search import Training, trained
 from ..workloads import Run, State, Workload
 from .quantizers import Floats, Sketch, clustered, even, greedy_ranges, weights_of, with_weights
 from .spaces import Adaptive, Candidate, Kinds, KMeans, Published, Space, Uniform, kinds_of, ladder
-from .table import Experiment, row
+from .table import Experiment, Rows
 
 THRESHOLDS = (0.001, 0.01, 0.05)
 CHECKPOINTS = 10
@@ -183,26 +185,19 @@ def _bins_rows(
     name: str, label: str, column: str, system: System, training: Training, found: list[dict[float, float | None]]
 ) -> list[Row]:
     paper, figures = _PAPER.get(label, ("", {}))
-    rows = []
+    rows, steps = Rows(name), ", ".join(str(checkpoint.step) for checkpoint in training.checkpoints)
     for place, threshold in enumerate(THRESHOLDS):
-        values = [one[threshold] for one in found]
+        values = [bins[threshold] for bins in found]
         got = [value for value in values if value is not None]
         figure = figures.get(PUBLISHED if column in (OURS, TAILS, BARE) else column, (None, None, None))[place]
         missing = f"; {len(values) - len(got)} checkpoints find none" if len(got) < len(values) else ""
-        rows.append(
-            row(
-                name,
-                f"{100 * threshold:g} % degradation, {column}",
-                statistics.fmean(got) if len(got) == len(values) else None,
-                "bins",
-                peer=f"Inshrinkerator, table 7, {paper}" if figure else None,
-                peer_value=figure,
-                size=training.size,
-                note=f"steps {', '.join(str(c.step) for c in training.checkpoints)}: "
-                f"{', '.join('-' if value is None else f'{value:.4g}' for value in values)}{missing}; {system.note}; "
-                "without pruning, the fewest bins that pass on held-out loss",
-            )
-        )
+        said = ", ".join("-" if value is None else f"{value:.4g}" for value in values)
+        note = f"steps {steps}: {said}{missing}; {system.note}; without pruning, the fewest bins"
+        note += " that pass on held-out loss"
+        source = f"Inshrinkerator, table 7, {paper}" if figure else None
+        mean = statistics.fmean(got) if len(got) == len(values) else None
+        what = f"{100 * threshold:g} % degradation, {column}"
+        rows.add(what, mean, "bins", (source, figure), note, size=training.size)
     return rows
 
 
@@ -222,11 +217,13 @@ def _levels(workload: Workload, codec: Quantize, steps: list[int]) -> Iterator[l
         yield [memory for memory in memories if isinstance(memory, LevelsReference)]
 
 
+def _huffman_of_differences(old: LevelsReference, new: LevelsReference, coder: Callable[..., Any]) -> int:
+    return len(coder(delta(old.levels, new.levels, max(old.size, new.size))))
+
+
 CODERS: dict[str, Callable[[LevelsReference, LevelsReference], int]] = {
-    "Huffman": lambda old, new: len(entropy.encode_huffman(delta(old.levels, new.levels, max(old.size, new.size)))),
-    "run lengths + Huffman": lambda old, new: len(
-        entropy.encode_published(delta(old.levels, new.levels, max(old.size, new.size)))
-    ),
+    "Huffman": partial(_huffman_of_differences, coder=entropy.encode_huffman),
+    "run lengths + Huffman": partial(_huffman_of_differences, coder=entropy.encode_published),
     "rearranged": lambda old, new: len(entropy.encode_rearranged(new.levels, new.size, old.levels, old.size)),
     "ours": lambda old, new: len(entropy.encode_levels(new.levels, new.size, old.levels, old.size, "smallest")),
 }
@@ -236,50 +233,37 @@ _FIGURE = {"Huffman": (25.0, 30.0), "run lengths + Huffman": (28.0, 79.0), "rear
 
 def ablation(name: str, options: Options) -> list[Row]:
     """Figure 12: the same levels by each coder, for codebooks refit and frozen."""
-    rows = []
+    codecs = {
+        "refit": Quantize(bins=16, solver="kmeans++", sigma=0.2, policy="refit", coder="published"),
+        "frozen": Quantize(bins=16, solver="exact", policy="frozen"),
+    }
+    rows = Rows(name)
     with threads(1):
-        for label in ("MLP",) if options.quick else ("CNN", "GPT"):
+        for label, policy in itertools.product(("MLP",) if options.quick else ("CNN", "GPT"), codecs):
             steps = 60 if options.quick else 360 if label == "GPT" else 900
             workload = dataclasses.replace(workloads.WORKLOADS[label](), steps=steps)
-            places = list(range(10, steps + 1, 10))
-            for policy, codec in {
-                "refit": Quantize(bins=16, solver="kmeans++", sigma=0.2, policy="refit", coder="published"),
-                "frozen": Quantize(bins=16, solver="exact", policy="frozen"),
-            }.items():
-                ratios: dict[str, list[float]] = {coder: [] for coder in CODERS}
-                previous: list[LevelsReference] = []
-                for memories in _levels(workload, codec, places):
-                    if previous:
-                        raw = 4 * sum(memory.levels.size for memory in memories)
-                        for coder, size in CODERS.items():
-                            coded = sum(size(old, new) for old, new in zip(previous, memories, strict=True))
-                            ratios[coder].append(raw / coded)
-                    previous = memories
-                rows += _ablation_rows(name, label, policy, ratios)
+            ratios: dict[str, list[float]] = {coder: [] for coder in CODERS}
+            chain = list(_levels(workload, codecs[policy], list(range(10, steps + 1, 10))))
+            for previous, levels in itertools.pairwise(chain):
+                raw = 4 * sum(found.levels.size for found in levels)
+                for coder, size in CODERS.items():
+                    coded = sum(size(old, new) for old, new in zip(previous, levels, strict=True))
+                    ratios[coder].append(raw / coded)
+            for coder, values in ratios.items():
+                _add_ratios(rows, f"{label}, codebook {policy}, {coder}", values, coder if policy == "refit" else "")
     return rows
 
 
-def _ablation_rows(name: str, label: str, policy: str, ratios: dict[str, list[float]]) -> list[Row]:
-    rows = []
-    for coder, values in ratios.items():
-        figures = _FIGURE.get(coder, (None, None)) if policy == "refit" else (None, None)
-        for what, value, figure in (
-            ("overall", statistics.harmonic_mean(values), figures[0]),
-            ("highest", max(values), figures[1]),
-        ):
-            rows.append(
-                row(
-                    name,
-                    f"{label}, codebook {policy}, {coder}, {what}",
-                    value,
-                    "x",
-                    peer="Inshrinkerator, section 9.3, ResNet-152" if figure else None,
-                    peer_value=figure,
-                    note=f"16 bins, {len(values)} deltas 10 steps apart, bytes of the levels alone over float32; the "
-                    "paper's checkpoints are chosen by a search at 5 %, with pruning, and its training is longer",
-                )
-            )
-    return rows
+def _add_ratios(rows: Rows, name: str, values: list[float], coder: str) -> None:
+    """Add the overall and the highest ratio of a coder."""
+    note = (
+        f"16 bins, {len(values)} deltas 10 steps apart, bytes of the levels alone over float32; the paper's "
+        "checkpoints are chosen by a search at 5 %, with pruning, and its training is longer"
+    )
+    found = {"overall": statistics.harmonic_mean(values), "highest": max(values)}
+    for (what, value), figure in zip(found.items(), _FIGURE.get(coder, (None, None)), strict=True):
+        paper = "Inshrinkerator, section 9.3, ResNet-152" if figure else None, figure
+        rows.add(f"{name}, {what}", value, "x", paper, note)
 
 
 EXPERIMENTS = (

@@ -9,6 +9,7 @@ all of them store exactly, do not count.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -26,8 +27,8 @@ import shrinkpoint as sp
 from shrinkpoint.kernels.exponent import exponent_buckets
 
 from ...devices import threads
-from ...harness import Options, Row
-from .table import DEVICE, Experiment, Mean, mean, row, times
+from ...harness import Options, Row, at_most, held
+from .table import DEVICE, Experiment, Mean, Rows, mean, stored_bytes, times
 
 State = dict[str, Any]
 SEEDS = 20
@@ -176,36 +177,18 @@ def _squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 TASKS: dict[str, Callable[[], Task]] = {
     "logistic regression": lambda: Task(
-        "logistic regression",
-        lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)),
-        _image_batches,
-        _classified,
-        _images,
-        0.05,
-        (30, 60),
-        "scikit-learn's digits enlarged to 28 x 28, where the paper has MNIST; batches of 128",
+        "logistic regression", lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), _image_batches, _classified,
+        _images, 0.05, (30, 60), "scikit-learn's digits enlarged to 28 x 28, where the paper has MNIST; batches of 128",
     ),
     "LeNet": lambda: Task(
-        "LeNet",
-        _lenet,
-        _image_batches,
-        _classified,
-        lambda: tuple(part[:400] for part in _images()),
-        0.1,
-        (50, 70),
+        "LeNet", _lenet, _image_batches, _classified, lambda: tuple(part[:400] for part in _images()), 0.1, (50, 70),
         "LeNet-5 on scikit-learn's digits enlarged to 28 x 28, where the paper has MNIST; batches of 128",
     ),
     "matrix factorization": lambda: Task(
-        "matrix factorization",
-        Factors,
-        _rating_batches,
-        _squared,
-        _ratings,
-        30.0,
-        (20, 40),
+        "matrix factorization", Factors, _rating_batches, _squared, _ratings, 30.0, (20, 40),
         "a drawn matrix of rank 8 (600 x 400, 5 % seen), where the paper has MovieLens; an iteration is a pass",
     ),
-}
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------- systems
@@ -310,7 +293,7 @@ def _reworks(
 
 
 def rework(task: Task) -> Callable[[str, Options], list[Row]]:
-    """Figure 3 on one task."""
+    """Figure 3 on one task; LeNet takes too long for `--quick`."""
 
     def run(name: str, options: Options) -> list[Row]:
         from ..baselines.partial import Scar, TopN
@@ -323,15 +306,14 @@ def rework(task: Task) -> Callable[[str, Options], list[Row]]:
         rows = []
         with threads(1):
             for bits in (2,) if options.quick else (2, 3):
-                ours = partial(OurChain, sp.presets.lc_checkpoint(bits))
-                seeds = []
+                ours, seeds = partial(OurChain, sp.presets.lc_checkpoint(bits)), []
                 for seed in range(2 if options.quick else SEEDS):
                     options.say(f"{name}, {bits} bits: seed {seed}")
                     seeds.append(_reworks(task, seed, ours, others))
                 rows += _rework_rows(name, task, bits, seeds)
         return rows
 
-    return run
+    return lambda name, options: [] if options.quick and task.name == "LeNet" else run(name, options)
 
 
 def _rework_rows(name: str, task: Task, bits: int, seeds: list[dict[str, tuple[int, float]]]) -> list[Row]:
@@ -339,41 +321,19 @@ def _rework_rows(name: str, task: Task, bits: int, seeds: list[dict[str, tuple[i
     sizes = {system: 100 * statistics.fmean(seed[system][1] for seed in seeds) for system in seeds[0]}
     capped = sum(seed[system][0] >= MOST_REWORK for seed in seeds for system in seed)
     size = sum(p.numel() for p in task.model().parameters())
-    ours = found["LC-Checkpoint"]
-    rows = []
+    ours, rows = found["LC-Checkpoint"], Rows(name)
     for peer in ("SCAR", "TOPN"):
         low, high = _PAPER_TIMES[peer, bits]
         note = (
             f"{ours} against {found[peer]}; {sizes['LC-Checkpoint']:.2f} % and {sizes[peer]:.2f} % of the coded "
             f"weights; {task.note}{f'; {capped} runs stopped at {MOST_REWORK}' if capped else ''}"
         )
-        what = f"iterations of rework, {bits} bits"
-        ratio = times(ours.mean, found[peer].mean)
-        rows.append(
-            row(
-                name,
-                what,
-                ours.mean,
-                "iterations",
-                peer=peer,
-                peer_value=found[peer].mean,
-                ratio=ratio,
-                size=size,
-                note=note,
-            )
-        )
-        rows.append(
-            row(
-                name,
-                f"{peer} over LC-Checkpoint, {bits} bits",
-                ratio,
-                "x",
-                peer=f"{PAPER}: {low:g} to {high:g} over its tasks; least",
-                peer_value=low,
-                size=size,
-                note=f"95 %: {_quotient(found[peer], ours)}; " + _why(ratio, low, high),
-            )
-        )
+        what, theirs = f"iterations of rework, {bits} bits", (peer, found[peer].mean)
+        ratio = times(ours.mean, theirs[1])
+        rows.add(what, ours.mean, "iterations", theirs, note, ratio=ratio, size=size)
+        paper = f"{PAPER}: {low:g} to {high:g} over its tasks; least", low
+        note = f"95 %: {_quotient(found[peer], ours)}; {_why(ratio, low, high)}"
+        rows.add(f"{peer} over LC-Checkpoint, {bits} bits", ratio, "x", paper, note, size=size)
     return rows
 
 
@@ -408,66 +368,45 @@ _PAPER_SHARE = {
 
 def shares(name: str, options: Options) -> list[Row]:
     """Figure 4: sizes after each step, of the same differences."""
-    rows = []
+    rows = Rows(name)
     with threads(1):
-        for label in ("logistic regression",) if options.quick else TASKS:
-            task = TASKS[label]()
-            for bits in (2, 3):
-                run, base = Training(task, 0), sp.presets.lc_checkpoint(bits)
-                kinds = sp.kinds(run.model)
-                head = sp.compress(run.state(), None, base, kinds=kinds)
-                sizes: dict[str, list[int]] = {step: [] for step in _STEPS}
-                for _ in range(10 if options.quick else 40):
-                    run.advance()
-                    for step, make in _STEPS.items():
-                        own = sp.compress(run.state(), head, make(bits), kinds=kinds)
-                        sizes[step].append(sum(found.stored_bytes for found in own.summary()))
-                    head = sp.compress(run.state(), head, base, kinds=kinds)
-                raw, limit = raw_bytes(run.model), {2: 5, 3: 10}[bits]
-                for step, values in sizes.items():
-                    value = 100 * statistics.fmean(values) / raw
-                    rows.append(
-                        row(
-                            name,
-                            f"{label}, {bits} bits, {step}",
-                            value,
-                            "% of the weights",
-                            peer=f"LC-Checkpoint, section 4.3{f', and below {limit} %' if step == 'E+P+H' else ''}",
-                            peer_value=_PAPER_SHARE[bits][step],
-                            size=raw // 4,
-                            note=f"mean of {len(values)} updates, all bytes of the file's arrays; biases are exact",
-                        )
-                    )
+        for label, bits in itertools.product(("logistic regression",) if options.quick else TASKS, (2, 3)):
+            run, base = Training(TASKS[label](), 0), sp.presets.lc_checkpoint(bits)
+            kinds = sp.kinds(run.model)
+            head = sp.compress(run.state(), None, base, kinds=kinds)
+            sizes: dict[str, list[int]] = {step: [] for step in _STEPS}
+            for _ in range(10 if options.quick else 40):
+                run.advance()
+                for step, make in _STEPS.items():
+                    sizes[step].append(stored_bytes(sp.compress(run.state(), head, make(bits), kinds=kinds)))
+                head = sp.compress(run.state(), head, base, kinds=kinds)
+            raw, limit = raw_bytes(run.model), {2: 5, 3: 10}[bits]
+            for step, values in sizes.items():
+                source = f"LC-Checkpoint, section 4.3{f', and below {limit} %' if step == 'E+P+H' else ''}"
+                note = f"mean of {len(values)} updates, all bytes of the file's arrays; biases are exact"
+                what, value = f"{label}, {bits} bits, {step}", 100 * statistics.fmean(values) / raw
+                rows.add(what, value, "% of the weights", (source, _PAPER_SHARE[bits][step]), note, size=raw // 4)
     return rows
 
 
 def buckets(name: str, options: Options) -> list[Row]:
     """Figure 5: error of the loss when one bucket of the difference is set to zero."""
-    task = TASKS["logistic regression"]()
-    rows = []
+    task, rows = TASKS["logistic regression"](), Rows(name)
     with threads(1):
         for apart in (10,) if options.quick else (10, 30, 60):
-            found: list[list[float]] = []
-            for seed in range(2 if options.quick else 8):
-                found.append(_bucket_errors(task, seed, apart))
+            found = [_bucket_errors(task, seed, apart) for seed in range(2 if options.quick else 8)]
             ranks = min(len(errors) for errors in found)
             means = [statistics.fmean(errors[i] for errors in found) for i in range(ranks)]
-            total = sum(means)
+            note = (
+                f"logistic regression, {len(found)} seeds, {ranks} buckets; the paper shows a picture: the highest "
+                "weigh most, 2 bits hold the most important and 3 bits all effective ones"
+            )
             for kept, bits in ((3, 2), (7, 3)):
-                rows.append(
-                    row(
-                        name,
-                        f"{apart} iterations apart, error in the {kept} highest buckets ({bits} bits keep them)",
-                        100 * sum(means[:kept]) / total if total else math.nan,
-                        "% of all buckets'",
-                        note=f"logistic regression, {len(found)} seeds, {ranks} buckets; the paper shows a picture: "
-                        "the highest weigh most, 2 bits hold the most important and 3 bits all effective ones",
-                    )
-                )
-            rows += [
-                row(name, f"{apart} iterations apart, bucket {i + 1}", value, "relative error squared")
-                for i, value in enumerate(means[:8])
-            ]
+                what = f"{apart} iterations apart, error in the {kept} highest buckets ({bits} bits keep them)"
+                share = 100 * sum(means[:kept]) / sum(means) if any(means) else math.nan
+                rows.add(what, share, "% of all buckets'", note=note)
+            for i, value in enumerate(means[:8]):
+                rows.add(f"{apart} iterations apart, bucket {i + 1}", value, "relative error squared")
     return rows
 
 
@@ -496,9 +435,9 @@ def _bucket_errors(task: Task, seed: int, apart: int) -> list[float]:
 
 def failure(name: str, options: Options) -> list[Row]:
     """Figure 6: extra iterations to convergence after a failure in the 7th."""
-    task = TASKS["matrix factorization"]()
-    at, end = 7, 30
-    extra: dict[str, list[float]] = {"LC-Checkpoint, 3 bits, each iteration": [], "full, every 10 iterations": []}
+    task, at, end = TASKS["matrix factorization"](), 7, 30
+    published = {"LC-Checkpoint, 3 bits, each iteration": 1.0, "full, every 10 iterations": 7.0}
+    extra: dict[str, list[float]] = {system: [] for system in published}
     with threads(1):
         for seed in range(2 if options.quick else SEEDS):
             run, chain = Training(task, seed), OurChain(sp.presets.lc_checkpoint(3))
@@ -508,24 +447,17 @@ def failure(name: str, options: Options) -> list[Row]:
                 run.advance()
                 if iteration <= at:
                     chain.save(run.state())
-            goal = run.loss()
-            ours, full = Training(task, seed), Training(task, seed)
-            extra["LC-Checkpoint, 3 bits, each iteration"].append(ours.rework(chain.restored(), at, goal) + at - end)
-            extra["full, every 10 iterations"].append(full.rework(first, 0, goal) + at - end)
-    published = {"LC-Checkpoint, 3 bits, each iteration": 1.0, "full, every 10 iterations": 7.0}
-    return [
-        row(
-            name,
-            f"extra iterations to the same loss, {system}",
-            mean(values).mean,
-            "iterations",
-            peer="LC-Checkpoint, figure 6",
-            peer_value=published[system],
-            note=f"{mean(values)}; a failure after iteration {at}, loss of iteration {end}; {task.note}; the paper has "
-            "one run on MovieLens25M, and saves 6 iterations of 91 s",
+            for system, (state, step) in zip(extra, ((chain.restored(), at), (first, 0)), strict=True):
+                extra[system].append(Training(task, seed).rework(state, step, run.loss()) + at - end)
+    rows = Rows(name)
+    for system, values in extra.items():
+        note = (
+            f"{mean(values)}; a failure after iteration {at}, loss of iteration {end}; {task.note}; the paper has one "
+            "run on MovieLens25M, and saves 6 iterations of 91 s"
         )
-        for system, values in extra.items()
-    ]
+        paper = "LC-Checkpoint, figure 6", published[system]
+        rows.add(f"extra iterations to the same loss, {system}", mean(values).mean, "iterations", paper, note)
+    return rows
 
 
 _BIG_USERS, _BIG_ITEMS, _BIG_RANK, _BIG_RATINGS = 20_000, 10_000, 32, 1_000_000
@@ -565,7 +497,7 @@ def overhead(name: str, options: Options) -> list[Row]:
     )
     what = f"{name}: matrix factorization, 3 bits, a save each iteration"
     peer = "LC-Checkpoint, section 4.5: around 4 %"
-    return [Row(what, DEVICE, size, value, "%", peer, 4.0, None, "<= 4 %", value <= 4, note)]
+    return [held(Row(what, DEVICE, size, value, "%", peer, 4.0, note=note), at_most(4.0))]
 
 
 def exponents(name: str, options: Options) -> list[Row]:
@@ -578,33 +510,19 @@ def exponents(name: str, options: Options) -> list[Row]:
         run.advance()
         after = run.state()["model"]
     last = [key for key, value in after.items() if value.ndim == 4][-1]
-    rows = []
+    rows, paper = Rows(name), ("LC-Checkpoint, section 3.1.1: fewer usually suffice", 32)
+    note = f"sign and exponent; LeNet after {run.iteration} iterations; the paper shows AlexNet's"
     for what, x in (("weights", after[last]), ("differences of one iteration", after[last] - before[last])):
         counts = np.sort(exponent_buckets(x.flatten().numpy()).counts.reshape(-1))[::-1]
         for share in (0.99, 1.0):
             needed = int(np.searchsorted(np.cumsum(counts), share * counts.sum() - 0.5)) + 1
-            rows.append(
-                row(
-                    name,
-                    f"{what} of the last convolution, buckets of {share:.0%}",
-                    needed,
-                    "buckets",
-                    peer="LC-Checkpoint, section 3.1.1: fewer usually suffice",
-                    peer_value=32,
-                    size=int(counts.sum()),
-                    note=f"sign and exponent; LeNet after {run.iteration} iterations; the paper shows AlexNet's",
-                )
-            )
+            label = f"{what} of the last convolution, buckets of {share:.0%}"
+            rows.add(label, needed, "buckets", paper, note, size=int(counts.sum()))
     return rows
 
 
-def _rework(label: str) -> Callable[[str, Options], list[Row]]:
-    """Return figure 3 on a task, or a note that LeNet takes too long for `--quick`."""
-    return lambda name, options: [] if options.quick and label == "LeNet" else rework(TASKS[label]())(name, options)
-
-
 EXPERIMENTS = (
-    *(Experiment(f"LC-Checkpoint rework on {label}", _rework(label)) for label in TASKS),
+    *(Experiment(f"LC-Checkpoint rework on {label}", rework(make())) for label, make in TASKS.items()),
     Experiment("LC-Checkpoint sizes of its steps", shares),
     Experiment("LC-Checkpoint weight of a bucket", buckets),
     Experiment("LC-Checkpoint cost of a failure", failure),

@@ -19,7 +19,7 @@ from ...devices import threads
 from ...harness import CheckFailed, Options, Row
 from ...peers import library
 from .states import states
-from .table import DEVICE, Experiment, row
+from .table import DEVICE, Experiment, Rows
 
 Array = npt.NDArray[Any]
 Model = dict[str, torch.Tensor]
@@ -163,7 +163,7 @@ _QUICK = ((torch.float32, None), (torch.bfloat16, 1))
 def compared(name: str, options: Options) -> list[Row]:
     """Our exact ratio next to each peer's, and against the best of them."""
     found = states(options.quick)
-    rows = []
+    rows = Rows(name)
     with threads(1):
         for dtype, apart in _QUICK if options.quick else _FULL:
             models = {n: {k: v.to(dtype) for k, v in s["model"].items()} for n, s in found.after.items()}
@@ -182,7 +182,7 @@ def compared(name: str, options: Options) -> list[Row]:
                     note = f"not measured: {error.name or error} is not installed"
                 theirs = ratios.get(peer)
                 ratio = None if theirs is None else ours / theirs
-                rows.append(row(name, what, ours, "x", peer=peer, peer_value=theirs, ratio=ratio, size=raw, note=note))
+                rows.add(what, ours, "x", (peer, theirs), note, ratio=ratio, size=raw)
             if ratios:
                 rows.append(_against_best(f"{name}: {what}, the best", raw, ours, ratios))
     return rows

@@ -21,7 +21,7 @@ from ..baselines.excp import ZSTD_LEVEL, ExCP, paired
 from ..baselines.kimbelyaev import KimBelyaev, Restored, coded_size
 from ..baselines.parts import Parts, parts
 from ..workloads import Run, State
-from .table import Experiment, row
+from .table import Experiment, Rows, stored_bytes
 
 _LENGTH, _APART = 6, 10
 
@@ -50,8 +50,7 @@ def _own(config: sp.Config) -> Chain:
             prev = sp.compress(state, prev, config, kinds=kinds)
         if prev is None:
             raise CheckFailed("no states")
-        rows = [one for one in prev.summary() if one.path.startswith("model/")]
-        return Last(sum(one.stored_bytes for one in rows), prev.nbytes, sp.decompress(prev))
+        return Last(stored_bytes(prev, start="model/"), prev.nbytes, sp.decompress(prev))
 
     return last
 
@@ -108,11 +107,10 @@ def _of_system(name: str, system: str, found: Last, state: State, run: Run, exac
     note = f"{where}; relative l2 error: {said}; held-out loss {change:+.3g} % at once"
     tensors = [x for x in torch.utils._pytree.tree_leaves(state) if isinstance(x, torch.Tensor)]
     whole, weights = sum(x.nbytes for x in tensors), sum(x.nbytes for x in state["model"].values())
-    size = run.workload.parameters
-    return [
-        row(name, f"{system}, whole state, late delta", whole / found.whole, "x", size=size, note=note),
-        row(name, f"{system}, weights, late delta", weights / found.weights, "x", size=size, note=note),
-    ]
+    rows = Rows(name)
+    for part, ratio in (("whole state", whole / found.whole), ("weights", weights / found.weights)):
+        rows.add(f"{system}, {part}, late delta", ratio, "x", note=note, size=run.workload.parameters)
+    return rows
 
 
 def _errors(exact: State, restored: State) -> dict[str, float]:
@@ -145,10 +143,10 @@ def _coders(name: str, states: list[State], where: str) -> list[Row]:
                 bits["ours"] += 8 * len(in_context(codes, last[weight.key], 16, 1.0, Matrix(columns))[0].done())
             last[weight.key] = codes
     note = f"{where}; ExCP's 4-bit codes of exact residuals, in the context of the residuals' codes before them"
-    return [
-        row(name, f"coder of the same codes, {coder}", count / size, "bits", size=size, note=note)
-        for coder, count in bits.items()
-    ]
+    rows = Rows(name)
+    for coder, count in bits.items():
+        rows.add(f"coder of the same codes, {coder}", count / size, "bits", note=note, size=size)
+    return rows
 
 
 def _weights(found: Parts) -> dict[str, Any]:

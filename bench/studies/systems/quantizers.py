@@ -104,9 +104,9 @@ def clustered(x: Floats, bins: int, outlier: float = -4.0, rounds: int = 1000) -
         outlier: log density below which a value is kept.
         rounds: most rounds of the clustering.
     """
-    from ..baselines.gobo import Gobo, centroids
+    from ..baselines.gobo import centroids, outliers
 
-    kept = Gobo(outlier=outlier).outliers(x)
+    kept = outliers(x, outlier)
     codebook = centroids(x[~kept], bins, rounds)
     found = x.copy()
     middle = (codebook[1:] + codebook[:-1]) / 2

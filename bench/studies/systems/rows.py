@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from ...devices import threads
 from ...harness import Options, Row, interleave, one_thread_clock
 from .. import overhead, workloads
 from ..workloads import Run, State
-from .table import DEVICE, Experiment, mean, row, times
+from .table import Experiment, Rows, mean, times
 
 Floats = npt.NDArray[np.float32]
 METHODS = ("symmetric", "asymmetric", "adaptive", "k-means")
@@ -62,22 +62,21 @@ class SparseRun(AdagradRun):
             if isinstance(module, torch.nn.Embedding):
                 module.sparse = True
 
-    def train(self, until: int) -> None:
-        """Train up to step `until`."""
+    def train(self, until: int) -> Self:
+        """Train up to step `until`, and return the run."""
         while self.step < until:
             batch = self.workload.batch(np.random.default_rng([self.seed, self.step]))
             self.optimizer.zero_grad(set_to_none=True)
             self.workload.loss(self.model, batch).backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
             self.step += 1
+        return self
 
 
 @cache
 def _trained(steps: int) -> Floats:
     """The tables of a short training."""
-    run = AdagradRun(0, steps)
-    run.train(steps)
-    return run.tables().copy()
+    return AdagradRun(0, steps).train(steps).tables().copy()
 
 
 def mean_error(x: Floats, restored: Floats) -> float:
@@ -114,74 +113,45 @@ def methods(name: str, options: Options) -> list[Row]:
         "adaptive": "similar to k-means; used at 4 bits and below",
         "k-means": "better than asymmetric, but for 4 bits (its starts are random, ours an even grid)",
     }
-    rows = []
+    rows = Rows(name)
     for bits in BITS:
         errors = {method: mean_error(x, quantized(x, bits, method)) for method in METHODS}
+        peer = "asymmetric", errors["asymmetric"]
         for method, value in errors.items():
-            base = errors["asymmetric"]
-            rows.append(
-                row(
-                    name,
-                    f"{bits} bits, {method}",
-                    value,
-                    "mean l2",
-                    peer="asymmetric",
-                    peer_value=base,
-                    ratio=times(value, base),
-                    size=x.size,
-                    note=f"{note}; figure 9 has no numbers in its text: {published[method]}",
-                )
-            )
+            said = f"{note}; figure 9 has no numbers in its text: {published[method]}"
+            rows.add(f"{bits} bits, {method}", value, "mean l2", peer, said, ratio=times(value, peer[1]), size=x.size)
     return rows
 
 
 def search(name: str, options: Options) -> list[Row]:
     """Figures 10 to 13: gain and cost of the greedy search by bins and by ratio."""
     x, note = _tables(options)
-    rows = []
+    rows = Rows(name)
     bins = (5, 25, 45) if options.quick else (5, 10, 15, 20, 25, 30, 35, 40, 45, 50)
     points: list[tuple[int | None, float]] = [(count, 1.0) for count in bins]
     points += [(None, ratio) for ratio in ((0.2, 0.6) if options.quick else (0.2, 0.4, 0.6, 0.8))]
+    said = f"{note}; the paper picks 25 bins at 2 and 3 bits and 45 at 4, where its gain tapers off"
     for bits in (2, 3, 4):
         plain = mean_error(x, quantized(x, bits, "asymmetric"))
         for asked, ratio in points:
             count = asked or (25 if bits <= 3 else 45)
             value = mean_error(x, quantized(x, bits, "adaptive", num_bins=count, ratio=ratio))
-            rows.append(
-                row(
-                    name,
-                    f"{bits} bits, {count} bins, ratio {ratio:g}: error over the asymmetric one's",
-                    100 * (1 - value / plain),
-                    "% less",
-                    size=x.size,
-                    note=f"{note}; the paper picks 25 bins at 2 and 3 bits and 45 at 4, where its gain tapers off",
-                )
-            )
+            what = f"{bits} bits, {count} bins, ratio {ratio:g}: error over the asymmetric one's"
+            rows.add(what, 100 * (1 - value / plain), "% less", note=said, size=x.size)
+    calls = {"asymmetric": partial(quantized, x, 4, "asymmetric")}
+    for asked, ratio in points:
+        call = partial(quantized, x, 4, "adaptive", num_bins=asked or 45, ratio=ratio)
+        calls[f"{asked or 45} bins, ratio {ratio:g}"] = call
     with threads(1):
-        calls = {"asymmetric": lambda: quantized(x, 4, "asymmetric")} | {
-            f"{count or 45} bins, ratio {ratio:g}": (
-                lambda count=count, ratio=ratio: quantized(x, 4, "adaptive", num_bins=count or 45, ratio=ratio)
-            )
-            for count, ratio in points
-        }
-        clock = one_thread_clock()
-        timings = interleave({label: (call, 1) for label, call in calls.items()}, clock=clock, budget=0.0)
-    base = timings["asymmetric"].median
+        timings = interleave({label: (call, 1) for label, call in calls.items()}, clock=one_thread_clock(), budget=0.0)
+    said = (
+        "process time of one core, there and back; the paper has at most 600 s with 50 bins and 126 s without the "
+        f"search on its model; {note}"
+    )
+    peer = "asymmetric", timings["asymmetric"].median
     for label, timing in timings.items():
-        rows.append(
-            row(
-                name,
-                f"seconds, 4 bits, {label}",
-                timing.median,
-                "s",
-                peer="asymmetric",
-                peer_value=base,
-                ratio=times(timing.median, base),
-                size=x.size,
-                note="process time of one core, there and back; the paper has at most 600 s with 50 bins and 126 s "
-                f"without the search on its model; {note}",
-            )
-        )
+        ratio_ = times(timing.median, peer[1])
+        rows.add(f"seconds, 4 bits, {label}", timing.median, "s", peer, said, ratio=ratio_, size=x.size)
     return rows
 
 
@@ -192,50 +162,33 @@ def modified(name: str, options: Options) -> list[Row]:
     """Figures 5 and 6: rows that changed, against samples from three starts, and by interval."""
     count = 4 if options.quick else INTERVALS
     starts = (0, count // 3, 2 * count // 3)
-    steps = INTERVAL * count * 2
-    run = AdagradRun(0, steps)
+    run = AdagradRun(0, INTERVAL * count * 2)
     at: dict[int, Floats] = {}
     share: dict[tuple[int, int], float] = {}
-    single = []
-    before = run.tables().copy()
+    single, before = [], run.tables().copy()
     with threads(1):
         for interval in range(2 * count):
             if interval in starts:
                 at[interval] = run.tables().copy()
-            run.train((interval + 1) * INTERVAL)
-            now = run.tables()
+            now = run.train((interval + 1) * INTERVAL).tables()
             single.append(float((now != before).any(axis=1).mean()))
             before = now.copy()
             for start, old in at.items():
                 share[start, interval + 1 - start] = float((now != old).any(axis=1).mean())
-    rows = []
-    published = {1: 26.0}
+    rows = Rows(name)
     for length in sorted({1, 2, count // 2, count}):
         found = [100 * share[start, length] for start in starts]
-        paper = published.get(length)
-        rows.append(
-            row(
-                name,
-                f"share after {length} intervals",
-                statistics.fmean(found),
-                "% of the rows",
-                peer="Check-N-Run, figure 6" if paper else None,
-                peer_value=paper,
-                size=run.tables().size,
-                note=f"from three starts {', '.join(f'{value:.1f}' for value in found)}; {INTERVAL} steps of 1,024 "
-                "samples, chosen so that an interval modifies as much as 30 minutes there; ids by 1 / rank reach new "
-                "rows faster than the paper's, of which 11 billion samples modify 52 %",
-            )
+        note = (
+            f"from three starts {', '.join(f'{value:.1f}' for value in found)}; {INTERVAL} steps of 1,024 samples, "
+            "chosen so that an interval modifies as much as 30 minutes there; ids by 1 / rank reach new rows faster "
+            "than the paper's, of which 11 billion samples modify 52 %"
         )
-    rows.append(
-        row(
-            name,
-            "share of single intervals, largest less smallest",
-            100 * (max(single[1:]) - min(single[1:])),
-            "points",
-            note=f"{100 * min(single[1:]):.1f} to {100 * max(single[1:]):.1f} %; figure 6: almost the same in all",
-        )
-    )
+        paper = ("Check-N-Run, figure 6", 26.0) if length == 1 else (None, None)
+        what = f"share after {length} intervals"
+        rows.add(what, statistics.fmean(found), "% of the rows", paper, note, size=run.tables().size)
+    low, high = 100 * min(single[1:]), 100 * max(single[1:])
+    note = f"{low:.1f} to {high:.1f} %; figure 6: almost the same in all"
+    rows.add("share of single intervals, largest less smallest", high - low, "points", note=note)
     return rows
 
 
@@ -244,39 +197,29 @@ def modified(name: str, options: Options) -> list[Row]:
 
 def restores(name: str, options: Options) -> list[Row]:
     """Figure 14: loss and accuracy at the end by the number of restores and the width."""
-    steps = 20 if options.quick else 160
-    widths = (2, 8) if options.quick else BITS
-    counts = (1,) if options.quick else (1, 3, 10, 20)
+    steps, widths, counts = (20, (2, 8), (1,)) if options.quick else (160, BITS, (1, 3, 10, 20))
     enough = {2: 1, 3: 3, 4: 20, 8: 100}
     found: dict[tuple[int, int], list[tuple[float, float]]] = {(b, count): [] for b in widths for count in counts}
     with threads(1):
         for seed in range(1 if options.quick else 3):
-            exact = AdagradRun(seed, steps)
-            exact.train(steps)
+            exact = AdagradRun(seed, steps).train(steps)
             loss, right = exact.held_out_loss(), exact.accuracy()
             for bits, count in found:
                 options.say(f"{name}: seed {seed}, {bits} bits, {count} restores")
                 run = _resumed(seed, steps, bits, count)
                 changes = 100 * (run.held_out_loss() / loss - 1), 100 * (1 - run.accuracy() / right)
                 found[bits, count].append(changes)
-    size = AdagradRun(0, 1).tables().size
-    rows = []
+    rows, size = Rows(name), AdagradRun(0, 1).tables().size
     for (bits, count), seeds in found.items():
+        figure = 0.01 if count <= enough[bits] else None
+        paper = f"Check-N-Run, section 6.2: below 0.01 % up to {enough[bits]} restores", figure
         for place, (what, unit) in enumerate((("", "% loss"), (", accuracy lost", "% of it"))):
             values = mean([changes[place] for changes in seeds])
-            rows.append(
-                row(
-                    name,
-                    f"{bits} bits, {count} restores{what}",
-                    values.mean,
-                    unit,
-                    peer=f"Check-N-Run, section 6.2: below 0.01 % up to {enough[bits]} restores",
-                    peer_value=0.01 if count <= enough[bits] else None,
-                    size=size,
-                    note=f"{values}; on held-out samples after {steps} steps of 1,024, against no restore, where the "
-                    "paper has accuracy after 4 billion samples",
-                )
+            note = (
+                f"{values}; on held-out samples after {steps} steps of 1,024, against no restore, where the paper has "
+                "accuracy after 4 billion samples"
             )
+            rows.add(f"{bits} bits, {count} restores{what}", values.mean, unit, paper, note, size=size)
     return rows
 
 
@@ -301,21 +244,16 @@ Interval = tuple[State, dict[str, Any]]
 
 def _intervals(count: int) -> list[Interval]:
     """Return the tables of one training after each interval."""
-    run, found = AdagradRun(0, INTERVAL * count * 2), []
-    for interval in range(count):
-        run.train((interval + 1) * INTERVAL)
-        found.append(({"model": run.state()["model"]}, run.kinds()))
-    return found
+    run = AdagradRun(0, INTERVAL * count * 2)
+    return [({"model": run.train((i + 1) * INTERVAL).state()["model"]}, run.kinds()) for i in range(count)]
 
 
 def _chain(bits: int, policy: str, intervals: Sequence[Interval]) -> list[tuple[bool, int, int]]:
     """(is a delta, bytes, raw bytes) of each interval's checkpoint, through a store."""
     with tempfile.TemporaryDirectory() as folder:
         store = sp.Store(folder, sp.presets.check_n_run(bits, policy=policy))
-        saved = [
-            store.save(INTERVAL * number, state, kinds=kinds) for number, (state, kinds) in enumerate(intervals, 1)
-        ]
-    return [(one.is_delta, one.nbytes, one.raw_nbytes) for one in saved]
+        saved = [store.save(INTERVAL * i, state, kinds=kinds) for i, (state, kinds) in enumerate(intervals, 1)]
+    return [(done.is_delta, done.nbytes, done.raw_nbytes) for done in saved]
 
 
 _PAPER_POLICIES: dict[str, dict[str, float]] = {
@@ -332,9 +270,8 @@ _PAPER_REDUCTIONS = {2: (17.0, 8.0), 8: (6.0, 2.5)}
 
 def policies(name: str, options: Options) -> list[Row]:
     """Figures 15 to 17: size per interval and capacity of the three policies."""
-    count = 3 if options.quick else INTERVALS
     with threads(1):
-        intervals = _intervals(count)
+        intervals = _intervals(3 if options.quick else INTERVALS)
         chains = {policy: _chain(8, policy, intervals) for policy in _PAPER_POLICIES}
         rows = [found for policy, chain in chains.items() for found in _policy(name, policy, chain)]
         rows.append(_less_written(name, chains))
@@ -346,16 +283,11 @@ def policies(name: str, options: Options) -> list[Row]:
 def _less_written(name: str, chains: dict[str, list[tuple[bool, int, int]]]) -> Row:
     """Row of how many percent less the consecutive policy writes than the intermittent one."""
     written = {policy: sum(nbytes for _, nbytes, _ in chain) for policy, chain in chains.items()}
-    return row(
-        name,
-        "consecutive: written less than by intermittent",
-        100 * (1 - written["consecutive"] / written["intermittent"]),
-        "% less",
-        peer="Check-N-Run, section 6.3.1: than by the others, 12 intervals",
-        peer_value=33.0,
-        note=f"{len(chains['consecutive'])} intervals; "
-        f"than by one-shot {100 * (1 - written['consecutive'] / written['one_shot']):.0f} %",
-    )
+    less = {other: 100 * (1 - written["consecutive"] / written[other]) for other in ("intermittent", "one_shot")}
+    note = f"{len(chains['consecutive'])} intervals; than by one-shot {less['one_shot']:.0f} %"
+    paper, rows = ("Check-N-Run, section 6.3.1: than by the others, 12 intervals", 33.0), Rows(name)
+    rows.add("consecutive: written less than by intermittent", less["intermittent"], "% less", paper, note)
+    return rows[0]
 
 
 def _policy(name: str, policy: str, found: list[tuple[bool, int, int]]) -> list[Row]:
@@ -363,50 +295,35 @@ def _policy(name: str, policy: str, found: list[tuple[bool, int, int]]) -> list[
     shares = [100 * nbytes / found[0][1] for _, nbytes, _ in found]
     deltas = [share for share, (is_delta, _, _) in zip(shares, found, strict=True) if is_delta]
     bases = [str(i + 1) for i, (is_delta, _, _) in enumerate(found) if not is_delta]
-    values: dict[str, float | None] = {
-        "first difference": deltas[0],
-        "largest difference": max(deltas),
-        "mean written an interval": statistics.fmean(shares),
-        "capacity at the end": 100 * _capacity(found, policy)[-1],
-    }
+    values: dict[str, float | None] = {"first difference": deltas[0], "largest difference": max(deltas)}
+    values |= {"mean written an interval": statistics.fmean(shares)}
+    values |= {"capacity at the end": 100 * _capacity(found, policy)[-1]}
     if policy == "intermittent":
         values["first full one again"] = float(bases[1]) if len(bases) > 1 else None
-    paper = _PAPER_POLICIES[policy]
-    return [
-        row(
-            name,
-            f"{policy}: {what}",
-            value,
-            "interval" if what.startswith("first full") else "% of a full one",
-            peer="Check-N-Run, section 6.3.1" if what in paper else None,
-            peer_value=paper.get(what),
-            note=f"intervals {', '.join(f'{share:.0f}' for share in shares)} %; full at {', '.join(bases)}",
-        )
-        for what, value in values.items()
-    ]
+    note = f"intervals {', '.join(f'{share:.0f}' for share in shares)} %; full at {', '.join(bases)}"
+    rows, figures = Rows(name), _PAPER_POLICIES[policy]
+    for what, value in values.items():
+        paper = "Check-N-Run, section 6.3.1" if what in figures else None, figures.get(what)
+        unit = "interval" if what.startswith("first full") else "% of a full one"
+        rows.add(f"{policy}: {what}", value, unit, paper, note)
+    return rows
 
 
 def _reductions(name: str, bits: int, found: Sequence[tuple[bool, int, int]]) -> list[Row]:
     """Bytes written, and bytes kept at most, against a full float32 checkpoint at each interval."""
-    raw = found[0][2]
-    less = (
-        ("bandwidth", raw * len(found) / sum(nbytes for _, nbytes, _ in found)),
-        ("capacity", 1 / max(value * found[0][1] / raw for value in _capacity(found, "intermittent"))),
+    raw, rows = found[0][2], Rows(name)
+    bandwidth = raw * len(found) / sum(nbytes for _, nbytes, _ in found)
+    capacity = 1 / max(value * found[0][1] / raw for value in _capacity(found, "intermittent"))
+    note = (
+        f"{len(found)} intervals, the dense layers exact; rows of 32 carry two numbers of 4 bytes each, the paper's "
+        "have 64 elements, for example, and new ones come more slowly there"
     )
-    paper = _PAPER_REDUCTIONS.get(bits, (None, None))
-    return [
-        row(
-            name,
-            f"{bits} bits, intermittent: {what} over full float32 checkpoints",
-            value,
-            "x less",
-            peer=f"Check-N-Run, figure 17, {'one restore' if bits == 2 else 'over 20'}" if figure else None,
-            peer_value=figure,
-            note=f"{len(found)} intervals, the dense layers exact; rows of 32 carry two numbers of 4 bytes each, "
-            "the paper's have 64 elements, for example, and new ones come more slowly there",
-        )
-        for (what, value), figure in zip(less, paper, strict=True)
-    ]
+    source = f"Check-N-Run, figure 17, {'one restore' if bits == 2 else 'over 20'}"
+    figures = _PAPER_REDUCTIONS.get(bits, (None, None))
+    for what, value, figure in zip(("bandwidth", "capacity"), (bandwidth, capacity), figures, strict=True):
+        paper = source if figure else None, figure
+        rows.add(f"{bits} bits, intermittent: {what} over full float32 checkpoints", value, "x less", paper, note)
+    return rows
 
 
 def _capacity(found: Sequence[tuple[bool, int, int]], policy: str) -> list[float]:
@@ -440,11 +357,7 @@ def tracker(name: str, options: Options) -> list[Row]:
         with threads(1):
             # Dense gradients are read once in 64 steps.
             found = overhead.of_steps(partial(make, 0, 3), _marked, block=64, quick=options.quick)
-        size = sum(p.numel() for p in make(0, 3).model.parameters())
-        note, met = found.note, found.met(1.0)
-        rows.append(
-            Row(f"{name}: of a step{what}", DEVICE, size, found.share, "%", None, None, None, "<= 1 %", met, note)
-        )
+        rows.append(found.row(f"{name}: of a step{what}", make(0, 3).workload.parameters))
     return rows
 
 

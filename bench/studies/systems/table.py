@@ -6,12 +6,19 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import shrinkpoint as sp
 
 from ...harness import Options, Row
 
 DEVICE = "cpu, 1 thread"
 _STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262, 15: 2.145, 20: 2.093, 30: 2.045}
 """Two-sided 95 % quantiles of Student's t by sample size; between two the one of the smaller size counts."""
+
+
+Figure = tuple[str | None, float | None]
+"""A source and its figure."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +39,25 @@ class Experiment:
         try:
             return self.run(self.name, options)
         except ImportError as error:
-            return [row(self.name, "", None, "", note=f"not measured: {error.name or error} is not installed")]
+            rows = Rows(self.name)
+            rows.add("", None, "", note=f"not measured: {error.name or error} is not installed")
+            return rows
 
 
-def row(
-    experiment: str,
-    what: str,
-    value: float | None,
-    unit: str,
-    *,
-    peer: str | None = None,
-    peer_value: float | None = None,
-    ratio: float | None = None,
-    size: int = 0,
-    note: str = "",
-) -> Row:
-    """Return a row of an experiment, without a target: the papers used other models and data."""
-    name = f"{experiment}: {what}" if what else experiment
-    return Row(name, DEVICE, size, value, unit, peer, peer_value, ratio, None, None, note)
+class Rows(list[Row]):
+    """The rows of an experiment, without targets: the papers used other models and data."""
+
+    def __init__(self, experiment: str) -> None:
+        super().__init__()
+        self.experiment = experiment
+
+    def add(
+        self, what: str, value: float | None, unit: str, peer: Figure = (None, None), note: str = "", *,
+        ratio: float | None = None, size: int = 0,
+    ) -> None:  # fmt: skip
+        """Add a row, with the paper's or a peer's figure next to it."""
+        name = f"{self.experiment}: {what}" if what else self.experiment
+        self.append(Row(name, DEVICE, size, value, unit, *peer, ratio, note=note))
 
 
 @dataclass(frozen=True)
@@ -81,3 +89,18 @@ def mean(values: Sequence[float]) -> Mean:
 def times(ours: float, theirs: float) -> float | None:
     """Ratio of theirs to ours; None if ours is zero."""
     return theirs / ours if ours else None
+
+
+def stored_bytes(ckpt: sp.Checkpoint, *ends: str, start: str = "") -> int:
+    """Stored bytes of the arrays whose paths begin and end so; of matrices alone where an end is given."""
+    return sum(part.stored_bytes for part in _parts(ckpt, ends, start))
+
+
+def raw_bytes(ckpt: sp.Checkpoint, *ends: str, start: str = "") -> int:
+    """Raw bytes of the same arrays."""
+    return sum(part.raw_bytes for part in _parts(ckpt, ends, start))
+
+
+def _parts(ckpt: sp.Checkpoint, ends: tuple[str, ...], start: str) -> list[Any]:
+    parts = [part for part in ckpt.summary() if part.path.startswith(start)]
+    return [part for part in parts if part.path.endswith(ends) and len(part.shape) > 1] if ends else parts

@@ -1,0 +1,52 @@
+"""Low-rank prediction of small numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shrinkpoint.kernels import prediction as kernels
+
+from ..harness import Case, Job
+from .place import COLUMNS, FEW, LEVELS, ROWS, Place, comes_back, oracle
+
+_RANK = 8
+
+
+def cases(at: Place) -> list[Case]:
+    """Return the cases of the subject."""
+    return [
+        at.case("low_rank_factors", lambda: factors(at), on="cpu"),
+        at.case("low_rank_predictions", lambda: predictions(at), on="cpu"),
+    ]
+
+
+def _signed(at: Place) -> tuple[Any, Any]:
+    """Return small signed numbers, drawn from levels."""
+    before, after = (part.view(np.int8) - np.int8(LEVELS // 2) for part in at.levels())
+    return before, after
+
+
+def factors(at: Place) -> Job:
+    """Fit the factors of a matrix."""
+    numbers = _signed(at)[0][: at.n // COLUMNS * COLUMNS]
+    heights, few = np.array([numbers.size // COLUMNS]), np.array([max(1, FEW // 16 // COLUMNS)])
+    part = numbers[: int(few[0]) * COLUMNS]
+    expected = oracle("prediction").low_rank_factors(part, few, COLUMNS, 0)
+    found = lambda: kernels.low_rank_factors(part, few, COLUMNS)  # noqa: E731
+    check = comes_back("factors", found, expected, f"{part.size:,} elements = oracle")
+    return at.job(lambda: kernels.low_rank_factors(numbers, heights, COLUMNS), check, 1, width=1, note=ROWS)
+
+
+def predictions(at: Place) -> Job:
+    """Multiply the factors."""
+    rows, columns = (np.resize(_signed(at)[1], (lines, _RANK)) for lines in (-(-at.n // COLUMNS), COLUMNS))
+    heights, n = np.array([rows.shape[0]]), min(at.n, FEW)
+    few = np.array([-(-n // COLUMNS)])
+    part = rows[: int(few[0])]
+    expected = oracle("prediction").low_rank_predictions(part, columns, few, n, 0)
+    found = lambda: kernels.low_rank_predictions(part, columns, few, n)  # noqa: E731
+    check = comes_back("predictions", found, expected, f"{n:,} elements = oracle")
+    call = lambda: kernels.low_rank_predictions(rows, columns, heights, at.n)  # noqa: E731
+    return at.job(call, check, 2, width=1, note=f"rank {_RANK}, {ROWS}")
