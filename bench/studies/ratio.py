@@ -35,7 +35,20 @@ from . import workloads
 from .curves import plot
 from .faults import Size, ratio
 from .lossypeers import LOSSY, floats_of, with_floats
-from .outcomes import FURTHER, Outcome, Pair, Restored, System, to_json
+from .outcomes import (
+    FURTHER,
+    Outcome,
+    Pair,
+    Restored,
+    System,
+    alone_rows,
+    medians,
+    missing_row,
+    peer_rows,
+    summary_rows,
+    system_rows,
+    to_json,
+)
 from .systems.lossless import PEERS
 from .workloads import Run, State, Workload
 
@@ -247,10 +260,10 @@ def measured(
         found.size = sum(p.numel() for p in workload.model().parameters())
         found.outcomes = {system: [t.systems[system] for t in trainings] for system in configs}
         for system, outcomes in found.outcomes.items():
-            found.rows += made.system_rows(name, system, found.size, outcomes)
+            found.rows += system_rows(name, system, found.size, outcomes)
         if "alone" in parts:
             say(f"{name}: weights alone")
-            found.rows += made.alone_rows(name, found.size, {b: [t.alone(b) for t in trainings] for b in alone})
+            found.rows += alone_rows(name, found.size, {b: [t.alone(b) for t in trainings] for b in alone})
         if "peers" in parts:
             found.rows += _peer_rows(name, found.size, trainings, say)
     return found
@@ -270,9 +283,9 @@ def _peer_rows(name: str, size: int, trainings: list[Training], say: Callable[[s
             try:
                 theirs = [measure(t, peer) for t in seeds]
             except ImportError as error:
-                rows.append(made.missing_row(name, size, peer, lacking(error.name or str(error))))
+                rows.append(missing_row(name, size, peer, lacking(error.name or str(error))))
                 continue
-            rows += made.peer_rows(name, size, peer, ours, theirs)
+            rows += peer_rows(name, size, peer, ours, theirs)
     return rows
 
 
@@ -289,7 +302,7 @@ def run(options: Options) -> list[Row]:
         else:
             found = measured(workload, list(SYSTEMS), PARTS, options.say)
         options.seeds.update(range(1 if options.quick else SEEDS))
-        compared = made.summary_rows(name, found.size, {s: System.of(o) for s, o in found.outcomes.items()})
+        compared = summary_rows(name, found.size, {s: System.of(o) for s, o in found.outcomes.items()})
         rows += options.done([*found.rows, *compared])
         options.kept.setdefault("outcomes", {}).update(to_json(found.named(name)))
-    return rows if options.quick or options.only else rows + made.medians(rows)
+    return rows if options.quick or options.only else rows + medians(rows)

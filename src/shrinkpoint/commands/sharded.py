@@ -44,10 +44,9 @@ def headers_of_step(store: Store, step: int) -> dict[int, Checkpoint]:
     Raises:
         CorruptDataError, MissingParentError, NewerFormatError: one cannot be read.
     """
-    from ..store.sharded import files_of
     from ..trainers.dcp.target import read_step
 
-    return _headers(files_of(store), read_step(store, step).files)
+    return _headers(store.session.catalog.files, read_step(store, step).files)
 
 
 def _own_ranks(folder: Path) -> list[int]:
