@@ -52,7 +52,7 @@ def test_a_summary_prints_as_a_table_and_is_a_list() -> None:
 
 
 def test_the_error_is_comparable_between_arrays() -> None:
-    """An exact array says so, and a bound of each element is shown as a bound of the relative L2 error."""
+    """Exact arrays say so; a bound of each element is shown as one of the relative L2 error."""
     state = {**STATE, "bias": np.ones(3, "f4")}
     moments = {"layer1.weight": sp.LogBuckets(alpha=0.25)}
     rows = sp.compress(state, cfg=sp.Config([*moments.items(), ("*", sp.Exact())])).summary()
