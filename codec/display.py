@@ -74,7 +74,7 @@ def _short(text: str, most: int) -> str:
 
 
 def _is_number(text: str) -> bool:
-    return text == "" or text[:1].isdigit()
+    return text in ("", "exact") or text.removeprefix("<= ")[:1].isdigit()
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -61,14 +61,19 @@ class Row:
         return len(self.keys())
 
 
+def _l2(row: Row) -> str:
+    """The relative L2 error of an array, or its bound."""
+    return "exact" if row.measure == "exact" else f"{'<= ' if row.measure == 'relative' else ''}{row.error:.2g}"
+
+
 class Summary(list[Row]):
     """The rows of a summary: a list that prints as a table, in a notebook too; so do its slices.
 
     Example:
         >>> row = Row("w", "quantize", "levels", 4000, 500, 4.0, 0.02, "relative L2", "float32", (1000,), "", "kinds")
         >>> Summary([row])
-        path  codec     bits  error  measure      why
-        w     quantize  4.00   0.02  relative L2  kinds
+        path  codec     bits  relative L2  why
+        w     quantize  4.00         0.02  kinds
     """
 
     @overload
@@ -79,13 +84,10 @@ class Summary(list[Row]):
         return Summary(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        cells = [
-            [row.path, row.codec, f"{row.bits_per_element:.2f}", f"{row.error:.2g}", row.measure, row.why]
-            for row in self[:_SHOWN]
-        ]
+        cells = [[row.path, row.codec, f"{row.bits_per_element:.2f}", _l2(row), row.why] for row in self[:_SHOWN]]
         if len(self) > _SHOWN:
-            cells.append([f"... {len(self) - _SHOWN} more", "", "", "", "", ""])
-        return ["path", "codec", "bits", "error", "measure", "why"], cells
+            cells.append([f"... {len(self) - _SHOWN} more", "", "", "", ""])
+        return ["path", "codec", "bits", "relative L2", "why"], cells
 
     def __repr__(self) -> str:
         return text_table(*self._table())

@@ -716,7 +716,7 @@ def test_damaged_files_are_told_plainly(kind: str, tmp_path: Path) -> None:
         (1, r"\.: not a store: it has no folder 'steps'", "ls ."),
         (1, "memory://nothing: holds no checkpoint", "gc memory://nothing"),
         (2, "url 'nosuch://x'", "ls nosuch://x"),
-        (1, r"a\.pt: not a shrinkpoint file", "info a.pt"),
+        (1, r"a\.pt: not a shrinkpoint file; `shrinkpoint try a\.pt` reads", "info a.pt"),
         (1, r"a\.pt: not a shrinkpoint file", "restore a.pt b.pt"),
         (2, "step 7 is not in .*; it has 10, 20, 30", "info store --step 7"),
         (2, "step 'best' is not in", "restore store o.pt --step best"),

@@ -42,20 +42,31 @@ def test_a_summary_prints_as_a_table_and_is_a_list() -> None:
     rows = sp.compress(STATE, kinds=KINDS).summary()
     assert isinstance(rows, list)
     lines = repr(rows).splitlines()
-    assert lines[0].split() == ["path", "codec", "bits", "error", "measure", "why"]
+    assert lines[0].split() == ["path", "codec", "bits", "relative", "L2", "why"]
     assert len(lines) == 4
     assert max(map(len, lines)) <= 100
-    assert re.match(r"layer0\.weight +quantize +\d\.\d\d +0\.0\d+ +relative L2 +kinds", lines[1])
+    assert re.match(r"layer0\.weight +quantize +\d\.\d\d +0\.0\d+ +kinds", lines[1])
     assert rows[0].path == "layer0.weight"
     assert [row["bits_per_element"] for row in rows] == [row.bits_per_element for row in rows]
     assert Tags(rows._repr_html_()).text.count("quantize") == 3
+
+
+def test_the_error_is_comparable_between_arrays() -> None:
+    """Exact arrays say so; a bound of each element is shown as one of the relative L2 error."""
+    state = {**STATE, "bias": np.ones(3, "f4")}
+    moments = {"layer1.weight": sp.LogBuckets(alpha=0.25)}
+    rows = sp.compress(state, cfg=sp.Config([*moments.items(), ("*", sp.Exact())])).summary()
+    shown = [line.split(maxsplit=3)[3] for line in repr(rows).splitlines()[1:]]
+    assert shown[0].startswith("exact ")
+    assert re.match(r"<= 0\.\d+ ", shown[1])
+    assert shown[3].startswith("exact ")
 
 
 def test_a_slice_of_a_summary_prints_as_a_table() -> None:
     rows = sp.compress(STATE, kinds=KINDS).summary()
     assert repr(rows[:2]).splitlines() == repr(rows).splitlines()[:3]
     assert [row.path for row in rows[::-1]] == ["layer2.weight", "layer1.weight", "layer0.weight"]
-    assert repr(rows[1:1]).split() == ["path", "codec", "bits", "error", "measure", "why"]
+    assert repr(rows[1:1]).split() == ["path", "codec", "bits", "relative", "L2", "why"]
     assert rows[-1].path == "layer2.weight"
 
 

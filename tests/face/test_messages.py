@@ -30,10 +30,10 @@ def test_compress_without_a_destination(tmp_path: Path) -> None:
     assert said.startswith(f"shrinkpoint: the destination is missing: shrinkpoint compress {tmp_path / 'a.pt'} DESTI")
 
 
-@pytest.mark.parametrize("word", ["decompress", "extract"])
-def test_other_names_of_restore(word: str) -> None:
+@pytest.mark.parametrize(("word", "meant"), [("decompress", "restore"), ("save", "compress"), ("list", "ls")])
+def test_other_names_of_commands(word: str, meant: str) -> None:
     code, said = command(word, "a.spt", "b.pt")
-    assert (code, said) == (2, f"shrinkpoint: there is no command {word!r}; did you mean 'restore'?")
+    assert (code, said) == (2, f"shrinkpoint: there is no command {word!r}; did you mean {meant!r}?")
 
 
 @pytest.mark.parametrize(

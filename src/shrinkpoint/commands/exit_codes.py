@@ -20,17 +20,23 @@ WRONG, USAGE, FAULT = 1, 2, 70
 sysexits.h); Ctrl-C gives 130."""
 
 
-_RESTORE = ("decompress", "extract", "unpack", "load", "export")
-"""What users call the command `restore`."""
+_MEANT = {
+    "restore": "decompress extract unpack load export",
+    "compress": "save encode pack import",
+    "info": "show inspect summary",
+    "ls": "list steps",
+}
+"""What users call commands."""
 
 
 class Guarded(TyperGroup):
     """A group of commands whose errors become one line and an exit code."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the first word names, with advice for other names of `restore`."""
-        if args and args[0] in _RESTORE:
-            fail(f"there is no command {args[0]!r}; did you mean 'restore'?", USAGE)
+        """Return the command that the first word names, with advice for the names of other tools."""
+        for command, others in _MEANT.items():
+            if args and args[0] in others.split():
+                fail(f"there is no command {args[0]!r}; did you mean {command!r}?", USAGE)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

@@ -152,7 +152,7 @@ def header_of_file(path: Path) -> Checkpoint:
 
     if not is_spt(path):
         path.stat()  # a missing file is an OSError
-        raise CorruptDataError(f"{path}: not a shrinkpoint file")
+        raise CorruptDataError(f"{path}: not a shrinkpoint file; `shrinkpoint try {path}` reads other checkpoints")
     with open(path, "rb", opener=regular) as file:
 
         def fetch(start: int, stop: int) -> bytes:
