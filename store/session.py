@@ -112,7 +112,7 @@ class Session:
         self.forget()
         self.loaded = rewinds.Loaded.of(self.catalog, step)
 
-    def adopt(self, head: ChainHead) -> None:
+        """Continue from a head of a session for the same store in this process."""
         """Continue from a head, which may be that of another session for the same store in this process."""
         self.resume_without_parent(head.last.step)
         self.head = head
