@@ -112,8 +112,8 @@ class Session:
         self.forget()
         self.loaded = rewinds.Loaded.of(self.catalog, step)
 
-        """Continue from a head of a session for the same store in this process."""
-        """Continue from a head, which may be that of another session for the same store in this process."""
+    def adopt(self, head: ChainHead) -> None:
+        """Continue from the head of a session for the same store in this process."""
         self.resume_without_parent(head.last.step)
         self.head = head
 
