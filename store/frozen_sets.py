@@ -119,7 +119,7 @@ class FrozenSets:
             return False
 
     def mark(self, digest: str) -> bool:
-        """Keep `retention.collect_frozen` from removing a set that a step will need; False if it is not there.
+        """Keep garbage collection from removing a set that a step will need; False without it.
 
         The tag is written again, so that its age is the time since the last use.
         """

@@ -113,7 +113,7 @@ class Session:
         self.loaded = rewinds.Loaded.of(self.catalog, step)
 
     def adopt(self, head: ChainHead) -> None:
-        """Continue from a head, which may be that of another session for the same store in this process."""
+        """Continue from the head of a session for the same store in this process."""
         self.resume_without_parent(head.last.step)
         self.head = head
 

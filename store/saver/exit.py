@@ -9,16 +9,31 @@ import queue
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .saver import Runner
+
+class Runner(Protocol):
+    """The part of a Saver that remains after the Saver was garbage-collected."""
+
+    pid: int
+    url: str
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether the caller runs in the thread that does the saves."""
+
+    def wait(self) -> None:
+        """Wait until no save is in flight."""
+
+    def close(self) -> None:
+        """Finish the saves, and free all resources."""
+
+    def take_error(self) -> BaseException | None:
+        """Return the error that was not raised yet."""
 
 
 class ExitCleanup:
     """The runners of the Savers of this process that are not closed.
-
-    A runner remains after its Saver was garbage-collected.
 
     Python's garbage collector may find a Saver in any thread, at any point: within an import, the start of a thread, or
     the work itself. Waiting there could last forever, so a thread of its own does it. That thread may be cut off at
