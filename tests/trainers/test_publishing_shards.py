@@ -27,7 +27,7 @@ from shrinkpoint.trainers.publishing.ranks import Counted
 from .test_publishing import same, step
 
 State = dict[str, torch.Tensor]
-SHAPES = {"up": (48, 64), "down": (64, 48), "experts": (4, 30, 20), "norm": (64,), "scale": (), "steps": (7,)}
+SHAPES = {"up": (48, 64), "down": (64, 48), "experts": (4, 32, 20), "norm": (64,), "scale": (), "steps": (7,)}
 DTYPES = {"steps": torch.int64, "experts": torch.float8_e4m3fn, "norm": torch.float32, "scale": torch.float32}
 
 
@@ -102,6 +102,7 @@ def test_any_layout_to_any_layout(tmp_path: Path, training: int, serving: int, l
         if version != 2:  # its delta and the next one become one patch
             assert [s.update(version=version) for _, s in found] == [version] * serving
             assert right(found, now, layouts[1])
+            assert all(s.last is not None and s.last.from_base == (version == 1) for _, s in found)
         now = step(now, 0.05, version)
     late = receivers(tmp_path, serving, layouts[1])
     assert [s.update() for _, s in late] == [5] * serving
@@ -136,6 +137,21 @@ def test_a_trainer_may_go_on_in_another_layout(tmp_path: Path) -> None:
             assert {s.update() for _, s in found} == {version}
             assert right(found, now, "columns")
         now = step(now, 0.02, version)
+
+
+@pytest.mark.parametrize("share", [0.004, 0.5])
+def test_a_chain_of_several_layouts_is_one_patch(tmp_path: Path, share: float) -> None:
+    """Each delta is against values that the one before gives, sparse or dense, of other shards."""
+    now, found = model(), receivers(tmp_path, 1, "rows")
+    for version, count in ((1, 4), (2, 2), (3, 1)):  # ranks that hold whole shards of the version before
+        Trainer(tmp_path, count, "columns", run=f"run{version}").publish(version, now)
+        if version != 2:
+            assert found[0][1].update() == version
+            assert right(found, now, "rows")
+        now = step(now, share, version)
+    last = found[0][1].last
+    assert last is not None
+    assert (last.links, last.from_base) == (2, False)
 
 
 def test_receivers_read_only_what_they_hold(tmp_path: Path) -> None:
