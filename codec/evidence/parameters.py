@@ -140,11 +140,13 @@ def _by_order(
 ) -> Iterable[tuple[int, tuple[str, str]]]:
     """Yield numbered parameters' arrays, matched by one optimizer or several together."""
     left = []
-    for optimizer in optimizers:
+    # The deepest first: what stands next to one of them is not trained by another one further up.
+    for optimizer in sorted(optimizers, key=lambda one: -one.path.count("/")):
         trees = _trees(optimizer.path, candidates)
         own = [(m, tree) for tree in trees if (m := _fit([optimizer], tree, outline))]
         if len(own) == 1 and not _is_part_of_another(own[0][1], trees):
             yield from own[0][0]
+            candidates = {i: candidate for i, candidate in candidates.items() if i not in own[0][1]}
         else:
             left.append(optimizer)
     if len(left) > 1:

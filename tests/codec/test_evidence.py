@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections import OrderedDict
@@ -597,3 +598,19 @@ def test_every_array_that_changes_has_evidence(paths: list[list[str]]) -> None:
         changed = row.measure != "exact"
         assert not changed or row.why.startswith(("structure: ", "name and shape")), row
     assert len(back.summary()) == len(ckpt.summary())
+
+
+@pytest.mark.parametrize("best_first", [False, True])
+def test_a_kept_best_model_with_its_optimizer_does_not_hide_the_trained_one(best_first: bool) -> None:
+    """Each of two models belongs to the optimizer next to it, so that both may be lossy."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 64)).square().mean().backward()
+    optimizer.step()
+    parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    best: dict[str, Any] = {"best": copy.deepcopy(parts)}
+    state = best | parts if best_first else parts | best
+    for kinds in (None, sp.kinds(model, optimizer)):
+        found = {row.path: row.codec for row in sp.compress(state, kinds=kinds).summary()}
+        for tree in ("model", "best/model"):
+            assert [found[f"{tree}/{layer}.weight"] for layer in (0, 2)] == ["quantize"] * 2, (tree, kinds is None)
