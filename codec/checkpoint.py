@@ -513,7 +513,7 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = N
     """
     no_device("decompress", unknown)
     if not isinstance(ckpt, Checkpoint):
-        raise BadArgumentError(f"ckpt must be a Checkpoint, not {type(ckpt).__qualname__}")
+        raise BadArgumentError(f"ckpt must be a Checkpoint (from_bytes makes one), not {type(ckpt).__qualname__}")
     if prev is not None and ckpt.is_delta:
         check_parent(ckpt, prev)
     elif prev is not None:

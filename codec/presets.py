@@ -279,7 +279,7 @@ def precise(*, chain: ChainPolicy | None = None) -> Config:
     """Return the level for tasks that small errors change: weights within 0.13 %, fine moments.
 
     Promise: each weight array has a relative L2 error of at most 0.00125, as multiples of a step; moments are those of
-    `exact_weights()`. Regression, physics and control end as without a restore (docs/choosing.md has the figures).
+    `exact_weights()`. Restores change regression and physics much less than with `Config()` (docs/choosing.md).
     Weights in 16 bits are exact, because they have few more bits than this error needs.
 
     Args:

@@ -85,6 +85,8 @@ class Run:
         every: int | None = 500,
         preemption: Preemption | bool = True,
     ) -> None:
+        if isinstance(store, nn.Module):
+            raise BadArgumentError("store is a module; a folder comes first: Run(folder, model, optimizer)")
         state = _state_of(model, optimizer, scheduler)
         self.every = or_none("every", every, integer, 1)
         if data is not None and state.loader is not None:

@@ -143,16 +143,33 @@ def encode_scalar(value: Any, place: Place) -> Json:
     )
 
 
+_PLAIN_FORMS = {
+    "vars(args), a dict": "Namespace SimpleNamespace",
+    "str(value)": "device dtype UUID Decimal",
+    "sorted(value)": "set frozenset",
+    "list(value)": "deque range",
+    "bytes(value)": "bytearray",
+    "value.isoformat()": "datetime date",
+    "value.value": "Enum",
+    "its get_state(), or bit_generator.state": "Generator",
+}
+"""How to pass values of types that cannot be stored."""
+
+
 def _hint(value: Any) -> str:
     """Return advice on how to pass a value that cannot be stored as it is, or ""."""
     if callable(getattr(value, "state_dict", None)):
         return "; pass its state_dict()"
     if isinstance(value, os.PathLike):
         return "; pass str(path)"
-    if type(value).__name__ in ("Namespace", "SimpleNamespace"):
-        return "; pass vars(args), a dict"
-    made = isinstance(value, tuple) or (is_dataclass(value) and not isinstance(value, type))
-    return "; of a JAX pytree pass trainers.jax.nested(tree), fitted gives it back" if made else ""
+    names = {kind.__name__ for kind in type(value).__mro__}
+    for form, types in _PLAIN_FORMS.items():
+        if not names.isdisjoint(types.split()):
+            return f"; pass {form}"
+    tree = "of a JAX pytree pass trainers.jax.nested(tree), fitted gives it back"
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"; pass dataclasses.asdict(value); {tree}"
+    return f"; {tree}" if hasattr(value, "_fields") else ""
 
 
 def _encode_key(key: Any, place: Place) -> Json:

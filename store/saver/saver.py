@@ -325,7 +325,7 @@ class Saver:
         keep: Retention | None = None,
     ) -> None:
         if not isinstance(store, Store):
-            raise BadArgumentError(f"store must be a Store, not {type(store).__qualname__}")
+            raise BadArgumentError(f"store must be a Store, as Store(folder), not {type(store).__qualname__}")
         on_busy, mode = choice("on_busy", on_busy, ON_BUSY), or_none("mode", mode, choice, MODES)
         nice, threads = integer("nice", nice, 0, 19), integer("threads", threads, 1)
         compact = or_none("compact", compact, number, 1, 1e6)

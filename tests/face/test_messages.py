@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import datetime
+import enum
 import re
 import subprocess
 import sys
@@ -122,11 +124,28 @@ def test_a_device_for_a_load(tmp_path: Path) -> None:
         (types.SimpleNamespace(lr=1), "pass vars"),
         (Path("a"), "pass str"),
         (torch.nn.Linear(1, 1), "pass its state_dict"),
+        (torch.device("cpu"), r"pass str\(value\)"),
+        (np.dtype("f4"), r"pass str\(value\)"),
+        ({1, 2}, r"pass sorted\(value\)"),
+        (datetime.datetime(2026, 1, 1), r"pass value.isoformat\(\)"),
+        (enum.Enum("Phase", "A")["A"], "pass value.value"),
+        (torch.Generator(), r"pass its get_state\(\)"),
+        (types.MappingProxyType({}), "bytes and None$"),
     ],
 )
 def test_values_that_are_one_call_away_from_being_stored(value: Any, advice: str) -> None:
     with pytest.raises(sp.UnsupportedLeafError, match=f"^run/args: .*{advice}"):
         sp.compress({"run": {"args": value}})
+
+
+def test_the_wrong_object_in_a_first_argument(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(sp.BadArgumentError, match=r"a folder comes first: Run\(folder, model, optimizer\)"):
+        sp.Run(model, torch.optim.SGD(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(sp.BadArgumentError, match=r"must be a Store, as Store\(folder\), not str"):
+        sp.Saver(str(tmp_path))  # type: ignore[arg-type]
+    with pytest.raises(sp.BadArgumentError, match=r"must be a Checkpoint \(from_bytes makes one\), not bytes"):
+        sp.decompress(b"abc")  # type: ignore[arg-type]
 
 
 def test_a_step_that_is_replaced(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
