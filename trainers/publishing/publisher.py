@@ -201,10 +201,17 @@ class Publisher:
             return self._group
         if not (distributed.is_available() and distributed.is_initialized()):
             return Alone()
-        values = state.values() if isinstance(state, Mapping) else ()
-        divided = any(is_sharded(t) and t.device_mesh.size() > 1 for t in values)
-        if self._group is not None or divided:
+        if self._group is not None:
             return Grouped(self._group)
+        values = state.values() if isinstance(state, Mapping) else ()
+        sizes = {t.device_mesh.size() for t in values if is_sharded(t)} - {1}
+        if sizes - {distributed.get_world_size()}:  # a gather from all processes might wait for ever
+            raise BadArgumentError(
+                f"state has DTensors over {min(sizes)} of {distributed.get_world_size()} processes: give the group of "
+                "those that publish as ranks="
+            )
+        if sizes:
+            return Grouped(None)
         return Alone() if distributed.get_rank() == 0 else None
 
     def _check(self, version: int) -> int | None:
@@ -304,10 +311,13 @@ class Publisher:
             record = {"d": shard.dtype, "s": list(shard.spec.shape), "f": "bytes", "b": [len(piece) for piece in made]}
             records.append({**record, "p": True} if is_delta else record)
             pieces += made
+        labels = [shard.label for shard in shards]
+        if len(set(labels)) < len(labels):  # a tensor has the label of another one's shard as its name
+            labels = [f"{i}: {label}" for i, label in enumerate(labels)]
         header = {
             "parent": self._last.state * 2 if is_delta and self._last is not None else None,
             "raw": sum(own.size for own in data),
-            "tree": [{"d": [shard.label for shard in shards]}, *({"a": i} for i in range(len(data)))],
+            "tree": [{"d": labels}, *({"a": i} for i in range(len(data)))],
             "arrays": records,
         }
         return container.write(header, pieces)[0]

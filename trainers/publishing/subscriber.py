@@ -478,7 +478,8 @@ class Subscriber:
         """Read the shards of a file that the model needs; return bytes, and tensors with shards."""
         identity, size = file.id(kind) or "", file.nbytes(kind)
         name = data_name(version.version, kind, identity)
-        is_part = size > _SMALL and self._keys.accepts is None and bool(file.shards)
+        inside = [shard for shard, part in self._meeting(file.shards) if is_inside(shard.where, part.region)]
+        is_part = size > _SMALL and self._keys.accepts is None and len(inside) < len(file.shards)
         data: bytes | Ranged = b""
         try:
             if is_part:
