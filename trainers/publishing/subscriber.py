@@ -304,7 +304,7 @@ class Subscriber:
     def _covered(self, version: Version) -> bool:
         """Return whether all shards of a version that meet the model are inside its tensors."""
         if not version.shards:
-            return all(part.where is None for part in self._parts.values())
+            return not self._is_partial()
         return all(is_inside(shard.where, part.region) for shard, part in self._meeting(version.shards))
 
     def _meeting(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, Part]]:
@@ -328,13 +328,9 @@ class Subscriber:
             if () not in hashes:
                 hashes[()] = self._hash()
             return version.state == hashes[()]
-        published = {shard.name: (shard.dtype, shard.shape) for shard in version.shards}
-        for part in self._parts.values():
-            spec = spec_of(part.tensor)
-            dtype, shape = published.get(part.source, ("", ()))
-            if dtype != spec.dtype or (part.where is None and shape != spec.shape):
-                return False
-        if not self._is_partial() and len(published) != len({part.source for part in self._parts.values()}):
+        try:
+            self._check_fits(version, version.shards)
+        except BadArgumentError:
             return False
         for shard, part in self._meeting(version.shards):
             key = part.name, shard.where
