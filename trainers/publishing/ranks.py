@@ -53,7 +53,7 @@ class Counted:
 
 
 class Ranks(Protocol):
-    """What a publisher needs of the other processes of its trainer."""
+    """Exchange between the processes of a trainer that publish together."""
 
     index: int
     collective: bool

@@ -252,7 +252,7 @@ class Subscriber:
         return versions_in(self._files.list("versions"))
 
     def _read(self, version: int, problems: list[Exception] | None = None) -> Version | None:
-        """Read a version's JSON file; None if it is missing, damaged, not signed, or of a newer format.
+        """Read a version's JSON file; None if it cannot be read, or is not signed by the key.
 
         Args:
             version: its number.
