@@ -14,6 +14,7 @@ EXTRAS = {
     "jax": ("jax>=0.5",),
     "orbax": ("orbax-checkpoint>=0.11.20",),
     "report": ("matplotlib>=3.8",),
+    "sign": ("cryptography>=42",),
 }
 """The optional dependencies of pyproject.toml, except those for tests, benchmarks and the site."""
 

@@ -9,7 +9,9 @@ Each server prepares a version while it could serve, takes it over in place, and
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import queue
 import sys
 import tempfile
 from typing import Any
@@ -120,14 +122,18 @@ def main(folder: str, versions: int = 8, width: int = 128, steps: int = 2, lr: f
             processes.append(context.Process(target=train, args=given))
         for process in processes:
             process.start()
-        try:
-            found = sorted((results.get(timeout=600) for _ in range(RANKS)), key=lambda row: row[0])
-        finally:
-            for queue in asked:
-                queue.put(None)
-            for process in processes:
-                process.join(60)
-    _, parameters, rows, _ = found[0]
+        found: list[Any] = []
+        while len(found) < RANKS and not any(process.exitcode for process in processes):
+            with contextlib.suppress(queue.Empty):
+                found.append(results.get(timeout=1))
+        for waiting in asked:
+            waiting.put(None)
+        for process in processes:
+            process.join(60 if len(found) == RANKS else 1)
+            process.terminate()
+    if len(found) < RANKS:
+        raise RuntimeError("a process failed; see above")
+    _, parameters, rows, _ = min(found, key=lambda row: row[0])
     middle = sorted(rows, key=lambda row: row[0].nbytes)[len(rows) // 2]
     return {
         "parameters": parameters,

@@ -146,6 +146,15 @@ def test_an_empty_piece_and_changes_in_a_base(tmp_path: Path, sliced: bool) -> N
         assert (model["w"] == 7).all()
 
 
+@pytest.mark.parametrize("other", [torch.ones(8, 2), torch.ones(4, 4, dtype=torch.int32)])
+def test_a_file_with_other_arrays(tmp_path: Path, other: torch.Tensor) -> None:
+    sp.Publisher(tmp_path / "a").publish(1, {"w": torch.ones(4, 4)})
+    sp.Publisher(tmp_path / "b").publish(1, {"w": other})
+    replaced(tmp_path / "a", 1, next((tmp_path / "b").glob("data/*-b-*")).read_bytes())
+    with pytest.raises(sp.CorruptDataError, match="its arrays are not the shards of version 1"):
+        sp.Subscriber(tmp_path / "a", {"w": torch.zeros(4, 4)}).update()
+
+
 def test_a_copy_allocates_no_more_than_the_machine_has(tmp_path: Path) -> None:
     sp.Publisher(tmp_path).publish(1, {"w": torch.ones(4)})
     path = tmp_path / version_name(1)

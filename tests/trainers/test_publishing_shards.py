@@ -20,6 +20,8 @@ import shrinkpoint as sp
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, MissingParentError
 from shrinkpoint.store.files import StoreWarning
 from shrinkpoint.trainers.publishing import ranks as ranks_module
+from shrinkpoint.trainers.publishing.checkpoint_folder import CheckpointFolder
+from shrinkpoint.trainers.publishing.delta_folders import DeltaFolders
 from shrinkpoint.trainers.publishing.host_copy import HostCopy
 from shrinkpoint.trainers.publishing.layout import Version, version_name
 from shrinkpoint.trainers.publishing.ranks import Counted
@@ -191,6 +193,19 @@ def test_memory_of_a_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
         now = step(now, 0.01, version)
 
 
+def test_a_name_that_looks_like_a_shard(tmp_path: Path) -> None:
+    now = {"w": torch.randn(6), "w[0:6]": torch.randn(3), "v": torch.randn(4, 2)}
+    shards: Any = {"w": ("w", (12,), (slice(0, 6),))}
+    first, second = (sp.Publisher(tmp_path, ranks=Counted(i, 2, "run")) for i in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        done = pool.submit(first.publish, 1, now, shards=shards)
+        second.publish(1, {"w": torch.ones(6)}, shards={"w": ("w", (12,), (slice(6, 12),))})
+        done.result()
+    served = {"w": torch.zeros(12), "w[0:6]": torch.zeros(3), "v": torch.zeros(4, 2)}
+    assert sp.Subscriber(tmp_path, served).update() == 1
+    assert same(served, {**now, "w": torch.cat([now["w"], torch.ones(6)])})
+
+
 def test_masters_are_converted_one_by_one(tmp_path: Path) -> None:
     masters = {"w": torch.randn(300, 40), "steps": torch.arange(5)}
     publisher = sp.Publisher(tmp_path, dtype=torch.bfloat16)
@@ -249,18 +264,20 @@ def failures(trainer: Trainer, calls: list[tuple[int, State]]) -> list[Exception
 
 
 def test_ranks_at_different_versions(tmp_path: Path) -> None:
-    now, trainer = model(), Trainer(tmp_path, 2)
+    """The one behind gets an error; the one ahead waits for it."""
+    now, trainer = model(), Trainer(tmp_path, 2, timeout=0.5)
     trainer.publish(1, now)
-    found = failures(trainer, [(2, now), (3, now)])
-    assert any("is at version 3" in str(e) or "is at version 2" in str(e) for e in found)
-    assert any(e is not None for e in found)
+    behind, ahead = failures(trainer, [(2, now), (3, now)])
+    assert "part 1 of 2 is at version 3; this process publishes nothing" in str(behind)
+    assert "they did not arrive in 0.5 s" in str(ahead)
     assert trainer.parts[0].newest == 1
     with pytest.raises(BadArgumentError, match="publish it as 4 or higher"):
         trainer.publish_part(1, 3, now)
-    trainer.publish(4, step(now, 0.05, 1))
+    now = step(now, 0.05, 1)
+    assert trainer.publish(4, now)[0].base_bytes == 0
     served = {n: torch.zeros_like(t) for n, t in now.items()}
     assert sp.Subscriber(tmp_path, served).update() == 4
-    assert same(served, step(now, 0.05, 1))
+    assert same(served, now)
 
 
 def test_a_part_that_is_late_and_one_that_fails(tmp_path: Path) -> None:
@@ -440,8 +457,14 @@ def test_signatures(tmp_path: Path) -> None:
     with pytest.raises(CorruptDataError, match="it is not signed, and a key is given"):
         receivers(tmp_path / "plain", 1, "rows", key=public)[0][1].update()
     wrong = ed25519.Ed25519PrivateKey.from_private_bytes(other).public_key()
-    with pytest.raises(CorruptDataError, match="its signature is not of the key"):
-        receivers(tmp_path / "signed", 1, "rows", key=wrong)[0][1].update()
+    for follow in (
+        lambda: receivers(tmp_path / "signed", 1, "rows", key=wrong)[0][1].update(),
+        lambda: HostCopy(tmp_path / "signed", key=wrong),
+        lambda: CheckpointFolder(tmp_path / "signed", tmp_path / "folder", key=wrong),
+        lambda: DeltaFolders(tmp_path / "signed", tmp_path / "folders", key=wrong),
+    ):
+        with pytest.raises(CorruptDataError, match="its signature is not of the key"):
+            follow()
     for bad in (b"short", 3, private):
         with pytest.raises(BadArgumentError, match="32 bytes or an Ed25519PublicKey"):
             receivers(tmp_path / "signed", 1, "rows", key=bad)
@@ -538,6 +561,12 @@ def gloo(rank: int, world: int, folder: str, results: Any) -> None:
                 ok.append(False)
             except sp.ShrinkpointError as e:
                 ok.append(message in str(e))
+        part = DTensor.from_local(torch.ones(2), mesh["tp"], [Shard(0)])
+        try:
+            sp.Publisher(url).publish(9, {"part": part})
+            ok.append(False)
+        except BadArgumentError as e:
+            ok.append("DTensors over 2 of 4 processes: give the group" in str(e))
         try:
             publisher.publish(10 + rank, state)
             ok.append(False)

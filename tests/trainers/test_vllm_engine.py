@@ -319,3 +319,24 @@ def test_the_entry_point_is_declared() -> None:
     toml = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     ((name, value),) = toml["project"]["entry-points"]["vllm.general_plugins"].items()
     assert EntryPoint(name, value, "vllm.general_plugins").load() is vllm_plugin.register
+
+
+def test_the_slices_of_a_mesh(vllm: SimpleNamespace) -> None:
+    """Both axes of a mesh may split one dimension, the outer one first, as `torch.chunk` does."""
+    module = sys.modules["shrinkpoint.trainers.publishing.vllm_engine"]
+    whole = torch.arange(7 * 10).reshape(7, 10)
+    for dims in ((0, 1), (1, 0), (1, 1), (0, None), (None, 1)):
+        placements = tuple(SimpleNamespace() if dim is None else SimpleNamespace(dim=dim) for dim in dims)
+        meta, found = Meta("w", (7, 10), (4, 0, 3, 1, 2, 5), (2, 3), placements), []
+        for number, rank in enumerate(meta.owners):
+            part, copies = whole, False
+            for dim, size, at in zip(dims, (2, 3), divmod(number, 3), strict=True):
+                parts = None if dim is None else part.chunk(size, dim)
+                part = part if parts is None else parts[at] if at < len(parts) else part[:0]
+                copies |= dim is None and at > 0
+            box = module._box_of(meta, rank)
+            assert (box is None) == (copies or not part.numel())
+            if box is not None:
+                assert torch.equal(whole[box], part)
+                found.append(part.numel())
+        assert sum(found) == whole.numel()

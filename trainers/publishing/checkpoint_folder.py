@@ -54,16 +54,17 @@ class CheckpointFolder:
         url: the URL of the `Publisher`.
         folder: has safetensors files with the published names, dtypes and shapes; without such files, one is made.
             Other files, as the configuration and the tokenizer, are left as they are.
+        key: as `Subscriber` has it.
 
     Raises:
         BadArgumentError: a folder whose tensors cannot be mapped, or with a safetensors file that is a link out of it.
     """
 
-    def __init__(self, url: str | os.PathLike[str], folder: PathLike) -> None:
+    def __init__(self, url: str | os.PathLike[str], folder: PathLike, *, key: Any = None) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not any(self.folder.glob("*.safetensors")):
-            _write_new(self.folder / "model.safetensors", published_tensors(url))
+            _write_new(self.folder / "model.safetensors", published_tensors(url, key))
         self._maps: list[mmap.mmap] = []
         tensors: dict[str, torch.Tensor] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
@@ -74,7 +75,7 @@ class CheckpointFolder:
                 raise BadArgumentError(f"{path}: {twice} is in another file as well")
             tensors |= own
             self._maps.append(mapped)
-        self._subscriber = Subscriber(url, tensors)
+        self._subscriber = Subscriber(url, tensors, key=key)
         if self.version is None:
             (self.folder / MARKER).unlink(missing_ok=True)
 

@@ -19,6 +19,7 @@ import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -56,6 +57,7 @@ class DeltaFolders:
         encoding: "overwrite" or "xor"; see above.
         model: a folder whose other files (configuration, tokenizer) are copied into whole checkpoints, because the
             endpoint removes files that a whole checkpoint lacks.
+        key: as `Subscriber` has it.
 
     Raises:
         BadArgumentError: a tensor of 4 GiB or more, for which the format has no positions.
@@ -68,11 +70,12 @@ class DeltaFolders:
         *,
         encoding: str = "overwrite",
         model: PathLike | None = None,
+        key: Any = None,
     ) -> None:
         self._encoding = choice("encoding", encoding, _ENCODINGS)
         self.folder, self._model = Path(folder), None if model is None else Path(model)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._copy = HostCopy(url)
+        self._copy = HostCopy(url, key=key)
         for name, tensor in self._copy.tensors.items():
             if tensor.nbytes >= _LONGEST:
                 raise BadArgumentError(f"{name}: {tensor.nbytes} bytes, at most {_LONGEST - 1}")

@@ -214,7 +214,7 @@ def _scattered(part: Part, data: NpArray, links: Sequence[Sequence[Stored]]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where the elements of a piece are in the receiver's tensor.
+    """Positions of a piece's elements in the receiver's tensor.
 
     Args:
         shape: of the shard.

@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -202,10 +202,17 @@ class Publisher:
             return self._group
         if not (distributed.is_available() and distributed.is_initialized()):
             return Alone()
-        values = state.values() if isinstance(state, Mapping) else ()
-        divided = any(is_sharded(t) and t.device_mesh.size() > 1 for t in values)
-        if self._group is not None or divided:
+        if self._group is not None:
             return Grouped(self._group)
+        values = state.values() if isinstance(state, Mapping) else ()
+        sizes = {t.device_mesh.size() for t in values if is_sharded(t)} - {1}
+        if sizes - {distributed.get_world_size()}:  # a gather from all processes might wait for ever
+            raise BadArgumentError(
+                f"state has DTensors over {min(sizes)} of {distributed.get_world_size()} processes: give the group of "
+                "those that publish as ranks="
+            )
+        if sizes:
+            return Grouped(None)
         return Alone() if distributed.get_rank() == 0 else None
 
     def _check(self, version: int) -> int | None:
@@ -238,13 +245,15 @@ class Publisher:
     def _as(self, own: Own) -> torch.dtype:
         return self._dtype if self._dtype is not None and own.tensor.is_floating_point() else own.tensor.dtype
 
+    def _specs_of(self, own: list[Own]) -> dict[Key, tuple[tuple[int, ...], str]]:
+        return {o.key: (o.shape, str(self._as(o))) for o in own}
+
     def _nbytes(self, own: Own) -> int:
         return own.tensor.numel() * self._as(own).itemsize
 
     def _shard(self, own: Own, data: NpArray) -> Shard:
-        dtype = str(self._as(own)).removeprefix("torch.")
-        made = Shard(own.name, dtype, own.shape, own.where, "")
-        return Shard(own.name, dtype, own.shape, own.where, hash_of(made.spec, data))
+        made = Shard(own.name, str(self._as(own)).removeprefix("torch."), own.shape, own.where, "")
+        return replace(made, hash=hash_of(made.spec, data))
 
     def _part(self, version: int, own: list[Own], newest: int | None) -> dict[str, Any]:
         """Write the shards of this rank; return what the version's file needs of them."""
@@ -258,7 +267,7 @@ class Publisher:
         if self._last is not None and self._last.version != newest:
             self._forget()  # it was published while this rank had an error
         last = self._last
-        known = last is not None and {o.key: (o.shape, str(self._as(o))) for o in own} == self._specs
+        known = last is not None and self._specs_of(own) == self._specs
         based = not known or self._since_base + 1 >= self._base_every or self._chain_bytes > self._base_bytes
         files = [self._file(version, batch, known, based) for batch in self._batches(own)]
         shards = [shard for file in files for shard in file.shards]
@@ -285,8 +294,8 @@ class Publisher:
         data = [self._bytes(o) for o in batch]
         shards = [self._shard(o, own) for o, own in zip(batch, data, strict=True)]
         written: dict[str, tuple[str | None, int]] = {"d": (None, 0), "b": (None, 0)}
-        for kind in ("d" if known else "", "b" if based else ""):
-            if kind:
+        for kind, wanted in (("d", known), ("b", based)):
+            if wanted:
                 blob = self._blob(shards, data, kind == "d")
                 identity = blake3(blob).hexdigest()
                 self._files.write(data_name(version, kind, identity), blob)
@@ -306,10 +315,13 @@ class Publisher:
             record = StoredArray(shard.dtype, shard.spec.shape, stream="bytes", lengths=lengths, is_delta=is_delta)
             records.append(record.to_json())
             pieces += made
+        labels = [shard.label for shard in shards]
+        if len(set(labels)) < len(labels):  # a tensor has the label of another one's shard as its name
+            labels = [f"{i}: {label}" for i, label in enumerate(labels)]
         header = {
             "parent": self._last.state * 2 if is_delta and self._last is not None else None,
             "raw": sum(own.size for own in data),
-            "tree": [{"d": [shard.label for shard in shards]}, *({"a": i} for i in range(len(data)))],
+            "tree": [{"d": labels}, *({"a": i} for i in range(len(data)))],
             "arrays": records,
         }
         return container.write(header, pieces)[0]
@@ -339,10 +351,10 @@ class Publisher:
             if not shards:
                 raise ValueError("it has no tensors")
             check_layout(shards)
+            with_delta = [part for part in parts if any(row[0] is not None for row in part["files"])]
+            parent = one_value(with_delta, "parent", "the version before")[0] if with_delta else None
         except (ValueError, TypeError, KeyError) as e:
             raise BadArgumentError(f"state: {e}; nothing was published") from None
-        with_delta = [part for part in parts if any(row[0] is not None for row in part["files"])]
-        parent = one_value(with_delta, "parent", "the version before")[0] if with_delta else None
         return Version(version, parent, state_hash(shards), parts[0]["publisher"], self._sliced, files)
 
     def _commit(self, ranks: Ranks, made: Version, own: list[Own]) -> None:
@@ -371,7 +383,7 @@ class Publisher:
             self._remove_old()
 
     def _remember(self, made: Version, own: list[Own], hashes: Mapping[Key, str]) -> None:
-        specs = {o.key: (o.shape, str(self._as(o))) for o in own}
+        specs = self._specs_of(own)
         for key in [key for key in self._kept if self._specs.get(key) != specs.get(key)]:
             del self._kept[key]
         copied = []
@@ -437,7 +449,7 @@ class Publisher:
         if not self._agrees(chain[0], shards):
             return
         self._kept, self._hashes = kept, {(s.name, s.where): s.hash for s in shards}
-        self._specs = {o.key: (o.shape, str(self._as(o))) for o in own}
+        self._specs = self._specs_of(own)
         self._followed(chain[::-1])
 
     def _agrees(self, version: Version, own: list[Shard]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from ...codec.errors import BadArgumentError, CorruptDataError, ShrinkpointError
 from ...kernels.backend.arguments import integer, number
 from ...store.files import Files
-from .layout import FORMAT, sealed, unsealed, versions_in
+from .layout import FORMAT, sealed, unsealed
 from .signing import Keys
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Counted:
 
 
 class Ranks(Protocol):
-    """What a publisher needs of the other processes of its trainer."""
+    """Exchange between the processes of a trainer that publish together."""
 
     index: int
     collective: bool
@@ -114,7 +114,7 @@ class InStore:
         try:
             self._wait(version, names)
             return [self._read(name) for name in names]
-        except (ShrinkpointError, OSError) as e:
+        except (ShrinkpointError, OSError) as e:  # a process that comes later does not wait
             self._write(names[self.index], {"error": f"it gave up: {e}"[:2000]})
             raise
 
@@ -122,10 +122,8 @@ class InStore:
         own, begin, pause = self._own, time.monotonic(), 0.002
         while missing := sorted(set(names) - set(there := self._names())):
             parts = [part for name in there if (part := _PART.fullmatch(name)) and part[4] == own.run]
-            committed = max(versions_in(self._files.list("versions")), default=-1)
-            # A part stays until its process has gone on: of a version that exists, or that it gave up.
-            astray = [p for p in parts if int(p[1]) not in range(committed + 1) and int(p[1]) != version]
-            astray = [p for p in astray if int(p[2]) != own.index and "error" not in self._read(p[0])]
+            # A process that is behind gets an error; one that is ahead waits for it.
+            astray = [p for p in parts if int(p[1]) > version or int(p[3]) != own.count]
             if astray or time.monotonic() - begin > own.timeout:
                 why = "; ".join(f"part {p[2]} of {p[3]} is at version {int(p[1])}" for p in astray[:5])
                 raise ShrinkpointError(

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...codec.errors import BadArgumentError
+from ...codec.extras import install
 
 LENGTH = 32
 """Bytes of a key."""
 
 
 class Keys(NamedTuple):
-    """What signs and what checks signatures; without a key everything is accepted.
+    """Functions that sign and check signatures; without a key everything is accepted.
 
     Args:
         sign: data -> signature.
@@ -61,7 +62,7 @@ def _loaded(key: Any, kind: str, read: str, does: str) -> Any:
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise BadArgumentError("key: signatures need `pip install shrinkpoint[sign]` (cryptography)") from None
+        raise BadArgumentError(f"key: signatures need cryptography: {install('sign')}") from None
     if isinstance(key, bytes) and len(key) == LENGTH:
         return getattr(getattr(ed25519, kind), read)(key)
     if not isinstance(key, getattr(ed25519, kind)):

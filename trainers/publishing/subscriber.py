@@ -252,7 +252,7 @@ class Subscriber:
         return versions_in(self._files.list("versions"))
 
     def _read(self, version: int, problems: list[Exception] | None = None) -> Version | None:
-        """Read a version's JSON file; None if it is missing, damaged, not signed, or of a newer format.
+        """Read a version's JSON file; None if it cannot be read, or is not signed by the key.
 
         Args:
             version: its number.
@@ -304,7 +304,7 @@ class Subscriber:
     def _covered(self, version: Version) -> bool:
         """Return whether all shards of a version that meet the model are inside its tensors."""
         if not version.shards:
-            return all(part.where is None for part in self._parts.values())
+            return not self._is_partial()
         return all(is_inside(shard.where, part.region) for shard, part in self._meeting(version.shards))
 
     def _meeting(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, Part]]:
@@ -328,13 +328,9 @@ class Subscriber:
             if () not in hashes:
                 hashes[()] = self._hash()
             return version.state == hashes[()]
-        published = {shard.name: (shard.dtype, shard.shape) for shard in version.shards}
-        for part in self._parts.values():
-            spec = spec_of(part.tensor)
-            dtype, shape = published.get(part.source, ("", ()))
-            if dtype != spec.dtype or (part.where is None and shape != spec.shape):
-                return False
-        if not self._is_partial() and len(published) != len({part.source for part in self._parts.values()}):
+        try:
+            self._check_fits(version, version.shards)
+        except BadArgumentError:
             return False
         for shard, part in self._meeting(version.shards):
             key = part.name, shard.where
@@ -478,7 +474,8 @@ class Subscriber:
         """Read the shards of a file that the model needs; return bytes, and tensors with shards."""
         identity, size = file.id(kind) or "", file.nbytes(kind)
         name = data_name(version.version, kind, identity)
-        is_part = size > _SMALL and self._keys.accepts is None and bool(file.shards)
+        inside = [shard for shard, part in self._meeting(file.shards) if is_inside(shard.where, part.region)]
+        is_part = size > _SMALL and self._keys.accepts is None and len(inside) < len(file.shards)
         data: bytes | Ranged = b""
         try:
             if is_part:

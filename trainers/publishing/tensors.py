@@ -34,7 +34,7 @@ class Part:
 
     @property
     def region(self) -> Where:
-        """What of the published tensor this is."""
+        """Box of the published tensor that this part is."""
         return whole(self.tensor.shape) if self.where is None else self.where
 
 
@@ -58,7 +58,7 @@ class Own:
 
     @property
     def key(self) -> tuple[str, Where]:
-        """What distinguishes it from all other shards."""
+        """Name and box, which no other shard has."""
         return self.name, self.where
 
 

@@ -36,6 +36,7 @@ class PublishedCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-
         changed_only: yield only tensors that changed since the last call, for loaders that take a part of a model.
         timeout: seconds to wait for a version.
         options: further arguments of the `Publisher`.
+        public: as `Subscriber` has `key`, in hexadecimal digits.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class PublishedCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-
         changed_only: bool = False,
         timeout: float = 600.0,
         options: Mapping[str, Any] | None = None,
+        public: str | None = None,
     ) -> None:
+        self._public = None if public is None else bytes.fromhex(public)
         self._url, self._options, self._changed_only, self._timeout = url, dict(options or {}), changed_only, timeout
         self._publisher: Publisher | None = None
         self._copy: HostCopy | None = None
@@ -94,7 +97,7 @@ class PublishedCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-
         while True:
             if copy is None:
                 try:
-                    copy = HostCopy(self._url)
+                    copy = HostCopy(self._url, key=self._public)
                 except ShrinkpointError:
                     if time.monotonic() - begin > self._timeout:
                         raise

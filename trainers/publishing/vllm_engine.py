@@ -28,9 +28,15 @@ _PATCHED = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass
 class PublishedInitInfo(base.WeightTransferInitInfo):  # type: ignore[misc, unused-ignore]
-    """Argument of `init_weight_transfer_engine`: `{"url": ...}`, the publisher's URL."""
+    """Argument of `init_weight_transfer_engine`.
+
+    Args:
+        url: the publisher's URL.
+        key: as `Subscriber` has it, in hexadecimal digits.
+    """
 
     url: str
+    key: str | None = None
 
 
 @dataclass
@@ -50,13 +56,13 @@ class PublishedWeightsEngine(base.WeightTransferEngine):  # type: ignore[misc, u
     update_info_cls = PublishedUpdateInfo
     supports_draft_weight_update = False
 
-    _url: str | None = None
+    _init_info: PublishedInitInfo | None = None
     _copy: HostCopy | None = None
     _model_is_copy = False
 
     def init_transfer_engine(self, init_info: PublishedInitInfo) -> None:
         """Remember the URL; it must have a version when the first update begins."""
-        self._url, self._copy, self._model_is_copy = init_info.url, None, False
+        self._init_info, self._copy, self._model_is_copy = init_info, None, False
 
     def start_weight_update(self) -> None:
         """Do nothing: an update is one call of `receive_weights`."""
@@ -71,10 +77,11 @@ class PublishedWeightsEngine(base.WeightTransferEngine):  # type: ignore[misc, u
             RuntimeError: before `init_transfer_engine`.
             ShrinkpointError: the version cannot be reached; the model is as it was.
         """
-        if self._url is None:
+        info = self._init_info
+        if info is None:
             raise RuntimeError("init_weight_transfer_engine comes before update_weights")
         if self._copy is None:
-            self._copy = HostCopy(self._url)
+            self._copy = HostCopy(info.url, key=None if info.key is None else bytes.fromhex(info.key))
         held, self._model_is_copy = self._model_is_copy, False
         try:
             changes = self._copy.changes(update_info.version)
@@ -127,7 +134,7 @@ class PublishedWeightsEngine(base.WeightTransferEngine):  # type: ignore[misc, u
 
     def shutdown(self) -> None:
         """Free the copy."""
-        self._url, self._copy, self._model_is_copy = None, None, False
+        self._init_info, self._copy, self._model_is_copy = None, None, False
 
 
 if hasattr(base, "TrainerInitInfo"):  # older versions have no trainer's side, or another one
@@ -139,12 +146,14 @@ if hasattr(base, "TrainerInitInfo"):  # older versions have no trainer's side, o
         Args:
             url: of the `Publisher`, which the workers must reach as well.
             options: further arguments of the `Publisher`.
+            public: as `Subscriber` has `key`, in hexadecimal digits, for the workers.
         """
 
         backend: ClassVar[str] = BACKEND
 
         url: str
         options: dict[str, Any] | None = None
+        public: str | None = None
 
     class PublisherEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc, unused-ignore, type-arg]
         """Publish the weights of a `WeightSource`, then have vLLM's workers take that version.
@@ -164,7 +173,7 @@ if hasattr(base, "TrainerInitInfo"):  # older versions have no trainer's side, o
             made._publisher, made._index = Publisher(init_info.url, **options), init_info.rank
             made._version = made._publisher.newest or 0
             if made.is_sender:
-                client.init_weight_transfer_engine({"url": init_info.url})
+                client.init_weight_transfer_engine({"url": init_info.url, "key": init_info.public})
             return made
 
         def send_weights(self) -> None:
