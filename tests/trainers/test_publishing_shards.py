@@ -492,6 +492,13 @@ def test_signatures(tmp_path: Path) -> None:
     assert all(isinstance(e, sp.ShrinkpointError) for e in errors)
 
 
+def test_a_key_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
+    for call in (lambda: sp.Publisher(tmp_path, key=b"k" * 32), lambda: receivers(tmp_path, 1, "rows", key=b"k" * 32)):
+        with pytest.raises(BadArgumentError, match="pip install 'cryptography>=42'"):
+            call()
+
+
 def failures_of(parts: list[sp.Publisher], state: State) -> list[BaseException | None]:
     def one(i: int) -> Any:
         mine, where = held(state, i, 2, "rows")
