@@ -41,7 +41,9 @@ def printable(text: object) -> str:
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of text; the longest cells are cut to fit a line, and numbers aligned to the right.
+    """Return a table of text, in which the longest cells are cut to fit a line.
+
+    Numbers are aligned to the right.
 
     Example:
         >>> print(text_table(["name", "bits"], [["a", "4.25"], ["bc", "12.00"]]))

@@ -1,4 +1,4 @@
-"""The published search: divide and conquer over the cube, then the neighbourhood of the last choice.
+"""The published search: divide and conquer, then the neighbourhood of the last choice.
 
 It needs no model of the degradation. Quality is taken to rise along each axis of the cube, so that one trial decides a
 part of it: every milder point of one that passes also passes and is larger; every more aggressive point of one that
@@ -55,7 +55,7 @@ def divide(cube: Cube, metric: str) -> Generator[Point, bool, None]:
 
 
 def search_divided(space: Space) -> Choice:
-    """Search the cube by divide and conquer, once for each pruning metric, and take the smaller choice."""
+    """Search the cube by divide and conquer under each pruning metric; take the smaller choice."""
     tried: dict[Point, Trial] = {}
     for metric in space.cube.metric:
         steps = divide(space.cube, metric)
@@ -73,7 +73,7 @@ def search_divided(space: Space) -> Choice:
 
 
 def search_near(space: Space, last: SearchResult, steps: int) -> Choice:
-    """Try the last choice and its milder neighbours, the smallest first, and stop at the first round that passes.
+    """Try the last choice and its milder neighbours, the smallest first, until a round passes.
 
     The last choice under the other pruning metric comes first; if that is clearly better, it decides the metric.
     """
@@ -99,7 +99,10 @@ def search_near(space: Space, last: SearchResult, steps: int) -> Choice:
 
 
 def search_as_published(space: Space, last: SearchResult | None, steps: int) -> tuple[Choice, str, bool]:
-    """Search near the last choice, then by divide and conquer; return also the method and whether it fell back."""
+    """Search near the last choice, then by divide and conquer.
+
+    Returns:
+        The choice, the method, and whether it fell back."""
     fell_back = False
     if last is not None and last.point is not None and space.has(last.point):
         choice = search_near(space, last, steps)

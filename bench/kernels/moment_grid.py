@@ -14,7 +14,11 @@ from .place import ROUNDING, Call, Place
 
 def cases(at: Place) -> list[Case]:
     """Return the cases of the subject."""
-    return [at.case("grid_symbols", lambda: symbols(at)), at.case("grid_values", lambda: values(at))]
+    return [
+        at.case("grid_symbols", lambda: symbols(at)),
+        at.case("grid_values", lambda: values(at)),
+        at.case("grid_products", lambda: products(at)),
+    ]
 
 
 def _moments(at: Place) -> tuple[Any, Any]:
@@ -35,3 +39,11 @@ def values(at: Place) -> Job:
     table = np.linspace(-3, 3, 256, dtype=np.float32)
     found = kernels.grid_symbols(x, square, 0.5)[0]
     return at.compared(Call("moment_grid.grid_values", (found, square), (table,)), 9)
+
+
+def products(at: Place) -> Job:
+    """Compare the moments of symbols with the moments."""
+    x, square = _moments(at)
+    table = np.linspace(-3, 3, 256, dtype=np.float32)
+    found = kernels.grid_symbols(x, square, 0.5)[0]
+    return at.compared(Call("moment_grid.grid_products", (x, square, found), (table,), within=ROUNDING), 9)

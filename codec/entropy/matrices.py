@@ -93,7 +93,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """One way to code the numbers of a matrix: the form's bytes, zigzag numbers, and their contexts.
+    """One way to code the numbers of a matrix: zigzag numbers in contexts.
 
     Args:
         head: form and side information.

@@ -1,4 +1,7 @@
-"""Refusal of files of format version 1, which no release wrote; the error names their converter."""
+"""Refusal of files of format version 1, which no release wrote.
+
+The error names the commit that converts them.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PERIOD = 10.0
 
 
 class CompileNotice(event.Listener):
-    """Log how many kernels are compiled, after `PATIENCE` and then every `PERIOD` seconds of compilation.
+    """Log how many kernels are compiled, after `PATIENCE` and then every `PERIOD` seconds.
 
     Kernels that are read from the disk cache take no such time, and neither does time between two compilations.
     """

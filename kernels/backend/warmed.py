@@ -55,7 +55,9 @@ def _folder() -> Path | None:
 
 
 def _path(purpose: str) -> Path | None:
-    """Return the file of a mark, which removing `*.nbc` removes too; its name depends on all that kernels depend on."""
+    """Return the file of a mark, whose name depends on all that kernels depend on.
+
+    Removing `*.nbc` removes it, too."""
     folder = _folder()
     machine = cpu_target.target_context.codegen().magic_tuple()
     versions = (sys.version, numba.__version__, llvmlite.__version__, np.__version__)

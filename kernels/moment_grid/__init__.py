@@ -84,7 +84,9 @@ def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[n
 def grid_products(
     x: Array, square: Array, symbols: Array, table: np.ndarray[Any, np.dtype[np.float32]]
 ) -> tuple[float, float, float]:
-    """Sums of x x, x y and y y over the elements that have a grid point, y being their `grid_values`.
+    """Sums of x x, x y and y y over the elements that have a grid point.
+
+    y is the element's `grid_values`.
 
         y = table[symbol] * sqrt(square)
 

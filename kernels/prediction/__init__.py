@@ -86,7 +86,7 @@ def low_rank_factors(numbers: Array, heights: Heights, columns: int, phase: int 
 def low_rank_differences(
     numbers: Array, rows: Array, columns: Array, heights: Heights, phase: int = 0
 ) -> tuple[Array, Array]:
-    """Return the differences of numbers to their predictions, as `zigzag` numbers, and the quarters.
+    """Return the `zigzag` differences of numbers to their predictions, and the quarters.
 
         differences = zigzag(numbers - nearest, modulo 256)
 

@@ -308,7 +308,9 @@ def _factors(numbers: NumPy, heights: NumPy, columns: int, phase: int, rows: Num
 def _predictions(
     rows: NumPy, across: NumPy, heights: NumPy, phase: int, numbers: NumPy, out: NumPy, quarter: NumPy
 ) -> None:
-    """Fill `quarter`, and `out` with the nearest integers or, if there are numbers, the zigzag differences to them."""
+    """Fill `quarter`, and `out` with the nearest integers or with differences to them.
+
+    If numbers are given, `out` gets their zigzag differences."""
     columns = across.shape[0] // heights.size
     factor = np.empty((RANK, columns), np.float32)
     sums = np.empty(columns, np.float32)

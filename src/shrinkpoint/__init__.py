@@ -227,7 +227,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _hint(name: str) -> str:
-    """Return the name that is probably meant by an unknown one, for the end of a message; "" for a private one."""
+    """Return the name that an unknown one probably means, or "" for a private one."""
     if name.startswith("_"):
         return ""
     import difflib

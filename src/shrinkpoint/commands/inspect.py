@@ -125,7 +125,9 @@ def error_columns(error: float, measure: str) -> tuple[str, str]:
 
 
 def _open(source: str, step: str | None) -> tuple[Ranks, dict[str, Any]]:
-    """Read the header of a checkpoint, or of each rank of a sharded one, and name its origin for --json."""
+    """Read the header of a checkpoint, or of each rank of a sharded one.
+
+    Its origin is named for --json."""
     from ..codec.errors import BadArgumentError
     from .sharded import headers_of_folder, headers_of_step, is_sharded
     from .sources import header_of, header_of_file, is_store, newest_intact, open_store, parse_step
