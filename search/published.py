@@ -27,7 +27,7 @@ def divide(cube: Cube, metric: str) -> Generator[Point, bool, None]:
     """Yield the points to try under one pruning metric; send whether each passed.
 
     The middle of a box decides one of its octants: the milder one if it passes, the more aggressive one if it fails.
-    What is left are three boxes. The more aggressive box comes first.
+    The rest of the box is divided into three boxes.
 
     Example:
         >>> steps = divide(Cube(bins=(4, 8, 16), prune=(0.0,), protect=(0.005,)), "magnitude")

@@ -1,4 +1,4 @@
-"""The header of a file, described once: what is stored of an array and of a group of arrays.
+"""The header of a file, described once: the records of arrays and of groups of arrays.
 
 Writers make these dataclasses, and `to_json` gives what the file holds; readers get them from `from_json`, which
 refuses unknown keys and values of another type. The short names of the fields stand in this module only.

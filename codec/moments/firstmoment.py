@@ -233,7 +233,7 @@ class GridTable:
             sums: of the elements of each symbol, in roots of the second moment.
             counts: of each symbol.
             products: `grid_products` with the means.
-            has_gain: whether <m~, m> = <m, m>; a grid that may lose nearly all keeps what it holds.
+            has_gain: whether <m~, m> = <m, m>; a grid that may lose nearly all keeps its means.
         """
         norm, product, squares = products
         gain = 1.0

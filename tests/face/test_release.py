@@ -25,7 +25,7 @@ def test_the_version_is_one() -> None:
     version = PROJECT["version"]
     assert version == sp.__version__
     assert found(r"^version: (\S+)$", "CITATION.cff") == [version]
-    # What is not released yet stands under a heading without a date.
+    # Changes after the last release stand under a heading without a date.
     first = found(r"^## (\S+)", "CHANGELOG.md")[0]
     assert first == ("Unreleased" if ".dev" in version else version)
 

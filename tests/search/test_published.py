@@ -1,4 +1,4 @@
-"""The published search: every point is decided, the boundary is found, and the neighbourhood's order is kept."""
+"""The published search: every point is decided, and the order of neighbours is kept."""
 
 from __future__ import annotations
 
