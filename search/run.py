@@ -15,6 +15,7 @@ from .exhaustive import search_exhaustively
 from .neighbourhood import search_neighbourhood
 from .process_group import ProcessGroup
 from .progress import ProgressReport
+from .published import search_published
 from .quality import Evaluate
 from .result import SearchResult, outcome
 from .search_state import SearchState
@@ -138,7 +139,7 @@ def _chosen(space: Space, arguments: SearchArguments) -> tuple[Choice, str, bool
     """Search the neighbourhood of the last choice, then the whole cube if nothing passes there."""
     last, choice, fell_back = arguments.last, None, False
     if last is not None and last.point is not None and space.has(last.point):
-        choice = search_neighbourhood(space, last, arguments.options.steps, relax=arguments.options.relax)
+        choice = search_neighbourhood(space, last, arguments.options)
         fell_back = choice.trial is None
         if fell_back:
             # Neighbours are milder than the last choice, which passed. If none passes, `evaluate` may be noisy: trying
@@ -149,6 +150,8 @@ def _chosen(space: Space, arguments: SearchArguments) -> tuple[Choice, str, bool
     stale = () if last is None else last.trials
     if space.trials.is_ahead and not space.keeps_mildest(stale):
         return Choice(None, {}), "exhaustive", fell_back
+    if arguments.options.method == "published":
+        return search_published(space, stale), "exhaustive", fell_back
     return search_exhaustively(space, stale, soon=fell_back), "exhaustive", fell_back
 
 
