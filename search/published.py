@@ -24,7 +24,13 @@ def _point(cube: Cube, *, middle: bool) -> Point:
     at = {name: axis[(len(axis) - 1) // 2 if middle else 0] for name, axis in axes.items()}
     return normal(
         Point(
-            int(at["bins"]), at["prune"], cube.metric[0], at["protect"], at["rate"], cube.embedding_bins[-1], cube.system
+            int(at["bins"]),
+            at["prune"],
+            cube.metric[0],
+            at["protect"],
+            at["rate"],
+            cube.embedding_bins[-1],
+            cube.system,
         )
     )
 

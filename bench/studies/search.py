@@ -41,6 +41,7 @@ THRESHOLDS = (0.001, 0.01, 0.05)
 CHECKPOINTS = 10
 MIDDLE = 5
 FIXED = "Config()"
+PUBLISHED = sp.SearchOptions(method="published", budget=1000, progress=False)
 _DEVICE = "cpu, 1 thread"
 _WITHIN = 1.03
 _BATCHES = {"GPT": 6}
@@ -116,7 +117,12 @@ class Step:
     training: float
 
 
-def chain(training: Training, threshold: float, say: Callable[[str], None]) -> list[Step]:
+def chain(
+    training: Training,
+    threshold: float,
+    say: Callable[[str], None],
+    options: sp.SearchOptions = sp.SearchOptions(progress=False),  # noqa: B008 - frozen
+) -> list[Step]:
     """Search at every checkpoint, each from the last choice, and compress with the choice."""
     steps: list[Step] = []
     prev, last = None, None
@@ -131,7 +137,7 @@ def chain(training: Training, threshold: float, say: Callable[[str], None]) -> l
             last=last,
             grads=grads,
             kinds=training.kinds,
-            options=sp.SearchOptions(progress=False),
+            options=options,
         )
         prev = sp.compress(state, prev, last.config, grads=grads, kinds=training.kinds)
         # Measured, not taken from the search, which may be wrong about which direction is better.
@@ -291,6 +297,23 @@ def of_chain(training: Training, threshold: float, steps: list[Step], default: i
     ]
 
 
+def against_published(training: Training, threshold: float, own: list[Step], published: list[Step]) -> list[Row]:
+    """Return rows of evaluations and bytes next to those of the published search, without its budget."""
+
+    def row(what: str, value: float, peer: float, unit: str) -> Row:
+        name = f"{training.name}, {threshold:.1%}: {what}, next to the published search"
+        note = f"divide and conquer, then neighbours by decreasing ratio; {len(own)} checkpoints"
+        return Row(name, _DEVICE, training.size, value, unit, "published search", peer, peer / value, None, None, note)
+
+    calls, peers = ([s.found.evaluations for s in steps] for steps in (own, published))
+    return [
+        row("evaluations, first checkpoint", calls[0], peers[0], "calls of evaluate"),
+        row("evaluations, later checkpoints", statistics.fmean(calls[1:]), statistics.fmean(peers[1:]), "mean calls"),
+        row("bytes, first checkpoint", own[0].stored.nbytes, published[0].stored.nbytes, "bytes"),
+        row("bytes of the chain", *(sum(s.stored.nbytes for s in steps) for steps in (own, published)), "bytes"),
+    ]
+
+
 def _counted(counts: list[int]) -> str:
     return f"mean {statistics.fmean(counts):.1f}, at most {max(counts)}, {len(counts)} checkpoints"
 
@@ -334,6 +357,8 @@ def searches(workload: Workload, options: Options) -> list[Row]:
     for threshold in (0.01,) if options.quick else THRESHOLDS:
         found = chain(training, threshold, options.say)
         rows += options.done(of_chain(training, threshold, found, default))
+        published = chain(training, threshold, options.say, PUBLISHED)
+        rows += options.done(against_published(training, threshold, found, published))
     if not options.quick and name != "GPT":
         rows += options.done(against_brute_force(training, options.say))
     return rows
