@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .cube import Cube, Point, normal
 from .result import Trial
@@ -35,6 +36,11 @@ def _point(cube: Cube, *, middle: bool) -> Point:
     )
 
 
+def _with_axis(cube: Cube, name: str, values: Sequence[float]) -> Cube:
+    changed: dict[str, Any] = {name: tuple(sorted(values))}
+    return dataclasses.replace(cube, **changed)
+
+
 def parts(cube: Cube, passed: bool) -> list[Cube]:
     """Return the parts of a cube that the trial of its middle leaves open.
 
@@ -51,8 +57,8 @@ def parts(cube: Cube, passed: bool) -> list[Cube]:
         middle = (len(axis) - 1) // 2
         open_values, others = (axis[:middle], axis[middle:]) if passed else (axis[middle + 1 :], axis[: middle + 1])
         if open_values:
-            found.append(dataclasses.replace(cube, **{name: tuple(sorted(open_values))}))
-        cube = dataclasses.replace(cube, **{name: tuple(sorted(others))})
+            found.append(_with_axis(cube, name, open_values))
+        cube = _with_axis(cube, name, others)
     return found
 
 

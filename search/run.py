@@ -17,7 +17,7 @@ from .process_group import ProcessGroup
 from .progress import ProgressReport
 from .published import search_published
 from .quality import Evaluate
-from .result import SearchResult, outcome
+from .result import LEVELS, SearchResult, outcome
 from .search_state import SearchState
 from .space import Choice, Space
 from .trials import Trials
@@ -60,8 +60,8 @@ def search(
         options: further settings; default `SearchOptions()`.
 
     Returns:
-        The choice with all trials. If no configuration is good enough, it is `presets.exact_weights()` and
-        `met` is False.
+        The choice with all trials. If no point of the cube is good enough, it is the first of `presets.precise()`,
+        `exact_weights()` and `lossless()` that is; `met` is then False, but for `precise`.
 
     Raises:
         BadArgumentError: an argument is out of range; `evaluate` raised, returned something other than a number,
@@ -132,7 +132,11 @@ def _search(trials: Trials, arguments: SearchArguments) -> SearchResult:
             f"evaluate returns the same number for every state on rank {', '.join(map(str, blind))}: trials that "
             "passed there may lose anything. Does it load the state there?"
         )
-    return conclude(space, choice, method, fell_back)
+    level = None
+    if choice.trial is None:
+        tried = (trials.level(name) for name in list(LEVELS)[:-1] if space.left > 0)
+        level = next((t for t in tried if t.passed), None)
+    return conclude(space, choice, level, method, fell_back)
 
 
 def _chosen(space: Space, arguments: SearchArguments) -> tuple[Choice, str, bool]:

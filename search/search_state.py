@@ -327,12 +327,17 @@ class SearchState:
             self._sizes[rate] = (self._rest(rate) if rate else self._taken_over)[0].nbytes
         return self._sizes[rate]
 
-    def restored(self, cfg: Config) -> Restored:
-        """Compress and decompress the state, into fresh arrays that the caller may change."""
+    def restored(self, cfg: Config, *, whole: bool = False) -> Restored:
+        """Compress and decompress the state, into fresh arrays that the caller may change.
+
+        Args:
+            cfg: the configuration.
+            whole: whether it may code all arrays otherwise than the points do; default False.
+        """
         # With a rate the encoder reads second moments together with the weights, and moments are coded with the same
         # rate. The drift prediction depends on first moments.
         opened = self.opened
-        whole = opened.past_weights is not None or cfg.rate > 0
+        whole = whole or opened.past_weights is not None or cfg.rate > 0
         numbers = range(len(opened.arrays)) if whole else sorted(self._small_others.union(self.quantized))
         ckpt = compress_inputs(opened.part(numbers), cfg)
         made = self._by_number(decompress(ckpt), numbers)

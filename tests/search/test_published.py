@@ -33,7 +33,7 @@ def test_one_axis_is_the_papers_binary_search() -> None:
     # Table 2's bins: 8 are tried first. If 12 bins are needed, 8 fail, and 16 and 12 follow.
     assert order(LINE, {b: b >= 12 for b in BINS}) == [8, 16, 12]
     assert order(LINE, {b: b >= 4 for b in BINS}) == [8, 4]
-    assert order(LINE, {b: False for b in BINS}) == [8, 16, 32]
+    assert order(LINE, dict.fromkeys(BINS, False)) == [8, 16, 32]
 
 
 def test_the_parts_of_table_2s_cube_are_what_the_middle_leaves_open() -> None:
