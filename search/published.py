@@ -1,4 +1,4 @@
-"""The published search of a cube: divide and conquer along its axes, without a model of the degradation."""
+"""The published search of a cube: divide and conquer along its axes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def divided(cubes: Sequence[Cube], outcomes: Mapping[Point, bool]) -> list[Cube]
 
 
 def search_published(space: Space, stale: Sequence[Trial]) -> Choice:
-    """Search the cube by divide and conquer under each pruning metric; the smallest point that passes is chosen.
+    """Search the cube by divide and conquer under each pruning metric, for the smallest point.
 
     Args:
         space: the points and trials.

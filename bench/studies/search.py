@@ -298,7 +298,7 @@ def of_chain(training: Training, threshold: float, steps: list[Step], default: i
 
 
 def against_published(training: Training, threshold: float, own: list[Step], published: list[Step]) -> list[Row]:
-    """Return rows of evaluations and bytes next to those of the published search, without its budget."""
+    """Return rows of evaluations and bytes next to those of the published search."""
 
     def row(what: str, value: float, peer: float, unit: str) -> Row:
         name = f"{training.name}, {threshold:.1%}: {what}, next to the published search"

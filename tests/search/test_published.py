@@ -1,4 +1,4 @@
-"""The published search: divide and conquer over the cube, and the order of the neighbourhood."""
+"""The published search: divide and conquer, and the order of the neighbourhood."""
 
 from __future__ import annotations
 
