@@ -89,8 +89,8 @@ class SearchResult:
         config: the configuration to compress with.
         point: its point in the cube; None where no point was chosen (`met` says why).
         trials: every call of `evaluate`, in order.
-        met: whether a point of the cube or `presets.precise()` keeps the threshold; False: none does, and `config` keeps
-            the weights exact: `presets.exact_weights()`, or lossless if that fails or with the method "budget spent".
+        met: whether a point of the cube or `presets.precise()` keeps the threshold; False: none does, and `config` is
+            `presets.exact_weights()`, or lossless if that fails or with the method "budget spent".
         method: "neighbourhood", "exhaustive", "error target" (no `evaluate`), "nothing to choose", or "budget spent"
             (restores have used up `threshold`: lossless).
         fell_back: whether a neighbourhood search came first without success.
@@ -225,7 +225,8 @@ class SearchResult:
         )
         size = f"{self.nbytes} bytes" if self.nbytes else "size not measured"
         share = "" if self.share is None else f", {self.share:.2%} of training time"
-        return f"{self._name}: {size}{kept}; {self.method} search, {self.evaluations} evaluations, {self.seconds:.1f} s{share}"
+        cost = f"{self.evaluations} evaluations, {self.seconds:.1f} s{share}"
+        return f"{self._name}: {size}{kept}; {self.method} search, {cost}"
 
 
 def _plain(value: Any) -> Any:

@@ -232,7 +232,10 @@ class SearchState:
             rated: whether some point has a rate, which needs the importance of each weight; default True.
         """
         cfg = point.config()
-        whole = [dataclasses.replace(node, value=_whole(node.value)) for node in inputs.opened.arrays]
+        whole = [
+            dataclasses.replace(node, value=node.value.full_tensor()) if is_sharded(node.value) else node
+            for node in inputs.opened.arrays
+        ]
         opened = gathered(dataclasses.replace(inputs.opened, arrays=whole))
         planned = plan(opened, cfg)
         leaves, codecs = [one.leaf for one in planned], [one.codec for one in planned]
@@ -354,10 +357,6 @@ class SearchState:
         _, found = tree.flatten(part, is_stored_as_array)
         by_key = {node.key: node.value for node in found}
         return {i: by_key[self.opened.arrays[i].key] for i in numbers}
-
-
-def _whole(value: Array) -> Array:
-    return value.full_tensor() if is_sharded(value) else value
 
 
 def _copy(value: Array) -> Array:

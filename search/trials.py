@@ -121,7 +121,7 @@ class Trials:
             self._known_spread = last.spread
         calls = _REPEATS if before is None and self.at_once == 1 else 1
         # Each process compares its own result with the given baseline.
-        self._evaluate_itself(calls - (given is not None and (self.at_once == 1 or before is not None)))
+        self.evaluate_itself(calls - (given is not None and (self.at_once == 1 or before is not None)))
         now = self.scale.baseline
         if self.direction.is_given or before is None or _apart(before, now) <= _FAR:
             return
@@ -132,11 +132,8 @@ class Trials:
             )
             self.judge()
 
-    def again(self) -> None:
-        """Evaluate the state itself again, to check the baseline and widen the spread."""
-        self._evaluate_itself(1)
-
-    def _evaluate_itself(self, rounds: int) -> None:
+    def evaluate_itself(self, rounds: int = 1) -> None:
+        """Evaluate the state itself, which also checks the baseline and widens the spread."""
         for _ in range(rounds):
             begin = time.perf_counter()
             have = sum(t.is_baseline for t in self.found)
