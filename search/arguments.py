@@ -20,9 +20,10 @@ from .progress import Progress
 from .result import DIRECTIONS, SearchResult, Trial, essence, outcome
 from .search_state import SearchInputs, WatchedInputs
 
-METHODS = ("modelled", "published")
 _NEGLIGIBLE = 1e-3
 """Share of the threshold below which a search is not worth its evaluations."""
+
+METHODS = ("planned", "published")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,10 @@ class SearchOptions:
             still expected, or halved after more restores than expected. Default None: each restore may lose
             the whole threshold.
         steps: reach of the neighbourhood search in steps along the axes, >= 0; default 2.
+        method: "planned" (default): trials are planned by a model of the degradation. "published": Inshrinkerator's
+            search, divide and conquer over the whole cube, then all neighbours of the last choice by decreasing ratio;
+            it needs more evaluations, and thus a larger budget.
         relax: also try configurations in the neighbourhood that are more aggressive than `last`; default False.
-        method: "modelled" (default): a model of the degradation chooses the next trial; "published": Inshrinkerator's
-            divide and conquer and its neighbourhood order, which take more trials.
         budget: maximum number of successive calls of `evaluate`, baseline included, >= 3; default 12.
         resume: trials of an interrupted search with the same arguments, which are not run again; collect them with
             `progress=done.append`.
@@ -64,8 +66,8 @@ class SearchOptions:
     baseline: float | None = None
     expected_restores: float | None = None
     steps: int = 2
+    method: str = "planned"
     relax: bool = False
-    method: str = "modelled"
     budget: int = 12
     resume: Sequence[Trial] = ()
     progress: Progress = None
@@ -110,7 +112,7 @@ class SearchArguments:
 
     def fingerprints(self) -> dict[str, str]:
         """Return a hash of each argument that decides which points are tried."""
-        names = ("direction", "baseline", "expected_restores", "steps", "relax", "method", "budget")
+        names = ("direction", "baseline", "expected_restores", "steps", "method", "relax", "budget")
         return {name: repr(getattr(self.options, name)) for name in names} | {
             "threshold": repr(self.threshold),
             "evaluate": str(self.evaluate is None),
@@ -194,9 +196,9 @@ def _check(arguments: SearchArguments) -> None:
         raise BadArgumentError("baseline is 0; a relative degradation of 0 has no meaning")
     check_field(options, "expected_restores", or_none, number, 0, 1e9)
     check_field(options, "steps", integer, 0)
+    check_field(options, "method", choice, METHODS)
     check_field(options, "budget", integer, 3)
     check_field(options, "relax", flag)
-    check_field(options, "method", choice, METHODS)
     if not isinstance(options.resume, Sequence) or not all(isinstance(t, Trial) for t in options.resume):
         raise BadArgumentError("resume must be a sequence of Trial, as passed to `progress` or in SearchResult.trials")
     progress = options.progress

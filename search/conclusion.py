@@ -9,7 +9,7 @@ import uuid
 from ..codec import presets
 from ..codec.config import Config
 from .cube import Cube, Point
-from .result import SearchResult
+from .result import LEVELS, SearchResult, Trial
 from .search_state import SearchState
 from .space import Choice, Space
 
@@ -17,29 +17,32 @@ _PROCESS = uuid.uuid4().hex
 """Identifies this process. The time between two searches is training time only within one process."""
 
 
-def conclude(space: Space, choice: Choice, method: str, fell_back: bool) -> SearchResult:
+def conclude(space: Space, choice: Choice, level: Trial | None, method: str, fell_back: bool) -> SearchResult:
     """Return the result of a search with trials.
 
     Args:
         space: the points searched, with their trials.
         choice: the trial chosen.
+        level: the trial of the level that is used where no point passes; None where none was tried or none passed.
         method: the search method, as in `SearchResult.method`.
         fell_back: whether the neighbourhood of the last choice was tried without success.
     """
-    trials, best = space.trials, choice.trial
+    trials, best = space.trials, choice.trial or level
+    point = None if best is None else best.point
+    # Without a call left for the trials of levels, exact weights are assumed to pass.
+    has_failed = any(t.level == "exact weights" and not t.passed for t in trials.found)
+    name = (best.level if best is not None else None) or ("lossless" if has_failed else "exact weights")
     direction, in_vain = trials.direction, trials.direction.in_vain(trials.found)
     notes = [*space.notes, *choice.notes, *trials.notes]
-    if best is None or best.point is None:
+    if best is None or point is None:
         notes.append(
-            f"no configuration of the cube that was tried keeps {trials.allowed:.3%}: presets.exact_weights() is used; "
-            f"the cube ends at {space.asked.bins[-1]} bins, more may pass"
+            f"no configuration of the cube that was tried keeps {trials.allowed:.3%}: "
+            f"presets.{name.replace(' ', '_')}() is used; the cube ends at {space.asked.bins[-1]} bins, more may pass"
         )
     elif abs(best.degradation) <= trials.scale.spread:
         notes.append(f"the choice's degradation is within the spread of evaluate, {trials.scale.spread:.3%}")
-    if best is not None and best.point is not None and best.point.bins in (space.asked.bins[0], space.asked.bins[-1]):
-        notes.append(
-            f"the choice has {best.point.bins} bins, an end of the cube: a wider one may hold a smaller choice"
-        )
+    if point is not None and point.bins in (space.asked.bins[0], space.asked.bins[-1]):
+        notes.append(f"the choice has {point.bins} bins, an end of the cube: a wider one may hold a smaller choice")
     if trials.scale.direction is None:
         notes.append("the better direction is not known: any difference counts as a loss")
     elif not direction.is_given:
@@ -56,12 +59,11 @@ def conclude(space: Space, choice: Choice, method: str, fell_back: bool) -> Sear
         notes.append(
             "the quality of every state compressed beyond use is not a number: the direction is not inferred again"
         )
-    point = None if best is None else best.point
     return SearchResult(
-        config=presets.exact_weights() if point is None else trials.search_state.config(point),
+        config=LEVELS[name]() if point is None else trials.search_state.config(point),
         point=point,
         trials=tuple(trials.found),
-        met=point is not None,
+        met=point is not None or name == "precise",
         method=method,
         fell_back=fell_back,
         nbytes=0 if best is None else best.nbytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from .arguments import SearchOptions
 from .cube import Point, normal
 from .degradation_model import chances
 from .next_trials import open_points, undominated
@@ -17,14 +18,18 @@ _PATIENCE = 4
 """Number of searches in which the other metric is not tried again after it was not better."""
 
 
-def search_neighbourhood(space: Space, last: SearchResult, steps: int, *, relax: bool) -> Choice:
-    """Try the last choice under the other metric, then the choice and its neighbours."""
+def search_neighbourhood(space: Space, last: SearchResult, options: SearchOptions) -> Choice:
+    """Try the last choice under the other metric, then the choice and its neighbours.
+
+    The published method tries them all, by decreasing ratio; the first that passes is taken.
+    """
+    relax, is_published = options.relax, options.method == "published"
     trials = space.trials
     if last.point is None:
         return Choice(None, {})
     origin = normal(last.point)
-    points = list(dict.fromkeys(normal(p) for p in space.cube.neighbours(origin, steps, relax=relax)))
-    twin, patience = _twin(space, origin, last), max(0, last.patience - 1)
+    points = list(dict.fromkeys(normal(p) for p in space.cube.neighbours(origin, options.steps, relax=relax)))
+    twin, patience = _twin(space, origin, last, is_published), max(0, last.patience - 1)
     metric = origin.metric
     tried: dict[Point, Trial] = {}
     discarded: dict[str, int] = {}
@@ -33,8 +38,11 @@ def search_neighbourhood(space: Space, last: SearchResult, steps: int, *, relax:
         order = [p for p in (twin, None if relax else origin) if p is not None and p not in tried]
         if len(order) < trials.at_once:
             own = [p for p in points if (not p.prune or p.metric == metric) and p not in tried and p not in order]
-            queue, discarded = _queue(space, own, last.trials)
-            order += queue
+            if is_published:
+                order += [c.point for c in sorted(trials.candidates(own), key=lambda c: c.nbytes)]
+            else:
+                queue, discarded = _queue(space, own, last.trials)
+                order += queue
         if not order:
             break
         for trial in space.round(order[: trials.at_once], last.trials):
@@ -58,15 +66,17 @@ def search_neighbourhood(space: Space, last: SearchResult, steps: int, *, relax:
     return Choice(None, discarded)
 
 
-def _twin(space: Space, origin: Point, last: SearchResult) -> Point | None:
+def _twin(space: Space, origin: Point, last: SearchResult, is_published: bool) -> Point | None:
     """Return the point with the other metric, or None if it is not worth a trial.
 
-    It is not if it was not better at a recent search, or is expected to fail.
+    It is not if it was not better at a recent search, or is expected to fail; the published method always tries it.
     """
     others = [m for m in space.cube.metric if m != origin.metric]
-    if not origin.prune or not others or last.patience > 0:
+    if not origin.prune or not others:
         return None
     trials, twin = space.trials, dataclasses.replace(origin, metric=others[0])
+    if is_published or last.patience > 0:
+        return twin if is_published else None
     odds = chances(trials.candidates([twin]), trials.known(last.trials), trials.allowed, space.floor)
     return twin if odds[0] >= space.likely else None
 

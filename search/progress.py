@@ -54,7 +54,7 @@ class ProgressReport:
         if self._call is not None:
             self._call(trial)
         if not self._silent:
-            what = "baseline" if trial.point is None else str(trial.point)
+            what = str(trial.point or trial.level or "baseline")
             quality = "nan" if trial.quality is None else f"{trial.quality:.6g}"
             found = f"quality {quality}, degradation {trial.degradation:+.3%}, {trial.nbytes} bytes"
             LOG.info("%s: %s, %.2f s: %s", what, found, trial.seconds, trial.reason)

@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..codec import presets
 from ..codec.config import Config
 from ..codec.errors import BadArgumentError
 from ..kernels.backend.arguments import integer, number
 from .cube import Cube, Point
 
 DIRECTIONS = ("lower", "higher")
+LEVELS = {"precise": presets.precise, "exact weights": presets.exact_weights, "lossless": presets.lossless}
+"""Configurations used where no point passes, the smallest first; all but the last are tried."""
 _KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
 """JSON types of the plain fields; other fields are read by their own classes."""
 
@@ -24,7 +27,7 @@ class Trial:
     """One call of `evaluate`.
 
     Args:
-        point: the configuration tried; None: the state itself, the baseline.
+        point: the configuration tried; None: a level, or the state itself, the baseline.
         nbytes: stored bytes of the whole checkpoint, to some tens of bytes of its header; 0 for the baseline.
         estimated: `nbytes` as estimated without encoding.
         error: mean squared relative error of the weights, estimated without restoring.
@@ -39,6 +42,7 @@ class Trial:
         state: fingerprint of the state it was tried on.
         seconds: time to compress, restore and evaluate; not compared.
         ahead: whether some weights were extrapolated by their drift; default False.
+        level: the level tried, "precise" or "exact weights"; default None: a point or the baseline.
     """
 
     point: Point | None
@@ -56,6 +60,12 @@ class Trial:
     state: str
     seconds: float = field(default=0.0, compare=False)
     ahead: bool = False
+    level: str | None = None
+
+    @property
+    def is_baseline(self) -> bool:
+        """Return whether the state itself was evaluated."""
+        return self.point is None and self.level is None
 
     def to_json(self) -> dict[str, Any]:
         """Return the trial as plain JSON, with infinities as text."""
@@ -79,8 +89,8 @@ class SearchResult:
         config: the configuration to compress with.
         point: its point in the cube; None where no point was chosen (`met` says why).
         trials: every call of `evaluate`, in order.
-        met: whether the configuration keeps the threshold; False: no point does, and `config` keeps the weights exact:
-            `presets.exact_weights()`, or lossless with the method "budget spent".
+        met: whether a point of the cube or `presets.precise()` keeps the threshold; False: none does, and `config` is
+            `presets.exact_weights()`, or lossless if that fails or with the method "budget spent".
         method: "neighbourhood", "exhaustive", "error target" (no `evaluate`), "nothing to choose", or "budget spent"
             (restores have used up `threshold`: lossless).
         fell_back: whether a neighbourhood search came first without success.
@@ -171,8 +181,9 @@ class SearchResult:
         return dataclasses.replace(self, restores=self.restores + 1, spent=self.spent + cost)
 
     @property
-    def _fallback(self) -> str:
-        return "lossless" if self.method == "budget spent" else "exact weights"
+    def _name(self) -> str:
+        levels = (name for name, preset in LEVELS.items() if self.config == preset())
+        return str(self.point) if self.point is not None else next(levels, self.method)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain JSON."""
@@ -209,15 +220,13 @@ class SearchResult:
         return SearchResult(**found)
 
     def __str__(self) -> str:
-        found = str(self.point) if self.point is not None else self.method if self.met else self._fallback
         kept = (
             "" if self.degradation is None else f", degradation {self.degradation:+.3%} of {self.threshold:.3%} allowed"
         )
         size = f"{self.nbytes} bytes" if self.nbytes else "size not measured"
         share = "" if self.share is None else f", {self.share:.2%} of training time"
-        return (
-            f"{found}: {size}{kept}; {self.method} search, {self.evaluations} evaluations, {self.seconds:.1f} s{share}"
-        )
+        cost = f"{self.evaluations} evaluations, {self.seconds:.1f} s{share}"
+        return f"{self._name}: {size}{kept}; {self.method} search, {cost}"
 
 
 def _plain(value: Any) -> Any:
@@ -244,7 +253,7 @@ def outcome(trials: Sequence[Trial]) -> list[Any]:
     These are the values exchanged and their consequences. Each process makes its own estimates, whose last bits may
     depend on its processor.
     """
-    names = ("point", "nbytes", "quality", "passed", "round", "rank", "state", "ahead")
+    names = ("point", "nbytes", "quality", "passed", "round", "rank", "state", "ahead", "level")
     return [[t.to_json()[name] for name in names] for t in trials]
 
 

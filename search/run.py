@@ -15,9 +15,9 @@ from .exhaustive import search_exhaustively
 from .neighbourhood import search_neighbourhood
 from .process_group import ProcessGroup
 from .progress import ProgressReport
-from .published import search_as_published
+from .published import search_published
 from .quality import Evaluate
-from .result import SearchResult, outcome
+from .result import LEVELS, SearchResult, outcome
 from .search_state import SearchState
 from .space import Choice, Space
 from .trials import Trials
@@ -60,8 +60,8 @@ def search(
         options: further settings; default `SearchOptions()`.
 
     Returns:
-        The choice with all trials. If no configuration is good enough, it is `presets.exact_weights()` and
-        `met` is False.
+        The choice with all trials. If no point of the cube is good enough, it is the first of `presets.precise()`,
+        `exact_weights()` and `lossless()` that is; `met` is then False, but for `precise`.
 
     Raises:
         BadArgumentError: an argument is out of range; `evaluate` raised, returned something other than a number,
@@ -132,16 +132,18 @@ def _search(trials: Trials, arguments: SearchArguments) -> SearchResult:
             f"evaluate returns the same number for every state on rank {', '.join(map(str, blind))}: trials that "
             "passed there may lose anything. Does it load the state there?"
         )
-    return conclude(space, choice, method, fell_back)
+    level = None
+    if choice.trial is None:
+        tried = (trials.level(name) for name in list(LEVELS)[:-1] if space.left > 0)
+        level = next((t for t in tried if t.passed), None)
+    return conclude(space, choice, level, method, fell_back)
 
 
 def _chosen(space: Space, arguments: SearchArguments) -> tuple[Choice, str, bool]:
     """Search the neighbourhood of the last choice, then the whole cube if nothing passes there."""
     last, choice, fell_back = arguments.last, None, False
-    if arguments.options.method == "published":
-        return search_as_published(space, last, arguments.options.steps)
     if last is not None and last.point is not None and space.has(last.point):
-        choice = search_neighbourhood(space, last, arguments.options.steps, relax=arguments.options.relax)
+        choice = search_neighbourhood(space, last, arguments.options)
         fell_back = choice.trial is None
         if fell_back:
             # Neighbours are milder than the last choice, which passed. If none passes, `evaluate` may be noisy: trying
@@ -152,6 +154,8 @@ def _chosen(space: Space, arguments: SearchArguments) -> tuple[Choice, str, bool
     stale = () if last is None else last.trials
     if space.trials.is_ahead and not space.keeps_mildest(stale):
         return Choice(None, {}), "exhaustive", fell_back
+    if arguments.options.method == "published":
+        return search_published(space, stale), "exhaustive", fell_back
     return search_exhaustively(space, stale, soon=fell_back), "exhaustive", fell_back
 
 

@@ -159,7 +159,10 @@ def representatives(leaves: Sequence[Leaf], scales: Sequence[float]) -> list[tup
     """
     if len(leaves) <= GROUPS:
         return [(i, 1.0) for i in range(len(leaves))]
-    order = sorted(range(len(leaves)), key=lambda i: _group_key(leaves[i], scales[i]))
+    keys = [
+        (x.kind.layer, x.spec.dtype, x.spec.size.bit_length(), s, x.key) for x, s in zip(leaves, scales, strict=True)
+    ]
+    order = sorted(range(len(leaves)), key=keys.__getitem__)
     total = sum(leaf.spec.size for leaf in leaves)
     groups: dict[int, list[int]] = {}
     before = 0
@@ -176,7 +179,3 @@ def representatives(leaves: Sequence[Leaf], scales: Sequence[float]) -> list[tup
         best = members[min(range(len(members)), key=lambda k: (abs(sizes[k] - usual), abs(k - middle)))]
         found.append((best, sum(leaves[i].spec.size for i in members) / leaves[best].spec.size))
     return found
-
-
-def _group_key(leaf: Leaf, scale: float) -> tuple[str, str, int, float, str]:
-    return leaf.kind.layer, leaf.spec.dtype, leaf.spec.size.bit_length(), scale, leaf.key

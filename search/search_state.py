@@ -232,7 +232,10 @@ class SearchState:
             rated: whether some point has a rate, which needs the importance of each weight; default True.
         """
         cfg = point.config()
-        whole = [dataclasses.replace(node, value=_whole(node.value)) for node in inputs.opened.arrays]
+        whole = [
+            dataclasses.replace(node, value=node.value.full_tensor()) if is_sharded(node.value) else node
+            for node in inputs.opened.arrays
+        ]
         opened = gathered(dataclasses.replace(inputs.opened, arrays=whole))
         planned = plan(opened, cfg)
         leaves, codecs = [one.leaf for one in planned], [one.codec for one in planned]
@@ -327,12 +330,17 @@ class SearchState:
             self._sizes[rate] = (self._rest(rate) if rate else self._taken_over)[0].nbytes
         return self._sizes[rate]
 
-    def restored(self, cfg: Config) -> Restored:
-        """Compress and decompress the state, into fresh arrays that the caller may change."""
+    def restored(self, cfg: Config, *, whole: bool = False) -> Restored:
+        """Compress and decompress the state, into fresh arrays that the caller may change.
+
+        Args:
+            cfg: the configuration.
+            whole: whether it may code all arrays otherwise than the points do; default False.
+        """
         # With a rate the encoder reads second moments together with the weights, and moments are coded with the same
         # rate. The drift prediction depends on first moments.
         opened = self.opened
-        whole = opened.past_weights is not None or cfg.rate > 0
+        whole = whole or opened.past_weights is not None or cfg.rate > 0
         numbers = range(len(opened.arrays)) if whole else sorted(self._small_others.union(self.quantized))
         ckpt = compress_inputs(opened.part(numbers), cfg)
         made = self._by_number(decompress(ckpt), numbers)
@@ -349,10 +357,6 @@ class SearchState:
         _, found = tree.flatten(part, is_stored_as_array)
         by_key = {node.key: node.value for node in found}
         return {i: by_key[self.opened.arrays[i].key] for i in numbers}
-
-
-def _whole(value: Array) -> Array:
-    return value.full_tensor() if is_sharded(value) else value
 
 
 def _copy(value: Array) -> Array:

@@ -139,4 +139,4 @@ class Space:
         trials = self.trials
         if self.left > 0 and not self._is_checked and (trials.at_once == 1 or not trials.has_seen_itself):
             self._is_checked = True
-            trials.again()
+            trials.evaluate_itself()

@@ -19,7 +19,7 @@ from .estimate import Estimator
 from .process_group import Json, ProcessGroup
 from .progress import ProgressReport
 from .quality import Evaluate, Scale, measured, passes, scale
-from .result import SearchResult, Trial
+from .result import LEVELS, SearchResult, Trial
 from .search_state import SearchState
 
 _REPEATS = 2
@@ -104,7 +104,7 @@ class Trials:
     @property
     def has_seen_itself(self) -> bool:
         """Return whether `evaluate` was called with the state itself."""
-        return any(t.point is None for t in self.found)
+        return any(t.is_baseline for t in self.found)
 
     def baseline(self, last: SearchResult | None, direction: str | None, given: float | None) -> None:
         """Evaluate the state itself, several times if the spread is unknown.
@@ -121,7 +121,7 @@ class Trials:
             self._known_spread = last.spread
         calls = _REPEATS if before is None and self.at_once == 1 else 1
         # Each process compares its own result with the given baseline.
-        self._evaluate_itself(calls - (given is not None and (self.at_once == 1 or before is not None)))
+        self.evaluate_itself(calls - (given is not None and (self.at_once == 1 or before is not None)))
         now = self.scale.baseline
         if self.direction.is_given or before is None or _apart(before, now) <= _FAR:
             return
@@ -132,15 +132,12 @@ class Trials:
             )
             self.judge()
 
-    def again(self) -> None:
-        """Evaluate the state itself again, to check the baseline and widen the spread."""
-        self._evaluate_itself(1)
-
-    def _evaluate_itself(self, rounds: int) -> None:
+    def evaluate_itself(self, rounds: int = 1) -> None:
+        """Evaluate the state itself, which also checks the baseline and widens the spread."""
         for _ in range(rounds):
             begin = time.perf_counter()
-            have = sum(t.point is None for t in self.found)
-            found = [t for t in self._done if t.point is None][have : have + self.at_once]
+            have = sum(t.is_baseline for t in self.found)
+            found = [t for t in self._done if t.is_baseline][have : have + self.at_once]
             replayed = len(found) == self.at_once
             if not replayed:
                 qualities = [float(q) for q in self._all("the state itself", lambda: repr(self._quality(None)))]
@@ -151,7 +148,7 @@ class Trials:
             self.rounds += 1
             for trial in found:
                 self._add(trial, replayed=replayed)
-        values = [math.nan if t.quality is None else t.quality for t in self.found if t.point is None]
+        values = [math.nan if t.quality is None else t.quality for t in self.found if t.is_baseline]
         if self._given_baseline is not None:
             values.insert(0, self._given_baseline)
         self.scale = scale(values, self._known_spread, self.scale.direction, self.allowed)
@@ -202,16 +199,29 @@ class Trials:
             self._add(trial, replayed=trial.point in before)
         return [t for t in self.tried if t.point in places]
 
-    def _run(self, points: Sequence[Point]) -> list[Trial]:
-        """Try one point per process, or one point on all processes."""
+    def level(self, name: str) -> Trial:
+        """Try a level of `LEVELS` in place of a point."""
+        done = [t for t in self._done if t.level == name]
+        (trial,) = done[:1] or self._run([name])
+        trial = self._scored(trial, None, self.rounds)
+        self.rounds += 1
+        self._add(trial, replayed=bool(done))
+        return trial
+
+    def _run(self, points: Sequence[Point | str]) -> list[Trial]:
+        """Try one point or level per process, or one on all processes."""
 
         def mine() -> list[object] | None:
             place = 0 if self.search_state.is_sharded else self._processes.rank
             if place >= len(points):
                 return None
             begin = time.perf_counter()
-            restored = self.search_state.restored(self.search_state.config(points[place]))
-            quality = self._quality(points[place], restored.state)
+            point = points[place]
+            if isinstance(point, Point):
+                restored = self.search_state.restored(self.search_state.config(point))
+            else:
+                restored = self.search_state.without_drift().restored(LEVELS[point](), whole=True)
+            quality = self._quality(point, restored.state)
             return [repr(quality), restored.nbytes, time.perf_counter() - begin]
 
         results = [r for r in self._all(f"{[str(p) for p in points]}", mine) if r is not None]
@@ -223,7 +233,7 @@ class Trials:
             for rank, (point, (quality, nbytes, seconds)) in enumerate(zip(points, results, strict=True))
         ]
 
-    def _quality(self, point: Point | None, restored: object = None) -> float:
+    def _quality(self, point: Point | str | None, restored: object = None) -> float:
         what = "the state itself" if point is None else str(point)
         quality = measured(self._evaluate, self.search_state.exact() if point is None else restored, what)
         path = None if self._watched is None else self._watched.unlike(self._inputs.watch())
@@ -313,7 +323,7 @@ class Trials:
         self.scale = dataclasses.replace(before, direction=direction)
         if before.direction is None and direction is not None and not self.direction.is_given:
             self._report.say(f"{self.scale.direction} quality is better")
-        self.found = [t if t.point is None else self._scored(t, t.expected, t.round) for t in self.found]
+        self.found = [t if t.is_baseline else self._scored(t, t.expected, t.round) for t in self.found]
 
     def note(self, text: str) -> None:
         """Record and log an observation that contradicts an assumption."""
@@ -321,7 +331,8 @@ class Trials:
             self.notes.append(text)
             self._report.say(f"search: {text}", warn=True)
 
-    def _record(self, point: Point | None, nbytes: int, quality: float, rank: int, seconds: float) -> Trial:
+    def _record(self, asked: Point | str | None, nbytes: int, quality: float, rank: int, seconds: float) -> Trial:
+        point, level = (asked, None) if isinstance(asked, Point) else (None, asked)
         c = None if point is None else self._candidates[point]
         return Trial(
             point,
@@ -332,13 +343,14 @@ class Trials:
             None,
             None if math.isnan(quality) else quality,
             0.0,
-            point is None,
+            asked is None,
             "the state itself",
             self.rounds,
             rank,
             self.state,
             seconds,
             point is not None and self.is_ahead,
+            level,
         )
 
     def _scored(self, trial: Trial, expected: float | None, number: int) -> Trial:

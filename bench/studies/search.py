@@ -116,14 +116,37 @@ class Step:
     training: float
 
 
-def chain(training: Training, threshold: float, say: Callable[[str], None]) -> list[Step]:
+PUBLISHED = sp.SearchOptions(method="published", budget=1000, progress=False)
+_PLANNED = sp.SearchOptions(progress=False)
+
+
+def chain(
+    training: Training, threshold: float, say: Callable[[str], None], options: sp.SearchOptions = _PLANNED
+) -> list[Step]:
     """Search at every checkpoint, each from the last choice, and compress with the choice."""
     steps: list[Step] = []
     for checkpoint in training.checkpoints:
         say(f"{training.name}: {threshold:.1%} at step {checkpoint.step}")
         before = (steps[-1].stored, steps[-1].found) if steps else (None, None)
-        steps.append(searched(training, checkpoint, threshold, *before))
+        steps.append(searched(training, checkpoint, threshold, *before, options=options))
     return steps
+
+
+def against_published(training: Training, threshold: float, own: list[Step], published: list[Step]) -> list[Row]:
+    """Return rows of evaluations and bytes next to those of the published search."""
+
+    def row(what: str, value: float, peer: float, unit: str) -> Row:
+        name = f"{training.name}, {threshold:.1%}: {what}, next to the published search"
+        note = f"divide and conquer, then neighbours by decreasing ratio; {len(own)} checkpoints"
+        return Row(name, _DEVICE, training.size, value, unit, "published search", peer, peer / value, None, None, note)
+
+    calls, peers = ([step.found.evaluations for step in steps] for steps in (own, published))
+    return [
+        row("evaluations, first checkpoint", calls[0], peers[0], "calls of evaluate"),
+        row("evaluations, later checkpoints", statistics.fmean(calls[1:]), statistics.fmean(peers[1:]), "mean calls"),
+        row("bytes, first checkpoint", own[0].stored.nbytes, published[0].stored.nbytes, "bytes"),
+        row("bytes of the chain", *(float(sum(s.stored.nbytes for s in steps)) for steps in (own, published)), "bytes"),
+    ]
 
 
 def fixed(training: Training) -> int:
@@ -270,6 +293,8 @@ def searches(workload: Workload, options: Options) -> list[Row]:
     for threshold in (0.01,) if options.quick else THRESHOLDS:
         found = chain(training, threshold, options.say)
         rows += options.done(of_chain(training, threshold, found, default))
+        published = chain(training, threshold, options.say, PUBLISHED)
+        rows += options.done(against_published(training, threshold, found, published))
     if not options.quick and name != "GPT":
         rows += options.done(against_brute_force(training, options.say))
     return rows
@@ -303,13 +328,19 @@ def plot(rows: list[Row], path: Path) -> None:
     draw(path, panels)
 
 
-def searched(training: Training, checkpoint: Checkpoint, threshold: float, prev: Any, last: Any = None) -> Step:
+def searched(
+    training: Training,
+    checkpoint: Checkpoint,
+    threshold: float,
+    prev: Any,
+    last: Any = None,
+    options: sp.SearchOptions = _PLANNED,
+) -> Step:
     """Search at a checkpoint, compress with the choice, and measure what comes back.
 
     Losses are not taken from the search, which may be wrong about which direction is better.
     """
     how = {"grads": checkpoint.grads, "kinds": training.kinds}
-    options = sp.SearchOptions(progress=False)
     found = sp.search(checkpoint.state, training.evaluate, threshold, prev=prev, last=last, options=options, **how)
     stored = sp.compress(checkpoint.state, prev, found.config, **how)
     restored, on = sp.decompress(stored), (training.evaluate, training.elsewhere)

@@ -1,115 +1,106 @@
-"""The published search: every point is decided, and the order of neighbours is kept."""
+"""The published search: divide and conquer, and the order of the neighbourhood."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
 import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube, Point, normal
-from shrinkpoint.searching.published import divide
+from shrinkpoint.searching.published import divided, parts
 
 from .common import perceptron
 
-CUBE = Cube()
+BINS = (4, 6, 8, 12, 16, 32)
+LINE = Cube(BINS, (0.0,), ("magnitude",), (0.005,))
+TABLE_2 = Cube(metric=("magnitude",))
 
 
-def tried(cube: Cube, passes: Callable[[Point], bool]) -> dict[Point, bool]:
-    """Return the points that one pruning metric's division tries, and whether each passed."""
-    found: dict[Point, bool] = {}
-    steps = divide(cube, "magnitude")
-    point = next(steps)
-    while True:
-        assert point not in found
-        found[point] = passes(point)
-        try:
-            point = steps.send(found[point])
-        except StopIteration:
-            return found
+def order(cube: Cube, passes: dict[int, bool]) -> list[int]:
+    """Return the bins tried on a cube of one axis."""
+    tried, outcomes, cubes = [], {}, [cube]
+    while cubes := divided(cubes, outcomes):
+        axis = cubes[0].bins
+        bins = axis[(len(axis) - 1) // 2]
+        tried.append(bins)
+        outcomes[Point(bins, 0.0, "magnitude", 0.005, 0.0, 32)] = passes[bins]
+    return tried
 
 
-@given(
-    weights=st.tuples(*[st.floats(0, 1)] * 3),
-    least=st.floats(-0.1, 3.1),
-    sizes=st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3)),
-)
-def test_each_point_is_tried_or_decided_by_one_that_was(
-    weights: tuple[float, ...], least: float, sizes: tuple[int, ...]
-) -> None:
-    cube = Cube(CUBE.bins[: sizes[0]], CUBE.prune[: sizes[1]], ("magnitude",), CUBE.protect[: sizes[2]])
+def test_one_axis_is_the_papers_binary_search() -> None:
+    # Table 2's bins: 8 are tried first. If 12 bins are needed, 8 fail, and 16 and 12 follow.
+    assert order(LINE, {b: b >= 12 for b in BINS}) == [8, 16, 12]
+    assert order(LINE, {b: b >= 4 for b in BINS}) == [8, 4]
+    assert order(LINE, dict.fromkeys(BINS, False)) == [8, 16, 32]
 
-    def quality(p: Point) -> float:
-        mildness = p.bins / 32, 1 - p.prune, p.protect / 0.01
-        return sum(w * x for w, x in zip(weights, mildness, strict=True))
 
-    found = tried(cube, lambda p: quality(p) >= least)
+def test_the_parts_of_table_2s_cube_are_what_the_middle_leaves_open() -> None:
+    middle = Point(8, 0.3, "magnitude", 0.005, 0.0, 32)
+    every = {normal(p) for p in TABLE_2}
+    for passed in (True, False):
+        found = [normal(p) for part in parts(TABLE_2, passed) for p in part]
+        settled = {p for p in every if (p.at_least(middle) if passed else middle.at_least(p))}
+        assert len(found) == len(set(found))
+        assert set(found) == every - settled
+        assert len(every) == 108
+
+
+@pytest.mark.parametrize("threshold", [0.01, 0.05])
+def test_the_first_search_finds_the_smallest_point_that_passes(threshold: float) -> None:
+    chain, cube = perceptron(), Cube((4, 8, 16, 32), (0.0, 0.3), ("magnitude",), (0.0005, 0.01))
+    found = sp.search(
+        chain.states[0], chain.evaluate, threshold,
+        options=sp.SearchOptions(method="published", cube=cube, budget=50, direction="lower"),
+    )  # fmt: skip
+    exact = chain.evaluate(chain.states[0])
+    sizes = []
     for point in cube:
-        if point not in found:
-            is_milder = any(passed and point.at_least(other) for other, passed in found.items())
-            is_bolder = any(not passed and other.at_least(point) for other, passed in found.items())
-            assert is_milder or is_bolder
-            assert is_milder == (quality(point) >= least)
+        ckpt = sp.compress(chain.states[0], cfg=point.config())
+        if chain.evaluate(sp.decompress(ckpt)) / exact - 1 <= threshold:
+            sizes.append(ckpt.nbytes)
+    # Quality is only nearly monotonic along the axes.
+    assert found.is_exhaustive
+    assert found.nbytes <= 1.05 * min(sizes)
+    assert found.evaluations < len(cube)
 
 
-def test_the_middle_comes_first_and_decides_an_octant() -> None:
-    """In a row of five the middle is tried, then the middle of the undecided half."""
-    row = Cube(bins=(4, 6, 8, 12, 16), prune=(0.0,), metric=("magnitude",), protect=(0.005,))
-    assert [p.bins for p in tried(row, lambda p: p.bins >= 12)] == [8, 12]
-    assert [p.bins for p in tried(row, lambda p: p.bins >= 6)] == [8, 4, 6]
-    whole = tried(CUBE, lambda p: p.bins >= 12 and p.prune <= 0.2)
-    assert len(whole) <= len(CUBE) / 2 / 3  # of 108 points under one metric
-
-
-def test_the_published_search_finds_what_the_modelled_one_finds() -> None:
+def test_neighbours_are_tried_by_decreasing_ratio_and_the_first_that_passes_is_taken() -> None:
     chain = perceptron()
-    kinds = {f"model/{layer}.weight": "linear" for layer in (0, 2, 4)}
-    options = sp.SearchOptions(direction="lower", budget=80, method="published")
-    first = sp.search(chain.states[0], chain.evaluate, 0.01, grads=chain.grads[0], kinds=kinds, options=options)
-    assert first.met
-    passing = [t for t in first.trials if t.passed and t.point is not None]
-    assert first.nbytes == min(t.nbytes for t in passing)
-    later = sp.search(
-        chain.states[1], chain.evaluate, 0.01, grads=chain.grads[1], kinds=kinds, options=options, last=first
-    )
-    assert later.met
-    assert later.method == "neighbourhood"
-    points = [t.point for t in later.trials if t.point is not None]
-    assert first.point is not None
-    origin = normal(first.point)
-    assert all(p.bins >= origin.bins and p.prune <= origin.prune and p.protect >= origin.protect for p in points)
-    assert [t.passed for t in later.trials if t.point is not None] == [False] * (len(points) - 1) + [True]
+    weights = chain.states[1]
+    options = sp.SearchOptions(method="published", direction="lower", budget=40, steps=1)
+    first = sp.search(weights, chain.evaluate, 0.05, grads=chain.grads[1], options=options)
+    origin = Point(16, 0.2, "magnitude", 0.0005, 0.0, 32)
+    last = dataclasses.replace(first, point=origin, patience=3)
+    evaluated: list[float] = []
+
+    def quality(state: dict[str, object]) -> float:
+        # Nothing passes before the fifth call: the state itself, the other metric, the choice, two neighbours.
+        evaluated.append(1.0 if len(evaluated) in (0, 4) else 2.0 + 0.1 * len(evaluated))
+        return evaluated[-1]
+
+    last = dataclasses.replace(last, baseline=1.0)
+    found = sp.search(weights, quality, 0.05, grads=chain.grads[1], last=last, options=options)
+    points = [t.point for t in found.trials if t.point is not None]
+    assert points[0] == dataclasses.replace(origin, metric="sensitivity")
+    assert points[1] == origin
+    neighbours = [t.estimated for t in found.trials if t.point is not None][2:]
+    assert neighbours == sorted(neighbours)
+    assert all(p.at_least(origin) for p in points[1:])
+    assert (found.method, found.point) == ("neighbourhood", points[-1])
+    assert [t.passed for t in found.trials if t.point is not None] == [False] * (len(points) - 1) + [True]
 
 
-def test_the_other_pruning_metric_is_tried_first() -> None:
-    chain = perceptron()
-    kinds = {f"model/{layer}.weight": "linear" for layer in (0, 2, 4)}
-    cube = Cube(bins=(16, 32), prune=(0.2,), protect=(0.005,))
-    options = sp.SearchOptions(cube=cube, direction="lower", budget=80, method="published")
-    first, later = None, None
-    for number in (0, 1):
-        first, later = (
-            later,
-            sp.search(
-                chain.states[number],
-                chain.evaluate,
-                0.5,
-                grads=chain.grads[number],
-                kinds=kinds,
-                options=options,
-                last=later,
-            ),
-        )
-    assert first is not None
-    assert first.point is not None
-    assert later is not None
-    twin = next(t.point for t in later.trials if t.point is not None)
-    assert twin.metric != first.point.metric
-    assert (twin.bins, twin.prune, twin.protect) == (first.point.bins, first.point.prune, first.point.protect)
+def test_several_processes_try_the_middles_of_several_parts() -> None:
+    after = divided([TABLE_2], {Point(8, 0.3, "magnitude", 0.005, 0.0, 32): False})
+    assert [(part.bins, part.prune, part.protect) for part in after] == [
+        ((12, 16, 32), TABLE_2.prune, TABLE_2.protect),
+        ((4, 6, 8), (0.0, 0.1, 0.2), TABLE_2.protect),
+        ((4, 6, 8), (0.3, 0.4, 0.5), (0.01,)),
+    ]
 
 
-def test_a_method_must_be_known() -> None:
+def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(sp.BadArgumentError, match="method"):
-        sp.search({"w": [1.0]}, lambda state: 1.0, 0.01, options=sp.SearchOptions(method="best"))
+        sp.search({"weight": torch.zeros(8, 8)}, lambda _: 1.0, 0.1, options=sp.SearchOptions(method="guess"))

@@ -565,11 +565,44 @@ def test_a_threshold_that_nothing_meets_means_exact_weights_and_a_warning(caplog
     assert found.point is None
     assert found.config == sp.presets.exact_weights()
     assert any("presets.exact_weights() is used; the cube ends at 64 bins" in note for note in found.notes)
-    assert str(found).startswith("exact weights: size not measured; ")
+    assert str(found).startswith(f"exact weights: {found.nbytes} bytes, ")
+    assert [(t.level, t.passed) for t in found.trials[-2:]] == [("precise", False), ("exact weights", True)]
     assert any(r.levelno == logging.WARNING and "exact weights" in r.getMessage() for r in caplog.records)
     assert found.rounds < 12
     # The next search has no neighbourhood to start from.
     assert sp.search(state, Loss(state), 0.05, last=found).is_exhaustive
+
+
+def test_where_no_point_passes_the_levels_are_tried_from_the_smallest() -> None:
+    state = random_state()
+    found = sp.search(state, Loss(state, scale=3e3), 0.01, options=sp.SearchOptions(cube=SMALL))
+    assert (found.met, found.point, found.config) == (True, None, sp.presets.precise())
+    ckpt = sp.compress(state, cfg=found.config)
+    assert found.nbytes == pytest.approx(ckpt.nbytes, rel=0.01)
+    assert found.degradation == Loss(state, scale=3e3)(sp.decompress(ckpt)) - 1
+    assert found.restored().spent == found.degradation
+    assert str(found).startswith("precise: ")
+    assert SearchResult.from_json(json.loads(json.dumps(found.to_json()))) == found
+    again = search(state, Loss(state, scale=3e3), 0.01, cube=SMALL, resume=found.trials)
+    assert (again.config, again.evaluations) == (found.config, found.evaluations)
+
+
+def test_levels_whose_moments_fail_leave_lossless() -> None:
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    moments = state["optimizer"]["state"][0]["exp_avg"].clone()
+
+    def loss(restored: State) -> float:
+        return 1.0 + float((restored["optimizer"]["state"][0]["exp_avg"] != moments).any())
+
+    found = search(state, loss, 0.01, cube=SMALL, direction="lower", kinds=sp.kinds(model, optimizer))
+    assert (found.met, found.config) == (False, sp.presets.lossless())
+    assert [t.level for t in found.trials][-2:] == ["precise", "exact weights"]
+    assert any("presets.lossless() is used" in note for note in found.notes)
 
 
 def test_a_trial_that_is_no_number_fails_and_the_search_goes_on() -> None:

@@ -260,8 +260,10 @@ def test_a_wreck_that_is_a_point_of_the_cube_is_a_point_as_any(
         assert isinstance(found, sp.SearchResult)
         assert points(found).count(WRECK) == 1
         assert found.rounds <= 6
-        assert found.met == met
-        assert not met or found.point == WRECK
+        # `precise` passes where the ruined points fail.
+        assert found.met
+        assert found.point == (WRECK if met else None)
+        assert met or found.config == sp.presets.precise()
 
 
 def test_an_evaluate_of_the_other_direction_is_noticed_by_its_size() -> None:
