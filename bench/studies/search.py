@@ -127,8 +127,8 @@ def chain(
     steps: list[Step] = []
     for checkpoint in training.checkpoints:
         say(f"{training.name}: {threshold:.1%} at step {checkpoint.step}")
-        before = (steps[-1].stored, steps[-1].found) if steps else (None, None)
-        steps.append(searched(training, checkpoint, threshold, *before, options=options))
+        prev, last = (steps[-1].stored, steps[-1].found) if steps else (None, None)
+        steps.append(searched(training, checkpoint, threshold, prev, last, options))
     return steps
 
 
@@ -145,7 +145,7 @@ def against_published(training: Training, threshold: float, own: list[Step], pub
         row("evaluations, first checkpoint", calls[0], peers[0], "calls of evaluate"),
         row("evaluations, later checkpoints", statistics.fmean(calls[1:]), statistics.fmean(peers[1:]), "mean calls"),
         row("bytes, first checkpoint", own[0].stored.nbytes, published[0].stored.nbytes, "bytes"),
-        row("bytes of the chain", *(float(sum(s.stored.nbytes for s in steps)) for steps in (own, published)), "bytes"),
+        row("bytes of the chain", sum(s.stored.nbytes for s in own), sum(s.stored.nbytes for s in published), "bytes"),
     ]
 
 
