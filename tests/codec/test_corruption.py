@@ -464,8 +464,8 @@ def test_files_do_not_make_python_import_things() -> None:
 
 
 def test_newer_versions_are_refused_by_name() -> None:
-    for version in (2, 7, 2**32 - 1):
-        with pytest.raises(sp.NewerFormatError, match=rf"version {version}\b.*\b1\b"):
+    for version in (3, 7, 2**32 - 1):
+        with pytest.raises(sp.NewerFormatError, match=rf"version {version}\b.*\b2\b"):
             sp.Checkpoint.from_bytes(put_together(*_plain(), version=version))
     with pytest.raises(sp.CorruptDataError):
         sp.Checkpoint.from_bytes(put_together(*_plain(), version=0))
