@@ -163,7 +163,7 @@ class RankOneReference:
     """A stored second moment, a byte per element: the reference of the next delta.
 
     Args:
-        symbols: uint8 [n], see `kernels.residual`.
+        symbols: uint8 [n], see `kernels.scales.residual_symbols`.
         rows: int32 [R], log buckets of the row factors.
         columns: int32 [C], of the column factors.
         table: float32 [256], factor of each symbol.

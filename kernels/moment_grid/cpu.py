@@ -98,7 +98,7 @@ def _products(x: Any, square: Any, symbols: Any, table: Any, escape: Any, sums: 
 
 
 def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]:
-    """See `kernels.grid`."""
+    """See `kernels.moment_grid`."""
     values = to_numpy(x)
     out = np.empty(values.size, np.uint8)
     sums, counts = np.zeros((256, 4)), np.zeros((256, 4))
@@ -109,7 +109,7 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]
 
 
 def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
-    """See `kernels.grid`."""
+    """See `kernels.moment_grid`."""
     own = to_numpy(symbols)
     out = np.empty(own.size, np.float32)
     _values(own, to_numpy(square), table, out)

@@ -22,7 +22,7 @@ def _root(xp: Any, square: Array) -> Array:
 
 
 def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]:
-    """See `kernels.grid`."""
+    """See `kernels.moment_grid`."""
     xp = array_namespace(x)
     s = _root(xp, square)
     zero, one = xp.zeros_like(x), xp.ones_like(x)
@@ -43,7 +43,7 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]
 
 
 def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[np.float32]]) -> Array:
-    """See `kernels.grid`."""
+    """See `kernels.moment_grid`."""
     xp = array_namespace(symbols)
     return xp.take(xp.asarray(table, device=device(symbols)), xp.astype(symbols, xp.int64)) * _root(xp, square)
 
