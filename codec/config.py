@@ -304,7 +304,7 @@ def _advice(name: str, *_: str) -> str:
 
 
 def _nearest_codec(given: object) -> str:
-    """Return a hint for what is not a codec but has the name of one, or a similar name."""
+    """Return a hint for a value that is not a codec but has the name of one, or a similar name."""
     if isinstance(given, type):
         return f"; write {given.__name__}()" if given in CODECS.values() else ""
     names = {name.lower(): kind.__name__ for kind in CODECS.values() for name in (kind.id, kind.__name__)}

@@ -74,6 +74,6 @@ def promoted(at: Place) -> Job:
             # The middle of two patterns of one octave is that of their values, rounded once.
             middle = np.float32((float(members.min()) + float(members.max())) / 2)
             near("value", abs(value), middle, 1e-12)
-        return f"{values.size - 1} values = the middle of what they stand for"
+        return f"{values.size - 1} values = the middle of their buckets"
 
     return Job(lambda: kernels.promote(buckets, 3), check, 1.0, (), f"3 bits; data {at.sample.origin}")

@@ -1,4 +1,4 @@
-"""Sketches of weights: histograms over logarithmic buckets, and what is read from them."""
+"""Sketches of weights: histograms over logarithmic buckets, and their quantiles."""
 
 from __future__ import annotations
 

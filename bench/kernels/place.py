@@ -49,7 +49,7 @@ class Call:
         named: arguments by name, of both.
         first: length of the prefix along the first axis; None: the usual one.
         within: share by which float64 results may differ.
-        back: returns the inverse of the whole result, and what it must equal.
+        back: returns the inverse of the whole result, and its expected value.
     """
 
     kernel: str

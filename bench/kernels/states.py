@@ -1,4 +1,4 @@
-"""Kernels in a row: weights to bytes and back on the CPU, a state of a billion parameters to symbols on a GPU."""
+"""Kernels in a row: weights to bytes and back on the CPU, a whole state on a GPU."""
 
 from __future__ import annotations
 
