@@ -62,13 +62,13 @@ FRAMEWORKS_PIP := $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-
 $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS_PIP) torch==2.13.0
-	$(FRAMEWORKS_PIP) -e '.[lightning,transformers,accelerate,jax,orbax]' optax peft tyro pytest pytest-xdist hypothesis
+	$(FRAMEWORKS_PIP) -e '.[lightning,transformers,accelerate,jax,orbax,zarr,numcodecs]' optax peft tyro pytest pytest-xdist hypothesis
 	$(FRAMEWORKS_PIP) --no-deps megatron-core torchtitan bitsandbytes torchao
 	@touch $@
 
 frameworks: $(FRAMEWORKS)/.installed ## run the adapters against the real frameworks
 	$(PARALLEL) $(FRAMEWORKS)/bin/python -m pytest $(SPREAD) -q -p no:cacheprovider \
-		$(addprefix tests/trainers/test_,lightning.py transformers.py accelerate.py peft.py preemption_frameworks.py hub.py examples.py orbax.py jax.py megatron.py) \
+		$(addprefix tests/trainers/test_,lightning.py transformers.py transformers_fsdp.py accelerate.py accelerate_fsdp.py peft.py preemption_frameworks.py hub.py examples.py orbax.py jax.py megatron.py array_codecs.py) \
 		tests/trainers/test_dcp.py::test_torchtitan_itself tests/codec/test_lowbit.py \
 		$(addprefix --deselect tests/trainers/test_examples.py::test_,plain_loop own_codec own_kernel fsdp2) $(ARGS)
 

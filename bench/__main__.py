@@ -9,6 +9,7 @@ import math
 import os
 import shlex
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -39,8 +40,10 @@ STATEFUL = ("kernels", "codec", "store", "saver")
 """Benches that take `--state`."""
 LARGE = ("kernels", "store")
 """Benches that take `--large`."""
-TIMED = ("training",)
+TIMED = ("training", "gpu")
 """Benches that take `--minutes`."""
+RESUMED = ("gpu",)
+"""Benches that keep rows in `--json` as they are measured, and go on from them."""
 
 
 def _module(name: str) -> Any:
@@ -105,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check(asked)
         head = about(asked_for(asked))
+        if asked.name in RESUMED and asked.json is not None:
+            options = _resumed(options, asked, head)
     except (ShrinkpointError, OSError) as error:
         console.print(f"bench: {error}", markup=False, style="red")
         return 2
@@ -129,6 +134,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(is_red(row) for row in rows):
         return 1
     return 2 if options.strange() else 0
+
+
+def _resumed(options: Options, asked: argparse.Namespace, head: Mapping[str, Any]) -> Options:
+    """Options with the measured rows of the JSON file, which is written after every case."""
+    earlier: dict[tuple[str, str, int], list[Row]] = {}
+    if asked.json.exists():
+        for fields in json.loads(asked.json.read_text(encoding="utf-8"))["rows"]:
+            row = Row(**fields)
+            if row.value is not None:
+                earlier.setdefault((row.row, row.device, row.size), []).append(row)
+
+    def keep(rows: Sequence[Row]) -> None:
+        asked.json.write_text(json.dumps(result(rows, head), indent=1) + "\n", encoding="utf-8")
+
+    until = math.inf if asked.minutes is None else time.monotonic() + 60 * asked.minutes
+    return dataclasses.replace(options, earlier=earlier, keep=keep, until=until)
 
 
 def _write(asked: argparse.Namespace, module: Any, options: Options, rows: list[Row], head: Mapping[str, Any]) -> None:
@@ -226,7 +247,10 @@ def _parser() -> argparse.ArgumentParser:
         "--state", type=Path, metavar="PATH", help="real checkpoints: a demo folder, a store, a .pt file"
     )
     parser.add_argument(
-        "--minutes", type=float, metavar="N", help="training: how long what needs a GPU may take (default 30)"
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="gpu, training: how long what needs a GPU may take (training: default 30)",
     )
     parser.add_argument("--only", metavar="WORDS", help="only rows whose name has one of these words, comma separated")
     return parser

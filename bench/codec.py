@@ -1,17 +1,22 @@
-"""The bench `codec`: compress and decompress a whole AdamW training state, against peers.
+"""The bench `codec`: whole training states, against exact coders and memcpy.
 
-Two states: a real one (from `--state`, else trained here), and one of 100 million parameters (5 million with --quick)
-drawn from it. A base and the delta of the next state, on one thread and on two, and from a GPU (`gpustates.py`), and
-the peak of extra memory. Exact coding also of weights alone, in both formats, and one step of training from their
-parent. How a base scales to two threads is measured on arrays of 512 x 512 and of 2048 x 2048.
+States of models that were trained: a GPT of 25.5 million parameters, a vision transformer, a ResNet with batch norm;
+and of models of many small arrays, whose gradients are drawn. Each is a base and the delta of a later step, by every
+level, on one thread, and the default also on two. Next to them are exact coders of arrays; for the GPT also files of
+torch.distributed.checkpoint, safetensors and moonclip. Weights of the GPT alone are coded exactly, in both formats and
+one step of training from their parent. Further rows: bases on two threads by the size of arrays, many small arrays, the
+first call, and the peak of extra memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +26,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.base import CHUNK
 from shrinkpoint.codec.weights.ratedistortion import cheapest_levels
 
-from . import data, memory
+from . import coders, data, memory, small_arrays, trained_models
 from .data import Pair
 from .devices import threads
 from .harness import (
@@ -34,32 +39,49 @@ from .harness import (
     Target,
     at_least,
     is_red,
+    lacking,
     one_thread_clock,
     run_cases,
     same,
     wall_clock,
 )
 from .plot import Bars, draw
-from .whole_states import check_errors, torch_calls
+from .whole_states import BASE, COMPRESS, DECOMPRESS, DELTA, Work, torch_calls
 
-TITLE = "compress and decompress a whole training state, against memcpy, zstandard and torch.save"
+TITLE = "compress and decompress whole training states, against memcpy, exact coders and torch.save"
 CONFIGS: dict[str, Callable[[], sp.Config]] = {
     "default": sp.Config,
-    "inshrinkerator": sp.presets.inshrinkerator,
+    "precise": sp.presets.precise,
+    "exact_weights": sp.presets.exact_weights,
     "lossless": sp.presets.lossless,
 }
-FLOOR, FRESH, ZSTD, TORCH, ZIPNN = "memcpy", "memcpy, fresh", "zstd -3", "torch.save", "zipnn"
-Targets = Mapping[tuple[str, str], Target]
-WHOLE: Targets = {
-    ("compress", "base"): at_least(800, "value"),
-    ("compress", "delta"): at_least(900, "value"),
-    ("decompress", "base"): at_least(1000, "value"),
-    ("decompress", "delta"): at_least(1300, "value"),
+DEFAULT, EXACT = "default", "lossless"
+FLOOR, FRESH, TORCH, ZIPNN = "memcpy", "memcpy, fresh", "torch.save", "zipnn"
+CODERS = ("zstd -1", ZIPNN, "blosc2", "pcodec", "OpenZL", "z4ai")
+FILES = ("safetensors", "DCP with zstd", "moonclip")
+"""Peers that write files; sizes and times include them."""
+GPT = "GPT"
+Targets = Mapping[tuple[str, str, str], Target]
+"""By way, kind and peer."""
+OF_GPT: dict[str, Targets] = {
+    DEFAULT: {
+        (COMPRESS, BASE, FLOOR): at_least(0.09),
+        (COMPRESS, DELTA, FLOOR): at_least(0.08),
+        (DECOMPRESS, BASE, FLOOR): at_least(0.14),
+        (DECOMPRESS, DELTA, FLOOR): at_least(0.14),
+        (COMPRESS, BASE, ZIPNN): at_least(2.0),
+        (COMPRESS, DELTA, ZIPNN): at_least(2.0),
+        (DECOMPRESS, BASE, ZIPNN): at_least(1.5),
+        (DECOMPRESS, DELTA, ZIPNN): at_least(1.7),
+    },
+    EXACT: {(way, BASE, ZIPNN): at_least(1.0) for way in (COMPRESS, DECOMPRESS)},
 }
-"""Of a large state with the default configuration on one thread."""
-EXACT: Targets = {("compress", "delta"): at_least(500, "value"), ("decompress", "delta"): at_least(800, "value")}
-OF_ZIPNN = {"compress": at_least(1.0), "decompress": at_least(0.7)}
-"""Of exact bases, next to zipnn on the same arrays."""
+"""Of the GPT's states, on one thread."""
+OF_WEIGHTS: Targets = {
+    (COMPRESS, DELTA, FLOOR): at_least(500, "value"),
+    (DECOMPRESS, DELTA, FLOOR): at_least(800, "value"),
+    **OF_GPT[EXACT],
+}
 SQUARES = {1: at_least(600, "value"), 2: at_least(1000, "value")}
 """Of arrays of 512 x 512, by threads."""
 SCALING, SCALED = "2 threads over 1, compress base, 2048 x 2048", at_least(1.8, "value")
@@ -72,125 +94,116 @@ PREFIX = (1 << 16) + 1
 
 @dataclass(frozen=True)
 class Plan:
-    """Configuration, state, number of threads, operations to measure, and their targets."""
+    """State, configuration, number of threads, what to measure, and the peers of a base and of a delta."""
 
     label: str
-    pair: Pair
+    pair: Callable[[], Pair]
     config: str
-    threads: int
-    ways: tuple[str, ...] = ("compress", "decompress")
-    delta: bool = True
-    peers: bool = True
+    threads: int = 1
+    ways: tuple[str, ...] = (COMPRESS, DECOMPRESS)
+    kinds: tuple[str, ...] = (BASE, DELTA)
+    peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By kind, after the copies of memory."""
     targets: Targets = field(default_factory=dict)
-    zipnn: str = ""
-    """The dtype of all arrays where zipnn is a peer of the base."""
 
     @property
     def device(self) -> str:
         return f"cpu, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
-    def rows(self) -> list[Case]:
-        """Cases of compress and decompress for the base, and for the delta if wanted."""
-        found = []
-        base = Work(self)
-        for delta in (False, True) if self.delta else (False,):
-            work = Work(self, base) if delta else base
-            kind = "delta" if delta else "base"
-            for name in self.ways:
-                found.append(
-                    Case(
-                        f"{name} {kind}, {self.config}, {self.label}",
-                        self.pair.parameters,
-                        "MB/s",
-                        getattr(work, name),
-                        self.device,
-                        self.targets.get((name, kind)),
-                        tuple(self.peer_names(decode=name == "decompress", delta=delta)),
-                    )
-                )
-        return found
+    def name(self, what: str) -> str:
+        """Return the name of a row."""
+        return f"{what}, {self.config}, {self.label}"
 
-    def peer_names(self, *, decode: bool, delta: bool) -> list[str]:
-        """The peers of a row, in the order of the table."""
-        names = [FLOOR, FRESH] if decode else [FLOOR]
-        if self.peers:
-            names += [ZSTD, TORCH]
-        return [*names, ZIPNN] if self.zipnn and not delta else names
+    def names(self, way: str, kind: str) -> tuple[str, ...]:
+        """Return the peers of a row, in the order of the table."""
+        return (FLOOR, *((FRESH,) if way == DECOMPRESS else ()), *self.peers.get(kind, ()))
+
+    def cases(self, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[Case]:
+        """Cases of compress and decompress of each kind; the states are made if a row is wanted."""
+        work = Work(self.pair, CONFIGS[self.config]())
+        for kind in self.kinds:
+            for way in self.ways:
+                name, peers = self.name(f"{way} {kind}"), self.names(way, kind)
+                size = work.pair.parameters if wanted(name) else 0
+                make, target = partial(self._job, work, way, kind), self.targets.get((way, kind, FLOOR))
+                yield Case(name, size, "MB/s", make, self.device, target, peers)
+
+    def _job(self, work: Work, way: str, kind: str) -> Job:
+        return work.job(way, kind, list(self._peers(work.state(kind), way, kind)))
+
+    def _peers(self, state: Any, way: str, kind: str) -> Iterator[Peer]:
+        raw, decode, names = _flat(state), way == DECOMPRESS, self.names(way, kind)
+        targets = {peer: target for (*place, peer), target in self.targets.items() if place == [way, kind]}
+        yield Peer(FLOOR, lambda: _copies(raw, self.threads), target=targets.get(FLOOR))
+        if FRESH in names:
+            note = "into newly allocated arrays, as decompressed values arrive"
+            yield Peer(FRESH, lambda: _copies(raw, self.threads, fresh=True), note=note)
+        known = [name for name in names if name in CODERS]
+        yield from coders.peers(raw, known, threads=self.threads, decode=decode, targets=targets)
+        if TORCH in names:
+            yield Peer(TORCH, lambda: torch_calls(state, decode=decode), note="no compression, to and from memory")
+        for name in names:
+            if name in FILES:
+                yield Peer(name, partial(_through_files, name, state, decode), note="exact, through files")
+
+    def ratios(self, wanted: Callable[[str], bool]) -> Iterator[Row]:
+        """Rows of the sizes of each kind, next to those of the exact peers of the same arrays."""
+        work = Work(self.pair, CONFIGS[self.config]())
+        for kind in self.kinds:
+            name = self.name(f"size of the {kind}")
+            if not wanted(name):
+                continue
+            stored = work.stored(kind)
+            ours = stored.raw_nbytes / stored.nbytes
+            peers = [peer for peer in self.peers.get(kind, ()) if peer in (*CODERS, *FILES)]
+            for peer in (*peers,) or (None,):
+                theirs, note = None, f"{stored.raw_nbytes:,} bytes to {stored.nbytes:,}; {work.pair.origin}"
+                try:
+                    theirs = None if peer is None else _ratio(peer, work.state(kind))
+                except ImportError as error:
+                    note = f"not measured: {lacking(error.name or str(error))}; {note}"
+                ratio = None if theirs is None else ours / theirs
+                yield Row(name, self.device, work.pair.parameters, ours, "x", peer, theirs, ratio, note=note)
 
 
-class Work:
-    """Compression and decompression of one state: the calls timed, their check, their peers."""
+def _flat(state: Any) -> list[Any]:
+    """Arrays of a state for peers: flat, the tiny ones joined."""
+    return coders.parts(x for _, x in data.arrays(state))
 
-    def __init__(self, plan: Plan, base: Work | None = None) -> None:
-        self.plan, self._base = plan, base
-        self.cfg = CONFIGS[plan.config]()
-        self.state = plan.pair.before if base is None else plan.pair.after
 
-    @property
-    def parent(self) -> sp.Checkpoint | None:
-        """The parent of the delta, resolved as a trainer has it."""
-        return None if self._base is None else self._base.checkpoint
+def _ratio(peer: str, state: Any) -> float:
+    """Return how many times smaller a peer stores a state without loss."""
+    raw = _flat(state)
+    amount = float(sum(x.nbytes for x in raw))
+    if peer in CODERS:
+        return amount / coders.size(peer, raw)
+    with tempfile.TemporaryDirectory() as folder:
+        _saved(peer, state, Path(folder))
+        return amount / sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
-    @cached_property
-    def checkpoint(self) -> sp.Checkpoint:
-        """Checkpoint that `compress` returns for the state."""
-        return sp.compress(self.state, self.parent, self.cfg)
 
-    @property
-    def amount(self) -> float:
-        return float(self.checkpoint.raw_nbytes)
+def _saved(name: str, state: Any, folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Save a state by a peer of `bench store`, check that it comes back, and return both calls."""
+    from . import store
 
-    def _note(self) -> str:
-        stored = self.checkpoint
-        return f"ratio {stored.ratio:.2f}, {stored.raw_nbytes / 1e6:.1f} MB raw; {self.plan.pair.origin}"
+    other, arrays, path = next(x for x in store.OTHERS if x.name == name), store.tensors(state), folder / "state"
+    other.save(arrays, path)
+    if not store.equal(arrays, other.load(arrays, path)):
+        raise CheckFailed(f"{name}: other arrays come back")
+    return lambda: other.save(arrays, path), lambda: other.load(arrays, path)
 
-    def compress(self) -> Job:
-        """The job of `compress`, with everything it needs in memory."""
-        call = lambda: sp.compress(self.state, self.parent, self.cfg)  # noqa: E731
-        return Job(call, self._check, self.amount, self._peers(decode=False), self._note())
 
-    def decompress(self) -> Job:
-        """The job of `decompress`, from bytes."""
-        blob = self.checkpoint.to_bytes()
-
-        def call() -> object:
-            return sp.decompress(sp.Checkpoint.from_bytes(blob), self.parent)
-
-        return Job(call, self._check, self.amount, self._peers(decode=True), self._note())
-
-    def _check(self) -> str:
-        return self._checked
-
-    @cached_property
-    def _checked(self) -> str:
-        again = sp.compress(self.state, self.parent, self.cfg)
-        if again.to_bytes() != self.checkpoint.to_bytes():
-            raise CheckFailed("the same state gives other bytes the second time")
-        back = sp.decompress(sp.Checkpoint.from_bytes(self.checkpoint.to_bytes()), self.parent)
-        return check_errors(self.state, back, self.checkpoint)
-
-    def _peers(self, *, decode: bool) -> list[Peer]:
-        arrays = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for _, x in data.arrays(self.state)]
-        floors = [Peer(FLOOR, lambda: _copies(arrays, self.plan.threads))]
-        if decode:
-            note = "into arrays allocated anew, as what is decompressed comes in"
-            floors.append(Peer(FRESH, lambda: _copies(arrays, self.plan.threads, fresh=True), note=note))
-        others = [
-            Peer(ZSTD, lambda: _zstd(arrays, self.plan.threads, decode=decode), note="lossless"),
-            Peer(TORCH, lambda: torch_calls(self.state, decode=decode), note="no compression, to and from memory"),
-            Peer(
-                ZIPNN,
-                lambda: _zipnn(arrays, self.plan.zipnn, decode=decode),
-                target=OF_ZIPNN["decompress" if decode else "compress"],
-                note="lossless",
-            ),
-        ]
-        names = self.plan.peer_names(decode=decode, delta=self._base is not None)
-        return [*floors, *(peer for peer in others if peer.name in names)]
+def _through_files(name: str, state: Any, decode: bool) -> Callable[[], object]:
+    """Return the call by which a peer saves or loads files, which live as long as it."""
+    folder = tempfile.mkdtemp()
+    call = _saved(name, state, Path(folder))[decode]
+    weakref.finalize(call, shutil.rmtree, folder, ignore_errors=True)
+    return call
 
 
 def _copies(arrays: list[Any], count: int, *, fresh: bool = False) -> Callable[[], object]:
     """Copy all arrays, each thread its share; with `fresh` to memory allocated each time."""
+    arrays = [x.view(np.uint8) for x in arrays]
     used = [] if fresh else [np.ones_like(x) for x in arrays]
 
     def part(number: int, into: list[Any]) -> None:
@@ -209,43 +222,43 @@ def _copies(arrays: list[Any], count: int, *, fresh: bool = False) -> Callable[[
     return call
 
 
-def _zstd(arrays: list[Any], count: int, *, decode: bool) -> Callable[[], object]:
-    import zstandard
-
-    compressor = zstandard.ZstdCompressor(level=3, threads=count if count > 1 else 0)
-    if not decode:
-        return lambda: [compressor.compress(x) for x in arrays]
-    packed = [compressor.compress(x) for x in arrays]
-    plain = zstandard.ZstdDecompressor()
-    return lambda: [plain.decompress(x) for x in packed]
-
-
-def _zipnn(arrays: list[Any], dtype: str, *, decode: bool) -> Callable[[], object]:
-    from zipnn import ZipNN
-
-    codec = ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
-    raw = [x.tobytes() for x in arrays]
-    if not decode:
-        return lambda: [codec.compress(x) for x in raw]
-    packed = [codec.compress(x) for x in raw]
-    return lambda: [codec.decompress(x) for x in packed]
+def trained_states(options: Options) -> dict[str, Callable[[], Pair]]:
+    """Return the states by their names in rows; each is made once, when it is first needed."""
+    quick = options.quick
+    made = {
+        "ViT": lambda: trained_models.seeing("ViT", quick=quick),
+        "ResNet-18": lambda: trained_models.seeing("ResNet-18", quick=quick),
+        "192 matrices 256 x 256": lambda: small_arrays.trained(small_arrays.squares(quick=quick)),
+        "400 layers 64 x 64": lambda: small_arrays.trained(small_arrays.layers(quick=quick)),
+        "LoRA rank 16": lambda: small_arrays.trained(small_arrays.lora(quick=quick)),
+    }
+    return {name: cache(make) for name, make in made.items()}
 
 
-def plans(real: Pair, drawn: Pair, *, quick: bool) -> list[Plan]:
-    """Return the plans: all for the default configuration, fewer for the others."""
+def plans(gpt: Callable[[], Pair], others: Mapping[str, Callable[[], Pair]], *, quick: bool) -> list[Plan]:
+    """Return the plans of whole states: all levels of each, the default also on two threads."""
     if quick:
         return [
-            Plan("drawn", drawn, "default", 1),
-            Plan("drawn", drawn, "default", 2, delta=False, peers=False),
-            Plan("drawn", drawn, "inshrinkerator", 1, delta=False, peers=False),
-            Plan("drawn", drawn, "lossless", 1, delta=False, peers=False),
+            Plan(GPT, gpt, DEFAULT, peers={BASE: ("zstd -1", ZIPNN)}),
+            Plan(GPT, gpt, DEFAULT, 2, kinds=(BASE,)),
+            Plan(GPT, gpt, EXACT, peers={BASE: (*CODERS, TORCH)}, kinds=(BASE,)),
+            *(Plan(name, pair, DEFAULT, ways=(COMPRESS,), kinds=(BASE,)) for name, pair in others.items()),
         ]
-    found = [Plan("real", real, config, count) for config in CONFIGS for count in (1, 2)]
-    return [*found, Plan("drawn", drawn, "default", 1, targets=WHOLE), Plan("drawn", drawn, "default", 2)]
+    found = []
+    for name, pair in ((GPT, gpt), *others.items()):
+        few = {BASE: (ZIPNN,), DELTA: (ZIPNN,)}
+        every = {BASE: (*CODERS, TORCH), DELTA: (ZIPNN,)}
+        peers = {DEFAULT: every, EXACT: every | {BASE: (*every[BASE], *FILES)}} if name == GPT else {EXACT: every}
+        targets = OF_GPT if name == GPT else {}
+        for config in CONFIGS:
+            found.append(Plan(name, pair, config, peers=peers.get(config, few), targets=targets.get(config, {})))
+        found.append(Plan(name, pair, DEFAULT, 2))
+    two = {BASE: ("zstd -1", "blosc2")}
+    return [*found, Plan(GPT, gpt, EXACT, 2, peers=two)]
 
 
-def scaling(real: Pair, options: Options) -> list[Row]:
-    """Rows of bases on one and two threads, of many and of few arrays."""
+def scaling(real: Callable[[], Pair], options: Options) -> list[Row]:
+    """Return rows of bases on one and two threads, of many and of few arrays."""
     rows: list[Row] = []
     for width, count in ((512, 38), (2048, 4)):
         label = f"{width} x {width}"
@@ -253,13 +266,13 @@ def scaling(real: Pair, options: Options) -> list[Row]:
         wanted = [options.wanted(name) for name in names]  # every name is looked up, so that `--only` can list it
         if options.quick or not any(wanted):
             continue
-        pair = data.drawn_shapes(real, {f"layers.{i}.weight": (width, width) for i in range(count)})
+        pair = data.drawn_shapes(real(), {f"layers.{i}.weight": (width, width) for i in range(count)})
         speeds = []
         for number in (1, 2):
-            targets = {("compress", "base"): SQUARES[number]} if width == 512 else {}
-            plan = Plan(label, pair, "default", number, ("compress",), delta=False, peers=False, targets=targets)
+            targets = {(COMPRESS, BASE, FLOOR): SQUARES[number]} if width == 512 else {}
+            plan = Plan(label, lambda pair=pair: pair, DEFAULT, number, (COMPRESS,), (BASE,), targets=targets)  # type: ignore[misc]
             with threads(number):
-                rows += run_cases(plan.rows(), options, wall_clock)
+                rows += run_cases(plan.cases(), options, wall_clock)
             speeds.append(rows[-1].value)
         if width == 2048 and None not in speeds:
             value = float(speeds[1] or 0) / float(speeds[0] or 1)
@@ -269,32 +282,29 @@ def scaling(real: Pair, options: Options) -> list[Row]:
     return rows
 
 
-def exact_names() -> list[str]:
-    """Rows of `exact_plans`."""
-    none = Pair({}, {}, "")
-    return [case.row for dtype in FORMATS for case in _exact(dtype, none).rows()]
+def exact_plans(pair: Callable[[], Pair], *, quick: bool = False) -> list[Plan]:
+    """Return plans of weights alone in both formats, exactly, and one step later.
 
-
-def _exact(dtype: str, pair: Pair) -> Plan:
-    return Plan(f"{dtype} weights", pair, "lossless", 1, targets=EXACT, zipnn=dtype)
-
-
-def exact_plans(*, quick: bool) -> list[Plan]:
-    """Return plans of 25 million weights (3 with `quick`) in both formats, and one step later.
-
-    They are drawn from the demo's GPT, whose own arrays are so small that the time of a call would be measured.
+    Args:
+        pair: states one step apart.
+        quick: fewer peers.
     """
-    import torch
 
-    drawn = data.drawn_state(data.trained(quick=quick, apart=1), 3_000_000 if quick else 25_000_000)
-    plans = []
-    for dtype in FORMATS:
+    def weights(dtype: str) -> Pair:
+        import torch
+
+        both = pair()
         before, after = (
             {name: x.to(getattr(torch, dtype)) for name, x in state["model"].items()}
-            for state in (drawn.before, drawn.after)
+            for state in (both.before, both.after)
         )
-        plans.append(_exact(dtype, Pair(before, after, drawn.origin)))
-    return plans
+        return Pair(before, after, both.origin)
+
+    names = (ZIPNN, TORCH) if quick else (*CODERS, TORCH)
+    return [
+        Plan(f"{dtype} weights", cache(partial(weights, dtype)), EXACT, peers={BASE: names}, targets=OF_WEIGHTS)
+        for dtype in FORMATS
+    ]
 
 
 def encoder(sample: data.Sample, n: int) -> Case:
@@ -342,30 +352,50 @@ def _by_oracle(values: Any, nearest: Any, parent: Any, codebook: Any, price: flo
     return levels
 
 
-def run(options: Options) -> list[Row]:
-    """All rows."""
-    from . import first_call, gpustates, small_arrays
+def _gpt(options: Options) -> Callable[[], tuple[Pair, Pair]]:
+    """Return what trains the GPT once, or reads `--state`."""
 
-    small = [*small_arrays.rows(options), *first_call.rows(options)]
+    @cache
+    def make() -> tuple[Pair, Pair]:
+        options.say("making the states")
+        if options.state is not None:
+            pair = data.read(options.state)
+            return pair, pair
+        size = trained_models.SMALL if options.quick else trained_models.MEDIUM
+        at = (size.steps, size.steps + 1, size.steps + 10)
+        before, near, later = trained_models.gpt_states(size, "cpu", at)
+        origin = f"{size.says} trained here, steps {at[0]} and"
+        return Pair(before, later, f"{origin} {at[2]}"), Pair(before, near, f"{origin} {at[1]}")
+
+    return make
+
+
+def run(options: Options) -> list[Row]:
+    """Return all rows."""
+    from . import first_call
+
+    rows = [*small_arrays.rows(options), *first_call.rows(options)]
     if small_arrays.alone(options):
-        return small
-    options.say("making the states")
-    real = data.trained(quick=options.quick) if options.state is None else data.read(options.state)
-    drawn = data.drawn_state(real, 5_000_000 if options.quick else 100_000_000)
-    rows = small
-    found = plans(real, drawn, quick=options.quick)
-    asked = [name for name in exact_names() if options.wanted(name)]
-    if asked:
-        found += exact_plans(quick=options.quick)
-    for plan in found:
+        return rows
+    make = _gpt(options)
+
+    def gpt() -> Pair:
+        return make()[0]
+
+    asked = plans(gpt, trained_states(options), quick=options.quick)
+    asked += exact_plans(lambda: make()[1], quick=options.quick)
+    for plan in asked:
         with threads(plan.threads):
-            rows += run_cases(plan.rows(), options, one_thread_clock() if plan.threads == 1 else wall_clock)
-    rows += scaling(real, options)
-    rows += gpustates.rows(drawn, "drawn", options)
+            clock = one_thread_clock() if plan.threads == 1 else wall_clock
+            rows += run_cases(plan.cases(options.wanted), options, clock)
+            if plan.threads == 1:
+                rows += options.done(list(plan.ratios(options.wanted)))
+    rows += scaling(gpt, options)
     with threads(1):
         n = CHUNK if options.quick else 25_000_000
-        rows += run_cases([encoder(data.Sample(n, real), n)], options, one_thread_clock())
-    return rows + memory.rows(real, drawn.parameters, options)
+        if options.wanted(ENCODER):
+            rows += run_cases([encoder(data.Sample(n, gpt()), n)], options, one_thread_clock())
+    return rows + memory.rows(gpt, 5_000_000 if options.quick else 100_000_000, options)
 
 
 def plot(rows: list[Row], path: Path) -> None:

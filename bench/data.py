@@ -281,18 +281,23 @@ class Sample:
     Args:
         most: largest number of elements that will be asked for.
         pair: where to draw from; None: the documented distribution.
+        drawn: elements that are drawn from the distribution and repeated for more. Default: all.
     """
 
-    def __init__(self, most: int, pair: Pair | None = None) -> None:
+    def __init__(self, most: int, pair: Pair | None = None, *, drawn: int | None = None) -> None:
         self._most = most
+        self._drawn = most if drawn is None else min(drawn, most)
         self._pair = pair
         self.origin = "drawn: normal rows of log-normal scale" if pair is None else f"drawn from {pair.origin}"
 
     @cached_property
     def _weights(self) -> tuple[Floats, Floats]:
         if self._pair is None:
-            before = weights(self._most)
-            return before, drifted(before)
+            before = weights(self._drawn)
+            after = drifted(before)
+            if self._drawn < self._most:
+                return np.resize(before, self._most), np.resize(after, self._most)
+            return before, after
         before_pool, after_pool = self._pair.pools["weight"]
         rng = np.random.default_rng(0)
         spot, factor = rng.random(-(-self._most // BLOCK)), rng.random(self._most, dtype=np.float32)

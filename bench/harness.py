@@ -165,6 +165,12 @@ class Options:
     minutes: float | None = None
     rounds: int = ROUNDS
     say: Callable[[str], None] = field(default=lambda _: None)
+    until: float = math.inf
+    """When, by `time.monotonic`, no further case is begun."""
+    earlier: Mapping[tuple[str, str, int], Sequence[Row]] = field(default_factory=dict, compare=False, repr=False)
+    """Rows of an earlier run of the same command, by name, device and size; they are not measured again."""
+    keep: Callable[[Sequence[Row]], None] = field(default=lambda _: None, compare=False, repr=False)
+    """Called with all rows so far after each case."""
     names: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
     """Every name that `wanted` was asked about, in order."""
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -178,6 +184,7 @@ class Options:
     def done(self, rows: list[Row]) -> list[Row]:
         """Keep rows in case the run is interrupted, and return them."""
         self.measured.extend(rows)
+        self.keep(self.measured)
         return rows
 
     def apart(self) -> Options:
@@ -237,7 +244,7 @@ def one_thread_clock() -> Clock:
 
 
 _BENCH = """
-blosc2 constriction dahuffman ddsketch faiss kmeans1d lmzip matplotlib moonclip pcodec sklearn z4ai zipnn
+blosc2 constriction dahuffman ddsketch faiss kmeans1d lmzip matplotlib moonclip openzl pcodec sklearn z4ai zipnn
 """
 _MAKES = {
     "bench": frozenset(_BENCH.split()),
@@ -412,8 +419,18 @@ def run_cases(cases: Iterable[Case], options: Options, clock: Clock) -> list[Row
     for case in cases:
         if options.wanted(case.row):
             options.say(f"{case.row} ({case.device}, {case.size:,})")
-            rows += options.done(not_measured(case, case.missing) if case.missing else measure(case, options, clock))
+            rows += options.done(_rows_of(case, options, clock))
     return rows
+
+
+def _rows_of(case: Case, options: Options, clock: Clock) -> list[Row]:
+    """Measure a case, unless that is done already, impossible here, or the time is up."""
+    earlier = options.earlier.get((case.row, case.device, case.size))
+    if earlier:
+        return list(earlier)
+    if case.missing:
+        return not_measured(case, case.missing)
+    return not_measured(case, "the time was up") if time.monotonic() >= options.until else measure(case, options, clock)
 
 
 def is_red(row: Row) -> bool:
@@ -434,7 +451,7 @@ def same(name: str, result: Any, expected: Any) -> None:
 
 
 def agree(name: str, result: Any, expected: Any, within: float = 0.0) -> None:
-    """Raise CheckFailed unless two results are equal bit for bit, float64 ones up to a share of their own."""
+    """Raise CheckFailed unless two results have equal bits (float64: agree within a share)."""
     import numpy as np
 
     ours, theirs = list(_parts(result)), list(_parts(expected))

@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +29,31 @@ TARGETS = {"compress": at_most(0.3), "delta": at_most(0.3), "out": at_most(0.1)}
 UNIT = "x raw state"
 
 
-def rows(real: Pair, parameters: int, options: Options) -> list[Row]:
-    """Extra memory of compress and decompress with the default configuration on all cores."""
+def rows(real: Callable[[], Pair], parameters: int, options: Options) -> list[Row]:
+    """Return extra memory of compress and decompress at the default on all cores.
+
+    Args:
+        real: returns the states to draw from.
+        parameters: of the drawn state.
+        options: of the run.
+    """
     found = []
     names = {"compress": "extra memory, compress base"}
     if not options.quick:
         names |= {"delta": "extra memory, compress delta", "decompress": "extra memory, decompress base"}
         names |= {"out": "extra memory, decompress base into existing tensors"}
+    names = {what: name for what, name in names.items() if options.wanted(name)}
+    if not names:
+        return []
     with tempfile.TemporaryDirectory() as folder:
-        source = write_pools(real, folder)
+        source = write_pools(real(), folder)
         for what, name in names.items():
-            if not options.wanted(name):
-                continue
             options.say(name)
             try:
                 answer = in_process("memory", "child", source, parameters, what)
                 extra, raw, value = answer["extra"], answer["raw"], answer["extra"] / answer["raw"]
                 note = f"{extra / 1e6:.0f} MB in addition to {raw / 1e6:.0f} MB; {answer['how']}"
-                note += f"; drawn from: {real.origin}"
+                note += f"; drawn from: {real().origin}"
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 value, note = None, f"not measured: {str(error).strip().splitlines()[-1]}"
             found.append(held(Row(name, "cpu, all cores", parameters, value, UNIT, note=note), TARGETS.get(what)))
@@ -53,7 +61,7 @@ def rows(real: Pair, parameters: int, options: Options) -> list[Row]:
 
 
 def in_process(module: str, function: str, *arguments: Any) -> dict[str, Any]:
-    """Run a function of a module of the benches in a fresh process, and return its output as JSON.
+    """Run a function of the benches in a fresh process, and return its JSON output.
 
     Raises:
         ValueError: the process failed.

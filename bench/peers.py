@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -190,32 +189,6 @@ def entropy_coders(levels: npt.NDArray[np.uint8], counts: npt.NDArray[np.int64],
         Peer("dahuffman", dahuffman, few.size, note=said_few),
         Peer("constriction", constriction, some.size, note=f"ANS, not conditional, {said}"),
     ]
-
-
-def lossless_coders(x: npt.NDArray[np.float32], *, decode: bool) -> list[Peer]:
-    """Lossless compressors of the same floats."""
-    some, said = _part(x, 4_000_000)
-    data = some.tobytes()
-
-    def zipnn() -> Call:
-        codec = library("zipnn").ZipNN(input_format="byte", bytearray_dtype="float32", threads=1)
-        packed = codec.compress(data)
-        return (lambda: codec.decompress(packed)) if decode else (lambda: codec.compress(data))
-
-    def pcodec() -> Call:
-        standalone, config = library("pcodec.standalone"), library("pcodec").ChunkConfig()
-        if not decode:
-            return lambda: standalone.simple_compress(some, config)
-        packed = standalone.simple_compress(some, config)
-        return lambda: standalone.simple_decompress(packed)
-
-    def zstd() -> Call:
-        z = library("zstandard")
-        packed, out = z.ZstdCompressor(level=3).compress(data), z.ZstdDecompressor()
-        return (lambda: out.decompress(packed)) if decode else (lambda: z.ZstdCompressor(level=3).compress(data))
-
-    calls: Sequence[tuple[str, Callable[[], Call]]] = (("zipnn", zipnn), ("pcodec", pcodec), ("zstd -3", zstd))
-    return [Peer(name, make, some.nbytes, note=f"lossless, {said}".rstrip(", ")) for name, make in calls]
 
 
 def raw_kmeans(x: npt.NDArray[np.float32], k: int, target: Target | None = None, *, iterations: int = 20) -> list[Peer]:

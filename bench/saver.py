@@ -24,7 +24,7 @@ import numpy as np
 
 import shrinkpoint as sp
 
-from . import data
+from . import data, save_memory
 from .data import Pair
 from .harness import CheckFailed, Options, Row, Target, at_least, at_most, lacking
 from .plot import Bars, draw
@@ -47,7 +47,7 @@ def run(options: Options) -> list[Row]:
         # Larger than the cache also with --quick: a copy within the cache would measure something else.
         for parameters in (5_000_000,) if options.quick else (5_000_000, 50_000_000):
             rows += options.done(stalls(data.drawn_state(real, parameters), parameters, options))
-    return rows + _overheads(options)
+    return rows + options.done(save_memory.rows(options)) + _overheads(options)
 
 
 def stalls(pair: Pair, parameters: int, options: Options) -> list[Row]:

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 import shrinkpoint as sp
 
-from .data import arrays
+from .data import Pair, arrays
 from .devices import threads
 from .harness import Case, Job, Options, Peer, Row, Target, at_most, one_thread_clock, run_cases
-from .whole_states import check_errors, torch_calls
+from .whole_states import BASE, COMPRESS, DECOMPRESS, DELTA, Work, torch_calls
 
 NAME = "many small arrays"
 EACH = "ms/array"
 TORCH = "torch.save"
-SLOW = {"base": 0.15, "delta": 0.15, "load": 0.06, "lossless": 0.12}
-"""Most milliseconds an array of 400 layers of 64 x 64 may take."""
+EXACT = "lossless"
+SLOW = {"compress base": 0.15, "compress delta": 0.15, "decompress delta": 0.06, "lossless base": 0.12}
+"""Rows of times, and the most milliseconds an array of 400 layers of 64 x 64 may take."""
 OVER_ENTROPY = at_most(40)
 """Bytes an array may take above the entropy of its symbols."""
 _STEPS = 8
@@ -32,6 +33,11 @@ _SHORT = 256
 """Exact arrays below so many elements count with their raw bytes: the entropy of so few says nothing."""
 Shapes = dict[str, tuple[int, ...]]
 Tree = dict[str, Any]
+
+
+def squares(*, quick: bool) -> Shapes:
+    """192 matrices of 256 x 256; 4 with `quick`."""
+    return {f"layers.{i}.weight": (256, 256) for i in range(4 if quick else 192)}
 
 
 def layers(*, quick: bool) -> Shapes:
@@ -97,13 +103,13 @@ class State:
     """A state: its name in rows, and the function that makes two successive states."""
 
     name: str
-    make: Callable[[bool], tuple[Tree, Tree]]
+    make: Callable[[bool], Pair]
     """Called with whether the run is quick."""
     targets: bool = False
 
 
-def _trained(shapes: Shapes, *, buffers: Shapes | None = None, decay: float = 0.01) -> tuple[Tree, Tree]:
-    """Train a model with AdamW (Adam if `decay` is 0) for a few steps; buffers are drawn."""
+def trained(shapes: Shapes, *, buffers: Shapes | None = None, decay: float = 0.01) -> Pair:
+    """Train a model with AdamW (Adam if `decay` is 0) on random gradients."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -128,7 +134,7 @@ def _trained(shapes: Shapes, *, buffers: Shapes | None = None, decay: float = 0.
             for name, shape in (buffers or {}).items():
                 model[name] = torch.tensor(100 + step) if not shape else drawn(shape, 0.1).abs()
             states.append({"model": model, "optimizer": _copied(optimizer.state_dict())})
-    return states[0], states[1]
+    return Pair(states[0], states[1], f"{len(shapes)} arrays, drawn gradients, steps {_STEPS} and {2 * _STEPS}")
 
 
 def _scales(shape: tuple[int, ...], generator: Any) -> Any:
@@ -148,105 +154,75 @@ def _copied(tree: Any) -> Any:
     return tree.clone() if hasattr(tree, "clone") else tree
 
 
-def _resnet(quick: bool) -> tuple[Tree, Tree]:
+def _resnet(quick: bool) -> Pair:
     shapes = resnet(quick=quick)
     norms = {name.removesuffix(".bias"): shape for name, shape in shapes.items() if f".{name}".endswith(".bias")}
     norms.pop("fc")
     buffers: Shapes = {}
     for name, shape in norms.items():
         buffers |= {f"{name}.running_mean": shape, f"{name}.running_var": shape, f"{name}.num_batches_tracked": ()}
-    return _trained(shapes, buffers=buffers, decay=0.0)
+    return trained(shapes, buffers=buffers, decay=0.0)
 
 
-def _scalars(quick: bool) -> tuple[Tree, Tree]:
+def _scalars(quick: bool) -> Pair:
     import torch
 
     count = 500 if quick else 10_000
     first = torch.randn(count, generator=torch.Generator().manual_seed(0))
     before, after = ({f"scalar.{i}": x for i, x in enumerate((first * factor).unbind())} for factor in (1.0, 1.01))
-    return {"model": before}, {"model": after}
+    return Pair({"model": before}, {"model": after}, "drawn")
 
 
 STATES = (
-    State("400 layers 64 x 64, AdamW", lambda quick: _trained(layers(quick=quick)), targets=True),
+    State("400 layers 64 x 64, AdamW", lambda quick: trained(layers(quick=quick)), targets=True),
     State("ResNet-50 shapes, Adam", _resnet),
-    State("LoRA rank 16, AdamW", lambda quick: _trained(lora(quick=quick))),
-    State("mixture of 64 experts, AdamW", lambda quick: _trained(experts(quick=quick))),
+    State("LoRA rank 16, AdamW", lambda quick: trained(lora(quick=quick))),
+    State("mixture of 64 experts, AdamW", lambda quick: trained(experts(quick=quick))),
     State("10,000 scalars", _scalars),
 )
 
 
-class Work:
-    """The checkpoints of one state, made when the first row needs them."""
+class Rows:
+    """The rows of one state; its checkpoints are made when the first row needs them."""
 
     def __init__(self, state: State, *, quick: bool) -> None:
         self._state, self._quick = state, quick
+        self._works = {
+            name: Work(lambda: self.pair, cfg) for name, cfg in (("", sp.Config()), (EXACT, sp.presets.lossless()))
+        }
 
     @cached_property
-    def states(self) -> tuple[Tree, Tree]:
+    def pair(self) -> Pair:
         """Two successive training states."""
         return self._state.make(self._quick)
 
     @cached_property
     def count(self) -> int:
         """Number of arrays."""
-        return sum(1 for _ in arrays(self.states[0]))
-
-    @cached_property
-    def base(self) -> sp.Checkpoint:
-        """The first state, compressed."""
-        return sp.compress(self.states[0])
-
-    @cached_property
-    def delta(self) -> sp.Checkpoint:
-        """The second state as a delta of the first."""
-        return sp.compress(self.states[1], self.base)
-
-    @cached_property
-    def exact(self) -> sp.Checkpoint:
-        """The first state without loss."""
-        return sp.compress(self.states[0], cfg=sp.presets.lossless())
-
-    def cases(self, wanted: Callable[[str], bool]) -> Iterator[Case]:
-        """The four rows of times, of processor milliseconds an array."""
-        calls: dict[str, tuple[str, Callable[[], Job]]] = {
-            "base": ("compress base", lambda: self._job(lambda: sp.compress(self.states[0]), "base")),
-            "delta": ("compress delta", lambda: self._job(lambda: sp.compress(self.states[1], self.base), "delta")),
-            "load": ("decompress delta", self._load),
-            "lossless": (
-                "lossless base",
-                lambda: self._job(lambda: sp.compress(self.states[0], cfg=sp.presets.lossless()), "exact"),
-            ),
-        }
-        for key, (what, make) in calls.items():
-            target = Target(SLOW[key], "value", least=False) if self._state.targets else None
-            yield Case(
-                self.row(what), self.count if wanted(self.row(what)) else 0, EACH, make, target=target, peers=(TORCH,)
-            )
+        return sum(1 for _ in arrays(self.pair.before))
 
     def row(self, what: str) -> str:
         """Return the name of a row."""
         return f"{NAME}, {self._state.name}: {what}"
 
-    def _load(self) -> Job:
-        blob = self.delta.to_bytes()
-        return self._job(lambda: sp.decompress(sp.Checkpoint.from_bytes(blob), self.base), "delta", decode=True)
+    def cases(self, wanted: Callable[[str], bool]) -> Iterator[Case]:
+        """The four rows of times, of processor milliseconds an array."""
+        for what, limit in SLOW.items():
+            way, _, kind = what.rpartition(" ")
+            target = Target(limit, "value", least=False) if self._state.targets else None
+            size, name = self.count if wanted(self.row(what)) else 0, EXACT if way == EXACT else ""
+            make = partial(self._job, COMPRESS if way == EXACT else way, kind, self._works[name])
+            yield Case(self.row(what), size, EACH, make, target=target, peers=(TORCH,))
 
-    def _job(self, call: Callable[[], object], name: str, *, decode: bool = False) -> Job:
-        stored: sp.Checkpoint = getattr(self, name)
-        state, parent = self.states[name == "delta"], self.base if name == "delta" else None
-
-        def check() -> str:
-            return check_errors(state, sp.decompress(sp.Checkpoint.from_bytes(stored.to_bytes()), parent), stored)
-
-        note = f"{self.count:,} arrays, {stored.raw_nbytes / 1e6:.1f} MB raw, ratio {stored.ratio:.2f}"
-        peer = Peer(TORCH, lambda: torch_calls(state, decode=decode), note="no compression, to and from memory")
-        return Job(call, check, float(self.count), [peer], note)
+    def _job(self, way: str, kind: str, work: Work) -> Job:
+        calls = partial(torch_calls, work.state(kind), decode=way == DECOMPRESS)
+        peer = Peer(TORCH, calls, note="no compression, to and from memory")
+        return work.job(way, kind, [peer], float(self.count))
 
     def sizes(self, options: Options) -> Iterator[Row]:
         """Bytes of the three checkpoints, and of the base above the entropy of its symbols."""
         if options.wanted(name := self.row("bytes above the entropy")):
-            model = {"model": self.states[0]["model"]}
+            model = {"model": self.pair.before["model"]}
             kinds = {name: "linear" for name, x in model["model"].items() if x.ndim > 1}
             weights, count = sp.compress(model, kinds=kinds), sum(1 for _ in arrays(model))
             floor = entropy_bytes(weights)
@@ -258,9 +234,9 @@ class Work:
             note += f"the values an array comes back with, of an exact one by byte planes, below {_SHORT} elements raw"
             met = OVER_ENTROPY.met(value, None)
             yield Row(name, "cpu, 1 thread", count, value, unit, None, None, None, text, met, note)
-        for what in ("base", "delta", "exact"):
-            if options.wanted(name := self.row(f"bytes of the {'lossless base' if what == 'exact' else what}")):
-                stored: sp.Checkpoint = getattr(self, what)
+        for of, kind in (("", BASE), ("", DELTA), (EXACT, BASE)):
+            if options.wanted(name := self.row(f"bytes of the {of} {kind}".replace("  ", " "))):
+                stored = self._works[of].stored(kind)
                 raw, size = stored.raw_nbytes, stored.nbytes
                 note = f"{self.count:,} arrays"
                 yield Row(name, "cpu, 1 thread", self.count, size, "bytes", "raw", raw, raw / size, None, None, note)
@@ -298,11 +274,11 @@ def alone(options: Options) -> bool:
 
 
 def rows(options: Options) -> list[Row]:
-    """All rows of all states, on one thread."""
+    """Return all rows of all states, on one thread."""
     found: list[Row] = []
     with threads(1):
         for state in STATES:
-            work = Work(state, quick=options.quick)
-            found += run_cases(work.cases(options.wanted), options, one_thread_clock())
-            found += options.done(list(work.sizes(options)))
+            of_state = Rows(state, quick=options.quick)
+            found += run_cases(of_state.cases(options.wanted), options, one_thread_clock())
+            found += options.done(list(of_state.sizes(options)))
     return found

@@ -227,7 +227,7 @@ OTHERS = (
 )
 
 
-def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Return whether two sets of arrays are equal bit for bit."""
     return set(a) == set(b) and all(
         x.shape == b[n].shape and x.dtype == b[n].dtype and x.numpy().tobytes() == b[n].numpy().tobytes()
@@ -322,7 +322,7 @@ class _Work:
     def _other(self, other: Other, arrays: dict[str, Any], loading: bool) -> Callable[[], object]:
         path = self.folder / f"other-{other.name.replace(' ', '')}"
         other.save(arrays, path)
-        if not _equal(arrays, other.load(arrays, path)):
+        if not equal(arrays, other.load(arrays, path)):
             raise CheckFailed(f"{other.name}: other arrays come back")
         return (lambda: other.load(arrays, path)) if loading else (lambda: other.save(arrays, path))
 
@@ -440,7 +440,7 @@ def _restores(pair: Pair, folder: Path, options: Options) -> list[Row]:
             f"decoded bytes say {model:.2f} x; checked: the same bits before and after"
         )
         if not same:
-            note = "CHECK FAILED: a step is not what it was before compaction"
+            note = "CHECK FAILED: compaction changed a step"
         rows.append(
             _row(name, length, after, "x base", note, peer="before compaction", peer_value=before, target=RESTORE)
         )
@@ -512,7 +512,7 @@ def _flips(pair: Pair, folder: Path, options: Options) -> list[Row]:
 
     ours = _silent(groups, load)
     told = ", ".join(where)
-    checked = f"of {FLIPS}, anywhere in what was stored (ours: {told}, with manifests); the unaltered files load"
+    checked = f"of {FLIPS}, anywhere in the stored bytes (ours: {told}, with manifests); the unaltered files load"
     rows = []
     for other in OTHERS:
         if other.name == DURABLE:

@@ -1,10 +1,11 @@
 """The bench `sync`: exact deltas of bfloat16 weights, and their publication.
 
-Four kinds of rows. *Codec*: `compress` to bytes, `decompress` and `Subscriber.update`, by the share of changed values,
+Five kinds of rows. *Codec*: `compress` to bytes, `decompress` and `Subscriber.update`, by the share of changed values,
 against memcpy and zstd of the exclusive or, in processor time of one core; sizes also against the formats of slime and
 verl. *Publishing*: publish, prepare and commit, and 1, 2 and 4 ranks that each write their shards, in processor time of
 the slowest one. *Large*: a state of 2 GB, and the memory that its publication takes. *Reinforcement learning*: a small
-language model trained by policy gradient on two ranks in float32 and served by two servers in bfloat16.
+language model trained by policy gradient on two ranks in float32 and served by two servers in bfloat16. *GPU*: changes
+collected on the device, and publishing from it; open without a GPU.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ import torch
 import zstandard
 
 import shrinkpoint as sp
+from shrinkpoint.codec.base import CHUNK
+from shrinkpoint.kernels.sparse_delta import collect_and_locate
 from shrinkpoint.trainers.publishing.ranks import Counted
 
+from .devices import Device, gpu
 from .harness import ROUNDS, CheckFailed, Options, Row, Target, at_least, at_most, cpu_clock
 from .peers import library
 from .plot import Bars, draw
@@ -36,6 +40,17 @@ from .plot import Bars, draw
 TITLE = "exact deltas at the speed of memory, and publishing to a model that serves"
 FLOOR = "memcpy"
 MASK = "BitSnap's mask"
+TWO_CORES = "two cores, 2 %"
+GPU_ROWS = {
+    "gpu collect": ">= 0.35 x",
+    "gpu collect and move to the host": None,
+    "gpu publish": None,
+    "gpu prepare": None,
+    "gpu pause": None,
+}
+"""Rows of CUDA tensors with 2 % changed, and their targets: collecting reads twice what a copy on the device does."""
+_IDLE = 1.5
+"""Load average below which a comparison of one and two cores says something."""
 UNHASHED = "apply without a hash"
 """The update of a subscriber that trusts that nobody else wrote to the model."""
 
@@ -47,20 +62,20 @@ class Share:
     Args:
         name: of the share.
         rate: learning rate that changes about so many values; None: nothing changes.
-        targets: encode, apply, decode; None where nothing is asked.
+        targets: encode, apply with and without a hash, decode; None without a target.
     """
 
     name: str
     rate: float | None
-    targets: tuple[float, float, float | None]
+    targets: tuple[float, float, float | None, float | None]
 
 
 SHARES = (
-    Share("unchanged", None, (0.5, 0.8, None)),
-    Share("0.3 %", 6e-8, (0.45, 0.7, 0.4)),
-    Share("2 %", 5e-7, (0.25, 0.3, 0.2)),
-    Share("5 %", 1.35e-6, (0.12, 0.16, 0.12)),
-    Share("13 %", 4.7e-6, (0.08, 0.1, None)),
+    Share("unchanged", None, (0.5, 0.8, None, None)),
+    Share("0.3 %", 6e-8, (0.5, 0.45, 0.8, 0.4)),
+    Share("2 %", 5e-7, (0.35, 0.3, 0.8, 0.2)),
+    Share("5 %", 1.35e-6, (0.18, 0.2, 0.8, 0.12)),
+    Share("13 %", 4.7e-6, (0.08, 0.1, None, None)),
 )
 
 
@@ -82,10 +97,14 @@ def run(options: Options) -> list[Row]:
         if options.wanted(f"encode apply decode size {share.name}"):
             options.say(f"{share.name} of {n / 1e6:.0f} M values")
             rows += options.done(_codec(share, n))
+    if options.wanted(TWO_CORES):
+        rows += options.done(_two_cores(n))
     if options.wanted("publish prepare pause"):
         rows += options.done(_publishing(1 << 20 if options.quick else 1 << 23))
     if options.wanted("publish by ranks"):
         rows += options.done(_ranks(1 << 20 if options.quick else 1 << 24))
+    if options.wanted(" ".join(GPU_ROWS)):
+        rows += options.done(_on_gpu(1 << 22 if options.quick else 1 << 28))
     if options.wanted("large memory"):
         rows += options.done(_large(1 << 24 if options.quick else 1 << 30))
     if options.wanted("reinforcement learning"):
@@ -142,8 +161,7 @@ def _codec(share: Share, n: int) -> list[Row]:
     peers = {level: len(zstandard.ZstdCompressor(level=level).compress(xor)) for level in (1, 3)}
     note = f"{100 * changed:.3g} % changed; memcpy {2 * n / median[FLOOR] / 1e9:.3g} GB/s"
     rows = []
-    encode, apply, decode = share.targets
-    for name, limit in (("encode", encode), ("apply", apply), (UNHASHED, None), ("decode", decode)):
+    for name, limit in zip(("encode", "apply", UNHASHED, "decode"), share.targets, strict=True):
         goal = None if limit is None else at_least(limit)
         ours, floor = (2 * n / median[key] / 1e9 for key in (name, FLOOR))
         rows.append(_row(f"{name}, {share.name}", n, ours, floor, goal, note))
@@ -234,6 +252,100 @@ def _row(name: str, n: int, value: float, peer_value: float, goal: Target | None
     met = None if goal is None else goal.met(value, ratio)
     text = None if goal is None else goal.text("GB/s")
     return Row(name, "cpu", n, value, "GB/s", peer, peer_value, ratio, text, met, note)
+
+
+def _two_cores(n: int) -> list[Row]:
+    """Return rows of eight tensors on two threads against one, by wall clock."""
+    old, new = moved(n, 5e-7)
+    cfg = sp.presets.lossless()
+    before, after = ({str(i): part for i, part in enumerate(x.chunk(8))} for x in (old, new))
+    rows = []
+    with _one_thread():
+        base = sp.compress(before, cfg=cfg)
+        blob = sp.compress(after, base, cfg).to_bytes()
+        calls: dict[str, Callable[[], object]] = {
+            "encode": lambda: sp.compress(after, base, cfg).to_bytes(),
+            "decode": lambda: sp.decompress(sp.Checkpoint.from_bytes(blob), base),
+        }
+        for name, call in calls.items():
+            seconds: dict[int, list[float]] = {1: [], 2: []}
+            for _ in range(2 * ROUNDS + 1):
+                for count, found in seconds.items():
+                    sp.set_threads(count)
+                    begin = time.perf_counter()
+                    call()
+                    found.append(time.perf_counter() - begin)
+            # The least of each: other processes use these cores too.
+            one, two = (min(found[1:]) for found in seconds.values())
+            goal = at_least(1.8)
+            load = os.getloadavg()[0]
+            note = f"8 tensors; least of {2 * ROUNDS}; wall clock; load average {load:.1f}"
+            met = goal.met(None, one / two) if load < _IDLE else None
+            values = (2 * n / two / 1e9, "GB/s", "one core", 2 * n / one / 1e9, one / two, goal.text("GB/s"))
+            rows.append(Row(f"{name}, {TWO_CORES}", "cpu", n, *values, met, note))
+    return rows
+
+
+def _on_gpu(n: int) -> list[Row]:
+    """Return rows of CUDA tensors; without a GPU they are open."""
+    device = gpu()
+    if device.missing:
+        return [
+            Row(name, "gpu", n, None, "ms", target=target, note=f"not measured: {device.missing}")
+            for name, target in GPU_ROWS.items()
+        ]
+    old, new = moved(n, 5e-7)
+    return _device_rows(old.cuda(), new.cuda(), device)
+
+
+def _device_rows(old: torch.Tensor, new: torch.Tensor, device: Device) -> list[Row]:
+    """Measure the rows of `_on_gpu` for tensors on a device."""
+    n = new.numel()
+    step, limit = CHUNK * 2, CHUNK // 2
+    parts = [(new[i : i + step], old[i : i + step]) for i in range(0, n, step)]
+    into = torch.empty_like(new)
+
+    def collect() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found = [collect_and_locate(a, b, limit=limit) for a, b in parts]
+        if any(one is None for one in found):
+            raise CheckFailed("too many changes")
+        return [(one[1], one[2]) for one in found if one is not None]
+
+    for (a, b), (at, values) in zip(parts, collect(), strict=True):
+        if not torch.equal(b.clone().index_put_((at,), values).view(torch.int16), a.view(torch.int16)):
+            raise CheckFailed("the changes do not give the same bits")
+    calls: dict[str, Callable[[], object]] = {
+        "device copy": lambda: into.copy_(new),
+        "gpu collect": collect,
+        "gpu collect and move to the host": lambda: [(at.cpu(), values.cpu()) for at, values in collect()],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in [*calls, "gpu publish", "gpu prepare", "gpu pause"]}
+    with tempfile.TemporaryDirectory() as folder:
+        publisher, served = sp.Publisher(folder), {"w": old.clone()}
+        publisher.publish(0, {"w": old})
+        subscriber, version = sp.Subscriber(folder, served), 0
+        for _ in range(ROUNDS + 1):
+            for name, call in calls.items():
+                seconds[name].append(device.clock(call, 1))
+            for state in (new, old):
+                version += 1
+                done = publisher.publish(version, {"w": state})
+                subscriber.update()
+                if not torch.equal(served["w"].view(torch.int16), state.view(torch.int16)):
+                    raise CheckFailed("the served bits are not the published ones")
+            report = subscriber.last
+            assert report is not None
+            seconds["gpu publish"].append(done.seconds)
+            seconds["gpu prepare"].append(report.prepare_seconds)
+            seconds["gpu pause"].append(report.pause_seconds)
+    median = {name: 1e3 * statistics.median(found[1:]) for name, found in seconds.items()}
+    floor, rows = median["device copy"], []
+    for name, text in GPU_ROWS.items():
+        ratio = floor / median[name]
+        met = None if text is None else at_least(float(text.split()[1])).met(None, ratio)
+        note = f"2 % changed; a copy on the device takes {floor:.3g} ms"
+        rows.append(Row(name, device.name, n, median[name], "ms", "device copy", floor, ratio, text, met, note))
+    return rows
 
 
 def _publishing(n: int) -> list[Row]:

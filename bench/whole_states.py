@@ -1,17 +1,81 @@
-"""The check of a restored state, and `torch.save` as its peer."""
+"""Whole states: checkpoints, timed calls, checks, and `torch.save` as a peer."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 
 import shrinkpoint as sp
 
-from .data import arrays
-from .harness import CheckFailed
+from .data import Pair, arrays
+from .harness import CheckFailed, Job, Peer
+
+BASE, DELTA = "base", "delta"
+COMPRESS, DECOMPRESS = "compress", "decompress"
+
+
+class Work:
+    """Two states of a run by one configuration: checkpoints, timed calls, checks.
+
+    Args:
+        pair: makes or returns the states; called when they are first needed.
+        cfg: the configuration.
+    """
+
+    def __init__(self, pair: Callable[[], Pair], cfg: sp.Config) -> None:
+        self._pair, self._cfg = pair, cfg
+        self.stored, self._checked = cache(self._stored), cache(self._check)
+
+    @cached_property
+    def pair(self) -> Pair:
+        """The two states."""
+        return self._pair()
+
+    def state(self, kind: str) -> Any:
+        """Return the state that a base or the delta holds."""
+        return self.pair.after if kind == DELTA else self.pair.before
+
+    def parent(self, kind: str) -> sp.Checkpoint | None:
+        """Return the parent of the delta, resolved as a trainer has it; None for the base."""
+        return self.stored(BASE) if kind == DELTA else None
+
+    def compress(self, kind: str) -> sp.Checkpoint:
+        """Compress the state again."""
+        return sp.compress(self.state(kind), self.parent(kind), self._cfg)
+
+    def _stored(self, kind: str) -> sp.Checkpoint:
+        return self.compress(kind)
+
+    def _check(self, kind: str) -> str:
+        blob = self.stored(kind).to_bytes()
+        if self.compress(kind).to_bytes() != blob:
+            raise CheckFailed("the same state gives other bytes the second time")
+        back = sp.decompress(sp.Checkpoint.from_bytes(blob), self.parent(kind))
+        return check_errors(self.state(kind), back, self.stored(kind))
+
+    def job(self, way: str, kind: str, peers: Sequence[Peer], amount: float | None = None) -> Job:
+        """Return the job of `compress` from memory, or of `decompress` from bytes.
+
+        Args:
+            way: `COMPRESS` or `DECOMPRESS`.
+            kind: `BASE` or `DELTA`.
+            peers: of the job.
+            amount: work of a call; None: bytes of the state.
+        """
+        stored, parent = self.stored(kind), self.parent(kind)
+        blob = stored.to_bytes()
+
+        def restore() -> object:
+            return sp.decompress(sp.Checkpoint.from_bytes(blob), parent)
+
+        call = restore if way == DECOMPRESS else lambda: self.compress(kind)
+        note = f"ratio {stored.ratio:.2f}, {stored.raw_nbytes / 1e6:.1f} MB raw; {self.pair.origin}"
+        amount = float(stored.raw_nbytes) if amount is None else amount
+        return Job(call, lambda: self._checked(kind), amount, peers, note)
 
 
 def check_errors(state: Any, back: Any, stored: sp.Checkpoint) -> str:
@@ -25,6 +89,8 @@ def check_errors(state: Any, back: Any, stored: sp.Checkpoint) -> str:
         raise CheckFailed("other arrays come back")
     exact = 0
     for row in stored.summary():
+        if row.path not in before:  # a list of numbers that is stored as an array
+            continue
         x, y = before[row.path], after[row.path]
         if x.shape != y.shape or x.dtype != y.dtype:
             raise CheckFailed(f"{row.path}: {x.dtype}{x.shape} comes back as {y.dtype}{y.shape}")

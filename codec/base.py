@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import decimal
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from .errors import BadArgumentError
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Array = Any
 CHUNK = 1 << 22
 """Elements coded at once: bounds the memory in use and is the unit of parallel work inside one large array."""
+PART = CHUNK // 4
+"""Elements whose decoded values are computed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,40 +97,47 @@ class Stored:
     decoded: Callable[[], Array] | None = None
 
 
-Decoder: TypeAlias = (
-    "Callable[[LeafSpec, dict[str, Any], Sequence[memoryview], Reference | None, Array | None], Reference]"
-)
-"""From spec, metadata, pieces, the parent's reference, and the result of `Stream.pair` for the pair."""
-Rebaser: TypeAlias = (
-    "Callable[[LeafSpec, dict[str, Any], Reference, Reference | None], tuple[dict[str, Any], Sequence[Piece]]]"
-)
-"""From spec, metadata, the reference to encode again and the new parent's reference: new metadata and pieces."""
+@dataclass(frozen=True, slots=True)
+class EncodedGroup:
+    """Several arrays that were coded together.
+
+    Args:
+        members: their numbers, ascending.
+        stream: name of the stream format.
+        meta: what the decoder needs in addition to the pieces; plain JSON.
+        pieces: bytes, in order.
+        is_delta: whether decoding needs the parents of all members.
+        stored: reference, error and note of each member, without pieces.
+    """
+
+    members: Sequence[int]
+    stream: str
+    meta: dict[str, Any]
+    pieces: Sequence[Piece]
+    is_delta: bool
+    stored: Sequence[Stored]
+
+    @property
+    def only(self) -> Stored:
+        """Return the only member, with the pieces."""
+        return dataclasses.replace(self.stored[0], meta=self.meta, pieces=self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
-    """A stream format: its decoder and its properties.
+class EncodedGroups:
+    """Result of coding several arrays together, which are numbered from 0.
 
     Args:
-        decode: function that makes an array's reference from its pieces.
-        codec: id of the codec that writes it, unless the record names another.
-        rebase: function that encodes a reference against another parent, or on its own. None: no delta is coded
-            against such an array, so that a resolved checkpoint does not keep its reference.
-        pair: function that computes the decoder's last argument from the decoded values and the spec of the pair
-            that the record names. None: no array is named.
-        is_wide: whether a reference takes as much memory as the array; else about a byte an element.
+        groups: the arrays that were coded together.
+        alone: the arrays for which that was not possible, already encoded, or None if the caller has to encode them.
     """
 
-    decode: Decoder
-    codec: str
-    rebase: Rebaser | None = None
-    pair: Callable[[Array, LeafSpec], Array] | None = None
-    is_wide: bool = False
+    groups: Sequence[EncodedGroup] = ()
+    alone: Mapping[int, Stored | None] = field(default_factory=dict)
 
-    @property
-    def has_deltas(self) -> bool:
-        """Return whether later checkpoints can store differences to arrays of this format."""
-        return self.rebase is not None
+
+Parents: TypeAlias = "Sequence[Reference | None]"
+"""The parent's reference of each array of a group; None where it does not exist."""
 
 
 class Codec(Protocol):
@@ -142,6 +151,18 @@ class Codec(Protocol):
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: Any) -> Stored:
         """Encode one array, as a delta against `parent` if that is given and makes it smaller."""
+        ...
+
+
+class GroupCodec(Codec, Protocol):
+    """A codec that can code several arrays together."""
+
+    def groups(self, leaf: Leaf) -> Hashable | None:
+        """Return what arrays that are coded together have in common; None: coded alone."""
+        ...
+
+    def encode_group(self, leaves: Sequence[Leaf], parents: Parents, plans: Sequence[Any]) -> EncodedGroups:
+        """Encode arrays of one library, dtype and role together."""
         ...
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Never
 
 from blake3 import blake3
@@ -12,19 +13,20 @@ from blake3 import blake3
 from ..kernels.backend.arguments import no_device
 from .arithmetic import own_arithmetic
 from .base import Reference
-from .bundles.joined import Joined, joined_bytes, joined_spec, parts
-from .bundles.streams import BUNDLE_STREAMS
+from .device_coding import decoding_near
 from .display import html_fields, size
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .format import container
 from .format.fields import Piece
 from .format.ranged import Ranged
+from .format.spool import ranged_over
+from .groups import Coded, FilledReference, joined_bytes, joined_spec
 from .lossless.reference import BytesReference
-from .outputs import decoded_into, outputs_of, write_to
+from .outputs import host_memory, outputs_of, write_to
 from .parallel import map_arrays, map_chunks
-from .records import ArrayRecord, Bundle, Records, Stretch, records_of
+from .records import ArrayRecord, Group, Records, records_of
 from .state import tree
-from .state.leaves import Array, LeafSpec, build_leaf, check_memory, from_bytes, import_libraries
+from .state.leaves import Array, LeafSpec, NpArray, as_bytes, build_leaf, check_memory, from_bytes, import_libraries
 from .summary import Row, Summary
 
 _HASH = re.compile("[0-9a-f]{64}")
@@ -40,10 +42,10 @@ def _lost(record: ArrayRecord) -> str:
     return f"as good as zero when restored (relative L2 error {record.error:.2g})" if lost else ""
 
 
-def _spans(stretch: Stretch, numbers: Collection[int]) -> list[tuple[int, int]]:
+def _spans(group: Group, numbers: Collection[int]) -> list[tuple[int, int]]:
     """Return offset and length of some pieces in the body."""
-    starts = list(itertools.accumulate(stretch.lengths, initial=stretch.offset))
-    return [(starts[i], stretch.lengths[i]) for i in numbers]
+    starts = list(itertools.accumulate(group.lengths, initial=group.offset))
+    return [(starts[i], group.lengths[i]) for i in numbers]
 
 
 class Checkpoint:
@@ -62,9 +64,9 @@ class Checkpoint:
 
     __slots__ = (
         "_body",
-        "_bundles",
         "_by_key",
         "_data",
+        "_groups",
         "_header",
         "_id",
         "_kept",
@@ -102,7 +104,7 @@ class Checkpoint:
         self._set(data, where, records, references, claimed)
         if records.nbytes != self._body.nbytes:
             raise CorruptDataError("header: the pieces do not fill the file")
-        if parent is None and any(r.delta for r in self._records):
+        if parent is None and any(group.is_delta for group in self._groups):
             raise CorruptDataError("header: a delta array in a base")
         if sum(r.spec.nbytes for r in self._records) != raw:
             raise CorruptDataError("header: the arrays are not as large as it says")
@@ -121,13 +123,18 @@ class Checkpoint:
         self._id = claimed if isinstance(data, Ranged) else ""
         self._kept = references
         self._nodes = where.header["tree"]
-        self._records, self._bundles = records.arrays, records.bundles
+        self._records, self._groups = records.arrays, records.groups
         self._by_key = {r.key: r for r in records.arrays}
-        self._last: tuple[int, dict[str, Reference]] | None = None
+        self._last: tuple[Group, dict[str, Reference]] | None = None
 
     @staticmethod
     def written(
-        header: dict[str, Any], keys: list[tuple[str, str]], pieces: Iterable[Piece], references: dict[str, Reference]
+        header: dict[str, Any],
+        keys: list[tuple[str, str]],
+        pieces: Sequence[Piece],
+        references: dict[str, Reference],
+        *,
+        is_spooled: bool = False,
     ) -> Checkpoint:
         """Write a checkpoint, and return it without reading its header again.
 
@@ -136,10 +143,18 @@ class Checkpoint:
             keys: path and key of each array.
             pieces: of all arrays, in order.
             references: what later deltas need, by key.
+            is_spooled: whether the pieces are in a `Spool` and stay there, so that the file is never joined in memory.
         """
-        data, where = container.write(header, pieces)
         made = Checkpoint.__new__(Checkpoint)
-        made._set(data, where, records_of(header, keys), references)
+        if not is_spooled:
+            data, where = container.write(header, pieces)
+            made._set(data, where, records_of(header, keys), references)
+            return made
+        front, where = container.write_front(header, pieces)
+        file, digest = ranged_over(front, pieces), blake3()
+        for block in file.blocks():
+            digest.update(block)
+        made._set(file, where, records_of(header, keys), references, digest.hexdigest())
         return made
 
     @staticmethod
@@ -171,6 +186,13 @@ class Checkpoint:
     def to_bytes(self) -> bytes:
         """Return the file, as `from_bytes` reads it."""
         return self._data if isinstance(self._data, bytes) else bytes(self._data[:])
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield the bytes of the file in order, not all of them at once if they are not in memory."""
+        if isinstance(self._data, bytes):
+            yield self._data
+        else:
+            yield from self._data.blocks()
 
     @property
     def id(self) -> str:
@@ -268,165 +290,171 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ used by the codec, not by users
 
-    def reference_of(self, record: ArrayRecord, prev: Checkpoint | None = None, pair: Array | None = None) -> Reference:
+    def reference_of(self, record: ArrayRecord, prev: Checkpoint | None = None) -> Reference:
         """Decode one array, or return its reference from memory; a delta needs `prev`.
 
-        `pair` holds the decoded values of the array that the record names, if they are known. All arrays of a
-        bundle are decoded together, and kept until an array of another bundle is requested.
+        All arrays of a group are decoded together, and kept until an array of another group is requested.
         """
         if self._kept is not None and record.key in self._kept:
             return self._kept[record.key]
-        if record.bundle is not None:
-            last = self._last
-            if last is None or last[0] != record.bundle:
-                last = record.bundle, self._references(record.bundle, prev)
-                self._last = last
-            return last[1][record.key]
-        pieces = self.pieces_of(record)
-        parent = prev.parent_reference(record.key, record.spec) if record.delta and prev is not None else None
-        if record.delta and parent is None:
-            raise MissingParentError(f"{record.path}: a delta, and the parent has no such array")
-        if record.pair is not None:
-            other = self._sibling_of(record)
-            if pair is None:
-                pair = self.values_of(other, prev)
-            if record.format.pair is not None:
-                pair = record.format.pair(pair, other.spec)
-        try:
-            return record.format.decode(record.spec, record.meta, pieces, parent, pair)
-        except CorruptDataError as e:
-            raise CorruptDataError(f"{record.path}: {e}") from None
+        group, last = record.group, self._last
+        if len(group.members) == 1:
+            return self.references_of(group, prev)[0]
+        if last is None or last[0] is not group:
+            keys = [member.key for member in self.members_of(group)]
+            last = self._last = group, dict(zip(keys, self.references_of(group, prev), strict=True))
+        return last[1][record.key]
 
-    def _sibling_of(self, record: ArrayRecord) -> ArrayRecord:
+    def references_of(
+        self,
+        group: Group,
+        prev: Checkpoint | None = None,
+        pairs: Mapping[int, Array] | None = None,
+        out: NpArray | None = None,
+    ) -> list[Reference]:
+        """Decode the arrays of a group, or return their references from memory.
+
+        Args:
+            group: the group.
+            prev: the parent, for a delta.
+            pairs: decoded flat values, by number, of arrays that the records name, if they are known.
+            out: memory for the bytes of the values, which may be used, of a group of one array.
+        """
+        members, known = self.members_of(group), self._kept or {}
+        if all(record.key in known for record in members):
+            return [known[record.key] for record in members]
+        coded = replace(self._coded(group, prev, pairs or {}), out=out)
+        try:
+            return list(group.format.decode(coded))
+        except CorruptDataError as e:
+            more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+            raise CorruptDataError(f"{members[0].path}{more}: {e}") from None
+
+    def _coded(self, group: Group, prev: Checkpoint | None, pairs: Mapping[int, Array]) -> Coded:
+        """Return what decodes a group."""
+        members = self.members_of(group)
+        parents: list[Reference | None] = [None] * len(members)
+        if group.is_delta:
+            parents = [None if prev is None else prev.parent_reference(r.key, r.spec) for r in members]
+            for record, parent in zip(members, parents, strict=True):
+                if parent is None:
+                    raise MissingParentError(f"{record.path}: a delta, and the parent has no such array")
+        pair = None
+        if group.format.pair is not None:
+            others = [self._pair_of(record) for record in members]
+            values = [
+                pairs[r.pair] if r.pair is not None and r.pair in pairs else self.values_of(other, prev)
+                for r, other in zip(members, others, strict=True)
+            ]
+            spec = joined_spec([other.spec for other in others])
+            if any(other.spec.dtype != spec.dtype for other in others):
+                raise CorruptDataError(f"header: {members[0].path}: the pairs of its group have several dtypes")
+            joined = values[0] if len(values) == 1 else from_bytes(joined_bytes(values), spec)
+            pair = group.format.pair(joined, spec)
+        return Coded([r.spec for r in members], group.meta, self._pieces(group), parents, pair)
+
+    def _pair_of(self, record: ArrayRecord) -> ArrayRecord:
         other = self._records[record.pair or 0]
         if (other.spec.library, other.spec.shape) != (record.spec.library, record.spec.shape):
             raise CorruptDataError(f"header: {record.path}: its pair {other.path} has another library or shape")
         return other
 
-    def _references(self, number: int, prev: Checkpoint | None) -> dict[str, Reference]:
-        """Return the reference of each array of a bundle, by key."""
-        members = [self._records[i] for i in self._bundles[number].members]
-        return dict(zip((r.key for r in members), self.joined_of(number, prev).split(), strict=True))
-
-    def joined_of(
-        self, number: int, prev: Checkpoint | None = None, pairs: Mapping[int, Array] | None = None
-    ) -> Joined:
-        """Decode the arrays of a bundle, or join their references that are in memory.
-
-        Args:
-            number: of the bundle.
-            prev: the parent, for a delta.
-            pairs: decoded flat values, by number, of arrays that the records name, if they are known.
-        """
-        bundle = self._bundles[number]
-        members, stretch = [self._records[i] for i in bundle.members], bundle.stretch
-        specs, stream = [r.spec for r in members], BUNDLE_STREAMS[stretch.stream]
-        known = self._kept
-        if known is not None and all(r.key in known for r in members):
-            joined = stream.join([known[r.key] for r in members], specs)
-            if joined is not None:
-                return joined
-        before = None
-        if stretch.delta:
-            parents = [None if prev is None else prev.parent_reference(r.key, r.spec) for r in members]
-            before = stream.join(parents, specs)
-            if before is None:
-                missing = next((r for r, p in zip(members, parents, strict=True) if p is None), members[0])
-                raise MissingParentError(f"{missing.path}: a delta, and the parent has no such array")
-        square = None
-        of_pair = members[0].format.pair
-        if of_pair is not None:
-            others = [self._sibling_of(r) for r in members]
-            decoded = pairs or {}
-            values = [
-                decoded[r.pair] if r.pair is not None and r.pair in decoded else self.values_of(other, prev)
-                for r, other in zip(members, others, strict=True)
-            ]
-            spec = joined_spec([other.spec for other in others])
-            if any(other.spec.dtype != spec.dtype for other in others):
-                raise CorruptDataError(f"header: {members[0].path}: the pairs of its bundle have several dtypes")
-            square = of_pair(from_bytes(joined_bytes(values), spec), spec)
-        try:
-            return stream.decode(specs, stretch.meta, self._pieces(stretch), before, square)
-        except CorruptDataError as e:
-            raise CorruptDataError(f"{members[0].path} and {len(members) - 1} more: {e}") from None
-
     @own_arithmetic()
-    def values_of(self, record: ArrayRecord, prev: Checkpoint | None = None, pair: Array | None = None) -> Array:
+    def values_of(self, record: ArrayRecord, prev: Checkpoint | None = None) -> Array:
         """Return the decoded flat values of one array; arguments as in `reference_of`."""
-        known = self._kept or {}
-        reference = self.reference_of(record, prev, pair)
-        if isinstance(reference, BytesReference) and record.key not in known and record.bundle is None:
-            return from_bytes(reference.data, record.spec)  # decoded just now, and kept nowhere: no copy
-        return reference.values(record.spec)
+        is_kept = record.key in (self._kept or {}) or len(record.group.members) > 1
+        return _values(self.reference_of(record, prev), record.spec, lends=not is_kept)
+
+    def members_of(self, group: Group) -> list[ArrayRecord]:
+        """Return the records of the arrays of a group."""
+        return [self._records[i] for i in group.members]
 
     def pieces_of(self, record: ArrayRecord) -> list[memoryview]:
-        """Return the pieces of an array, or of its whole bundle, with verified checksums."""
-        return self._pieces(record.stretch)
+        """Return the pieces of the group of an array, with verified checksums."""
+        return self._pieces(record.group)
 
     def fetch(self, wanted: Iterable[tuple[ArrayRecord, Collection[int]]]) -> None:
         """Fetch these pieces of arrays, by number, if the file is remote."""
-        self._body.fetch(span for record, numbers in wanted for span in _spans(record.stretch, numbers))
+        self._body.fetch(span for record, numbers in wanted for span in _spans(record.group, numbers))
 
     def some_pieces(self, record: ArrayRecord, numbers: Collection[int]) -> dict[int, memoryview]:
         """Return some pieces of an array, by number, with verified checksums."""
-        spans = _spans(record.stretch, numbers)
+        spans = _spans(record.group, numbers)
         return {i: self._body.piece(*span) for i, span in zip(numbers, spans, strict=True)}
 
-    def _pieces(self, stretch: Stretch) -> list[memoryview]:
-        starts = itertools.accumulate(stretch.lengths, initial=stretch.offset)
-        return [self._body.piece(start, length) for start, length in zip(starts, stretch.lengths, strict=False)]
+    def _pieces(self, group: Group) -> list[memoryview]:
+        return [self._body.piece(*span) for span in _spans(group, range(len(group.lengths)))]
 
     @property
-    def bundles(self) -> tuple[Bundle, ...]:
-        """Records of the bundles in the header."""
-        return self._bundles
+    def groups(self) -> tuple[Group, ...]:
+        """Records of the groups in the header."""
+        return self._groups
 
-    def units(self, wanted: Collection[ArrayRecord]) -> list[tuple[ArrayRecord, ...]]:
-        """Group array records into units of decoding: single arrays and bundles."""
-        found: dict[Any, list[ArrayRecord]] = {}
-        for record in wanted:
-            found.setdefault(record.key if record.bundle is None else record.bundle, []).append(record)
-        return [tuple(unit) for unit in found.values()]
+    def jobs(self) -> list[list[Group]]:
+        """Return lists of groups, in which each array follows its pair."""
+        job_of: dict[int, list[Group]] = {}
+        following, jobs = [], []
+        for group in self._groups:
+            if group.format.pair is None:
+                jobs.append([group])
+                job_of |= dict.fromkeys(group.members, jobs[-1])
+            else:
+                following.append(group)
+        for group in following:
+            job_of[self._records[group.members[0]].pair or 0].append(group)
+        return jobs
 
-    def _memories(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> dict[str, Reference]:
-        """Decode the references of these arrays."""
+    def _decoded(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> dict[str, Reference]:
+        """Decode the references of these arrays, by key."""
         import_libraries(r.spec for r in wanted)
+        keys = {r.key for r in wanted}
 
-        def one(unit: tuple[ArrayRecord, ...]) -> dict[str, Reference]:
-            first = unit[0]
+        def one(group: Group) -> dict[str, Reference]:
+            members = self.members_of(group)
             try:
-                if first.bundle is None:
-                    return {first.key: self.reference_of(first, prev)}
-                references = self._references(first.bundle, prev)
+                references = self.references_of(group, prev)
             except MemoryError:
-                raise _too_large(first) from None
-            return {record.key: references[record.key] for record in unit}
+                raise _too_large(members[0]) from None
+            return {r.key: own for r, own in zip(members, references, strict=True) if r.key in keys}
 
-        return {key: reference for found in map_chunks(one, self.units(wanted)) for key, reference in found.items()}
+        groups = {r.group.number: r.group for r in wanted}
+        return {key: reference for found in map_chunks(one, groups.values()) for key, reference in found.items()}
 
     @own_arithmetic()
     def decode(self, wanted: Collection[ArrayRecord], prev: Checkpoint | None) -> None:
         """Decode these arrays, keep their references, and fetch only their pieces."""
         check_memory(sum(r.spec.memory for r in wanted), "the selected arrays")
-        self._body.fetch((r.stretch.offset, r.stretch.nbytes) for r in wanted)
-        for with_sibling in (False, True):
-            now = [r for r in wanted if (r.pair is not None) == with_sibling]
-            self._kept = (self._kept or {}) | self._memories(now, prev)
+        self._body.fetch((r.group.offset, r.group.nbytes) for r in wanted)
+        for has_pair in (False, True):
+            now = [r for r in wanted if (r.pair is not None) == has_pair]
+            self._kept = (self._kept or {}) | self._decoded(now, prev)
+        self._body.forget()
 
     def with_needed(self, keys: Collection[str]) -> list[ArrayRecord]:
         """Return the records of the arrays with these keys, and of those that decoding needs.
 
-        Those are pairs and the other members of a bundle.
+        Those are pairs and the other members of a group.
         """
-        numbers = {i for i, r in enumerate(self._records) if r.key in keys}
-        numbers |= self._mates(numbers)
-        numbers |= {pair for i in numbers if (pair := self._records[i].pair) is not None}
-        return [self._records[i] for i in sorted(numbers | self._mates(numbers))]
+        numbers = {i for r in self._records if r.key in keys for i in r.group.members}
+        numbers |= {i for n in numbers if (pair := self._records[n].pair) is not None for i in self._mates(pair)}
+        return [self._records[i] for i in sorted(numbers)]
 
-    def _mates(self, numbers: Collection[int]) -> set[int]:
-        bundles = {bundle for i in numbers if (bundle := self._records[i].bundle) is not None}
-        return {i for bundle in bundles for i in self._bundles[bundle].members}
+    def _mates(self, number: int) -> tuple[int, ...]:
+        return self._records[number].group.members
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Return whether all bytes of the file are in memory."""
+        return isinstance(self._data, bytes)
+
+    def read_from(self, file: Ranged) -> None:
+        """Read the bytes from this copy of the file from now on; the references stay."""
+        self._data, self._body = file, self._body.over(file)
+
+    def release(self, key: str) -> None:
+        """Free the reference of an array, which a delta against it would need."""
+        if self._kept is not None:
+            self._kept.pop(key, None)
 
     def let_go(self) -> None:
         """Free the references and the fetched bytes; the header stays."""
@@ -448,10 +476,8 @@ class Checkpoint:
         if self._kept is None:
             self._kept = {}
         if key not in self._kept:
-            if record.bundle is None:
-                self._kept[key] = self.reference_of(record)
-            else:
-                self._kept.update(self._references(record.bundle, None))
+            members = self.members_of(record.group)
+            self._kept |= zip((r.key for r in members), self.references_of(record.group), strict=True)
         return self._kept[key]
 
     @own_arithmetic()
@@ -460,7 +486,7 @@ class Checkpoint:
         needed = sum(r.spec.nbytes if r.format.is_wide else r.spec.size for r in wanted)
         check_memory(needed, "what a delta needs")
 
-        return self._memories(wanted, parent)
+        return self._decoded(wanted, parent)
 
 
 def _too_large(record: ArrayRecord) -> CorruptDataError:
@@ -496,8 +522,9 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = N
     Args:
         ckpt: the checkpoint.
         prev: its resolved parent; needed for a delta that was read without it, and always checked if given.
-        out: a tree with an array of the same dtype and shape at the place of each array, contiguous and writable:
-            values are decoded into these arrays, which the result contains. All are checked before any is written.
+        out: a tree with an array of the same dtype and shape at the place of each array, writable and dense in memory
+            (contiguous or permuted): values are decoded into these arrays, which the result contains. All are checked
+            before any is written.
 
     Raises:
         BadArgumentError: the arrays of `out` do not fit.
@@ -525,37 +552,23 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = N
     check_memory(sum(r.spec.memory for r in records), "the state")
     import_libraries(r.spec for r in records)
     targets = {} if out is None else outputs_of(out, records)
-    jobs = _jobs(ckpt)
-    sizes = [sum(records[i].spec.size for unit in job for i in unit) for job in jobs]
-    reader = _Reader(ckpt, prev, targets)
-    decoded = map_arrays(lambda j: reader.decode(jobs[j]), range(len(jobs)), lambda j: sizes[j])
+    jobs = ckpt.jobs()
+    sizes = [sum(records[i].spec.size for group in job for i in group.members) for job in jobs]
+    reader = Reader(ckpt, prev, targets)
+    with decoding_near(targets.values()):
+        decoded = map_arrays(lambda j: reader.decode(jobs[j]), range(len(jobs)), lambda j: sizes[j])
     arrays = {i: x for found in decoded for i, x in found.items()}
     return tree.unflatten(ckpt._nodes, lambda number, _place: arrays[number], rebuild=True)
 
 
-Unit = tuple[int, ...]
-"""Numbers of arrays that are decoded at once: one, or the members of a bundle."""
+def _values(reference: Reference, spec: LeafSpec, *, lends: bool) -> Array:
+    """Return flat values of a reference; with `lends` they may be its own memory."""
+    if lends and isinstance(reference, BytesReference):
+        return from_bytes(reference.data, spec)
+    return reference.values(spec)
 
 
-def _jobs(ckpt: Checkpoint) -> list[list[Unit]]:
-    """Group units into jobs; an array is in the job of its pair, after it."""
-    records = ckpt.records
-    units = [bundle.members for bundle in ckpt.bundles]
-    units += [(i,) for i, record in enumerate(records) if record.bundle is None]
-    job_of: dict[int, list[Unit]] = {}
-    following, jobs = [], []
-    for unit in units:
-        if records[unit[0]].pair is None:
-            jobs.append([unit])
-            job_of.update(dict.fromkeys(unit, jobs[-1]))
-        else:
-            following.append(unit)
-    for unit in following:
-        job_of[records[unit[0]].pair or 0].append(unit)
-    return sorted(jobs)
-
-
-class _Reader:
+class Reader:
     """Decoder of a checkpoint's arrays in jobs, which may run in any thread.
 
     Args:
@@ -568,47 +581,58 @@ class _Reader:
         self.ckpt, self.prev, self.targets = ckpt, prev, targets
         self.named = {record.pair for record in ckpt.records}
 
-    def decode(self, job: Sequence[Unit]) -> dict[int, Array]:
+    def decode(self, job: Sequence[Group]) -> dict[int, Array]:
         """Return the restored arrays of a job, by number."""
         built: dict[int, Array] = {}
         known: dict[int, Array] = {}
-        for unit in job:
-            first = self.ckpt.records[unit[0]]
+        for group in job:
             try:
-                if first.bundle is not None:
-                    self._bundle(unit, first.bundle, known, built)
-                elif not self._straight(unit[0], built):
-                    pair = None if first.pair is None else known.get(first.pair)
-                    self._keep(unit[0], self.ckpt.values_of(first, self.prev, pair), known, built)
+                values = self._straight(group, known) or self._values(group, known)
             except MemoryError:
-                raise _too_large(first) from None
+                raise _too_large(self.ckpt.records[group.members[0]]) from None
+            for i, flat in zip(group.members, values, strict=True):
+                self._keep(i, flat, known, built)
         return built
 
-    def _straight(self, number: int, built: dict[int, Array]) -> bool:
-        """Decode an exact array into the caller's array; return False if that is impossible."""
-        record, prev = self.ckpt.records[number], self.prev
-        if number not in self.targets or number in self.named or record.key in (self.ckpt._kept or {}):
-            return False
-        parent = prev.parent_reference(record.key, record.spec) if record.delta and prev is not None else None
-        if record.delta and parent is None:
-            return False
-        if not decoded_into(record, self.ckpt.pieces_of(record), parent, self.targets[number]):
-            return False
-        built[number] = self.targets[number]
-        return True
+    def _straight(self, group: Group, known: dict[int, Array]) -> list[Array]:
+        """Decode one array into the caller's array on the host; return nothing if it cannot be."""
+        number, target = group.members[0], self.targets.get(group.members[0])
+        memory = None if target is None or len(group.members) > 1 else host_memory(target)
+        if memory is None:
+            return []
+        spec = self.ckpt.records[number].spec
+        (reference,) = self.ckpt.references_of(group, self.prev, known, memory)
+        if isinstance(reference, FilledReference):
+            reference.fill(spec, memory)
+        else:
+            data = as_bytes(_values(reference, spec, lends=True))
+            if data.ctypes.data != memory.ctypes.data:  # it was not decoded there
+                memory[:] = data
+        if number in self.named:
+            known[number] = from_bytes(memory, spec)
+        return [target]
 
-    def _bundle(self, unit: Unit, number: int, known: dict[int, Array], built: dict[int, Array]) -> None:
-        joined = self.ckpt.joined_of(number, self.prev, known)
-        specs = [self.ckpt.records[i].spec for i in unit]
-        for i, spec, own in zip(unit, specs, parts(joined.data(), specs, specs[0].itemsize), strict=True):
-            # A copy, for arrays of a state share no memory; into memory of the caller it is made there.
-            self._keep(i, from_bytes(own if i in self.targets else own.copy(), spec), known, built)
+    def _values(self, group: Group, known: Mapping[int, Array]) -> list[Array]:
+        """Return the flat values of a group."""
+        records, kept = self.ckpt.members_of(group), self.ckpt._kept or {}
+        references, specs = self.ckpt.references_of(group, self.prev, known), [r.spec for r in records]
+        if len(records) > 1 and not isinstance(references[0], BytesReference):
+            return group.format.values(specs, references)
+        is_new = len(records) == 1 and records[0].key not in kept
+        return [
+            _values(reference, spec, lends=is_new or i in self.targets)
+            for i, reference, spec in zip(group.members, references, specs, strict=True)
+        ]
 
     def _keep(self, number: int, values: Array, known: dict[int, Array], built: dict[int, Array]) -> None:
+        target = self.targets.get(number)
+        if values is target:
+            built[number] = target
+            return
         if number in self.named:
             known[number] = values
         array = build_leaf(values, self.ckpt.records[number].spec)
-        if number in self.targets:
-            write_to(self.targets[number], array)
-            array = self.targets[number]
+        if target is not None:
+            write_to(target, array)
+            array = target
         built[number] = array

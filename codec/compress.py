@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from .arithmetic import own_arithmetic
 from .base import Codec, Prepare, Stored, rounded_error
 from .checkpoint import Checkpoint
 from .config import Config
-from .encode import encode
+from .encode import Economy, encode
 from .evidence.reasons import numbered
-from .format.schema import StoredArray, StoredGroup
+from .format.schema import StoredArray, StoredGroup, groups_to_json
 from .inputs import Inputs
 from .named_presets import check_config
 from .plan import ArrayPlan, plan, remark
@@ -45,7 +44,7 @@ def compress(
         earlier: the weights of about ten checkpoints ago, or a slow average of them: a tree with their keys (or the
             tails of their paths), or `PastWeights`, which also gives the number of steps since then. Levels that the
             encoder keeps to save bits lag behind the training, so each weight is extrapolated along its change since
-            then (`codec.weights.drift_gain`). `Store` and `Saver` keep the average themselves.
+            then (`codec.weights.level_assignment`). `Store` and `Saver` keep the average themselves.
 
     Returns:
         A resolved checkpoint.
@@ -75,7 +74,8 @@ def compress_inputs(
     inputs: Inputs,
     cfg: Config,
     prepare: Mapping[Codec, Prepare] | None = None,
-    planned: Sequence[ArrayPlan] | None = None,
+    planned: list[ArrayPlan] | None = None,
+    economy: Economy | None = None,
 ) -> Checkpoint:
     """Compress checked and flattened arguments of `compress`.
 
@@ -85,27 +85,23 @@ def compress_inputs(
         prepare: what prepares arrays in place of a codec's own `prepare`, where that needs to know more than this
             state.
         planned: the plan of these inputs; None: not made yet.
+        economy: how memory is saved; None: not at all.
     """
     planned = plan(inputs, cfg) if planned is None else planned
-    encoded = encode(planned, prepare or {})
+    encoded = encode(planned, prepare or {}, economy)
     stored = [encoded.arrays[i] for i in range(len(planned))]
     notes = [own.note or remark(one, cfg, inputs.kinds) for one, own in zip(planned, stored, strict=True)]
     numbers, others = numbered([one.why for one in planned])
-    grouped = {i for bundle in encoded.bundles for i in bundle.members}
+    groups = sorted(encoded.groups, key=lambda group: group.members[0])
     header = {
         "parent": None if inputs.prev is None else inputs.prev.identity,
         "raw": sum(one.leaf.spec.nbytes for one in planned),
         "tree": inputs.nodes,
-        "arrays": [
-            record_of(*one, is_bundled=i in grouped).to_json()
-            for i, one in enumerate(zip(planned, stored, notes, numbers, strict=True))
-        ],
+        "arrays": [record_of(*one).to_json() for one in zip(planned, stored, notes, numbers, strict=True)],
+        "groups": groups_to_json(
+            [StoredGroup(g.members, g.stream, [len(p) for p in g.pieces], g.meta, g.is_delta) for g in groups]
+        ),
     }
-    if encoded.bundles:
-        header["bundles"] = [
-            StoredGroup(b.members, b.stream, b.meta, [len(piece) for piece in b.pieces], b.is_delta).to_json()
-            for b in encoded.bundles
-        ]
     if others:
         header["why"] = others
     reference = {
@@ -114,28 +110,16 @@ def compress_inputs(
         if own.reference is not None and STREAMS[own.stream].has_deltas
     }
     keys = [(one.leaf.path, one.leaf.key) for one in planned]
-    pieces = [piece for own in stored for piece in own.pieces]
-    pieces += [piece for bundle in encoded.bundles for piece in bundle.pieces]
-    return Checkpoint.written(header, keys, pieces, reference)
+    pieces = [piece for group in groups for piece in group.pieces]
+    return Checkpoint.written(
+        header, keys, pieces, reference, is_spooled=economy is not None and economy.spool is not None
+    )
 
 
-def record_of(planned: ArrayPlan, stored: Stored, note: str, reason: int, *, is_bundled: bool) -> StoredArray:
+def record_of(planned: ArrayPlan, stored: Stored, note: str, reason: int) -> StoredArray:
     """Return the header record of an array."""
     spec, stream = planned.leaf.spec, STREAMS[stored.stream]
-    is_exact = stored.measure == "exact"
-    record = StoredArray(
-        spec.dtype,
-        spec.shape,
-        spec.library,
-        codec=None if planned.codec.id == stream.codec else planned.codec.id,
-        measure=stored.measure,
-        error=0.0 if is_exact else rounded_error(stored.error, up=True),
-        note=note,
-        reason=reason,
-        pair=stored.pair,
-    )
-    if is_bundled:
-        return record
-    is_delta = planned.parent is not None and stream.has_deltas
-    lengths = [len(piece) for piece in stored.pieces]
-    return dataclasses.replace(record, stream=stored.stream, meta=stored.meta, lengths=lengths, is_delta=is_delta)
+    codec = None if planned.codec.id == stream.codec else planned.codec.id
+    error = 0.0 if stored.measure == "exact" else rounded_error(stored.error, up=True)
+    layout = spec.dtype, spec.shape, spec.order, spec.library
+    return StoredArray(*layout, codec, measure=stored.measure, error=error, note=note, reason=reason, pair=stored.pair)

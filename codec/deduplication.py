@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 
 from ..kernels.backend.arrays import is_torch, on_gpu
-from .base import CHUNK, Codec, Leaf, Reference, Stored
+from ..kernels.backend.transfer import to_cpu
+from .base import CHUNK, Codec, Leaf, Stored
 from .errors import CorruptDataError
+from .groups import Coded
 from .lossless.exact import Exact
 from .moments.logbuckets import LogBuckets, ValuesReference
+from .state.casting import scaled_distortion, unit
 from .state.leaves import Array, LeafSpec, NpArray, as_bytes, largest
-from .state.scaling import scaled_distortion, unit
 
 _HALVES = {"float32": ("float32", "bfloat16", "float16"), "float64": ("float64", "float32", "bfloat16", "float16")}
 _GLANCE = 64
@@ -70,7 +72,7 @@ def _firsts(leaves: Sequence[Leaf]) -> list[Array]:
         import torch
 
         parts = [found[i] for i in group]
-        together = torch.split(torch.cat(parts).cpu(), [p.numel() for p in parts])
+        together = torch.split(to_cpu(torch.cat(parts)), [p.numel() for p in parts])
         for i, part in zip(group, together, strict=True):
             found[i] = part
     return found
@@ -146,15 +148,14 @@ def keeps_promise(stored: Stored, copy: Leaf, original: Leaf, codec: Codec) -> b
     return copy.spec.dtype == original.spec.dtype if target is None else stored.error <= target
 
 
-def decode_copy(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, pair: Array | None
-) -> ValuesReference:
+def decode_copy(coded: Coded) -> list[ValuesReference]:
     """Decode the stream format "copy"."""
-    if pair is None or pieces or not _castable(spec):
+    spec, pair = coded.spec, coded.pair
+    if pair is None or coded.pieces or not _castable(spec):
         raise CorruptDataError(f"copy: {spec.dtype} cannot be a copy, or its original is missing")
     flat = cast(pair, spec)
     # A cast to its own dtype is the tensor itself, and two arrays of a state must not become one.
     flat = flat.clone() if flat is pair else flat
     if int(flat.shape[0]) != spec.size:
         raise CorruptDataError("copy: its original is of another size")
-    return ValuesReference(flat)
+    return [ValuesReference(flat)]

@@ -1,6 +1,6 @@
 """Encoding of the arrays of a plan.
 
-Small arrays are encoded in bundles, others alone. A first moment follows its second moment, which scales it. A copy
+Small arrays are encoded in groups, others alone. A first moment follows its second moment, which scales it. A copy
 is stored as the number of its original.
 """
 
@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from .base import Codec, Leaf, Prepare, Reference, Stored
-from .bundles.grouping import bundled, can_follow, encode_together
-from .bundles.joined import StoredBundle
+from .base import Codec, EncodedGroup, GroupCodec, Leaf, Prepare, Reference, Stored
+from .checkpoint import Checkpoint
 from .deduplication import keeps_promise, store_copy
 from .format.fields import parts_of
+from .format.spool import Spool
+from .grouping import groups_of, planned_groups
+from .groups import Coded
 from .moments.firstmoment import FirstMoment, square_of
 from .parallel import map_arrays
 from .plan import ArrayPlan
@@ -24,35 +26,67 @@ from .streams import STREAMS
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Encoded arrays and bundles of a plan.
+    """Encoded arrays and groups of a plan.
 
     Args:
-        arrays: stored arrays by number; members of bundles have no pieces.
-        bundles: arrays that were coded together.
+        arrays: stored arrays by number; those of a group of several have no pieces.
+        groups: all groups; a large array is a group of one.
     """
 
     arrays: dict[int, Stored] = field(default_factory=dict)
-    bundles: list[StoredBundle] = field(default_factory=list)
+    groups: list[EncodedGroup] = field(default_factory=list)
 
 
-def encode(planned: Sequence[ArrayPlan], prepare: Mapping[Codec, Prepare]) -> Encoded:
+@dataclass(frozen=True, slots=True)
+class Economy:
+    """Means to save memory while a state is encoded; the bytes are the same.
+
+    Args:
+        spool: coded pieces go there at once; None: they stay in memory.
+        parent: its references are freed as soon as the arrays are encoded that need them, also in the plan; None: kept.
+    """
+
+    spool: Spool | None = None
+    parent: Checkpoint | None = None
+
+    def after(self, made: Encoded, planned: list[ArrayPlan]) -> Encoded:
+        """Return encoded arrays and groups, with their pieces in the spool."""
+        arrays, groups, spool = made.arrays, made.groups, self.spool
+        if spool is not None:
+            groups = [dataclasses.replace(g, pieces=spool.add(g.pieces), stored=[]) for g in groups]
+            alone = {g.members[0]: g.pieces for g in groups if len(g.members) == 1}
+            arrays = {i: dataclasses.replace(own, pieces=alone.get(i, ())) for i, own in arrays.items()}
+        if self.parent is not None:
+            for i in arrays.keys() - {p.original for p in planned}:
+                self.parent.release(planned[i].leaf.key)
+                planned[i] = dataclasses.replace(planned[i], parent=None)
+        return Encoded(arrays, groups)
+
+
+def encode(planned: list[ArrayPlan], prepare: Mapping[Codec, Prepare], economy: Economy | None = None) -> Encoded:
     """Encode all arrays of a plan.
 
     Args:
         planned: the plan of each array.
         prepare: functions to call in place of `Codec.prepare`, by codec.
+        economy: how memory is saved; None: not at all.
     """
     encoder = _Encoder(planned, _prepared(planned, prepare))
     jobs = encoder.jobs()
     sizes = [sum(planned[i].leaf.spec.size for i in job) for job in jobs]
-    done = map_arrays(lambda number: encoder.encode(jobs[number]), range(len(jobs)), lambda number: sizes[number])
+
+    def one(number: int) -> Encoded:
+        made = encoder.encode(jobs[number])
+        return made if economy is None else economy.after(made, planned)
+
+    done = map_arrays(one, range(len(jobs)), lambda number: sizes[number])
     found = Encoded()
     for part in done:
         found.arrays.update(part.arrays)
-        found.bundles.extend(part.bundles)
+        found.groups.extend(part.groups)
     for i, p in enumerate(planned):
         if p.original is not None:
-            found.arrays[i] = encoder.copy(i, p.original, found.arrays[p.original])
+            encoder.copy(i, p.original, found)
     return found
 
 
@@ -76,7 +110,7 @@ class _Encoder:
         First moments are left out: `encode` encodes them after their second moments.
         """
         paired = set(self.firsts.values())
-        groups = bundled(self.planned, self.firsts)
+        groups = planned_groups(self.planned, self.firsts)
         taken = paired.union(*groups)
         alone = [[i] for i, p in enumerate(self.planned) if i not in taken and p.original is None]
         return sorted(groups + alone)
@@ -90,7 +124,8 @@ class _Encoder:
             if i in self.firsts:
                 leaf, first = self.planned[i].leaf, self.planned[self.firsts[i]]
                 square = square_of(_decoded(leaf, found.arrays[i], self.planned[i].parent), leaf.spec)
-                following[can_follow(first)].append((self.firsts[i], dataclasses.replace(first.leaf, pair=square)))
+                scaled = dataclasses.replace(first.leaf, pair=square)
+                following[groups_of(first.codec, scaled) is not None].append((self.firsts[i], scaled))
         self._encode(following[True], found)
         for one in following[False]:
             self._encode([one], found)
@@ -102,33 +137,40 @@ class _Encoder:
                 found.arrays[first_number] = dataclasses.replace(found.arrays[first_number], pair=i)
         return found
 
-    def copy(self, number: int, of: int, stored: Stored) -> Stored:
+    def copy(self, number: int, of: int, found: Encoded) -> None:
         """Encode an array as a copy of one that is already encoded."""
-        own, original = self.planned[number], self.planned[of]
+        own, original, stored = self.planned[number], self.planned[of], found.arrays[of]
         values = None if stored.measure == "exact" else _decoded(original.leaf, stored, original.parent)
         copy = store_copy(own.leaf, original.leaf, of, values)
-        return copy if keeps_promise(copy, own.leaf, original.leaf, own.codec) else self._alone(number, own.leaf)
+        is_kept = keeps_promise(copy, own.leaf, original.leaf, own.codec)
+        self._add(number, copy if is_kept else self._alone(number, own.leaf), found)
 
     def _alone(self, number: int, leaf: Leaf) -> Stored:
         return self.planned[number].codec.encode(leaf, self.planned[number].parent, self.prepared[number])
 
+    def _add(self, number: int, stored: Stored, found: Encoded) -> None:
+        """Add an array as a group of one."""
+        found.arrays[number] = stored
+        is_delta = self.planned[number].parent is not None and STREAMS[stored.stream].has_deltas
+        found.groups.append(EncodedGroup([number], stored.stream, stored.meta, stored.pieces, is_delta, [stored]))
+
     def _encode(self, arrays: Sequence[tuple[int, Leaf]], found: Encoded) -> None:
-        """Encode arrays in bundles, and those that belong to no bundle alone."""
+        """Encode arrays in groups, and those that belong to no group alone."""
         done: dict[int, Stored | None] = {}
         if len(arrays) > 1:
             numbers = [i for i, _ in arrays]
             plans, parents = [self.prepared[i] for i in numbers], [self.planned[i].parent for i in numbers]
             codec = self.planned[numbers[0]].codec
-            together = encode_together(codec, [leaf for _, leaf in arrays], parents, plans)
-            done = {numbers[at]: stored for at, stored in together.alone.items()}
-            for bundle in together.bundles:
-                members = [numbers[at] for at in bundle.members]
-                found.arrays.update(zip(members, bundle.stored, strict=True))
-                found.bundles.append(dataclasses.replace(bundle, members=members))
+            made = cast(GroupCodec, codec).encode_group([leaf for _, leaf in arrays], parents, plans)
+            done = {numbers[at]: stored for at, stored in made.alone.items()}
+            for group in made.groups:
+                members = [numbers[at] for at in group.members]
+                found.arrays.update(zip(members, group.stored, strict=True))
+                found.groups.append(dataclasses.replace(group, members=members))
         for i, leaf in arrays:
             if i not in found.arrays:
                 stored = done.get(i)
-                found.arrays[i] = self._alone(i, leaf) if stored is None else stored
+                self._add(i, self._alone(i, leaf) if stored is None else stored, found)
 
 
 def _prepared(planned: Sequence[ArrayPlan], prepare: Mapping[Codec, Prepare]) -> list[Any]:
@@ -151,5 +193,5 @@ def _decoded(leaf: Leaf, stored: Stored, parent: Reference | None) -> Any:
     reference = stored.reference
     if reference is None:
         pieces = [memoryview(b"".join(parts_of(piece))) for piece in stored.pieces]
-        reference = STREAMS[stored.stream].decode(leaf.spec, stored.meta, pieces, parent, None)
+        (reference,) = STREAMS[stored.stream].decode(Coded.of_one(leaf.spec, stored.meta, pieces, parent))
     return reference.values(leaf.spec)

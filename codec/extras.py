@@ -13,6 +13,8 @@ EXTRAS = {
     "accelerate": ("accelerate>=1.0",),
     "jax": ("jax>=0.5",),
     "orbax": ("orbax-checkpoint>=0.11.20",),
+    "zarr": ("zarr>=3.1",),
+    "numcodecs": ("numcodecs>=0.15",),
     "report": ("matplotlib>=3.8",),
     "sign": ("cryptography>=42",),
 }

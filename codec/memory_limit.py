@@ -25,6 +25,24 @@ def available_memory() -> int | None:
     return min((room for room in (_available(), *_cgroups(_room)) if room is not None), default=None)
 
 
+def check_room(need: int, what: str) -> None:
+    """Refuse work that takes more memory than is available.
+
+    Args:
+        need: bytes.
+        what: the work, for the message.
+
+    Raises:
+        MemoryError: with the need, the available bytes, and the limit of this process.
+    """
+    available = available_memory()
+    if available is not None and need > available:
+        raise MemoryError(
+            f"{what} needs about {need} bytes of memory; {available} bytes are available here, of a limit of "
+            f"{total_memory()} (the machine's memory, or the least limit of this process's cgroups)"
+        )
+
+
 def total_memory() -> int | None:
     """Return the bytes of memory that this process could take alone; None if unknown."""
     return min((size for size in (_installed(), *_cgroups(_limit)) if size is not None), default=None)

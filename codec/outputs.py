@@ -9,21 +9,20 @@ import numpy as np
 
 from ..kernels.backend.arrays import is_torch
 from .errors import BadArgumentError
-from .lossless.exact import decode_bytes_into
 from .state import tree
-from .state.leaves import SCALARS, Array, NpArray, as_bytes, is_stored_as_array, read_leaf
+from .state.leaves import SCALARS, Array, NpArray, as_bytes, is_stored_as_array, memory_order, read_leaf
 
 if TYPE_CHECKING:
-    from .base import Reference
     from .records import ArrayRecord
 
 
-def outputs_of(out: Any, records: Sequence[ArrayRecord]) -> dict[int, Array]:
+def outputs_of(out: Any, records: Sequence[ArrayRecord], *, is_whole: bool = True) -> dict[int, Array]:
     """Return the array of `out` for each record, by its number.
 
     Args:
         out: a tree with an array at the place of each record; other values are ignored.
         records: of the checkpoint.
+        is_whole: False: arrays that are missing or do not fit are left out.
 
     Raises:
         BadArgumentError: an array is missing, has another dtype or shape, or cannot be written in place; nothing was
@@ -39,13 +38,14 @@ def outputs_of(out: Any, records: Sequence[ArrayRecord]) -> dict[int, Array]:
             lines.append(f"{record.path}: not in out")
             continue
         target = given[record.key]
-        spec = read_leaf(target, record.path)[0]
+        spec = read_leaf(target, record.path, in_memory=True)[0]
         if (spec.dtype, spec.shape) != (record.spec.dtype, record.spec.shape):
             lines.append(f"{record.path}: {record.spec.dtype} {record.spec.shape}, in out {spec.dtype} {spec.shape}")
         elif not _is_writable(target):
-            lines.append(f"{record.path}: a {type(target).__qualname__} in out that is not contiguous and writable")
-        targets[number] = target
-    if lines:
+            lines.append(f"{record.path}: a {type(target).__qualname__} in out that is not dense and writable")
+        else:
+            targets[number] = target
+    if lines and is_whole:
         shown = "\n  ".join(lines[:20])
         raise BadArgumentError(f"out does not fit the checkpoint; nothing was written\n  {shown}")
     return targets
@@ -53,26 +53,19 @@ def outputs_of(out: Any, records: Sequence[ArrayRecord]) -> dict[int, Array]:
 
 def _is_writable(target: Any) -> bool:
     if is_torch(target):
-        return bool(target.is_contiguous() and not target.is_conj() and not target.is_neg())
-    return isinstance(target, np.ndarray) and bool(target.flags.c_contiguous and target.flags.writeable)
+        is_dense = target.is_contiguous() or memory_order(target)
+        return bool(is_dense and not target.is_conj() and not target.is_neg())
+    is_dense = isinstance(target, np.ndarray) and (target.flags.c_contiguous or memory_order(target))
+    return bool(is_dense and target.flags.writeable)
 
 
 def host_memory(target: Array) -> NpArray | None:
-    """Return the writable bytes of an output array; None if it is not on the host."""
+    """Return the writable bytes of an output array; None if not on the host, row by row."""
     if is_torch(target):
-        if target.device.type != "cpu" or not target.numel():
+        if target.device.type != "cpu" or not target.numel() or not target.is_contiguous():
             return None
         return as_bytes(target.detach().view(-1))
-    return as_bytes(target.reshape(-1)) if target.size else None
-
-
-def decoded_into(record: ArrayRecord, pieces: Sequence[memoryview], parent: Reference | None, target: Array) -> bool:
-    """Decode an exact array into its output; return False if that is impossible."""
-    memory = host_memory(target)
-    if record.stream != "bytes" or memory is None:
-        return False
-    decode_bytes_into(record.spec, pieces, parent, memory)
-    return True
+    return as_bytes(target.reshape(-1)) if target.size and target.flags.c_contiguous else None
 
 
 def write_to(target: Array, values: Array) -> None:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import fnmatch
 import glob
+import itertools
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from .checkpoint import Checkpoint
+from .arithmetic import own_arithmetic
+from .checkpoint import Checkpoint, Reader
+from .device_coding import decoding_near
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
-from .parallel import map_chunks
-from .records import ArrayRecord
+from .outputs import outputs_of
+from .parallel import map_arrays, map_chunks
+from .records import ArrayRecord, Group
 from .state import tree
-from .state.leaves import SEQUENCES, Array, build_leaf
+from .state.leaves import SEQUENCES, Array, build_leaf, import_libraries, on_meta
 
+_GROUP = 1 << 24
+"""Bytes of arrays that are decoded at once into existing ones."""
+_SMALL = 1 << 12
+"""Bytes of a tensor up to which its values are in the outline of a state."""
 _ESCAPED = re.compile(r"\[([*?[])\]")
 
 
@@ -70,21 +78,11 @@ def decode_only(
     """
     top = files(None)
     unique = {r.key: r for r in choose(top)}
-    steps = [(top, top.with_needed(unique))]
-    while needed := {r.key: r for r in steps[-1][1] if r.delta}:
-        below = files(steps[-1][0])
-        check_parent_named(steps[-1][0], below)
-        for key, record in needed.items():
-            if below.record_at(key) is None:
-                raise MissingParentError(f"{record.path}: a delta, and the parent has no such array")
-        steps.append((below, below.with_needed(needed)))
-    prev: Checkpoint | None = None
-    while steps:
-        ckpt, records = steps.pop()
-        ckpt.decode(records, prev)
-        if prev is not None:
-            prev.let_go()
-        prev = ckpt
+    needed = top.with_needed(unique)
+    prev = _parent(files, top, needed)
+    top.decode(needed, prev)
+    if prev is not None:
+        prev.let_go()
 
     def one(record: ArrayRecord) -> Array:
         return build_leaf(top.values_of(record), record.spec)
@@ -92,6 +90,95 @@ def decode_only(
     arrays = dict(zip(unique, map_chunks(one, unique.values()), strict=True))
     top.let_go()
     return top, arrays
+
+
+def _parent(
+    files: Callable[[Checkpoint | None], Checkpoint], top: Checkpoint, wanted: Sequence[ArrayRecord]
+) -> Checkpoint | None:
+    """Return the parent with the references that these arrays need; None for no delta."""
+    steps = [(top, wanted)]
+    while needed := {r.key: r for r in steps[-1][1] if r.is_delta}:
+        below = files(steps[-1][0])
+        check_parent_named(steps[-1][0], below)
+        for key, record in needed.items():
+            if below.record_at(key) is None:
+                raise MissingParentError(f"{record.path}: a delta, and the parent has no such array")
+        steps.append((below, below.with_needed(needed)))
+    prev: Checkpoint | None = None
+    for ckpt, records in reversed(steps[1:]):
+        ckpt.decode(records, prev)
+        if prev is not None:
+            prev.let_go()
+        prev = ckpt
+    return prev
+
+
+@own_arithmetic()
+def decompress_into(files: Callable[[Checkpoint | None], Checkpoint], out: Any) -> Any:
+    """Decompress a state into existing arrays, group by group, and return it.
+
+    Memory: the references and coded bytes of one group, and the values that are computed at once.
+
+    Args:
+        files: as in `decompress_only`; the bytes of a file are fetched when they are needed.
+        out: as in `decompress`; or a function that returns the existing arrays at their places, and the others are new.
+            It gets the state with large tensors on torch's meta device, without values.
+
+    Raises: as `decompress_only` and `decompress`.
+    """
+    chain = [files(None)]
+    while chain[-1].is_delta:
+        chain.append(files(chain[-1]))
+    below = {id(above): ckpt for above, ckpt in itertools.pairwise(chain)}
+    top = chain[0]
+    records = top.records
+    import_libraries(record.spec for record in records)
+
+    def opened(above: Checkpoint | None) -> Checkpoint:
+        return top if above is None else below[id(above)]
+
+    targets = outputs_of(out(_outline(opened)), records, is_whole=False) if callable(out) else outputs_of(out, records)
+    reader, built = Reader(top, None, targets), dict[int, Array]()
+    for jobs in _batches(top):
+        members = [record for job in jobs for group in job for record in top.members_of(group)]
+        needed = top.with_needed({record.key for record in members})
+        reader.prev = _parent(opened, top, needed)
+        top.fetch((record, range(len(record.group.lengths))) for record in needed)
+        sizes = [sum(records[i].spec.size for group in job for i in group.members) for job in jobs]
+        with decoding_near(targets.values()):
+            decoded = map_arrays(lambda j: reader.decode(jobs[j]), range(len(jobs)), lambda j: sizes[j])  # noqa: B023
+        for found in decoded:
+            built |= found
+        for ckpt in chain:
+            ckpt.let_go()
+    return tree.unflatten(top.header["tree"], lambda number, _place: built[number], rebuild=True)
+
+
+def _outline(files: Callable[[Checkpoint | None], Checkpoint]) -> Any:
+    """Return the state of a checkpoint with large tensors on torch's meta device."""
+
+    def is_small(record: ArrayRecord) -> bool:
+        return record.spec.library != "torch" or record.spec.nbytes <= _SMALL
+
+    top, arrays = decode_only(files, lambda top: [record for record in top.records if is_small(record)])
+    for record in top.records:
+        if not is_small(record):
+            arrays[record.key] = on_meta(record.spec)
+    return tree.unflatten(top.header["tree"], lambda number, _: arrays[top.records[number].key], rebuild=True)
+
+
+def _batches(ckpt: Checkpoint) -> list[list[list[Group]]]:
+    """Return the jobs of a checkpoint in batches of about `_GROUP` bytes."""
+    batches: list[list[list[Group]]] = []
+    held = 0
+    for job in ckpt.jobs():
+        nbytes = sum(record.spec.nbytes for group in job for record in ckpt.members_of(group))
+        if not batches or held + nbytes > _GROUP:
+            batches.append([])
+            held = 0
+        batches[-1].append(job)
+        held += nbytes
+    return batches
 
 
 def check_parent_named(ckpt: Checkpoint, below: Checkpoint) -> None:
@@ -140,6 +227,32 @@ def select(nodes: Sequence[Any], patterns: Sequence[str], lists: Collection[int]
     for i in range(len(nodes) - 1, 0, -1):
         if keep[i]:
             keep[above[i]] = True
+    return _pruned(nodes, above, keep)
+
+
+def without_arrays(nodes: Sequence[Any], numbers: Collection[int]) -> list[Any]:
+    """Return the nodes of the tree without some arrays.
+
+    The other arrays are numbered again in their order. Containers stay, also empty ones; in a list or tuple, None
+    replaces an array.
+
+    Args:
+        nodes: of a whole tree, in preorder.
+        numbers: of the arrays to leave out.
+
+    Example:
+        >>> without_arrays([{"d": ["w", "m"]}, {"a": 1}, {"l": 2}, {"a": 0}, 5], [0])
+        [{'d': ['w', 'm']}, {'a': 0}, {'l': 2}, None, 5]
+    """
+    above, _ = _places(nodes)
+    held = [node["a"] if isinstance(node, dict) and "a" in node else None for node in nodes]
+    left = {number: at for at, number in enumerate(sorted({n for n in held if n is not None} - set(numbers)))}
+    found = _pruned(nodes, above, [number is None or number in left for number in held])
+    return [{"a": left[node["a"]]} if isinstance(node, dict) and "a" in node else node for node in found]
+
+
+def _pruned(nodes: Sequence[Any], above: Sequence[int], keep: Sequence[bool]) -> list[Any]:
+    """Return the nodes to keep; in a list or tuple None replaces the others."""
     children: dict[int, list[int]] = {}
     for i in range(1, len(nodes)):
         children.setdefault(above[i], []).append(i)

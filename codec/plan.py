@@ -25,6 +25,7 @@ from .embeddings.rows import DTYPES, Rows
 from .errors import BadArgumentError, ShrinkpointWarning
 from .evidence.gather import Evidence, gather
 from .evidence.kind import TINY, by_path, touched_rows
+from .evidence.moments import moment_pairs
 from .evidence.names import layer_of
 from .evidence.reasons import SEVERAL_TREES
 from .evidence.values import Arrays
@@ -33,7 +34,6 @@ from .lossless.exact import Exact
 from .moments.clusters import Clusters
 from .moments.firstmoment import LARGEST_ERROR, FirstMoment
 from .moments.logbuckets import LogBuckets
-from .moments.moment_pairs import moment_pairs
 from .moments.secondmoment import SecondMoment
 from .state.leaves import SEQUENCES, read_leaf
 from .weights.exponent import ExponentDelta

@@ -196,7 +196,8 @@ def check_n_run(
 
     Args:
         bits: width of a code, 2, 3, 4 or 8; default 4. "auto": by `expected_restores` (1: 2 bits, up to 3: 3, up to 20:
-            4, else 8).
+            4, else 8), the paper's limits for trainings on billions of samples. Short trainings lose more than its
+            0.01 %: use 8 bits there (`docs/systems.md` has figures).
         expected_restores: how often the run is expected to resume; beyond it `Store` falls back to 8 bits.
             `expected_failures(probability, nodes, duration)` estimates it.
         policy: "intermittent" (default: deltas against the base, a new base when the predictor says so), "one_shot"

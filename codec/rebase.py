@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from .arithmetic import own_arithmetic
 from .base import Reference
-from .bundles.streams import BUNDLE_STREAMS
 from .checkpoint import Checkpoint, check_resolved
 from .format.fields import Piece
-from .format.schema import Record, StoredArray, StoredGroup
+from .format.schema import StoredArray, StoredGroup, groups_to_json
 from .parallel import map_chunks
-from .records import ArrayRecord
+from .partial import without_arrays
+from .records import Group
 from .state.leaves import import_libraries
 
 
 @own_arithmetic()
-def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
+def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None, without: Collection[int] = ()) -> Checkpoint:
     """Return a resolved checkpoint as a delta over another parent, or as a base.
 
     Nothing is quantized again.
@@ -31,6 +30,7 @@ def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
         ckpt: a resolved checkpoint.
         prev: the new parent, resolved: the result is a delta over it (a super-step, where `ckpt` is several deltas
             away). None: the result is a base.
+        without: numbers of arrays to leave out, see `thinning.moments`; the others keep their bits and references.
 
     Returns:
         A resolved checkpoint whose `identity` is that of `ckpt`.
@@ -54,74 +54,56 @@ def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None) -> Checkpoint:
         check_resolved(prev)
     import_libraries(record.spec for record in ckpt.records)
 
-    bundled = map_chunks(lambda number: _bundle(ckpt, number, prev), range(len(ckpt.bundles)))
-    alone = [record for record in ckpt.records if record.bundle is None]
-    single = dict(
-        zip((r.key for r in alone), map_chunks(lambda record: _array(ckpt, record, prev), alone), strict=True)
-    )
+    kept = [i for i in range(len(ckpt.records)) if i not in without]
+    place = {number: at for at, number in enumerate(kept)}
+    parts = [(group, [i for i in group.members if i in place]) for group in ckpt.groups]
+    made = map_chunks(lambda part: _group(ckpt, *part, prev), [part for part in parts if part[1]])
     rows = []
-    for row, record in zip(ckpt.header["arrays"], ckpt.records, strict=True):
-        if record.bundle is None:
-            row = single[record.key].record(StoredArray.from_json(row, record.path)).to_json()
-        rows.append(row)
+    for record, row in ((ckpt.records[i], ckpt.header["arrays"][i]) for i in kept):
+        stored = StoredArray.from_json(row, record.path)
+        rows.append(dataclasses.replace(stored, pair=None if stored.pair is None else place[stored.pair]).to_json())
+    groups = [dataclasses.replace(one.record, members=[place[i] for i in one.record.members]) for one in made]
     header = {
         "parent": None if prev is None else prev.identity,
         "as": ckpt.identity,
-        "raw": ckpt.raw_nbytes,
-        "tree": ckpt.header["tree"],
+        "raw": sum(ckpt.records[i].spec.nbytes for i in kept),
+        "tree": without_arrays(ckpt.header["tree"], without) if without else ckpt.header["tree"],
         "arrays": rows,
+        "groups": groups_to_json(groups),
     }
-    if bundled:
-        groups = (StoredGroup.from_json(row, len(rows)) for row in ckpt.header["bundles"])
-        header["bundles"] = [made.record(group).to_json() for group, made in zip(groups, bundled, strict=True)]
     if "why" in ckpt.header:
         header["why"] = ckpt.header["why"]
-    made = [*single.values(), *bundled]
     references = {key: reference for one in made for key, reference in one.references.items()}
-    keys = [(r.path, r.key) for r in ckpt.records]
+    keys = [(ckpt.records[i].path, ckpt.records[i].key) for i in kept]
     return Checkpoint.written(header, keys, [piece for one in made for piece in one.pieces], references)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rebased:
-    """An array or a bundle encoded against another parent.
+    """A group encoded against another parent.
 
     Args:
-        meta: the stream's metadata.
+        record: of the group.
         pieces: bytes, in order.
-        is_delta: whether decoding needs the parent.
         references: what a later delta needs, by key.
     """
 
-    meta: dict[str, Any]
+    record: StoredGroup
     pieces: Sequence[Piece]
-    is_delta: bool
     references: dict[str, Reference]
 
-    def record(self, stored: Record) -> Record:
-        """Return a header record with new metadata and pieces."""
-        lengths = [len(piece) for piece in self.pieces]
-        return dataclasses.replace(stored, meta=self.meta, lengths=lengths, is_delta=self.is_delta)
 
-
-def _array(ckpt: Checkpoint, record: ArrayRecord, prev: Checkpoint | None) -> _Rebased:
-    rebase = record.format.rebase
+def _group(ckpt: Checkpoint, group: Group, numbers: Sequence[int], prev: Checkpoint | None) -> _Rebased:
+    """Return a group with these of its members."""
+    records, rebase = [ckpt.records[i] for i in numbers], group.format.rebase
     if rebase is None:
-        return _Rebased(record.meta, [bytes(piece) for piece in ckpt.pieces_of(record)], False, {})
-    reference = ckpt.reference_of(record)
-    parent = None if prev is None else prev.parent_reference(record.key, record.spec)
-    meta, pieces = rebase(record.spec, record.meta, reference, parent)
-    return _Rebased(meta, pieces, parent is not None, {record.key: reference})
-
-
-def _bundle(ckpt: Checkpoint, number: int, prev: Checkpoint | None) -> _Rebased:
-    bundle = ckpt.bundles[number]
-    members = [ckpt.records[i] for i in bundle.members]
-    stream = BUNDLE_STREAMS[bundle.stretch.stream]
-    if stream.rebase is None:
-        return _Rebased(bundle.stretch.meta, [bytes(piece) for piece in ckpt.pieces_of(members[0])], False, {})
-    joined = ckpt.joined_of(number)
-    parents = [None if prev is None else prev.parent_reference(r.key, r.spec) for r in members]
-    before = stream.join(parents, [r.spec for r in members])
-    meta, pieces = stream.rebase(joined, before)
-    return _Rebased(meta, pieces, before is not None, dict(zip((r.key for r in members), joined.split(), strict=True)))
+        copies = [bytes(piece) for piece in ckpt.pieces_of(records[0])]
+        return _Rebased(StoredGroup(numbers, group.stream, group.lengths, group.meta), copies, {})
+    kept = set(numbers)
+    references = [r for i, r in zip(group.members, ckpt.references_of(group), strict=True) if i in kept]
+    parents = [None if prev is None else prev.parent_reference(r.key, r.spec) for r in records]
+    is_delta = None not in parents
+    parents = parents if is_delta else [None] * len(records)
+    meta, pieces = rebase([r.spec for r in records], references, parents)
+    record = StoredGroup(numbers, group.stream, [len(piece) for piece in pieces], meta, is_delta)
+    return _Rebased(record, pieces, dict(zip((r.key for r in records), references, strict=True)))

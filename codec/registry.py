@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .base import Codec, Stream
+from .base import Codec
 from .errors import BadArgumentError, MissingCodecError
 from .other_packages import GROUP, package_of
+
+if TYPE_CHECKING:
+    from .groups import Stream
 
 T = TypeVar("T")
 

@@ -36,7 +36,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Point links at pages of the site, by title, or else at the repository (plain text without one)."""
+    """Point links at pages of the site, by title, or else at the repository, if there is one."""
     address = page.file.src_uri
     source = SOURCE_OF.get(address, f"docs/{address}")
     folder = os.path.dirname(source)
@@ -62,7 +62,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             where = f"{config.repo_url.rstrip('/')}/blob/main/{file}"
         else:
             return text
-        return f"{match['image']}[{text}]({where})"
+        link = f"[{text}]({where})"
+        return f"[!{link}]({where})" if match["image"] else link  # a picture opens at its full size
 
     parts = _FENCE.split(markdown)
     fences = [*_FENCE.findall(markdown), ""]

@@ -1,8 +1,4 @@
-"""A codec of one's own: weights with fewer mantissa bits, through zstandard.
-
-A codec is a frozen dataclass with an id, whose fields are the request; it writes a stream with a name of its own, and
-a function reads it. Both must be registered wherever such checkpoints are written or read. A package does that
-by an entry point instead (docs/codecs.md).
+"""A codec of your own: weights with fewer mantissa bits (docs/add-a-codec.md).
 
 python examples/own_codec.py
 """
@@ -11,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,20 +15,20 @@ import zstandard
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import Leaf, Reference, Stored
+from shrinkpoint.codec.groups import Coded
 from shrinkpoint.codec.lossless.exact import Exact
 from shrinkpoint.codec.moments.logbuckets import ValuesReference
 from shrinkpoint.codec.registry import register
-from shrinkpoint.codec.state.leaves import LeafSpec, check_memory, from_bytes
+from shrinkpoint.codec.state.leaves import check_memory, from_bytes
 from shrinkpoint.codec.streams import Stream
 from shrinkpoint.kernels.backend.arguments import check_field, integer
 
 NAME = "example.rounded"
 
 
-def decode(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, pair: Any = None
-) -> Reference:
+def decode(coded: Coded) -> list[Reference]:
     """Decode a stream into an array, and check every field of it first."""
+    spec, pieces = coded.spec, coded.pieces
     if spec.dtype != "float32" or len(pieces) != 1:
         raise sp.CorruptDataError(f"{NAME}: {len(pieces)} pieces of {spec.dtype}")
     check_memory(2 * spec.nbytes, NAME)
@@ -43,7 +39,7 @@ def decode(
     if len(data) != spec.nbytes:
         raise sp.CorruptDataError(f"{NAME}: {len(data)} bytes, not {spec.nbytes}")
     planes = np.frombuffer(data, np.uint8).reshape(4, -1)
-    return ValuesReference(from_bytes(np.ascontiguousarray(planes.T).reshape(-1), spec))
+    return [ValuesReference(from_bytes(np.ascontiguousarray(planes.T).reshape(-1), spec))]
 
 
 @register
@@ -71,26 +67,27 @@ class Rounded:
         half = (1 << drop) >> 1
         words = (x.view(np.uint32).astype(np.uint64) + half) >> drop << drop
         rounded = words.astype(np.uint32)
-        # What would become infinite stays as it is.
-        rounded = np.where(np.isfinite(rounded.view(np.float32)), rounded, x.view(np.uint32))
+        rounded = np.where(np.isfinite(rounded.view(np.float32)), rounded, x.view(np.uint32))  # never infinite
         planes = rounded.view(np.uint8).reshape(-1, 4).T
         piece = zstandard.ZstdCompressor(3).compress(np.ascontiguousarray(planes).tobytes())
         size = np.abs(x)
         error = np.abs(rounded.view(np.float32) - x)[size > 0] / size[size > 0]
-        memory = ValuesReference(from_bytes(rounded.view(np.uint8), leaf.spec))
-        return Stored(NAME, {}, [piece], memory, float(error.max(initial=0.0)), "relative")
+        reference = ValuesReference(from_bytes(rounded.view(np.uint8), leaf.spec))
+        return Stored(NAME, {}, [piece], reference, float(error.max(initial=0.0)), "relative")
 
 
 def main() -> float:
-    """Compress a state by a rule with the codec; return the ratio."""
+    """Test the codec: its JSON, its rule and its bound; return the ratio."""
     torch.manual_seed(0)
     state = {"model": {"layer.weight": torch.randn(512, 512), "layer.bias": torch.zeros(512)}}
     cfg = sp.Config([("linear", Rounded(bits=7))])
-    ckpt = sp.Checkpoint.from_bytes(sp.compress(state, cfg=cfg).to_bytes())
+    assert sp.Config.from_json(cfg.to_json()) == cfg
+    ckpt = sp.compress(state, cfg=cfg, kinds={"layer.weight": "linear"})
+    ckpt = sp.Checkpoint.from_bytes(ckpt.to_bytes())
     for row in ckpt.summary():
         print(f"{row.path}: {row.codec}, {row.raw_bytes:,} -> {row.stored_bytes:,} bytes, error {row.error:.2g}")
-    weight = state["model"]["layer.weight"]
-    restored = sp.decompress(ckpt)["model"]["layer.weight"]
+    assert [row.codec for row in ckpt.summary()] == [NAME, "exact"]
+    weight, restored = (tree["model"]["layer.weight"] for tree in (state, sp.decompress(ckpt)))
     assert float(((restored - weight).abs() / weight.abs()).max()) <= 2**-8
     return ckpt.ratio
 

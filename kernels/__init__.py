@@ -1,7 +1,7 @@
 """Array functions that know nothing of checkpoints: histograms, quantizers, entropy coders.
 
 Each subject is a folder: its contract (`__init__.py`: checks, documentation, choice of the back end), the oracle
-(`reference.py`) and the back ends (`cpu.py`: Numba; `gpu.py`: Triton). `backend/` holds what they share. A back end is
+(`reference.py`) and the back ends (`cpu.py`: Numba; `gpu.py`: Triton). `backend/` holds the shared parts. A back end is
 imported when one of its functions is first used. `docs/kernels.md` describes the subjects.
 
 Example:

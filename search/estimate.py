@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..codec.base import Leaf, Reference
-from ..codec.bundles.grouping import grouped
 from ..codec.entropy.row_column_classes import columns_of
+from ..codec.grouping import grouped
 from ..codec.parallel import map_chunks
 from ..codec.state.leaves import NpArray
 from ..codec.weights.codebook import Cells, Fit
@@ -33,8 +33,7 @@ from ..codec.weights.planning import (
     thresholds_before,
 )
 from ..codec.weights.quantize import Quantize
-from ..codec.weights.ratedistortion import cheapest_levels
-from ..codec.weights.rd_tradeoff import Trade, mean_roots, trades
+from ..codec.weights.ratedistortion import Trade, cheapest_levels, mean_roots, trades
 from ..codec.weights.sketch_refinement import few_values, fit_closely, held_codebook
 from ..kernels.backend.arrays import is_torch
 from ..kernels.histogram import Histogram, kept_histogram
@@ -42,8 +41,8 @@ from ..kernels.quantizer import Thresholds, assign
 from .cube import Point
 from .sample import Sample, Unit, chosen_units, energy, sample
 from .size_estimate import (
-    nbytes_of_bundle,
     nbytes_of_codebook,
+    nbytes_of_group,
     nbytes_of_header,
     nbytes_of_levels,
     nbytes_of_protected,
@@ -136,9 +135,9 @@ class Estimator:
         self._sketches = sketched(codec, self._leaves)
         signed = (s.signed for s in self._sketches)
         scales = [upper_threshold(h.magnitude(), h.total / 2) for h in signed]
-        bundles = grouped(self._leaves, [codec] * len(self._leaves), self._parents)
-        self._bundles = bundles
-        self._chosen = chosen_units(self._leaves, scales, bundles)
+        groups = grouped(self._leaves, [codec] * len(self._leaves), self._parents)
+        self._groups = groups
+        self._chosen = chosen_units(self._leaves, scales, groups)
         self._members = [i for unit in self._chosen for i in unit.members]
         total = sum(self._leaves[i].spec.size for i in self._members)
         self._samples = {i: sample(self._leaves[i], self._parents[i], total) for i in self._members}
@@ -163,7 +162,7 @@ class Estimator:
             size = sum(leaf.spec.size for leaf in self._leaves)
             if self._header is None:
                 is_delta = any(before is not None for before in self._parents)
-                self._header = nbytes_of_header(self._leaves, limits[0], is_delta, self._bundles)
+                self._header = nbytes_of_header(self._leaves, limits[0], is_delta, self._groups)
             for codec, (nbytes, error, pruned), pattern in zip(missing, sums, patterns, strict=True):
                 share = pruned / error if error else 0.0
                 self._found[codec] = Estimate(self._header + float(nbytes), float(error / size), float(share), pattern)
@@ -248,7 +247,7 @@ class Estimator:
         if unit.count:
             each = zip(members, found, strict=True)
             samples = [sampled_levels(q.levels, q.codebook, m.part, m.leaf.spec) for m, q in each]
-            return unit.times * nbytes_of_bundle(samples, [m.part for m in members], unit)
+            return unit.times * nbytes_of_group(samples, [m.part for m in members], unit)
         ((member,), (own,), (quantized,)) = members, asked, found
         spec, limit = member.leaf.spec, own.limit
         if (shares := (limit.protect_magnitude, limit.protect_sensitivity)) not in member.protected:

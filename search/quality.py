@@ -1,15 +1,19 @@
-"""Qualities returned by `evaluate`, and the scale on which they become degradations."""
+"""Qualities that `evaluate` returns, without a trace in random generators, as degradations."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..codec.errors import BadArgumentError
-from .random_state import preserved
+from ..kernels.backend.imported import imported
 
 Evaluate = Callable[[Any], Any]
 
@@ -127,3 +131,28 @@ def scale(values: Sequence[float], spread: float, direction: str | None, thresho
             "evaluation mode"
         )
     return Scale(first, max(spread, apart), direction)
+
+
+@contextlib.contextmanager
+def preserved() -> Iterator[None]:
+    """Restore the global generators of Python, NumPy and torch when the context ends.
+
+    A training that draws from them (dropout, the order of a DataLoader) then continues as without a search. Generators
+    of CUDA devices are included if CUDA was initialized before. Generator objects of the caller are not known here.
+    """
+    python, torch = random.getstate(), imported("torch")
+    numpy = np.random.get_state()  # noqa: NPY002 - the global generator is the one that trainings draw from
+    if torch is None:
+        host = devices = None
+    else:
+        host = torch.get_rng_state()
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        if torch is not None:
+            torch.set_rng_state(host)
+            if devices is not None:
+                torch.cuda.set_rng_state_all(devices)

@@ -9,9 +9,8 @@ from typing import TypeVar
 import numpy as np
 
 from ..codec.base import Array, Leaf
-from ..codec.state.casting import float_values
+from ..codec.state.casting import float_values, unit
 from ..codec.state.leaves import LeafSpec, NpArray, as_bytes, blocks, taken
-from ..codec.state.scaling import unit
 from ..codec.weights.levels import LevelsReference
 from ..kernels.rate_distortion import extrapolate
 
@@ -98,13 +97,13 @@ def energy(x: NpArray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Sampled arrays, coded alone or as one bundle, and their share of all arrays.
+    """Sampled arrays, coded alone or as one group, and their share of all arrays.
 
     Args:
         members: numbers of the sampled arrays.
         scale: elements that the unit represents, divided by the elements of the members.
-        count: number of arrays of the bundle; 0 for an array that is coded alone.
-        times: elements that the unit represents, divided by the elements of the bundle; 1 for an array.
+        count: number of arrays of the group; 0 for an array that is coded alone.
+        times: elements that the unit represents, divided by the elements of the group; 1 for an array.
     """
 
     members: tuple[int, ...]
@@ -113,28 +112,28 @@ class Unit:
     times: float = 1.0
 
 
-def chosen_units(leaves: Sequence[Leaf], scales: Sequence[float], bundles: Sequence[Sequence[int]]) -> list[Unit]:
-    """Choose about `GROUPS` arrays coded alone, and arrays of bundles, to represent all.
+def chosen_units(leaves: Sequence[Leaf], scales: Sequence[float], groups: Sequence[Sequence[int]]) -> list[Unit]:
+    """Choose about `GROUPS` arrays coded alone, and arrays of groups, to represent all.
 
     Args:
         leaves: the arrays.
         scales: magnitudes of their values.
-        bundles: numbers of the arrays of each bundle; no array is in two.
+        groups: numbers of the arrays of each group; no array is in two.
     """
-    taken = {i for bundle in bundles for i in bundle}
+    taken = {i for group in groups for i in group}
     alone = [i for i in range(len(leaves)) if i not in taken]
     found = representatives([leaves[i] for i in alone], [scales[i] for i in alone])
     units = [Unit((alone[at],), scale) for at, scale in found]
-    some = _spread_out(list(bundles), GROUPS)
+    some = _spread_out(list(groups), GROUPS)
     each = max(1, GROUPS // max(1, len(some)))
 
     def size(numbers: Sequence[int]) -> int:
         return sum(leaves[i].spec.size for i in numbers)
 
-    times = sum(map(size, bundles)) / max(1, sum(map(size, some)))
-    for bundle in some:
-        members = _spread_out(sorted(bundle, key=lambda i: scales[i]), each)
-        units.append(Unit(tuple(members), times * size(bundle) / size(members), len(bundle), times))
+    times = sum(map(size, groups)) / max(1, sum(map(size, some)))
+    for group in some:
+        members = _spread_out(sorted(group, key=lambda i: scales[i]), each)
+        units.append(Unit(tuple(members), times * size(group) / size(members), len(group), times))
     return units
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +9,10 @@ import numpy as np
 
 from ..codec import entropy
 from ..codec.base import Leaf
-from ..codec.bundles.levels import join_levels, level_pieces
 from ..codec.format import container
-from ..codec.format.schema import StoredArray, StoredGroup
+from ..codec.format.schema import StoredArray, StoredGroup, groups_to_json
 from ..codec.state.leaves import LeafSpec, NpArray
-from ..codec.weights.levels import LevelsReference, references
+from ..codec.weights.levels import LevelsReference, compatible_parents, head_piece, level_pieces
 from ..codec.weights.planning import Limits
 from ..codec.weights.protected import held_values
 from ..kernels.huffman import huffman_lengths, pack_lengths
@@ -30,7 +28,7 @@ _PRIME = 7919
 
 
 def nbytes_of_header(
-    leaves: Sequence[Leaf], limits: Limits, is_delta: bool, bundles: Sequence[Sequence[int]] = ()
+    leaves: Sequence[Leaf], limits: Limits, is_delta: bool, groups: Sequence[Sequence[int]] = ()
 ) -> int:
     """Return the bytes of header records, with made-up lengths and errors.
 
@@ -38,9 +36,8 @@ def nbytes_of_header(
         leaves: the arrays.
         limits: thresholds over all arrays.
         is_delta: whether the arrays are coded against a parent.
-        bundles: numbers of the arrays of each bundle; default: none.
+        groups: numbers of the arrays of each group of several; default: none.
     """
-    bundled = {i for bundle in bundles for i in bundle}
 
     def thresholds(leaf: Leaf) -> list[float | None]:
         limit = limits.of(leaf.kind.layer)
@@ -53,26 +50,25 @@ def nbytes_of_header(
             f"codebook refit: the parent's gives {1 + other / 1000:.3g} times the error" if is_delta else "codebook new"
         )
         error = (100 + other) / 1000
-        made = StoredArray(leaf.spec.dtype, leaf.spec.shape, measure="relative L2", error=error, note=note)
-        if i in bundled:
-            return made
-        meta, lengths = {"t": thresholds(leaf)}, [19 + other % 97, leaf.spec.size // 4 + other]
-        return dataclasses.replace(made, stream="levels", lengths=lengths, meta=meta, is_delta=is_delta)
+        return StoredArray(leaf.spec.dtype, leaf.spec.shape, measure="relative L2", error=error, note=note)
 
-    empty = {"tree": [None for _ in leaves], "arrays": []}
+    def group(members: Sequence[int]) -> StoredGroup:
+        first, other = leaves[members[0]], _PRIME * members[0] % 900
+        lengths = [500, 50_000] if len(members) > 1 else [19 + other % 97, first.spec.size // 4 + other]
+        return StoredGroup(members, "levels", lengths, {"t": [thresholds(first)]}, is_delta)
+
+    empty = {"tree": [None for _ in leaves], "arrays": [], "groups": []}
     full: dict[str, Any] = {"tree": [{"a": i} for i, _ in enumerate(leaves)]}
     full["arrays"] = [record(*x).to_json() for x in enumerate(leaves)]
-    if bundles:
-        meta = [{"t": [thresholds(leaves[bundle[0]])]} for bundle in bundles]
-        pairs = zip(bundles, meta, strict=True)
-        full["bundles"] = [StoredGroup(b, "levels", m, [500, 50_000], is_delta).to_json() for b, m in pairs]
+    alone = set(range(len(leaves))) - {i for members in groups for i in members}
+    full["groups"] = groups_to_json([group(members) for members in (*groups, *([i] for i in sorted(alone)))])
     return len(container.write(full, [])[0]) - len(container.write(empty, [])[0])
 
 
 def nbytes_of_codebook(codebook: NpArray, before: LevelsReference | None, spec: LeafSpec) -> int:
     """Return the bytes of the codebook part, which precedes protected values and levels."""
-    parent = None if before is None else LevelsReference(_NOTHING, before.codebook, _NOTHING, _ANY)
-    return len(references(LevelsReference(_NOTHING, codebook, _NOTHING, _ANY), spec, parent))
+    parents = None if before is None else [LevelsReference(_NOTHING, before.codebook, _NOTHING, _ANY)]
+    return len(head_piece([spec], [LevelsReference(_NOTHING, codebook, _NOTHING, _ANY)], parents))
 
 
 def nbytes_of_protected(levels: NpArray, part: Sample, spec: LeafSpec) -> float:
@@ -82,8 +78,8 @@ def nbytes_of_protected(levels: NpArray, part: Sample, spec: LeafSpec) -> float:
     def one(at: NpArray | slice) -> int:
         own = np.ascontiguousarray(levels[at])
         held = held_values(part.x[at][own == 1], spec)
-        before = None if part.before is None else held_of(part.before, at, spec)
-        return len(references(LevelsReference(own, np.empty(0), held, _ANY), spec, before)) - none
+        befores = None if part.before is None else [held_of(part.before, at, spec)]
+        return len(head_piece([spec], [LevelsReference(own, np.empty(0), held, _ANY)], befores)) - none
 
     return _extrapolated(one, part)
 
@@ -99,23 +95,21 @@ def sampled_levels(levels: NpArray, codebook: NpArray, part: Sample, spec: LeafS
     return whole, LevelsReference(levels, codebook, held, _ANY)
 
 
-def nbytes_of_bundle(samples: Sequence[SampledLevels], parts: Sequence[Sample], unit: Unit) -> float:
-    """Estimate the bytes of a bundle from the samples of some of its arrays.
+def nbytes_of_group(samples: Sequence[SampledLevels], parts: Sequence[Sample], unit: Unit) -> float:
+    """Estimate the bytes of a group from the samples of some of its arrays.
 
     Args:
         samples: of these arrays.
         parts: their samples.
-        unit: the bundle and the number of elements that it represents.
+        unit: the group and the number of elements that it represents.
     """
     elements = sum(part.scale * part.wide.size for part in parts) * unit.scale / unit.times
 
     def pieces(step: int) -> tuple[int, int, int]:
-        some = samples[::step]
-        joined = join_levels([levels for _, levels in some], [spec for spec, _ in some])
-        assert joined is not None
-        before = join_levels([part.before for part in parts[::step]], joined.specs)
-        refers, levels = map(len, level_pieces(joined, before))
-        return refers, levels, joined.levels.size
+        specs, references = [spec for spec, _ in samples[::step]], [levels for _, levels in samples[::step]]
+        befores = compatible_parents([part.before for part in parts[::step]], specs)
+        refers, levels = map(len, level_pieces(specs, references, befores))
+        return refers, levels, sum(spec.size for spec in specs)
 
     refers, levels, size = pieces(1)
     more = unit.count - len(samples)

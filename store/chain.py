@@ -6,6 +6,9 @@ import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+from blake3 import blake3
 
 from ..codec.checkpoint import Checkpoint
 from ..codec.config import ChainPolicy
@@ -123,6 +126,46 @@ def opener(files: Files, manifest: Manifest) -> Callable[[Checkpoint | None], Ch
             return ckpt
 
     return open_next
+
+
+class _Fetched:
+    """Files of a bucket, each fetched whole, when it is first asked for."""
+
+    local = False
+
+    def __init__(self, files: Files) -> None:
+        self.path, self.root, self._read, self._held = files.path, files.root, files.read, dict[str, memoryview]()
+
+    def size(self, name: str) -> int:
+        """See `Files`."""
+        if name not in self._held:
+            self._held[name] = memoryview(self._read(name))
+        return len(self._held[name])
+
+    def read_range(self, name: str, start: int, stop: int) -> memoryview:
+        """See `Files`."""
+        return self._held[name][start:stop]
+
+
+def intact(files: Files, manifest: Manifest) -> Callable[[Checkpoint | None], Checkpoint]:
+    """Return `opener(files, manifest)` that also checks the content hash of each file.
+
+    Files of a disk are read twice, by parts. Those of a bucket are fetched once and stay in memory.
+    """
+    source: Any = files if files.local else _Fetched(files)
+    open_next, names = opener(source, manifest), iter(manifest.chain)
+
+    def open_checked(above: Checkpoint | None) -> Checkpoint:
+        ckpt, name, digest = open_next(above), next(names), blake3()
+        with _naming_errors(files, manifest.step, name):
+            for block in ckpt.blocks():
+                digest.update(block)
+            named = f"-{digest.hexdigest()[:16]}.spt"
+            if not name.endswith(named) or (above is None and digest.hexdigest() != manifest.id):
+                raise CorruptDataError("its bytes differ from those written")
+        return ckpt
+
+    return open_checked
 
 
 def carried_by(ckpt: Checkpoint) -> int:
@@ -337,7 +380,12 @@ class ChainHead:
         files, entry = catalog.files, None
         with contextlib.suppress(CorruptDataError, NewerFormatError):
             entry = catalog.get(self.manifest.step)
-        is_same = entry is not None and entry.manifest.identity == self.manifest.identity
+        # A thinned step has the identity of the whole one, but not its moments.
+        is_same = (
+            entry is not None
+            and entry.manifest.identity == self.manifest.identity
+            and entry.manifest.lacks == self.manifest.lacks
+        )
         now = replace(self, manifest=entry.manifest) if entry is not None and is_same else self
         # Files of a step that was replaced or removed may still exist for others.
         gone = missing(files, now.manifest.chain)

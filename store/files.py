@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import errno
 import posixpath
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import IO, Protocol
 
 from ..codec.errors import ShrinkpointWarning
 
@@ -54,8 +54,17 @@ class Files(Protocol):
         """Return the sorted names of the files in a folder; empty if it does not exist."""
         return sorted(self.sizes(folder))
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write or replace a file: durable when this returns; when it raises, old or new, but whole."""
+    def write(self, name: str, data: bytes | Iterable[bytes]) -> None:
+        """Write or replace a file: durable when this returns; when it raises, old or new, but whole.
+
+        Args:
+            name: of the file.
+            data: its bytes, or blocks of them in order.
+        """
+
+    def spool(self, folder: str) -> IO[bytes] | None:
+        """Return a temporary file without a name on the disk of a folder; None without a disk."""
+        return None
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a file that must not exist; False if it does, with other bytes."""

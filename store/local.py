@@ -13,8 +13,10 @@ import os
 import posixpath
 import secrets
 import stat
+import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO
 
 from .files import TEMPORARY, Files, StoreWarning
 from .regular_files import MOST_JSON, check_size, unlinked
@@ -106,12 +108,18 @@ class LocalFiles(Files):
         """Return the files of a folder within this one; NotADirectoryError if it is a link."""
         return LocalFiles(self._folder(folder))
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write or replace a file: durable when this returns; when it raises, old or new, but whole."""
+    def write(self, name: str, data: bytes | Iterable[bytes]) -> None:
+        """See Files."""
         target = self.path(name)
         with self._temporary(name, data) as temporary:
             os.replace(temporary, target)
         sync_folder(posixpath.dirname(target))
+
+    def spool(self, folder: str) -> IO[bytes]:
+        """See Files."""
+        path = self._folder(folder)
+        self._make_folder(path)
+        return tempfile.TemporaryFile(dir=path, prefix=TEMPORARY, buffering=0)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a file that must not exist; False if it does, with other bytes."""
@@ -160,7 +168,7 @@ class LocalFiles(Files):
             sync_folder(folder)
 
     @contextlib.contextmanager
-    def _temporary(self, name: str, data: bytes) -> Iterator[str]:
+    def _temporary(self, name: str, data: bytes | Iterable[bytes]) -> Iterator[str]:
         """A synced temporary file in the same folder; removed afterwards if it still exists."""
         below, base = posixpath.split(name)
         folder = self._folder(below)
@@ -176,7 +184,7 @@ class LocalFiles(Files):
         try:
             try:
                 with file:
-                    file.write(data)
+                    file.writelines([data] if isinstance(data, bytes) else data)
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:

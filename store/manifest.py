@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,8 +21,8 @@ from ..codec.format.bounded_json import loads
 from ..kernels.backend.arguments import integer
 from .checksummed_json import check_sum, seal
 
-VERSION = 2
-"""The highest that is known: 1 for steps of one process, 2 for sharded ones."""
+VERSION = 3
+"""The highest that is known: 1 for steps of one process, 2 for sharded ones, 3 for thinned ones."""
 MAX_STEP = 10**12 - 1
 MAX_GENERATION = 10**9 - 1
 _DATA = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.spt")
@@ -49,6 +50,7 @@ class Manifest:
         metric: how good the model is, for retention, or None.
         shards: name and bytes of the data files that several processes wrote for a sharded step, and of the files of
             their parents; `file` is then the index of the arrays. Empty for a step of one process.
+        lacks: role and number of the arrays that were left out when the step was thinned; empty for a whole step.
     """
 
     step: int
@@ -64,6 +66,7 @@ class Manifest:
     spent: int
     metric: float | None = None
     shards: tuple[tuple[str, int], ...] = ()
+    lacks: tuple[tuple[str, int], ...] = ()
 
     @property
     def chain(self) -> tuple[str, ...]:
@@ -103,9 +106,10 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return JSON with a checksum."""
-        fields = {"version": 2 if self.shards else 1, **asdict(self)}
-        if shards := dict(fields.pop("shards")):
-            fields["shards"] = shards
+        fields = {"version": 2 if self.shards else 3 if self.lacks else 1, **asdict(self)}
+        for name in ("shards", "lacks"):
+            if table := dict(fields.pop(name)):
+                fields[name] = table
         return seal(fields)
 
     @staticmethod
@@ -120,10 +124,11 @@ class Manifest:
                 )
             check_sum(data)
             del fields["checksum"]
-            if type(version) is not int or version < 1 or (version == 2) != bool(fields.get("shards")):
+            shards, lacks = (tuple(fields.pop(name, {}).items()) for name in ("shards", "lacks"))
+            if type(version) is not int or version != (2 if shards else 3 if lacks else 1) or (shards and lacks):
                 raise ValueError(f"version {str(version)[:20]!r}")
-            shards = tuple(fields.pop("shards", {}).items())
-            manifest = Manifest(**{**fields, "parents": tuple(fields["parents"])}, shards=shards)
+            parents = tuple(fields.pop("parents"))
+            manifest = Manifest(**fields, parents=parents, shards=shards, lacks=lacks)
         except (ValueError, TypeError, KeyError, AttributeError) as e:
             raise CorruptDataError(f"step {step}: its manifest is malformed: {str(e)[:200]}") from None
         if not manifest._is_sound() or manifest.step != step:
@@ -139,8 +144,19 @@ class Manifest:
             and len(set(self.files)) == len(self.files)
             and all(isinstance(h, str) and _HASH.fullmatch(h) for h in (self.id, self.identity))
             and self.file == data_name(self.step, self.id)
+            and all(re.fullmatch("[a-z ]{1,40}", role) and type(n) is int and n > 0 for role, n in self.lacks)
             and (self.metric is None or (type(self.metric) is float and math.isfinite(self.metric)))
         )
+
+
+def lacking(lacks: Iterable[tuple[str, int]]) -> str:
+    """Return what a thinned step lacks (`Manifest.lacks`), for a message.
+
+    Example:
+        >>> lacking([("first moment", 12), ("second moment", 1)])
+        'it lacks 12 first moments, 1 second moment'
+    """
+    return "it lacks " + ", ".join(f"{n} {role}{'s' * (n > 1)}" for role, n in lacks)
 
 
 def check_step(step: Any) -> int:

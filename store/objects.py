@@ -11,7 +11,7 @@ import functools
 import inspect
 import posixpath
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
@@ -65,8 +65,9 @@ class ObjectFiles(Files):
         self.fs, self.root = fs, root
         self._retry = Retry() if retry is None else retry
         put = getattr(fs, "_pipe_file", None) if getattr(fs, "async_impl", False) else fs.pipe_file
-        # obstore's file system for fsspec takes the mode and ignores it; `obstore::` URLs do not use that one.
-        ignored = type(fs).__module__.startswith("obstore.")
+        # These take the mode and ignore it: obstore's file system for fsspec, which `obstore::` URLs do not use, and
+        # that of the Hugging Face Hub, which uploads over an existing file.
+        ignored = type(fs).__module__.startswith(("obstore.", "huggingface_hub."))
         self._conditional = put is not None and "mode" in inspect.signature(put).parameters and not ignored
 
     def read(self, name: str) -> bytes:
@@ -100,9 +101,10 @@ class ObjectFiles(Files):
             return {}
         return {posixpath.basename(o["name"].rstrip("/")): int(o["size"] or 0) for o in objects}
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write or replace an object."""
-        self._retry(lambda: self.fs.pipe_file(self.path(name), data))
+    def write(self, name: str, data: bytes | Iterable[bytes]) -> None:
+        """Write or replace an object; its bytes are joined in memory."""
+        whole = data if isinstance(data, bytes) else b"".join(data)
+        self._retry(lambda: self.fs.pipe_file(self.path(name), whole))
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object that must not exist; False if it does, with other bytes.

@@ -119,7 +119,8 @@ def copy_all(
 
     chosen = dict(chosen)
     for step in sorted(chosen):
-        if step not in there:
+        # A whole step takes the place of a thinned one.
+        if step not in there or (there[step].lacks and not chosen[step].lacks):
             try:
                 source.settled(step, lambda e: copy_step(e.manifest))
             except MissingParentError:

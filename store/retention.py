@@ -33,11 +33,16 @@ UNUSED_FOR = 86_400.0
 class Retention:
     """Rules for the steps to keep; others are removed unless they are pinned or tagged.
 
+    Of the kept steps, old ones may be thinned: they keep all but the moments of the optimizer, for evaluation or
+    averages, and training cannot continue from them. See docs/store.md.
+
     Args:
         last: number of newest intact steps to keep, 1 or more; default 1.
         every: keep the steps that are multiples of this number, 1 or more; None: no such rule.
         best: number of steps with the best metric to keep, 0 or more; default 0. Among equal metrics the newest.
         largest: whether a larger metric is better; default False (a loss).
+        thin_after: number of newest intact steps that stay whole, 1 or more; older ones are thinned, except pinned and
+            tagged ones. None (default): none is thinned.
 
     Example:
         >>> sorted(Retention(last=2, every=100, best=1).kept({90: None, 100: 0.5, 110: 0.3, 120: 0.4, 130: None}))
@@ -48,12 +53,14 @@ class Retention:
     every: int | None = None
     best: int = 0
     largest: bool = False
+    thin_after: int | None = None
 
     def __post_init__(self) -> None:
         check_field(self, "last", integer, 1)
         check_field(self, "every", or_none, integer, 1)
         check_field(self, "best", integer, 0)
         check_field(self, "largest", flag)
+        check_field(self, "thin_after", or_none, integer, 1)
 
     def kept(self, metrics: Mapping[int, float | None]) -> set[int]:
         """Return the steps to keep, given the metric of each (None: not measured)."""
@@ -107,10 +114,10 @@ def collect(
             warnings.warn(message, StoreWarning, stacklevel=3)
     elif retention is not None:
         behind = rewinds.left_behind(catalog, records)
-        keep = protected | _kept(files, retention, entries)
+        keep = protected | kept(files, retention, entries)
         if behind:
             # A run that went back has two ends; each keeps its steps as if it were the newest.
-            keep |= _kept(files, retention, {s: e for s, e in entries.items() if s not in behind})
+            keep |= kept(files, retention, {s: e for s, e in entries.items() if s not in behind})
         entries = {s: e for s, e in entries.items() if s in keep}
     entries = {s: e for s, e in entries.items() if s not in drop}
     needed = {name for entry in entries.values() for name in entry.manifest.files}
@@ -166,7 +173,7 @@ def remove_unused(catalog: Catalog, file: str) -> None:
             catalog.files.remove([file])
 
 
-def _kept(files: Files, retention: Retention, entries: Mapping[int, Entry]) -> set[int]:
+def kept(files: Files, retention: Retention, entries: Mapping[int, Entry]) -> set[int]:
     """Return the steps to keep; a damaged step never takes the place of an intact one."""
     is_intact_file = functools.cache(functools.partial(is_whole, files))
 

@@ -15,23 +15,24 @@ from ..codec.config import Config
 from ..codec.display import html_fields
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.named_presets import check_config
-from ..codec.partial import check_patterns, decompress_only
+from ..codec.partial import check_patterns, decompress_into, decompress_only
 from ..codec.weights.past_weights import PastWeights
 from ..kernels.backend.arguments import flag, function, instance, no_device, number, or_none, sequence
 from . import labels, rewinds
 from .catalog import Catalog, Entry, manifest_path, named, unknown
 from .chain import FOLDER as DATA
-from .chain import ChainHead, opener, resolve
+from .chain import ChainHead, intact, opener, resolve
 from .compaction import MAX_COST, Compaction
 from .files import StoreWarning
 from .frozen_sets import FrozenSets
 from .lock import InUseError
-from .manifest import Manifest, check_metric, check_step
+from .manifest import Manifest, check_metric, check_step, lacking
 from .memory_copies import CopyReader, InMemoryWarning, MemoryCopies, check_keep, reader_of_copies
 from .parts import Progress, copy_all, problems, stores, unreadable
 from .retention import Retention, collect, collect_frozen, drop
 from .saver.exit import EXIT_CLEANUP
 from .session import Saved, Session
+from .thinning import thin
 from .urls import one_name, opened
 
 DAMAGE = (CorruptDataError, MissingParentError, NewerFormatError)
@@ -51,6 +52,10 @@ class DiskUsage(NamedTuple):
 
 class SkippedCheckpointWarning(StoreWarning):
     """`Store.load()` skipped a newer checkpoint that is not intact."""
+
+
+class ThinnedCheckpointWarning(StoreWarning):
+    """A step was loaded that `gc` has thinned: training cannot continue from it."""
 
 
 class NotCompactedWarning(StoreWarning):
@@ -99,6 +104,9 @@ class Store:
         self._lock = self._catalog.lock
         self.in_memory = check_keep(in_memory, self.url)
         self._read_copies: CopyReader | None = None
+        self._without_moments: set[str] = set()
+        self.lacks: tuple[tuple[str, int], ...] = ()
+        """Role and number of the arrays that the step loaded last lacks, because it was thinned."""
         copies = MemoryCopies(self.url, self.in_memory) if self.in_memory else None
         if copies is not None:
             copies.clean()
@@ -246,7 +254,7 @@ class Store:
     @property
     def head(self) -> ChainHead | None:
         """Parent of the next delta, set by `save`, `load` and `follow`; None: a base is next."""
-        return self.session.head
+        return self.session.read_head()
 
     @property
     def loaded(self) -> int | None:
@@ -314,6 +322,7 @@ class Store:
         paths: str | Sequence[str] | None = None,
         *,
         count: bool = True,
+        out: Any = None,
         **unknown: Never,
     ) -> Any:
         """Return the state at a step, or the newest intact one.
@@ -328,6 +337,8 @@ class Store:
                 needs are read. `*` also matches `/`. Containers without a match are left out; lists keep their
                 positions, with None for the rest.
             count: whether this is a restore of the run, to be counted; with `paths` it never is.
+            out: a tree of arrays to decode into, see `decompress`: a group of arrays at a time is in memory in addition
+                to them. If this raises, they may hold parts of several steps. Not with `paths`.
 
         Raises:
             BadArgumentError: no such step, an empty store, or a pattern without a match.
@@ -336,13 +347,15 @@ class Store:
         """
         no_device("load", unknown)
         patterns, count = None if paths is None else check_patterns(paths), flag("count", count)
+        if out is not None and patterns is not None:
+            raise BadArgumentError("out and paths were both given: a part of a state is returned in new arrays")
         self.wait_for_saves()
         if step is not None:
-            return self._load(self._step(step), patterns, count)
+            return self._load(self._step(step), patterns, count, out)
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(_Outdated):
-                return self._newest(patterns, count, is_final=False)
-        return self._newest(patterns, count, is_final=True)
+                return self._newest(patterns, count, out, is_final=False)
+        return self._newest(patterns, count, out, is_final=True)
 
     def wait_for_saves(self) -> None:
         """Wait for saves to this store that Savers of this process have in flight.
@@ -355,7 +368,7 @@ class Store:
         except ChildProcessError as e:
             warnings.warn(f"{self.url}: a save in flight is not seen: {e}", StoreWarning, stacklevel=3)
 
-    def _newest(self, patterns: Sequence[str] | None, count: bool, *, is_final: bool) -> Any:
+    def _newest(self, patterns: Sequence[str] | None, count: bool, out: Any, *, is_final: bool) -> Any:
         """Return the newest intact state of the steps that exist now.
 
         Raises:
@@ -372,7 +385,7 @@ class Store:
             warnings.warn(f"{e}: load() takes the highest step", StoreWarning, stacklevel=3)
         for candidate in rewinds.load_order(steps, behind):
             try:
-                state = self._load(candidate, patterns, count)
+                state = self._load(candidate, patterns, count, out)
             except DAMAGE as e:
                 if not is_final and not set(self.steps()) <= set(steps):
                     # Another process saves and removes: its newest step is not among those that were listed.
@@ -389,7 +402,7 @@ class Store:
         if reader is not None:
             self._read_copies = reader
             try:
-                state = self._newest(None, count, is_final=True)
+                state = self._newest(None, count, out, is_final=True)
             finally:
                 self._read_copies = None
             message = f"{self._files.root}: no checkpoint is intact in storage; loaded from its copy in memory"
@@ -397,25 +410,55 @@ class Store:
             return state
         raise CorruptDataError(f"{self._files.root}: no checkpoint is intact: {'; '.join(skipped)}")
 
-    def _load(self, step: int, patterns: Sequence[str] | None, count: bool) -> Any:
+    def _load(self, step: int, patterns: Sequence[str] | None, count: bool, out: Any) -> Any:
         if patterns is not None:
-            return self._catalog.settled(step, lambda e: decompress_only(opener(self._files, e.manifest), patterns))
+            return self._catalog.settled(step, lambda e: self._load_only(e.manifest, patterns))
         reader = self._read_copies
         hits = 0 if reader is None else reader.hits
+        if out is not None and reader is None:
+            entry, state = self._catalog.settled(step, lambda e: (e, self._load_into(e.manifest, out)))
+            self.session.resume_later(entry)
+            self._note_thinned(entry.manifest)
+            self._count(step, count)
+            return state
         entry, ckpt, base = self._resolve(step)
-        state = decompress(ckpt)
+        state = decompress(ckpt, out=None if callable(out) else out)
         if reader is not None and reader.hits > hits:
             # Files that were not read from storage may be damaged there: no delta is built on them.
             self.session.resume_without_parent(step)
         else:
             self.session.resume(entry, ckpt, base)
+        self._note_thinned(entry.manifest)
+        self._count(step, count)
+        return state
+
+    def _load_into(self, manifest: Manifest, out: Any) -> Any:
+        self.lacks = manifest.lacks  # which the caller may ask for before anything is written
+        return decompress_into(intact(self._files, manifest), out)
+
+    def _load_only(self, manifest: Manifest, patterns: Sequence[str]) -> Any:
+        try:
+            return decompress_only(opener(self._files, manifest), patterns)
+        except BadArgumentError as e:
+            if manifest.lacks:
+                raise BadArgumentError(f"{e}; step {manifest.step} was thinned: {lacking(manifest.lacks)}") from None
+            raise
+
+    def _note_thinned(self, manifest: Manifest) -> None:
+        """Remember what the loaded step lacks, and warn of it."""
+        self.lacks = manifest.lacks
+        if self.lacks:
+            message = f"{self._files.root}: step {manifest.step} was thinned: {lacking(manifest.lacks)}"
+            warnings.warn(f"{message}; training cannot continue from it", ThinnedCheckpointWarning, stacklevel=4)
+
+    def _count(self, step: int, count: bool) -> None:
+        """Count a restore, or warn that this is impossible."""
         try:
             if count:
                 self.session.add_restore(step)
         except (OSError, CorruptDataError) as e:
             message = f"{self._files.root}: this restore could not be counted ({e}); use load(..., count=False)"
-            warnings.warn(message, RestoreNotCountedWarning, stacklevel=3)
-        return state
+            warnings.warn(message, RestoreNotCountedWarning, stacklevel=4)
 
     def _resolve(self, step: int) -> tuple[Entry, Checkpoint, Checkpoint]:
         """Return a step's manifest, its resolved checkpoint, and the base of its chain."""
@@ -486,6 +529,9 @@ class Store:
         are not removed. If a run went back (see `save`), the retention is applied twice, once without the steps left
         behind, and both results are kept. With `best`, and without any metric, every step is kept, with a StoreWarning.
 
+        With `thin_after`, old steps lose the moments of optimizers, each in one atomic operation; saves wait only while
+        a chain moves to its new files. See docs/store.md.
+
         Frozen parameters that are stored once (`trainers.save`) are removed when no step needs them and no save has
         used them for a day.
 
@@ -516,9 +562,12 @@ class Store:
             removed += collect_frozen(self._files, kept, dry_run=dry_run)
         if retention is None or dry_run:
             return removed
-        # Compact chains that begin with files of removed steps, if that saves space.
+        moved: list[int] = []
+        with contextlib.suppress(InUseError):
+            moved = thin(self._catalog, retention, self._without_moments, timeout)
+        # Compact chains that begin with files of removed or thinned steps, if that saves space.
         with self._lock.shared() as lease:
-            moved = Compaction(self._catalog, lease, math.inf).free()
+            moved += Compaction(self._catalog, lease, math.inf).free()
         if moved:
             with contextlib.suppress(InUseError), self._lock.alone(timeout) as lease:
                 removed += collect(self._catalog, lease, None)

@@ -15,6 +15,7 @@ from shrinkpoint.codec import plan
 from shrinkpoint.codec.evidence import gather, names
 from shrinkpoint.codec.evidence.entries import Outline, entries_of
 from shrinkpoint.kernels.backend import first_calls
+from tests.seeds import is_fixed
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -22,7 +23,11 @@ if not torch.cuda.is_available():
 if not os.environ.get("SHRINKPOINT_TEST_FIRST_CALLS"):  # set: small arrays go to NumPy, as in a user's first process
     first_calls.compile_at_once()
 settings.register_profile(
-    "default", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    "default",
+    deadline=None,
+    max_examples=40,
+    derandomize=is_fixed(),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("default")
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,13 @@ class Script:
 
     def together(self, world: int, *arguments: object, fails: bool = False) -> None:
         """Run one process for each rank, as torchrun does; all must succeed, or all must fail."""
+        with self.ranks(world, *arguments) as runs:
+            for run in runs:
+                assert (run.wait() != 0) == fails, run.trouble
+
+    @contextlib.contextmanager
+    def ranks(self, world: int, *arguments: object) -> Iterator[list[Run]]:
+        """Start one process for each rank, as torchrun does; kill those that are left."""
         from torch.distributed import TCPStore
 
         # Where they meet, at a port that nobody else can take meanwhile.
@@ -112,8 +120,7 @@ class Script:
             for rank in range(world)
         ]
         try:
-            for run in runs:
-                assert (run.wait() != 0) == fails, run.trouble
+            yield runs
         finally:
             for run in runs:
                 run.kill()

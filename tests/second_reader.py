@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from blake3 import blake3
 
 Array = np.ndarray[Any, Any]
 FLOATS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}  # exponent, mantissa
+PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 CONTAINERS: dict[str, Any] = {"d": dict, "w": dict, "o": OrderedDict, "c": Counter, "l": list, "t": tuple}
 SCALARS: dict[str, Callable[[Any], Any]] = {
     "i": lambda text: int(text, 16),
@@ -30,7 +32,7 @@ SCALARS: dict[str, Callable[[Any], Any]] = {
 
 
 class RangeCoder:
-    """The adaptive binary range decoder, with named models, and the numbers coded with it."""
+    """The adaptive binary range decoder with named models, and its tables and changes."""
 
     def __init__(self, data: Source) -> None:
         self.bytes = itertools.chain(data.read(), itertools.repeat(0))
@@ -63,53 +65,45 @@ class RangeCoder:
         return v + 1 + self.count("rise", 3, top - v - 1) if self.bit("up") else v - 1 - self.count("down", 3, v - 2)
 
     def code_lengths(self, size: int) -> list[int]:
-        out, space, a, b, v = [0] * size, 2**24, 0, 0, -1
-        for s in range(size):
+        out, space, a, b, v = list[int](), 2**24, 0, 0, -1
+        while space and len(out) < size:
             a, b = self.bit("there", 2 * a + b), a
             if a:
                 v = self.count("first", 24, 24) if v < 0 else self.near(v, 24)
-                out[s], space = v or 1, space - 2 ** (24 - v)
-            if not space:
-                break
-        return out
+                space -= 2 ** (24 - v)
+            out.append((v or 1) if a else 0)
+        return out + [0] * (size - len(out))
 
     def frequencies(self, rows: int, size: int, precision: int) -> list[list[int]]:
         out, empty, kind, last, before = [[0] * size for _ in range(rows)], 0, 0, -1, -1
-        digits = self.plain(4)
+        digits, old = self.plain(4), [0] * 3 * size
         for c, row in enumerate(out):
-            empty = self.bit("empty", empty)
-            if empty:
+            if empty := self.bit("empty", empty):
                 continue
             kind = 1 + self.bit("same", kind) if self.bit("diagonal", kind) else 0
             peak = self.plain((size - 1).bit_length()) if kind == 2 else (before + c - last, before)[kind]
             others = [s for s in range(size) if s != peak] if digits and not self.bit("alone") else []
             for s in others:
-                at = s - peak + before
-                above = out[last][at].bit_length() if last >= 0 and 0 <= at < size else 0
-                left = row[s - 1].bit_length() if s > 0 and s - 1 != peak else 0
-                around = 6 * (above > 0) + 3 * (left > 0 or s - 1 == peak) + min(abs(s - peak), 3) - 1
-                if self.bit("there", around):
+                above, left = old[size + s - peak + before].bit_length(), row[s - 1].bit_length() if s else 0
+                if self.bit("there", 6 * (above > 0) + 3 * (left > 0 or s - 1 == peak) + min(abs(s - peak), 3) - 1):
                     known = above or left
                     width = self.near(known, precision) if known else 1 + self.count("first", 12, precision - 1)
-                    row[s] = 1
-                    for k in range(1, width):
-                        row[s] = 2 * row[s] + (self.bit("digit", k) if k < digits else 0)
+                    bits = [self.bit("digit", k) if k < digits else 0 for k in range(1, width)]
+                    row[s] = int("1" + "".join(map(str, bits)), 2)
             row[peak] = 2**precision - sum(row)
-            last, before = c, peak
+            last, before, old = c, peak, [0] * size + row + [0] * size
         return out
 
     def rare(self, expected: Array) -> Array:
         out, at, left, width = expected.copy(), 0, expected.size, self.plain(6)
         for changes in range(2 ** (width - 1) + self.plain(width - 1) if width else 0, 0, -1):
-            most = left - changes
-            q, gap = most * 2**32 // left, 0
-            for j in range(most.bit_length()):
+            digits, q, gap = (left - changes).bit_length(), (left - changes) * 2**32 // left, 0
+            for j in range(digits):
                 z = 2**48 // (2**32 + q)
                 if z >= 65535:
-                    gap += self.plain(most.bit_length() - j) << j if self.split(65535) else 0
+                    gap += self.plain(digits - j) << j if self.split(65535) else 0
                     break
-                gap += self.split(z) << j
-                q = q * q // 2**32
+                gap, q = gap + (self.split(z) << j), q * q // 2**32
             at, left, e = at + gap + 1, left - gap - 1, int(out[at + gap])
             if self.bit("far", e // 8):
                 t = 1
@@ -142,124 +136,115 @@ class Source(BytesIO):
 
     def packed(self, widths: Array) -> Array:
         """Read numbers of the given bit widths, the lowest bit first; zeros pad the last byte."""
-        bits = np.unpackbits(np.frombuffer(self.read(), np.uint8), bitorder="little")
+        bits = np.unpackbits(np.frombuffer(self.read(), np.uint8), bitorder="little").astype(np.uint64)
         starts, out = np.cumsum(widths) - widths, np.zeros(widths.size, np.uint64)
         assert not bits[widths.sum() :].any()
         for j in range(int(widths.max(initial=0))):
-            own = widths > j
-            out[own] |= bits[starts[own] + j].astype(np.uint64) << np.uint64(j)
+            out[widths > j] |= bits[starts[widths > j] + j] << np.uint64(j)
         return out
 
+    def lengths(self, n: int) -> list[int]:
+        return RangeCoder(self.block()).code_lengths(n)
+
     def huffman(self, lengths: list[int], n: int) -> Array:
-        codes, code, before, out = {}, -1, 0, []
+        codes, code, before, out, each = dict[str, int](), -1, 0, list[int](), -(-n // 4)
         for length, s in sorted((length, s) for s, length in enumerate(lengths) if length):
             code, before = (code + 1) << (length - before), length
             codes[f"{code:0{length}b}"] = s
-        sizes = self.varints(3 if n else 0)
-        for k, stream in enumerate(map(self.read, [*sizes, None])):
-            text, at, end = "".join(f"{b:08b}" for b in stream), 0, 1
-            for _ in range(min(k * -(-n // 4), n), min((k + 1) * -(-n // 4), n)):
-                while text[at:end] not in codes:
-                    end += 1
-                out.append(codes[text[at:end]])
-                at, end = end, end + 1
-            assert text[at:] == "0" * (-at % 8)
+        for k, stream in enumerate(map(self.read, [*self.varints(3 if n else 0), None])):
+            bits, count = iter("".join(f"{b:08b}" for b in stream)), min(k * each + each, n) - min(k * each, n)
+            out += [codes[next(word for word in itertools.accumulate(bits) if word in codes)] for _ in range(count)]
+            assert "".join(bits) in "0000000"
         return np.array(out, int)
 
     def rans(self, rows: Array, count: int) -> Array:
         """Read a table of frequencies, one row a context, and the symbols of the given contexts."""
-        form, columns, slots, out = self.byte(), self.varint(), [], list[int]()
+        form, columns, slots, out, contexts = self.byte(), self.varint(), [], list[int](), rows.tolist()
         # Four states take words one by one, in order; 64 states in rows of 16; the first row takes the last words.
         precision, states, least, together = (12, 64, 2**15, 16) if form == 64 else (form, 4, 2**16, 1)
         for row in RangeCoder(self.block()).frequencies(count, columns, precision):
-            line: list[tuple[int, int, int]] = []  # of each slot: symbol, its first slot, its frequency
-            for s in sorted(range(columns), key=lambda s: s != row.index(max(row))):
-                line += [(s, len(line), row[s])] * row[s]
-            slots.append(line)
+            order = sorted(range(columns), key=lambda s: s != row.index(max(row)))
+            slots.append([(s, k, row[s]) for s in order for k in range(row[s])])
         data = self.read()
         x = np.frombuffer(data[: 4 * states], "<u4").tolist() or [least] * states
         words = np.frombuffer(data[4 * states :], "<u2")[:: 1 if states == 64 else -1].tolist()
         for start in range(0, rows.size, together):
-            own = rows[start : start + together].tolist()
-            for k, row in enumerate(own, start % states):
-                high, slot = divmod(x[k], 2**precision)
-                s, first, f = slots[row][slot]
-                x[k] = f * high + slot - first
+            own = [(i % states, contexts[i]) for i in range(start, min(start + together, rows.size))]
+            for k, row in own:
+                s, first, f = slots[row][x[k] % 2**precision]
+                x[k] = f * (x[k] >> precision) + first
                 out.append(s)
-            for k in reversed(range(start % states, start % states + len(own))):
-                if x[k] < least:
-                    x[k] = x[k] * 65536 + words.pop()
+            for k, _ in reversed(own):
+                x[k] = x[k] * 65536 + words.pop() if x[k] < least else x[k]
         assert (x, words) == ([least] * states, [])
         return np.array(out, int)
 
     def published(self) -> Array:
         (count, size), out = self.varints(2), list[int]()
         alphabet = np.cumsum([-self.varint(), *self.varints(size - 1)])
-        for token in alphabet[self.huffman(RangeCoder(self.block()).code_lengths(size), count)].tolist():
+        for token in alphabet[self.huffman(self.lengths(size), count)].tolist():
             out += [-token] if token <= 0 else out[-1:] * (token - 1)
         return np.array(out)
 
     def rearranged(self, context: Array) -> Array:
         out, modulus = np.empty_like(context), self.varint()
         for value in np.unique(context):
-            own = context == value
-            out[own] = (value - self.block().symbols(int(own.sum()))) % modulus
+            out[context == value] = (value - self.block().symbols(int((context == value).sum()))) % modulus
         return out
 
-    def classes(self, columns: int, place: Array) -> tuple[Array, int]:
-        classes, base, row, column = self.varint(), self.varint(), place // columns, place % columns
-        down, across = self.block().symbols(int(row.max()) + 1), self.block().symbols(columns)
-        return np.clip(down[row] + across[column] - base, 0, classes - 1), classes
-
-    def factors(self, lines: Array, ranks: Array) -> list[Array]:
-        numbers, ends = self.block().symbols(int((ranks * lines).sum())) - 128, np.cumsum(ranks * lines)
-        parts = zip(np.tile(ranks, 2), lines.ravel(), np.split(numbers, ends[:-1]), strict=True)
-        found = [np.pad(x.reshape(k, m), ((0, 8 - k), (0, 0))) for k, m, x in parts]
-        return [np.concatenate(own, axis=1) for own in (found[: ranks.size], found[ranks.size :])]
+    def place_classes(self, columns: int, part: slice) -> Array:
+        """Return row class + column class of the elements of a part of a matrix."""
+        down = self.block().symbols(-(-part.stop // columns))
+        return np.add.outer(down, self.block().symbols(columns)).reshape(-1)[part]
 
     def matrix(self, n: int, context: Array | None) -> Array:
-        way, usual, columns, phase, matrices = self.byte(), self.byte(), *self.varints(3)
-        heights = np.array(self.varints(matrices) if matrices > 1 else [-(-(phase + n) // columns)])
-        place = phase + np.arange(n)
+        way, usual, columns, phase, count = self.byte(), self.byte(), *self.varints(3)
+        part, nearest = slice(phase, phase + n), np.zeros(n, int)
+        heights = self.varints(count) if count > 1 else [-(-part.stop // columns)]
         if self.byte() == 1:
-            ranks, row = np.array([self.byte() for _ in range(matrices)]), place // columns
-            left, right = self.factors(np.stack([heights, np.full(matrices, columns)]), ranks)
-            across = np.repeat(np.arange(matrices), heights)[row] * columns + place % columns
-            fourths = np.rint((left[:, row] * right[:, across]).sum(axis=0) / 16).astype(int) + 2
-            nearest, own, contexts = fourths // 4, fourths % 4, 4
+            ranks = [self.byte() for _ in heights]
+            ends = np.cumsum([*map(int.__mul__, ranks, heights), *(k * columns for k in ranks)])
+            factors = np.split(self.block().symbols(int(ends[-1])) - 128, ends[:-1])
+            pairs = zip(ranks, heights, factors[:count], factors[count:], strict=True)
+            sums = [a.reshape(k, rows).T @ b.reshape(k, columns) for k, rows, a, b in pairs]
+            fourths = np.rint(np.concatenate(sums).reshape(-1)[part] / 16).astype(int) + 2
+            nearest, row, rows = fourths // 4, fourths % 4, 4
         else:
-            nearest, (own, contexts) = np.zeros(n, int), self.classes(columns, place)
-        coded = self.rans(own, contexts)
+            rows, base = self.varints(2)
+            row = np.clip(self.place_classes(columns, part) - base, 0, rows - 1)
+        coded = self.rans(row, rows)
         numbers = np.where(coded % 2, -1 - coded // 2, coded // 2) + nearest
         if way == 1:
             numbers = (numbers + 128) % 256 - 128
             return (np.where(numbers < 0, -1 - 2 * numbers, 2 * numbers) + 1) % 256
-        return (numbers + (usual if context is None else context)) % 256
+        return (numbers + (context if way == 2 else usual)) % 256
 
     def symbols(self, n: int, context: Array | None = None, contexts: int = 1) -> Array:
         method = self.byte()
         known = np.full(n, self.byte()) if method in (0, 11) else np.zeros(n, int) if context is None else context
-        found = {
-            0: lambda: known,
+        reader: dict[int, Callable[[], Array]] = {
             1: lambda: self.packed(np.full(n, self.byte())),
-            2: lambda: self.huffman(RangeCoder(self.block()).code_lengths(256), n),
+            2: lambda: self.huffman(self.lengths(256), n),
             3: self.published,
             4: lambda: self.rans(np.zeros(n, int), 1),
             5: lambda: self.rans(known, contexts),
             6: lambda: self.rearranged(known),
-            7: lambda: known,
             8: lambda: np.frombuffer(zstandard.decompress(self.read()), np.uint8),
             9: lambda: np.frombuffer(self.read(), np.uint8),
             10: lambda: RangeCoder(self).rare(known),
             11: lambda: RangeCoder(self).rare(known),
             12: lambda: self.matrix(n, context),
-        }[method]()
+        }
+        found = known if method in (0, 7) else reader[method]()
         assert (found.size, self.read()) == (n, b"")
         return found.astype(int)
 
-    def planes(self, width: int, n: int) -> Array:
-        found = np.stack([self.block().symbols(n) for _ in range(width)], axis=1)
-        return found.astype(np.uint8).reshape(-1).view(f"<u{width}")
+    def planes(self, width: int, n: int, *more: Array) -> Array:
+        columns = [*(self.block().symbols(n) for _ in range(width)), *more]
+        return np.stack(columns, axis=1).astype(np.uint8).reshape(-1).view(f"<u{len(columns)}")
+
+    def numbers(self, n: int) -> Array:
+        return self.planes(width := self.varint(), n, *[np.zeros(n, np.uint8)] * (8 - width))
 
     def table(self) -> Array:
         out, count = np.zeros(256, np.float32), self.varint()
@@ -268,8 +253,8 @@ class Source(BytesIO):
         return out
 
     def exact(self, dtype: str, n: int, before: Array | None) -> Array:
-        part = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
-        width, is_float, total = kind(part).itemsize, part in FLOATS, n * kind(dtype).itemsize
+        part, total = PARTS.get(dtype, dtype), n * kind(dtype).itemsize
+        width, is_float, old = kind(part).itemsize, part in FLOATS, before
         old, n = np.empty(0) if before is None else before.view(kind(part)), total // width
         found = {
             0: lambda: self.symbols(total).astype(np.uint8),
@@ -289,15 +274,13 @@ class Source(BytesIO):
         return self.block().exact(dtype, n, before) if self.byte() else self.array(kind(dtype), n)
 
     def scaled(self, width: int, n: int) -> Array:
-        columns, context = self.varint(), None
+        columns, context, contexts, by = self.varint(), None, 1, 4 if width == 8 else 1
         if columns:
-            row, column = np.divmod(self.varint() + np.arange(n), columns)
-            rows, cols = self.block().symbols(int(row[-1]) + 1), self.block().symbols(columns)
-            context = np.minimum(rows[row] + cols[column], 255)
-        top = self.block().symbols(n, context, 1 if context is None else max(2, int(context.max()) + 1))
-        low = [self.block().symbols(n) for _ in range(width - 1)]
-        rotated = np.stack([*low, top], axis=1).astype(np.uint8).reshape(-1).view(f"<u{width}")
-        by = 4 if width == 8 else 1
+            phase = self.varint()
+            context = np.minimum(self.place_classes(columns, slice(phase, phase + n)), 255)
+            contexts = max(2, int(context.max()) + 1)
+        top = self.block().symbols(n, context, contexts)
+        rotated = self.planes(width - 1, n, top)
         return rotated >> rotated.dtype.type(by) | rotated << rotated.dtype.type(8 * width - by)
 
     def categories(self, width: int, n: int, *context: Any) -> Array:
@@ -307,10 +290,11 @@ class Source(BytesIO):
         return (((c - (k << b)).astype(np.uint64) << k.astype(np.uint64)) + self.packed(k)).astype(f"<u{width}")
 
     def sizes(self, exponent: int, mantissa: int, before: Array) -> Array:
-        wide, by_mantissa = before.astype(np.uint64), self.byte() == 1
-        context, contexts = (wide >> np.uint64(mantissa - 4)).astype(int) % 16, 16
-        if not by_mantissa:
-            fields = (wide >> np.uint64(mantissa)).astype(int) % 2**exponent
+        wide, context, contexts = before.astype(np.uint64) >> np.uint64(mantissa - 4), before, 16
+        if self.byte() == 1:
+            context = wide.astype(int) % 16
+        else:
+            fields = (wide >> np.uint64(4)).astype(int) % 2**exponent
             count = np.bincount(fields[:: 16 if fields.size > 2**14 else 1], minlength=2**exponent)
             first = (np.cumsum(count) - count) // max(256, -(-int(count.sum()) // 64))
             numbers, group = np.unique(first, return_inverse=True)
@@ -319,22 +303,20 @@ class Source(BytesIO):
 
     def sparse(self, is_float: bool, before: Array) -> Array:
         by_xor, edges, width = self.byte(), self.varints(self.varint()), before.itemsize
-        classes = np.repeat(np.arange(len(edges) + 1), self.varints(len(edges) + 1))
-        shifts = self.array("u1", len(edges) + 1).astype(int)
-        context = [classes, len(shifts)] if edges else []
-        q, d = np.divmod(self.block().symbols(classes.size, *context), 5)
-        k = np.maximum(q // 2 - 1, 0) + shifts[classes]
-        gaps = (q - 2 * (k - shifts[classes]) << k) + self.block().packed(k).astype(int)
-        changes, large = (d + 1).astype(before.dtype), d == 4
-        context = [classes[large], len(shifts)] if edges else []
+        contexts = len(edges) + 1
+        classes = np.repeat(np.arange(contexts), self.varints(contexts))
+        shifts = self.array("u1", contexts).astype(int)[classes]
+        q, d = np.divmod(self.block().symbols(classes.size, classes, contexts), 5)
+        k = np.maximum(q // 2 - 1, 0)
+        gaps = (q - 2 * k << k + shifts) + self.block().packed(k + shifts).astype(int)
+        changes, context = (d + 1).astype(before.dtype), classes[d == 4]
         if count := self.varint():
-            own = self.block().symbols(count, *context) if width == 1 else self.categories(width, count, *context)
-            changes[large] += own.astype(before.dtype)
+            read = self.block().symbols if width == 1 else lambda *about: self.categories(width, *about)
+            changes[d == 4] += read(count, context, contexts).astype(before.dtype)
         magnitude = before & before.dtype.type(2 ** (8 * width - 1) - 1)
         reached, steps = np.searchsorted(np.array(edges, before.dtype), magnitude, side="right"), np.zeros_like(before)
-        for c in range(len(shifts)):
-            items = np.flatnonzero(reached == c)
-            steps[items[np.cumsum(gaps[classes == c] + 1) - 1]] = changes[classes == c]
+        for c in range(contexts):
+            steps[np.flatnonzero(reached == c)[np.cumsum(gaps[classes == c] + 1) - 1]] = changes[classes == c]
         return before ^ steps if by_xor else changed_by(steps, before, is_float)
 
 
@@ -377,44 +359,40 @@ def bucket_values(numbers: Array, b: int, dtype: str) -> Array:
     return np.ldexp(np.where(bits > b, middle, single) * (numbers > 0), 2 - 2 ** (exponent - 1) - mantissa)
 
 
-class Leaf:
-    """An array: its items as unsigned patterns, and data that a later delta needs."""
-
-    def __init__(self, record: dict[str, Any]) -> None:
-        self.library, self.dtype, self.shape = record.get("l", "torch"), record["d"], record["s"]
-        self.stream, self.items, self.more = "", np.empty(0), dict[str, Any]()
+class Leaf(SimpleNamespace):
+    """An array: its record, its items as unsigned patterns, and `more` for a later delta."""
 
 
 class Unit:
-    """An array or a bundle: its members, their parents (empty without a delta), arrays of `v`."""
+    """A group: its arrays, their parents (empty without a delta), arrays of `v`."""
 
     def __init__(self, record: dict[str, Any], body: Source, *arrays: list[Leaf]) -> None:
-        self.leaves, self.parents, self.others = arrays
-        self.stream, self.meta, self.is_bundle = record["f"], record.get("m", {}), "a" in record
-        self.pieces = [body.read(n) for n in record["b"]]
+        (self.leaves, self.parents, self.others), self.stream = arrays, record["f"]
+        self.meta, self.pieces = record.get("m", {}), [body.read(n) for n in record["b"]]
         self.dtype, self.sizes = self.leaves[0].dtype, [prod(leaf.shape) for leaf in self.leaves]
 
-    def olds(self, *streams: str) -> list[Leaf]:
-        return self.parents if all(parent.stream in streams for parent in self.parents) else []
-
-    def before(self, part: slice) -> Array | None:
-        """Return a part of the parents' items, if they are exact."""
-        olds = self.olds("bytes", "changed", "exponent")
-        return np.concatenate([old.items for old in olds])[part] if olds else None
+    def known(self, name: str) -> Any:
+        """Return the parents' data of this name, joined; None where not every parent has it."""
+        data = [old.more[name] for old in self.parents if name in old.more]
+        return np.concatenate(data) if data and len(data) == len(self.parents) else None
 
     def cut(self, joined: Array) -> list[Array]:
         return np.split(joined, np.cumsum(self.sizes)[:-1])
 
-    def chunks(self, head: int = 0, step: int = 2**22) -> Iterator[tuple[Source, int, slice]]:
-        """Yield the pieces after the first `head`, each with its number of elements and its slice."""
+    def keep(self, name: str, joined: Array) -> None:
+        for leaf, data in zip(self.leaves, self.cut(joined), strict=True):
+            leaf.more[name] = data
+
+    def chunks(self, before: Any, head: int = 0, step: int = 2**22) -> Iterator[tuple[Source, int, slice, Any]]:
+        """Yield the pieces after the first `head`: piece, size, slice, that part of `before`."""
         for i, piece in enumerate(map(Source, self.pieces[head:])):
             part = slice(i * step, min(sum(self.sizes), i * step + step))
-            yield piece, part.stop - part.start, part
+            yield piece, part.stop - part.start, part, None if before is None else before[part]
             assert not piece.read()
 
     def read_bytes(self) -> Iterator[Array]:
-        for piece, n, part in self.chunks(step=2**24 // kind(self.dtype).itemsize):
-            yield piece.exact(self.dtype, n, self.before(part))
+        for piece, n, _, old in self.chunks(self.known("exact"), step=2**24 // kind(self.dtype).itemsize):
+            yield piece.exact(self.dtype, n, old)
 
     def read_copy(self) -> Iterator[Array]:
         (other,) = self.others
@@ -423,68 +401,58 @@ class Unit:
         yield other.items if other.dtype == self.dtype else rounded(values, self.dtype)
 
     def read_levels(self) -> Iterator[Array]:
-        head, olds = Source(self.pieces[0]), self.olds("levels")
-        codebooks = list(self.codebooks(head, olds))
-        coded, guess, context, contexts = [np.empty(0, int)], np.zeros(sum(self.sizes), "<u2"), None, 256
-        if olds:
-            context = self.shifted([old.more["levels"] for old in olds], [old.more["codebook"] for old in olds], 1)
-            contexts = 256 if self.is_bundle else olds[0].more["codebook"].size + 2
-            guess = np.concatenate([old.more["held"] for old in olds])
-        for piece, n, part in self.chunks(1):
-            coded.append(piece.symbols(n, None if context is None else context[part], contexts))
-        levels = self.shifted(self.cut(np.concatenate(coded)), codebooks, -1)
-        held, at = np.zeros_like(guess), np.flatnonzero(levels == 1)
+        head, context, contexts = Source(self.pieces[0]), self.known("levels"), 0
+        codebooks, held = list(self.codebooks(head)), np.zeros(sum(self.sizes), "<u2")
+        guess = held.copy() if context is None else self.known("held")
+        if context is not None:
+            context = self.shifted(context, olds := [old.more["codebook"] for old in self.parents], 1)
+            contexts = min(256, 2 + max(map(sum, zip(map(len, olds), self.shifts(olds), strict=True))))
+        coded = [piece.symbols(n, old, contexts) for piece, n, _, old in self.chunks(context, 1)]
+        levels = self.shifted(np.concatenate([*coded, np.empty(0, int)]), codebooks, -1)
+        at = np.flatnonzero(levels == 1)
         held[at] = changed_by(head.planes(2, head.varint()), guess[at], True)
         items = rounded(floats(held, "bfloat16"), self.dtype)
         odd = at[np.cumsum(head.varints(head.varint()), dtype=int)]
         items[odd], held[odd] = head.array(items.dtype, odd.size), 0
         assert not head.read()
-        parts = zip(self.leaves, *map(self.cut, (levels, held, items)), codebooks, strict=True)
-        for leaf, own, patterns, data, codebook in parts:
-            data[own > 1] = codebook[own[own > 1] - 2]
-            leaf.more = {"levels": own, "held": patterns, "codebook": codebook}
+        for leaf, codebook, own, data in zip(self.leaves, codebooks, self.cut(levels), self.cut(items), strict=True):
+            data[own > 1], leaf.more["codebook"] = codebook[own[own > 1] - 2], codebook
+        self.keep("levels", levels)
+        self.keep("held", held)
         yield items
 
-    def codebooks(self, head: Source, olds: list[Leaf]) -> Iterator[Array]:
-        if self.is_bundle:
-            modes = head.block().symbols(len(self.leaves)).tolist()
-            counts = head.block().symbols(len(modes) - modes.count(1)).tolist()
-            firsts = head.planes(4, modes.count(2)).astype(np.int64) - 2**31
-            steps = head.planes(8, modes.count(2)).view("<f8")
-        else:
-            counts, modes = [head.varint()], [head.byte()]
-            firsts = unzigzag(np.array(head.varints(modes.count(2)), np.int64))
-            steps = head.array("<f8", modes.count(2))
-        left, uniform = iter(counts), zip(firsts, steps, strict=True)
+    def codebooks(self, head: Source) -> Iterator[Array]:
+        modes = head.block().symbols(len(self.leaves)).tolist()
+        counts = head.block().symbols(len(modes) - modes.count(1)).tolist()
+        firsts, steps = (head.numbers(modes.count(2)) for _ in range(2))
+        left, uniform = iter(counts), zip(unzigzag(firsts).view("<i8"), steps.byteswap().view("<f8"), strict=True)
         for i, mode in enumerate(modes):
-            if mode == 0:
-                yield head.array(kind(self.dtype), next(left))
-            elif mode == 1:
-                yield olds[i].more["codebook"]
-            else:
+            if mode == 2:
                 first, step = next(uniform)
                 yield rounded(np.arange(first, first + next(left)) * step, self.dtype)
+            else:
+                yield self.parents[i].more["codebook"] if mode else head.array(kind(self.dtype), next(left))
 
-    def shifted(self, levels: list[Array], codebooks: list[Array], sign: int) -> Array:
-        """Join levels so that the first entry >= 0 has the same level everywhere; sign -1 undoes it."""
+    def shifts(self, codebooks: list[Array]) -> Array:
         zeros = np.array([(floats(codebook, self.dtype) < 0).sum() for codebook in codebooks])
-        by, joined = np.repeat(zeros.max() - zeros, self.sizes), np.concatenate(levels).astype(int)
-        return np.where(joined < 2, joined, (joined - 2 + sign * by) % 254 + 2).astype(np.uint8)
+        return zeros.max() - zeros
+
+    def shifted(self, levels: Array, codebooks: list[Array], sign: int) -> Array:
+        """Return levels whose first entry >= 0 is the same everywhere; sign -1 undoes it."""
+        by = np.repeat(self.shifts(codebooks), self.sizes)
+        return np.where(levels < 2, levels, (levels.astype(int) - 2 + sign * by) % 254 + 2).astype(np.uint8)
 
     def read_multiples(self) -> Iterator[Array]:
-        step, width, found, before = self.meta["s"], self.meta["w"], [], None
-        bias = 2 ** (8 * width - 1)
-        for old in self.olds("multiples"):
-            if old.more["step"] == step and old.more["width"] <= width:
-                before = (old.more["multiples"] + bias).astype(f"<u{width}")
-        for piece, n, part in self.chunks(step=2**24 // width):
-            numbers = piece.exact(f"uint{8 * width}", n, None if before is None else before[part])
-            found.append(numbers.astype(np.int64) - bias)
-            yield rounded(found[-1] * np.float64(step), self.dtype)
-        self.leaves[0].more = {"multiples": np.concatenate(found), "step": step, "width": width}
+        step, width, numbers, before = self.meta["s"], self.meta["w"], list[Array](), self.known("multiples")
+        bias, old = 2 ** (8 * width - 1), self.parents[0].more if before is not None else {"step": None}
+        before = (before + bias).astype(f"<u{width}") if old["step"] == step and old["width"] <= width else None
+        for piece, n, _, part in self.chunks(before, step=2**24 // width):
+            numbers.append(piece.exact(f"uint{8 * width}", n, part).astype(np.int64) - bias)
+            yield rounded(numbers[-1] * np.float64(step), self.dtype)
+        self.leaves[0].more = {"multiples": np.concatenate(numbers), "step": step, "width": width}
 
     def read_log_buckets(self) -> Iterator[Array]:
-        for piece, n, _ in self.chunks():
+        for piece, n, _, _ in self.chunks(None):
             lowest, _, flags = piece.varint(), piece.varint(), piece.byte()
             octave, values = piece.block().symbols(n), np.zeros(n)
             there = np.flatnonzero(octave)
@@ -498,71 +466,64 @@ class Unit:
             items[at] = piece.array(items.dtype, at.size)
             yield items
 
-    def with_escapes(self, estimates: Array, factors: Array, escape: int) -> Iterator[Array]:
-        """Return items: estimates times the factors of their symbols, or values of their own."""
-        olds, found = self.olds("rank-one"), np.empty(sum(self.sizes), np.uint8)
-        before = np.concatenate([old.more["symbols"] for old in olds]) if olds else None
-        for piece, n, part in self.chunks(1):
-            found[part] = piece.block().symbols(n, None if before is None else before[part], 256)
-            out = estimates[part] * factors[found[part]]
-            out[found[part] == escape] = piece.array("<f4", piece.varint())
+    def with_escapes(self, estimates: Array, factors: Array, escape: int, before: Any = None) -> Iterator[Array]:
+        """Yield estimates times the factors of their symbols, or values of their own."""
+        symbols = np.empty(estimates.size, np.uint8)
+        for piece, n, part, old in self.chunks(before, 1):
+            symbols[part] = own = piece.block().symbols(n, old, 256)
+            out = estimates[part] * factors[own]
+            out[own == escape] = piece.array("<f4", piece.varint())
             yield rounded(out, self.dtype)
-        for leaf, own in zip(self.leaves, self.cut(found), strict=True):
-            leaf.more["symbols"] = own
+        self.keep(f"symbols of {self.stream}", symbols)
 
     def read_rank_one(self) -> Iterator[Array]:
-        head, olds = Source(self.pieces[0]), self.olds("rank-one")
+        head, before, count = Source(self.pieces[0]), self.known("symbols of rank-one"), len(self.leaves)
         lengths = [n for side in (0, 1) for n in [(leaf.shape[0], prod(leaf.shape[1:]))[side] for leaf in self.leaves]]
         j = head.block().planes(2, sum(lengths)).astype(np.int64)
-        if olds:
-            j = np.concatenate([old.more[f"side {side}"] for side in (0, 1) for old in olds]) + unzigzag(j)
-        parts = np.split(j, np.cumsum(lengths)[:-1])
-        sides = parts[: len(self.leaves)], parts[len(self.leaves) :]
-        for side, numbers in enumerate(sides):
-            for leaf, own in zip(self.leaves, numbers, strict=True):
-                leaf.more[f"side {side}"] = own
-        factors = [[bucket_values(own, 3, "float32").astype(np.float32) for own in numbers] for numbers in sides]
-        products = [np.multiply.outer(a, b).reshape(-1) for a, b in zip(*factors, strict=True)]
-        yield from self.with_escapes(np.concatenate(products), head.table(), 1)
+        j = j if before is None else np.concatenate([self.known("rows"), self.known("columns")]) + unzigzag(j)
+        sides, estimates = np.split(j, np.cumsum(lengths)[:-1]), []
+        for leaf, *pair in zip(self.leaves, sides[:count], sides[count:], strict=True):
+            leaf.more["rows"], leaf.more["columns"] = pair
+            row, column = (bucket_values(numbers, 3, "float32").astype(np.float32) for numbers in pair)
+            estimates.append(np.multiply.outer(row, column).reshape(-1))
+        yield from self.with_escapes(np.concatenate(estimates), head.table(), 1, before)
 
     def read_grid(self) -> Iterator[Array]:
-        v = np.concatenate([floats(other.items, self.dtype) for other in self.others])
+        v, head = np.concatenate([floats(other.items, self.dtype) for other in self.others]), Source(self.pieces[0])
         root = np.sqrt(np.where((v >= 0) & np.isfinite(v), v, np.float32(0)))
-        head = Source(self.pieces[0])
         yield from self.with_escapes(root, head.table() * np.float32(head.varint() / 256), 0)
 
+    def read_own_grid(self) -> Iterator[Array]:
+        head, shape = Source(self.pieces[0]), self.leaves[0].shape
+        factors = head.table() * np.float32(head.varint() / 256)
+        j = head.block().planes(2, shape[0] + prod(shape[1:])).astype(np.int64)
+        row, column = np.split(bucket_values(j, 3, "float32").astype(np.float32), [shape[0]])
+        yield from self.with_escapes(np.sqrt(np.multiply.outer(row, column).reshape(-1)), factors, 0)
+
     def read_exponent(self) -> Iterator[Array]:
-        head, tables, coding = Source(self.pieces[0]), [], -1
+        head, coding, width, constant = Source(self.pieces[0]), -1, 0, 0
         if head.byte() == 1:
-            for _ in range(head.varint()):
-                count = head.varint()
-                tables.append(RangeCoder(head.block()).code_lengths(count))
+            tables = [head.lengths(head.varint()) for _ in range(head.varint())]
         else:
             tables, addends = self.parents[0].more.get("tables", []), head.array(kind(self.dtype), head.varint())
             coding, lengths = head.byte(), np.zeros(addends.size + 1, int)
             constant, width = (head.varint(), 0) if coding == 0 else (0, addends.size.bit_length())
             ranked = head.varints(head.varint() if coding in (2, 3) else 0)
             if coding == 2:
-                tables = [
-                    *(t for t in tables if len(t) != len(ranked)),
-                    RangeCoder(head.block()).code_lengths(len(ranked)),
-                ][-8:]
+                tables = [*(t for t in tables if len(t) != len(ranked)), head.lengths(len(ranked))][-8:]
             lengths[ranked] = next((t for t in tables if len(t) == len(ranked)), [])
-        assert not head.read()
-        for piece, n, part in self.chunks(1):
-            before = self.before(part)
+        for piece, n, _, before in self.chunks(self.known("exact"), 1):
             if coding == -1 and piece.byte() == 0:
                 yield piece.exact(self.dtype, n, before)
                 continue
             if coding == -1:
-                addends = piece.array(kind(self.dtype), piece.varint())
-                high = piece.block().symbols(n)
+                addends, high = piece.array(kind(self.dtype), piece.varint()), piece.block().symbols(n)
                 levels = 256 * high + piece.block().symbols(n, high, max(2, int(high.max()) + 1))
             elif coding in (2, 3):
                 levels = piece.huffman(lengths.tolist(), n)
             else:
-                levels = piece.symbols(n) if coding == 4 else constant + piece.packed(np.full(n, width))
-            steps = np.concatenate([[0.0], floats(addends, self.dtype).astype(float), [0.0]])[levels.astype(int)]
+                levels = piece.symbols(n) if coding == 4 else constant + piece.packed(np.full(n, width)).astype(int)
+            steps = np.concatenate([[0.0], floats(addends, self.dtype).astype(float), [0.0]])[levels]
             items = np.where(levels == 0, before, rounded(floats(before, self.dtype) + steps, self.dtype))
             kept = levels == addends.size + 1
             items[kept] = piece.array(kind(self.dtype), int(kept.sum()))
@@ -570,37 +531,36 @@ class Unit:
         self.leaves[0].more = {"tables": tables}
 
     def read_changed(self) -> Iterator[Array]:
-        for piece, n, part in self.chunks():
-            before = self.before(part)
-            if piece.byte() == 0 or before is None:
+        for piece, n, _, before in self.chunks(self.known("exact")):
+            if piece.byte() == 0:
                 yield piece.exact(self.dtype, n, None)
                 continue
             mask = np.unpackbits(piece.block().symbols(-(-n // 8)).astype(np.uint8), count=n, bitorder="little") == 1
             items = before.copy()
-            if mask.any():
-                items[mask] = piece.exact(self.dtype, int(mask.sum()), None)
+            items[mask] = piece.exact(self.dtype, int(mask.sum()), None) if mask.any() else []
             yield items
 
     def read_clusters(self) -> Iterator[Array]:
         entries = [10**e * (4 * 2**e + 9 * k) / (40 * 2**e * 10**6) for e in range(7) for k in range(1, 4 * 2**e, 2)]
         values = np.array(sorted([0.0, 1.0, *entries])).astype(np.float32)
-        for piece, n, _ in self.chunks():
+        for piece, n, _, _ in self.chunks(None):
             m = piece.varint()
             minimum, scale, labels = piece.array("<f4", m), piece.array("<f4", m), piece.block().symbols(n)
             codes = piece.block().symbols(n, labels, max(2, m))
             yield rounded(values[codes] * scale[labels] + minimum[labels], self.dtype)
 
     def read_rows(self) -> Iterator[Array]:
-        """Return rows: for each a style, numbers, codes and items."""
-        (leaf,), olds, columns = self.leaves, self.olds("rows"), prod(self.leaves[0].shape[1:])
-        rows: list[Any] = list(olds[0].more["rows"]) if olds else [None] * leaf.shape[0]
-        for piece, n, part in self.chunks(step=max(1, 2**22 // columns) * columns):
+        """Yield rows; each is kept as its style, numbers, codes and items."""
+        (leaf,), columns = self.leaves, prod(self.leaves[0].shape[1:])
+        before = self.parents[0].more.get("matrix") if self.parents else None
+        rows: list[Any] = list(before or [None] * leaf.shape[0])
+        for piece, n, part, _ in self.chunks(None, step=max(1, 2**22 // columns) * columns):
             start, marks = part.start // columns, piece.block().symbols(n // columns)
             for k, style in enumerate(self.meta["s"]):
                 at = start + np.flatnonzero(marks == k + 1)
                 old = [rows[i] for i in at]
                 if at.size and style[0] == "raw":
-                    known = np.concatenate([row[3] for row in old]) if olds else None
+                    known = np.concatenate([row[3] for row in old]) if before else None
                     numbers = codes = items = piece.either(self.dtype, at.size * columns, known).reshape(-1, columns)
                 elif at.size:
                     numbers, codes, values = quantized_rows(piece, style, columns, old)
@@ -608,7 +568,7 @@ class Unit:
                 for i, j in enumerate(at):
                     rows[j] = style, numbers[i], codes[i], items[i]
             yield from (row[3] for row in rows[start : start + marks.size])
-        leaf.more = {"rows": rows}
+        leaf.more = {"matrix": rows}
 
 
 def quantized_rows(piece: Source, style: list[Any], columns: int, old: list[Any]) -> tuple[Array, Array, Array]:
@@ -645,12 +605,7 @@ def tree(nodes: Iterator[Any], leaves: list[Leaf], keys: dict[int, str], path: t
         return scalar(node)
     names = range(body) if tag in "lt" else body
     children = [tree(nodes, leaves, keys, (*path, name)) for name in names]
-    if tag in "lt":
-        return CONTAINERS[tag](children)
-    made = CONTAINERS[tag]()
-    for name, child in zip(names, children, strict=True):
-        made[scalar(name)] = child
-    return made
+    return CONTAINERS[tag](children if tag in "lt" else dict(zip(map(scalar, names), children, strict=True)))
 
 
 def header_of(blob: bytes) -> tuple[dict[str, Any], Source]:
@@ -665,35 +620,41 @@ def header_of(blob: bytes) -> tuple[dict[str, Any], Source]:
     for length, digest in struct.iter_unpack("<Q16s", blob[56 + stored : start]):
         assert xxhash.xxh3_128(blob[at : at + length]).digest() == digest
         at += length
-    others = (header := json.loads(text)).keys() - {"parent", "as", "raw", "tree", "why", "arrays", "bundles"}
-    assert (at, others, header["arrays"].keys() - {"count", *"ldsfmbpvqenyc"}) == (len(blob), set(), set())
-    assert all(row.keys() <= set("afmbp") for row in header.get("bundles", []))
-    records: list[dict[str, Any]] = [{} for _ in range(header["arrays"].pop("count"))]
-    for name, column in header["arrays"].items():
+    others = (header := json.loads(text)).keys() - {"parent", "as", "raw", "tree", "why", "arrays", "groups"}
+    assert (at, others) == (len(blob), set())
+    header |= {"arrays": rows(header["arrays"], "ldsovqenyc"), "groups": rows(header["groups"], "afmbp")}
+    return header, Source(blob[start:])
+
+
+def rows(columns: dict[str, Any], names: str) -> list[dict[str, Any]]:
+    """Return the records that are stored as columns."""
+    records: list[dict[str, Any]] = [{} for _ in range(columns.pop("count"))]
+    assert columns.keys() <= set(names)
+    for name, column in columns.items():
         column = [column["v"][i] for i in column.get("i", [0] * len(records))] if isinstance(column, dict) else column
         for record, value in zip(records, column, strict=True):
             record |= {} if value is None else {name: value}
-    return header | {"arrays": records}, Source(blob[start:])
+    return records
 
 
 def read(blob: bytes, parent: Any = (None, None, {})) -> tuple[Any, str, dict[str, Leaf]]:
     """Return the state (arrays are `Leaf`s), its identity, and the arrays by key."""
     header, body = header_of(blob)
-    assert header["parent"] == parent[1]
     records, keys, nodes, decoders = header["arrays"], dict[int, str](), iter(header["tree"]), []
-    leaves = list(map(Leaf, records))
+    leaves = [Leaf(library=x.get("l", "torch"), order=x.get("o"), dtype=x["d"], shape=x["s"], more={}) for x in records]
     state = tree(nodes, leaves, keys)
-    units = [([i], record) for i, record in enumerate(records) if "f" in record]
-    units += [(np.cumsum(record["a"]).tolist(), record) for record in header.get("bundles", [])]
-    for members, record in units:
+    members = [-1]
+    for record in header["groups"]:
+        members = (members[0] + np.cumsum(record.get("a", [1]))).tolist()
         others = [leaves[records[i]["v"]] for i in members if "v" in records[i]]
         olds = [parent[2][keys[i]] for i in members] if record.get("p") else []
         decoders.append(Unit(record, body, [leaves[i] for i in members], olds, others))
-    assert (next(nodes, None), body.read()) == (None, b"")
+    assert (header["parent"], next(nodes, None), body.read()) == (parent[1], None, b"")
     with np.errstate(all="ignore"):
         for unit in sorted(decoders, key=lambda unit: len(unit.others)):  # arrays that `v` names come first
             made = getattr(unit, "read_" + unit.stream.replace("-", "_"))()
             items = np.concatenate([*made, np.empty(0, kind(unit.dtype))])
-            for leaf, own in zip(unit.leaves, unit.cut(items), strict=True):
-                leaf.stream, leaf.items = unit.stream, own
+            for leaf, data in zip(unit.leaves, unit.cut(items), strict=True):
+                leaf.items = data
+                leaf.more |= {"exact": data} if unit.stream in ("bytes", "changed", "exponent") else {}
     return state, header.get("as") or blake3(blob).hexdigest(), {keys[i]: leaf for i, leaf in enumerate(leaves)}

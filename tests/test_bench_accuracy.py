@@ -97,7 +97,7 @@ def test_a_system_s_name_says_what_it_is() -> None:
 
 
 def test_computed_shares_follow_from_the_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("compress delta, default, drawn", "decompress delta, default, drawn")
+    names = ("compress delta, default, GPT", "decompress delta, default, GPT")
     rows = [{"row": n, "device": "cpu, 1 thread", "size": 1e8, "value": 1000.0} for n in names]
     monkeypatch.setattr(scale_tables, "rows_of", lambda _: rows)
     monkeypatch.setattr(scale_tables, "PAPER_MODELS", {"a": 150e6})  # 1.8 GB: 1.8 s each way

@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import shrinkpoint as sp
 from shrinkpoint.bench.evidence import levels
-from shrinkpoint.bench.studies.harm import campaign, families, groups, measure
+from shrinkpoint.bench.studies.harm import by_optimizer, campaign, families, groups, measure
 from shrinkpoint.bench.studies.harm.measure import Answers, divergence
 from shrinkpoint.bench.studies.harm.summary import Campaign, Effect, bench_rows
+from shrinkpoint.bench.studies.workloads import Run
 
 pytest.importorskip("sklearn")
 
@@ -94,26 +99,118 @@ def test_the_table_of_levels_has_a_figure_a_cell_and_names_the_worst_families(mo
     rows += [row | {"family": "ViT", "ratio": 15.0, "loss": 1.0, "restores": better} for row in rows]
     monkeypatch.setattr(levels, "campaign", lambda: Campaign(rows))
     table = levels.levels()
-    line = "| `Config()` | 20 x | 15 x | 98.00 % | 4.66 % worse | not measured | not measured |"
-    assert line in table
-    assert "`Config()` ViT, ViT, MLP" in table
+    missing = " | ".join(["not measured"] * 3)
+    assert f"| `Config()` | 20 x | 15 x | 98.00 % | 50.00 % | 4.66 % worse | {missing} |" in table
+    assert "`Config()` ViT; ViT; ViT; MLP" in table
+    assert "| `Config()` | chose settings | 50.00 % | 0.20 % worse |" in levels.evaluation()
 
 
-def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "harm.jsonl"
-    done: list[str] = []
-    monkeypatch.setattr(campaign, "uninterrupted", lambda family, seed: {"loss": 1.0, "accuracy": None})
-    monkeypatch.setattr(campaign, "killed", lambda family, setting, seed: done.append(setting) or {"loss": 1.0})
-    monkeypatch.setattr(campaign, "resumed", lambda *_: None)
-    monkeypatch.setattr(campaign, "chain", lambda *_: {})
-    quiet: dict[str, Any] = {"families": ("MLP",), "parts": (), "say": lambda _: None}
-    campaign.measure(campaign.Rows(path), [0], levels=("null",), **quiet)
+def test_the_groups_have_their_own_lines_and_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A held-back family stands in the line of its group, with its number of seeds."""
+    rows = [record("end", "uninterrupted", seed, 1.0) for seed in (0, 1)]
+    rows += [record("killed", setting, seed, 1.0) for setting in ("null", "default") for seed in (0, 1)]
+    rows += [row | {"family": "LoRA", "loss": row["loss"] + 0.1 * (row["setting"] == "default")} for row in rows[:-1]]
+    monkeypatch.setattr(levels, "campaign", lambda: Campaign(rows))
+    lines = {
+        tuple(cell.strip() for cell in line.split("|")[1:3]): line for line in levels.levels_by_group().splitlines()
+    }
+    chose = f"| {len(groups.CHOSE)} | 0 to 2 | 25 x | 25 x | equal |"
+    assert chose in lines["`Config()`", "chose settings"]
+    nothing = f"| {len(groups.HELD_BACK)} | 0 to 1 | 25 x | 25 x | not measured |"  # one seed has no bound
+    assert nothing in lines["`Config()`", "chose nothing"]
+    assert not set(groups.CHOSE) & set(groups.HELD_BACK)
+
+
+SCRIPT = """
+import dataclasses, sys
+from pathlib import Path
+from shrinkpoint.bench.studies.harm import campaign, groups
+made = groups.ALL["MLP"]()
+family = dataclasses.replace(made, workload=dataclasses.replace(made.workload, steps=130))
+groups.ALL["MLP"] = lambda: family
+say = lambda text: print(text, flush=True)
+campaign.measure(
+    campaign.Rows(Path(sys.argv[1])), [0, 1], families=("MLP",), levels=("null", "default"), parts=(), say=say
+)
+"""
+"""A campaign of short, real trainings."""
+
+
+def test_a_campaign_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    """Nothing is measured twice or lost, and the rows are those of a campaign without a kill."""
+    path, whole = tmp_path / "harm.jsonl", tmp_path / "whole.jsonl"
+    command = [sys.executable, "-c", SCRIPT]
+    with subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = next(line for line in process.stdout if "seed 1: killed, default" in line)
+        time.sleep(0.1)
+        process.kill()
+    assert said
+    assert process.returncode != 0
+    before = path.read_text()
+    measured = [json.loads(line) for line in before.splitlines()]
+    assert [row["seed"] for row in measured if row["setting"] == "null"] == [0, 1]
+    assert [row["seed"] for row in measured if row["setting"] == "default" and row["what"] == "killed"] == [0]
     with path.open("a") as file:
-        file.write('{"what": "killed", "family": "MLP", "setti')  # the process was killed while it wrote
-    campaign.measure(campaign.Rows(path), [0], levels=("null", "default"), **quiet)
-    assert done == ["null", "default"]
-    assert len(campaign.Rows(path).rows) == 3
-    assert json.loads(path.read_text().splitlines()[0])["what"] == "end"
+        file.write('{"what": "killed", "family": "MLP", "setti')  # as if the kill had come while it wrote
+    again = subprocess.run([*command, str(path)], capture_output=True, text=True, check=True).stdout
+    assert again.splitlines()[0] == "MLP, seed 1: killed, default"
+    assert path.read_text().startswith(before)
+    subprocess.run([*command, str(whole)], capture_output=True, check=True)
+    keys = [(row["what"], row["setting"], row["seed"]) for row in campaign.Rows(path).rows]
+    assert len(keys) == len(set(keys)) == 13
+    numbers = [[row | {"commit": None} for row in campaign.Rows(file).rows] for file in (path, whole)]
+    assert numbers[0] == numbers[1]
+
+
+def test_rows_name_commit_versions_and_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row says what measured it; its configuration can be made again."""
+    monkeypatch.setattr(campaign, "_commit", lambda: "abc")
+    rows = campaign.Rows(tmp_path / "harm.jsonl")
+    rows.add("killed", "MLP", "precise", 0, {"loss": 0.123456789})
+    rows.add("end", "MLP", campaign.UNINTERRUPTED, 0, {"loss": 1.0})
+    precise, end = campaign.Rows(rows.path).rows
+    assert (precise["loss"], precise["commit"], precise["torch"]) == (0.1234568, "abc", torch.__version__)
+    assert sp.Config.from_json(precise["config"]) == sp.presets.precise()
+    assert end["config"] is None
+
+
+def test_an_exact_end_is_compared_with_a_training_of_its_own_machine() -> None:
+    """Another processor rounds differently, which would look like a loss of the level."""
+    key = {"family": "MLP", "seed": 0}
+    own = {"loss": 0.9, "accuracy": 0.6}
+    rows = [
+        {"what": "end", "setting": campaign.UNINTERRUPTED, "loss": 1.0, "accuracy": 0.5, **key},
+        {"what": "killed", "setting": "lossless", campaign.UNINTERRUPTED: own, **own, **key},
+        {"what": "killed", "setting": "null", "loss": 1.1, "accuracy": 0.4, **key},
+    ]
+    found = Campaign(rows)
+    assert [found.ends("MLP", "lossless", what) for what in own] == [{0: 0.0}, {0: 0.0}]
+    assert found.ends("MLP", "null", "loss") == {0: pytest.approx(10.0)}
+
+
+def test_a_family_without_its_package_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are measured; what lacks for another reason is an error."""
+    said: list[str] = []
+    monkeypatch.setattr(campaign, "killed", lambda family, setting, seed: {"loss": 1.0})
+    monkeypatch.setattr(campaign, "chain", lambda *_: {})
+    package = [""]
+
+    def uninterrupted(family: families.Family, seed: int) -> dict[str, Any]:
+        if family.name == "experts":
+            return {"loss": 1.0}
+        raise ModuleNotFoundError(name=package[0])
+
+    monkeypatch.setattr(campaign, "uninterrupted", uninterrupted)
+    some: dict[str, Any] = {"families": ("mixer, schedule-free", "experts"), "levels": ("null",), "say": said.append}
+    rows = campaign.Rows(tmp_path / "harm.jsonl")
+    package[0] = "another"
+    with pytest.raises(ModuleNotFoundError):
+        campaign.measure(rows, [0], **some)
+    package[0] = "schedulefree"
+    campaign.measure(rows, [0], **some)
+    assert "mixer, schedule-free: not measured: schedulefree is not installed" in said
+    assert [row["family"] for row in rows.rows if row["what"] == "end"] == ["experts"]
 
 
 def test_what_is_stored_exactly_ends_exactly() -> None:
@@ -127,9 +224,98 @@ def test_what_is_stored_exactly_ends_exactly() -> None:
     assert measure.killed(family, "compact", 0, failures=2)["loss"] != found["loss"]
 
 
+SPECIAL = ("diffusion, EMA", "LoRA", "text, bf16 masters", "mixer, schedule-free")
+"""Families with further parts in their state: an average, a frozen model, masters, an iterate."""
+
+
+def made(name: str) -> families.Family:
+    """Return a family, unless its optimizer's package is not installed."""
+    family = groups.ALL[name]()
+    try:
+        Run(family.workload, 0)
+    except ModuleNotFoundError as error:
+        if error.name not in by_optimizer.PACKAGES:
+            raise
+        pytest.skip(f"{error.name} is not installed")
+    return family
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_further_parts_of_a_state_go_through_kills(name: str) -> None:
+    """A lossless training with an average, masters or an iterate ends as if not killed."""
+    family = short(made(name), 40)
+    found = measure.killed(family, "lossless", 0, failures=2)
+    assert found["loss"] == measure.uninterrupted(family, 0)["loss"]
+    assert [r["divergence"] for r in found["restores"]] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("name", "why"), [("diffusion, EMA", "average"), ("text, bf16 masters", "master")])
+def test_averages_and_masters_are_declared(name: str, why: str) -> None:
+    """An undeclared average would be exact, and the harm of a lossy one would not be measured."""
+    run = Run(made(name).workload, 0, until=3)
+    rows = sp.compress(run.state(), kinds=run.kinds()).summary()
+    assert sum(row.error > 0 for row in rows if row.why == f"kinds: {why}") >= 3
+
+
+def test_the_average_is_judged() -> None:
+    """Answers of a family with an average are those of the average."""
+    family = made("diffusion, EMA")
+    run = Run(family.workload, 0, until=5)
+    before = measure.answers(family, run).outputs
+    with torch.no_grad():
+        next(run.model.parameters()).add_(1.0)
+        assert torch.equal(measure.answers(family, run).outputs, before)
+        assert run.average is not None
+        next(run.average.parameters()).add_(1.0)
+    assert not torch.equal(measure.answers(family, run).outputs, before)
+
+
+def test_judging_a_schedule_free_training_does_not_change_it() -> None:
+    """The way to the average and back would round."""
+    family = made("mixer, schedule-free")
+    run = Run(family.workload, 0, until=5)
+    before = run.state()
+    with run.judged() as model:
+        assert not torch.equal(model.state_dict()["patches.weight"], before["model"]["patches.weight"])
+    after = run.state()
+    assert all(torch.equal(x, after["model"][name]) for name, x in before["model"].items())
+    run.train(6)
+
+
+def test_the_null_leaves_frozen_parameters() -> None:
+    """A level keeps them exactly, so the null must not change them."""
+    run = Run(made("LoRA").workload, 0, until=2)
+    system = measure.Perturbed(0)
+    system.save(run)
+    before, after = run.state()["model"], system.restore()["model"]
+    changed = {name for name, x in before.items() if not torch.equal(x, after[name])}
+    assert changed == {name for name, p in run.model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("name", groups.HELD_BACK)
+def test_schedules_of_held_back_families_end_near_zero(name: str) -> None:
+    """Schedule-free training has none; the first group ends at a tenth."""
+    workload = groups.ALL[name]().workload
+    assert workload.end == (1.0 if "schedule-free" in name else 0.01)
+    run = Run(families.mlp().workload, 0)
+    run.step = run.workload.steps
+    assert run.learning_rate() == pytest.approx(0.1 * run.workload.rate)
+
+
+def test_every_optimizer_is_in_the_second_group() -> None:
+    """By the names of families, or by the optimizer itself."""
+    names = " ".join(groups.HELD_BACK)
+    wanted = ("SGD", "Lion", "Muon", "ADOPT", "AdEMAMix", "schedule-free", "SOAP", "masters", "EMA")
+    assert all(word in names for word in wanted)
+    made = [groups.ALL[name]().workload for name in ("VAE", "recommender", "LoRA")]
+    kept = [Run(workload, 0, until=1).optimizer for workload in made]
+    assert kept[0].param_groups[0]["amsgrad"]
+    assert [type(optimizer).__name__ for optimizer in kept[1:]] == ["RMSprop", "NAdam"]
+
+
 @pytest.mark.parametrize("name", groups.ALL)
 def test_each_family_trains_and_answers(name: str) -> None:
-    family = short(groups.ALL[name](), 10)
+    family = short(made(name), 10)
     rows: dict[str, Any] = {}
     measure.resumed(family, ["lossless"], 0, rows.__setitem__, after=(0,))
     assert rows["lossless"]["after"]["0"]["divergence"] == 0.0

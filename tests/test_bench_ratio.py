@@ -633,8 +633,8 @@ def test_the_table_of_libraries_shows_losses_and_what_is_lost(results: list[Row]
 def test_the_words_on_weights_without_a_rate_are_the_rows(results: list[Row]) -> None:
     text = ratios.weights()
     assert "| weights, rate 0, 16 bins | 0.25, +0.20 % |" in text
-    assert "- Beside `presets.inshrinkerator(16)`: MLP 4.0 x (16 bins)." in text  # not the one with a rate, 10 x
-    assert "- Beside `presets.inshrinkerator(32)`: MLP none." in text
+    assert "- Next to `presets.inshrinkerator(16)`: MLP 4.0 x (16 bins)." in text  # not the one with a rate, 10 x
+    assert "- Next to `presets.inshrinkerator(32)`: MLP none." in text
 
 
 def test_the_table_of_losses_has_all_three(results: list[Row]) -> None:

@@ -17,7 +17,7 @@ def test_shapes_are_those_of_the_named_models() -> None:
     resnet = small_arrays.resnet(quick=False)
     assert len(resnet) == 161
     assert sum(math.prod(shape) for shape in resnet.values()) == 25_557_032
-    state = small_arrays._resnet(True)[0]["model"]
+    state = small_arrays._resnet(True).before["model"]
     assert sum("running" in name for name in state) == 106
     assert len(small_arrays.lora(quick=False)) == 448
     assert sum("experts" in name for name in small_arrays.experts(quick=True)) == 3 * 64

@@ -16,18 +16,18 @@ from shrinkpoint.bench.studies import endurance
 
 def row(name: str, device: str, value: float | None, **more: Any) -> dict[str, Any]:
     empty = {"peer": None, "peer_value": None, "ratio": None, "target": None, "met": None, "note": ""}
-    made = {"row": name, "device": device, "size": 100_000_000, "value": value, "unit": "MB/s", **empty, **more}
+    made = {"row": name, "device": device, "size": 25_000_000, "value": value, "unit": "MB/s", **empty, **more}
     return dataclasses.asdict(Row(**made))
 
 
 ONE, TWO = "cpu, 1 thread", "cpu, 2 threads"
 SPEEDS = [
-    row("compress base, default, drawn", ONE, 500.0, peer="memcpy", peer_value=9000.0),
-    row("compress base, default, drawn", ONE, 500.0, peer="torch.save", peer_value=1200.0),
-    row("compress base, default, drawn", TWO, 800.0, peer="torch.save", peer_value=1300.0),
-    row("compress base, default, real", ONE, 1.0, peer="torch.save", peer_value=2.0),
-    row("compress base, lossless, drawn", ONE, 3.0, peer="torch.save", peer_value=4.0),
-    row("decompress base, default, drawn", ONE, None, peer="torch.save", peer_value=1300.0),
+    row("compress base, default, GPT", ONE, 500.0, peer="memcpy", peer_value=9000.0),
+    row("compress base, default, GPT", ONE, 500.0, peer="torch.save", peer_value=1200.0),
+    row("compress base, default, GPT", TWO, 800.0, peer="torch.save", peer_value=1300.0),
+    row("compress base, default, ViT", ONE, 1.0, peer="torch.save", peer_value=2.0),
+    row("compress base, lossless, GPT", ONE, 3.0, peer="torch.save", peer_value=4.0),
+    row("decompress base, default, GPT", ONE, None, peer="torch.save", peer_value=1300.0),
 ]
 STALLS = [
     row("stall of save", "cpu", 5.0, peer="memcpy", peer_value=4.0, note="3 arrays, 60 MB; quartiles"),
@@ -78,8 +78,8 @@ def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_speeds_have_their_copy_of_memory_and_their_commit(results: Any) -> None:
     results("codec.json", SPEEDS[:3])
     header, _, line = speeds.speed().splitlines()
-    assert header.startswith("| MB/s of raw state, 100 M parameters, commit `abcdef0+` | 1 thread |")
-    assert line == "| compress base | 500 | 800 | not measured | 1,200 | 9,000 |  |"
+    assert header.startswith("| MB/s of raw state, 25 M parameters, commit `abcdef0+` | 1 thread |")
+    assert line == "| compress base | 500 | 800 | not measured | not measured | not measured | 1,200 | 9,000 |  |"
     new = [{**row, "peer": "memcpy, fresh", "peer_value": 2e3} for row in SPEEDS[:1]]
     results("codec.json", [*SPEEDS[:3], *new])
     assert speeds.speed().splitlines()[2].endswith("| 9,000 | 2,000 |")

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ import pytest
 import torch
 
 import shrinkpoint as sp
+from shrinkpoint.bench import coders
 from shrinkpoint.bench.__main__ import main
 from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import pages, provenance, results
 from shrinkpoint.bench.evidence import systems as papers
 from shrinkpoint.bench.harness import Options, Row
-from shrinkpoint.bench.studies import merge, systems
+from shrinkpoint.bench.studies import merge, systems, workloads
 from shrinkpoint.bench.studies.baselines.partial import Scar
 from shrinkpoint.bench.studies.baselines.qd import QDCompressor
 from shrinkpoint.bench.studies.search import Checkpoint, Training
@@ -39,6 +41,7 @@ from shrinkpoint.bench.studies.systems import (
     table,
 )
 from shrinkpoint.codec.errors import BadArgumentError
+from shrinkpoint.codec.plan import UnknownArraysWarning
 from shrinkpoint.kernels.planes import undifference
 
 FOLDER = Path(systems.__file__).parent
@@ -73,6 +76,7 @@ def test_every_published_table_has_an_experiment() -> None:
         *(f"Inshrinkerator {what} on {m}" for what in ("bins", "spaces") for m in inshrinkerator.workloads.WORKLOADS),
         *(f"LC-Checkpoint rework on {task}" for task in ("logistic regression", "LeNet", "matrix factorization")),
         "Inshrinkerator delta coder",
+        "Inshrinkerator rankings",
         "LC-Checkpoint sizes of its steps",
         "LC-Checkpoint weight of a bucket",
         "LC-Checkpoint cost of a failure",
@@ -84,6 +88,7 @@ def test_every_published_table_has_an_experiment() -> None:
         *(f"BitSnap ratio by {what}" for what in ("changed values", "iterations")),
         *(f"BitSnap {what}" for what in ("error of the moments", "loss after a restore", "quality score")),
         "BitSnap error by model size",
+        "BitSnap stages by parallelism",
         "BitSnap loss of sparsified states",
         "lossless ratio",
         "Prior art",
@@ -145,7 +150,7 @@ def test_peers_get_the_better_of_both_differences(dtype: torch.dtype) -> None:
         assert np.array_equal(found[lossless.XOR] ^ old, now)
         name = str(dtype).removeprefix("torch.")
         assert np.array_equal(undifference(found[lossless.ARITHMETIC], old, dtype=name), now)
-        sizes = {how: lossless._zstd(values, False) for how, values in found.items()}
+        sizes = {how: coders.size("zstd -19", [values]) for how, values in found.items()}
         assert min(sizes, key=lambda how: sizes[how]) == better
         for peer in ("zstd -19", "pcodec") if importlib.util.find_spec("pcodec") else ("zstd -19",):
             size, note = lossless.PEERS[peer](after, before)
@@ -374,6 +379,17 @@ def test_errors_of_the_moments_and_the_score() -> None:
     assert all(0 < (row.value or 0) <= 1 for row in scores.values())
 
 
+def test_stages_are_those_of_one_rank() -> None:
+    found = bitsnap.stages("x", QUICK)
+    sizes = {row.row.partition(": ")[2].partition(", ")[0]: row.size for row in found}
+    assert sizes == {"one rank": 16 * 128 * 128, "mp4 pp1": 4 * 128 * 128, "mp2 pp2": 4 * 128 * 128}
+    assert len(found) == 6
+    assert all((row.value or 0) > 0 and row.peer == "one rank" for row in found)
+    assert [row.ratio for row in found[:2]] == [1.0, 1.0]
+    before = np.array([1, 2, 3, 4], np.uint16)
+    assert bitsnap._packed(np.array([1, 9, 3, 8], np.uint16), before).tolist() == [9, 8]
+
+
 # ---------------------------------------------------------------------------------------------------- Inshrinkerator
 
 
@@ -406,7 +422,7 @@ def test_least_bins_are_the_first_that_pass() -> None:
         return 2.0 * (1 + (0.29 / state["bins"] if state else 0.0))
 
     for times, expected in ((1, {0.001: None, 0.01: 32, 0.05: 6}), (10, {0.001: 32, 0.01: 4, 0.05: 4})):
-        space = spaces.ladder(lambda _, bins, times=times: {"bins": bins * times})  # type: ignore[misc]
+        space = spaces.ladder(lambda _, bins, kinds, times=times: {"bins": bins * times})  # type: ignore[misc]
         assert inshrinkerator.least_bins(training(evaluate), {}, space({}, {})) == expected
 
 
@@ -488,7 +504,7 @@ def test_more_bins_err_less(system: str) -> None:
     state = {"model": {"a.weight": torch.randn(64, 64), "a.bias": torch.randn(64)}}
     errors = []
     space = inshrinkerator.ON_THE_LADDER[system].space
-    for one in space(state, {}):
+    for one in space(state, {"a.weight": "linear"}):
         if one.bins in (4, 16, 64):
             restored = one.restore()
             assert torch.equal(restored["model"]["a.bias"], state["model"]["a.bias"])
@@ -536,12 +552,40 @@ def test_one_walk_gives_the_range_of_each_ratio() -> None:
 
 
 def test_coders_of_the_same_levels() -> None:
-    found = named(inshrinkerator.ablation("x", QUICK))
-    for policy in ("refit", "frozen"):
-        values = [found[f"MLP, codebook {policy}, {coder}, overall"].value or 0 for coder in inshrinkerator.CODERS]
-        assert max(values) == values[-1] > 1.2 * values[0] > 4
-    assert found["MLP, codebook refit, Huffman, overall"].peer_value == 25.0
-    assert math.isclose(found["MLP, codebook refit, Huffman, highest"].value or 0, 30, rel_tol=0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnknownArraysWarning)  # levels of exact arrays would be no levels
+        found = named(inshrinkerator.ablation("x", QUICK))
+    values = {label: row.value or 0 for label, row in found.items()}
+    for policy in ("codebook refit", "codebook frozen", "searched"):
+        of_coder = [values[f"MLP, {policy}, {coder}, overall"] for coder in inshrinkerator.CODERS]
+        assert max(of_coder) == of_coder[-1] > 1.2 * of_coder[0] > 4
+    assert math.isclose(values["MLP, codebook refit, Huffman, highest"], 30, rel_tol=0.2)
+    assert found["MLP, codebook refit, Huffman, overall"].peer_value is None
+    assert found["MLP, searched, Huffman, overall"].peer_value == 25.0
+    # With pruning the levels migrate at different rates, which the rearrangement separates.
+    assert values["MLP, searched, rearranged, overall"] > 1.2 * values["MLP, searched, run lengths + Huffman, overall"]
+    said = re.search(r"loss: ([\d.]+) bins, ([\d.]+) % pruned", found["MLP, searched, rearranged, overall"].note)
+    assert said is not None
+    assert 4 <= float(said[1]) <= 16
+    assert float(said[2]) > 0
+
+
+def test_rankings_are_of_all_matrices() -> None:
+    model = {"a": torch.tensor([[1.0, -3.0], [2.0, 0.5]]), "b": torch.tensor([[-0.1, 4.0]]), "bias": torch.ones(2)}
+    grads = {"a": torch.tensor([[0.0, 1.0], [-1.0, 1.0]]), "b": torch.tensor([[9.0, 1.0]]), "bias": torch.ones(2)}
+    magnitude, sensitivity = inshrinkerator._ranks(model, grads)
+    assert (5 * magnitude).round().tolist() == [2, 4, 3, 1, 0, 5]
+    assert (5 * sensitivity).round().tolist() == [0, 4, 3, 1, 2, 5]
+    found = named(inshrinkerator.rankings("x", QUICK))
+    values = {label.partition(", ")[2]: row.value or 0 for label, row in found.items()}
+    few, many = (f"of the {share} % largest, those also most sensitive" for share in ("0.5", "20"))
+    assert list(values) == ["correlation of the ranks", few, many]
+    assert 0.2 < values["correlation of the ranks"] < 0.9
+    assert values[few] > 2 * 0.5
+    assert 20 < values[many] < 90
+    assert found["MLP at step 60, correlation of the ranks"].size == sum(
+        x.numel() for x in workloads.mlp().model().parameters() if x.ndim > 1
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- the page

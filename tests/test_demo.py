@@ -20,11 +20,11 @@ from shrinkpoint.__main__ import main
 from shrinkpoint.bench.machine import commit
 from shrinkpoint.demo.config import SIZES, DemoError, Job, checkpoint_steps, demo_config, preset_names
 from shrinkpoint.demo.corpus import Batches, Corpus
-from shrinkpoint.demo.folder import Folder
 from shrinkpoint.demo.kills import Killer
 from shrinkpoint.demo.model import GPT, held_out_loss
 from shrinkpoint.demo.picture import draw
 from shrinkpoint.demo.report import summarize, tables
+from shrinkpoint.demo.run import Folder
 from shrinkpoint.demo.supervisor import History, supervise
 
 STEPS, EVERY = 24, 4

@@ -32,6 +32,7 @@ RIGHT: dict[str, Any] = {
     "base_every": 5,
     "last": 2,
     "every": 3,
+    "thin_after": 4,
     "best": 1,
     "prune": 0.25,
     "protect": 0.125,
@@ -92,7 +93,7 @@ def check_equal(found: Any, plain: Any) -> None:
 def test_integers_of_any_library_configure_alike(make: Callable[..., Any], name: str) -> None:
     for value in integers(RIGHT[name]):
         check_equal(make(**{name: value}), make(**{name: RIGHT[name]}))
-    too_large = [] if name in ("base_every", "last", "every", "best") else [2**70]
+    too_large = [] if name in ("base_every", "last", "every", "best", "thin_after") else [2**70]
     for wrong in (True, np.True_, torch.tensor(True), float(RIGHT[name]), np.float32(2), "x", -1, *too_large):
         with pytest.raises(sp.BadArgumentError, match=rf"^{name} is .*; it must be "):
             make(**{name: wrong})

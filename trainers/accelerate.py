@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..codec.errors import MissingParentError
 from ..kernels.errors import BadArgumentError
@@ -17,6 +21,7 @@ from ..store.saver.saver import Saver
 from ..store.store import Store
 from .background import Background
 from .frozen_parameters import check_frozen, digest_of, load_frozen, record, store_once, without
+from .fully_sharded import ShardedSaves, check_version, load_sharded, pointer_to_shards, sharded_state
 from .optimizer_dtypes import load_optimizer
 from .pointers import drop, load_at, read_pointer, save_at, steps_in_use
 from .preemption import Preemption
@@ -24,8 +29,8 @@ from .state import plain
 from .state_mismatch import differences, group_differences, load_states, refuse
 
 POINTER = "shrinkpoint.json"
-_STAND_IN = 1 << 12
-"""Most bytes of the placeholder that replaces an optimizer's state."""
+_STAND_IN, _MOST = "optimizer.bin", 1 << 12
+"""Name and most bytes of the placeholder that replaces an optimizer's state."""
 
 
 class CompressedStates:
@@ -36,6 +41,8 @@ class CompressedStates:
         self.store = saver.store if isinstance(saver, Saver) else saver
         self._background = Background(saver.store, saver) if isinstance(saver, Saver) else None
         self.frozen = check_frozen(frozen)
+        self._shards: ShardedSaves | None = None
+        self._hidden: tuple[list[Any], list[Any]] = ([], [])
         self._failed: Exception | None = None
         self._strict = True
         self._stand_ins: list[tuple[Any, str]] = []
@@ -66,6 +73,65 @@ class CompressedStates:
             raise failed
         if self._background is not None:
             self._background.wait()
+        if self._shards is not None:
+            self._shards.wait()
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Return whether models are sharded by FSDP2; refuse what cannot be saved then."""
+        if getattr(self.accelerator.distributed_type, "value", None) != "FSDP":
+            return False
+        check_version(self.accelerator.state.fsdp_plugin)
+        if self.frozen is not None:
+            raise BadArgumentError("frozen is not for sharded checkpoints, as those of FSDP are")
+        return True
+
+    @contextlib.contextmanager
+    def _hiding(self) -> Iterator[None]:
+        """Hide sharded models and optimizers from Accelerate, which would save or load them itself."""
+        accelerator = self.accelerator
+        if not self._is_sharded:
+            yield
+            return
+        self._hidden = accelerator._models, accelerator._optimizers
+        accelerator._models, accelerator._optimizers = [], []
+        try:
+            yield
+        finally:
+            accelerator._models, accelerator._optimizers = self._hidden
+
+    def _pairs(self, models: list[Any], optimizers: list[Any]) -> list[tuple[Any, Any]]:
+        """Return each model with its optimizer; Accelerate pairs them by their order."""
+        if len(optimizers) > len(models):
+            raise BadArgumentError(f"{len(optimizers)} optimizers of {len(models)} sharded models; one each is needed")
+        bare = [getattr(one, "optimizer", one) for one in optimizers]
+        whole = [self.accelerator.unwrap_model(one, keep_torch_compile=False) for one in models]
+        return list(itertools.zip_longest(whole, bare))
+
+    def _save_shards(self, output_dir: str) -> None:
+        """Save the shards of all ranks, after Accelerate has written the rest of the folder."""
+        pairs, main = self._pairs(*self._hidden), self.accelerator.is_main_process
+        if self._shards is None:
+            self._shards = ShardedSaves(self.store, background=self._background is not None)
+        self._shards.save(os.path.join(output_dir, POINTER), sharded_state(pairs))
+        if main:
+            self._shards.then(lambda: self._rotate(Store(self.store.url), output_dir))
+
+    def _load_shards(self, models: list[Any], input_dir: str) -> None:
+        """Load a checkpoint into the hidden models, compressed or as Accelerate writes it."""
+        path, (sharded, optimizers) = os.path.join(input_dir, POINTER), self._hidden
+        if read_pointer(path) is not None:
+            if pointer_to_shards(path, self.store) is None:
+                raise BadArgumentError(f"{path}: this checkpoint was saved without FSDP; load it without FSDP")
+            load_sharded(path, self.store, self._pairs(sharded, optimizers))
+            return
+        from accelerate.utils import load_fsdp_model, load_fsdp_optimizer
+
+        plugin = self.accelerator.state.fsdp_plugin
+        for number, model in enumerate(sharded):
+            load_fsdp_model(plugin, self.accelerator, model, input_dir, number)
+        for number, one in enumerate(optimizers):
+            load_fsdp_optimizer(plugin, self.accelerator, one, sharded[number], input_dir, number)
 
     def _save_state(self, *args: Any, **keywords: Any) -> Any:
         """Run `save_state` after pending saves, because it removes old folders first."""
@@ -73,8 +139,13 @@ class CompressedStates:
         project = self.accelerator.project_configuration
         if project.automatic_checkpoint_naming and project.total_limit and self.accelerator.is_main_process:
             _remove_cut_off(os.path.join(self.accelerator.project_dir, "checkpoints"))
+        self.accelerator.wait_for_everyone()  # each process looks whether the new folder exists
         try:
-            return type(self.accelerator).save_state(self.accelerator, *args, **keywords)
+            with self._hiding():
+                folder = type(self.accelerator).save_state(self.accelerator, *args, **keywords)
+            if self._is_sharded:
+                self._save_shards(folder)
+            return folder
         finally:
             self._clear()
 
@@ -91,7 +162,8 @@ class CompressedStates:
         self.accelerator.wait_for_everyone()
         self._strict = bool(keywords.get("strict", True))
         try:
-            return type(self.accelerator).load_state(self.accelerator, *args, **keywords)
+            with self._hiding():
+                return type(self.accelerator).load_state(self.accelerator, *args, **keywords)
         finally:
             self._strict = True
             self._clear()
@@ -137,9 +209,15 @@ class CompressedStates:
 
     def _save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
         self._clear()
+        if self._is_sharded:  # the shards are saved when the rest is written
+            for number in range(len(self._hidden[1]) if self.accelerator.is_main_process else 0):
+                name = _STAND_IN if number == 0 else _STAND_IN.replace(".", f"_{number}.")
+                torch.save({"shrinkpoint": POINTER}, os.path.join(output_dir, name))
+            self.accelerator.wait_for_everyone()  # a folder with anything in it has the placeholder
+            return
         if len(weights) != len(self.accelerator._models):
             raise BadArgumentError(
-                f"{len(weights)} of {len(self.accelerator._models)} models were handed over: FSDP, DeepSpeed and "
+                f"{len(weights)} of {len(self.accelerator._models)} models were handed over: DeepSpeed and "
                 "Megatron save their states themselves (use their own formats), or another hook took the weights"
             )
         optimizers = self.accelerator._optimizers
@@ -179,12 +257,21 @@ class CompressedStates:
     def _load(self, models: list[Any], input_dir: str) -> None:
         self._clear()
         path = os.path.join(input_dir, POINTER)
+        if self._is_sharded and (read_pointer(path) is not None or not _is_cut_off(input_dir)):
+            self._load_shards(models, input_dir)
+            return
         if read_pointer(path) is None:
             if _is_cut_off(input_dir):
                 raise MissingParentError(f"{input_dir}: no {POINTER} in it: its save was cut off; load the one before")
             return
-        state = load_at(path, store=self.store)
         optimizers = self.accelerator._optimizers
+        if pointer_to_shards(path, self.store) is not None:
+            load_sharded(path, self.store, self._pairs(models, optimizers))
+            models.clear()
+            for one in optimizers:
+                self._once(one, "load_state_dict", lambda _file: None)
+            return
+        state = load_at(path, store=self.store)
         for name, mine in (("models", models), ("optimizers", optimizers)):
             if len(state[name]) != len(mine):
                 raise BadArgumentError(f"{path}: {len(state[name])} {name} were saved, {len(mine)} are prepared")
@@ -212,7 +299,8 @@ def compress_states(accelerator: Any, saver: Saver | Store, *, frozen: str | Non
     The folder that `save_state` writes then holds a pointer to a step of the store. Small parts (schedulers, scaler,
     samplers, random number generators) are written as usual. Folders without a pointer are loaded as usual. With
     automatic naming and a `total_limit` the store belongs to that project alone: steps of removed folders are removed
-    from it, and folders of interrupted saves are removed before Accelerate counts them.
+    from it, and folders of interrupted saves are removed before Accelerate counts them. With FSDP2 each rank writes its
+    shards, and any number of ranks loads them, also without FSDP.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
@@ -263,9 +351,9 @@ def _remove_cut_off(home: str) -> None:
 
 def _is_cut_off(folder: str) -> bool:
     """Return whether a folder without a pointer file comes from an interrupted save."""
-    path = os.path.join(folder, "optimizer.bin")
+    path = os.path.join(folder, _STAND_IN)
     if not os.listdir(folder):
         return True
-    if not os.path.isfile(path) or os.path.getsize(path) > _STAND_IN:
+    if not os.path.isfile(path) or os.path.getsize(path) > _MOST:
         return False
-    return POINTER.encode() in read_file(path, _STAND_IN)
+    return POINTER.encode() in read_file(path, _MOST)

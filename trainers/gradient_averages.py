@@ -1,7 +1,8 @@
-"""Running averages of gradients on the host, and the copies from the device."""
+"""Running averages of gradients on the host, also sharded; the copies from the device."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ..codec.state.leaves import is_sharded, local_part
 
@@ -75,7 +78,7 @@ class Average:
         found: Tensor = getattr(self, which).clone()
         if self._like is None:
             return found
-        from .host_shards import on_host
+        from .gradient_averages import on_host
 
         return on_host(found, self._like)
 
@@ -196,3 +199,30 @@ def gradient_of(parameter: Any) -> Any:
 def _pinned_copy(value: Tensor) -> Tensor:
     copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     return copy.copy_(value, non_blocking=True)
+
+
+def on_host(local: Tensor, like: Any) -> DTensor:
+    """Return a DTensor laid out as another one, with its local part on the CPU.
+
+    When it is gathered, it is moved through the device of its mesh, which an ordinary DTensor refuses. So a model's
+    gradient averages take device memory only for one tensor at a time, when `compress` gathers it.
+    """
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    make: Any = DTensor
+    found: Any = make(local, spec, requires_grad=False)
+    found.full_tensor = functools.partial(_whole, local, spec)
+    return found  # type: ignore[no-any-return]
+
+
+def _whole(local: Tensor, spec: DTensorSpec, *, grad_placements: Any = None) -> Tensor:
+    """Gather the whole tensor on the device of the mesh; a collective."""
+    there = DTensor.from_local(
+        local.to(spec.mesh.device_type),
+        spec.mesh,
+        spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=spec.stride,
+    )
+    return there.full_tensor(grad_placements=grad_placements)

@@ -1,4 +1,4 @@
-"""Lightning's sharded strategies, some of which bypass the checkpoint plugin."""
+"""Lightning's sharded strategies; some bypass the checkpoint plugin."""
 
 from __future__ import annotations
 

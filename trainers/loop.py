@@ -18,7 +18,7 @@ from ..codec.errors import ShrinkpointWarning
 from ..codec.evidence.module_names import bare
 from ..kernels.errors import BadArgumentError
 from ..store.frozen_sets import Frozen
-from ..store.manifest import check_step
+from ..store.manifest import check_step, lacking
 from ..store.saver.saver import Saver, SaveResult
 from ..store.session import Saved
 from ..store.store import Store
@@ -240,9 +240,14 @@ def resume(
         keep: names of optimizer settings whose new values are kept, such as `("lr", "weight_decay")`. With "lr" and a
             `scheduler` the schedule continues at its position with the new base rate. Default: all are restored.
 
+    Memory: existing tensors of the model and of an optimizer that has made a step are decoded into, one group of arrays
+    at a time; a new optimizer takes the arrays that are read.
+
     Raises:
-        BadArgumentError: the checkpoint lacks a part that was given, or does not fit; `keep` names no setting.
-        Exception: see `Store.load`.
+        BadArgumentError: the checkpoint lacks a part that was given, or was thinned and an optimizer was given, or does
+            not fit; `keep` names no setting.
+        Exception: see `Store.load`. Where a file is intact and cannot be read a moment later, model and optimizer may
+            hold parts of the checkpoint.
 
     Example:
         >>> import shrinkpoint as sp
@@ -256,6 +261,29 @@ def resume(
     optimizer_state.check_keep(keep, optimizers)
     models.refuse_unplaced(into.model)
 
+    def differences(tree: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Return the differences to refuse, and those that the models may accept."""
+        kept_out = Frozen.of_tree(tree)
+        kept = {} if kept_out is None else dict.fromkeys(kept_out.names)
+        lines, doubts = models.mismatches(into.model, kept | tree["model"])
+        for place, module in auxiliary.modules:
+            for found, more in zip((lines, doubts), models.mismatches(module, at(tree, place)), strict=True):
+                found += [f"{label(place)}: {line}" for line in more]
+        if optimizers:
+            lines += optimizer_state.optimizer_mismatches(into.model, optimizers, tree["optimizer"], tree["optimizers"])
+        return lines, doubts
+
+    def existing(tree: Any) -> dict[str, Any]:
+        """Return the live tensors to decode into: none if the checkpoint might be refused."""
+        if _store_of(saver).lacks or not is_training_tree(tree) or Frozen.of_tree(tree) is not None:
+            return {}
+        if into.missing(tree) or any(differences(tree)):
+            return {}
+        found = models.plain_tensors(into.model, ("model",)) | optimizer_state.plain_entries(into.model, optimizers)
+        for place, module in auxiliary.modules:
+            found |= models.plain_tensors(module, place)
+        return models.nested(found)
+
     def load() -> dict[str, Any] | None:
         """Read on rank 0, and check that no part is missing."""
         store = _store_of(saver)
@@ -264,8 +292,9 @@ def resume(
         if step is None and not store.steps():
             _report_empty(store)
             return None
-        state = store.load(step)
+        state = store.load(step, out=existing)
         _check_parts(state, _where(store, state), into)
+        _check_whole(store, _where(store, state), into)
         found: dict[str, Any] = state
         return found
 
@@ -281,23 +310,12 @@ def resume(
     here = models.parameters_of(into.model)
     digest = digest_of(into.model, [name for name in kept if name in here]) if kept else ""
 
-    def differences() -> tuple[list[str], list[str]]:
-        """Return the differences to refuse, and those that the models may accept."""
-        lines, doubts = models.mismatches(into.model, dict.fromkeys(kept) | state["model"])
-        for place, module in auxiliary.modules:
-            for found, more in zip((lines, doubts), models.mismatches(module, at(state, place)), strict=True):
-                found += [f"{label(place)}: {line}" for line in more]
-        if optimizers:
-            saved, classes = state["optimizer"], state["optimizers"]
-            lines += optimizer_state.optimizer_mismatches(into.model, optimizers, saved, classes)
-        return lines, doubts
-
     def compare() -> tuple[list[str], str]:
         """Compare on rank 0, before anything is changed anywhere."""
         where = _where(_store_of(saver), state)
         if kept_out is not None and digest != kept_out.digest:
             state["model"] = state["model"] | load_frozen(_store_of(saver), kept_out)
-        lines, doubts = differences()
+        lines, doubts = differences(state)
         if lines and strict:
             models.refuse(lines + doubts, where)
         if left := into.unused(state):
@@ -310,7 +328,7 @@ def resume(
     parts.insert(0, (into.model, state.get("model", {})))
     models.set_models(parts, doubts, where, strict=strict, keep=kept)
     if not strict and rank() == 0:
-        models.warn([line for lines in differences() for line in lines], where, stacklevel=3)
+        models.warn([line for lines in differences(state) for line in lines], where, stacklevel=3)
     rates = optimizer_state.LearningRates.of(optimizers, into.scheduler) if "lr" in keep else None
     if optimizers:
         resized = models.resized(into.model, state.get("model", {}))
@@ -365,6 +383,17 @@ def _check_parts(state: Any, where: str, into: TrainingState) -> None:
         raise BadArgumentError(f"{where}: not a checkpoint of trainers.save; it holds {held}")
     if missing := into.missing(state):
         raise BadArgumentError(f"{where}: the checkpoint has no {', '.join(missing)}; nothing was changed")
+
+
+def _check_whole(store: Store, where: str, into: TrainingState) -> None:
+    """Refuse a thinned step for an optimizer, which would begin with fresh moments."""
+    if not (store.lacks and into.optimizers):
+        return
+    whole = [step for step, manifest in store.manifests()[0].items() if not manifest.lacks]
+    raise BadArgumentError(
+        f"{where} was thinned: {lacking(store.lacks)} of the optimizer; nothing was changed. Whole steps: "
+        f"{', '.join(map(str, whole[-5:])) or 'none'}; without optimizer= the weights are loaded"
+    )
 
 
 def _where(store: Store, state: Any) -> str:

@@ -15,7 +15,7 @@ from blake3 import blake3
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.errors import CorruptDataError, MissingParentError
 from ..codec.format import container
-from ..codec.format.schema import StoredArray
+from ..codec.format.schema import StoredArray, StoredGroup, groups_to_json
 from ..codec.lossless.reference import BytesReference
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array, read_leaf
@@ -131,9 +131,10 @@ def base_parent(base: Tensors, wanted: Mapping[str, Sort]) -> Checkpoint:
         digest.update(json.dumps([node.path, spec.dtype, list(spec.shape)]).encode())
         digest.update(data.data)
         memory[node.key] = BytesReference(data)
-        arrays.append(StoredArray(spec.dtype, spec.shape, stream="bytes").to_json())
+        arrays.append(StoredArray(spec.dtype, spec.shape).to_json())
         total += spec.nbytes
-    header = {"parent": None, "as": digest.hexdigest(), "raw": total, "tree": nodes, "arrays": arrays}
+    groups = groups_to_json([StoredGroup([i], "bytes", []) for i in range(len(arrays))])
+    header = {"parent": None, "as": digest.hexdigest(), "raw": total, "tree": nodes, "arrays": arrays, "groups": groups}
     return Checkpoint(container.write(header, [])[0], dict(memory))
 
 

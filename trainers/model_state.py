@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -21,6 +22,10 @@ from .broadcast import broadcast_entries
 from .processes import rank, world
 from .state import plain
 from .state_mismatch import differences, dtype_differences, is_extra, is_same, listed, load_state, load_states
+
+_LOAD = nn.Module.load_state_dict
+_SMALL = 1 << 12
+"""Bytes of a tensor up to which it is not decoded into: counters of steps, for example, which are read meanwhile."""
 
 
 class StateMismatchWarning(ShrinkpointWarning):
@@ -112,6 +117,51 @@ def whole(tree: Any) -> Any:
         return {key: whole(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         return type(tree)(map(whole, tree))
+    return tree
+
+
+def plain_tensors(model: nn.Module, place: tuple[str, ...]) -> dict[tuple[str, ...], torch.Tensor]:
+    """Return the large parameters and buffers that loading fills with the saved values.
+
+    They are those of modules without hooks and methods of their own for that.
+
+    Args:
+        model: wrapped or not.
+        place: of its state in the tree, with which the place of each tensor begins.
+    """
+    root, found = bare(model), dict[tuple[str, ...], torch.Tensor]()
+    modules = list(root.named_modules())
+    if any(m._load_state_dict_pre_hooks or type(m).load_state_dict is not _LOAD for _, m in modules):
+        return {}
+    for prefix, module in modules:
+        if type(module)._load_from_state_dict is nn.Module._load_from_state_dict:
+            for name, tensor in {**module._parameters, **module._buffers}.items():
+                if is_plain(tensor):
+                    found[*place, canonical_name(root, f"{prefix}.{name}".lstrip("."))] = tensor
+    return found
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a large tensor of torch's own class whose elements are in order."""
+    is_own = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
+    return is_own and value.nbytes > _SMALL and value.is_contiguous()
+
+
+def nested(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> dict[str, Any]:
+    """Return a tree of the tensors at these places, without those that share memory with others."""
+    shared: set[tuple[str, ...]] = set()
+    last: tuple[str, ...] = ()
+    end = ("", 0)
+    for begin, place in sorted(((str(t.device), t.data_ptr()), place) for place, t in tensors.items()):
+        if begin < end:
+            shared |= {last, place}
+        end, last = max((end, last), ((begin[0], begin[1] + tensors[place].nbytes), place))
+    tree: dict[str, Any] = {}
+    for place in tensors.keys() - shared:
+        below = tree
+        for name in place[:-1]:
+            below = below.setdefault(name, {})
+        below[place[-1]] = tensors[place].detach()
     return tree
 
 

@@ -19,7 +19,7 @@ def load_optimizer(optimizer: Any, state: Any) -> None:
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     given = [state]
-    # The last hook: what it gets was adapted by all others.
+    # The last hook: its input was adapted by all others.
     handle = inner.register_load_state_dict_pre_hook(lambda _, adapted: given.append(adapted))
     try:
         optimizer.load_state_dict(state)

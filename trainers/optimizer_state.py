@@ -15,11 +15,12 @@ from ..codec.evidence.module import kinds
 from ..codec.evidence.module_names import bare
 from ..kernels.errors import BadArgumentError
 from .broadcast import broadcast_entries
-from .model_state import parameters_of, whole
+from .model_state import is_plain, parameters_of, whole
 from .optimizer_dtypes import load_optimizer
 from .processes import rank, world
 from .state import plain
 
+_LOAD = torch.optim.Optimizer.load_state_dict
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
 """Settings that depend on the device, which may be another one than before."""
 
@@ -54,7 +55,7 @@ class _Names:
     Args:
         optimizer: as given.
         groups: the names, group by group.
-        first: the name of its first parameter, or its number if it has none: a key for what belongs to no parameter.
+        first: the name of its first parameter, or its number if it has no name: a key for what belongs to no parameter.
     """
 
     optimizer: torch.optim.Optimizer
@@ -117,6 +118,18 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
             more[one.first] = extra
     result = plain({"state": state, "param_groups": groups, **({"more": more} if more else {})})
     found: dict[str, Any] = whole(result) if world() > 1 else result
+    return found
+
+
+def plain_entries(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[tuple[str, ...], torch.Tensor]:
+    """Return the large entries that loading replaces by the saved ones, by place."""
+    found: dict[tuple[str, ...], torch.Tensor] = {}
+    for one in _named(model, optimizers):
+        if type(one.optimizer).load_state_dict is not _LOAD or one.optimizer._optimizer_load_state_dict_pre_hooks:
+            continue
+        for name, parameter in one.parameters.items():
+            entry = one.optimizer.state.get(parameter, {})
+            found |= {("optimizer", "state", name, key): value for key, value in entry.items() if is_plain(value)}
     return found
 
 

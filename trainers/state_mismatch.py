@@ -123,7 +123,8 @@ def load_states(
 def is_same(saved: Any, mine: Any) -> bool:
     """Return whether two entries of a state dict are equal."""
     if isinstance(saved, torch.Tensor) and isinstance(mine, torch.Tensor):
-        return saved.shape == mine.shape and saved.dtype == mine.dtype and torch.equal(saved.to(mine.device), mine)
+        is_like = saved.shape == mine.shape and saved.dtype == mine.dtype and not saved.is_meta
+        return is_like and torch.equal(saved.to(mine.device), mine)
     return type(saved) is type(mine) and not isinstance(saved, torch.Tensor) and bool(saved == mine)
 
 

@@ -30,6 +30,7 @@ from ..store.regular_files import MOST_JSON, check_link, read_file
 from ..store.store import Store
 from .background import Background, check_compact
 from .frozen_parameters import digest_of, load_frozen, record, store_once, without
+from .fully_sharded import ShardedSaves, check_version, load_sharded, pointer_to_shards, sharded_state
 from .optimizer_dtypes import load_optimizer
 from .pointers import (
     PathLike,
@@ -69,8 +70,10 @@ class CompressedCheckpoints:
 
     The rest of a folder (configuration, tokenizer, trainer state, random number generators) is as Trainer writes it;
     `trainer.train(resume_from_checkpoint=...)`, `save_total_limit`, `load_best_model_at_end` and `save_only_model`
-    work. `save_model()` outside a checkpoint writes an ordinary model. DeepSpeed and FSDP, whose states Trainer does
-    not hold itself, are refused.
+    work. `save_model()` outside a checkpoint writes an ordinary model.
+
+    With FSDP2 each rank writes its shards, and any number of ranks resumes, also without FSDP. FSDP1, DeepSpeed, and
+    `frozen` or `compact` with FSDP2 are refused.
 
     With a PEFT model each checkpoint holds the adapters and their optimizer; the base model is named by its hub name or
     folder, and its hash is compared on resume.
@@ -110,12 +113,14 @@ class CompressedCheckpoints:
     _store: Store | None = None
     _weights: dict[str, Any] | None = None
     _frozen: Frozen | None = None
-    _saver: Background | None = None
+    _saver: Background | ShardedSaves | None = None
     _limit: int | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **keywords: Any) -> Any:
         """Train as Trainer does, then make the last save durable."""
         check_compact(self.compact, background=self.background)
+        if getattr(self.args.save_strategy, "value", self.args.save_strategy) != "no":
+            _ = self._is_sharded  # refuses before the first step what could not be saved after it
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_complete(self.args.output_dir) or True
         trainer: Any = super()
@@ -149,18 +154,26 @@ class CompressedCheckpoints:
     def _bare(self) -> Any:
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
-    def _refuse_foreign(self) -> None:
+    @property
+    def _is_sharded(self) -> bool:
+        """Return whether the model is sharded by FSDP2; refuse what cannot be saved."""
         trainer: Any = self
-        found = [name for name in ("deepspeed", "fsdp") if getattr(trainer, f"is_{name}_enabled", False)]
-        if found:
-            raise BadArgumentError(f"compressed checkpoints do not work with {', '.join(found)}; use Trainer's own")
+        if getattr(trainer, "is_deepspeed_enabled", False):
+            raise BadArgumentError("compressed checkpoints do not work with deepspeed; use Trainer's own")
+        if not getattr(trainer, "is_fsdp_enabled", False):
+            return False
+        check_version(self.accelerator.state.fsdp_plugin)
+        for name in ("frozen", "compact"):
+            if getattr(self, name) is not None:
+                raise BadArgumentError(f"{name} is not for sharded checkpoints, as those of FSDP are")
+        return True
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the weights to the store; called by Trainer."""
         if output_dir is None or not _CHECKPOINT.fullmatch(os.path.basename(output_dir)):
             super()._save(output_dir, state_dict)  # type: ignore[misc]
             return
-        self._refuse_foreign()
+        is_sharded = self._is_sharded
         if not self.args.should_save:
             return
         self._settle()
@@ -171,6 +184,8 @@ class CompressedCheckpoints:
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(output_dir)
         torch.save(self._args_as_given(), os.path.join(output_dir, "training_args.bin"))
+        if is_sharded:  # the weights are saved together with the optimizer
+            return
         self._frozen = record(model, self._frozen_source(model))
         if self._frozen is not None:
             store_once(self._the_store(output_dir), model, self._frozen)
@@ -199,7 +214,9 @@ class CompressedCheckpoints:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the optimizer and the scheduler, after `_save`; called by Trainer."""
-        self._refuse_foreign()
+        if self._is_sharded:
+            self._save_shards(output_dir, self._bare_optimizer())
+            return
         if not self.args.should_save:
             return
         rest = {"optimizer": plain(self.optimizer.state_dict())}
@@ -207,10 +224,34 @@ class CompressedCheckpoints:
             rest["scheduler"] = plain(self.lr_scheduler.state_dict())
         self._finish(output_dir, rest)
 
+    def _bare_optimizer(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as Trainer does, but gather no sharded weights for a checkpoint."""
+        if output_dir is None or not _CHECKPOINT.fullmatch(os.path.basename(output_dir)) or not self._is_sharded:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        self._settle()
+        self._save(output_dir)
+        if self.args.save_only_model:
+            self._save_shards(output_dir, None)
+
+    def _save_shards(self, output_dir: str, optimizer: Any) -> None:
+        """Save the shards of all ranks, and the scheduler, which is the same on all."""
+        store, model = self._the_store(output_dir), self._bare()
+        if self.args.should_save and optimizer is not None and self.lr_scheduler is not None:
+            os.makedirs(output_dir, exist_ok=True)
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _PARTS["scheduler"]))
+        if not isinstance(self._saver, ShardedSaves) or self._saver.store is not store:
+            self._settle()
+            self._saver = ShardedSaves(store, background=self.background)
+        table = kinds(model, optimizer)
+        self._saver.save(os.path.join(output_dir, POINTER), sharded_state([(model, optimizer)]), table)
+
     def _finish(self, output_dir: str, rest: dict[str, Any]) -> None:
         model, self._weights = self._weights, None
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        table = kinds(self._bare(), optimizer if rest else None)
+        table = kinds(self._bare(), self._bare_optimizer() if rest else None)
         pointer, store = os.path.join(output_dir, POINTER), self._the_store(output_dir)
         state = {"model": model, **rest}
         if self._frozen is not None:
@@ -261,7 +302,21 @@ class CompressedCheckpoints:
             return
         target = self._bare() if model is None else self.accelerator.unwrap_model(model, keep_torch_compile=False)
         store = self._the_store(resume_from_checkpoint)
+        if self._has_shards(pointer, store):
+            load_sharded(pointer, store, [(target, None)])
+            return
         self._load_weights(target, load_at(pointer, _MODEL, store=store), pointer, store)
+
+    def _has_shards(self, pointer: str, store: Store) -> bool:
+        """Return whether a checkpoint is sharded; refuse one that is not for a sharded model."""
+        if pointer_to_shards(pointer, store) is not None:
+            return True
+        if self._is_sharded:
+            raise BadArgumentError(
+                f"{pointer}: this checkpoint was saved without FSDP; resume it without FSDP, or load its weights into "
+                "the model before it is sharded"
+            )
+        return False
 
     def _load_weights(self, model: Any, state: Any, pointer: str, store: Store) -> None:
         """Load weights, with Trainer's warnings about names that only one side has."""
@@ -286,6 +341,9 @@ class CompressedCheckpoints:
             super()._load_best_model()  # type: ignore[misc]
             return
         store = self._the_store(self.state.best_model_checkpoint)
+        if self._has_shards(pointer, store):
+            load_sharded(pointer, store, [(self._bare(), None)])
+            return
         self._load_weights(self._bare(), load_at(pointer, _MODEL, store=store), pointer, store)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -294,8 +352,14 @@ class CompressedCheckpoints:
         if pointer is None or read_pointer(pointer) is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
+        store, scheduler = self._the_store(str(checkpoint)), os.path.join(str(checkpoint), _PARTS["scheduler"])
+        if self._has_shards(pointer, store):
+            load_sharded(pointer, store, [(self._bare(), self._bare_optimizer())])
+            if os.path.isfile(scheduler):
+                self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+            return
         # Whole, so that the next save is a delta over it.
-        state = load_at(pointer, store=self._the_store(str(checkpoint)))
+        state = load_at(pointer, store=store)
         if "optimizer" in state:
             load_optimizer(self.optimizer, state["optimizer"])
         if "scheduler" in state:

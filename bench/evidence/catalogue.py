@@ -55,7 +55,7 @@ def functions() -> dict[str, str]:
 def kernels() -> str:
     """Table of kernels, one line for each function."""
     found: dict[tuple[str, bool], Json] = {}
-    for row in rows_of("kernels.json"):
+    for row in (*rows_of("gpu.json"), *rows_of("kernels.json")):
         found.setdefault((row["row"], row["device"].startswith("cpu")), row)  # keeps the row of the first size
     lines = []
     for name, subject in functions().items():

@@ -14,7 +14,7 @@ from ..studies import overview as study
 from ..studies.harm.campaign import RESULTS
 from ..studies.harm.families import SET_ASIDE
 from ..studies.harm.groups import ALL as FAMILIES
-from ..studies.harm.groups import HELD_BACK, REGRESSIONS, SENSITIVE
+from ..studies.harm.groups import CHOSE, HELD_BACK, REGRESSIONS, SENSITIVE
 from ..studies.harm.settings import PARTS
 from ..studies.harm.summary import Campaign, Effect
 from .cells import markdown, number
@@ -39,56 +39,127 @@ def campaign() -> Campaign:
     return Campaign(json.loads(line) for line in lines)
 
 
+_ALONE = ("PINN", "grokking")
+_LABELS = "classifiers, language models"
 TASKS = {
-    "classifiers, language models": tuple(name for name in FAMILIES if name not in (*REGRESSIONS, "PINN")),
-    "regression, autoencoders": REGRESSIONS,
+    _LABELS: tuple(name for name in FAMILIES if name not in (*REGRESSIONS, *_ALONE)),
+    "regression, generative": REGRESSIONS,
     "physics (PINN)": ("PINN",),
+    "learnt late (grokking)": ("grokking",),
 }
 """Families by kind of task, whose losses a level changes differently."""
+GROUPS = {"chose settings": CHOSE, "chose nothing": tuple(HELD_BACK)}
+"""Families by use."""
+_EXACT_MODELS = ("lossless", "exact_weights")
+_OLD = "before 2026-11-27"
+"""When rows were measured that do not name their commit."""
 
 
 def levels() -> str:
-    """Return a line a level, each figure that of the worst family, and the names of these families."""
+    """Return a line a level with the figures of its worst families, and their names."""
     lines, named = [], []
     for level, name in NAMES.items():
-        ratios = {family: ratio for family in FAMILIES if (ratio := _ratio_of(family, level)) is not None}
-        figures = [_answers(level), *(_end(level, families) for families in TASKS.values())]
-        mean, least = _MISSING, (_MISSING, "")
-        if ratios:
-            smallest = min(ratios, key=ratios.__getitem__)
-            mean, least = f"{statistics.fmean(ratios.values()):.3g} x", (f"{ratios[smallest]:.3g} x", smallest)
-        lines.append([name, mean, least[0], *(cell for cell, _ in figures)])
-        if worst := [family for _, family in [least, *figures] if family]:
-            named.append(f"{name} {', '.join(worst)}")
+        mean, least = _ratios(level, tuple(FAMILIES))
+        answers = _worst(level, TASKS[_LABELS], "agreement")
+        rms = _worst(level, TASKS[_LABELS], "rms")
+        figures = [least, answers, rms, *(_end(level, families) for families in TASKS.values())]
+        lines.append([name, mean, *(cell for cell, _ in figures)])
+        if worst := [family for _, family in figures if family]:
+            named.append(f"{name} {'; '.join(worst)}")
     head = ["level", "times smaller, mean", "times smaller", "same answers after a restore"]
+    head.append(f"loss change at a restore, rms: {_LABELS}")
     table = markdown([*head, *(f"loss after ten kills, bound: {task}" for task in TASKS)], lines)
-    said = "Each figure but the mean is that of the worst family. These are, from left to right:"
-    return f"{table}\n\n{said} {'; '.join(named)}."
+    said = "Each figure but the mean is that of the worst family. These are, from left to right: "
+    return f"{table}\n\n{said}{'. '.join(named)}."
 
 
-def _answers(level: str) -> tuple[str, str]:
-    """Return the share of the same answers right after a restore, with the worst family."""
-    if level in ("lossless", "exact_weights"):
-        return "100 %", ""
-    found = {family: one for family in FAMILIES if (one := campaign().found(family, level)) is not None}
-    answers = {family: one.agreement for family, one in found.items() if one.agreement is not None}
-    if not answers:
+def levels_by_group() -> str:
+    """Return a line a level and group of families: ratios, ends, number of seeds."""
+    lines = []
+    for level, name in NAMES.items():
+        for group, families in GROUPS.items():
+            mean, (least, _) = _ratios(level, families)
+            shown = [_end(level, [f for f in of if f in families])[0] for of in TASKS.values()]
+            there = [any(f in families for f in of) for of in TASKS.values()]
+            ends = [cell if known else "-" for cell, known in zip(shown, there, strict=True)]
+            lines.append([name, group, str(len(families)), _seeds(level, families), mean, least, *ends])
+    head = ["level", "families", "number", "seeds", "times smaller, mean", "times smaller"]
+    return markdown([*head, *(f"loss after ten kills, bound: {task}" for task in TASKS)], lines)
+
+
+def evaluation() -> str:
+    """Return a line a level and group: changes of the loss at a restore, by kind of task."""
+    lines = []
+    for level, name in NAMES.items():
+        for group, families in GROUPS.items():
+            cells = []
+            for of in TASKS.values():
+                chosen = [family for family in of if family in families]
+                for what in ("rms", "worst"):
+                    cells.append(_worst(level, chosen, what)[0] if chosen else "-")
+            lines.append([name, group, *cells])
+    head = [f"{task}: {what}" for task in TASKS for what in ("rms", "worst")]
+    return markdown(["level", "families", *head], lines)
+
+
+def origin() -> str:
+    """Return a line a commit that measured rows of the campaign."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in campaign().rows.values():
+        commit = row.get("commit")
+        key = (f"`{commit[:7]}{'+' * commit.endswith('+')}`", row["torch"]) if commit else (_OLD, "-")
+        found.setdefault(key, []).append(row["family"])
+    lines = [[*key, str(len(rows)), "; ".join(dict.fromkeys(rows))] for key, rows in found.items()]
+    return markdown(["commit", "torch", "rows", "families"], lines)
+
+
+def _ratios(level: str, families: Iterable[str]) -> tuple[str, tuple[str, str]]:
+    """Return the mean ratio of chains, and the least one with its family."""
+    ratios = {family: ratio for family in families if (ratio := _ratio_of(family, level)) is not None}
+    if not ratios:
+        return _MISSING, (_MISSING, "")
+    smallest = min(ratios, key=ratios.__getitem__)
+    return f"{statistics.fmean(ratios.values()):.3g} x", (f"{ratios[smallest]:.3g} x", smallest)
+
+
+def _worst(level: str, families: Iterable[str], what: str) -> tuple[str, str]:
+    """Return how much a restore changes the model, with the worst of the families.
+
+    Args:
+        level: its name.
+        families: by name.
+        what: "agreement", the share of equal answers; "rms" or "worst", of the change of the loss.
+    """
+    if level in _EXACT_MODELS:
+        return ("100 %" if what == "agreement" else "equal"), ""
+    found = {family: one for family in families if (one := campaign().found(family, level)) is not None}
+    values = {family: value for family, one in found.items() if (value := getattr(one, what)) is not None}
+    if not values:
         return _MISSING, ""
-    least = min(answers, key=answers.__getitem__)
-    return f"{answers[least]:.2f} %", least
+    family = (min if what == "agreement" else max)(values, key=values.__getitem__)
+    cell = change(values[family]) if what == "worst" else f"{values[family]:.2f} %"
+    return cell, family
 
 
 def _end(level: str, families: Iterable[str] = tuple(FAMILIES)) -> tuple[str, str]:
     """Return the bound of the loss after ten kills, with the worst of the families."""
     if level == "lossless":
-        return "equal", ""
+        changes = [abs(end) for family in families for end in campaign().ends(family, level, "loss").values()]
+        return (change(max(changes)) if changes else _MISSING), ""
     found = {
         family: one.loss for family in families if (one := campaign().found(family, level)) is not None and one.loss
     }
-    if not found:
+    bounds = {family: loss.bound for family, loss in found.items() if loss.bound is not None}
+    if not bounds:
         return _MISSING, ""
-    worst = max(found, key=lambda family: found[family].bound or -math.inf)
-    return _bound(found[worst]), worst
+    worst = max(bounds, key=bounds.__getitem__)
+    return change(bounds[worst]), worst
+
+
+def _seeds(level: str, families: Iterable[str]) -> str:
+    """Return the least and greatest number of seeds of the families' killed trainings."""
+    counts = [len(campaign().ends(family, level, "loss")) for family in families]
+    return f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
 def overview() -> str:
@@ -100,7 +171,7 @@ def overview() -> str:
             f"{number(values[f'{level}: {what}'])} {unit}" if f"{level}: {what}" in values else _MISSING
             for what, unit in study.WHAT.items()
         ]
-        lost = "equal" if level == study.SAVED else _end(level, TASKS["classifiers, language models"])[0]
+        lost = "equal" if level == study.SAVED else _end(level, TASKS[_LABELS])[0]
         lines.append([f"`{level}`", *cells, lost])
     return markdown(["", "a checkpoint", "training waits", "durable after", "a restore", "loss after ten kills"], lines)
 
@@ -151,14 +222,23 @@ def level(name: str) -> str:
     for family in FAMILIES:
         found = campaign().found(family, name)
         if found is None:
-            lines.append([_label(family), *[_MISSING] * 11])
+            lines.append([_label(family), *[_MISSING] * 12])
             continue
         accuracy = ["-"] * 3 if found.agreement is None else _effect(found.accuracy, "")
         answers = "-" if found.agreement is None else f"{found.agreement:.2f} %"
         at_restore = [answers, f"{found.rms:.2f} %", change(found.worst)]
         sizes = [f"{found.ratio:.1f} x", f"{found.weights:.1f} x"]
-        lines.append([_label(family), *at_restore, *_effect(found.loss), *accuracy, *sizes])
-    head = ["family", "same answers", "loss change at a restore, rms", "worst", "loss after ten kills", *_EFFECT]
+        seeds = "0" if found.loss is None else str(found.loss.seeds)
+        lines.append([_label(family), seeds, *at_restore, *_effect(found.loss), *accuracy, *sizes])
+    head = [
+        "family",
+        "seeds",
+        "same answers",
+        "loss change at a restore, rms",
+        "worst",
+        "loss after ten kills",
+        *_EFFECT,
+    ]
     return markdown([*head, "accuracy", *_EFFECT, "whole state", "weights"], lines)
 
 
@@ -169,12 +249,22 @@ def exact_levels() -> str:
         found, ratio = campaign().found(family, "exact_weights"), _ratio_of(family, "lossless")
         cells = [_MISSING if ratio is None else f"{ratio:.2f} x"]
         if found is None:
-            cells += [_MISSING] * 7
+            cells += [_MISSING] * 8
         else:
             accuracy = ["-"] * 3 if found.agreement is None else _effect(found.accuracy, "")
-            cells += [f"{found.ratio:.2f} x", *_effect(found.loss), *accuracy]
+            seeds = "0" if found.loss is None else str(found.loss.seeds)
+            cells += [f"{found.ratio:.2f} x", seeds, *_effect(found.loss), *accuracy]
         lines.append([_label(family), *cells])
-    head = ["family", "lossless", "exact_weights", "its loss after ten kills", *_EFFECT, "points of accuracy", *_EFFECT]
+    head = [
+        "family",
+        "lossless",
+        "exact_weights",
+        "seeds",
+        "its loss after ten kills",
+        *_EFFECT,
+        "points of accuracy",
+        *_EFFECT,
+    ]
     return markdown(head, lines)
 
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from .cells import NONE, Json, aimed, figure, markdown, met, number
+from .cells import NONE, Json, aimed, crossed, figure, markdown, met, number
 from .results import documents, rows_of
 
 _FLIPPED = "flipped bits"
@@ -181,6 +181,21 @@ def saver() -> str:
             line.append(f"{number(cell['value'], 2)} {cell['unit']}{copy}")
         lines.append(line)
     return markdown(["", *titles.values()], lines if titles else [])
+
+
+def saves() -> str:
+    """Return extra memory, stall and seconds until durable (in copies of the state), by mode."""
+    cells: dict[str, dict[str, list[str]]] = {}
+    for row in rows_of("saves.json"):
+        mode, _, size = row["row"].partition(": ")[0].rpartition(" of ")
+        shown = NONE if row["value"] is None else number(row["value"] / (row["peer_value"] or 1), 3)
+        cells.setdefault(mode, {}).setdefault(size, []).append(shown)
+    sizes = list(dict.fromkeys(size for found in cells.values() for size in found))
+    texts = {
+        mode: {size: NONE if NONE in three else "; ".join(three) for size, three in found.items()}
+        for mode, found in cells.items()
+    }
+    return crossed(texts, sizes, NONE)
 
 
 def saver_overhead() -> str:

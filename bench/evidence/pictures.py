@@ -12,6 +12,7 @@ from ..harness import Row
 from ..studies import endurance, workloads
 from ..studies import ratio as bench_ratio
 from . import levels, ratios, spending, trainings
+from .cells import system_name
 from .results import HOME, documents, rows_of
 
 PICTURES = HOME / "docs" / "pictures"
@@ -31,7 +32,7 @@ def pictures() -> dict[str, Callable[[Path], object]]:
     if trainings.by_model(rows, endurance.FAILURES[0]):
         apart = (*endurance.FURTHER, *workloads.LARGE)
         short = [row for row in rows if row["row"].partition(", ")[0] not in apart]
-        found["training.png"] = lambda path: endurance.plot(short, path)
+        found["training.png"] = lambda path: endurance.plot(short, path, system_name)
     spent = {name: rows_of(f"{name}.json") for name in ("codec", "saver")}
     if all(spent.values()):
         found["cost.png"] = lambda path: spending.picture(spent["codec"], spent["saver"], path)

@@ -124,9 +124,9 @@ def weights() -> str:
     words = []
     for published in (p for p in PUBLISHED if all(p in systems for systems in found.values())):
         parts = [_without_a_rate(model, systems, published) for model, systems in found.items()]
-        words.append(f"- Beside {system_name(published)}: {'; '.join(parts)}.")
+        words.append(f"- Next to {system_name(published)}: {'; '.join(parts)}.")
     table = markdown(["bits a weight, loss later", *found], lines if found else [])
-    text = "Our smallest without a rate whose mean loss is no larger, and how many times smaller:"
+    text = "Our smallest without a rate whose mean loss is not larger, and how many times smaller:"
     return "\n".join([table, "", text, "", *words]) if words else table
 
 

@@ -23,7 +23,7 @@ def speeds(rows: Sequence[Json]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         way, _, rest = row["row"].partition(", ")
-        if way not in WAYS or rest != "default, drawn":
+        if way not in WAYS or rest != "default, GPT":
             continue
         count = row["device"].removeprefix("cpu, ")
         of = {f"shrinkpoint, {count}": row["value"]}
@@ -63,7 +63,7 @@ def picture(codec: Sequence[Json], saver: Sequence[Json], path: Path) -> None:
 
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(11.5, 4.6), layout="constrained")
-    _bars(axes[0], speeds(codec), "MB/s of raw state (more is better), 100 M parameters")
+    _bars(axes[0], speeds(codec), "MB/s of raw state (more is better), 25 M parameters")
     _bars(axes[1], stalls(saver), "ms for which a save holds up training (less is better)")
     axes[1].set_xscale("log")
     figure.savefig(path, dpi=110)

@@ -7,8 +7,7 @@ from functools import partial
 
 from ..studies.systems import short
 from .cells import NONE, Json, crossed, markdown, number
-from .provenance import commits, elsewhere
-from .results import documents, rows_of
+from .results import rows_of
 
 
 def measured() -> list[Json]:
@@ -39,32 +38,28 @@ def beside(experiment: str) -> str:
         lines.append(
             [what, f"{number(row['value'])} {row['unit']}".strip(), peer if row["peer_value"] is not None else ""]
         )
-    return markdown(["", "measured", "beside it"], lines)
+    return markdown(["", "measured", "next to it"], lines)
 
 
 def rework() -> str:
     """Rework of the three systems by task and width, with the paper's range of quotients."""
-    cells: dict[tuple[str, str], dict[str, Json]] = {}
+    cells: dict[str, dict[str, str]] = {}
+    columns = dict.fromkeys(("LC-Checkpoint", "SCAR", "TOPN"))
     for row in measured():
         name, _, what = row["row"].partition(": ")
         task = name.removeprefix("LC-Checkpoint rework on ")
         if task == name or not what:
             continue
         label, _, bits = what.rpartition(", ")
-        key = row["peer"] if label == "iterations of rework" else label
-        cells.setdefault((task, bits), {})[key] = row
-    lines = []
-    for (task, bits), found in cells.items():
-        means = found["SCAR"]["note"].split(";")[0], found["TOPN"]["note"].split(";")[0]
-        ours, scar = (part.removesuffix(" (95 %, n = 20)") for part in means[0].split(" against "))
-        topn = means[1].split(" against ")[1].removesuffix(" (95 %, n = 20)")
-        line = [f"{task}, {bits}", ours, scar, topn]
-        for peer in ("SCAR", "TOPN"):
-            row = found[f"{peer} over LC-Checkpoint"]
+        line = cells.setdefault(f"{task}, {bits}", {})
+        if label == "iterations of rework":
+            means = row["note"].split(";")[0].replace(" (95 %, n = 20)", "")
+            line["LC-Checkpoint"], line[row["peer"]] = means.split(" against ")
+        else:
             range_ = row["peer"].removeprefix("LC-Checkpoint, figure 3: ").partition(" over its tasks")[0]
-            line.append(f"{number(row['value'])} x ({range_})")
-        lines.append(line)
-    return markdown(["", "LC-Checkpoint", "SCAR", "TOPN", "SCAR / LC (paper)", "TOPN / LC (paper)"], lines)
+            columns[f"{label} (paper)"] = None
+            line[f"{label} (paper)"] = f"{number(row['value'])} x ({range_})"
+    return crossed(cells, columns)
 
 
 def pivot(experiment: str, split: Callable[[str], tuple[str, str] | None], *, peers: bool) -> str:
@@ -112,10 +107,10 @@ def exact() -> str:
     return crossed(cells, ("ours", *columns), NONE)
 
 
-def _last(what: str) -> tuple[str, str]:
-    """Split "a, b, c" into line "a, b" and column "c"."""
+def _last(what: str) -> tuple[str, str] | None:
+    """Split "a, b, c" into line "a, b" and column "c"; None without a comma."""
     line, _, column = what.rpartition(", ")
-    return line, column
+    return (line, column) if line else None
 
 
 def _first(what: str) -> tuple[str, str]:
@@ -144,11 +139,6 @@ def _latency(what: str) -> tuple[str, str] | None:
     return (what.removeprefix(start), "seconds, 4 bits") if what.startswith(start) else None
 
 
-def _scientific(what: str) -> tuple[str, str] | None:
-    """Split a row of errors into line and column at its last comma; None without one."""
-    return _last(what) if ", " in what else None
-
-
 _SAME_CODES = "coder of the same codes, "
 
 
@@ -163,17 +153,6 @@ def _same_codes(what: str) -> tuple[str, str] | None:
     return (what.removeprefix(_SAME_CODES), "bits a code") if what.startswith(_SAME_CODES) else None
 
 
-def machine() -> str:
-    """Table of the machine, the package versions and the commits of `bench systems`."""
-    document = documents("systems.json")["systems.json"] | {"rows": measured()}
-    about, versions = document["machine"], document["versions"]
-    names = ("torch", "numpy", "numba", "zstandard", "zipnn", "pcodec", "blosc2", "moonclip", "lmzip", "z4ai")
-    packages = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
-    cpu = f"{about['cpu']}, {about['cores']} cores, {about['gpu'] or 'no GPU'}, Python {about['python']}"
-    counts = ", ".join(f"`{commit}`: {count}" for commit, count in commits(document).most_common())
-    return markdown(["machine", "versions", "commit: rows"], [[cpu + elsewhere(document), packages, counts]])
-
-
 def papers() -> str:
     """Table of the central figures of the published systems' papers, and ours."""
     return markdown(["", "published", "measured here"], short.table(measured(), number))
@@ -183,6 +162,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bins": partial(bins, "Inshrinkerator bins"),
     "spaces": partial(bins, "Inshrinkerator spaces"),
     "coders": partial(pivot, "Inshrinkerator delta coder", _coder, peers=True),
+    "rankings": partial(beside, "Inshrinkerator rankings"),
     "rework": rework,
     "steps": partial(pivot, "LC-Checkpoint sizes of its steps", _last, peers=True),
     "buckets": partial(beside, "LC-Checkpoint weight of a bucket"),
@@ -197,13 +177,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "policies": partial(beside, "Check-N-Run policies"),
     "changed": partial(beside, "BitSnap ratio by changed values"),
     "iterations": partial(beside, "BitSnap ratio by iterations"),
-    "moments": partial(pivot, "BitSnap error of the moments", _scientific, peers=True),
+    "moments": partial(pivot, "BitSnap error of the moments", _last, peers=True),
     "moments by size": partial(pivot, "BitSnap error by model size", _last, peers=True),
     "sparsified": partial(beside, "BitSnap loss of sparsified states"),
     "resumed": partial(beside, "BitSnap loss after a restore"),
+    "stages": partial(beside, "BitSnap stages by parallelism"),
     "score": partial(pivot, "BitSnap quality score", _first, peers=False),
     "prior art": partial(pivot, "Prior art", _prior_art, peers=False),
     "same codes": partial(pivot, "Prior art", _same_codes, peers=False),
     "exact": exact,
-    "machine": machine,
 }

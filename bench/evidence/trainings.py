@@ -49,13 +49,35 @@ def failures(model: str) -> str:
 
 def killed() -> str:
     """Ratios and degradation with ten failures, a line a system that was run on all models."""
+    return _killed(*_on_all_models())
+
+
+def killed_briefly() -> str:
+    """Degradation and ratio of the whole state with ten failures, a cell a system and model."""
+    models, names = _on_all_models()
+    lines = [
+        [
+            system_name(system),
+            *(
+                f"{found[system][endurance.COLUMNS[0][0]]['value']:+.2f}\u00a0%, "
+                f"{number(found[system][_RATIOS[1]]['value'])}\u00a0x"
+                for found in models.values()
+            ),
+        ]
+        for system in names
+    ]
+    return markdown(["", *models], lines)
+
+
+def _on_all_models() -> tuple[Mapping[str, Mapping[str, Mapping[str, Json]]], list[str]]:
+    """Return the systems of each model, and the names of those that were run on all models."""
     models = by_model(measured(), endurance.FAILURES[0])
     names = [
         system
         for system in dict.fromkeys(s for systems in models.values() for s in systems)
         if not endurance.is_searched(system) and all(system in systems for systems in models.values())
     ]
-    return _killed(models, sorted(names, key=order))
+    return models, sorted(names, key=order)
 
 
 def killed_long() -> str:

@@ -86,9 +86,10 @@ def sweep(device: Device, largest: int, options: Options, pair: data.Pair | None
 
 
 def on_gpu(options: Options, pair: data.Pair | None = None) -> list[Row]:
-    """The GPU's rows; one large size, and the sweep."""
-    card, size = gpu_device(), 1 << 24 if options.quick else 1 << 28
-    found = run_cases(cases(Place(card, Sample(size, pair), size)), options, card.clock)
+    """The GPU's rows; one large size, half a gigabyte of float32, and the sweep."""
+    card, size = gpu_device(), 1 << 24 if options.quick else 1 << 27
+    sample = Sample(size, pair, drawn=1 << 24)  # drawing more would take longer than measuring
+    found = run_cases(cases(Place(card, sample, size)), options, card.clock)
     return found + ([] if card.missing or options.quick else sweep(card, _largest(options), options, pair))
 
 

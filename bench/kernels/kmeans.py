@@ -87,7 +87,7 @@ def _solve(at: Place, k: int) -> Job:
 
 
 def _from_raw(at: Place, others: list[Peer] | None) -> Job:
-    """Return the job of fitting a codebook to raw points; None: k-means on the same points as peers."""
+    """Return the job of fitting a codebook to raw points, by default with k-means as peers."""
     values = at.sample.before(at.n)
     note = _WAY if others is not None else f"{_WAY}; all from the same {at.n:,} points"
     found = peers.raw_kmeans(values, CODES, at_least(1000)) if others is None else others

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 
 from shrinkpoint.kernels import rans as kernels
 
 from .. import peers
-from ..harness import Case, Job, at_least, near, same
+from ..harness import Case, Job, Peer, at_least, near, same
 from .huffman import ENTROPY
 from .place import LEVELS, PREFIX, Place, numpy_peer, oracle
 
 PRECISION = 12
 """Bits of the tables."""
+BLOCK = 1 << 22
+"""Symbols of a block, as the codec cuts them."""
+HOST = "one thread of the host"
 _COUNTS, _NEAR = f"{LEVELS} x {LEVELS} counts", 1e-12
 
 
@@ -29,7 +35,45 @@ def cases(at: Place) -> list[Case]:
         at.case("pack_frequencies", lambda: packed(at, unpack=False), others=zstd, unit="us"),
         at.case("unpack_frequencies", lambda: packed(at, unpack=True), others=zstd, unit="us"),
     ]
-    return [case.only("cpu") for case in found]
+    many = [
+        at.case("rans_encode conditional", lambda: in_blocks(at, decode=False), others=(HOST,), unit="Gsym/s"),
+        at.case("rans_decode conditional", lambda: in_blocks(at, decode=True), others=(HOST,), unit="Gsym/s"),
+    ]
+    return [*(case.only("cpu") for case in found), *(case.only("gpu") for case in many)]
+
+
+def in_blocks(at: Place, *, decode: bool) -> Job:
+    """Code levels as `coded` does, in blocks: as a GPU codes a state."""
+    table, (previous, current) = kernels.rans_frequencies(at.joint(), PRECISION), at.levels()
+    on_host = [kernels.Block(current[i : i + BLOCK], previous[i : i + BLOCK], table) for i in range(0, at.n, BLOCK)]
+    symbols, blocks = _there(at, on_host), on_host[:1]
+    sizes, streams = [block.data.size for block in on_host], kernels.rans_encode_many(symbols)
+    coded = [replace(block, data=data) for block, data in zip(symbols, streams, strict=True)]
+    streams_of = kernels.rans_encode_many(blocks)
+
+    def check() -> str:
+        same("a block", streams[0], streams_of[0])
+        for found, block in zip(kernels.rans_decode_many(coded, sizes), on_host, strict=True):
+            same("symbols", found, block.data)
+        return "a block = host, round trip"
+
+    def host() -> Callable[[], object]:
+        if decode:
+            given = [replace(blocks[0], data=streams_of[0])]
+            return lambda: kernels.rans_decode_many(given, sizes[:1])
+        return lambda: kernels.rans_encode_many(blocks)
+
+    def call() -> object:
+        return kernels.rans_decode_many(coded, sizes) if decode else kernels.rans_encode_many(symbols)
+
+    note = f"{8 * sum(x.shape[0] for x in streams) / at.n:.3f} bits a symbol in {len(symbols)} blocks"
+    return at.symbols(call, check, [Peer(HOST, host, float(sizes[0]))], note)
+
+
+def _there(at: Place, blocks: list[kernels.Block]) -> list[kernels.Block]:
+    """Return blocks on the device."""
+    pairs = [at.arrays(block.data, block.contexts) for block in blocks]
+    return [replace(block, data=x, contexts=c) for block, (x, c) in zip(blocks, pairs, strict=True)]
 
 
 def coded(at: Place, *, decode: bool) -> Job:

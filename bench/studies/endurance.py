@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import statistics
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -455,10 +454,13 @@ def table(rows: Sequence[Any], failures: int = 10) -> dict[str, dict[str, dict[s
     return found
 
 
-def plot(rows: Sequence[Any], path: Path) -> None:
-    """Draw loss against ratio, and milliseconds a save.
+def plot(rows: Sequence[Any], path: Path, title_of: Callable[[str], str] = str) -> None:
+    """Draw loss against ratio: a row a model, a column for weights and one for the whole state.
 
-    A column a model, a row for weights and one for the whole state.
+    Args:
+        rows: of trainings with failures.
+        path: the picture.
+        title_of: returns a system's name in the legend.
 
     Raises:
         BadArgumentError: Matplotlib is not installed, or there is nothing to draw.
@@ -476,25 +478,25 @@ def plot(rows: Sequence[Any], path: Path) -> None:
         raise BadArgumentError("no rows of trainings with failures to draw; take `--only failures`")
     plt = pyplot()
     markers = dict(zip(dict.fromkeys(s for systems in models.values() for s in systems), cycle(_MARKERS), strict=False))
-    how = {"figsize": (4.0 * len(models), 13.0), "height_ratios": (1.0, 1.0, 1.3), "layout": "constrained"}
-    figure, axes = plt.subplots(3, len(models), squeeze=False, **how)
+    # A page shows it about 800 pixels wide: two panels side by side stay readable.
+    figure, axes = plt.subplots(
+        len(models), 2, squeeze=False, figsize=(8.5, 1.6 + 2.2 * len(models)), layout="constrained"
+    )
     drawn: dict[str, Any] = {}
-    for column, (name, systems) in enumerate(models.items()):
-        for axis, label in zip(axes[:2, column], ("weights", "whole state"), strict=True):
+    for line, (name, systems) in zip(axes, models.items(), strict=True):
+        for axis, label in zip(line, ("weights", "whole state"), strict=True):
             drawn |= _scatter(axis, systems, f"{label}, all checkpoints", markers)
-            axis.set_xlabel(f"{label}: times smaller")
-        axes[0][column].set_title(name, loc="left")
-        _saves(axes[2][column], systems)
-    axes[0][0].set_ylabel("held-out loss at the end, change in %")
-    axes[1][0].set_ylabel("held-out loss at the end, change in %")
-    figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=min(6, 2 * len(models)), fontsize=8)
+        line[0].set_title(name, loc="left")
+    for axis, label in zip(axes[-1], ("weights", "whole state"), strict=True):
+        axis.set_xlabel(f"{label}: times smaller")
+    figure.supylabel("held-out loss at the end, change in %")
+    names = [title_of(system).replace("`", "") for system in drawn]
+    figure.legend(drawn.values(), names, loc="outside lower center", ncols=2, fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 _MARKERS = "os^vDPX<>hp*d"
-_LABEL = 32
-"""Characters of a line next to a bar: long names would take the width from all panels of their column."""
 _COLORS = {"own": "#2a6f97", "other": "#b5651d", "exact": "#8a8f98"}
 
 
@@ -533,16 +535,6 @@ def _scatter(
     return found
 
 
-def _saves(axis: Any, systems: Mapping[str, Mapping[str, Any]]) -> None:
-    label = "seconds a save"
-    bars = {s: 1e3 * c[label]["value"] for s, c in systems.items() if c.get(label, {}).get("value") is not None}
-    axis.barh(range(len(bars)), list(bars.values()), color=[_color(s) for s in bars], height=0.7)
-    axis.set_yticks(range(len(bars)), [textwrap.fill(name, _LABEL) for name in bars], fontsize=6)
-    axis.invert_yaxis()
-    axis.set_xlabel("processor milliseconds a save")
-    axis.spines[["top", "right"]].set_visible(False)
-
-
 def of_seeds(
     name: str, where: tuple[str, int], columns: Iterable[tuple[str, str, Sequence[float]]], about: str, wrong: str = ""
 ) -> list[Row]:
@@ -553,7 +545,7 @@ def of_seeds(
         where: device and number of parameters.
         columns: label, unit and values by seed.
         about: what the notes end with.
-        wrong: what is wrong, if a check failed; then no row has a value.
+        wrong: the fault, if a check failed; then no row has a value.
     """
     rows = []
     for label, unit, values in columns:

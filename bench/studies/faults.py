@@ -161,7 +161,7 @@ class InStore:
 
     def save(self, run: Run) -> Size:
         state = run.state()
-        kinds = sp.kinds(run.model, run.optimizer)
+        kinds = run.kinds()
         grads = self.tracker.grads() if self.tracker is not None else None
         if self.searching is not None and self.count % self.searching.every == 0:
             self.store.cfg = self._search(run, state, grads, kinds)
@@ -422,7 +422,7 @@ def through_kills(
     run: T, steps: int, failures: int, spacing: int, *, advance: Callable[[T, int], object],
     save: Callable[[T], object], restore: Callable[[T], T],
 ) -> T:  # fmt: skip
-    """Train to the end through evenly spread kills; this is the loop of every study that kills trainings.
+    """Train to the end through evenly spread kills, as every study of kills does.
 
     Args:
         run: at its first step.

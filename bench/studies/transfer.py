@@ -146,20 +146,14 @@ def _by_ladder(ladder: Ladder) -> Callable[[Subject], Compressed]:
 
 
 SYSTEMS: dict[str, Callable[[Subject], Compressed]] = {
-    "default": _by_cube(
-        Cube(
-            bins=(3, 4, 6, 8, 10, 12, 16, 24),
-            prune=(0.0, 0.1, 0.2),
-            metric=("magnitude",),
-            protect=(0.0005,),
-            rate=(0.0, 0.003, 0.01, 0.03),
-            embedding_bins=(4, 6, 8, 12, 16, 24),
-        )
-    ),
+    "default": _by_cube(Cube(
+        bins=(3, 4, 6, 8, 10, 12, 16, 24), prune=(0.0, 0.1, 0.2), metric=("magnitude",), protect=(0.0005,),
+        rate=(0.0, 0.003, 0.01, 0.03), embedding_bins=(4, 6, 8, 12, 16, 24),
+    )),
     "inshrinkerator": _by_cube(Cube(metric=("magnitude",), system="inshrinkerator")),
     "Adaptive": _by_ladder(adaptive_ladder),
     "Uniform": _by_ladder(uniform_ladder),
-}
+}  # fmt: skip
 
 
 def rows(options: Options) -> list[Row]:

@@ -20,7 +20,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import shrinkpoint as sp
 from shrinkpoint.demo.corpus import Corpus
 from shrinkpoint.demo.model import GPT
 from shrinkpoint.demo.model import loss as text_loss
@@ -45,12 +47,15 @@ class Workload:
         loss: of a model on a batch, mean.
         held_out: batches of the held-out set, always the same.
         steps: length of the whole schedule.
-        rate: largest learning rate; a short warm-up, then a cosine to a tenth of it.
+        rate: largest learning rate; a short warm-up, then a cosine to `end` of it.
         half: the forward pass in bfloat16 (autocast); weights, gradients and moments stay float32.
         device: default device of its runs.
         right: which predictions of a model on a batch are right; None: accuracy is not defined for the task.
         optimizer: makes it from parameter groups, given `lr`; default AdamW.
-        decays: whether matrices have a weight decay of 0.1.
+        decay: weight decay of matrices.
+        end: share of the largest learning rate at the end of the schedule; 1: constant after the warm-up.
+        average: decay of an exponential moving average of the weights, which is stored and judged; None: no average.
+        masters: whether the model is in bfloat16 and the optimizer keeps its parameters in float32.
     """
 
     name: str
@@ -64,7 +69,10 @@ class Workload:
     device: str = "cpu"
     right: Callable[[nn.Module, Any], Tensor] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = adamw
-    decays: bool = True
+    decay: float = 0.1
+    end: float = 0.1
+    average: float | None = None
+    masters: bool = False
 
     @property
     def parameters(self) -> int:
@@ -104,11 +112,19 @@ class Run:
         self.device = torch.device(workload.device if device is None else device)
         torch.manual_seed(seed)
         self.model = workload.model().to(self.device)  # drawn on the CPU: the same weights everywhere
-        decayed = [p for p in self.model.parameters() if p.ndim >= 2]
-        others = [p for p in self.model.parameters() if p.ndim < 2]
-        decay = 0.1 if workload.decays else 0.0
-        groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.masters: list[Tensor] | None = None
+        if workload.masters:
+            self.masters = [p.detach().clone() for p in self.trained]
+            self.model.bfloat16()
+        own = self.trained if self.masters is None else self.masters
+        decayed, others = ([p for p in own if (p.ndim >= 2) == matrix] for matrix in (True, False))
+        groups = [{"params": decayed, "weight_decay": workload.decay}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = workload.optimizer(groups, lr=workload.rate)
+        _mode(self.optimizer, "train")
+        self.average: AveragedModel | None = None
+        if workload.average is not None:
+            self.average = AveragedModel(self.model, multi_avg_fn=_average(workload.average))
         self.train(until)
 
     def learning_rate(self) -> float:
@@ -117,7 +133,8 @@ class Run:
         if self.step < warm:
             return self.workload.rate * (self.step + 1) / warm
         share = (self.step - warm) / max(1, self.workload.steps - warm)
-        return self.workload.rate * (0.55 + 0.45 * math.cos(math.pi * min(1.0, share)))
+        middle, swing = (1 + self.workload.end) / 2, (1 - self.workload.end) / 2
+        return self.workload.rate * (middle + swing * math.cos(math.pi * min(1.0, share)))
 
     def train(self, until: int) -> Self:
         """Train up to step `until`, and return the run."""
@@ -129,9 +146,52 @@ class Run:
             with deterministic(self.device):
                 self.loss(batch).backward()  # type: ignore[no-untyped-call]
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                self.optimizer.step()
+                self._update()
             self.step += 1
         return self
+
+    def _update(self) -> None:
+        """Take the optimizer's step, on masters where there are any, and the average's."""
+        for master, p in zip(self.masters or (), self.trained, strict=False):
+            master.grad = None if p.grad is None else p.grad.float()
+        self.optimizer.step()
+        if self.masters is not None:
+            with torch.no_grad():
+                for master, p in zip(self.masters, self.trained, strict=True):
+                    p.copy_(master)
+                    p.grad = None
+        if self.average is not None:
+            self.average.update_parameters(self.model)
+
+    @contextmanager
+    def judged(self) -> Iterator[nn.Module]:
+        """Lend the model that a user would evaluate; afterwards the run is as before.
+
+        It is the average of the weights where one is kept, and for a schedule-free optimizer the average that the
+        optimizer's own evaluation mode gives.
+        """
+        model = self.model if self.average is None else self.average.module
+        swaps = hasattr(self.optimizer, "eval")
+        kept = [p.detach().clone() for p in self.trained] if swaps else []
+        model.eval()
+        _mode(self.optimizer, "eval")
+        try:
+            yield model
+        finally:
+            model.train()
+            _mode(self.optimizer, "train")
+            with torch.no_grad():
+                for p, before in zip(self.trained if swaps else (), kept, strict=True):
+                    p.copy_(before)  # to and from the average rounds
+
+    def kinds(self) -> dict[str, sp.Kind]:
+        """Return what `sp.kinds` says of the model, its optimizer, average and masters."""
+        averages = None if self.average is None else {"ema": self.average}
+        if self.masters is None:
+            return sp.kinds(self.model, self.optimizer, averages=averages)
+        # The parameters of the optimizer are the masters: with it, the module's would count as frozen.
+        model = sp.kinds(self.model, averages=averages, masters={"masters": self.masters})
+        return model | sp.kinds(optimizer=self.optimizer)
 
     def loss(self, batch: Any, model: nn.Module | None = None) -> Tensor:
         """Mean loss on a batch, which may be anywhere.
@@ -147,7 +207,11 @@ class Run:
 
     def state(self) -> State:
         """Everything a resumed run needs, cloned; its tensors stay on the run's device."""
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        state: State = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        if self.average is not None:
+            state["ema"] = self.average.state_dict()
+        if self.masters is not None:
+            state["masters"] = self.masters
         cloned: State = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
         return cloned
 
@@ -156,6 +220,11 @@ class Run:
         state = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.average is not None:
+            self.average.load_state_dict(state["ema"])
+        with torch.no_grad():
+            for master, kept in zip(self.masters or (), state.get("masters", ()), strict=True):
+                master.copy_(kept)
         self.step = state["step"]
 
     @torch.no_grad()
@@ -191,6 +260,17 @@ class Run:
             count += size
         self.model.train()
         return total / count
+
+
+def _average(decay: float) -> Callable[..., None]:
+    """Return the function that updates an exponential moving average."""
+    update: Callable[..., None] = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+    return update
+
+
+def _mode(optimizer: Any, name: str) -> None:
+    """Switch a schedule-free optimizer between its modes; others have none."""
+    getattr(optimizer, name, lambda: None)()
 
 
 @contextmanager

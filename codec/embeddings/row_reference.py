@@ -18,9 +18,10 @@ from ...kernels.packing import pack_bits, unpack_bits
 from ...kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 from ..base import CHUNK
 from ..errors import CorruptDataError
+from ..groups import FilledReference
 from ..parallel import map_chunks
 from ..state.casting import float_values, rounded
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, on_host
 
 UNIFORM = ("adaptive", "asymmetric", "symmetric")
 METHODS = (*UNIFORM, "kmeans")
@@ -72,7 +73,7 @@ RAW = Style("raw")
 
 
 @dataclass(frozen=True, slots=True)
-class RowsReference:
+class RowsReference(FilledReference):
     """Reference of an array as row records, which decode to its values.
 
     Args:
@@ -85,18 +86,16 @@ class RowsReference:
     style: NpArray
     records: tuple[NpArray, ...]
 
-    def values(self, spec: LeafSpec) -> Array:
-        """Return the decoded values."""
+    def fill(self, spec: LeafSpec, out: NpArray) -> None:
+        """Write the bytes of the decoded values."""
         columns = row_length(spec)
-        data = np.empty((self.style.size, columns * spec.itemsize), np.uint8)
-        step = max(1, CHUNK // columns)
+        data, step = out.reshape(self.style.size, columns * spec.itemsize), max(1, CHUNK // columns)
 
         def one(part: tuple[int, RowsReference]) -> None:
             start, reference = part
             data[start : start + step] = reference.decoded(spec)
 
         map_chunks(one, zip(range(0, self.style.size, step), self.split(step), strict=True))
-        return from_bytes(data.reshape(-1), spec)
 
     def decoded(self, spec: LeafSpec) -> NpArray:
         """Return the bytes of the rows, uint8 [R, bytes of a row]."""

@@ -25,10 +25,10 @@ from ...kernels.backend.arrays import is_torch
 from ...kernels.error_sums import Distortion, distortion
 from ...kernels.packing import pack_bits, unpack_mask
 from .. import entropy
-from ..base import CHUNK, Leaf, Reference, Stored
+from ..base import CHUNK, Leaf, Parents, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
-from ..format.chunks import Chunk, chunks_of
-from ..format.fields import Reader, Writer
+from ..format.fields import Chunk, Reader, Writer, chunks_of
+from ..groups import Coded
 from ..lossless.exact import Exact, decode_chunk, encode_chunk
 from ..parallel import map_chunks
 from ..state.casting import float_values
@@ -135,7 +135,8 @@ class Rows:
         num_bins: steps that the greedy search cuts a row's range into, 1 to 4096; None: picked on a sample.
         ratio: share of the range it walks through, in (0, 1]; None: picked on a sample.
         expected_restores: how often the run is expected to resume, at least 0. It picks the width of "auto" (1: 2 bits,
-            up to 3: 3, up to 20: 4, else 8), and beyond it `for_restores` falls back to 8 bits.
+            up to 3: 3, up to 20: 4, else 8; limits that short trainings miss, see `presets.check_n_run`), and beyond it
+            `for_restores` falls back to 8 bits.
         coder: "smallest" or "published" (bit-packed codes; float32 numbers and masks without entropy coding).
         max_error: relative L2 error an array may have, in (0, 1); raises the width where needed. None:
             `Config.max_rel_error`.
@@ -570,19 +571,14 @@ def _read_array(data: Reader, spec: LeafSpec, parent: NpArray | None) -> NpArray
     return out
 
 
-def decode_rows(
-    spec: LeafSpec,
-    meta: dict[str, Any],
-    pieces: Sequence[memoryview],
-    parent: Reference | None,
-    pair: Array | None = None,
-) -> RowsReference:
+def decode_rows(coded: Coded) -> list[RowsReference]:
     """Decode the stream format "rows"."""
+    spec, pieces, parent = coded.spec, coded.pieces, coded.parent
     if not spec.shape or not spec.size or spec.dtype not in DTYPES:
         raise CorruptDataError(f"rows: {spec.dtype} {spec.shape} cannot be stored by rows")
     rows = spec.shape[0]
     before = parent if isinstance(parent, RowsReference) and parent.style.size == rows else None
-    table = _read_styles(meta, spec)
+    table = _read_styles(coded.meta, spec)
     step = max(1, CHUNK // row_length(spec))
     chunks = chunks_of("rows", pieces, rows, spec.nbytes + rows, step=step)
     parents = [None] * len(chunks) if before is None else before.split(step)
@@ -591,7 +587,7 @@ def decode_rows(
         (piece, part), old = both
         return _read_chunk(piece, spec, table, part.stop - part.start, old)
 
-    return joined(map_chunks(one, zip(chunks, parents, strict=True)))
+    return [joined(map_chunks(one, zip(chunks, parents, strict=True)))]
 
 
 def _read_styles(meta: dict[str, Any], spec: LeafSpec) -> tuple[Style, ...]:
@@ -658,9 +654,10 @@ def _read_chunk(
 
 
 def rebase_rows(
-    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
+    specs: Sequence[LeafSpec], references: Sequence[Reference], parents: Parents
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Encode a reference as a base or against another parent; return metadata and pieces."""
+    (spec,), (reference,), (parent,) = specs, references, parents
     if not isinstance(reference, RowsReference):
         raise BadArgumentError(f"rows: a {type(reference).__qualname__} holds no rows")
     before = parent if isinstance(parent, RowsReference) and parent.style.size == reference.style.size else None

@@ -15,11 +15,12 @@
     12 matrix      a low-rank prediction and classes of rows and columns, then differences in these contexts
 
 The context is known to both sides (the level in the parent checkpoint). docs/format.md has the bytes. From below:
-`method_ids`, `table`, `runlengths` (3), `plain` (0 to 4, 8, 9, 11), `rearranged` (6), `row_column_classes` and
-`matrices` (12), `coders` (all, those that need a context among them).
+`method_ids`, `table`, `plain` (0 to 4, 8, 9, 11), `row_column_classes` and `matrices` (12), `coders` (all, those that
+need a context among them).
 """
 
-from .coders import decode, encode, encode_levels, in_context
+from .blocks import CodedBlock, Later, decoded_there, most_bytes
+from .coders import decode, encode, encode_levels, encode_rearranged, in_context
 from .matrices import ALONE, Matrix, Numbers
 from .method_ids import (
     CONDITIONAL,
@@ -37,9 +38,7 @@ from .method_ids import (
     UNCHANGED,
     ZSTANDARD,
 )
-from .plain import SAMPLE, coded, encode_huffman, sample
-from .rearranged import encode_rearranged
-from .runlengths import encode_published
+from .plain import SAMPLE, coded, encode_huffman, encode_published, sample
 from .table import counts_of, rans_bytes, sampled_bits
 
 __all__ = [
@@ -59,17 +58,21 @@ __all__ = [
     "STORED",
     "UNCHANGED",
     "ZSTANDARD",
+    "CodedBlock",
+    "Later",
     "Matrix",
     "Numbers",
     "coded",
     "counts_of",
     "decode",
+    "decoded_there",
     "encode",
     "encode_huffman",
     "encode_levels",
     "encode_published",
     "encode_rearranged",
     "in_context",
+    "most_bytes",
     "rans_bytes",
     "sample",
     "sampled_bits",

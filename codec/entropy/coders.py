@@ -1,21 +1,25 @@
-"""Coding of symbols by the smallest of all coders, with or without a context, and decoding."""
+"""Coding of symbols by the smallest of all coders, with or without a context, and decoding.
+
+Source of symbols rearranged by context: Inshrinkerator, section 6.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
 import numpy as np
 
-from ...kernels.levels import joint_counts
+from ...kernels.backend.arrays import Array, is_torch, to_host
+from ...kernels.levels import delta, joint_counts, merge_by_level, split_by_level, undelta
 from ...kernels.rans import entropy_bits
 from ...kernels.sparse_changes import rare_decode, rare_encode
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from .matrices import ALONE, Matrix, decode_matrix, in_matrix
+from .matrices import ALONE, Matrix, Size, decode_matrix, in_matrix
 from .method_ids import CONDITIONAL, FEW, MATRIX, RARE, REARRANGED, SLACK, UNCHANGED
-from .plain import coded, decoded, encode_huffman, encode_plain, plain_decoder, smallest
-from .rearranged import decode_rearranged, encode_rearranged
+from .plain import coded, decode_plain, decoded, encode_huffman, encode_plain, encode_published, plain_decoder, smallest
 from .table import I64, U8, Table, array, counts_of, least_stream, least_table, read_rans
 
 
@@ -34,9 +38,12 @@ def encode(
     if counts is None and not matrix.columns:
         return coded(symbols).done()
     counts = counts_of(symbols) if counts is None else counts
-    plain, least = smallest(symbols, counts)
-    placed = in_matrix(symbols, None, int(counts.argmax()), matrix, least) if matrix.columns else None
-    return (plain.done() if placed is None else placed).done()
+    plain = functools.cache(lambda: smallest(symbols, counts))
+    placed = None
+    if matrix.columns:
+        size = Size(entropy_bits(counts) / 8, lambda: plain()[1])
+        placed = in_matrix(symbols, None, int(counts.argmax()), matrix, size)
+    return (plain()[0].done() if placed is None else placed).done()
 
 
 def encode_levels(
@@ -45,7 +52,7 @@ def encode_levels(
     """Code levels, as a delta if the parent's levels are given.
 
     Args:
-        levels: uint8, shape (n,), values below `size`.
+        levels: uint8, shape (n,), values below `size`; for the published delta also on a GPU, which then groups them.
         size: number of levels, 2 to 256.
         parent: the parent's levels of the same elements, or None for a base.
         parent_size: number of levels of the parent.
@@ -88,8 +95,9 @@ def in_context(
     cost, table, plain = math.inf if rare is None else float(rare.size), None, None
     # Lower bound of a stream with a table: no table is made that is larger than coding without context.
     least = least_stream(counts)
+    without = functools.cache(lambda: Table.best(total[None, :]).cost)
     if slack * least < cost:
-        if _plain_may_win(total, alone, least):
+        if _plain_may_win(total, alone, least, without):
             plain = encode_plain(symbols, total)
         if plain is None or len(plain) > least + 1:
             table = Table.best(counts, slack, contexts)
@@ -97,11 +105,11 @@ def in_context(
                 table = None
             else:
                 cost = table.cost
-    if plain is None and _plain_may_win(total, alone, cost):
+    if plain is None and _plain_may_win(total, alone, cost, without):
         plain = encode_plain(symbols, total)
     if matrix.columns:
         size = cost if plain is None else min(cost, len(plain))
-        placed = in_matrix(symbols, context, 0, matrix, size)
+        placed = in_matrix(symbols, context, 0, matrix, Size(size, lambda: size))
         if placed is not None:
             return placed, alone
     if plain is not None and len(plain) <= cost + 1:
@@ -115,13 +123,16 @@ def in_context(
     return out, alone
 
 
-def _plain_may_win(counts: I64, bits: float, cost: float) -> bool:
-    """Return whether coding without context may take at most `cost` bytes."""
+def _plain_may_win(counts: I64, bits: float, cost: float, without: Callable[[], float]) -> bool:
+    """Return whether coding without context may take at most `cost` bytes.
+
+    `without` makes a table for it and returns its bytes.
+    """
     n = int(counts.sum())
     if n - int(counts.max()) <= min(FEW, n // 2):
         return bits / 8 + 2 < cost
     # Entropy and table are a lower bound; if that is larger than `cost`, no table need be made.
-    return bits / 8 + least_table(np.flatnonzero(counts)) < cost and Table.best(counts[None, :]).cost <= cost
+    return bits / 8 + least_table(np.flatnonzero(counts)) < cost and without() <= cost
 
 
 def decode(data: memoryview, n: int, context: U8 | None = None, contexts: int = 0) -> U8:
@@ -151,6 +162,47 @@ def decode(data: memoryview, n: int, context: U8 | None = None, contexts: int = 
 def _decode_rare(data: Reader, n: int, context: U8, _contexts: int) -> U8:
     symbols: U8 = rare_decode(array(data.rest()), context)
     return symbols
+
+
+def encode_rearranged(levels: Array, size: int, parent: U8, parent_size: int) -> bytes:
+    """Encode cyclic differences, grouped by the parent's level, by run lengths and Huffman.
+
+    Args:
+        levels: uint8, shape (n,), on the host or on a GPU, where differences are then taken and grouped.
+        size: number of levels.
+        parent: uint8, shape (n,), on the host.
+        parent_size: number of levels of the parent.
+    """
+    buffer = max(size, parent_size)
+    before: Array = parent
+    if is_torch(levels):
+        import torch
+
+        before = torch.from_numpy(parent).to(levels.device)
+    grouped, counts = map(to_host, split_by_level(delta(before, levels, buffer), before, parent_size))
+    out = Writer()
+    out.byte(REARRANGED)
+    out.varint(buffer)
+    start = 0
+    for count in counts:
+        if count:
+            out.block(encode_published(grouped[start : start + int(count)]))
+        start += int(count)
+    return out.done()
+
+
+def decode_rearranged(data: Reader, n: int, context: U8, contexts: int) -> U8:
+    """Decode the symbols that `encode_rearranged` coded, uint8 (n,)."""
+    buffer = data.varint()
+    if not 2 <= buffer <= 256 or buffer < contexts:
+        raise CorruptDataError(f"rearranged: a cyclic buffer of {buffer} levels")
+    counts = joint_counts(context, context, contexts, contexts).diagonal()
+    groups = [decode_plain(data.block(), int(c)) for c in counts if c]
+    grouped = np.concatenate(groups) if groups else np.empty(0, np.uint8)
+    if grouped.size and int(grouped.max()) >= buffer:
+        raise CorruptDataError(f"rearranged: a difference is beyond the cyclic buffer of {buffer}")
+    levels: U8 = undelta(context, merge_by_level(grouped, context, contexts), buffer)
+    return levels
 
 
 _IN_CONTEXT: dict[int, Callable[[Reader, int, U8, int], U8]] = {

@@ -9,7 +9,7 @@ from the usual symbol than others, the class of the position is the context.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -108,11 +108,28 @@ class _Form:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Bytes that symbols take by another coder.
+
+    Args:
+        least: a lower bound.
+        exact: computes them; called only where the bound does not decide.
+    """
+
+    least: float
+    exact: Callable[[], float]
+
+    def is_above(self, limit: float) -> bool:
+        """Return whether the symbols take more than `limit` bytes."""
+        return self.least > limit or self.exact() > limit
+
+
 ALONE = Matrix()
 """Symbols that are not part of a matrix."""
 
 
-def in_matrix(symbols: U8, context: U8 | None, usual: int, matrix: Matrix, size: float) -> Writer | None:
+def in_matrix(symbols: U8, context: U8 | None, usual: int, matrix: Matrix, size: Size) -> Writer | None:
     """Code symbols by their place in a matrix; None if that is not smaller.
 
     Args:
@@ -122,7 +139,7 @@ def in_matrix(symbols: U8, context: U8 | None, usual: int, matrix: Matrix, size:
         matrix: where they stand.
         size: bytes that they take otherwise.
     """
-    if size < _WORTH:
+    if not size.is_above(_WORTH):
         return None
     columns, phase = matrix.columns, matrix.start % matrix.columns
     lines = list(matrix.heights) or [-(-(phase + symbols.size) // columns)]
@@ -141,12 +158,11 @@ def in_matrix(symbols: U8, context: U8 | None, usual: int, matrix: Matrix, size:
     if form is None:
         return None
     head.raw(form.head)
-    rest = size / SLACK - len(head)
     pairs = joint_counts(form.contexts, form.symbols, form.count, max(2, int(form.symbols.max()) + 1))
-    if least_stream(pairs) >= rest:
+    if not size.is_above(SLACK * (len(head) + least_stream(pairs))):
         return None
     table = Table.best(pairs, SLACK, form.count)
-    if table.cost >= rest:
+    if not size.is_above(SLACK * (len(head) + table.cost)):
         return None
     table.write(head, form.symbols, form.contexts)
     return head

@@ -1,4 +1,7 @@
-"""Coding of symbols without a context, by the smallest of several coders."""
+"""Coding of symbols without a context, by the smallest of several coders.
+
+Source of run lengths with Huffman: Inshrinkerator, section 6.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ import zstandard
 from ...kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, pack_lengths, unpack_lengths
 from ...kernels.packing import pack_bits, unpack_bits
 from ...kernels.rans import entropy_bits
+from ...kernels.runlength import rle_decode, rle_encode
 from ...kernels.sparse_changes import rare_decode, rare_encode
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from .method_ids import CONSTANT, EXCEPTIONS, FEW, HUFFMAN, PACKED, PUBLISHED, RANS, SLACK, STORED, ZSTANDARD
-from .runlengths import decode_published
 from .table import I64, U8, Table, array, counts_of, least_table, read_rans, sampled_bits
 
 _SHORT, _MODEST = 2048, 4096
@@ -87,6 +90,8 @@ def coded(symbols: U8) -> Writer:
     Symbols that no coder makes smaller are not copied: they must not change before the writer is used. If a sample of
     many symbols is noise, they are not counted.
     """
+    if symbols.size <= 1:  # as the head of most arrays has them
+        return _constant(int(symbols[0]) if symbols.size else 0).done()
     if symbols.size >= _MANY and sampled_bits(np.bincount(sample(symbols.size)(symbols))) >= _NOISE * SAMPLE:
         return _stored(symbols).done()
     return encode_plain(symbols, counts_of(symbols))
@@ -219,6 +224,44 @@ def _decode_exceptions(data: Reader, n: int) -> U8:
     peak = data.byte()
     symbols: U8 = rare_decode(array(data.rest()), np.full(n, peak, np.uint8))
     return symbols
+
+
+def encode_published(symbols: U8) -> bytes:
+    """Encode by run lengths and Huffman as published; a single symbol as a constant."""
+    if symbols.size == 0 or (symbols == symbols[0]).all():
+        return bytes([CONSTANT, int(symbols[0]) if symbols.size else 0])
+    tokens = rle_encode(symbols)
+    alphabet, dense, counts = np.unique(tokens, return_inverse=True, return_counts=True)
+    lengths = huffman_lengths(counts.astype(np.int64), limit=24)
+    out = Writer()
+    out.byte(PUBLISHED)
+    out.varint(tokens.size)
+    out.varint(alphabet.size)
+    # The alphabet ascends: first the values, negated, then the run lengths.
+    out.varint(int(-alphabet[0]))
+    for step in np.diff(alphabet):
+        out.varint(int(step))
+    out.block(pack_lengths(lengths))
+    out.raw(huffman_encode(dense.astype(np.uint16), lengths))
+    return out.done()
+
+
+def decode_published(data: Reader, n: int) -> U8:
+    """Decode the symbols that `encode_published` coded, uint8 (n,)."""
+    count, size = data.varint(), data.varint()
+    if not 1 <= size <= min(count, 1 << 16) or not count <= 2 * n:
+        raise CorruptDataError(f"run lengths: {count} tokens, {size} of them different, for {n} values")
+    alphabet = np.empty(size, np.int64)
+    value = -data.varint()
+    for i in range(size):
+        value += data.varint() if i else 0
+        if not -255 <= value <= n:
+            raise CorruptDataError("run lengths: a token is out of range")
+        alphabet[i] = value
+    lengths = unpack_lengths(array(data.block()), size)
+    dense = huffman_decode(array(data.rest()), lengths, count, dtype="uint16")
+    decoded: U8 = rle_decode(alphabet[dense].astype(np.int32), n)
+    return decoded
 
 
 _DECODERS: dict[int, Callable[[Reader, int], U8]] = {

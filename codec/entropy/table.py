@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.backend.arrays import Array
 from ...kernels.levels import joint_counts
 from ...kernels.rans import (
     STATES,
@@ -108,7 +109,7 @@ class Table:
         bound = entropy_bits(counts) / 8 + STATE_BYTES
         fast = max(slack, SLACK)
         if found.precision == WIDE_PRECISION and found.cost + WIDE <= fast * (bound + len(found.packed)):
-            return found._widened()
+            return found.widened()
         wide = found if found.precision == WIDE_PRECISION else None
         for precision in PRECISIONS[first + 1 :]:
             # A finer table is not shorter, and no table beats the entropy.
@@ -124,19 +125,23 @@ class Table:
             if found.cost <= slack * finer.cost + _A_TIE:
                 break
             found = finer
-        return wide._widened() if wide is not None and wide.cost + WIDE <= fast * found.cost else found
+        return wide.widened() if wide is not None and wide.cost + WIDE <= fast * found.cost else found
 
-    def _widened(self) -> Table:
+    def widened(self) -> Table:
         """Switch to 64 states."""
         self.states = WIDE_STATES
         self.cost += WIDE
         return self
 
-    def write(self, out: Writer, symbols: U8, contexts: U8 | None) -> None:
-        """Write the table, then the stream of symbols, uint8 (n,), in these contexts."""
+    def write_head(self, out: Writer) -> None:
+        """Write the form of the stream and the table."""
         out.byte(self.precision if self.states == STATES else self.states)
         out.varint(self.symbols)
         out.block(self.packed)
+
+    def write(self, out: Writer, symbols: U8, contexts: U8 | None) -> None:
+        """Write the table, then the stream of symbols, uint8 (n,), in these contexts."""
+        self.write_head(out)
         out.raw(rans_encode(symbols, contexts, self.frequencies, self.precision, states=self.states))
 
 
@@ -150,8 +155,8 @@ def rans_bytes(counts: I64) -> float:
     return Table.best(counts, contexts=counts.shape[0]).cost
 
 
-def read_rans(data: Reader, contexts: U8 | None, n_contexts: int, n: int) -> U8:
-    """Decode the symbols that `Table.write` coded, uint8 (n,)."""
+def read_table(data: Reader, n_contexts: int, n: int) -> tuple[Array, int, int]:
+    """Read the frequencies of a stream of n symbols, its precision and its number of states."""
     form = data.byte()
     states, precision = (WIDE_STATES, WIDE_PRECISION) if form == WIDE_STATES else (STATES, form)
     symbols = data.varint()
@@ -159,6 +164,11 @@ def read_rans(data: Reader, contexts: U8 | None, n_contexts: int, n: int) -> U8:
         raise CorruptDataError(
             f"rANS: precision {precision} or {symbols} symbols out of range for {n_contexts} contexts"
         )
-    table = unpack_frequencies(array(data.block()), n_contexts, symbols, precision)
+    return unpack_frequencies(array(data.block()), n_contexts, symbols, precision), precision, states
+
+
+def read_rans(data: Reader, contexts: U8 | None, n_contexts: int, n: int) -> U8:
+    """Decode the symbols that `Table.write` coded, uint8 (n,)."""
+    table, precision, states = read_table(data, n_contexts, n)
     decoded: U8 = rans_decode(array(data.rest()), contexts, table, precision, n, states=states)
     return decoded

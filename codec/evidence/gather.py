@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,8 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
             entries[i] = Entry("", above, "", name)
     shapes = [spec.shape for spec in arrays.specs]
     roles = {i: _role(entry, shapes[i], given[i]) for i, entry in entries.items()}
-    parameters = _parameters(arrays, entries, outline)
+    declared = {i for i, kind in enumerate(given) if kind is not None and kind.declared}
+    parameters = {i: p for i, p in _parameters(arrays, entries, outline).items() if i not in declared}
     matches = match(parameters, {i: (entry, shapes[i]) for i, entry in sorted(entries.items())}, outline)
     classes = {i: None if (kind := given[i]) is None else kind.optimizer for i in entries}
     for i in updates(entries, roles, shapes, classes, outline.settings):
@@ -93,7 +94,8 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
         elif i in entries:
             evidence = _of_entry(path, spec, entries[i], roles[i], kind)
         elif kind is not None and (kind.role == "state" or kind.layer != "other"):
-            evidence = Evidence(kind, "kinds", "kinds: " + (kind.layer if kind.role == "weight" else kind.role))
+            what = kind.declared or (kind.layer if kind.role == "weight" else kind.role)
+            evidence = Evidence(kind, "kinds", f"kinds: {what}")
         else:
             evidence = _of_parameter(i, path, spec, matches, has_optimizer, outline)
         evidence = dataclasses.replace(evidence, entry=entries.get(i))
@@ -135,10 +137,50 @@ def _given(
     weights = {
         i: m[0]
         for i, (m, kind) in enumerate(zip(found, given, strict=True))
-        if m is not None and kind is not None and kind.role == "weight" and i not in entries
+        if m is not None and kind is not None and kind.role == "weight" and not kind.declared and i not in entries
     }
-    others = _of_other_trees(weights, arrays, entries, outline)
+    others = _of_other_trees(weights, arrays, entries, outline) | _ambiguous(found, given, arrays)
+    others |= _of_other_shapes(found, arrays)
     return [None if i in others else kind for i, kind in enumerate(given)], others
+
+
+def _ambiguous(
+    found: Sequence[tuple[str, Any] | None], given: Sequence[Kind | None], arrays: Arrays
+) -> dict[int, Evidence]:
+    """Return the evidence of arrays that share the key of an average, a master or an iterate."""
+    of_key: dict[str, list[int]] = {}
+    for i, (m, kind) in enumerate(zip(found, given, strict=True)):
+        if m is not None and kind is not None and kind.declared and arrays.paths[i] != m[0]:
+            of_key.setdefault(m[0], []).append(i)
+    whole = {m[0] for i, m in enumerate(found) if m is not None and arrays.paths[i] == m[0]}
+    return {
+        i: Evidence(
+            Kind(names.layer_of(arrays.paths[i], arrays.specs[i]), "state"),
+            "",
+            reasons.SEVERAL_TREES + ", ".join(sorted(tree_of(arrays.paths[j], key) for j in numbers)),
+            is_unknown=True,
+        )
+        for key, numbers in of_key.items()
+        if len(numbers) > 1 or key in whole
+        for i in numbers
+    }
+
+
+def _of_other_shapes(found: Sequence[tuple[str, Any] | None], arrays: Arrays) -> dict[int, Evidence]:
+    """Return the evidence of moments, averages and masters of another shape than in `kinds`."""
+    fitting = {m[0] for m, spec in zip(found, arrays.specs, strict=True) if m is not None and _has_shape(m[1], spec)}
+    others = {}
+    for i, (m, spec) in enumerate(zip(found, arrays.specs, strict=True)):
+        if m is None or m[0] in fitting or not spec.shape or not isinstance(m[1], Kind):
+            continue
+        if m[1].declared or m[1].role.endswith("moment"):
+            layer = names.layer_of(arrays.paths[i], spec)
+            others[i] = Evidence(Kind(layer, "state"), "", f"kinds: its shape was {m[1].shape}")
+    return others
+
+
+def _has_shape(kind: Any, spec: LeafSpec) -> bool:
+    return not isinstance(kind, Kind) or kind.shape is None or kind.shape == spec.shape
 
 
 def _of_other_trees(
@@ -201,7 +243,9 @@ def _fitting(found: tuple[str, Any], path: str, spec: LeafSpec, outline: Outline
     if value.shape is not None and value.shape != spec.shape:
         return None
     # A tail of a path is not the path: elsewhere in the state the same name may be that of another thing.
-    elsewhere = key != path and (names.is_other_part(path) or (value.role == "weight" and _is_average(path, outline)))
+    elsewhere = key != path and (
+        names.is_other_part(path) or (value.role == "weight" and not value.declared and _is_average(path, outline))
+    )
     return None if elsewhere else value
 
 

@@ -14,6 +14,7 @@ from ..errors import BadArgumentError
 from .module_names import unwrapped
 
 LAYERS = ("linear", "convolution", "attention", "embedding", "norm", "bias", "other")
+DECLARED = ("", "average", "master", "iterate")
 ROLES = ("weight", "first moment", "second moment", "state")
 TINY = 1024
 """Arrays with fewer elements are always exact."""
@@ -36,6 +37,9 @@ class Kind:
             since the parent; None: not known. Comparing kinds ignores it.
         rows_since_base: `rows` for a parent that is a base; None: `rows` holds for any parent.
         shape: shape of the array; the kind holds for no array of another shape. None: any.
+        declared: what the array is to the parameter of its name: an "average" of its values, its "master" in a wider
+            dtype, or the "iterate" that a schedule-free optimizer keeps with it; "": the parameter itself, or another
+            entry.
     """
 
     layer: str = "other"
@@ -45,12 +49,15 @@ class Kind:
     rows: Any = field(default=None, compare=False, repr=False)
     rows_since_base: Any = field(default=None, compare=False, repr=False)
     shape: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
+    declared: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer, str) or self.layer not in LAYERS:
             raise BadArgumentError(f"kind {shown(self.layer)} is unknown; one of {', '.join(LAYERS)}")
         if not isinstance(self.role, str) or self.role not in ROLES:
             raise BadArgumentError(f"role {shown(self.role)} is unknown; one of {', '.join(ROLES)}")
+        if not isinstance(self.declared, str) or self.declared not in DECLARED:
+            raise BadArgumentError(f"declared is {shown(self.declared)}; one of {', '.join(DECLARED[1:])} or ''")
         for name in ("parameter", "optimizer"):
             text = getattr(self, name)
             if not isinstance(text, str | None):

@@ -1,4 +1,4 @@
-"""First and second moments among optimizer entries, and moments that must stay exact."""
+"""First and second moments among optimizer entries, their pairs, and those that stay exact."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..base import Leaf
 from .entries import KNOWN, Entry, parse
 from .kind import Kind
 from .names import FIRST, SECOND, layer_of
@@ -26,6 +27,8 @@ _SETTINGS = {"amsgrad", "bias_correction", "momentum_decay", "decoupled_weight_d
 """Adam and its variants have one of these settings, next to `betas`."""
 _COMMON = {"lr", "initial_lr", "betas", "eps", "weight_decay"}
 """Settings that say nothing of the entries' meaning."""
+_SLOW = "exp_avg_slow"
+"""AdEMAMix's second average of gradients: its unit is its own, not that of sqrt(v)."""
 _MAXIMA = {"max_exp_avg_sq", "nu_max"}
 _SUMS = {"sum"}
 """Sums of squares (Adagrad), which no update squares."""
@@ -82,7 +85,7 @@ def updates(
         seconds = [i for i in numbers if roles[i] == "second moment"]
         further = any(shapes[i] and entries[i].name not in KNOWN | _MAXIMA for i in numbers)
         for i in numbers:
-            if roles[i] != "first moment" or len(seconds) != 1:
+            if roles[i] != "first moment" or len(seconds) != 1 or entries[i].name == _SLOW:
                 continue
             cls = classes.get(i)
             if cls is not None:
@@ -183,3 +186,17 @@ def possible_maxima(entries: Mapping[int, Entry], bounds: Callable[[int, int], b
             trees.setdefault(entries[numbers[0]].above, []).append(names)
     maxima = [pair for pairs in trees.values() if all(bounds(p["nu"], p["mu"]) for p in pairs) for pair in pairs]
     return {pair[name]: "it may be a maximum of gradients" for pair in maxima for name in ("mu", "nu")}
+
+
+def moment_pairs(leaves: Sequence[Leaf]) -> dict[int, int]:
+    """Return for each first moment the number of its second moment, if grids take its dtype."""
+    seconds = {
+        (leaf.entry.owner, leaf.spec): j
+        for j, leaf in enumerate(leaves)
+        if leaf.kind.role == "second moment" and leaf.entry is not None
+    }
+    pairs = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.entry is not None and leaf.entry.is_update and leaf.spec.dtype in ("float32", "bfloat16"):
+            pairs[i] = seconds.get((leaf.entry.owner, leaf.spec))
+    return {i: j for i, j in pairs.items() if j is not None}

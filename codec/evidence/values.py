@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch
+from ...kernels.backend.arrays import is_torch, on_gpu
 from ...kernels.backend.floats import FORMATS
 from ..parallel import map_arrays
 from ..state.leaves import LeafSpec, on_host, wide
@@ -82,8 +82,10 @@ def contradicted(
 def _wrong_values(flat: Any, role: str) -> str:
     if not flat.shape[0]:
         return ""
+    # NumPy's reductions, unlike torch's, start no threads, which wait for each other on a busy machine.
+    numbers = flat.numpy() if is_torch(flat) and not on_gpu(flat) and flat.dtype.itemsize > 2 else flat
     with np.errstate(invalid="ignore"):
-        least = float(flat.min())  # NaN if any element is
+        least = float(numbers.min())  # NaN if any element is
     if math.isnan(least):
         return "it holds NaN"
     return "a second moment is never negative" if role == "second moment" and least < 0 else ""
@@ -93,8 +95,8 @@ def _follows(moment: Any, parameter: Any) -> bool:
     """Return whether a moment has about the length and direction of its parameter."""
     stride = max(1, moment.shape[0] // _SAMPLE)
     m, w = (on_host(wide(x[::stride])) for x in (moment, parameter))
-    norms = float(np.linalg.norm(m)), float(np.linalg.norm(w))
-    return 0.5 * norms[1] < norms[0] < 2 * norms[1] and float(m @ w) > _ALIKE * norms[0] * norms[1]
+    norms = math.sqrt(float(np.square(m).sum())), math.sqrt(float(np.square(w).sum()))
+    return 0.5 * norms[1] < norms[0] < 2 * norms[1] and float((m * w).sum()) > _ALIKE * norms[0] * norms[1]
 
 
 def _bounds(arrays: Arrays, second: int, first: int, power: int) -> bool:

@@ -8,6 +8,13 @@
 
 A *piece* is what a codec writes for an array; pieces stand one after another and never straddle two chunks, so small
 arrays share a checksum and one array can be read without the rest.
+
+Records of arrays and groups are stored as columns, one a field, since many repeat few values:
+
+    {"count": 3, "l": {"v": ["numpy"]}, "d": {"v": ["float32", "int64"], "i": [0, 0, 1]}, "e": [0.1, null, 0.2]}
+
+A column is a list with a value for each record (null: the record has no such field), or the different values `v` and
+for each record the number `i` of its own; without `i` all have the first.
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ import bisect
 import itertools
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +31,10 @@ import xxhash
 import zstandard
 
 from ..errors import BadArgumentError, CorruptDataError, NewerFormatError
-from . import version1
 from .bounded_json import check_limits, loads
-from .columns import from_columns, to_columns
 from .fields import Bytes, Piece, parts_of
 from .ranged import Ranged
-from .schema import HEADER, check_keys
+from .schema import ARRAY_KEYS, COLUMNS, HEADER, check_keys
 
 Source = memoryview | Ranged
 """The bytes of a file, in memory or fetched on demand."""
@@ -63,11 +68,18 @@ class Layout:
     total: int
 
 
-def write(header: dict[str, Any], pieces: Iterable[Piece]) -> tuple[bytes, Layout]:
+def write(header: dict[str, Any], pieces: Sequence[Piece]) -> tuple[bytes, Layout]:
     """Return the bytes of a file with this header and these pieces, and its layout."""
+    front, where = write_front(header, pieces)
+    # The pieces are joined here for the first time: the bytes of a large state are copied once.
+    return b"".join([front, *itertools.chain.from_iterable(map(parts_of, pieces))]), where
+
+
+def write_front(header: dict[str, Any], pieces: Iterable[Piece]) -> tuple[bytes, Layout]:
+    """Return the bytes of a file that stand in front of its pieces, and the layout of the file."""
     if len(header.get("arrays", ())) > MOST_ARRAYS:
         raise BadArgumentError(f"the state has {len(header['arrays'])} arrays; the limit is {MOST_ARRAYS}")
-    stored_header = header | {"arrays": to_columns(header["arrays"])} if "arrays" in header else header
+    stored_header = header | {name: to_columns(header[name]) for name in COLUMNS if name in header}
     plain = json.dumps(stored_header, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
     if len(plain) > MAX_HEADER:
         raise BadArgumentError(
@@ -80,27 +92,25 @@ def write(header: dict[str, Any], pieces: Iterable[Piece]) -> tuple[bytes, Layou
     # A higher level pays if the header is a large part of a small file; the highest level is 20 times slower.
     level = 12 if len(plain) <= _SMALL_HEADER else 3
     stored = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True).compress(plain)
-    chunks: list[list[Bytes]] = []
-    group: list[Bytes] = []
+    digests: list[bytes] = []
     sizes: list[int] = []
-    size = 0
+    chunk, size = xxhash.xxh3_128(), 0
     for piece in pieces:
-        group += parts_of(piece)
+        for part in parts_of(piece):
+            chunk.update(part)
         size += len(piece)
         if size >= CHUNK_TARGET:
-            chunks.append(group)
+            digests.append(bytes(chunk.digest()))
             sizes.append(size)
-            group, size = [], 0
+            chunk, size = xxhash.xxh3_128(), 0
     if size:
-        chunks.append(group)
+        digests.append(bytes(chunk.digest()))
         sizes.append(size)
-    digests = tuple(_digest(*c) for c in chunks)
     table = b"".join(_ENTRY.pack(n, digest) for n, digest in zip(sizes, digests, strict=True))
-    prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(stored), len(plain), len(chunks), 0)
-    # The pieces are joined here for the first time: the bytes of a large state are copied once.
-    data = b"".join([prefix, _digest(prefix, stored, table), stored, table, *itertools.chain.from_iterable(chunks)])
-    ends = itertools.accumulate(sizes, initial=len(data) - sum(sizes))
-    return data, Layout(header, tuple(ends)[:-1], tuple(sizes), digests, len(data))
+    prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(stored), len(plain), len(sizes), 0)
+    front = b"".join([prefix, _digest(prefix, stored, table), stored, table])
+    ends = list(itertools.accumulate(sizes, initial=len(front)))
+    return front, Layout(header, tuple(ends[:-1]), tuple(sizes), tuple(digests), ends[-1])
 
 
 def _need(data: Source, n: int, what: str) -> None:
@@ -124,7 +134,7 @@ def layout(data: Source) -> Layout:
     if version > VERSION:
         raise NewerFormatError(f"the file has format version {version}; this reader knows versions up to {VERSION}")
     if version == 1:
-        raise version1.is_not_read()
+        raise version1_is_not_read()
     if version != VERSION or flags or reserved:
         raise CorruptDataError(f"prefix: version {version}, flags {flags}, {reserved} are reserved")
     if plain_len > MAX_HEADER or stored_len > MAX_HEADER + 4096:
@@ -162,9 +172,8 @@ def _header(stored: memoryview, plain_len: int) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise CorruptDataError("header: no JSON object")
     check_keys(header, HEADER, "it")
-    if "arrays" in header:
-        header["arrays"] = from_columns(header["arrays"], _arrays_in(header.get("tree")))
-    return header
+    most = _arrays_in(header.get("tree"))
+    return header | {name: from_columns(header[name], most, keys) for name, keys in COLUMNS.items() if name in header}
 
 
 def _arrays_in(nodes: Any) -> int:
@@ -186,6 +195,10 @@ class Body:
         self._checked: set[int] = set()
         self._base = where.starts[0] if where.starts else where.total
         self.nbytes = where.total - self._base
+
+    def over(self, data: Source) -> Body:
+        """Return the body of another copy of the same file."""
+        return Body(data, self._where)
 
     def check(self, chunk: int) -> None:
         """Raise CorruptDataError if the checksum of a chunk does not match."""
@@ -231,3 +244,97 @@ class Body:
             raise CorruptDataError(f"header: a piece at {offset} straddles two chunks")
         self.check(chunk)
         return self._data[start : start + length]
+
+
+CONVERTER = "e5cd555fb963"
+"""The last commit that wrote version 1: its `restore` converts such files."""
+
+
+def version1_is_not_read() -> CorruptDataError:
+    """Return the error for a file of format version 1, which no release wrote.
+
+    Example:
+        >>> str(version1_is_not_read())[:52]
+        'the file has format version 1, which only developmen'
+    """
+    return CorruptDataError(
+        "the file has format version 1, which only development versions wrote, and is not read any more. Install "
+        f"commit {CONVERTER} of shrinkpoint, write the state with its `shrinkpoint restore RUN state.pt`, "
+        "and compress that again"
+    )
+
+
+_COUNT = "count"
+Record = dict[str, Any]
+
+
+def to_columns(records: Sequence[Record]) -> dict[str, Any]:
+    """Return records as columns.
+
+    Args:
+        records: plain JSON. A value is never None: None marks an absent field.
+
+    Example:
+        >>> to_columns([{"d": "float32"}, {"d": "float32", "s": [2]}])
+        {'count': 2, 'd': {'v': ['float32']}, 's': [None, [2]]}
+    """
+    names = dict.fromkeys(name for record in records for name in record)
+    return {_COUNT: len(records), **{name: _column([r.get(name) for r in records]) for name in names}}
+
+
+def _column(values: list[Any]) -> Any:
+    numbers: dict[Any, int] = {}
+    found: list[Any] = []
+    index = []
+    for value in values:
+        key = (type(value), json.dumps(value) if type(value) in (list, dict) else value)
+        if key not in numbers:
+            numbers[key] = len(found)
+            found.append(value)
+        index.append(numbers[key])
+    if len(found) == 1:
+        return {"v": found}
+    return values if 2 * len(found) > len(values) else {"v": found, "i": index}
+
+
+def from_columns(columns: Any, most: int, keys: frozenset[str] = ARRAY_KEYS) -> list[Record]:
+    """Return the records that `to_columns` stored as columns.
+
+    Args:
+        columns: the columns read from a file.
+        most: largest number of records.
+        keys: that a record may have; default: those of an array.
+
+    Raises:
+        CorruptDataError: the columns are malformed, or there are more records.
+
+    Example:
+        >>> from_columns({"count": 2, "d": {"v": ["float32"]}, "s": [None, [2]]}, 2)
+        [{'d': 'float32'}, {'d': 'float32', 's': [2]}]
+    """
+    count = columns.get(_COUNT) if isinstance(columns, dict) else None
+    if type(count) is not int or not 0 <= count <= most:
+        raise CorruptDataError("header: malformed columns, or more records than the tree has arrays")
+    check_keys(columns.keys() - {_COUNT}, keys, "a record")
+    records: list[Record] = [{} for _ in range(count)]
+    for name, column in columns.items():
+        if name == _COUNT:
+            continue
+        for record, value in zip(records, _values(name, column, count), strict=True):
+            if value is not None:
+                record[name] = value
+    return records
+
+
+def _values(name: str, column: Any, count: int) -> Sequence[Any]:
+    if isinstance(column, list):
+        if len(column) == count:
+            return column
+    elif isinstance(column, dict) and column.keys() <= {"v", "i"} and isinstance(column.get("v"), list):
+        values, index = column["v"], column.get("i")
+        if index is None and len(values) == 1:
+            return [values[0]] * count
+        numbers = index if isinstance(index, list) and len(index) == count else [-1]
+        if all(type(i) is int and 0 <= i < len(values) for i in numbers):
+            return [values[i] for i in numbers]
+    raise CorruptDataError(f"header: the column {name[:20]!r} does not fit {count} records")

@@ -1,12 +1,14 @@
-"""Fields of a byte stream: a writer, and a reader that checks every length before it reads."""
+"""Fields of a byte stream: a writer, and a reader that checks every length; pieces by chunk."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import CorruptDataError
+from ..state.leaves import check_memory
 
 Bytes = bytes | bytearray | memoryview
 
@@ -69,13 +71,22 @@ class Writer:
         return b"".join(self.parts())
 
 
-Piece = bytes | Writer
-"""Coded bytes of an array or a part of it, joined or as a writer."""
+class Parts(Protocol):
+    """Bytes in several buffers, such as those of a writer."""
+
+    def __len__(self) -> int: ...
+
+    def parts(self) -> tuple[Bytes, ...]:
+        """Return the buffers, in order."""
+
+
+Piece = bytes | Parts
+"""Coded bytes of an array or a part of it, joined or in parts."""
 
 
 def parts_of(piece: Piece) -> tuple[Bytes, ...]:
     """Return the buffers that a piece consists of."""
-    return piece.parts() if isinstance(piece, Writer) else (piece,)
+    return (piece,) if isinstance(piece, (bytes, bytearray, memoryview)) else piece.parts()
 
 
 class Reader:
@@ -128,3 +139,33 @@ class Reader:
         """Raise CorruptDataError unless all bytes were read."""
         if self.left:
             raise CorruptDataError(f"{self._what}: {self.left} bytes too many")
+
+
+Chunk = tuple[memoryview, slice]
+"""A piece, and the part of the array that is in it."""
+
+
+def chunks_of(
+    what: str, pieces: Sequence[memoryview], size: int, needed: int, *, step: int, head: bool = False
+) -> list[Chunk]:
+    """Return each piece with its range of 0 ... size - 1, in order.
+
+    Args:
+        what: the stream format, for messages.
+        size: of the array, in units of `step`: elements, bytes or rows.
+        needed: bytes that decoding will allocate.
+        step: units of a chunk; the last one may have fewer.
+        head: whether a piece that belongs to no chunk comes first.
+
+    Raises:
+        CorruptDataError: the number of pieces is wrong, or this machine has too little memory.
+
+    Example:
+        >>> [part for _, part in chunks_of("bytes", [memoryview(b"a"), memoryview(b"b")], 5, 5, step=4)]
+        [slice(0, 4, None), slice(4, 5, None)]
+    """
+    starts = range(0, size, step)
+    if len(pieces) != len(starts) + head:
+        raise CorruptDataError(f"{what}: {len(pieces)} pieces for {len(starts)} chunks")
+    check_memory(needed, what)
+    return [(piece, slice(i, min(i + step, size))) for piece, i in zip(pieces[head:], starts, strict=True)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import CorruptDataError
 
 FRONT = 1 << 16
 """Bytes fetched at once at the beginning: prefix and header of most files."""
+_BLOCK = 1 << 22
 _GAP = 1 << 16
 """Parts closer together than this are fetched as one: a request costs more than these bytes."""
 
@@ -63,6 +64,11 @@ class Ranged:
         at = bisect.bisect_right(self._starts, start)
         self._starts.insert(at, start)
         self._parts.insert(at, memoryview(part))
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield all bytes of the file in order, fetched block by block and not kept."""
+        for start in range(0, self._size, _BLOCK):
+            yield self._fetch(start, min(start + _BLOCK, self._size))
 
     def forget(self) -> None:
         """Free the fetched parts."""

@@ -13,16 +13,13 @@ from typing import Any, TypeVar
 
 from ..errors import CorruptDataError
 
-HEADER = frozenset(("parent", "as", "raw", "tree", "why", "arrays", "bundles"))
+HEADER = frozenset(("parent", "as", "raw", "tree", "why", "arrays", "groups"))
 """Keys of a header."""
 _ARRAY = {
     "library": "l",
     "dtype": "d",
     "shape": "s",
-    "stream": "f",
-    "meta": "m",
-    "lengths": "b",
-    "is_delta": "p",
+    "order": "o",
     "pair": "v",
     "measure": "q",
     "error": "e",
@@ -33,7 +30,12 @@ _ARRAY = {
 _GROUP = {"members": "a", "stream": "f", "meta": "m", "lengths": "b", "is_delta": "p"}
 ARRAY_KEYS = frozenset(_ARRAY.values())
 """Keys of the record of an array."""
-_GROUP_KEYS = frozenset(_GROUP.values())
+GROUP_KEYS = frozenset(_GROUP.values())
+"""Keys of the record of a group."""
+_NEXT = [1]
+"""Members of a group of one: the array after the first of the group before."""
+COLUMNS = {"arrays": ARRAY_KEYS, "groups": GROUP_KEYS}
+"""Keys of a header whose records are stored as columns, and the keys of these records."""
 Record = TypeVar("Record", "StoredArray", "StoredGroup")
 
 
@@ -52,11 +54,8 @@ class StoredArray:
     Args:
         dtype: name of its dtype.
         shape: its shape.
+        order: its dimensions, outermost in memory first; (): as in its shape.
         library: where it is restored to.
-        stream: stream format; None: the array is part of a group.
-        meta: the stream's metadata.
-        lengths: bytes of each piece.
-        is_delta: whether decoding needs the parent's reference of the same array.
         codec: id of the codec that was chosen; None: the one that writes the stream format.
         measure: what the error is: "exact", "relative L2" or "relative".
         error: achieved error.
@@ -67,11 +66,8 @@ class StoredArray:
 
     dtype: Any
     shape: Any
+    order: Sequence[int] = ()
     library: Any = "torch"
-    stream: str | None = None
-    meta: dict[str, Any] = field(default_factory=dict)
-    lengths: Sequence[int] = ()
-    is_delta: bool = False
     codec: str | None = None
     measure: str = "exact"
     error: float = 0.0
@@ -83,55 +79,72 @@ class StoredArray:
         """Return the record as plain JSON, without fields that have their default value.
 
         Example:
-            >>> StoredArray("float32", [2, 3], stream="bytes", lengths=[5]).to_json()
-            {'d': 'float32', 's': [2, 3], 'f': 'bytes', 'b': [5]}
+            >>> StoredArray("float32", [2, 3], error=0.5).to_json()
+            {'d': 'float32', 's': [2, 3], 'e': 0.5}
         """
-        found = _as_json(self, _ARRAY)
-        if self.stream is not None:
-            found["b"] = list(self.lengths)
-        return found
+        return _as_json(self, _ARRAY)
 
     @staticmethod
     def from_json(row: Mapping[str, Any], path: str) -> StoredArray:
         """Return the record of plain JSON; raises CorruptDataError."""
-        if "f" not in row and row.keys() & {"b", "m", "p"}:
-            raise CorruptDataError(f"header: {path}: in a bundle, and with pieces of its own")
-        found = _from_json(StoredArray, _ARRAY, {**row, "d": row.get("d"), "s": row.get("s")}, path)
-        if found.stream is not None and "b" not in row:
-            raise CorruptDataError(f"header: {path}: its record is malformed")
-        return found
+        return _from_json(StoredArray, _ARRAY, {**row, "d": row.get("d"), "s": row.get("s")}, path)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """The record of arrays that were coded together.
+    """The record of a group: one array, or several that were coded together.
 
     Args:
-        members: their numbers.
+        members: numbers of its arrays.
         stream: stream format.
-        meta: the stream's metadata.
         lengths: bytes of each piece.
-        is_delta: whether decoding needs the parents of all members.
+        meta: the stream's metadata.
+        is_delta: whether decoding needs the parents' references of the same arrays.
     """
 
     members: Sequence[int]
     stream: str
-    meta: dict[str, Any]
     lengths: Sequence[int]
+    meta: dict[str, Any] = field(default_factory=dict)
     is_delta: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as plain JSON."""
-        return {**_as_json(self, _GROUP), "a": _gaps(self.members), "b": list(self.lengths)}
 
-    @staticmethod
-    def from_json(row: Any, below: int) -> StoredGroup:
-        """Return the record of plain JSON, of numbers in [0, below); raises CorruptDataError."""
-        if not isinstance(row, dict):
-            raise CorruptDataError("header: its bundles are malformed")
-        check_keys(row, _GROUP_KEYS, "a bundle")
-        members = _from_gaps(row.get("a"), below)
-        return _from_json(StoredGroup, _GROUP, {"m": {}, **row, "a": members}, f"a bundle of {len(members)} arrays")
+def groups_to_json(groups: Sequence[StoredGroup]) -> list[dict[str, Any]]:
+    """Return the records of groups as plain JSON.
+
+    Example:
+        >>> groups_to_json([StoredGroup([0, 2], "bytes", [5]), StoredGroup([1], "bytes", [9])])
+        [{'a': [1, 2], 'f': 'bytes', 'b': [5]}, {'f': 'bytes', 'b': [9]}]
+    """
+    before, rows = -1, []
+    for group in groups:
+        row = {**_as_json(group, _GROUP), "b": list(group.lengths), "a": _gaps(group.members, before)}
+        before = group.members[0]
+        if row["a"] == _NEXT:
+            del row["a"]
+        rows.append(row)
+    return rows
+
+
+def groups_from_json(rows: Any, below: int) -> list[StoredGroup]:
+    """Return the records of groups, whose members are the numbers in [0, below), each once.
+
+    Raises:
+        CorruptDataError: a record is malformed.
+    """
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise CorruptDataError("header: its groups are malformed")
+    before, groups, known = -1, [], set[int]()
+    for row in rows:
+        members = _from_gaps(row.get("a", _NEXT), below, before)
+        before = members[0]
+        if not known.isdisjoint(members):
+            raise CorruptDataError("header: an array is in two groups")
+        known.update(members)
+        groups.append(_from_json(StoredGroup, _GROUP, {**row, "a": members}, f"a group of {len(members)} arrays"))
+    if len(known) != below:
+        raise CorruptDataError(f"header: {below - len(known)} arrays are in no group")
+    return groups
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {
@@ -139,6 +152,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "meta": _is(dict),
     "lengths": _is_numbers,
     "is_delta": _is(bool),
+    "order": _is_numbers,
     "codec": _is(str),
     "measure": _is(str),
     "error": _is(float),
@@ -154,12 +168,14 @@ def _as_json(record: StoredArray | StoredGroup, names: Mapping[str, str]) -> dic
     found = {}
     for name, short in names.items():
         value = getattr(record, name)
-        if value != _DEFAULTS.get(name, MISSING) and (value or name not in ("meta", "lengths")):
-            found[short] = list(value) if name == "shape" else value
+        if value != _DEFAULTS.get(name, MISSING) and (value or name != "meta"):
+            found[short] = list(value) if name in ("shape", "order") else value
     return found
 
 
-_DEFAULTS = {one.name: one.default for one in fields(StoredArray) if one.default is not MISSING}
+_DEFAULTS = {
+    one.name: one.default for kind in (StoredArray, StoredGroup) for one in fields(kind) if one.default is not MISSING
+}
 
 
 def _from_json(kind: type[Record], names: Mapping[str, str], row: Mapping[str, Any], where: str) -> Record:
@@ -167,7 +183,7 @@ def _from_json(kind: type[Record], names: Mapping[str, str], row: Mapping[str, A
     for name, value in given.items():
         if name in _CHECKS and not _CHECKS[name](value):
             raise CorruptDataError(f"header: {where}: its record is malformed")
-    if kind is StoredGroup and given.keys() < names.keys() - {"is_delta"}:
+    if kind is StoredGroup and not given.keys() >= {"stream", "lengths"}:
         raise CorruptDataError(f"header: {where}: its record is malformed")
     return kind(**given)
 
@@ -186,29 +202,29 @@ def check_keys(found: Iterable[str], known: frozenset[str], what: str) -> None:
             raise CorruptDataError(f"header: {what} has the unknown key {key[:40]!r}")
 
 
-def _gaps(numbers: Sequence[int]) -> list[int]:
-    """Return numbers as differences from the number before.
+def _gaps(numbers: Sequence[int], first: int) -> list[int]:
+    """Return numbers as differences from the number before; that before the first is given.
 
     Example:
-        >>> _gaps([3, 4, 8])
-        [3, 1, 4]
+        >>> _gaps([3, 4, 8], 1)
+        [2, 1, 4]
     """
-    return [number - before for number, before in zip(numbers, (0, *numbers), strict=False)]
+    return [number - before for number, before in zip(numbers, (first, *numbers), strict=False)]
 
 
-def _from_gaps(found: Any, below: int) -> list[int]:
+def _from_gaps(found: Any, below: int, first: int) -> list[int]:
     """Return the distinct numbers in [0, below) whose `_gaps` these are.
 
     Raises:
         CorruptDataError: a number is repeated or out of range, or the list is empty.
 
     Example:
-        >>> _from_gaps([3, 1, 4], 9)
+        >>> _from_gaps([2, 1, 4], 9, 1)
         [3, 4, 8]
     """
     if not isinstance(found, list) or not found or not all(type(gap) is int and abs(gap) < 1 << 48 for gap in found):
-        raise CorruptDataError("header: a bundle names no arrays")
-    numbers = list(itertools.accumulate(found))
+        raise CorruptDataError("header: a group names no arrays")
+    numbers = list(itertools.accumulate(found, initial=first))[1:]
     if min(numbers) < 0 or max(numbers) >= below or len(set(numbers)) != len(numbers):
-        raise CorruptDataError(f"header: a bundle names an array twice, or one that is not among {below}")
+        raise CorruptDataError(f"header: a group names an array twice, or one that is not among {below}")
     return numbers

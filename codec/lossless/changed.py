@@ -20,11 +20,12 @@ import numpy as np
 from ...kernels.backend.arguments import check_field, choice
 from ...kernels.packing import changed_mask, gather, scatter
 from .. import entropy
-from ..base import CHUNK, Leaf, Reference, Stored
+from ..base import CHUNK, Leaf, Parents, Reference, Stored
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
+from ..groups import Coded
 from ..parallel import map_chunks
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
+from ..state.leaves import LeafSpec, NpArray, as_bytes
 from .exact import PLAIN, decode_chunk, decode_parts, encode_chunk, parent_bytes
 from .reference import BytesReference
 
@@ -134,22 +135,18 @@ def _masked(data: NpArray, before: NpArray, spec: LeafSpec, coder: str, start: i
 
 
 def rebase_changed(
-    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
+    specs: Sequence[LeafSpec], references: Sequence[Reference], parents: Parents
 ) -> tuple[dict[str, Any], list[Writer]]:
     """Encode the same bytes as a base or against another parent."""
+    (spec,), (reference,), (parent,) = specs, references, parents
     data = reference.data if isinstance(reference, BytesReference) else as_bytes(reference.values(spec))
-    return meta, [c.piece for c in _chunks(data, spec, parent, "smallest")]
+    return {}, [c.piece for c in _chunks(data, spec, parent, "smallest")]
 
 
-def decode_changed(
-    spec: LeafSpec,
-    meta: dict[str, Any],
-    pieces: Sequence[memoryview],
-    parent: Reference | None,
-    pair: Array | None = None,
-) -> BytesReference:
+def decode_changed(coded: Coded) -> list[BytesReference]:
     """Decode the stream format "changed"."""
-    return decode_parts("changed", spec, pieces, parent, CHUNK * spec.itemsize, _decode_part)
+    step = CHUNK * coded.spec.itemsize
+    return [decode_parts("changed", coded.spec, coded.pieces, coded.parent, step, _decode_part, coded.out)]
 
 
 def _decode_part(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:

@@ -17,7 +17,7 @@ decides which of the other methods is used for a large chunk with a parent, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,15 +27,15 @@ import zstandard
 from ...kernels.levels import joint_counts
 from ...kernels.planes import Method, difference, merge_planes, split_planes, undifference
 from .. import entropy
-from ..base import CHUNK, Leaf, Reference, Stored
+from ..base import CHUNK, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored
 from ..entropy.row_column_classes import columns_of
 from ..errors import CorruptDataError
-from ..format.chunks import Chunk, chunks_of
-from ..format.fields import Reader, Writer
+from ..format.fields import Chunk, Reader, Writer, chunks_of
+from ..groups import Coded, joined_bytes, joined_spec
 from ..parallel import map_chunks
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
+from ..state.leaves import LeafSpec, NpArray, as_bytes
 from .differences import decode_differences, difference_bits, difference_of, encode_differences
-from .reference import BytesReference, Patch, PatchedReference
+from .reference import BytesReference, Patch, PatchedReference, joined_parents, split_reference
 from .scaled import LAYOUTS, Layout, decode_scaled, encode_scaled
 from .sparse import encode_sparse, located_edges, read_sparse
 
@@ -72,6 +72,19 @@ class Exact:
         """Encode one array; `error` is 0."""
         pieces, reference = copied_pieces(as_bytes(leaf.flat), leaf.spec, parent)
         return Stored("bytes", {}, pieces, reference)
+
+    def groups(self, leaf: Leaf) -> Hashable | None:
+        """Return True: all exact arrays can be coded together."""
+        return True
+
+    def encode_group(self, leaves: Sequence[Leaf], parents: Parents, plans: Sequence[None]) -> EncodedGroups:
+        """Encode arrays of one dtype together."""
+        specs = [leaf.spec for leaf in leaves]
+        before = joined_parents(parents, specs)
+        source = joined_bytes([leaf.flat for leaf in leaves])
+        pieces, reference = copied_pieces(source, joined_spec(specs), before)
+        stored = [Stored("bytes", {}, (), own) for own in split_reference(reference, specs)]
+        return EncodedGroups([EncodedGroup(range(len(leaves)), "bytes", {}, pieces, before is not None, stored)])
 
 
 def copied_pieces(source: NpArray, spec: LeafSpec, parent: Reference | None) -> tuple[list[Writer], BytesReference]:
@@ -147,11 +160,14 @@ def pieces_of(data: NpArray, spec: LeafSpec, parent: Reference | None) -> list[W
 
 
 def rebase_bytes(
-    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
+    specs: Sequence[LeafSpec], references: Sequence[Reference], parents: Parents
 ) -> tuple[dict[str, Any], list[Writer]]:
-    """Encode the same bytes as a base or against another parent."""
-    data = reference.data if isinstance(reference, BytesReference) else as_bytes(reference.values(spec))
-    return meta, pieces_of(data, spec, parent)
+    """Encode the same bytes as a base or against other parents."""
+    found = [
+        r.data if isinstance(r, BytesReference) else as_bytes(r.values(spec))
+        for r, spec in zip(references, specs, strict=True)
+    ]
+    return {}, pieces_of(joined_bytes(found), joined_spec(specs), joined_parents(parents, specs))
 
 
 def _patterns(data: NpArray, spec: LeafSpec) -> NpArray | None:
@@ -327,26 +343,11 @@ def _estimates(u: NpArray, old: NpArray, layout: Layout) -> tuple[dict[int, floa
     return bits, kind
 
 
-def decode_bytes(
-    spec: LeafSpec,
-    meta: dict[str, Any],
-    pieces: Sequence[memoryview],
-    parent: Reference | None,
-    pair: Array | None = None,
-) -> BytesReference:
+def decode_bytes(coded: Coded) -> list[BytesReference]:
     """Decode the stream format "bytes"."""
-    return decode_parts("exact", spec, pieces, parent, CHUNK * 4, decode_chunk)
-
-
-def decode_bytes_into(spec: LeafSpec, pieces: Sequence[memoryview], parent: Reference | None, out: NpArray) -> None:
-    """Decode the stream format "bytes" into memory of the caller, uint8 [spec.nbytes]."""
-    before = parent_bytes(parent, spec)
-
-    def one(chunk: Chunk) -> None:
-        piece, part = chunk
-        decode_chunk(piece, out[part], spec, None if before is None else before[part])
-
-    map_chunks(one, chunks_of("exact", pieces, spec.nbytes, 0, step=CHUNK * 4))
+    parent = joined_parents(coded.parents, coded.specs)
+    joined = decode_parts("exact", coded.spec, coded.pieces, parent, CHUNK * 4, decode_chunk, coded.out)
+    return split_reference(joined, coded.specs)
 
 
 DecodePart = Callable[[memoryview, NpArray, LeafSpec, NpArray | None], None]
@@ -359,11 +360,18 @@ def parent_bytes(parent: Reference | None, spec: LeafSpec) -> NpArray | None:
 
 
 def decode_parts(
-    what: str, spec: LeafSpec, pieces: Sequence[memoryview], parent: Reference | None, step: int, decode: DecodePart
+    what: str,
+    spec: LeafSpec,
+    pieces: Sequence[memoryview],
+    parent: Reference | None,
+    step: int,
+    decode: DecodePart,
+    out: NpArray | None = None,
 ) -> BytesReference:
     """Decode an array in parts of `step` bytes, each against the same bytes of a parent, if any."""
-    chunks, before = chunks_of(what, pieces, spec.nbytes, spec.nbytes, step=step), parent_bytes(parent, spec)
-    data = np.empty(spec.nbytes, np.uint8)
+    needed = spec.nbytes if out is None else 0
+    chunks, before = chunks_of(what, pieces, spec.nbytes, needed, step=step), parent_bytes(parent, spec)
+    data = np.empty(spec.nbytes, np.uint8) if out is None else out
 
     def one(chunk: Chunk) -> None:
         piece, part = chunk

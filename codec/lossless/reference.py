@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..base import Parents
+from ..groups import parts
 from ..state.leaves import Array, LeafSpec, NpArray, from_bytes
 
 Patch = tuple[int, NpArray | None, NpArray]
@@ -24,6 +26,23 @@ class BytesReference:
     def values(self, spec: LeafSpec) -> Array:
         """Return a flat array over a copy of the bytes; the caller may write to it."""
         return from_bytes(self.data.copy(), spec)
+
+
+def joined_parents(parents: Parents, specs: Sequence[LeafSpec]) -> BytesReference | None:
+    """Join the bytes of the parents of arrays; None if one is of another stream or size."""
+    found = []
+    for parent, spec in zip(parents, specs, strict=True):
+        if not isinstance(parent, BytesReference) or parent.data.size != spec.nbytes:
+            return None
+        found.append(parent)
+    return found[0] if len(found) == 1 else BytesReference(np.concatenate([parent.data for parent in found]))
+
+
+def split_reference(joined: BytesReference, specs: Sequence[LeafSpec]) -> list[BytesReference]:
+    """Return the reference of each of several arrays, a part of the joined bytes."""
+    if len(specs) == 1:
+        return [joined]
+    return [BytesReference(part) for part in parts(joined.data, specs, specs[0].itemsize)]
 
 
 class PatchedReference(BytesReference):

@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -28,8 +28,8 @@ from ...kernels.packing import pack_bits
 from .. import entropy
 from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
-from ..format.chunks import Chunk, chunks_of
-from ..format.fields import Reader, Writer
+from ..format.fields import Chunk, Reader, Writer, chunks_of
+from ..groups import Coded
 from ..lossless.addends import blocks
 from ..lossless.exact import Exact
 from ..parallel import map_chunks
@@ -148,18 +148,13 @@ def _pack(codes: NpArray, labels: Array, scale: NpArray, minimum: NpArray, coder
     return out.done()
 
 
-def decode_clusters(
-    spec: LeafSpec,
-    meta: dict[str, Any],
-    pieces: Sequence[memoryview],
-    parent: Reference | None,
-    pair: Array | None = None,
-) -> ValuesReference:
+def decode_clusters(coded: Coded) -> list[ValuesReference]:
     """Decode the stream format "clusters"."""
+    spec, pieces = coded.spec, coded.pieces
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"clusters: dtype {spec.dtype} cannot be stored in clusters")
     chunks = chunks_of("clusters", pieces, spec.nbytes, spec.nbytes, step=CHUNK * spec.itemsize)
-    data = np.empty(spec.nbytes, np.uint8)
+    data = coded.room()
 
     def one(chunk: Chunk) -> None:
         piece, part = chunk
@@ -169,7 +164,7 @@ def decode_clusters(
             out[:] = rounded(values, spec)
 
     map_chunks(one, chunks)
-    return ValuesReference(from_bytes(data, spec))
+    return [ValuesReference(from_bytes(data, spec))]
 
 
 def _unpack(piece: memoryview, n: int) -> NpArray:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,18 +23,18 @@ import numpy as np
 from ...kernels.backend.arguments import check_field, number, or_none
 from ...kernels.backend.arrays import is_torch
 from ...kernels.backend.floats import FORMATS, bits_for
-from ...kernels.error_sums import Distortion
+from ...kernels.error_sums import Distortion, distortion_many
 from ...kernels.histogram import bucket_index, bucket_value
 from ...kernels.scales import MAX_OCTAVES, Octaves, join_octaves, split_octaves
 from .. import entropy
-from ..base import CHUNK, Leaf, Reference, Stored
+from ..base import CHUNK, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored
 from ..errors import CorruptDataError
-from ..format.chunks import Chunk, chunks_of
-from ..format.fields import Reader, Writer
+from ..format.fields import Chunk, Reader, Writer, chunks_of
+from ..groups import Coded, ends_of, joined_leaf, own_parts, parts
 from ..lossless.exact import Exact
 from ..parallel import map_chunks
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host, wide
-from ..state.scaling import scaled_distortion, unit
+from ..state.casting import scaled_distortion, unit
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, on_host, wide
 
 _SIGNS, _NOT_FINITE = 1, 2
 FINEST = 2.0**-17
@@ -125,6 +126,25 @@ class LogBuckets:
         note = f"exact: log buckets miss the error target {self.max_error:g}"
         return dataclasses.replace(Exact().encode(leaf, parent), note=note)
 
+    def groups(self, leaf: Leaf) -> Hashable | None:
+        """Return True if arrays can be coded together: without an error target for each."""
+        return True if self.max_error is None else None
+
+    def encode_group(self, leaves: Sequence[Leaf], parents: Parents, plans: Sequence[None]) -> EncodedGroups:
+        """Encode arrays of one dtype together."""
+        specs, leaf = [leaf.spec for leaf in leaves], joined_leaf(leaves)
+        stored = self.encode(leaf, None)
+        if stored.stream != "log-buckets" or stored.decoded is None:
+            return EncodedGroups(alone=dict.fromkeys(range(len(specs))))
+        values = stored.decoded()
+        errors = distortion_many(leaf.flat, values, ends_of(specs))
+        found = [
+            dataclasses.replace(stored, pieces=(), error=met.largest_relative, decoded=partial(given, own))
+            for met, own in zip(errors, parts(values, specs), strict=True)
+        ]
+        group = EncodedGroup(range(len(specs)), stored.stream, stored.meta, stored.pieces, False, found)
+        return EncodedGroups([group])
+
     def _at(
         self, bits: int, leaf: Leaf, parent: Reference | None, scale: float = 1.0, *, unbiased: bool = False
     ) -> tuple[Stored, float]:
@@ -145,9 +165,9 @@ class LogBuckets:
                 values[octaves.odd] = x[octaves.odd]
             return _encode_chunk(octaves, x), met, values if alone else None
 
-        parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
-        done = [p for p in parts if p is not None]
-        if len(done) < len(parts):
+        coded = map_chunks(one, range(0, leaf.spec.size, CHUNK))
+        done = [chunk for chunk in coded if chunk is not None]
+        if len(done) < len(coded):
             return _exactly(leaf, parent), 0.0
         pieces = [piece for piece, _, _ in done]
         met = sum((d for _, d, _ in done), Distortion(0.0, 0.0, 0.0))
@@ -155,6 +175,11 @@ class LogBuckets:
         decoded = (lambda: done[0][2]) if alone and done else None
         stored = Stored("log-buckets", {"b": bits}, pieces, None, met.largest_relative, "relative", decoded=decoded)
         return stored, met.relative_l2
+
+
+def given(values: Array) -> Array:
+    """Return values, for `Stored.decoded`."""
+    return values
 
 
 def _gain(leaf: Leaf, bits: int) -> float:
@@ -213,29 +238,24 @@ def _encode_chunk(octaves: Octaves, x: Array) -> bytes:
     return out.done()
 
 
-def decode_log_buckets(
-    spec: LeafSpec,
-    meta: dict[str, Any],
-    pieces: Sequence[memoryview],
-    parent: Reference | None,
-    pair: Array | None = None,
-) -> ValuesReference:
+def decode_log_buckets(coded: Coded) -> list[ValuesReference]:
     """Decode the stream format "log-buckets"."""
+    spec, pieces = coded.spec, coded.pieces
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"log buckets: dtype {spec.dtype} cannot be stored in log buckets")
     fmt = FORMATS[spec.dtype]
-    bits = meta.get("b")
+    bits = coded.meta.get("b")
     if type(bits) is not int or not 0 <= bits <= min(16, fmt.mantissa):
         raise CorruptDataError(f"log buckets: {bits!r} bits out of range")
     chunks = chunks_of("log buckets", pieces, spec.nbytes, spec.nbytes, step=CHUNK * spec.itemsize)
-    data = np.empty(spec.nbytes, np.uint8)
+    data = coded.room()
 
     def one(chunk: Chunk) -> None:
         piece, part = chunk
         _decode_chunk(piece, data[part], spec, fmt.octaves, bits)
 
     map_chunks(one, chunks)
-    return ValuesReference(from_bytes(data, spec))
+    return [ValuesReference(flat) for flat in own_parts(data, coded.specs)]
 
 
 def _decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, octaves: int, bits: int) -> None:

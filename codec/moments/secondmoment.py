@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,19 +23,40 @@ import numpy as np
 from ...kernels.backend.arguments import check_field, number
 from ...kernels.backend.arrays import on_gpu
 from ...kernels.backend.floats import FORMATS
-from ...kernels.error_sums import Distortion, distortion
+from ...kernels.error_sums import Distortion, distortion, distortion_many
 from ...kernels.histogram import bucket_index, bucket_value
 from ...kernels.scales import ESCAPE as NO_RESIDUAL
-from ...kernels.scales import MOST_OCTAVES, eighths_of, factor_sums, residual_factors, residual_symbols, residual_values
+from ...kernels.scales import (
+    MOST_OCTAVES,
+    eighths_of,
+    factor_sums,
+    factors_many,
+    residual_factors,
+    residual_symbols,
+    residual_symbols_many,
+    residual_values,
+    residual_values_many,
+)
 from .. import entropy
-from ..base import CHUNK, Leaf, Reference, Stored
+from ..base import CHUNK, PART, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored
+from ..device_coding import is_block
 from ..errors import BadArgumentError, CorruptDataError
-from ..format.chunks import Chunk, chunks_of
-from ..format.fields import Reader, Writer
+from ..format.fields import Piece, Reader, Writer, chunks_of
+from ..groups import (
+    Coded,
+    FilledReference,
+    ends_of,
+    joined_leaf,
+    joined_spec,
+    matrix_of,
+    own_parts,
+    parts,
+    values_of_each,
+)
 from ..parallel import map_chunks
 from ..state.casting import rounded, to_bfloat16
-from ..state.leaves import Array, LeafSpec, NpArray, from_bytes, on_host
-from .logbuckets import LogBuckets, check_limits
+from ..state.leaves import Array, LeafSpec, NpArray, on_host
+from .logbuckets import LogBuckets, check_limits, given
 from .symbolvalues import (
     as_float32,
     as_stored,
@@ -46,6 +68,7 @@ from .symbolvalues import (
     read_chunk,
     read_table,
     room_like,
+    symbols_there,
     with_escapes,
 )
 
@@ -89,60 +112,120 @@ class SecondMoment:
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the largest relative error, or relative L2 with `max_error`."""
-        shape = matrix_shape(leaf.spec)
         target = math.inf if self.max_error is None else self.max_error
         for octaves in (self.octaves, *(o for o in _NARROWER if o < self.octaves)):
-            if shape is None:
+            if matrix_shape(leaf.spec) is None:
                 break
             if _least_error(octaves) > target:
                 continue
-            stored, met = self._rank_one(leaf, parent, shape, octaves)
-            if met.largest_relative == np.inf:  # a factor took a value beyond the dtype's range
+            group, (met,) = self._rank_one([leaf], [parent], octaves)
+            if met.largest_relative == math.inf:  # a factor took a value beyond the dtype's range
                 break
+            stored = group.only
             if self.max_error is None:
                 return stored
             if met.relative_l2 <= target:
                 return dataclasses.replace(stored, error=met.relative_l2, measure="relative L2")
         return LogBuckets(self.alpha, self.max_error).encode(leaf, parent)
 
+    def groups(self, leaf: Leaf) -> Hashable | None:
+        """Return whether an array is a matrix; None: it is coded alone."""
+        able = self.max_error is None and leaf.spec.dtype in ("float32", "bfloat16")
+        return matrix_shape(leaf.spec) is not None if able else None
+
+    def encode_group(self, leaves: Sequence[Leaf], parents: Parents, plans: Sequence[None]) -> EncodedGroups:
+        """Encode second moments of one dtype together; all or none are matrices."""
+        if matrix_shape(leaves[0].spec) is None:
+            return LogBuckets(self.alpha).encode_group(leaves, parents, plans)
+        group, met = self._rank_one(leaves, parents, self.octaves)
+        if any(one.largest_relative == math.inf for one in met):
+            return EncodedGroups(alone=dict.fromkeys(range(len(leaves))))
+        return EncodedGroups([group])
+
     def _rank_one(
-        self, leaf: Leaf, parent: Reference | None, shape: tuple[int, int], octaves: float
-    ) -> tuple[Stored, Distortion]:
-        """Encode as rank one with cells of `octaves` octaves; also return the distortion."""
-        before = _rank_one(parent, leaf.spec)
-        indices = tuple(bucket_index(f, FACTOR_BITS) for f in factors(leaf.flat, leaf.spec, shape))
-        rows, columns = map(factor_values, indices)
+        self, leaves: Sequence[Leaf], parents: Parents, octaves: float
+    ) -> tuple[EncodedGroup, list[Distortion]]:
+        """Encode as rank one with cells of `octaves` octaves; also return each distortion."""
+        specs, leaf = [leaf.spec for leaf in leaves], joined_leaf(leaves)
+        before = joined_rank_one(parents, specs)
+        indices = [bucket_index(side, FACTOR_BITS) for side in _factors(leaf, specs)]
+        scales = _Scales(factor_values(indices[0]), factor_values(indices[1]), shapes_of(specs))
 
         def one(start: int) -> tuple[Array, NpArray, NpArray, Array]:
             x = as_float32(leaf.flat[start : start + CHUNK], leaf.spec)
             old = None if before is None else placed_with(before.symbols[start : start + CHUNK], x)
-            symbols, sums, counts = residual_symbols(x, rows, columns, start, octaves, old)
+            symbols, sums, counts = scales.symbols(x, start, octaves, old)
             return symbols, sums, counts, escapes_of(x, symbols, NO_RESIDUAL, counts)
 
         starts = range(0, leaf.spec.size, CHUNK)
-        parts = map_chunks(one, starts)
-        sums, counts = (sum((p[i] for p in parts), np.zeros(256)) for i in (1, 2))
+        chunks = map_chunks(one, starts)
+        sums, counts = (sum((p[i] for p in chunks), np.zeros(256)) for i in (1, 2))
         factor = residual_factors(sums, counts, octaves)
         beyond = (counts > 0) & (np.arange(256) > NO_RESIDUAL) & ~((factor > 2.0**-125) & (factor < 2.0**125))
         if beyond.any():  # no normal bfloat16 holds these factors
-            parts = [_without(part, beyond, leaf, start) for part, start in zip(parts, starts, strict=True)]
+            chunks = [_without(part, beyond, leaf, start) for part, start in zip(chunks, starts, strict=True)]
         table = to_bfloat16(np.where(beyond, np.float32(0), factor))
         # Its first moment needs the decoded values, which are available here, where their error is measured.
         data = room_like(leaf.flat, leaf.spec)
 
-        def met(number: int) -> Distortion:
-            start, symbols, escaped = starts[number], parts[number][0], parts[number][3]
-            values = residual_values(symbols, rows, columns, start, table)
-            restored = as_stored(with_escapes(values, symbols, NO_RESIDUAL, escaped), leaf.spec)
+        def restore(number: int) -> Distortion | None:
+            start, symbols, escaped = starts[number], chunks[number][0], chunks[number][3]
+            restored = as_stored(scales.values(symbols, start, table, escaped), leaf.spec)
             put(data, start, restored)
-            return distortion(leaf.flat[start : start + CHUNK], restored)
+            return distortion(leaf.flat[start : start + CHUNK], restored) if len(specs) == 1 else None
 
-        error = sum(map_chunks(met, range(len(parts))), Distortion(0.0, 0.0, 0.0))
-        symbols, escaped = (np.concatenate([on_host(p[i]) for p in parts]) for i in (0, 3))
-        reference = RankOneReference(symbols, indices[0], indices[1], table, escaped)
-        pieces = _rank_one_pieces(reference, before, [part[2] for part in parts])
-        worst = error.largest_relative
-        return Stored("rank-one", {}, pieces, reference, worst, "relative", decoded=lambda: data), error
+        of_chunks = map_chunks(restore, range(len(chunks)))
+        if len(specs) == 1:
+            met = [sum(filter(None, of_chunks), Distortion(0.0, 0.0, 0.0))]
+        else:
+            met = distortion_many(leaf.flat, data, ends_of(specs))
+        symbols, escaped = (np.concatenate([on_host(p[i]) for p in chunks]) for i in (0, 3))
+        joined = RankOneReference(symbols, indices[0], indices[1], table, escaped)
+        there = [part[0] for part in chunks]
+        pieces = rank_one_pieces(specs, joined, before, [part[2] for part in chunks], there)
+        members = zip(split_rank_one(joined, specs), met, parts(data, specs), strict=True)
+        stored = [
+            Stored("rank-one", {}, (), reference, own.largest_relative, "relative", decoded=partial(given, values))
+            for reference, own, values in members
+        ]
+        return EncodedGroup(range(len(leaves)), "rank-one", {}, pieces, before is not None, stored), met
+
+
+@dataclass(frozen=True, slots=True)
+class _Scales:
+    """Row and column factors of joined matrices.
+
+    Args:
+        rows: float32 [sum of rows].
+        columns: float32 [sum of columns].
+        shapes: int64 [m, 2], rows and columns of each.
+    """
+
+    rows: NpArray
+    columns: NpArray
+    shapes: NpArray
+
+    def symbols(self, x: Array, start: int, octaves: float, old: Array | None) -> tuple[Array, NpArray, NpArray]:
+        """Return the symbols of elements from `start` on, with sums and counts."""
+        if len(self.shapes) == 1:
+            return residual_symbols(x, self.rows, self.columns, start, octaves, old)
+        return residual_symbols_many(x, self.rows, self.columns, self.shapes, octaves, old)
+
+    def values(self, symbols: Array, start: int, table: NpArray, escaped: Array) -> Array:
+        """Return the values of symbols, float32; arguments as in `symbols`."""
+        if len(self.shapes) == 1:
+            values = residual_values(symbols, self.rows, self.columns, start, table)
+        else:
+            values = residual_values_many(symbols, self.rows, self.columns, self.shapes, table)
+        return with_escapes(values, symbols, NO_RESIDUAL, escaped)
+
+
+def _factors(leaf: Leaf, specs: Sequence[LeafSpec]) -> tuple[NpArray, NpArray]:
+    """Return the row and column factors of joined matrices."""
+    shapes = shapes_of(specs)
+    if len(specs) > 1:
+        return factors_many(as_float32(leaf.flat, leaf.spec), shapes)
+    return factors(leaf.flat, leaf.spec, (int(shapes[0, 0]), int(shapes[0, 1])))
 
 
 def _without(
@@ -159,7 +242,7 @@ def _without(
 
 
 @dataclass(frozen=True, slots=True)
-class RankOneReference:
+class RankOneReference(FilledReference):
     """A stored second moment, a byte per element: the reference of the next delta.
 
     Args:
@@ -176,28 +259,17 @@ class RankOneReference:
     table: NpArray
     escaped: NpArray
 
-    def escapes(self) -> list[NpArray]:
-        """Return the escaped values of each chunk."""
+    def escapes(self, step: int) -> list[NpArray]:
+        """Return the escaped values of each `step` elements."""
         if not self.escaped.size:
-            return [self.escaped] * -(-self.symbols.size // CHUNK)
-        starts = range(0, self.symbols.size, CHUNK)
-        counts = [int(np.count_nonzero(self.symbols[start : start + CHUNK] == NO_RESIDUAL)) for start in starts]
+            return [self.escaped] * -(-self.symbols.size // step)
+        starts = range(0, self.symbols.size, step)
+        counts = [int(np.count_nonzero(self.symbols[start : start + step] == NO_RESIDUAL)) for start in starts]
         return np.split(self.escaped, np.cumsum(counts[:-1]))
 
-    def values(self, spec: LeafSpec) -> Array:
-        """The decoded array."""
-        rows, columns = factor_values(self.rows), factor_values(self.columns)
-        data = np.empty(spec.nbytes, np.uint8)
-
-        def one(chunk: tuple[int, NpArray]) -> None:
-            start, escaped = chunk
-            symbols = self.symbols[start : start + CHUNK]
-            values = residual_values(symbols, rows, columns, start, self.table)
-            raw = rounded(with_escapes(values, symbols, NO_RESIDUAL, escaped), spec)
-            data[start * spec.itemsize : start * spec.itemsize + raw.size] = raw
-
-        map_chunks(one, zip(range(0, spec.size, CHUNK), self.escapes(), strict=True))
-        return from_bytes(data, spec)
+    def fill(self, spec: LeafSpec, out: NpArray) -> None:
+        """Write the bytes of the decoded array."""
+        _fill(self, [spec], out)
 
 
 def _rank_one(parent: Reference | None, spec: LeafSpec) -> RankOneReference | None:
@@ -205,35 +277,104 @@ def _rank_one(parent: Reference | None, spec: LeafSpec) -> RankOneReference | No
     return parent if isinstance(parent, RankOneReference) and parent.symbols.size == spec.size else None
 
 
-def _rank_one_pieces(
-    reference: RankOneReference, before: RankOneReference | None, counts: Sequence[NpArray] = ()
-) -> list[bytes]:
-    """Return the pieces: one with factors and table, and one for each chunk."""
+def shapes_of(specs: Sequence[LeafSpec]) -> NpArray:
+    """Return rows and columns of matrices, int64 [m, 2]."""
+    return np.array([matrix_shape(spec) for spec in specs], np.int64)
+
+
+def joined_rank_one(references: Parents, specs: Sequence[LeafSpec]) -> RankOneReference | None:
+    """Join references, with the table of the first; None if one is of another stream."""
+    found = [known for r, spec in zip(references, specs, strict=True) if (known := _rank_one(r, spec)) is not None]
+    if len(found) < len(specs):
+        return None
+    if len(found) == 1:
+        return found[0]
+    joined = (np.concatenate([getattr(r, name) for r in found]) for name in ("symbols", "rows", "columns", "escaped"))
+    symbols, rows, columns, escaped = joined
+    return RankOneReference(symbols, rows, columns, found[0].table, escaped)
+
+
+def split_rank_one(joined: RankOneReference, specs: Sequence[LeafSpec]) -> list[RankOneReference]:
+    """Return the reference of each of several arrays, parts of the joined one."""
+    if len(specs) == 1:
+        return [joined]
+    found: list[RankOneReference] = []
+    i = j = k = 0
+    for symbols, (height, width) in zip(parts(joined.symbols, specs), shapes_of(specs).tolist(), strict=True):
+        end = k + (int(np.count_nonzero(symbols == NO_RESIDUAL)) if joined.escaped.size else 0)
+        rows, columns = joined.rows[i : i + height], joined.columns[j : j + width]
+        found.append(RankOneReference(symbols, rows, columns, joined.table, joined.escaped[k:end]))
+        i, j, k = i + height, j + width, end
+    return found
+
+
+def rank_one_values(specs: Sequence[LeafSpec], references: Sequence[Reference]) -> list[Array]:
+    """Return the values of the references of a group, which have one table."""
+    joined = joined_rank_one(references, specs)
+    if joined is None:
+        return values_of_each(specs, references)
+    data = np.empty(joined_spec(specs).nbytes, np.uint8)
+    _fill(joined, specs, data)
+    return own_parts(data, specs)
+
+
+def _fill(joined: RankOneReference, specs: Sequence[LeafSpec], data: NpArray) -> None:
+    """Write the bytes of the values of joined matrices."""
+    scales, spec = (
+        _Scales(factor_values(joined.rows), factor_values(joined.columns), shapes_of(specs)),
+        joined_spec(specs),
+    )
+
+    def one(chunk: tuple[int, NpArray]) -> None:
+        start, escaped = chunk
+        raw = rounded(scales.values(joined.symbols[start : start + PART], start, joined.table, escaped), spec)
+        data[start * spec.itemsize : start * spec.itemsize + raw.size] = raw
+
+    map_chunks(one, zip(range(0, spec.size, PART), joined.escapes(PART), strict=True))
+
+
+def rank_one_pieces(
+    specs: Sequence[LeafSpec],
+    reference: RankOneReference,
+    before: RankOneReference | None,
+    counts: Sequence[NpArray] = (),
+    there: Sequence[Array] = (),
+) -> list[Piece]:
+    """Return the pieces of joined arrays: one with factors and table, and one for each chunk.
+
+    Args:
+        specs: of the arrays.
+        reference: their symbols.
+        before: that of their parents.
+        counts: of the symbols of each chunk, if known.
+        there: the symbols of each chunk where they were made, if known.
+    """
     head = Writer()
     head.block(
         pack_factors((reference.rows, reference.columns), None if before is None else (before.rows, before.columns))
     )
     head.raw(pack_table(reference.table))
 
-    def one(chunk: tuple[int, NpArray]) -> bytes:
+    def one(chunk: tuple[int, NpArray]) -> Piece:
         start, escaped = chunk
         old = None if before is None else before.symbols[start : start + CHUNK]
         known = counts[start // CHUNK] if counts else None
-        symbols = reference.symbols[start : start + CHUNK]
-        matrix = entropy.Matrix(reference.columns.size, start, numbers=entropy.Numbers.CENTERED)
-        return pack_chunk(symbols, escaped, known, old, matrix)
+        own = reference.symbols[start : start + CHUNK]
+        symbols = there[start // CHUNK] if there and is_block(own.size) else own
+        return pack_chunk(symbols, escaped, known, old, matrix_of(specs, start, entropy.Numbers.CENTERED))
 
     starts = range(0, reference.symbols.size, CHUNK)
-    return [head.done(), *map_chunks(one, zip(starts, reference.escapes(), strict=True))]
+    return [head.done(), *map_chunks(one, zip(starts, reference.escapes(CHUNK), strict=True))]
 
 
 def rebase_rank_one(
-    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
-) -> tuple[dict[str, Any], list[bytes]]:
-    """Encode the same symbols and factors as a base or against another parent."""
-    if not isinstance(reference, RankOneReference):
+    specs: Sequence[LeafSpec], references: Sequence[Reference], parents: Parents
+) -> tuple[dict[str, Any], list[Piece]]:
+    """Encode the same symbols and factors as a base or against other parents."""
+    joined = joined_rank_one(references, specs)
+    if joined is None:
         raise BadArgumentError("rank one: the reference of another stream cannot be rebased")
-    return meta, _rank_one_pieces(reference, _rank_one(parent, spec))
+    return {}, rank_one_pieces(specs, joined, joined_rank_one(parents, specs))
 
 
 def _least_error(octaves: float) -> float:
@@ -312,27 +453,29 @@ def read_factors(data: memoryview, rows: int, columns: int, before: Factors | No
     return index[:rows], index[rows:]
 
 
-def decode_rank_one(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, pair: Array | None
-) -> RankOneReference:
+def decode_rank_one(coded: Coded) -> list[RankOneReference]:
     """Decode the stream format "rank-one"."""
-    shape = matrix_shape(spec)
-    if shape is None:
-        raise CorruptDataError(f"rank one: {spec.dtype} {spec.shape} is not a matrix that can be stored as rank one")
-    chunks = chunks_of("rank one", pieces, spec.size, 8 * (shape[0] + shape[1]) + spec.size, step=CHUNK, head=True)
-    head = Reader(pieces[0], "rank one")
-    before = _rank_one(parent, spec)
-    rows, columns = read_factors(head.block(), *shape, None if before is None else (before.rows, before.columns))
+    for spec in coded.specs:
+        if matrix_shape(spec) is None:
+            raise CorruptDataError(f"rank one: {spec.dtype} {spec.shape} is not a matrix for rank one")
+    across, down = (int(lines) for lines in shapes_of(coded.specs).sum(axis=0))
+    size = coded.spec.size
+    chunks = chunks_of("rank one", coded.pieces, size, 8 * (across + down) + size, step=CHUNK, head=True)
+    head = Reader(coded.pieces[0], "rank one")
+    before = joined_rank_one(coded.parents, coded.specs)
+    rows, columns = read_factors(head.block(), across, down, None if before is None else (before.rows, before.columns))
     table = read_table(head)
     head.end()
 
-    symbols = np.empty(spec.size, np.uint8)
+    symbols = np.empty(size, np.uint8)
 
-    def one(chunk: Chunk) -> NpArray:
-        piece, part = chunk
+    there = symbols_there(chunks, None if before is None else before.symbols)
+
+    def one(number: int) -> NpArray:
+        piece, part = chunks[number]
         own, old = symbols[part], None if before is None else before.symbols[part]
-        own[:], escaped = read_chunk(piece, own.size, NO_RESIDUAL, old)
+        own[:], escaped = read_chunk(piece, own.size, NO_RESIDUAL, old, there[number])
         return escaped
 
-    escaped = np.concatenate(map_chunks(one, chunks))
-    return RankOneReference(symbols, rows, columns, table, escaped)
+    escaped = np.concatenate(map_chunks(one, range(len(chunks))))
+    return split_rank_one(RankOneReference(symbols, rows, columns, table, escaped), coded.specs)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from ...kernels.backend.arrays import on_gpu
 from .. import entropy
-from ..base import CHUNK
+from ..device_coding import decoding_device, is_block
 from ..errors import CorruptDataError
-from ..format.chunks import Chunk, chunks_of
-from ..format.fields import Reader, Writer
-from ..parallel import map_chunks
+from ..format.fields import Chunk, Piece, Reader, Writer, parts_of
 from ..state.casting import float_values, rounded
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
-from .logbuckets import ValuesReference
 
 
 def as_float32(flat: Array, spec: LeafSpec) -> Array:
@@ -105,45 +101,58 @@ def read_table(data: Reader) -> NpArray:
 
 
 def pack_chunk(
-    symbols: NpArray,
-    escaped: NpArray,
+    symbols: Array,
+    escaped: Array,
     counts: NpArray | None,
     before: NpArray | None,
     matrix: entropy.Matrix,
-) -> bytes:
+) -> Piece:
     """Encode the symbols of a chunk; `counts` are those of its symbols, if known."""
-    out = Writer()
+    known = None if counts is None or before is not None else counts.astype(np.int64)
+    values = on_host(escaped).astype("<f4", copy=False)
+    if is_block(symbols.shape[0]):
+        block = entropy.CodedBlock(symbols, before, 256, known)
+        return entropy.Later(lambda: _chunk(block, values))
+    own = symbols if isinstance(symbols, np.ndarray) else on_host(symbols)
     if before is None:
-        known = None if counts is None else counts.astype(np.int64)
-        out.block(entropy.encode(symbols, known, matrix))
-    else:
-        out.block(entropy.encode_levels(symbols, 256, before, 256, "smallest", matrix))
+        return _chunk(entropy.encode(own, known, matrix), values).done()
+    return _chunk(entropy.encode_levels(own, 256, before, 256, "smallest", matrix), values).done()
+
+
+def _chunk(stream: Piece, escaped: NpArray) -> Writer:
+    out = Writer()
+    out.varint(len(stream))
+    for part in parts_of(stream):
+        out.raw(part)
     out.varint(escaped.size)
-    out.raw(escaped.astype("<f4", copy=False))
-    return out.done()
+    out.raw(escaped)
+    return out
 
 
-def read_chunk(piece: memoryview, n: int, escape: int, before: NpArray | None = None) -> tuple[NpArray, NpArray]:
-    """Read n symbols and the escaped values of a chunk; raises CorruptDataError."""
+def symbols_there(chunks: Sequence[Chunk], before: NpArray | None = None) -> list[NpArray | None]:
+    """Return the symbols of the chunks that a device decodes together, else None."""
+    if decoding_device() is None:
+        return [None] * len(chunks)
+    streams = [
+        (Reader(piece, "moment").block(), part.stop - part.start, None if before is None else before[part])
+        for piece, part in chunks
+    ]
+    return list(entropy.decoded_there(streams, 256))
+
+
+def read_chunk(
+    piece: memoryview, n: int, escape: int, before: NpArray | None = None, known: NpArray | None = None
+) -> tuple[NpArray, NpArray]:
+    """Read the n symbols and the escaped values of a chunk; raises CorruptDataError.
+
+    Symbols that are known are not read.
+    """
     data = Reader(piece, "moment")
-    symbols = entropy.decode(data.block(), n, before, 256)
+    stream = data.block()
+    symbols = entropy.decode(stream, n, before, 256) if known is None else known
     count = data.varint()
     if count != int(np.count_nonzero(symbols == escape)):
         raise CorruptDataError(f"moment: {count} escaped values do not fit the symbols")
     escaped = data.array("<f4", count)
     data.end()
     return symbols, escaped
-
-
-def decoded_values(spec: LeafSpec, pieces: Sequence[memoryview], one: Any) -> ValuesReference:
-    """Decode an array by chunks; `one(piece, start, n)` returns the float32 values of a chunk."""
-    chunks = chunks_of("moment", pieces, spec.size, spec.nbytes, step=CHUNK, head=True)
-    data = np.empty(spec.nbytes, np.uint8)
-
-    def decode(chunk: Chunk) -> None:
-        piece, part = chunk
-        values = rounded(one(piece, part.start, part.stop - part.start), spec)
-        data[part.start * spec.itemsize : part.stop * spec.itemsize] = values
-
-    map_chunks(decode, chunks)
-    return ValuesReference(from_bytes(data, spec))

@@ -13,7 +13,7 @@ import importlib
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from ...kernels.backend.arrays import DEVICES, is_allocated, is_torch
 from ...kernels.backend.imported import imported
+from ...kernels.backend.transfer import to_cpu
 from ..errors import CorruptDataError, UnsupportedLeafError
 from ..memory_limit import total_memory
 
@@ -41,7 +42,7 @@ LIBRARIES = {
 SEQUENCES = ("list", "tuple")
 """Libraries of Python's lists and tuples of numbers."""
 SCALARS = ("numpy scalar", *SEQUENCES)
-"""Libraries of what is read and built as NumPy and is no array of the caller."""
+"""Libraries whose values are read and built as NumPy and are not arrays of the caller."""
 LONG = 64
 """Length from which a list or tuple of numbers is stored like an array; a shorter one costs less in the tree."""
 _NUMBERS = {bool: ("bool",), int: ("int64", "uint64"), float: ("float64",)}
@@ -58,7 +59,7 @@ _UNKNOWN_MEMORY = 1 << 46
 
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
-    """Library, dtype and shape of an array.
+    """Library, dtype, shape and order in memory of an array.
 
     `dtype` is the library's name of it (`bfloat16`), or NumPy's typestring where the name would lose something (`>f4`).
     """
@@ -66,6 +67,8 @@ class LeafSpec:
     library: str
     dtype: str
     shape: tuple[int, ...]
+    order: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    """Its dimensions from the outermost in memory to the innermost (`memory_order`); a delta may change it."""
     size: int = field(init=False, repr=False, compare=False)
     """Number of elements; computed once, because every step asks for it."""
 
@@ -169,23 +172,55 @@ def _item_size(library: str, dtype: str) -> int:
     return int(_torch_dtype(dtype).itemsize if library == "torch" else _numpy_dtype(dtype).itemsize)
 
 
-def read_leaf(value: Array, path: str) -> tuple[LeafSpec, Array]:
+def memory_order(x: Array) -> tuple[int, ...]:
+    """Return the dimensions of a permuted tensor or NumPy array, outermost in memory first.
+
+    () for arrays in row-major order, and for those whose memory overlaps or has gaps: they are restored in that order.
+
+    Example:
+        >>> memory_order(np.zeros((2, 3)).T), memory_order(np.zeros((2, 3))), memory_order(np.zeros((3, 8))[:, ::2].T)
+        ((1, 0), (), ())
+    """
+    if is_torch(x):
+        return _order(x.shape, x.stride())
+    return () if x.flags.c_contiguous else _order(x.shape, tuple(stride / x.itemsize for stride in x.strides))
+
+
+@functools.lru_cache(1024)
+def _order(shape: tuple[int, ...], strides: tuple[float, ...]) -> tuple[int, ...]:
+    # Axes of length 1 count: by their strides torch decides whether a convolution is in channels_last.
+    order = tuple(sorted(range(len(shape)), key=lambda i: (-strides[i], shape[i] == 1)))
+    inside = [math.prod(shape[i] for i in order[at + 1 :]) for at in range(len(order))]
+    is_permuted = 0 not in shape and order != tuple(range(len(shape)))
+    return order if is_permuted and inside == [strides[i] for i in order] else ()
+
+
+def _permuted(x: Array, order: Iterable[int]) -> Array:
+    return x.permute(*order) if is_torch(x) else x.transpose(*order)
+
+
+def read_leaf(value: Array, path: str, *, in_memory: bool = False) -> tuple[LeafSpec, Array]:
     """Return the spec of an array leaf and its values as a flat, contiguous array.
 
     Contiguous arrays are not copied. NumPy arrays of foreign byte order come as their bytes (uint8).
+
+    Args:
+        value: the array.
+        path: for messages.
+        in_memory: return the values of a permuted array in the order of its memory, not copied; else row by row.
 
     Raises:
         UnsupportedLeafError: object arrays, structured arrays, sparse, quantized, meta tensors, unknown subclasses.
     """
     if is_torch(value):
-        return _read_torch(value, path)
+        return _read_torch(value, path, in_memory)
     if isinstance(value, np.generic):
         if isinstance(value, (bytes, str)):
             return _read_text(value, path)
         spec, flat = _read_numpy(np.asarray(value), path)
         return LeafSpec("numpy scalar", spec.dtype, ()), flat
     if isinstance(value, np.ndarray):
-        return _read_numpy(value, path)
+        return _read_numpy(value, path, in_memory)
     if isinstance(value, (list, tuple)) and (dtype := _numbers_dtype(value)) is not None:
         return LeafSpec(type(value).__name__, dtype, (len(value),)), np.array(value, dtype)
     try:
@@ -208,7 +243,7 @@ def read_leaf(value: Array, path: str) -> tuple[LeafSpec, Array]:
     return LeafSpec(library, spec.dtype, spec.shape), flat
 
 
-def _read_numpy(x: NpArray, path: str) -> tuple[LeafSpec, NpArray]:
+def _read_numpy(x: NpArray, path: str, in_memory: bool = False) -> tuple[LeafSpec, NpArray]:
     if type(x) is not np.ndarray and not isinstance(x, np.memmap):
         raise UnsupportedLeafError(
             f"{path}: the ndarray subclass {type(x).__qualname__} cannot be rebuilt from its values"
@@ -230,10 +265,11 @@ def _read_numpy(x: NpArray, path: str) -> tuple[LeafSpec, NpArray]:
         )
     plain = dtype.kind in "biufc" and dtype.isnative
     name = dtype.name if extension or plain else dtype.str
-    flat = np.ascontiguousarray(x).reshape(-1)
+    order = memory_order(x)
+    flat = _flat(x.transpose(order) if order and in_memory else x)
     if not extension and not plain:
         flat = flat.view(np.uint8)
-    return LeafSpec("numpy", name, tuple(x.shape)), flat
+    return LeafSpec("numpy", name, tuple(x.shape), order), flat
 
 
 def _read_text(value: bytes | str, path: str) -> tuple[LeafSpec, NpArray]:
@@ -267,7 +303,7 @@ def local_part(value: Any) -> Any:
     return value.to_local() if is_sharded(value) else value
 
 
-def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
+def _read_torch(t: Any, path: str, in_memory: bool) -> tuple[LeafSpec, Any]:
     torch = _torch()
     if is_sharded(t):
         t = t.full_tensor()
@@ -291,18 +327,25 @@ def _read_torch(t: Any, path: str) -> tuple[LeafSpec, Any]:
     if not is_allocated(t):
         raise UnsupportedLeafError(f"{path}: the storage of this tensor was freed")
     t = t.detach().resolve_conj().resolve_neg()
-    if t.is_contiguous():
-        flat = t.reshape(-1)
-        if flat.numel() == 1 and flat.stride(0) != 1:  # the slice of a row: contiguous for torch, but not for a view
-            flat = flat.as_strided((1,), (1,))
-    else:
-        # Copied as integers: torch cannot copy every dtype it has.
-        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(t.element_size())
-        plain = t if integers is None else t.view(integers)
-        flat = plain.reshape(-1).contiguous().view(t.dtype)
+    order = memory_order(t)
+    flat = _flat(t.permute(order) if order and in_memory else t)
     if flat.device.type not in DEVICES:
         flat = flat.cpu()
-    return LeafSpec("torch", name, shape), flat
+    return LeafSpec("torch", name, shape, order), flat
+
+
+def _flat(t: Array) -> Array:
+    """Return the values of an array row by row, copied only if it is not contiguous."""
+    if not is_torch(t):
+        return np.ascontiguousarray(t).reshape(-1)
+    if t.is_contiguous():
+        flat = t.reshape(-1)
+        # The slice of a row is contiguous for torch, but not for a view.
+        return flat.as_strided((1,), (1,)) if flat.numel() == 1 and flat.stride(0) != 1 else flat
+    # Copied as integers: torch cannot copy every dtype it has.
+    integers = {n: getattr(_torch(), f"int{8 * n}") for n in (1, 2, 4, 8)}.get(t.element_size())
+    plain = t if integers is None else t.view(integers)
+    return plain.reshape(-1).contiguous().view(t.dtype)
 
 
 def as_bytes(flat: Array) -> NpArray:
@@ -311,7 +354,7 @@ def as_bytes(flat: Array) -> NpArray:
         torch = _torch()
         if flat.numel() == 0:
             return np.empty(0, np.uint8)
-        flat = flat.cpu()
+        flat = to_cpu(flat)
         data: NpArray = flat.view(torch.uint8).numpy() if flat.dtype != torch.uint8 else flat.numpy()
         return data
     return np.asarray(flat).view(np.uint8)
@@ -319,7 +362,7 @@ def as_bytes(flat: Array) -> NpArray:
 
 def on_host(x: Array) -> NpArray:
     """Return a torch tensor or NumPy array as NumPy."""
-    host: NpArray = x.cpu().numpy() if is_torch(x) else x
+    host: NpArray = to_cpu(x).numpy() if is_torch(x) else x
     return host
 
 
@@ -344,8 +387,8 @@ def taken(flat: Array, at: Any) -> Array:
     if not is_torch(flat):
         return np.ascontiguousarray(flat[at])
     if isinstance(at, slice):
-        return flat.cpu()
-    return flat[_torch().from_numpy(at).to(flat.device)].cpu()
+        return to_cpu(flat)
+    return to_cpu(flat[_torch().from_numpy(at).to(flat.device)])
 
 
 def largest(flat: Array) -> float:
@@ -362,9 +405,24 @@ def from_bytes(data: NpArray, spec: LeafSpec) -> Array:
     return data.view(_numpy_dtype(spec.dtype))
 
 
-def build_leaf(flat: Array, spec: LeafSpec) -> Array:
-    """Return the restored array with its original library, dtype and shape (torch on the CPU)."""
+def on_meta(spec: LeafSpec) -> Array:
+    """Return a tensor like the one that was stored, without memory."""
+    return _torch().empty(spec.shape, dtype=_torch_dtype(spec.dtype), device="meta")
+
+
+def build_leaf(flat: Array, spec: LeafSpec, *, in_memory: bool = False) -> Array:
+    """Return an array with its original library, dtype, shape and order (torch on the CPU).
+
+    Args:
+        flat: its values.
+        spec: of the array.
+        in_memory: whether these are in the order of its memory, so that they are not copied; else row by row.
+    """
     shaped = flat.reshape(spec.shape)
+    if spec.order:
+        flat = flat if in_memory else _flat(_permuted(shaped, spec.order))
+        shaped = flat.reshape([spec.shape[i] for i in spec.order])
+        shaped = _permuted(shaped, sorted(range(len(spec.order)), key=spec.order.__getitem__))
     if spec.library in ("torch", "numpy"):
         return shaped
     if spec.library == "numpy scalar":
@@ -396,14 +454,16 @@ def _text(x: NpArray) -> np.bytes_ | np.str_:
         raise CorruptDataError("a text holds an invalid character") from None
 
 
-def spec_from_header(library: Any, dtype: Any, shape: Any) -> LeafSpec:
+def spec_from_header(library: Any, dtype: Any, shape: Any, order: Sequence[int], path: str) -> LeafSpec:
     """Check and return the spec of an array from a file's header."""
     known = isinstance(library, str) and library in LIBRARIES
     if not known or not isinstance(dtype, str) or len(dtype) > 40 or not isinstance(shape, list):
         raise CorruptDataError(f"header: no array of {str(library)[:40]!r}, {str(dtype)[:40]!r}")
     if len(shape) > 64 or not all(type(n) is int and 0 <= n < _MAX_ELEMENTS for n in shape):
         raise CorruptDataError(f"header: {str(shape)[:60]} is not a shape")
-    spec = LeafSpec(library, dtype, tuple(shape))
+    spec = LeafSpec(library, dtype, tuple(shape), tuple(order))
+    if order != () and (library not in ("torch", "numpy") or sorted(order) != list(range(len(shape)))):
+        raise CorruptDataError(f"header: {path}: {library} has no order {str(order)[:60]} of {len(shape)} dimensions")
     if library in SEQUENCES and (len(shape) != 1 or dtype not in ("bool", "int64", "uint64", "float64")):
         raise CorruptDataError(f"header: a {library} of {dtype[:40]!r} with the shape {str(shape)[:60]}")
     if library not in ("torch", "numpy", *SCALARS) and not (_NATIVE.fullmatch(dtype) or _EXTENSION.fullmatch(dtype)):

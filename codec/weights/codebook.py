@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...kernels.backend.transfer import to_cpu
 from ...kernels.histogram import Histogram
 from ...kernels.kmeans import bucket_weights, least_losses, quantization_loss, weighted_kmeans, weighted_kmeans_many
+from ..state.casting import unit
 from ..state.leaves import Array, NpArray
-from ..state.scaling import unit
 
 MOST = 254
 """Most entries of a codebook: a level is a byte, and two levels are taken."""
@@ -204,7 +205,7 @@ def solve_together(problems: Sequence[Problem], place: Array) -> list[Floats]:
         for columns in ([p.centers for p in problems], [p.weights for p in problems])
     )
     codes = weighted_kmeans_many(list(zip(centers, weights, strict=True)), [p.bins for p in problems])
-    return np.split(torch.cat(codes).cpu().numpy(), np.cumsum([c.shape[0] for c in codes])[:-1])
+    return np.split(to_cpu(torch.cat(codes)).numpy(), np.cumsum([c.shape[0] for c in codes])[:-1])
 
 
 def problem_of(cells: Cells, how: Fit, parent: Floats | None) -> Problem | None:

@@ -26,8 +26,7 @@ from .codebook import MOST, Cells, Fit, Floats, multiples, predicted_error, to_8
 from .level_assignment import assigned
 from .levels import LevelsReference, rounded_codebook
 from .partition import upper_threshold
-from .ratedistortion import dearest_price
-from .rd_tradeoff import Trade
+from .ratedistortion import Trade, dearest_price
 from .settings import QuantizeSettings
 from .sketch_refinement import fit_closely, held_codebook
 from .uniform_quantizer import MULTIPLES_OF

@@ -36,17 +36,16 @@ from ...kernels.exponent import (
 from ...kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, pack_lengths, unpack_lengths
 from ...kernels.packing import pack_bits, unpack_bits
 from .. import entropy
-from ..base import CHUNK, Leaf, Reference, Stored
+from ..base import CHUNK, Leaf, Parents, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
-from ..format.chunks import Chunk, chunks_of
-from ..format.fields import Piece, Reader, Writer
+from ..format.fields import Chunk, Piece, Reader, Writer, chunks_of
+from ..groups import Coded
 from ..lossless.addends import added, blocks, decode_addends, encode_addends
 from ..lossless.exact import Exact, decode_chunk, encode_chunk, parent_bytes
 from ..lossless.reference import BytesReference
 from ..parallel import map_chunks
-from ..state.casting import float_values, rounded
+from ..state.casting import float_values, rounded, unit
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
-from ..state.scaling import unit
 
 LEVELS, RESTATED = range(2)
 CONSTANT, PACKED, HUFFMAN, CACHED, SMALLEST = range(5)
@@ -364,14 +363,9 @@ def _read_meaning(data: Reader, spec: LeafSpec, tables: tuple[bytes, ...]) -> _M
     return _Meaning(coding, addends, value, lengths, tables)
 
 
-def decode_exponent(
-    spec: LeafSpec,
-    meta: dict[str, Any],
-    pieces: Sequence[memoryview],
-    parent: Reference | None,
-    pair: Any = None,
-) -> ExponentReference:
+def decode_exponent(coded: Coded) -> list[ExponentReference]:
     """Decode the stream format "exponent"."""
+    spec, pieces, parent = coded.spec, coded.pieces, coded.parent
     if spec.dtype not in FORMATS:
         raise CorruptDataError(f"exponent: {spec.dtype} has no buckets")
     step = CHUNK * spec.itemsize
@@ -402,16 +396,17 @@ def decode_exponent(
             own[:] = added(old, levels, meaning.addends, spec)
 
     map_chunks(one, chunks)
-    return ExponentReference(data, tables)
+    return [ExponentReference(data, tables)]
 
 
 # --------------------------------------------------------------------------------------------- encoded again
 
 
 def rebase_exponent(
-    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
+    specs: Sequence[LeafSpec], references: Sequence[Reference], parents: Parents
 ) -> tuple[dict[str, Any], list[Piece]]:
     """Encode the same restored array and code tables against another parent."""
+    (spec,), (reference,), (parent,) = specs, references, parents
     if not isinstance(reference, BytesReference):
         raise BadArgumentError("exponent: the reference of another stream cannot be rebased as exponent buckets")
     tables = reference.tables if isinstance(reference, ExponentReference) else ()
@@ -438,7 +433,7 @@ def rebase_exponent(
             out.raw(added)
         return out
 
-    return meta, [head.done(), *map_chunks(one, range(0, spec.size, CHUNK))]
+    return {}, [head.done(), *map_chunks(one, range(0, spec.size, CHUNK))]
 
 
 def _read_tables(data: Reader) -> tuple[bytes, ...]:

@@ -1,7 +1,25 @@
-"""Assignment of levels to weights, extrapolated by their drift if a gain is given."""
+"""Assignment of levels to weights, extrapolated by their drift if a gain is given.
+
+An encoder that keeps an old level, because a new one costs too many bits, leaves the weight behind the training. The
+errors of an array then point against its *drift*, the direction in which its weights move, and a training that
+continues from a restored checkpoint has lost that progress. So if past weights are known (`compress(earlier=)`), the
+encoder codes `w + gain (w - past)` instead of `w`. Each array has its own gain. Each checkpoint moves it by half of
+the *lag*, the part of the drift that the restored weights w~ lack:
+
+    lag = <w - w~, w - past> / |w - past|**2
+
+The next delta reads the gain in the metadata of its parent. Lossy first moments lose steps of the optimizer, so the
+restored weights are coded ahead by these steps, too (`codec.weights.past_weights`). The decoder does not need the gain,
+and errors are stated against the true weights.
+
+A jump (a layer that is initialized again, a learning rate thirty times as high) makes a right gain far too large. So an
+array whose error is mostly an overshoot is coded again, with a gain that is lower by the overshoot, or with none. No
+lead is larger than the rest of the error. Weights that moved farther than their own length have no gain.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,14 +30,12 @@ from ...kernels.quantizer import Thresholds, assign, dequantize
 from ...kernels.rate_distortion import extrapolate
 from ..base import CHUNK, Leaf
 from ..parallel import map_chunks
+from ..state.casting import scaled_distortion
 from ..state.leaves import Array, NpArray, from_bytes, on_host
-from ..state.scaling import scaled_distortion
-from .drift_gain import Distances, coarse
 from .importance import weights_of
-from .levels import LevelsReference, codebook_array
+from .levels import GAIN_STEPS, LARGEST_GAIN, LevelsReference, codebook_array
 from .protected import held_values
-from .ratedistortion import cheapest_levels
-from .rd_tradeoff import Trade
+from .ratedistortion import Trade, cheapest_levels
 
 _TRIES = 2
 """Aims that are tried before none."""
@@ -27,11 +43,27 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
+class Quantized:
+    """An array as levels, not yet written.
+
+    Args:
+        levels: the levels and their codebook.
+        error: relative L2 error met.
+        note: reason for the choice of the codebook.
+    """
+
+    levels: LevelsReference
+    error: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Part:
-    """The results of a chunk except its levels."""
+    """The results of a chunk except its levels on the host."""
 
     protected: NpArray
     distances: Distances
+    on_device: tuple[Array, ...] = ()
 
 
 def assigned(
@@ -90,16 +122,19 @@ def _coded(
         protected = from_bytes(held, leaf.spec)
         restored = dequantize(own, values, protected=protected.to(x.device) if is_torch(x) else protected)
         levels[part] = on_host(own)
+        kept = (own,) if on_gpu(own) else ()
         met = scaled_distortion(x, restored, scale)
         if earlier is None:
-            return _Part(held, Distances(met))
+            return _Part(held, Distances(met), kept)
         drift, gone = scaled_distortion(x, earlier, scale), scaled_distortion(earlier, restored, scale)
-        return _Part(held, Distances(met, drift, gone))
+        return _Part(held, Distances(met, drift, gone), kept)
 
     parts = map_chunks(one, range(0, leaf.spec.size, CHUNK))
     protected = np.concatenate([p.protected for p in parts]) if parts else np.empty(0, np.uint8)
     distances = sum((p.distances for p in parts), Distances())
-    reference = LevelsReference(levels, codebook, protected, limits, distances.next_gain(gain, leaf.lead))
+    kept = tuple(chunk for p in parts for chunk in p.on_device)
+    next_gain = distances.next_gain(gain, leaf.lead)
+    reference = LevelsReference(levels, codebook, protected, limits, next_gain, device_chunks=kept)
     return reference, distances.met, distances.overshoot(gain, leaf.lead)
 
 
@@ -111,3 +146,74 @@ def _where_protected(x: Array, levels: Array) -> Array:
 
     # Positions are faster than a mask, which is read twice: very few elements are protected.
     return x[torch.from_numpy(np.flatnonzero(levels.numpy() == 1))]
+
+
+_GAIN = 0.5
+"""Part of the lag found by which the gain is moved."""
+_BORNE = 0.25
+"""Part of the squared error that an overshoot may be."""
+_NONE = Distortion(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Distances:
+    """Distances between weights w, restored weights w~ and past weights; `+` adds chunks.
+
+    Args:
+        met: of w~ as an approximation of w.
+        drift: of earlier as an approximation of w; zero if unknown.
+        gone: of w~ as an approximation of earlier.
+    """
+
+    met: Distortion = _NONE
+    drift: Distortion = _NONE
+    gone: Distortion = _NONE
+
+    def __add__(self, other: Distances) -> Distances:
+        return Distances(self.met + other.met, self.drift + other.drift, self.gone + other.gone)
+
+    def next_gain(self, gain: float, lead: float) -> float:
+        """Return the gain of the next delta, a multiple of `1 / GAIN_STEPS`.
+
+        It is `gain` if no drift is known.
+
+        Args:
+            gain: of this one.
+            lead: part of the drift by which w~ should be ahead.
+        """
+        missing = self._missing(lead)
+        return gain if missing is None else coarse(gain + _GAIN * missing)
+
+    def overshoot(self, gain: float, lead: float) -> float:
+        """Return by how much a gain was too large; 0 if that causes little of the squared error.
+
+        The whole gain was too large if the drift is longer than the weights: that was a jump. Arguments are as in
+        `next_gain`.
+        """
+        if self.drift.squared_error > self.drift.squared_norm:
+            return gain
+        missing = self._missing(lead)
+        if not gain or missing is None or missing >= 0:
+            return 0.0
+        return -missing if missing**2 * self.drift.squared_error > _BORNE * self.met.squared_error else 0.0
+
+    def _missing(self, lead: float) -> float | None:
+        """Return the lag plus the wanted lead, as a part of the drift.
+
+        None if drift is zero or unknown, or if a sum is not finite.
+
+        With e = w - w~ and D = w - earlier it is `|e|**2 + |D|**2 - |D - e|**2 = 2 <e, D>`.
+        """
+        met, drift, gone = (d.squared_error for d in (self.met, self.drift, self.gone))
+        if not drift > 0:
+            return None
+        lag = (met + drift - gone) / (2 * drift)
+        if not math.isfinite(lag):
+            return None
+        rest = max(0.0, met / drift - min(0.0, lag) ** 2)
+        return lag + min(lead, math.sqrt(rest))
+
+
+def coarse(gain: float) -> float:
+    """Clip a gain to its range and round it to a multiple of `1 / GAIN_STEPS`."""
+    return round(GAIN_STEPS * min(LARGEST_GAIN, max(0.0, gain))) / GAIN_STEPS

@@ -1,8 +1,9 @@
-"""The stream format "levels": levels of a codebook, coded as a delta if there is a parent.
+"""The stream format "levels": levels of codebooks, coded as a delta if there are parents.
 
-Piece 0 is what the levels refer to: the codebook (or "the parent's"), the protected values as bfloat16 differences to
-the parent's, and those values that bfloat16 cannot hold, to the bit. The other pieces are chunks of levels
-(`entropy.encode_levels`).
+Piece 0 is what the levels refer to: the codebook of each array (or "the parent's"), the protected values as bfloat16
+differences to the parents', and those values that bfloat16 cannot hold, to the bit. The other pieces are chunks of
+levels (`entropy.encode_levels`). To make levels of different codebooks comparable, they are shifted: the first entry
+that is not negative has the same level in all arrays. The levels 0 and 1, which are not entries, do not change.
 """
 
 from __future__ import annotations
@@ -15,18 +16,28 @@ import numpy as np
 
 from ...kernels.backend.arrays import is_torch
 from ...kernels.backend.floats import FORMATS
-from ...kernels.quantizer import Thresholds, dequantize
+from ...kernels.quantizer import (
+    FIRST_CODE,
+    LARGEST_STEP,
+    MAX_CODES,
+    SMALLEST_STEP,
+    Thresholds,
+    dequantize,
+    uniform_values_many,
+)
 from .. import entropy
-from ..base import CHUNK, Reference
-from ..entropy.row_column_classes import columns_of
+from ..base import CHUNK, PART, Parents, Reference
+from ..device_coding import is_block
 from ..errors import BadArgumentError, CorruptDataError
-from ..format.chunks import Chunk, chunks_of
-from ..format.fields import Reader, Writer
+from ..format.fields import Piece, Reader, Writer, chunks_of
+from ..groups import Coded, FilledReference, ends_of, matrix_of, own_parts, parts, values_of_each
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
 from .codebook import MOST, spacing, to_8_bits
 from .protected import held_patterns, read_protected, write_protected
 
+Codebook = tuple[NpArray, tuple[int, float] | None]
+"""Entries, and the first multiple and the step where they are multiples."""
 EXPLICIT, PARENTS, MULTIPLES = 0, 1, 2
 MAX_BINS = MOST
 FARTHEST = 1 << 31
@@ -36,7 +47,7 @@ GAIN_STEPS, LARGEST_GAIN = 256, 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class LevelsReference:
+class LevelsReference(FilledReference):
     """Reference of an array of levels: levels, codebook and protected values.
 
     Args:
@@ -44,9 +55,10 @@ class LevelsReference:
         codebook: float64, ascending, values of the array's dtype.
         protected: bytes of the protected values in the array's dtype, in order.
         thresholds: those the levels were made with.
-        drift_gain: how far the next delta extrapolates the drift, see `codec.weights.drift_gain`; a multiple of
+        drift_gain: how far the next delta extrapolates the drift, see `codec.weights.level_assignment`; a multiple of
             `1 / GAIN_STEPS` in [0, `LARGEST_GAIN`].
         multiples: first multiple and step of the codebook; None: unknown.
+        device_chunks: the levels of each chunk on the GPU that made them, while the array is encoded; else none.
     """
 
     levels: NpArray
@@ -55,6 +67,7 @@ class LevelsReference:
     thresholds: Thresholds
     drift_gain: float = 0.0
     multiples: tuple[int, float] | None = None
+    device_chunks: tuple[Array, ...] = ()
 
     def uniform(self, spec: LeafSpec) -> tuple[int, float] | None:
         """Return first multiple and step of the codebook; None if its entries are not multiples."""
@@ -71,11 +84,14 @@ class LevelsReference:
         """Number of levels."""
         return int(self.codebook.size) + 2
 
-    def values(self, spec: LeafSpec) -> Array:
-        """Return the decoded values."""
-        codebook = codebook_array(self.codebook, spec)
-        out: Array = dequantize(_like(self.levels, codebook), codebook, protected=from_bytes(self.protected, spec))
-        return out
+    def fill(self, spec: LeafSpec, out: NpArray) -> None:
+        """Write the bytes of the decoded values."""
+        codebook, protected, end = codebook_array(self.codebook, spec), from_bytes(self.protected, spec), 0
+        for start in range(0, self.levels.size, PART):
+            levels = self.levels[start : start + PART]
+            begin, end = end, end + int(np.count_nonzero(levels == 1))
+            values = dequantize(_like(levels, codebook), codebook, protected=protected[begin:end])
+            out[start * spec.itemsize : (start + levels.size) * spec.itemsize] = as_bytes(values)
 
 
 def compatible_parent(parent: Reference | None, spec: LeafSpec) -> LevelsReference | None:
@@ -108,53 +124,131 @@ def rounded_codebook(codebook: NpArray, spec: LeafSpec) -> NpArray:
     return np.unique(wide[np.isfinite(wide)] + 0.0)
 
 
-def level_chunks(reference: LevelsReference, spec: LeafSpec, before: LevelsReference | None, coder: str) -> list[bytes]:
-    """Return the pieces with the levels of each chunk, in the context of the parent's levels."""
-    columns = columns_of(spec.shape)
+def compatible_parents(parents: Parents, specs: Sequence[LeafSpec]) -> list[LevelsReference] | None:
+    """Return the parents if the levels of these arrays can be a delta against them, else None."""
+    pairs = zip(parents, specs, strict=True)
+    found = [known for parent, spec in pairs if (known := compatible_parent(parent, spec)) is not None]
+    return found if len(found) == len(specs) else None
 
-    def one(start: int) -> bytes:
+
+def level_pieces(
+    specs: Sequence[LeafSpec],
+    references: Sequence[LevelsReference],
+    befores: Sequence[LevelsReference] | None,
+    coder: str = "smallest",
+) -> list[Piece]:
+    """Return the pieces of a group: codebooks with protected values, and the levels in chunks."""
+    symbols, size = _shifted_levels(references, specs)
+    parents, parent_size = (None, 0) if befores is None else _shifted_levels(befores, specs)
+    published = coder == "published"
+    chunks = references[0].device_chunks if len(references) == 1 else ()
+
+    def one(start: int) -> Piece:
         part = slice(start, start + CHUNK)
-        parent = None if before is None else before.levels[part]
-        parent_size = 0 if before is None else before.size
-        return entropy.encode_levels(
-            reference.levels[part], reference.size, parent, parent_size, coder, entropy.Matrix(columns, start)
-        )
+        own, parent = symbols[part], None if parents is None else parents[part]
+        there = chunks[start // CHUNK] if chunks else own
+        if not published and is_block(own.size):
+            return entropy.CodedBlock(there, parent, parent_size)
+        levels = there if published and parent is not None else own
+        return entropy.encode_levels(levels, size, parent, parent_size, coder, matrix_of(specs, start))
 
-    return map_chunks(one, range(0, reference.levels.size, CHUNK))
+    return [head_piece(specs, references, befores), *map_chunks(one, range(0, symbols.size, CHUNK))]
 
 
 def rebase_levels(
-    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
-) -> tuple[dict[str, Any], list[bytes]]:
-    """Encode the same levels and codebook as a base or against another parent."""
-    if not isinstance(reference, LevelsReference):
+    specs: Sequence[LeafSpec], references: Sequence[Reference], parents: Parents
+) -> tuple[dict[str, Any], list[Piece]]:
+    """Encode the same levels and codebooks as a base or against other parents."""
+    levels = compatible_parents(references, specs)
+    if levels is None:
         raise BadArgumentError("levels: the reference of another stream cannot be rebased as levels")
-    before = compatible_parent(parent, spec)
-    return meta, [references(reference, spec, before), *level_chunks(reference, spec, before, "smallest")]
+    return metadata(levels), level_pieces(specs, levels, compatible_parents(parents, specs))
 
 
-def references(reference: LevelsReference, spec: LeafSpec, before: LevelsReference | None) -> bytes:
-    """Encode the first piece: codebook and protected values."""
+def _shift(codebook: NpArray, multiples: tuple[int, float] | None) -> int:
+    """Return the number of the first codebook entry that is not negative."""
+    return int(codebook.searchsorted(0.0)) if multiples is None else min(max(-multiples[0], 0), codebook.size)
+
+
+def _shifts(codebooks: Sequence[Codebook]) -> tuple[NpArray, int]:
+    """Return the shift of the levels of each array, int64, and the number of levels then."""
+    zeros = np.array([_shift(*codebook) for codebook in codebooks])
+    by = int(zeros.max()) - zeros
+    return by, min(2 + max(int(k) + codebook.size for k, (codebook, _) in zip(by, codebooks, strict=True)), 256)
+
+
+def _shifted_levels(references: Sequence[LevelsReference], specs: Sequence[LeafSpec]) -> tuple[NpArray, int]:
+    """Return the joined and shifted levels of a group, and their number."""
+    by, size = _shifts([(r.codebook, r.multiples) for r in references])
+    levels = [r.levels for r in references]
+    return _shifted(levels[0] if len(levels) == 1 else np.concatenate(levels), specs, by), size
+
+
+def _shifted(levels: NpArray, specs: Sequence[LeafSpec], by: NpArray) -> NpArray:
+    """Shift the joined levels of each array."""
+    if not by.any():
+        return levels
+    table = np.empty((by.size, 256), np.uint8)
+    table[:, :FIRST_CODE] = np.arange(FIRST_CODE)
+    table[:, FIRST_CODE:] = (np.arange(MAX_CODES) + by[:, None]) % MAX_CODES + FIRST_CODE
+    out = np.empty_like(levels)
+    for row, own, to in zip(table, parts(levels, specs), parts(out, specs), strict=True):
+        np.take(row, own, out=to)
+    return out
+
+
+def head_piece(
+    specs: Sequence[LeafSpec], references: Sequence[LevelsReference], befores: Sequence[LevelsReference] | None
+) -> bytes:
+    """Encode the first piece: codebooks and protected values."""
+    spec = specs[0]
+    modes, sizes, firsts, steps, explicit = [], [], [], [], []
+    predicted = []
+    for i, reference in enumerate(references):
+        old = None if befores is None else befores[i]
+        if old is not None and reference.has_codebook_of(old):
+            modes.append(PARENTS)
+        else:
+            uniform = reference.uniform(spec)
+            modes.append(EXPLICIT if uniform is None else MULTIPLES)
+            sizes.append(reference.codebook.size)
+            if uniform is None:
+                explicit.append(as_bytes(codebook_array(reference.codebook, spec)))
+            else:
+                firsts.append(uniform[0])
+                steps.append(uniform[1])
+        predicted.append(predicted_patterns(reference.levels, old, spec))
     out = Writer()
-    out.varint(reference.codebook.size)
-    if before is not None and reference.has_codebook_of(before):
-        out.byte(PARENTS)
-    else:
-        _write_codebook(out, reference.codebook, spec)
-    write_protected(out, reference.protected, predicted_patterns(reference.levels, before, spec), spec)
+    for numbers in (modes, sizes):
+        out.block(entropy.coded(np.array(numbers, np.uint8)))
+    first = np.array(firsts, np.int64)
+    _write_planes(out, ((first << 1) ^ (first >> 63)).astype("<u8"))
+    _write_planes(out, np.array(steps, "<f8").view("<u8").byteswap())
+    for entries in explicit:
+        out.raw(entries)
+    protected = [reference.protected for reference in references]
+    write_protected(out, np.concatenate(protected), np.concatenate(predicted), spec)
     return out.done()
 
 
-def _write_codebook(out: Writer, codebook: NpArray, spec: LeafSpec) -> None:
-    uniform = uniform_of(codebook, spec)
-    if uniform is None:
-        out.byte(EXPLICIT)
-        out.raw(as_bytes(codebook_array(codebook, spec)))
-        return
-    first, step = uniform
-    out.byte(MULTIPLES)
-    out.varint(2 * first if first >= 0 else -2 * first - 1)
-    out.raw(np.array([step], "<f8"))
+def _write_planes(out: Writer, numbers: NpArray) -> None:
+    """Write how many bytes numbers take, and each of these bytes as a plane, the lowest first."""
+    width = (int(numbers.max(initial=0)).bit_length() + 7) // 8
+    planes = numbers.view(np.uint8).reshape(-1, 8)
+    out.varint(width)
+    for k in range(width):
+        out.block(entropy.coded(np.ascontiguousarray(planes[:, k])))
+
+
+def _read_planes(data: Reader, count: int, most: int) -> NpArray:
+    """Read numbers of at most `most` bytes that `_write_planes` wrote, uint64."""
+    planes, width = np.zeros((count, 8), np.uint8), data.varint()
+    if width > most:
+        raise CorruptDataError(f"levels: numbers of {width} bytes")
+    for k in range(width):
+        planes[:, k] = entropy.decode(data.block(), count)
+    numbers: NpArray = planes.view("<u8").reshape(-1)
+    return numbers
 
 
 def uniform_of(codebook: NpArray, spec: LeafSpec) -> tuple[int, float] | None:
@@ -208,37 +302,119 @@ def predicted_patterns(levels: NpArray, before: LevelsReference | None, spec: Le
     return guess
 
 
-def decode_levels(
-    spec: LeafSpec,
-    meta: dict[str, Any],
-    pieces: Sequence[memoryview],
-    parent: Reference | None,
-    pair: Array | None = None,
-) -> LevelsReference:
+def decode_levels(coded: Coded) -> list[LevelsReference]:
     """Decode the stream format "levels"."""
-    if spec.dtype not in FORMATS:
-        raise CorruptDataError(f"levels: dtype {spec.dtype} cannot be stored as levels")
-    before = compatible_parent(parent, spec)
-    chunks = chunks_of("levels", pieces, spec.size, 2 * spec.size, step=CHUNK, head=True)
-    levels = np.empty(spec.size, np.uint8)
+    specs, size = coded.specs, coded.spec.size
+    if specs[0].dtype not in FORMATS:
+        raise CorruptDataError(f"levels: dtype {specs[0].dtype} cannot be stored as levels")
+    befores = compatible_parents(coded.parents, specs)
+    chunks = chunks_of("levels", coded.pieces, size, 2 * size, step=CHUNK, head=True)
+    head = Reader(coded.pieces[0], "levels")
+    codebooks = _read_codebooks(head, specs, befores)
+    parents, parent_size = (None, 0) if befores is None else _shifted_levels(befores, specs)
+    symbols = np.empty(size, np.uint8)
 
-    def one(chunk: Chunk) -> None:
-        piece, part = chunk
-        own = levels[part]
-        parent_levels = None if before is None else before.levels[part]
-        own[:] = entropy.decode(piece, own.size, parent_levels, 0 if before is None else before.size)
+    streams = [(piece, symbols[part].size, None if parents is None else parents[part]) for piece, part in chunks]
+    there = entropy.decoded_there(streams, parent_size)
 
-    map_chunks(one, chunks)
-    codebook, protected = _read_references(pieces[0], spec, levels, before)
-    if levels.size and int(levels.max()) >= codebook.size + 2:
-        raise CorruptDataError("levels: a level is beyond the codebook")
-    return LevelsReference(levels, codebook, protected, read_thresholds(meta.get("t")), read_gain(meta.get("a", 0)))
+    def one(number: int) -> None:
+        known = there[number]
+        symbols[chunks[number][1]] = entropy.decode(*streams[number], parent_size) if known is None else known
+
+    map_chunks(one, range(len(chunks)))
+    levels = parts(_shifted(symbols, specs, -_shifts(codebooks)[0]), specs)
+    for part, (codebook, _) in zip(levels, codebooks, strict=True):
+        if part.size and int(part.max()) >= codebook.size + FIRST_CODE:
+            raise CorruptDataError("levels: a level is beyond its codebook")
+    olds = [None] * len(specs) if befores is None else befores
+    predicted = [predicted_patterns(part, before, specs[0]) for part, before in zip(levels, olds, strict=True)]
+    protected = read_protected(head, np.concatenate(predicted), specs[0])
+    head.end()
+    held = np.split(protected, np.cumsum([p.size for p in predicted])[:-1] * specs[0].itemsize)
+    thresholds, gains = _read_metadata(coded.meta, len(specs))
+    return [
+        LevelsReference(part, codebook, own, limits, gain, multiples)
+        for part, (codebook, multiples), own, limits, gain in zip(
+            levels, codebooks, held, thresholds, gains, strict=True
+        )
+    ]
 
 
-def metadata(reference: LevelsReference) -> dict[str, Any]:
-    """Return the metadata for the next delta: thresholds, None for infinity, and a nonzero gain."""
-    limits = thresholds_as_json(reference.thresholds)
-    return {"t": limits} | ({"a": round(GAIN_STEPS * reference.drift_gain)} if reference.drift_gain else {})
+def _read_codebooks(
+    data: Reader, specs: Sequence[LeafSpec], befores: Sequence[LevelsReference] | None
+) -> list[Codebook]:
+    spec = specs[0]
+    modes = entropy.decode(data.block(), len(specs))
+    if int(modes.max(initial=0)) > MULTIPLES:
+        raise CorruptDataError(f"levels: mode {int(modes.max())} of a codebook")
+    sizes = entropy.decode(data.block(), int(np.count_nonzero(modes != PARENTS)))
+    if int(sizes.max(initial=0)) > MAX_CODES:
+        raise CorruptDataError(f"levels: a codebook of {int(sizes.max())} entries")
+    uniform = int(np.count_nonzero(modes == MULTIPLES))
+    numbers = _read_planes(data, uniform, 4).astype(np.int64)
+    firsts = (numbers >> 1) ^ -(numbers & 1)
+    steps = _read_planes(data, uniform, 8).byteswap().view("<f8")
+    counts, multiples = iter(sizes.tolist()), zip(firsts.tolist(), steps.tolist(), strict=True)
+    found: list[Codebook] = []
+    for i, mode in enumerate(modes.tolist()):
+        if mode == PARENTS:
+            if befores is None:
+                raise CorruptDataError("levels: the parent's codebook is wanted and is not there")
+            found.append((befores[i].codebook, befores[i].multiples))
+            continue
+        size, own = next(counts), None
+        if mode == MULTIPLES:
+            own = next(multiples)
+            codebook = multiples_of(own[0], size, own[1], spec)
+        else:
+            codebook = widened_bytes(data.array("u1", size * spec.itemsize).copy(), spec)
+        check_codebook(codebook)
+        found.append((codebook, own))
+    return found
+
+
+def _read_metadata(meta: dict[str, Any], count: int) -> tuple[list[Thresholds], list[float]]:
+    limits, numbers, gains = meta.get("t"), meta.get("i"), meta.get("a")
+    if not isinstance(limits, list) or not limits:
+        raise CorruptDataError("levels: no thresholds")
+    thresholds = [read_thresholds(limit) for limit in limits]
+    numbers = [0] * count if numbers is None else numbers
+    gains = [0] * count if gains is None else gains
+    if not (isinstance(numbers, list) and isinstance(gains, list) and len(numbers) == len(gains) == count):
+        raise CorruptDataError(f"levels: thresholds or gains do not fit {count} arrays")
+    if not all(type(i) is int and 0 <= i < len(thresholds) for i in numbers):
+        raise CorruptDataError("levels: thresholds that are not there")
+    return [thresholds[i] for i in numbers], [read_gain(gain) for gain in gains]
+
+
+def metadata(references: Sequence[LevelsReference]) -> dict[str, Any]:
+    """Return the metadata for the next delta: thresholds, their number for each array, gains."""
+    limits = [thresholds_as_json(r.thresholds) for r in references]
+    different = list(dict.fromkeys(map(tuple, limits)))
+    meta: dict[str, Any] = {"t": [list(t) for t in different]}
+    if len(different) > 1:
+        meta["i"] = [different.index(tuple(t)) for t in limits]
+    gains = [round(GAIN_STEPS * r.drift_gain) for r in references]
+    return meta | ({"a": gains} if any(gains) else {})
+
+
+def level_values(specs: Sequence[LeafSpec], references: Sequence[Reference]) -> list[Array]:
+    """Return the values of the references of a group."""
+    levels = compatible_parents(references, specs) if len(specs) > 1 else None
+    uniform = [r.multiples for r in levels or () if r.multiples is not None and _within(*r.multiples)]
+    if levels is None or specs[0].dtype != "float32" or len(uniform) < len(levels):
+        return values_of_each(specs, references)
+    joined = np.concatenate([r.levels for r in levels])
+    firsts, steps = (np.array(column) for column in zip(*uniform, strict=True))
+    values = uniform_values_many(joined, ends_of(specs), steps, firsts)
+    protected = [r.protected for r in levels if r.protected.size]
+    if protected:
+        values[joined == 1] = np.concatenate(protected).view(np.float32)
+    return own_parts(as_bytes(values), specs)
+
+
+def _within(first: int, step: float) -> bool:
+    return abs(first) <= 1 << 15 and SMALLEST_STEP <= step <= LARGEST_STEP
 
 
 def thresholds_as_json(t: Thresholds) -> list[float | None]:
@@ -270,29 +446,3 @@ def read_gain(steps: Any) -> float:
     if type(steps) is not int or not 0 <= steps <= LARGEST_GAIN * GAIN_STEPS:
         raise CorruptDataError("levels: no gain")
     return steps / GAIN_STEPS
-
-
-def _read_references(
-    piece: memoryview, spec: LeafSpec, levels: NpArray, before: LevelsReference | None
-) -> tuple[NpArray, NpArray]:
-    data = Reader(piece, "levels")
-    size, mode = data.varint(), data.byte()
-    if size > MAX_BINS or mode not in (EXPLICIT, PARENTS, MULTIPLES):
-        raise CorruptDataError(f"levels: a codebook of {size} entries, mode {mode}")
-    if mode == PARENTS:
-        if before is None or before.codebook.size != size:
-            raise CorruptDataError("levels: the parent's codebook is wanted and is not there")
-        codebook = before.codebook
-    else:
-        if mode == MULTIPLES:
-            number, step = data.varint(), float(data.array("<f8", 1)[0])
-            first = (number >> 1) ^ -(number & 1)
-            if abs(first) >= FARTHEST:
-                raise CorruptDataError(f"levels: a codebook from multiple {str(first)[:30]}")
-            codebook = multiples_of(first, size, step, spec)
-        else:
-            codebook = widened_bytes(data.array("u1", size * spec.itemsize).copy(), spec)
-        check_codebook(codebook)
-    protected = read_protected(data, predicted_patterns(levels, before, spec), spec)
-    data.end()
-    return codebook, protected

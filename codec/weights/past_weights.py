@@ -10,8 +10,8 @@ from typing import Any
 
 from ...kernels.backend.arguments import check_field, number, or_none
 from ..base import Codec, Leaf
+from ..evidence.moments import moment_pairs
 from ..moments.firstmoment import FirstMoment
-from ..moments.moment_pairs import moment_pairs
 from .importance import second_moments
 
 _COASTING = 9.0

@@ -17,17 +17,16 @@ from ...kernels.backend.floats import FORMATS, bits_for
 from ...kernels.histogram import kept_histogram_many, log_histogram_many, used_buckets_many
 from ...kernels.quantizer import Thresholds
 from ..base import Leaf, Reference
-from ..device_batches import map_batches
 from ..errors import BadArgumentError
-from ..parallel import map_chunks
+from ..parallel import map_batches, map_chunks
 from ..state.leaves import NpArray, on_host
 from .codebook import Cells, problem_of, solve_together
 from .levels import LevelsReference, compatible_parent
 from .partition import Filled, Sketch, kept, magnitudes, protection, pruning, share_at_or_above
-from .rd_tradeoff import Trade, mean_roots, spread, trades
+from .ratedistortion import Trade, mean_roots, spread, trades
 from .settings import QuantizeSettings
 
-SMALL = 1 << 17
+SMALL = 1 << 19
 """Raw bytes up to which an array is coded with others."""
 _TOGETHER = 64
 """Small arrays that are sketched at once."""

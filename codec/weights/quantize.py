@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from ...kernels.quantizer import Thresholds
-from ..base import Leaf, Reference, Stored, rounded_error
+from .. import entropy
+from ..base import EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored, rounded_error
+from ..format.fields import Piece
 from ..lossless.exact import Exact
 from ..moments.logbuckets import FINEST, LogBuckets
-from ..state.leaves import LeafSpec, NpArray
-from ..state.scaling import unit
+from ..state.casting import unit
+from ..state.leaves import NpArray
 from .codebook import Lost, fit, largest_of, lost_share, lost_to_step, predicted_error
 from .error_targets import LADDER, choices, spent
-from .level_assignment import assigned
-from .levels import MAX_BINS, LevelsReference, compatible_parent, level_chunks, metadata, references
+from .level_assignment import Quantized, assigned
+from .levels import MAX_BINS, LevelsReference, compatible_parent, compatible_parents, level_pieces, metadata
 from .partition import share_at_or_above
 from .planning import Plan, check_gradients, limits, plans, sketched, thresholds_before
-from .rd_tradeoff import Trade
+from .quantize_many import quantized_many
+from .ratedistortion import Trade
 from .settings import QuantizeSettings
 from .sketch_refinement import few_values, fit_closely, held_codebook
 from .uniform_quantizer import store_multiples
@@ -33,25 +36,6 @@ element instead. Weights of trained models lose 5 to 15 % with 24 bins."""
 _LOST_SINCE = 0.75
 """Share of lost elements if the parent has levels: arrays with heavy tails pass the lower share now and then, and each
 change of the codec costs as much as a base."""
-_STEP = 8
-"""A codebook is refit when its array's protected share passes a power of this times the configured share."""
-_FEW = 32
-"""Fewer protected elements than these may come and go by chance."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """An array as levels, not yet written.
-
-    Args:
-        levels: the levels and their codebook.
-        error: relative L2 error met.
-        note: reason for the choice of the codebook.
-    """
-
-    levels: LevelsReference
-    error: float
-    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,41 +85,44 @@ class Quantize(QuantizeSettings):
         sketches = sketched(self, leaves)
         return plans(self, leaves, parents, sketches, limits(self, sketches, thresholds_before(parents)))
 
-    def outgrown(self, share: float, before: LevelsReference | None, spec: LeafSpec) -> str:
-        """Return the reason to refit a codebook because the array protects more than before, or "".
-
-        Thresholds are for all arrays together, so one array's share may grow unseen. Its codebook is refit each
-        time that share passes 8, 64, ... times `protect` and is of 32 elements or more.
-
-        Args:
-            share: of the array's finite elements, protected now.
-            before: the parent.
-            spec: of the array.
-        """
-        if before is None or not self.protect or not spec.size:
-            return ""
-        was = before.protected.size / spec.itemsize / spec.size
-        passed = any(was < _STEP**n * self.protect <= share for n in range(1, 20))
-        passed = passed and share * spec.size >= _FEW
-        return f"refit: {share:.2%} are protected, {was:.2%} were" if passed else ""
-
-    def moved(self, thresholds: Thresholds, before: LevelsReference | None) -> str:
-        """Return a note if the protection threshold, frozen like codebooks, still changed; else ""."""
-        if self.policy != "frozen" or before is None:
-            return ""
-        now, was = thresholds.protect_magnitude, before.thresholds.protect_magnitude
-        return "" if now == was else f"; protected from {now:.6g} on, before from {was:.6g}"
-
     def encode(self, leaf: Leaf, parent: Reference | None, plan: Plan) -> Stored:
         """Encode one array; `error` is the relative L2 error met."""
-        found = self.quantized(leaf, parent, plan)
-        if isinstance(found, Stored):
-            return found
-        reference, before = found.levels, compatible_parent(parent, leaf.spec)
-        pieces = [references(reference, leaf.spec, before), *level_chunks(reference, leaf.spec, before, self.coder)]
-        if sum(map(len, pieces)) > leaf.spec.nbytes:  # most elements are not finite, and stored as they are
+        made = self.encode_group([leaf], [parent], [plan])
+        if made.groups:
+            return made.groups[0].only
+        stored = made.alone[0]
+        if stored is None:
             return dataclasses.replace(Exact().encode(leaf, parent), note="exact: no smaller as levels")
-        return Stored("levels", metadata(reference), pieces, reference, found.error, "relative L2", found.note)
+        return stored
+
+    def groups(self, leaf: Leaf) -> Hashable | None:
+        """Return True if arrays can be coded together: no published coder, no error target."""
+        return True if self.coder == "smallest" and self.max_error is None else None
+
+    def encode_group(self, leaves: Sequence[Leaf], parents: Parents, plans: Sequence[Plan]) -> EncodedGroups:
+        """Quantize weights of one dtype, and encode their levels together; a large one alone."""
+        alone: dict[int, Stored | None] = {}
+        found: dict[int, Quantized] = {}
+        ordinary = quantized_many(self, leaves, parents, plans)
+        for i, (leaf, parent, plan) in enumerate(zip(leaves, parents, plans, strict=True)):
+            quantized = ordinary[i] if i in ordinary else self.quantized(leaf, parent, plan)
+            if isinstance(quantized, Stored):
+                alone[i] = quantized
+            else:
+                found[i] = quantized
+        if not found:
+            return EncodedGroups(alone=alone)
+        specs, references = [leaves[i].spec for i in found], [q.levels for q in found.values()]
+        befores = compatible_parents([parents[i] for i in found], specs)
+        pieces = level_pieces(specs, references, befores, self.coder)
+        if _are_larger(pieces, sum(spec.nbytes for spec in specs)):  # most is not finite, and stored as it is
+            return EncodedGroups(alone=alone | dict.fromkeys(found))
+        stored = [
+            Stored("levels", {}, (), dataclasses.replace(reference, device_chunks=()), q.error, "relative L2", q.note)
+            for reference, q in zip(references, found.values(), strict=True)
+        ]
+        meta = metadata(references)
+        return EncodedGroups([EncodedGroup(list(found), "levels", meta, pieces, befores is not None, stored)], alone)
 
     def quantized(self, leaf: Leaf, parent: Reference | None, plan: Plan) -> Quantized | Stored:
         """Quantize one array to levels, or encode it otherwise if no codebook suits it."""
@@ -217,6 +204,14 @@ class Quantize(QuantizeSettings):
             if reason != "frozen":
                 codebook = held_codebook(codebook, cells, how, leaf.spec)
             yield plan.thresholds, codebook, reason, np.inf
+
+
+def _are_larger(pieces: Sequence[Piece], nbytes: int) -> bool:
+    """Return whether pieces have more bytes.
+
+    Where their upper limit decides, pieces that wait to be coded go on waiting.
+    """
+    return sum(map(entropy.most_bytes, pieces)) > nbytes and sum(map(len, pieces)) > nbytes
 
 
 def _protected_share(plan: Plan) -> float:

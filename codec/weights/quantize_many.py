@@ -1,4 +1,4 @@
-"""Quantization of many small weights at once, vectorized over the arrays.
+"""Quantization of ordinary weights, of many at once or of a large one in chunks.
 
 This does the work of `Quantize.quantized` in the ordinary case: float32, equidistant entries, no pruning, rate,
 gradient or error target, and values that the sketch distinguishes. All other arrays are left to `Quantize.quantized`.
@@ -12,19 +12,22 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.backend.arrays import on_gpu
 from ...kernels.error_sums import Distortion
 from ...kernels.histogram import Histogram
 from ...kernels.kmeans import least_losses
 from ...kernels.quantizer import LARGEST_STEP, SMALLEST_STEP, uniform_levels_many
-from ..base import Leaf, Reference
+from ..base import CHUNK, Leaf, Reference
+from ..parallel import map_chunks
 from ..state.casting import float_values
 from ..state.leaves import NpArray, on_host
 from .codebook import BLURRED, FEW_BINS, FINER, MOST, NEGLIGIBLE
+from .level_assignment import Quantized
 from .levels import LevelsReference, compatible_parent
 from .partition import Filled
 from .planning import Plan
 from .protected import held_values
-from .quantize import Quantize, Quantized
+from .settings import QuantizeSettings
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -81,9 +84,9 @@ class _Codebooks:
 
 
 def quantized_many(
-    codec: Quantize, leaves: Sequence[Leaf], parents: Sequence[Reference | None], plans: Sequence[Plan]
+    codec: QuantizeSettings, leaves: Sequence[Leaf], parents: Sequence[Reference | None], plans: Sequence[Plan]
 ) -> dict[int, Quantized]:
-    """Quantize those of many small arrays that need no special treatment.
+    """Quantize those of several arrays that need no special treatment.
 
     Args:
         codec: the same for all.
@@ -97,7 +100,8 @@ def quantized_many(
     found: dict[int, Quantized] = {}
     groups: dict[tuple[int, float], list[int]] = {}
     for i, (leaf, before, plan) in enumerate(zip(leaves, befores, plans, strict=True)):
-        if _is_ordinary(leaf, before, plan):
+        # A large array on a GPU is quantized there.
+        if _is_ordinary(leaf, before, plan) and (len(leaves) > 1 or not on_gpu(leaf.flat)):
             groups.setdefault((codec.fit_for(leaf).bins, plan.thresholds.protect_magnitude), []).append(i)
     for (bins, _), group in groups.items():
         if bins < FEW_BINS:
@@ -131,7 +135,7 @@ class _Some:
 
     def __init__(
         self,
-        codec: Quantize,
+        codec: QuantizeSettings,
         bins: int,
         leaves: Sequence[Leaf],
         befores: Sequence[LevelsReference | None],
@@ -228,21 +232,34 @@ class _Some:
         return np.maximum(share, nonzero) > 0.5
 
     def _assigned(self, codebooks: _Codebooks, reasons: Sequence[str]) -> dict[int, Quantized]:
-        spec = self.leaves[0].spec
-        x = np.concatenate([on_host(leaf.flat) for leaf in self.leaves])
-        ends = np.cumsum([leaf.spec.size for leaf in self.leaves])
-        levels, sums = uniform_levels_many(x, ends, codebooks.steps, codebooks.firsts, codebooks.sizes, self.limit)
-        at = np.flatnonzero(levels == 1)
-        own = x[at]
-        held = held_values(own, spec)
-        member = np.searchsorted(ends, at, "right")
-        with np.errstate(invalid="ignore"):
-            finite = np.isfinite(own)
-            misses = np.where(finite, float_values(held, spec).astype(np.float64) - own, 0.0)
-            norms = np.where(finite, own.astype(np.float64), 0.0)
-        errors = sums[:, 0] + np.bincount(member, misses * misses, ends.size)
-        squares = sums[:, 1] + np.bincount(member, norms * norms, ends.size)
-        until = np.searchsorted(at, ends) * spec.itemsize
+        spec, sizes = self.leaves[0].spec, [leaf.spec.size for leaf in self.leaves]
+        flats = [on_host(leaf.flat) for leaf in self.leaves]
+        x = flats[0] if len(flats) == 1 else np.concatenate(flats)
+        levels = np.empty(x.size, np.uint8)
+
+        def one(start: int) -> tuple[NpArray, NpArray, NpArray]:
+            """Return protected values, and for each array their number and errors and squares."""
+            part = x[start : start + CHUNK]
+            ends = np.cumsum(sizes) if len(sizes) > 1 else np.array([part.size])
+            levels[start : start + CHUNK], sums = uniform_levels_many(
+                part, ends, codebooks.steps, codebooks.firsts, codebooks.sizes, self.limit
+            )
+            at = np.flatnonzero(levels[start : start + CHUNK] == 1)
+            own = part[at]
+            held = held_values(own, spec)
+            with np.errstate(invalid="ignore"):
+                finite = np.isfinite(own)
+                misses = np.where(finite, float_values(held, spec).astype(np.float64) - own, 0.0)
+                norms = np.where(finite, own.astype(np.float64), 0.0)
+            member = np.searchsorted(ends, at, "right")
+            terms = (None, misses * misses, norms * norms)
+            counts, *more = (np.bincount(member, own, ends.size) for own in terms)
+            return held, counts, sums + np.stack(more, axis=1)
+
+        chunks = map_chunks(one, range(0, x.size, CHUNK))  # one of several arrays
+        held = np.concatenate([chunk[0] for chunk in chunks])
+        counts, sums = (np.sum([chunk[i] for chunk in chunks], axis=0) for i in (1, 2))
+        ends, until = np.cumsum(sizes), np.cumsum(counts) * spec.itemsize
         found = {}
         start = begin = 0
         for i, end in enumerate(ends.tolist()):
@@ -251,7 +268,7 @@ class _Some:
             codebook = np.arange(first, first + int(codebooks.sizes[i])) * step
             protected = held[begin : int(until[i])]
             reference = LevelsReference(levels[start:end], codebook, protected, limits, multiples=(first, step))
-            error = Distortion(float(errors[i]), float(squares[i]), 1.0 if errors[i] else 0.0).relative_l2
+            error = Distortion(float(sums[i, 0]), float(sums[i, 1]), 1.0 if sums[i, 0] else 0.0).relative_l2
             note = f"codebook {reasons[i]}{self.codec.moved(limits, before)}"
             found[i] = Quantized(reference, error, note)
             start, begin = end, int(until[i])

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...kernels.backend.arguments import check_field, choice, flag, integer, number, or_none
+from ...kernels.quantizer import Thresholds
 from ..base import Leaf
 from ..errors import BadArgumentError
+from ..state.leaves import LeafSpec
 from .codebook import Fit
-from .levels import MAX_BINS
+from .levels import MAX_BINS, LevelsReference
 
 FINEST_SKETCH = 2.0**-13
+_STEP = 8
+"""A codebook is refit when its array's protected share passes a power of this times the configured share."""
+_FEW = 32
+"""Fewer protected elements than these may come and go by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +79,28 @@ class QuantizeSettings:
         """Return the settings of the fit of an array's codebook."""
         bins = self.embedding_bins if self.embedding_bins and leaf.kind.layer == "embedding" else self.bins
         return Fit(bins, self.sigma, self.solver, self.policy, self.trigger, self.seed)
+
+    def outgrown(self, share: float, before: LevelsReference | None, spec: LeafSpec) -> str:
+        """Return the reason to refit a codebook because the array protects more than before, or "".
+
+        Thresholds are for all arrays together, so one array's share may grow unseen. Its codebook is refit each
+        time that share passes 8, 64, ... times `protect` and is of 32 elements or more.
+
+        Args:
+            share: of the array's finite elements, protected now.
+            before: the parent.
+            spec: of the array.
+        """
+        if before is None or not self.protect or not spec.size:
+            return ""
+        was = before.protected.size / spec.itemsize / spec.size
+        passed = any(was < _STEP**n * self.protect <= share for n in range(1, 20))
+        passed = passed and share * spec.size >= _FEW
+        return f"refit: {share:.2%} are protected, {was:.2%} were" if passed else ""
+
+    def moved(self, thresholds: Thresholds, before: LevelsReference | None) -> str:
+        """Return a note if the protection threshold, frozen like codebooks, still changed; else ""."""
+        if self.policy != "frozen" or before is None:
+            return ""
+        now, was = thresholds.protect_magnitude, before.thresholds.protect_magnitude
+        return "" if now == was else f"; protected from {now:.6g} on, before from {was:.6g}"

@@ -18,8 +18,8 @@ from ...kernels.histogram import Histogram, log_histogram, merge
 from ...kernels.quantizer import Thresholds, assign
 from ..base import CHUNK, Leaf
 from ..parallel import map_chunks
+from ..state.casting import unit
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
-from ..state.scaling import unit
 from .codebook import Cells, Fit, Floats, fit, too_coarse
 from .levels import rounded_codebook, widened
 

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 
 from ...kernels.error_sums import Distortion, distortion
-from ..base import CHUNK, Leaf, Reference, Stored
+from ..base import CHUNK, Leaf, Parents, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Writer
+from ..groups import Coded, FilledReference
 from ..lossless.exact import decode_bytes, pieces_of
 from ..lossless.reference import BytesReference
 from ..parallel import map_chunks
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, check_memory, from_bytes, largest
+from ..state.leaves import LeafSpec, NpArray, as_bytes, check_memory, largest
 
 MULTIPLES_OF = ("float32", "float64")
 """Dtypes that this stream stores."""
@@ -36,7 +37,7 @@ _FRESH, _OLD, _FINEST = 0.93, 0.99, 0.7
 
 
 @dataclass(frozen=True, slots=True)
-class MultiplesReference:
+class MultiplesReference(FilledReference):
     """Reference of an array as multiples, two or four bytes an element, unsigned by a bias."""
 
     numbers: NpArray
@@ -47,15 +48,14 @@ class MultiplesReference:
         numbers = self.numbers[start : start + CHUNK]
         return _values(numbers.astype(np.float64) - _bias(numbers.itemsize), self.step, dtype)
 
-    def values(self, spec: LeafSpec) -> Array:
-        """The decoded array."""
-        data = np.empty(spec.size, f"<{_letter(spec)}")
+    def fill(self, spec: LeafSpec, out: NpArray) -> None:
+        """Write the bytes of the decoded array."""
+        data = out.view(f"<{_letter(spec)}")
 
         def one(start: int) -> None:
             data[start : start + CHUNK] = self.chunk(start, spec.dtype)
 
         map_chunks(one, range(0, spec.size, CHUNK))
-        return from_bytes(data.view(np.uint8), spec)
 
 
 def _letter(spec: LeafSpec) -> str:
@@ -116,14 +116,15 @@ def store_multiples(leaf: Leaf, parent: Reference | None, target: float) -> Stor
     if met.relative_l2 > target:
         return None
     reference = MultiplesReference(numbers, step)
-    meta, pieces = rebase_multiples(leaf.spec, {}, reference, parent)
+    meta, pieces = rebase_multiples((leaf.spec,), (reference,), (parent,))
     return Stored("multiples", meta, pieces, reference, met.relative_l2, "relative L2", f"multiples of {step:.3g}")
 
 
 def rebase_multiples(
-    spec: LeafSpec, meta: dict[str, Any], reference: Reference, parent: Reference | None
+    specs: Sequence[LeafSpec], references: Sequence[Reference], parents: Parents
 ) -> tuple[dict[str, Any], list[Writer]]:
     """Encode the same multiples as a base or against another parent."""
+    (spec,), (reference,), (parent,) = specs, references, parents
     if not isinstance(reference, MultiplesReference):
         raise BadArgumentError("multiples: the reference of another stream cannot be rebased")
     width = reference.numbers.itemsize
@@ -145,14 +146,12 @@ def _comparable(parent: Reference | None, step: float, width: int, size: int) ->
     return BytesReference(numbers.view(np.uint8))
 
 
-def decode_multiples(
-    spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None, pair: Array | None
-) -> MultiplesReference:
+def decode_multiples(coded: Coded) -> list[MultiplesReference]:
     """Decode the stream format "multiples"."""
-    step, width = meta.get("s"), meta.get("w")
+    spec, step, width = coded.spec, coded.meta.get("s"), coded.meta.get("w")
     if spec.dtype not in MULTIPLES_OF or type(step) is not float or not 0 < step < math.inf or width not in _WIDTHS:
         raise CorruptDataError(f"multiples: {width!r} bytes of a step of {step!r} for {spec.dtype}")
     check_memory(spec.size * width, "multiples")
-    before = _comparable(parent, step, width, spec.size)
-    numbers = decode_bytes(_integers(spec, width), {}, pieces, before).data
-    return MultiplesReference(numbers.view(f"<u{width}"), step)
+    before = _comparable(coded.parent, step, width, spec.size)
+    (numbers,) = decode_bytes(Coded.of_one(_integers(spec, width), {}, coded.pieces, before))
+    return [MultiplesReference(numbers.data.view(f"<u{width}"), step)]

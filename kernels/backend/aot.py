@@ -28,7 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..cluster import SHIFT, SUM_BLOCK
+from ..cluster import MOST, SHIFT, SUM_BLOCK
 from ..cluster import gpu as cluster
 from ..error_sums import gpu as error_sums
 from ..exponent import gpu as exponent
@@ -41,6 +41,8 @@ from ..moment_grid import gpu as moment_grid
 from ..packing import gpu as packing
 from ..planes import gpu as planes
 from ..quantizer import gpu as quantizer
+from ..rans import STATES, WIDE_STATES
+from ..rans import gpu as rans
 from ..rate_distortion import gpu as rate_distortion
 from ..rows import ERROR_STEPS, KMEANS_STEPS
 from ..rows import gpu as rows
@@ -130,6 +132,7 @@ def builds() -> Iterator[Build]:
     yield from _cluster()
     yield from _rows()
     yield from _optimizer()
+    yield from _rans()
 
 
 def _histogram() -> Iterator[Build]:
@@ -150,7 +153,7 @@ def _histogram() -> Iterator[Build]:
 def _counted(name: str) -> dict[str, int]:
     """Compile-time constants of a histogram of this format."""
     width, mantissa = FLOATS[name]
-    return {"FIELDS": histogram.FIELDS, "WIDTH": width, "M": mantissa}
+    return {"FIELDS": histogram.FIELDS, "WIDTH": width, "M": mantissa, "WINDOW": histogram.WINDOW}
 
 
 def _assign() -> Iterator[Build]:
@@ -161,7 +164,8 @@ def _assign() -> Iterator[Build]:
         constants["DOUBLE"] = gradient is not None and "fp64" in (x, gradient)
         for steps in _searches(x):
             types = f"*{x} *{gradient or x} {edges} {numbers}"
-            yield Build(quantizer.assign_kernel, types, quantizer.ASSIGN, {**constants, "STEPS": steps})
+            every = {**constants, "STEPS": steps, "PIVOTS": quantizer.PIVOTS}
+            yield Build(quantizer.assign_kernel, types, quantizer.ASSIGN, every)
     yield Build(quantizer.protected_kernel, "*u8 i64 *i32 *i32", quantizer.VALUES)
     for value in ("i16", "i32", "i64"):
         for protected in (False, True):
@@ -181,7 +185,9 @@ def _levels() -> Iterator[Build]:
     yield Build(levels.subtract_kernel, "*u8 *u8 i64 i32 *u8 *i32", levels.SUBTRACT)
     for bins in (32, 256):
         yield Build(levels.count_keys_kernel, "*u8 i64 i64 i32 *i32 *i32", levels.GROUP, {"BINS": bins})
-        yield Build(levels.pairs_kernel, "*u8 *u8 i64 i32 i32 i32 *i32 *i32", levels.PAIRS, {"BINS": bins})
+    for bins, table in ((32, 0), (256, 0), *((32, table) for table in levels.PAIR_TABLES)):
+        constants = {"BINS": bins, "TABLE": table}
+        yield Build(levels.pairs_kernel, "*u8 *u8 i64 i32 i32 i32 *i32 *i32", levels.PAIRS, constants)
     for split in (False, True):
         constants = {"SPLIT": split, "FIELD": levels.GROUP.block.bit_length() - 1}
         yield Build(levels.regroup_kernel, "*u8 *u8 *i64 *i32 i64 i64 i32 *u8", levels.GROUP, constants)
@@ -279,11 +285,11 @@ def _exponent() -> Iterator[Build]:
 def _cluster() -> Iterator[Build]:
     tall = {"ROWS": cluster.SUMS.block // SUM_BLOCK}
     for x in FLOATS:
-        yield Build(cluster.moments_kernel, f"*{x} i64 i64 *fp64", cluster.SUMS, tall)
-        yield Build(cluster.label_kernel, f"*{x} *fp32 i64 i32 *u8 *i32 *i32", cluster.ELEMENTS)
+        yield Build(cluster.sums_kernel, f"*{x} i64 i64 *fp64", cluster.SUMS, {"FIRST": True, **tall})
+        yield Build(cluster.label_kernel, f"*{x} *fp32 i64 i32 *u8 *i32 *i32", cluster.LABEL, {"LABELS": MOST})
         types = f"*{x} *u8 *fp32 *fp32 *u8 *fp32 i64 *u8"
         yield Build(cluster.encode_kernel, types, cluster.ELEMENTS, {"SHIFT": SHIFT})
-    yield Build(cluster.fold_kernel, "*fp64 i64 i64 *fp64", cluster.SUMS, tall)
+    yield Build(cluster.sums_kernel, "*fp64 i64 i64 *fp64", cluster.SUMS, {"FIRST": False, **tall})
     yield Build(cluster.decode_kernel, "*u8 *u8 *fp32 *fp32 *fp32 i64 i32 *fp32 *i32", cluster.ELEMENTS)
 
 
@@ -330,6 +336,15 @@ def _optimizer() -> Iterator[Build]:
             yield Build(rate_distortion.extrapolate_kernel, types, rate_distortion.ELEMENTS, {"DOUBLE": double})
 
 
+def _rans() -> Iterator[Build]:
+    for lanes in (STATES, WIDE_STATES):
+        for contexts in (False, True):
+            constants = {"CONTEXTS": contexts, "LANES": lanes}
+            types = "*u8 *u8 *i32 *i64 *i64 *i16 *i32 *i64"
+            yield Build(rans.encode_kernel, types, rans.CODE, constants)
+            yield Build(rans.decode_kernel, "*u8 *u8 *i32 *u8 *i64 *u8 *i32", rans.CODE, constants)
+
+
 def plan(architectures: tuple[int, ...] = ARCHITECTURES, *, every: bool = False) -> list[tuple[int, int, str]]:
     """List the builds to compile: number, architecture, and known properties of arguments.
 
@@ -359,6 +374,8 @@ def compile_build(build: Build, arch: int, arguments: str = "aligned") -> Report
     names = [p.name for p in kernel.params]
     if "BLOCK" in names:
         given["BLOCK"] = build.launch.block
+    if "ROUNDS" in names:
+        given["ROUNDS"] = build.launch.rounds
     types = iter(build.types.split())
     signature = {p.name: "constexpr" if p.is_constexpr else next(types) for p in kernel.params}
     # As at run time: an allocation starts at a multiple of 16 bytes, and most have a multiple of 16 elements.
@@ -376,22 +393,34 @@ def compile_build(build: Build, arch: int, arguments: str = "aligned") -> Report
     except Exception as error:  # a compiler error is this build's problem; the other builds still run
         return Report(build.name, arch, arguments, build.launch.warps, 0, 0, 0, [f"does not compile: {error}"])
     usage = _resource_usage(compiled.asm["cubin"])
-    problems = [f"spills {usage['STACK']} bytes of stack"] if usage["STACK"] else []
+    # The compiler may reserve a stack that no instruction uses.
+    stack = usage["STACK"] if usage["STACK"] and _uses_local_memory(compiled.asm["cubin"]) else 0
+    problems = [f"spills {stack} bytes of stack"] if stack else []
     problems += sorted({f"{m.group(0)} in the PTX" for m in FORBIDDEN.finditer(compiled.asm["ptx"])})
     shared = compiled.metadata.shared
-    return Report(build.name, arch, arguments, build.launch.warps, usage["REG"], shared, usage["STACK"], problems)
+    return Report(build.name, arch, arguments, build.launch.warps, usage["REG"], shared, stack, problems)
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """Resource usage of the one kernel in a cubin, by Triton's cuobjdump."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    """Resource usage of the one kernel in a cubin."""
+    text = _examined(cubin, "cuobjdump", "--dump-resource-usage")
+    return {key: int(value) for key, value in re.findall(r"\b([A-Z]+)(?:\[\d+\])?:(\d+)", text)}
+
+
+def _uses_local_memory(cubin: bytes) -> bool:
+    """Return whether an instruction of a cubin reads or writes the stack."""
+    return re.search(r"\b(LDL|STL)\b", _examined(cubin, "nvdisasm")) is not None
+
+
+def _examined(cubin: bytes, tool: str, *options: str) -> str:
+    """Output of one of Triton's tools for a cubin."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        result = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True, timeout=60
-        )
-    return {key: int(value) for key, value in re.findall(r"\b([A-Z]+)(?:\[\d+\])?:(\d+)", result.stdout)}
+        command = [str(path), *options, file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout
 
 
 def _compile_numbered(task: tuple[int, int, str]) -> Report:

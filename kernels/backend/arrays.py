@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import BadArgumentError
 from .imported import imported
+from .transfer import to_cpu
 
 if TYPE_CHECKING:
     pass
@@ -125,7 +126,7 @@ def to_host(x: Array) -> np.ndarray[Any, Any]:
     if isinstance(x, np.ndarray) or not on_gpu(x):
         return to_numpy(x)
     if is_torch(x):
-        return to_numpy(x.detach().cpu())
+        return to_numpy(to_cpu(x.detach()))
     if hasattr(x, "get"):  # CuPy copies to the host only on request
         return to_numpy(x.get())
     from torch.utils.dlpack import from_dlpack

@@ -37,12 +37,15 @@ class Launch:
             increase occupancy. Default: no limit.
         interpreted: maximum number of elements per program in the interpreter, where a program takes about a
             millisecond.
+        rounds: blocks that one program handles one after another (`ROUNDS`), so that its counts are added once; 2
+            in the interpreter. Default: the kernel has no such loop.
     """
 
     block: int
     warps: int
     registers: int | None = None
     interpreted: int = 1 << 17
+    rounds: int | None = None
 
     def size(self, n: int) -> int:
         """Elements that one program handles (`BLOCK`).
@@ -53,20 +56,26 @@ class Launch:
             return self.block
         return min(max(1 << (max(n // 4, 1) - 1).bit_length(), 1 << 10), self.interpreted)
 
+    @property
+    def repeats(self) -> int:
+        """Blocks of a program."""
+        return 1 if self.rounds is None else 2 if INTERPRETED else self.rounds
+
     def programs(self, n: int) -> int:
         """Number of programs that cover n elements."""
-        return -(-n // self.size(n))
+        return -(-n // (self.size(n) * self.repeats))
 
     def grid(self, n: int) -> tuple[int]:
         """The launch grid that covers n elements."""
         return (self.programs(n),)
 
     def constants(self, n: int) -> dict[str, Any]:
-        """`BLOCK` and the compiler options.
+        """`BLOCK`, `ROUNDS` of a kernel with that loop, and the compiler options.
 
         A multiply and an add are never fused, because no other back end fuses them.
         """
-        return {"BLOCK": self.size(n), **self.options}
+        loop = {} if self.rounds is None else {"ROUNDS": self.repeats}
+        return {"BLOCK": self.size(n), **loop, **self.options}
 
     @property
     def options(self) -> dict[str, Any]:

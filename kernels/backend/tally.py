@@ -1,7 +1,7 @@
 """Sums by symbol within a program, which the grid and rank-one kernels report.
 
-Each program writes its own row of counts and sums, which are added up afterwards. Without floating-point atomics, the
-same input always gives the same sums.
+Each program counts and sums some blocks and writes a row of counts and sums; the rows are added up afterwards. Without
+floating-point atomics, the same input always gives the same sums. Programs of one warp need no barrier for a sum.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ import triton.language as tl
 
 
 @triton.jit
-def tally_counts(symbol, inside, counts_ptr):
-    """Write how often each of the 256 symbols occurs to this program's row."""
-    counts = tl.histogram(symbol, 256, mask=inside)
-    tl.store(counts_ptr + tl.arange(0, 256), counts)
-    tl.debug_barrier()  # `tally_sums` reads them back
+def tally(symbol, value, inside, first, counts, sums):
+    """Add the number of each of the 256 symbols to `counts`, and sums of `value` to `sums`.
 
-
-@triton.jit
-def tally_sums(symbol, value, inside, first, counts_ptr, sums_ptr):
-    """Write the float64 sum of `value` by symbol to this program's row.
-
-    Only symbols from `first` on that occur are summed.
+    Sums are by symbol, in float64. Only symbols from `first` on are summed.
     """
-    for s in range(first, 256):
-        if tl.load(counts_ptr + s) > 0:
-            mine = inside & (symbol == s)
-            tl.store(sums_ptr + s, tl.sum(tl.where(mine, value.to(tl.float64), 0.0), axis=0))
+    counts += tl.histogram(symbol, 256, mask=inside)
+    wide = value.to(tl.float64)
+    summed = inside & (symbol >= first)
+    lowest = tl.min(tl.where(summed, symbol, 255), axis=0)
+    highest = tl.max(tl.where(summed, symbol, 0), axis=0)
+    symbols = tl.arange(0, 256)
+    for s in range(lowest, highest + 1):
+        total = tl.sum(tl.where(summed & (symbol == s), wide, 0.0), axis=0)
+        sums = tl.where(symbols == s, sums + total, sums)
+    return counts, sums
 
 
 def totals(counts: torch.Tensor, *sums: torch.Tensor) -> torch.Tensor:

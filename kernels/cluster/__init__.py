@@ -16,17 +16,31 @@ import math
 from fractions import Fraction
 from functools import cache
 from statistics import NormalDist
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from ..backend.arguments import array, integer, same_device
-from ..backend.dispatch import back_end
+from ..backend.dispatch import Dispatch
 from ..backend.floats import FORMATS
 from ..errors import BadArgumentError, CorruptDataError
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def cluster_quantize(self, x: Array, clusters: int = 16) -> Clusters: ...
+    def cluster_dequantize(self, codes: Array, labels: Array, scale: Array, minimum: Array) -> Array: ...
+
+
+back_end = Dispatch[BackEnd]("cluster")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 SUM_BLOCK = 1024
 """Length of the blocks in which the sums behind mean and deviation are taken."""
@@ -81,8 +95,7 @@ def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
     """
     array("x", x, FORMATS)
     clusters = integer("clusters", clusters, 1, MOST)
-    out: Clusters = back_end(x, "cluster").cluster_quantize(x, clusters)
-    return out
+    return back_end(x).cluster_quantize(x, clusters)
 
 
 def cluster_dequantize(codes: Array, labels: Array, scale: Array, minimum: Array) -> Array:
@@ -118,8 +131,7 @@ def cluster_dequantize(codes: Array, labels: Array, scale: Array, minimum: Array
         raise CorruptDataError(
             f"scale has {scale.shape[0]} and minimum {minimum.shape[0]} entries; one per cluster, 1 to 16, is needed"
         )
-    out: Array = back_end(codes, "cluster").cluster_dequantize(codes, labels, scale, minimum)
-    return out
+    return back_end(codes).cluster_dequantize(codes, labels, scale, minimum)
 
 
 def normal_quantiles(clusters: int) -> tuple[float, ...]:

@@ -11,25 +11,22 @@ import triton.language as tl
 
 from ..backend.gpu_bits import order_key, single
 from ..backend.launch import Launch, like, on, tensor
-from . import SHIFT, SUM_BLOCK, Clusters, boundaries, dynamic_map, first_code, ranges, thresholds, unknown_label
+from . import MOST, SHIFT, SUM_BLOCK, Clusters, boundaries, dynamic_map, first_code, ranges, thresholds, unknown_label
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
 
-SUMS = Launch(block=4096, warps=8)
-ELEMENTS = Launch(block=4096, warps=8)
+SUMS = Launch(block=8192, warps=8)
+LABEL = Launch(block=1024, warps=1, rounds=16)
+ELEMENTS = Launch(block=1024, warps=8)
 
 
 @triton.jit
 def folded(s, ROWS: tl.constexpr):
-    """Sum each row of 1024 by repeated halving: s[i] + s[i + 512], and so on.
+    """Sum each row of 64 by repeated halving: s[i] + s[i + 32], and so on.
 
     A sum of two numbers does not depend on their order.
     """
-    s = tl.sum(tl.reshape(s, (ROWS, 2, 512)), axis=1)
-    s = tl.sum(tl.reshape(s, (ROWS, 2, 256)), axis=1)
-    s = tl.sum(tl.reshape(s, (ROWS, 2, 128)), axis=1)
-    s = tl.sum(tl.reshape(s, (ROWS, 2, 64)), axis=1)
     s = tl.sum(tl.reshape(s, (ROWS, 2, 32)), axis=1)
     s = tl.sum(tl.reshape(s, (ROWS, 2, 16)), axis=1)
     s = tl.sum(tl.reshape(s, (ROWS, 2, 8)), axis=1)
@@ -39,35 +36,73 @@ def folded(s, ROWS: tl.constexpr):
 
 
 @triton.jit
-def moments_kernel(x_ptr, n: tl.int64, blocks: tl.int64, sums_ptr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of x and of x * x over blocks of 1024, in float64: sums[0, block] and sums[1, block]."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    offsets = row[:, None] * 1024 + tl.arange(0, 1024)[None, :]
-    x = single(tl.load(x_ptr + offsets, mask=offsets < n, other=0.0)).to(tl.float64)
-    tl.store(sums_ptr + row, folded(x, ROWS), mask=row < blocks)
-    tl.store(sums_ptr + blocks + row, folded(x * x, ROWS), mask=row < blocks)
+def terms(values_ptr, at, n, FIRST: tl.constexpr):
+    """Return x and x * x in float64 (FIRST), or a sum from each of two rows of n sums."""
+    inside = at < n
+    if FIRST:
+        a = single(tl.load(values_ptr + at, mask=inside, other=0.0)).to(tl.float64)
+        b = a * a
+    else:
+        a = tl.load(values_ptr + at, mask=inside, other=0.0)
+        b = tl.load(values_ptr + n + at, mask=inside, other=0.0)
+    return a, b
 
 
 @triton.jit
-def fold_kernel(values_ptr, n: tl.int64, blocks: tl.int64, sums_ptr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums over blocks of 1024 of both rows of `values` [2, n]: the next level of the tree."""
+def terms_512_apart(values_ptr, at, n, FIRST: tl.constexpr):
+    """Sums of the terms at `at` and 512 further on."""
+    a, b = terms(values_ptr, at, n, FIRST)
+    c, d = terms(values_ptr, at + 512, n, FIRST)
+    return a + c, b + d
+
+
+@triton.jit
+def terms_256_apart(values_ptr, at, n, FIRST: tl.constexpr):
+    """Sums of four terms: `terms_512_apart` at `at` and 256 further on."""
+    a, b = terms_512_apart(values_ptr, at, n, FIRST)
+    c, d = terms_512_apart(values_ptr, at + 256, n, FIRST)
+    return a + c, b + d
+
+
+@triton.jit
+def terms_128_apart(values_ptr, at, n, FIRST: tl.constexpr):
+    """Sums of eight terms: `terms_256_apart` at `at` and 128 further on."""
+    a, b = terms_256_apart(values_ptr, at, n, FIRST)
+    c, d = terms_256_apart(values_ptr, at + 128, n, FIRST)
+    return a + c, b + d
+
+
+@triton.jit
+def sums_kernel(
+    values_ptr,
+    n: tl.int64,
+    blocks: tl.int64,
+    sums_ptr,
+    FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums over blocks of 1024, in float64.
+
+    Summed are x and x * x (FIRST), or both rows of `values` [2, n]. The first four halvings of a block add what a
+    thread loads; the others move sums between threads.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    offsets = row[:, None] * 1024 + tl.arange(0, 1024)[None, :]
-    first = tl.load(values_ptr + offsets, mask=offsets < n, other=0.0)
-    second = tl.load(values_ptr + n + offsets, mask=offsets < n, other=0.0)
-    tl.store(sums_ptr + row, folded(first, ROWS), mask=row < blocks)
-    tl.store(sums_ptr + blocks + row, folded(second, ROWS), mask=row < blocks)
+    at = row[:, None] * 1024 + tl.arange(0, 64)[None, :]
+    a, b = terms_128_apart(values_ptr, at, n, FIRST)
+    c, d = terms_128_apart(values_ptr, at + 64, n, FIRST)
+    tl.store(sums_ptr + row, folded(a + c, ROWS), mask=row < blocks)
+    tl.store(sums_ptr + blocks + row, folded(b + d, ROWS), mask=row < blocks)
 
 
 def _sums(x: torch.Tensor) -> tuple[float, float]:
     """Sums S1 and S2 of all elements; the host waits for them."""
-    values, kernel = x, moments_kernel
-    n = x.numel()
-    while n > 1 or kernel is moments_kernel:
+    values, first, n = x, True, x.numel()
+    while n > 1 or first:
         blocks = -(-n // SUM_BLOCK)
         sums = torch.empty((2, blocks), dtype=torch.float64, device=x.device)
         with on(x):
-            kernel[SUMS.grid(n)](
+            sums_kernel[SUMS.grid(n)](
                 # inputs
                 values,
                 n,
@@ -75,36 +110,54 @@ def _sums(x: torch.Tensor) -> tuple[float, float]:
                 # outputs
                 sums,
                 # constants
+                FIRST=first,
                 ROWS=SUMS.size(n) // SUM_BLOCK,
                 **SUMS.constants(n),
             )
-        values, kernel, n = sums, fold_kernel, blocks
+        values, first, n = sums, False, blocks
     total, squares = values.reshape(-1).tolist()
     return total, squares
 
 
 @triton.jit
 def label_kernel(
-    x_ptr, edges_ptr, n: tl.int64, clusters: tl.int32, labels_ptr, lowest_ptr, highest_ptr, BLOCK: tl.constexpr
+    x_ptr,
+    edges_ptr,
+    n: tl.int64,
+    clusters: tl.int32,
+    labels_ptr,
+    lowest_ptr,
+    highest_ptr,
+    LABELS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Label each element and find the extremes of each label.
+    """Label each element and find the extremes of each label in ROUNDS blocks.
 
     Extremes are order keys, by one atomic per program and label.
     """
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
-    x = single(tl.load(x_ptr + offsets, mask=inside, other=0.0))
-    label = tl.zeros((BLOCK,), tl.int32)
-    for k in range(clusters - 1):
-        label += (tl.load(edges_ptr + k) <= x).to(tl.int32)
-    tl.store(labels_ptr + offsets, label.to(tl.uint8), mask=inside)
-    key = order_key((x + 0.0).to(tl.int32, bitcast=True), 32)
-    for k in range(clusters):
-        mine = inside & (label == k)
-        low = tl.min(tl.where(mine, key, 2147483647), axis=0)
-        high = tl.max(tl.where(mine, key, -2147483648), axis=0)
-        tl.atomic_min(lowest_ptr + k, low, mask=low <= high, sem="relaxed")
-        tl.atomic_max(highest_ptr + k, high, mask=low <= high, sem="relaxed")
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * ROUNDS)
+    labels = tl.arange(0, LABELS)
+    lowest = tl.full((LABELS,), 2147483647, tl.int32)
+    highest = tl.full((LABELS,), -2147483648, tl.int32)
+    for start in range(first, tl.minimum(first + BLOCK * ROUNDS, n), BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        inside = offsets < n
+        x = single(tl.load(x_ptr + offsets, mask=inside, other=0.0))
+        label = tl.zeros((BLOCK,), tl.int32)
+        for k in range(clusters - 1):
+            label += (tl.load(edges_ptr + k) <= x).to(tl.int32)
+        tl.store(labels_ptr + offsets, label.to(tl.uint8), mask=inside)
+        key = order_key((x + 0.0).to(tl.int32, bitcast=True), 32)
+        for k in range(clusters):
+            mine = inside & (label == k)
+            low = tl.min(tl.where(mine, key, 2147483647), axis=0)
+            high = tl.max(tl.where(mine, key, -2147483648), axis=0)
+            lowest = tl.where(labels == k, tl.minimum(lowest, low), lowest)
+            highest = tl.where(labels == k, tl.maximum(highest, high), highest)
+    occurs = lowest <= highest
+    tl.atomic_min(lowest_ptr + labels, lowest, mask=occurs, sem="relaxed")
+    tl.atomic_max(highest_ptr + labels, highest, mask=occurs, sem="relaxed")
 
 
 @triton.jit
@@ -155,7 +208,7 @@ def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
     keys = _order_keys(none).repeat(1, clusters)
     if n:
         with on(t):
-            label_kernel[ELEMENTS.grid(n)](
+            label_kernel[LABEL.grid(n)](
                 # inputs
                 t,
                 edges,
@@ -166,7 +219,8 @@ def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
                 keys[0],
                 keys[1],
                 # constants
-                **ELEMENTS.constants(n),
+                LABELS=MOST,
+                **LABEL.constants(n),
             )
     lowest, highest = _order_keys(keys).view(torch.float32).cpu().numpy()
     scale, minimum = (torch.from_numpy(v).to(t.device) for v in ranges(lowest, highest))

@@ -5,16 +5,37 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ..backend.arguments import array, check_ends, same_device
-from ..backend.dispatch import back_end
+from ..backend.dispatch import Dispatch, OnHost
 from ..backend.floats import FORMATS
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def distortion(self, x: Array, y: Array) -> Distortion: ...
+
+
+class HostBackEnd(Protocol):
+    """Functions that only the back ends on the host have."""
+
+    def distortion_many(self, x: Array, y: Array, ends: np.ndarray[Any, np.dtype[np.int64]]) -> list[Distortion]: ...
+
+
+back_end = Dispatch[BackEnd]("error_sums")
+on_host = OnHost[HostBackEnd]("error_sums")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
+    _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +96,7 @@ def distortion(x: Array, y: Array) -> Distortion:
     """
     array("x", x, FORMATS)
     same_device("x", x, "y", array("y", y, FORMATS, x.shape))
-    result: Distortion = back_end(x, "error_sums").distortion(x, y)
-    return result
+    return back_end(x).distortion(x, y)
 
 
 def distortion_many(x: Array, y: Array, ends: np.ndarray[Any, np.dtype[np.int64]]) -> list[Distortion]:
@@ -98,5 +118,4 @@ def distortion_many(x: Array, y: Array, ends: np.ndarray[Any, np.dtype[np.int64]
     array("x", x, FORMATS, 1, host=True)
     array("y", y, FORMATS, x.shape, host=True)
     check_ends("ends", ends, int(x.shape[0]))
-    found: list[Distortion] = back_end(x, "error_sums").distortion_many(x, y, ends)
-    return found
+    return on_host().distortion_many(x, y, ends)

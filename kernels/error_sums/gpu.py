@@ -1,6 +1,6 @@
 """Distortion on the GPU: sums of each block in float64, added up at the end.
 
-These sums report an error and control an encoder in coarse steps (`codec.weights.drift_gain`), so their order may
+These sums report an error and control an encoder in coarse steps (`codec.weights.level_assignment`), so their order may
 differ between back ends.
 """
 
@@ -19,7 +19,7 @@ from . import Distortion
 if TYPE_CHECKING:
     from ..backend.arrays import Array
 
-SUMS = Launch(block=4096, warps=8)
+SUMS = Launch(block=1024, warps=8)
 
 
 @triton.jit

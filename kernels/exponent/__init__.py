@@ -9,18 +9,35 @@ Source: LC-Checkpoint, section 3.1.1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ..backend.arguments import array, check_arrays, check_table, instance, integer, shown
 from ..backend.arrays import dtype_name
-from ..backend.dispatch import back_end
+from ..backend.dispatch import Dispatch
 from ..backend.floats import FloatFormat, format_named
 from ..errors import BadArgumentError, CorruptDataError
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def exponent_buckets(self, x: Array) -> Buckets: ...
+    def exponent_quantize(self, x: Array, promotion: Promotion) -> Array: ...
+    def exponent_dequantize(
+        self, levels: Array, codebook: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
+    ) -> Array: ...
+
+
+back_end = Dispatch[BackEnd]("exponent")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 MAX_BITS = 12
 """Bits of a level with which all (sign, exponent) pairs of float64, and zero, are distinct."""
@@ -97,8 +114,7 @@ def exponent_buckets(x: Array) -> Buckets:
     """
     check_arrays(x=x)
     format_named(dtype_name(x))
-    out: Buckets = back_end(x, "exponent").exponent_buckets(x)
-    return out
+    return back_end(x).exponent_buckets(x)
 
 
 def merge_buckets(first: Buckets, *rest: Buckets) -> Buckets:
@@ -191,8 +207,7 @@ def exponent_quantize(x: Array, promotion: Promotion) -> Array:
         [1, 1, 0, 0, 0]
     """
     array("x", x, (instance("promotion", promotion, Promotion).format,))
-    out: Array = back_end(x, "exponent").exponent_quantize(x, promotion)
-    return out
+    return back_end(x).exponent_quantize(x, promotion)
 
 
 def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
@@ -225,8 +240,7 @@ def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
         raise BadArgumentError(
             f"codebook is {shown(codebook)}; a NumPy array of 1 to 65536 uint16, uint32 or uint64 is needed"
         )
-    out: Array = back_end(levels, "exponent").exponent_dequantize(levels, codebook)
-    return out
+    return back_end(levels).exponent_dequantize(levels, codebook)
 
 
 def unknown_level(level: int, entries: int) -> CorruptDataError:

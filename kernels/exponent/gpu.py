@@ -18,7 +18,7 @@ from . import Buckets, Promotion, unknown_level
 if TYPE_CHECKING:
     from ..backend.arrays import Array
 
-COUNT = Launch(block=4096, warps=8)
+COUNT = Launch(block=1024, warps=4, rounds=8)
 LOOK_UP = Launch(block=2048, warps=8)
 COPIES = 16
 """Number of copies of the tables, which programs use in turn."""
@@ -43,36 +43,44 @@ def extremes_kernel(
     highest_ptr,
     WIDTH: tl.constexpr,
     M: tl.constexpr,
+    ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Count the elements of each bucket and find their extremes, in one copy of the tables.
 
-    The last bucket is for zeros.
+    The last bucket is for zeros. A program counts ROUNDS blocks.
     """
     program = tl.program_id(0)
-    offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
-    pattern = tl.load(patterns_ptr + offsets, mask=inside, other=0)
-    magnitude = magnitude_bits(pattern, WIDTH)
-    bucket = bucket_number(pattern, WIDTH, M)
+    first = program.to(tl.int64) * (BLOCK * ROUNDS)
+    lanes = tl.arange(0, BLOCK)
     buckets: tl.constexpr = 1 << (WIDTH - M)
     table = (program % copies).to(tl.int64) * (buckets + 1)
-    zeros = tl.sum((inside & (magnitude == 0)).to(tl.int32), axis=0)
-    tl.atomic_add(counts_ptr + table + buckets, zeros, mask=zeros > 0, sem="relaxed")
-    some = inside & (magnitude != 0)
+    zeros = tl.zeros((BLOCK,), tl.int32)
     if buckets <= 512:
-        bins = tl.arange(0, buckets)
-        counts = tl.histogram(bucket, buckets, mask=some)
-        tl.atomic_add(counts_ptr + table + bins, counts, mask=counts > 0, sem="relaxed")
-    else:  # a histogram per program would cost more than the atomics that it saves
-        tl.atomic_add(counts_ptr + table + bucket, 1, mask=some, sem="relaxed")
-    # An outdated extreme only causes an unnecessary update; almost no element has to update an extreme.
-    low_ptr = lowest_ptr + table + bucket
-    high_ptr = highest_ptr + table + bucket
-    lower = some & (magnitude < tl.load(low_ptr, mask=some, other=0))
-    higher = some & (magnitude > tl.load(high_ptr, mask=some, other=0))
-    tl.atomic_min(low_ptr, magnitude, mask=lower, sem="relaxed")
-    tl.atomic_max(high_ptr, magnitude, mask=higher, sem="relaxed")
+        counted = tl.zeros((buckets,), tl.int32)
+    for start in range(first, tl.minimum(first + BLOCK * ROUNDS, n), BLOCK):
+        offsets = start + lanes
+        inside = offsets < n
+        pattern = tl.load(patterns_ptr + offsets, mask=inside, other=0)
+        magnitude = magnitude_bits(pattern, WIDTH)
+        bucket = bucket_number(pattern, WIDTH, M)
+        zeros += (inside & (magnitude == 0)).to(tl.int32)
+        some = inside & (magnitude != 0)
+        if buckets <= 512:
+            counted += tl.histogram(bucket, buckets, mask=some)
+        else:  # a histogram per program would cost more than the atomics that it saves
+            tl.atomic_add(counts_ptr + table + bucket, 1, mask=some, sem="relaxed")
+        # Almost no element has to update an extreme. The first-level cache would keep outdated ones.
+        low_ptr = lowest_ptr + table + bucket
+        high_ptr = highest_ptr + table + bucket
+        lower = some & (magnitude < tl.load(low_ptr, mask=some, other=0, cache_modifier=".cg"))
+        higher = some & (magnitude > tl.load(high_ptr, mask=some, other=0, cache_modifier=".cg"))
+        tl.atomic_min(low_ptr, magnitude, mask=lower, sem="relaxed")
+        tl.atomic_max(high_ptr, magnitude, mask=higher, sem="relaxed")
+    total = tl.sum(zeros, axis=0)
+    tl.atomic_add(counts_ptr + table + buckets, total, mask=total > 0, sem="relaxed")
+    if buckets <= 512:
+        tl.atomic_add(counts_ptr + table + tl.arange(0, buckets), counted, mask=counted > 0, sem="relaxed")
 
 
 def exponent_buckets(x: Array) -> Buckets:

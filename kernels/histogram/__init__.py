@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from ..backend.arguments import (
     sequence,
 )
 from ..backend.arrays import dtype_name
-from ..backend.dispatch import back_end
+from ..backend.dispatch import Dispatch, OnHost
 from ..backend.floats import FORMATS, FloatFormat, format_named
 from ..errors import BadArgumentError
 from ..quantizer import Thresholds, check_gradient, dtype_name_of, product_format
@@ -36,6 +36,40 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def bucket_index(self, x: Array, bits: int) -> Array: ...
+    def bucket_value(self, index: Array, bits: int, dtype: str) -> Array: ...
+    def log_histogram(
+        self, x: Array, bits: int, *, signed: bool = False, gradient: Array | None = None
+    ) -> Histogram: ...
+    def log_histogram_many(
+        self, xs: Sequence[Array], bits: int, *, signed: bool = False, gradients: Sequence[Array | None]
+    ) -> list[Histogram]: ...
+    def kept_histogram(
+        self, x: Array, thresholds: Thresholds, bits: int, *, gradient: Array | None = None
+    ) -> Histogram: ...
+    def kept_histogram_many(
+        self, xs: Sequence[Array], thresholds: Sequence[Thresholds], bits: int, *, gradients: Sequence[Array | None]
+    ) -> list[Histogram]: ...
+
+
+class HostBackEnd(Protocol):
+    """Functions that only the back ends on the host have."""
+
+    def used_buckets_many(self, x: Array, ends: Any, bits: int) -> tuple[Any, Any, Any]: ...
+
+
+back_end = Dispatch[BackEnd]("histogram")
+on_host = OnHost[HostBackEnd]("histogram")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
+    _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 
 def _checked_bits(bits: int, dtype: str) -> int:
@@ -68,7 +102,7 @@ def bucket_index(x: Array, bits: int) -> Array:
     Source: LC-Checkpoint, section 3 (exponent buckets), with sub-buckets.
     """
     check_arrays(x=x)
-    return back_end(x, "histogram").bucket_index(x, _checked_bits(bits, dtype_name(x)))
+    return back_end(x).bucket_index(x, _checked_bits(bits, dtype_name(x)))
 
 
 def bucket_value(index: Array, bits: int, dtype: Any) -> Array:
@@ -93,7 +127,7 @@ def bucket_value(index: Array, bits: int, dtype: Any) -> Array:
     array("index", index, ("int32",))
     name = dtype_name_of(dtype)
     bits = _checked_bits(bits, name)
-    return back_end(index, "histogram").bucket_value(index, bits, name)
+    return back_end(index).bucket_value(index, bits, name)
 
 
 Buckets = np.ndarray[Any, np.dtype[np.int32]]
@@ -278,8 +312,7 @@ def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array 
     """
     _check_values(x, gradient)
     bits, signed = _check_options(bits, signed, with_gradient=gradient is not None)
-    result: Histogram = back_end(x, "histogram").log_histogram(x, bits, signed=signed, gradient=gradient)
-    return result
+    return back_end(x).log_histogram(x, bits, signed=signed, gradient=gradient)
 
 
 def log_histogram_many(
@@ -311,10 +344,7 @@ def log_histogram_many(
     bits, signed = _check_options(bits, signed, with_gradient=any(g is not None for g in beside))
     if not arrays:
         return []
-    result: list[Histogram] = back_end(arrays[0], "histogram").log_histogram_many(
-        arrays, bits, signed=signed, gradients=beside
-    )
-    return result
+    return back_end(arrays[0]).log_histogram_many(arrays, bits, signed=signed, gradients=beside)
 
 
 def used_buckets_many(x: Array, ends: Ends, bits: int) -> tuple[Buckets, Counts, Ends]:
@@ -340,9 +370,7 @@ def used_buckets_many(x: Array, ends: Ends, bits: int) -> tuple[Buckets, Counts,
     """
     array("x", x, ("float32",), 1, host=True)
     check_ends("ends", ends, int(x.shape[0]))
-    buckets, counts, until = back_end(x, "histogram").used_buckets_many(
-        x, ends, _check_options(bits, True, with_gradient=False)[0]
-    )
+    buckets, counts, until = on_host().used_buckets_many(x, ends, _check_options(bits, True, with_gradient=False)[0])
     return buckets, counts, until
 
 
@@ -375,8 +403,7 @@ def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Arr
     _check_values(x, gradient)
     bits = integer("bits", bits, 0, MAX_BITS)
     instance("thresholds", thresholds, Thresholds)
-    result: Histogram = back_end(x, "histogram").kept_histogram(x, thresholds, bits, gradient=gradient)
-    return result
+    return back_end(x).kept_histogram(x, thresholds, bits, gradient=gradient)
 
 
 def kept_histogram_many(
@@ -419,10 +446,7 @@ def kept_histogram_many(
         instance("thresholds", one, Thresholds)
     if not arrays:
         return []
-    result: list[Histogram] = back_end(arrays[0], "histogram").kept_histogram_many(
-        arrays, limits, bits, gradients=beside
-    )
-    return result
+    return back_end(arrays[0]).kept_histogram_many(arrays, limits, bits, gradients=beside)
 
 
 def merge(*histograms: Histogram) -> Histogram:

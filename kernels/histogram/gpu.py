@@ -18,6 +18,7 @@ from ..backend.arrays import dtype_name
 from ..backend.floats import FORMATS
 from ..backend.gpu_bits import bucket_of, magnitude_bits, pattern_of, product_magnitude, special_levels
 from ..backend.launch import INTEGERS, Launch, bit_view, like, on, tensor
+from ..backend.transfer import to_cpu
 from ..quantizer import magnitude_bits as threshold_bits
 from ..quantizer import product_format
 from . import Histogram, target
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ..backend.arrays import Array
     from ..quantizer import Thresholds
 
-ELEMENTS = Launch(block=2048, warps=4)
+ELEMENTS = Launch(block=1024, warps=8)
 
 
 @triton.jit
@@ -154,8 +155,10 @@ def bucket_value(index: Array, bits: int, dtype: str) -> Array:
     return like(patterns.view(getattr(torch, fmt.name)), index)
 
 
-COUNT = Launch(block=2048, warps=4, registers=168)
-COPIES = 16
+COUNT = Launch(block=1024, warps=4, rounds=16)
+WINDOW = 1024
+"""Counters of a program's window, a power of two. Older versions of Triton count in steps of 32 bins."""
+COPIES = 4
 """Copies of a histogram, which programs use in turn, so that fewer programs update the same bucket at once."""
 COPIED_COUNTERS = 1 << 20
 """Maximum number of counters in all copies of one histogram (4 MiB, which stay in the second-level cache)."""
@@ -184,6 +187,43 @@ def tensor_of(program, table_ptr, tensors, FIELDS: tl.constexpr):
 
 
 @triton.jit
+def counted_bucket(
+    x_ptr,
+    gradient_ptr,
+    offsets,
+    inside,
+    field_ptr,
+    bits,
+    WIDTH: tl.constexpr,
+    M: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    """Magnitude bucket of x or |gradient * x|, whether x is negative, and whether it is counted."""
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+    pattern = pattern_of(x)
+    if PRODUCT:
+        magnitude = product_magnitude(x, tl.load(gradient_ptr + offsets, mask=inside, other=0.0), DOUBLE)
+    else:
+        magnitude = magnitude_bits(pattern, WIDTH)
+    if KEPT:
+        sensitivity = None
+        if KEPT == 2:
+            sensitivity = product_magnitude(x, tl.load(gradient_ptr + offsets, mask=inside, other=0.0), DOUBLE)
+        protected, pruned = special_levels(
+            magnitude,
+            sensitivity,
+            tl.load(field_ptr + 4),
+            tl.load(field_ptr + 5),
+            tl.load(field_ptr + 6),
+            tl.load(field_ptr + 7),
+        )
+        inside = inside & ~(protected | pruned)
+    return bucket_of(magnitude, bits, WIDTH, M), pattern < 0, inside
+
+
+@triton.jit
 def count_kernel(
     x_ptr,
     gradient_ptr,
@@ -200,53 +240,64 @@ def count_kernel(
     PRODUCT: tl.constexpr,
     DOUBLE: tl.constexpr,
     KEPT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add the log buckets of many tensors to one copy of the counters.
 
     Counted are x, |gradient * x| (PRODUCT), or the x that are neither pruned nor protected (KEPT).
 
-    The table holds the distance of each tensor from `x` and `gradient` in elements. Elements are loaded one by one, in
-    the order that the atomics need; with 16-byte loads the compiler would move every address through shared memory.
+    A program counts ROUNDS blocks. Most elements are less than some octaves below the largest: they are counted in a
+    window of WINDOW buckets (half of it for each sign), which ends an octave above the largest of the first block.
+    Elements outside it use an atomic each. The table holds the distance of each tensor from `x` and `gradient` in
+    elements.
     """
     program = tl.program_id(0)
     number = tensor_of(program, table_ptr, tensors, FIELDS)
     field_ptr = table_ptr + number * FIELDS
-    block = program - tl.load(field_ptr)
+    part = program - tl.load(field_ptr)
+    n = tl.load(field_ptr + 1)
     x_ptr += tl.load(field_ptr + 2)
     gradient_ptr += tl.load(field_ptr + 3)
-    protect = tl.load(field_ptr + 4)
-    prune = tl.load(field_ptr + 5)
-    protect_sensitivity = tl.load(field_ptr + 6)
-    prune_sensitivity = tl.load(field_ptr + 7)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < tl.load(field_ptr + 1)
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
-    pattern = pattern_of(x)
-    if PRODUCT:
-        magnitude = product_magnitude(x, tl.load(gradient_ptr + offsets, mask=inside, other=0.0), DOUBLE)
-    else:
-        magnitude = magnitude_bits(pattern, WIDTH)
-    if KEPT == 2:
-        sensitivity = product_magnitude(x, tl.load(gradient_ptr + offsets, mask=inside, other=0.0), DOUBLE)
-        protected, pruned = special_levels(
-            magnitude, sensitivity, protect, prune, protect_sensitivity, prune_sensitivity
+    # J, the number of buckets of a sign: `size` is 2 J + 2, or J + 2.
+    buckets = (size - 2) // 2 if SIGNED else size - 2
+    zero = buckets if SIGNED else 0
+    side: tl.constexpr = WINDOW // 2 if SIGNED else WINDOW
+    copy_ptr = counts_ptr + (number.to(tl.int64) * copies + part % copies) * size
+    first = part * (BLOCK * ROUNDS)
+    lanes = tl.arange(0, BLOCK)
+    j, negative, kept = counted_bucket(
+        x_ptr, gradient_ptr, first + lanes, first + lanes < n, field_ptr, bits, WIDTH, M, PRODUCT, DOUBLE, KEPT
+    )
+    top = tl.max(tl.where(kept & (j <= buckets), j, 0), axis=0) + (1 << bits)
+    window = tl.zeros((WINDOW,), tl.int32)
+    zeros = tl.zeros((BLOCK,), tl.int32)
+    for start in range(first, tl.minimum(first + BLOCK * ROUNDS, n), BLOCK):
+        offsets = start + lanes
+        j, negative, kept = counted_bucket(
+            x_ptr, gradient_ptr, offsets, offsets < n, field_ptr, bits, WIDTH, M, PRODUCT, DOUBLE, KEPT
         )
-        inside = inside & ~(protected | pruned)
-    elif KEPT == 1:
-        protected, pruned = special_levels(magnitude, None, protect, prune, protect_sensitivity, prune_sensitivity)
-        inside = inside & ~(protected | pruned)
-    index = bucket_of(magnitude, bits, WIDTH, M)
-    zero = 0
+        zeros += (kept & (j == 0)).to(tl.int32)  # most elements may be zeros, which share one update
+        kept = kept & (j != 0)
+        near = kept & (j <= top) & (j > top - side)
+        slot = tl.where(near, top - j, 0)
+        if SIGNED:
+            slot = tl.where(negative, slot + side, slot)
+            index = tl.where(j > buckets, size - 1, tl.where(negative, buckets - j, buckets + j))
+        else:
+            index = j
+        window += tl.histogram(slot, WINDOW, mask=near)
+        tl.atomic_add(copy_ptr + index, 1, mask=kept & ~near, sem="relaxed")
+    total = tl.sum(zeros, axis=0)
+    tl.atomic_add(copy_ptr + zero, total, mask=total > 0, sem="relaxed")
+    slot = tl.arange(0, WINDOW)
     if SIGNED:
-        half = (size - 2) // 2
-        zero = half
-        index = tl.where(index > half, size - 1, tl.where(pattern < 0, half - index, half + index))
-    copy_ptr = counts_ptr + (number.to(tl.int64) * copies + block % copies) * size
-    tl.atomic_add(copy_ptr + index, 1, mask=inside & (magnitude != 0), sem="relaxed")
-    # Most elements of a tensor may be zeros, which would all wait for the same counter, so they share one update.
-    zeros = tl.sum((inside & (magnitude == 0)).to(tl.int32), axis=0)
-    tl.atomic_add(copy_ptr + zero, zeros, mask=zeros > 0, sem="relaxed")
+        j = top - (slot & (side - 1))
+        index = tl.where(j > buckets, size - 1, tl.where(slot >= side, buckets - j, buckets + j))
+    else:
+        index = top - slot
+    tl.atomic_add(copy_ptr + index, window, mask=window > 0, sem="relaxed")
 
 
 def log_histogram_many(
@@ -306,6 +357,7 @@ def _count(
             "PRODUCT": gradient is not None and thresholds is None,
             "DOUBLE": gradient is not None and product_format(x, gradient) == "float64",
             "KEPT": 0 if thresholds is None else 1 if gradient is None else 2,
+            "WINDOW": WINDOW,
         }
         size = (2 if signed else 1) * fmt.buckets(own_bits) + 2
         totals = {number: np.zeros(size, dtype=np.int64) for number in group}
@@ -373,7 +425,7 @@ def _launch(
             **COUNT.constants(longest),
         )
     summed = counts[:, 0] if copies == 1 else counts.sum(1, dtype=torch.int32)
-    result: np.ndarray[Any, np.dtype[np.int32]] = summed.cpu().numpy()
+    result: np.ndarray[Any, np.dtype[np.int32]] = to_cpu(summed).numpy()
     return result
 
 
@@ -391,7 +443,7 @@ def _table(parts: Sequence[_Part], longest: int) -> tuple[np.ndarray[Any, np.dty
             for mine, origin in ((part.x, parts[0].x), (part.gradient, parts[0].gradient))
         )
         row[:] = programs, part.x.numel(), *places, *part.limits
-        programs += -(-part.x.numel() // COUNT.size(longest))
+        programs += -(-part.x.numel() // (COUNT.repeats * COUNT.size(longest)))
     return table, programs
 
 

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..backend.arguments import array, choice, integer
-from ..backend.dispatch import back_end
+from ..backend.dispatch import OnHost
 from ..errors import BadArgumentError
 from ..rans import COUNTS, room_for, stored_bytes
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, reference
+
+
+class HostBackEnd(Protocol):
+    """Functions of the back ends on the host."""
+
+    def huffman_lengths(self, counts: Array, limit: int = 15) -> Array: ...
+    def huffman_codes(self, lengths: Array) -> Array: ...
+    def huffman_encode(self, symbols: Array, lengths: Array, *, streams: int = 4) -> Array: ...
+    def huffman_decode(
+        self, data: Array, lengths: Array, n: int, dtype: str = "uint8", *, streams: int = 4
+    ) -> Array: ...
+    def pack_lengths(self, lengths: Array) -> bytes: ...
+    def unpack_lengths(self, data: Array, size: int) -> Array: ...
+
+
+on_host = OnHost[HostBackEnd]("huffman")
+
+if TYPE_CHECKING:
+    _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 LIMIT = 24
 """Largest code length in bits."""
@@ -43,7 +63,7 @@ def huffman_lengths(counts: Array, limit: int = 15) -> Array:
     """
     counts = array("counts", counts, COUNTS, 1, host=True)
     _check_alphabet("counts", counts)
-    return back_end(counts, "huffman").huffman_lengths(counts, integer("limit", limit, 1, LIMIT))
+    return on_host().huffman_lengths(counts, integer("limit", limit, 1, LIMIT))
 
 
 def huffman_codes(lengths: Array) -> Array:
@@ -68,7 +88,7 @@ def huffman_codes(lengths: Array) -> Array:
     """
     lengths = array("lengths", lengths, ("uint8",), 1, host=True)
     _check_alphabet("lengths", lengths)
-    return back_end(lengths, "huffman").huffman_codes(lengths)
+    return on_host().huffman_codes(lengths)
 
 
 def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array:
@@ -102,7 +122,7 @@ def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array
     symbols = array("symbols", symbols, ("uint8", "uint16"), 1, host=True)
     lengths = array("lengths", lengths, ("uint8",), 1, host=True)
     _check_alphabet("lengths", lengths)
-    return back_end(symbols, "huffman").huffman_encode(symbols, lengths, streams=integer("streams", streams, 1, 255))
+    return on_host().huffman_encode(symbols, lengths, streams=integer("streams", streams, 1, 255))
 
 
 def huffman_decode(data: Array | bytes, lengths: Array, n: int, dtype: str = "uint8", *, streams: int = 4) -> Array:
@@ -133,7 +153,7 @@ def huffman_decode(data: Array | bytes, lengths: Array, n: int, dtype: str = "ui
     choice("dtype", dtype, ("uint8", "uint16"))
     n, streams = integer("n", n, 0, 2**56), integer("streams", streams, 1, 255)
     with room_for(n):
-        return back_end(data, "huffman").huffman_decode(data, lengths, n, dtype, streams=streams)
+        return on_host().huffman_decode(data, lengths, n, dtype, streams=streams)
 
 
 def pack_lengths(lengths: Array) -> bytes:
@@ -153,7 +173,7 @@ def pack_lengths(lengths: Array) -> bytes:
     """
     lengths = array("lengths", lengths, ("uint8",), 1, host=True)
     _check_alphabet("lengths", lengths)
-    return bytes(back_end(lengths, "huffman").pack_lengths(lengths))
+    return bytes(on_host().pack_lengths(lengths))
 
 
 def unpack_lengths(data: Array | bytes, S: int) -> Array:
@@ -173,7 +193,7 @@ def unpack_lengths(data: Array | bytes, S: int) -> Array:
     Example: see `pack_lengths`.
     """
     data = stored_bytes(data)
-    return back_end(data, "huffman").unpack_lengths(data, integer("S", S, 1, ALPHABET))
+    return on_host().unpack_lengths(data, integer("S", S, 1, ALPHABET))
 
 
 def _check_alphabet(name: str, table: Array) -> None:

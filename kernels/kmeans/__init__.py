@@ -3,19 +3,61 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ..backend.arguments import array, check_ends, check_table, choice, integer, number, same_device, sequence, shown
 from ..backend.arrays import on_gpu, to_numpy
-from ..backend.dispatch import back_end
+from ..backend.dispatch import Dispatch, OnHost
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def weighted_kmeans(
+        self,
+        centers: Array,
+        weights: Array,
+        k: int,
+        *,
+        method: str = "exact",
+        initial: Array | None = None,
+        seed: int = 0,
+        iterations: int = 50,
+    ) -> Array: ...
+    def weighted_kmeans_many(
+        self,
+        problems: Sequence[tuple[Array, Array]],
+        k: Sequence[int],
+        *,
+        method: str = "exact",
+        initial: Sequence[Array | None],
+        seed: int = 0,
+        iterations: int = 50,
+    ) -> list[Array]: ...
+    def quantization_loss(self, centers: Array, weights: Array, codebook: Array) -> float: ...
+
+
+class HostBackEnd(Protocol):
+    """Functions that only the back ends on the host have."""
+
+    def least_losses(self, centers: Vector, weights: Vector, ends: Any, k: int) -> Vector: ...
+
+
+back_end = Dispatch[BackEnd]("kmeans")
+on_host = OnHost[HostBackEnd]("kmeans")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
+    _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 Ends = np.ndarray[Any, np.dtype[np.int64]]
@@ -180,7 +222,7 @@ def weighted_kmeans(
 
     `method="exact"` finds the optimum by dynamic programming over prefix sums (divide and conquer, O(k m log m)).
     `"kmeans++"` draws seeds with probability `w * distance**2` by a counter-based generator, then runs Lloyd's
-    iteration. With `initial`, only Lloyd's iteration runs and starts there. `docs/kernels.md` defines the order of
+    iteration. With `initial`, only Lloyd's iteration runs and starts there. `reference.py` defines the order of
     operations, ties and rounding, which all back ends share.
 
     Args:
@@ -208,7 +250,7 @@ def weighted_kmeans(
     """
     _check(centers, weights)
     k, (seed, iterations) = _checked_k(k, initial), _checked_options(method, seed, iterations)
-    return back_end(centers, "kmeans").weighted_kmeans(
+    return back_end(centers).weighted_kmeans(
         centers, weights, k, method=method, initial=initial, seed=seed, iterations=iterations
     )
 
@@ -247,8 +289,7 @@ def least_losses(centers: Vector, weights: Vector, ends: Ends, k: int) -> Vector
     for name, table in (("centers", centers), ("weights", weights)):
         check_table(name, table, "float64", (n,))
     check_ends("ends", ends, n)
-    losses: Vector = back_end(centers, "kmeans").least_losses(centers, weights, ends, integer("k", k, 1, 65536))
-    return losses
+    return on_host().least_losses(centers, weights, ends, integer("k", k, 1, 65536))
 
 
 def weighted_kmeans_many(
@@ -294,10 +335,9 @@ def weighted_kmeans_many(
     seed, iterations = _checked_options(method, seed, iterations)
     if not problems:
         return []
-    result: list[Array] = back_end(problems[0][0], "kmeans").weighted_kmeans_many(
+    return back_end(problems[0][0]).weighted_kmeans_many(
         problems, ks, method=method, initial=starts, seed=seed, iterations=iterations
     )
-    return result
 
 
 def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:
@@ -322,4 +362,4 @@ def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:
     if array("codebook", codebook, DTYPES, 1).shape[0] == 0:
         raise BadArgumentError("codebook is empty; at least one code is needed")
     same_device("centers", centers, "codebook", codebook)
-    return float(back_end(centers, "kmeans").quantization_loss(centers, weights, codebook))
+    return float(back_end(centers).quantization_loss(centers, weights, codebook))

@@ -1,4 +1,4 @@
-"""Weighted one-dimensional k-means on the CPU, in the operation order of `docs/kernels.md`."""
+"""Weighted one-dimensional k-means on the CPU, in the operation order of `reference.py`."""
 
 from __future__ import annotations
 

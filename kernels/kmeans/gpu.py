@@ -1,7 +1,7 @@
 """Weighted k-means on the GPU: all codebooks of a model in one launch, one program each.
 
 Exact problems stay on the device. k-means++ is seeded on the host, because each draw needs a sum in a fixed order. The
-order of operations is defined in `docs/kernels.md`.
+order of operations is defined in `reference.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ..backend.launch import Launch, like, on, tensor
+from ..backend.transfer import to_cpu
 from . import prepared
 
 if TYPE_CHECKING:
@@ -462,7 +463,7 @@ def _prefix(values: Vector) -> Vector:
 def _hosted(arrays: Sequence[Array]) -> list[Vector]:
     """Copy float64 arrays from the device to the host in one transfer."""
     flat = [tensor(a).to(torch.float64) for a in arrays]
-    whole = torch.cat(flat).cpu().numpy()
+    whole = to_cpu(torch.cat(flat)).numpy()
     return np.split(whole, np.cumsum([t.numel() for t in flat])[:-1])
 
 

@@ -1,4 +1,35 @@
-"""Oracle of the codebooks on Python's floats, in the operation order of `docs/kernels.md`."""
+"""Oracle of the codebooks on Python's floats; it defines the order of operations.
+
+All in float64, each operation rounded to nearest, no fused multiply-add, so that every back end gives the same bits.
+
+*Prepare* (`kmeans.prepare`, on the host): drop centers of weight 0; multiply the centers by `2**-e`, e the `frexp`
+exponent of the largest magnitude, and the weights likewise by that of the largest weight; drop weights that underflowed
+to 0; merge equal centers, adding their weights in order. m centers x remain, strictly ascending. Where `k >= m` (and
+there is no `initial`, whose codes are multiplied by `2**-e` too) they are the codebook. In the end codes are multiplied
+by `2**e`.
+
+*Exact.* `s = x[m // 2]`; `W[0] = S[0] = 0`, `W[i+1] = W[i] + w[i]`, `S[i+1] = S[i] + w[i] * (x[i] - s)`, one after
+another. A cluster of the centers i ... j-1 gains `g(i, j) = (d * d) / v`, `d = S[j] - S[i]`, `v = W[j] - W[i]`, and 0
+where `v <= 0` (the loss is a constant less the gains). `D[1][j] = g(0, j)`.
+Row r = 2 ... k: `D[r][j] = max over i of D[r-1][i] + g(i, j)`, **the smallest i on ties**, for j = r ... m - (k - r)
+(only j = m in row k), by divide and conquer: a segment [low, high] of j with candidates [first, last], at the start
+[r - 1, m - 1], solves `j = (low + high) >> 1` over i = first ... min(last, j - 1), then [low, j - 1] with
+[first, argmax] and [j + 1, high] with [argmax, last]. Walking back from j = m gives the clusters; each code is
+`s + (sum of w * (x - s)) / (sum of w)`, both summed in ascending order from 0, and clipped to the cluster's own
+centers.
+
+*Lloyd.* From ascending codes: center x belongs to code c, the number of midpoints `0.5 * a + 0.5 * b` of adjacent codes
+that are < x (half-way: the lower). Every non-empty code becomes the mean above (s as above, sums in ascending order,
+clipped); an empty one stays. Stops when no code changes, or after `iterations`.
+
+*Seeding.* Number n = 0, 1, ... of the stream of `seed` is SplitMix64: `z = seed + (n + 1) * 0x9E3779B97F4A7C15`,
+`z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9`, `z = (z ^ z >> 27) * 0x94D049BB133111EB`, `z ^= z >> 31` modulo 2**64, and
+`u = (z >> 11) * 2**-53`. Draw n: `p[i] = w[i] * D[i]`, with `D[i]` the smallest `(x[i] - drawn)**2` so far (1 for
+n = 0); T = sum of p in ascending order; the first i whose running sum exceeds `u * T`; if no sum does (all
+underflowed), the first center not yet drawn. The k draws, ascending, start Lloyd.
+
+*Loss.* `sum of w * (d * d)`, `d = x - nearest code`, in ascending order, of the centers as given (not prepared).
+"""
 
 from __future__ import annotations
 

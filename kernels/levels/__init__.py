@@ -6,14 +6,31 @@ All arrays are uint8, any shape, taken in flat (row-major) order.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..backend.arguments import array, integer, same_device
-from ..backend.dispatch import back_end
+from ..backend.dispatch import Dispatch
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def delta(self, previous: Array, current: Array, size: int) -> Array: ...
+    def undelta(self, previous: Array, delta: Array, size: int) -> Array: ...
+    def split_by_level(self, values: Array, keys: Array, size: int) -> tuple[Array, Array]: ...
+    def merge_by_level(self, grouped: Array, keys: Array, size: int) -> Array: ...
+    def joint_counts(self, previous: Array, current: Array, previous_size: int, current_size: int) -> Array: ...
+
+
+back_end = Dispatch[BackEnd]("levels")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 MAX_SIZE = 256
 """Largest number of levels that a byte can hold."""
@@ -55,7 +72,7 @@ def delta(previous: Array, current: Array, size: int) -> Array:
     Source: Inshrinkerator, section 4.5 (delta encoding of quantized checkpoints).
     """
     size = _checked(size, current=current, previous=previous)
-    return back_end(current, "levels").delta(previous, current, size)
+    return back_end(current).delta(previous, current, size)
 
 
 def undelta(previous: Array, delta: Array, size: int) -> Array:
@@ -79,7 +96,7 @@ def undelta(previous: Array, delta: Array, size: int) -> Array:
         [2, 4, 1]
     """
     size = _checked(size, delta=delta, previous=previous)
-    return back_end(delta, "levels").undelta(previous, delta, size)
+    return back_end(delta).undelta(previous, delta, size)
 
 
 def split_by_level(values: Array, keys: Array, size: int) -> tuple[Array, Array]:
@@ -109,7 +126,7 @@ def split_by_level(values: Array, keys: Array, size: int) -> tuple[Array, Array]
     Source: Inshrinkerator, section 4.5 (rearrangement by the previous bucket).
     """
     size = _checked(size, values=values, keys=keys)
-    grouped, counts = back_end(values, "levels").split_by_level(values, keys, size)
+    grouped, counts = back_end(values).split_by_level(values, keys, size)
     return grouped, counts
 
 
@@ -135,7 +152,7 @@ def merge_by_level(grouped: Array, keys: Array, size: int) -> Array:
         [7, 8, 9, 10]
     """
     size = _checked(size, grouped=grouped, keys=keys)
-    return back_end(grouped, "levels").merge_by_level(grouped, keys, size)
+    return back_end(grouped).merge_by_level(grouped, keys, size)
 
 
 def joint_counts(previous: Array, current: Array, previous_size: int, current_size: int) -> Array:
@@ -162,4 +179,4 @@ def joint_counts(previous: Array, current: Array, previous_size: int, current_si
     current_size = integer("current_size", current_size, 2, MAX_SIZE)
     previous_size = integer("previous_size", previous_size, 2, MAX_SIZE)
     _checked(previous_size, current=current, previous=previous)
-    return back_end(current, "levels").joint_counts(previous, current, previous_size, current_size)
+    return back_end(current).joint_counts(previous, current, previous_size, current_size)

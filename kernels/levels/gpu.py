@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from ..backend.arrays import Array
 
 SUBTRACT = Launch(block=8192, warps=8)
-GROUP = Launch(block=4096, warps=8, interpreted=1 << 16)
-PAIRS = Launch(block=4096, warps=8)
+GROUP = Launch(block=512, warps=1, interpreted=1 << 16)
+PAIRS = Launch(block=4096, warps=8, registers=168, rounds=8)
+PAIR_TABLES = (512, 1024)
+"""Compiled sizes of a table that a program counts for itself; 0 stands for larger ones."""
 COPIES = 16
 """Number of copies of the pair table, which programs use in turn."""
 COPIED_COUNTERS = 1 << 20
@@ -228,26 +230,42 @@ def pairs_kernel(
     counts_ptr,
     outside_ptr,
     BINS: tl.constexpr,
+    TABLE: tl.constexpr,
+    ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add each pair of levels to one copy of the table.
 
-    Most pairs are unchanged levels: the diagonal is counted within the program and added once.
+    A program counts ROUNDS blocks. A small table (TABLE) it counts for itself and adds once. Of a larger one, whose
+    pairs are mostly unchanged levels, it counts the diagonal for itself; other pairs use an atomic each.
     """
     program = tl.program_id(0)
-    offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
-    previous = tl.load(previous_ptr + offsets, mask=inside, other=0).to(tl.int32)
-    current = tl.load(current_ptr + offsets, mask=inside, other=0).to(tl.int32)
-    valid = inside & (previous < previous_size) & (current < current_size)
+    first = program.to(tl.int64) * (BLOCK * ROUNDS)
+    lanes = tl.arange(0, BLOCK)
     table_ptr = counts_ptr + (program % copies).to(tl.int64) * (previous_size * current_size)
-    same = previous == current
-    tl.atomic_add(table_ptr + previous * current_size + current, 1, mask=valid & ~same, sem="relaxed")
-    unchanged = tl.histogram(current, BINS, mask=valid & same)
-    bins = tl.arange(0, BINS)
-    tl.atomic_add(table_ptr + bins * (current_size + 1), unchanged, mask=unchanged > 0, sem="relaxed")
-    outside = tl.max((inside & ~valid).to(tl.int32), axis=0)
-    tl.store(outside_ptr, 1, mask=outside > 0)
+    own: tl.constexpr = TABLE if TABLE else BINS
+    counted = tl.zeros((own,), tl.int32)
+    strange = tl.zeros((BLOCK,), tl.int32)
+    for start in range(first, tl.minimum(first + BLOCK * ROUNDS, n), BLOCK):
+        offsets = start + lanes
+        inside = offsets < n
+        previous = tl.load(previous_ptr + offsets, mask=inside, other=0).to(tl.int32)
+        current = tl.load(current_ptr + offsets, mask=inside, other=0).to(tl.int32)
+        valid = inside & (previous < previous_size) & (current < current_size)
+        pair = previous * current_size + current
+        if TABLE:
+            counted += tl.histogram(tl.where(valid, pair, 0), TABLE, mask=valid)
+        else:
+            same = previous == current
+            tl.atomic_add(table_ptr + pair, 1, mask=valid & ~same, sem="relaxed")
+            counted += tl.histogram(current, BINS, mask=valid & same)
+        strange += (inside & ~valid).to(tl.int32)
+    bins = tl.arange(0, own)
+    if TABLE:
+        tl.atomic_add(table_ptr + bins, counted, mask=counted > 0, sem="relaxed")
+    else:
+        tl.atomic_add(table_ptr + bins * (current_size + 1), counted, mask=counted > 0, sem="relaxed")
+    tl.store(outside_ptr, 1, mask=tl.max(strange, axis=0) > 0)
 
 
 def joint_counts(previous: Array, current: Array, previous_size: int, current_size: int) -> Array:
@@ -274,6 +292,7 @@ def joint_counts(previous: Array, current: Array, previous_size: int, current_si
                 outside,
                 # constants
                 BINS=32 if max(previous_size, current_size) <= 32 else 256,
+                TABLE=next((size for size in PAIR_TABLES if totals.numel() <= size), 0),
                 **PAIRS.constants(part.numel()),
             )
         totals += counts.sum(0)

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ..backend.arguments import array, check_table, number, same_device
-from ..backend.dispatch import back_end
+from ..backend.dispatch import Dispatch
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def grid_symbols(self, x: Array, square: Array, step: float) -> tuple[Array, Any, Any]: ...
+    def grid_values(self, symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[np.float32]]) -> Array: ...
+    def grid_products(
+        self, x: Array, square: Array, symbols: Array, table: np.ndarray[Any, np.dtype[np.float32]]
+    ) -> tuple[float, float, float]: ...
+
+
+back_end = Dispatch[BackEnd]("moment_grid")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 ESCAPE = 0
 """Symbol of an element without a grid point: not finite, too far out, or nonzero where its scale is zero."""
@@ -51,7 +68,7 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Floats, F
     array("square", square, ("float32",), x.shape)
     same_device("x", x, "square", square)
     step = number("step", step, 0, np.inf, open_low=True, open_high=True)
-    symbols, sums, counts = back_end(x, "moment_grid").grid_symbols(x, square, step)
+    symbols, sums, counts = back_end(x).grid_symbols(x, square, step)
     return symbols, sums, counts
 
 
@@ -78,7 +95,7 @@ def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[n
     array("square", square, ("float32",), symbols.shape)
     same_device("symbols", symbols, "square", square)
     check_table("table", table, "float32", (256,))
-    return back_end(symbols, "moment_grid").grid_values(symbols, square, table)
+    return back_end(symbols).grid_values(symbols, square, table)
 
 
 def grid_products(
@@ -113,5 +130,5 @@ def grid_products(
     same_device("x", x, "square", square)
     same_device("x", x, "symbols", symbols)
     check_table("table", table, "float32", (256,))
-    norm, products, squares = back_end(x, "moment_grid").grid_products(x, square, symbols, table)
+    norm, products, squares = back_end(x).grid_products(x, square, symbols, table)
     return float(norm), float(products), float(squares)

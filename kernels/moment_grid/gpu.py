@@ -11,14 +11,14 @@ import triton.language as tl
 
 from ..backend.gpu_bits import rounded
 from ..backend.launch import Launch, like, on, tensor
-from ..backend.tally import tally_counts, tally_sums, totals
+from ..backend.tally import tally, totals
 from . import ESCAPE, FARTHEST
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
 
-SYMBOLS = Launch(block=4096, warps=8)
-VALUES = Launch(block=1024, warps=8)
+SYMBOLS = Launch(block=256, warps=1, registers=255, rounds=32)
+VALUES = Launch(block=1024, warps=4)
 
 
 @triton.jit
@@ -31,29 +31,35 @@ def symbols_kernel(
     counts_ptr,
     sums_ptr,
     FARTHEST: tl.constexpr,
+    ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Symbol of each element's grid point, with counts and sums by symbol per program.
+    """Symbol of each element's grid point, with counts and sums of ROUNDS blocks per program.
 
     Sums are of x / sqrt(square).
     """
-    block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
-    scale = tl.sqrt_rn(tl.load(square_ptr + offsets, mask=inside, other=0.0))
-    positive = scale > 0.0
-    beyond = tl.where(x == 0.0, 0.0, float("inf"))
-    u = tl.where(positive, tl.div_rn(x, tl.where(positive, scale, 1.0)), beyond)
-    quotient = tl.div_rn(u, tl.zeros_like(u) + step)
-    near = tl.abs(quotient) < FARTHEST + 1
-    q = rounded(tl.where(near, quotient, 0.0))
-    on_grid = near & (tl.abs(q) <= FARTHEST)
-    k = q.to(tl.int32)
-    symbol = tl.where(on_grid, 1 + 2 * tl.abs(k) - (k < 0).to(tl.int32), 0)
-    tl.store(symbols_ptr + offsets, symbol.to(tl.uint8), mask=inside)
-    tally_counts(symbol, inside, counts_ptr + 256 * block)
-    tally_sums(symbol, u, inside, 1, counts_ptr + 256 * block, sums_ptr + 256 * block)
+    program = tl.program_id(0).to(tl.int64)
+    first = program * (BLOCK * ROUNDS)
+    counts = tl.zeros((256,), tl.int32)
+    sums = tl.zeros((256,), tl.float64)
+    for start in range(first, tl.minimum(first + BLOCK * ROUNDS, n), BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        inside = offsets < n
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+        scale = tl.sqrt_rn(tl.load(square_ptr + offsets, mask=inside, other=0.0))
+        positive = scale > 0.0
+        beyond = tl.where(x == 0.0, 0.0, float("inf"))
+        u = tl.where(positive, tl.div_rn(x, tl.where(positive, scale, 1.0)), beyond)
+        quotient = tl.div_rn(u, tl.zeros_like(u) + step)
+        near = tl.abs(quotient) < FARTHEST + 1
+        q = rounded(tl.where(near, quotient, 0.0))
+        on_grid = near & (tl.abs(q) <= FARTHEST)
+        k = q.to(tl.int32)
+        symbol = tl.where(on_grid, 1 + 2 * tl.abs(k) - (k < 0).to(tl.int32), 0)
+        tl.store(symbols_ptr + offsets, symbol.to(tl.uint8), mask=inside)
+        counts, sums = tally(symbol, u, inside, 1, counts, sums)
+    tl.store(counts_ptr + 256 * program + tl.arange(0, 256), counts)
+    tl.store(sums_ptr + 256 * program + tl.arange(0, 256), sums)
 
 
 def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]:
@@ -62,7 +68,7 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]
     programs = SYMBOLS.programs(t.numel())
     symbols = torch.empty(t.numel(), dtype=torch.uint8, device=t.device)
     counts = torch.empty((programs, 256), dtype=torch.int32, device=t.device)
-    sums = torch.zeros((programs, 256), dtype=torch.float64, device=t.device)
+    sums = torch.empty((programs, 256), dtype=torch.float64, device=t.device)
     if programs:
         with on(t):
             symbols_kernel[(programs,)](

@@ -7,17 +7,36 @@ smaller than the array if less than 15/16 of its 16-bit values changed.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..backend.arguments import array, check_arrays, choice, integer, same_device
 from ..backend.arrays import dtype_name
-from ..backend.dispatch import back_end
+from ..backend.dispatch import Dispatch
 from ..errors import BadArgumentError, CorruptDataError
 from ..planes import width_of
 from ..rans import UNSIGNED, room_for, stored_bytes
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def pack_bits(self, values: Array, width: int) -> Array: ...
+    def unpack_bits(self, data: Array, width: int, n: int, dtype: str = "uint8") -> Array: ...
+    def changed_mask(self, current: Array, previous: Array) -> Array: ...
+    def pack_mask(self, mask: Array) -> Array: ...
+    def unpack_mask(self, data: Array, n: int) -> Array: ...
+    def gather(self, x: Array, mask_bits: Array) -> Array: ...
+    def scatter(self, base: Array, mask_bits: Array, values: Array) -> Array: ...
+
+
+back_end = Dispatch[BackEnd]("packing")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 
 def pack_bits(values: Array, width: int) -> Array:
@@ -43,7 +62,7 @@ def pack_bits(values: Array, width: int) -> Array:
     Source: BitSnap (2025), section 3; the order of bits is that of Arrow and Parquet.
     """
     values = array("values", values, UNSIGNED, 1)
-    return back_end(values, "packing").pack_bits(values, integer("width", width, 0, 32))
+    return back_end(values).pack_bits(values, integer("width", width, 0, 32))
 
 
 def unpack_bits(data: Array | bytes, width: int, n: int, dtype: str = "uint8") -> Array:
@@ -72,7 +91,7 @@ def unpack_bits(data: Array | bytes, width: int, n: int, dtype: str = "uint8") -
     width = integer("width", width, 0, int(choice("dtype", dtype, UNSIGNED)[4:]))
     n = integer("n", n, 0, 2**56)
     with room_for(n):
-        return back_end(data, "packing").unpack_bits(data, width, n, dtype)
+        return back_end(data).unpack_bits(data, width, n, dtype)
 
 
 def changed_mask(current: Array, previous: Array) -> Array:
@@ -102,8 +121,7 @@ def changed_mask(current: Array, previous: Array) -> Array:
         raise BadArgumentError(
             f"current has shape {tuple(current.shape)} and previous {tuple(previous.shape)}; they must be the same"
         )
-    out: Array = back_end(current, "packing").changed_mask(current, previous)
-    return out
+    return back_end(current).changed_mask(current, previous)
 
 
 def pack_mask(mask: Array) -> Array:
@@ -126,8 +144,7 @@ def pack_mask(mask: Array) -> Array:
         [5, 0]
     """
     array("mask", mask, ("bool",))
-    out: Array = back_end(mask, "packing").pack_mask(mask)
-    return out
+    return back_end(mask).pack_mask(mask)
 
 
 def unpack_mask(data: Array, n: int) -> Array:
@@ -151,8 +168,7 @@ def unpack_mask(data: Array, n: int) -> Array:
     """
     n = integer("n", n, 0, 2**62)
     _check_mask("data", data, n)
-    out: Array = back_end(data, "packing").unpack_mask(data, n)
-    return out
+    return back_end(data).unpack_mask(data, n)
 
 
 def gather(x: Array, mask_bits: Array) -> Array:
@@ -178,8 +194,7 @@ def gather(x: Array, mask_bits: Array) -> Array:
     width_of(dtype_name(x))
     _check_mask("mask_bits", mask_bits, math.prod(x.shape))
     same_device("x", x, "mask_bits", mask_bits)
-    out: Array = back_end(x, "packing").gather(x, mask_bits)
-    return out
+    return back_end(x).gather(x, mask_bits)
 
 
 def scatter(base: Array, mask_bits: Array, values: Array) -> Array:
@@ -212,8 +227,7 @@ def scatter(base: Array, mask_bits: Array, values: Array) -> Array:
     same_device("base", base, "values", array("values", values, (dtype_name(base),), 1))
     _check_mask("mask_bits", mask_bits, math.prod(base.shape))
     same_device("base", base, "mask_bits", mask_bits)
-    out: Array = back_end(base, "packing").scatter(base, mask_bits, values)
-    return out
+    return back_end(base).scatter(base, mask_bits, values)
 
 
 def trailing_bits_set() -> CorruptDataError:

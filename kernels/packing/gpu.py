@@ -147,9 +147,9 @@ def unpack_bits(data: Array, width: int, n: int, dtype: str = "uint8") -> Array:
     return like(values.view(kind), data)
 
 
-PACK_MASK = Launch(block=8192, warps=8)
+PACK_MASK = Launch(block=4096, warps=4)
 UNPACK_MASK = Launch(block=8192, warps=8)
-MOVE = Launch(block=4096, warps=8)
+MOVE = Launch(block=2048, warps=4)
 
 
 @triton.jit

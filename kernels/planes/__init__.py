@@ -8,16 +8,45 @@ are.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from ..backend.arguments import array, check_arrays, choice, integer, same_device
 from ..backend.arrays import dtype_name
-from ..backend.dispatch import back_end, compiled_back_end
+from ..backend.dispatch import Dispatch, OnHost, compiled_back_end
 from ..errors import BadArgumentError
 from ..rans import host_memory, stored_bytes
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def split_planes(self, x: Array, rotation: int = 0) -> Array: ...
+    def merge_planes(self, planes: Array, dtype: str, rotation: int = 0) -> Array: ...
+    def difference(
+        self, current: Array, previous: Array, method: str = "arithmetic", *, dtype: str | None = None
+    ) -> Array: ...
+    def undifference(
+        self, diff: Array, previous: Array, method: str = "arithmetic", *, dtype: str | None = None
+    ) -> Array: ...
+
+
+class HostBackEnd(Protocol):
+    """Functions that only the back ends on the host have."""
+
+    def split_categories(self, values: Array, bits: int) -> tuple[Array, Array]: ...
+    def join_categories(self, categories: Array, extra: Array, bits: int, dtype: str) -> Array: ...
+
+
+back_end = Dispatch[BackEnd]("planes")
+on_host = OnHost[HostBackEnd]("planes")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
+    _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 Method = Literal["arithmetic", "xor"]
 
@@ -73,8 +102,7 @@ def split_planes(x: Array, rotation: int = 0) -> Array:
     """
     check_arrays(x=x)
     width_of(dtype_name(x))
-    out: Array = back_end(x, "planes").split_planes(x, integer("rotation", rotation, 0, 7))
-    return out
+    return back_end(x).split_planes(x, integer("rotation", rotation, 0, 7))
 
 
 def merge_planes(planes: Array | list[Array], dtype: str, rotation: int = 0, *, out: Array | None = None) -> Array:
@@ -116,7 +144,7 @@ def merge_planes(planes: Array | list[Array], dtype: str, rotation: int = 0, *, 
         if planes.shape[0] != itemsize:
             raise BadArgumentError(f"planes has shape {tuple(planes.shape)}; ({itemsize}, n) is needed for {dtype}")
     if out is None and not isinstance(planes, list):
-        merged: Array = back_end(planes, "planes").merge_planes(planes, dtype, bits)
+        merged: Array = back_end(planes).merge_planes(planes, dtype, bits)
     else:
         target = None if out is None else host_memory(out, n, f"uint{8 * itemsize}")
         merged = compiled_back_end("planes").merge_planes(planes, dtype, bits, target)
@@ -162,8 +190,7 @@ def difference(current: Array, previous: Array, method: Method = "arithmetic", *
         raise BadArgumentError(
             f"current has dtype {dtype_name(current)} and previous {dtype_name(previous)}; they must be the same"
         )
-    out: Array = back_end(current, "planes").difference(current, previous, method, dtype=dtype)
-    return out
+    return back_end(current).difference(current, previous, method, dtype=dtype)
 
 
 def undifference(
@@ -203,7 +230,7 @@ def undifference(
     dtype = _check_pair("diff", diff, "previous", previous, method, dtype)
     array("diff", diff, (f"uint{width_of(dtype)}",))
     if out is None:
-        values: Array = back_end(diff, "planes").undifference(diff, previous, method, dtype=dtype)
+        values: Array = back_end(diff).undifference(diff, previous, method, dtype=dtype)
         return values
     target = host_memory(out, math.prod(previous.shape), f"uint{width_of(dtype)}")
     written: Array = compiled_back_end("planes").undifference(diff, previous, method, dtype=dtype, out=target)
@@ -276,7 +303,7 @@ def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
     """
     values = array("values", values, VALUE_WIDTHS, 1, host=True)
     bits = integer("bits", bits, 1, most_bits(VALUE_WIDTHS[dtype_name(values)]))
-    categories, extra = back_end(values, "planes").split_categories(values, bits)
+    categories, extra = on_host().split_categories(values, bits)
     return categories, extra
 
 
@@ -309,6 +336,6 @@ def join_categories(
     bits = integer("bits", bits, 1, most_bits(VALUE_WIDTHS[choice("dtype", dtype, VALUE_WIDTHS)]))
     data = stored_bytes(extra)
     if out is None:
-        return back_end(categories, "planes").join_categories(categories, data, bits, dtype)
+        return on_host().join_categories(categories, data, bits, dtype)
     target = host_memory(out, int(categories.shape[0]), dtype)
     return compiled_back_end("planes").join_categories(categories, data, bits, dtype, target)

@@ -8,16 +8,37 @@ order, so that the same numbers have the same factors on every machine, and a re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ..backend.arguments import array, check_table, integer, shown
-from ..backend.dispatch import back_end
+from ..backend.dispatch import OnHost
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, reference
+
+
+class HostBackEnd(Protocol):
+    """Functions of the back ends on the host."""
+
+    def low_rank_factors(self, numbers: Array, heights: Heights, columns: int, phase: int) -> tuple[Array, Array]: ...
+    def low_rank_differences(
+        self, numbers: Array, rows: Array, columns: Array, heights: Heights, phase: int
+    ) -> tuple[Array, Array]: ...
+    def zigzag(self, numbers: Array) -> Array: ...
+    def unzigzag(self, symbols: Array) -> Array: ...
+    def low_rank_predictions(
+        self, rows: Array, columns: Array, heights: Heights, n: int, phase: int
+    ) -> tuple[Array, Array]: ...
+
+
+on_host = OnHost[HostBackEnd]("prediction")
+
+if TYPE_CHECKING:
+    _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 RANK = 8
 """Number of directions of a matrix; those that do not pay are 0."""
@@ -79,7 +100,7 @@ def low_rank_factors(numbers: Array, heights: Heights, columns: int, phase: int 
     columns = integer("columns", columns, 1, _MOST)
     phase = integer("phase", phase, 0, columns - 1)
     _check_heights(heights, int(numbers.shape[0]), columns, phase)
-    rows, across = back_end(numbers, "prediction").low_rank_factors(numbers, heights, columns, phase)
+    rows, across = on_host().low_rank_factors(numbers, heights, columns, phase)
     return rows, across
 
 
@@ -112,7 +133,7 @@ def low_rank_differences(
     """
     numbers = array("numbers", numbers, ("int8",), 1, host=True)
     phase = _check_factors(rows, columns, heights, int(numbers.shape[0]), phase)
-    found, quarter = back_end(rows, "prediction").low_rank_differences(numbers, rows, columns, heights, phase)
+    found, quarter = on_host().low_rank_differences(numbers, rows, columns, heights, phase)
     return found, quarter
 
 
@@ -133,7 +154,7 @@ def zigzag(numbers: Array) -> Array:
         [0, 1, 2, 3, 254, 255]
     """
     numbers = array("numbers", numbers, ("int8",), 1, host=True)
-    return back_end(numbers, "prediction").zigzag(numbers)
+    return on_host().zigzag(numbers)
 
 
 def unzigzag(symbols: Array) -> Array:
@@ -150,7 +171,7 @@ def unzigzag(symbols: Array) -> Array:
         [0, -1, 1, -2, 127, -128]
     """
     symbols = array("symbols", symbols, ("uint8",), 1, host=True)
-    return back_end(symbols, "prediction").unzigzag(symbols)
+    return on_host().unzigzag(symbols)
 
 
 def low_rank_predictions(rows: Array, columns: Array, heights: Heights, n: int, phase: int = 0) -> tuple[Array, Array]:
@@ -178,7 +199,7 @@ def low_rank_predictions(rows: Array, columns: Array, heights: Heights, n: int, 
     """
     n = integer("n", n, 0, _MOST)
     phase = _check_factors(rows, columns, heights, n, phase)
-    nearest, quarter = back_end(rows, "prediction").low_rank_predictions(rows, columns, heights, n, phase)
+    nearest, quarter = on_host().low_rank_predictions(rows, columns, heights, n, phase)
     return nearest, quarter
 
 

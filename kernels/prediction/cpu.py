@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backend.arrays import like, to_numpy
-from ..backend.jit import njit, njit_in_place, njit_inline
+from ..backend.jit import njit_in_place, njit_inline
 from . import CLIP, LEAST_ROWS, RANK, SAMPLE, TOP, UNIT, WHOLE
 
 if TYPE_CHECKING:
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 NumPy = np.ndarray[Any, Any]
 SHORT = 1 << 20
 """Numbers of a row that are summed in 32 bits (at most 2**30) before they are added to 64-bit sums."""
-_ROUND = np.float32(12582912.0)
-"""3 * 2**22: a float32 of small size, increased by this, is rounded to an integer in its lowest bits."""
-_ROUND_BITS = np.int32(0x4B400000)
 _NONE = np.empty(0, np.int8)
 
 
@@ -29,15 +26,40 @@ def low_rank_factors(numbers: Array, heights: Heights, columns: int, phase: int)
     own = to_numpy(numbers)
     rows = np.zeros((int(heights.sum()), RANK), np.int8)
     across = np.zeros((heights.size * columns, RANK), np.int8)
-    _factors(own, heights, columns, phase, rows, across)
+    _factors(own, heights, phase, rows, across, _room(heights, columns))
     return like(rows, numbers), like(across, numbers)
+
+
+def _room(heights: Heights, columns: int) -> tuple[NumPy, ...]:
+    """Return the arrays of intermediate results of `_factors`.
+
+    A function that creates arrays compiles for longer. They are int16 directions [8, columns], a row, and the sample;
+    int32 vectors; a float64 row; int64 order of the directions, their norms, and products of the sample with them; and
+    the float64 matrices of `_orthogonal`.
+    """
+    most = min(int(heights.max()), max(LEAST_ROWS, SAMPLE // columns, WHOLE // columns))
+    return (
+        np.empty((RANK + 1 + most, columns), np.int16),
+        np.empty((RANK, columns), np.int32),
+        np.empty(columns),
+        np.empty((2 + most, RANK), np.int64),
+        np.empty((2 * RANK + 3, RANK)),
+    )
 
 
 def low_rank_predictions(rows: Array, columns: Array, heights: Heights, n: int, phase: int) -> tuple[Array, Array]:
     """See `shrinkpoint.kernels.prediction.low_rank_predictions`."""
     nearest, quarter = np.empty(n, np.uint8), np.empty(n, np.uint8)
-    _predictions(to_numpy(rows), to_numpy(columns), heights, phase, _NONE, nearest, quarter)
+    _fill_predictions(rows, columns, heights, phase, _NONE, nearest, quarter)
     return like(nearest.view(np.int8), rows), like(quarter, rows)
+
+
+def _fill_predictions(
+    rows: Array, columns: Array, heights: Heights, phase: int, numbers: NumPy, out: NumPy, quarter: NumPy
+) -> None:
+    across = to_numpy(columns)
+    room = np.empty((RANK + 1, across.shape[0] // heights.size), np.int16)
+    _predictions(to_numpy(rows), across, heights, phase, numbers, out, quarter, room)
 
 
 def low_rank_differences(
@@ -46,7 +68,7 @@ def low_rank_differences(
     """See `shrinkpoint.kernels.prediction.low_rank_differences`."""
     own = to_numpy(numbers)
     found, quarter = np.empty(own.size, np.uint8), np.empty(own.size, np.uint8)
-    _predictions(to_numpy(rows), to_numpy(columns), heights, phase, own, found, quarter)
+    _fill_predictions(rows, columns, heights, phase, own, found, quarter)
     return like(found, rows), like(quarter, rows)
 
 
@@ -67,16 +89,15 @@ def unzigzag(symbols: Array) -> Array:
 
 
 @njit_inline
-def _products(numbers: NumPy, basis: NumPy, sums: NumPy) -> None:
-    """Products of a row of clipped numbers with each of the 8 directions."""
+def _products(numbers: NumPy, basis: NumPy, first: Any, sums: NumPy) -> None:
+    """Products of a row of clipped numbers from column `first` on with each of the 8 directions."""
     sums[:] = 0
     for start in range(0, numbers.size, SHORT):
-        x = numbers[start : start + SHORT]
-        n = x.size
-        b0, b1, b2, b3 = basis[0, start:], basis[1, start:], basis[2, start:], basis[3, start:]
-        b4, b5, b6, b7 = basis[4, start:], basis[5, start:], basis[6, start:], basis[7, start:]
+        x, at = numbers[start : start + SHORT], first + start
+        b0, b1, b2, b3 = basis[0, at:], basis[1, at:], basis[2, at:], basis[3, at:]
+        b4, b5, b6, b7 = basis[4, at:], basis[5, at:], basis[6, at:], basis[7, at:]
         t0 = t1 = t2 = t3 = t4 = t5 = t6 = t7 = np.int32(0)
-        for j in range(n):
+        for j in range(x.size):
             v = np.int32(x[j])
             t0 = np.int32(t0 + np.int32(v * np.int32(b0[j])))
             t1 = np.int32(t1 + np.int32(v * np.int32(b1[j])))
@@ -177,7 +198,7 @@ def _directions(sample: NumPy, rank: Any, sums: NumPy, basis: NumPy, vectors: Nu
     scales = work[2 * RANK]
     for turn in range(3):
         for i in range(count):
-            _products(sample[i], basis, sums[i])
+            _products(sample[i], basis, 0, sums[i])
         if turn == 2:
             break
         for k in range(rank):
@@ -242,14 +263,13 @@ def _worth(energies: NumPy, power: Any, count: Any, columns: Any, order: NumPy, 
     return kept
 
 
-@njit
-def _factors(numbers: NumPy, heights: NumPy, columns: int, phase: int, rows: NumPy, across: NumPy) -> None:
+@njit_in_place
+def _factors(numbers: NumPy, heights: NumPy, phase: int, rows: NumPy, across: NumPy, room: tuple[NumPy, ...]) -> None:
+    integers, vectors, x, wide, work = room
+    columns = x.size
     least = max(np.int64(LEAST_ROWS), np.int64(SAMPLE) // columns)
-    most = min(heights.max(), max(least, np.int64(WHOLE) // columns))
-    sample, sums = np.empty((most, columns), np.int16), np.empty((most, RANK), np.int64)
-    basis, vectors = np.empty((RANK, columns), np.int16), np.empty((RANK, columns), np.int32)
-    x, row, work = np.empty(columns), np.empty(columns, np.int16), np.empty((2 * RANK + 2, RANK))
-    energies, order, norms = np.empty(RANK), np.empty(RANK, np.int64), np.empty(RANK, np.int64)
+    basis, row, sample = integers[:RANK], integers[RANK], integers[RANK + 1 :]
+    order, norms, sums, energies = wide[0], wide[1], wide[2:], work[2 * RANK + 2]
     begin = line = np.int64(0)
     for m in range(heights.size):
         size = min(heights[m] * columns, numbers.size - begin)
@@ -296,7 +316,7 @@ def _factors(numbers: NumPy, heights: NumPy, columns: int, phase: int, rows: Num
                 off = start - (begin + r * columns - phase)
                 part = row[: stop - start]
                 _clipped(numbers[start:stop], part)
-                _products(part, basis[:, off : off + part.size], totals)
+                _products(part, basis, off, totals)
                 for slot in range(kept):
                     value = np.rint(np.float64(totals[order[slot]]) * scales[order[slot]])
                     rows[line + r, slot] = np.int8(min(max(value, -127.0), 127.0))
@@ -304,25 +324,33 @@ def _factors(numbers: NumPy, heights: NumPy, columns: int, phase: int, rows: Num
         line += heights[m]
 
 
-@njit
+@njit_inline
+def _rounded(sixteenths: Any) -> Any:
+    """Sixteenths to which two quarters are added, so that a shift by four rounds to even."""
+    above = np.int16(sixteenths + np.int16(39))
+    odd = np.int16(np.int16(np.int16(above - np.int16(7)) >> np.int16(4)) & np.int16(1))
+    return np.int16(above + odd)
+
+
+@njit_in_place
 def _predictions(
-    rows: NumPy, across: NumPy, heights: NumPy, phase: int, numbers: NumPy, out: NumPy, quarter: NumPy
+    rows: NumPy, across: NumPy, heights: NumPy, phase: int, numbers: NumPy, out: NumPy, quarter: NumPy, room: NumPy
 ) -> None:
     """Fill `quarter`, and `out` with the nearest integers or with differences to them.
 
-    If numbers are given, `out` gets their zigzag differences."""
-    columns = across.shape[0] // heights.size
-    factor = np.empty((RANK, columns), np.float32)
-    sums = np.empty(columns, np.float32)
-    bits = sums.view(np.int32)
+    If numbers are given, `out` gets their zigzag differences. `room` is int16 [RANK + 1, columns]. Products of factors
+    wrap at 16 bits: of a sum in sixteenths only its lowest 14 bits count, for `out` and `quarter` are 10 bits together.
+    """
+    columns = room.shape[1]
+    factor, sums = room[:RANK], room[RANK]
     b0, b1, b2, b3 = factor[0], factor[1], factor[2], factor[3]
     b4, b5, b6, b7 = factor[4], factor[5], factor[6], factor[7]
-    line, begin, lift, sixteenth = 0, -phase, _ROUND + np.float32(2), np.float32(1 / 16)
+    line, begin, four, six = 0, -phase, np.int16(4), np.int16(6)
     for m in range(heights.size):
         rank = 0
         for j in range(columns):
             for k in range(RANK):
-                factor[k, j] = np.float32(across[m * columns + j, k])
+                factor[k, j] = np.int16(across[m * columns + j, k])
                 rank = max(rank, k + 1 if across[m * columns + j, k] != 0 else 0)
         for r in range(heights[m]):
             start, stop = max(begin, 0), min(begin + columns, out.size)
@@ -330,30 +358,30 @@ def _predictions(
             whole, part = out[start:stop], quarter[start:stop]
             begin += columns
             own = rows[line + r]
-            a0, a1, a2, a3 = np.float32(own[0]), np.float32(own[1]), np.float32(own[2]), np.float32(own[3])
-            a4, a5, a6, a7 = np.float32(own[4]), np.float32(own[5]), np.float32(own[6]), np.float32(own[7])
+            a0, a1, a2, a3 = np.int16(own[0]), np.int16(own[1]), np.int16(own[2]), np.int16(own[3])
+            a4, a5, a6, a7 = np.int16(own[4]), np.int16(own[5]), np.int16(own[6]), np.int16(own[7])
             if rank > 4:
                 for j in range(columns):
-                    low = (a0 * b0[j] + a1 * b1[j]) + (a2 * b2[j] + a3 * b3[j])
-                    high = (a4 * b4[j] + a5 * b5[j]) + (a6 * b6[j] + a7 * b7[j])
-                    sums[j] = (low + high) * sixteenth + lift
+                    low = np.int16(a0 * b0[j] + a1 * b1[j] + a2 * b2[j] + a3 * b3[j])
+                    high = np.int16(a4 * b4[j] + a5 * b5[j] + a6 * b6[j] + a7 * b7[j])
+                    sums[j] = _rounded(np.int16(low + high))
             elif rank:
                 for j in range(columns):
-                    sums[j] = ((a0 * b0[j] + a1 * b1[j]) + (a2 * b2[j] + a3 * b3[j])) * sixteenth + lift
+                    sums[j] = _rounded(np.int16(a0 * b0[j] + a1 * b1[j] + a2 * b2[j] + a3 * b3[j]))
             else:
-                sums[:] = lift
+                sums[:] = _rounded(np.int16(0))
             if numbers.size:
                 given = numbers[start:stop]
                 for j in range(n):
-                    z = np.int32(bits[off + j] - _ROUND_BITS)
-                    d = np.int8(given[j] - np.int8(z >> np.int32(2)))
+                    z = sums[off + j]
+                    d = np.int8(given[j] - np.int8(z >> six))
                     whole[j] = np.uint8(np.uint8(d << np.int8(1)) ^ np.uint8(d >> np.int8(7)))
-                    part[j] = np.uint8(z & np.int32(3))
+                    part[j] = np.uint8(np.int16(z >> four) & np.int16(3))
             else:
                 for j in range(n):
-                    z = np.int32(bits[off + j] - _ROUND_BITS)
-                    whole[j] = np.uint8(z >> np.int32(2))
-                    part[j] = np.uint8(z & np.int32(3))
+                    z = sums[off + j]
+                    whole[j] = np.uint8(z >> six)
+                    part[j] = np.uint8(np.int16(z >> four) & np.int16(3))
         line += heights[m]
 
 

@@ -7,19 +7,46 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ..backend.arguments import array, check_arrays, check_ends, check_field, check_table, instance, number, same_device
 from ..backend.arrays import dtype_name, is_torch, to_host
-from ..backend.dispatch import back_end
+from ..backend.dispatch import Dispatch, OnHost
 from ..backend.floats import FORMATS, FloatFormat, format_named
 from ..errors import BadArgumentError
 from ..planes import WIDTHS
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def assign(
+        self, x: Array, thresholds: Thresholds, codebook: np.ndarray[Any, Any], *, gradient: Array | None = None
+    ) -> Array: ...
+    def dequantize(self, levels: Array, codebook: Array, *, protected: Array | None = None) -> Array: ...
+
+
+class HostBackEnd(Protocol):
+    """Functions that only the back ends on the host have."""
+
+    def uniform_levels_many(
+        self, x: Array, ends: Any, steps: Any, firsts: Any, sizes: Any, limit: float
+    ) -> tuple[Array, np.ndarray[Any, np.dtype[np.float64]]]: ...
+    def uniform_values_many(self, levels: Array, ends: Any, steps: Any, firsts: Any) -> Array: ...
+
+
+back_end = Dispatch[BackEnd]("quantizer")
+on_host = OnHost[HostBackEnd]("quantizer")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
+    _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 
 def product_format(x: Array, gradient: Array) -> str:
@@ -198,7 +225,7 @@ def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array
     codes = _checked_codebook(codebook)
     if gradient is not None:
         check_gradient(x, gradient)
-    return back_end(x, "quantizer").assign(x, thresholds, codes, gradient=gradient)
+    return back_end(x).assign(x, thresholds, codes, gradient=gradient)
 
 
 def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None) -> Array:
@@ -233,7 +260,7 @@ def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None
     if protected is not None:
         array("protected", protected, (dtype_name(codebook),), 1)
         same_device("levels", levels, "protected", protected)
-    return back_end(levels, "quantizer").dequantize(levels, codebook, protected=protected)
+    return back_end(levels).dequantize(levels, codebook, protected=protected)
 
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -276,7 +303,7 @@ def uniform_levels_many(
     if sizes.size and not 1 <= int(sizes.min()) <= int(sizes.max()) <= MAX_CODES:
         raise BadArgumentError(f"sizes are not all within 1 ... {MAX_CODES}")
     limit = number("limit", limit, 0, math.inf, open_low=True)
-    levels, sums = back_end(x, "quantizer").uniform_levels_many(x, ends, steps, firsts, sizes, limit)
+    levels, sums = on_host().uniform_levels_many(x, ends, steps, firsts, sizes, limit)
     return levels, sums
 
 
@@ -299,7 +326,7 @@ def uniform_values_many(levels: Array, ends: Integers, steps: Floats, firsts: In
     """
     array("levels", levels, ("uint8",), 1, host=True)
     _check(int(levels.shape[0]), ends, steps, firsts)
-    return back_end(levels, "quantizer").uniform_values_many(levels, ends, steps, firsts)
+    return on_host().uniform_values_many(levels, ends, steps, firsts)
 
 
 def _check(n: int, ends: Integers, steps: Floats, firsts: Integers) -> None:

@@ -1,4 +1,4 @@
-"""Levels of a tensor and back on the GPU: branch-free binary search in the boundaries."""
+"""Levels of a tensor and back on the GPU: comparisons with pivots, then bisection."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from ..backend.arrays import Array
     from . import Thresholds
 
-ASSIGN = Launch(block=2048, warps=4, registers=168)
+ASSIGN = Launch(block=2048, warps=8, registers=128)
 VALUES = Launch(block=4096, warps=8)
 SEARCHES = (4, 6, 8)
 """Compiled numbers of steps of the boundary search: for up to 16, 64 and 256 codes."""
+PIVOTS = 4
+"""First steps of the search, which compare with 15 pivots that all elements share instead of looking up boundaries."""
 
 
 @triton.jit
@@ -42,31 +44,36 @@ def assign_kernel(
     GRADIENT: tl.constexpr,
     DOUBLE: tl.constexpr,
     STEPS: tl.constexpr,
+    PIVOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the level of each element by bisection among the boundaries.
+    """Level of each element: its place among pivots, then bisection between two of them.
 
     `boundaries` has `2**STEPS - 1` ascending entries, the unused ones infinite.
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+    code = tl.zeros((BLOCK,), tl.int32)
+    if STEPS > 0:
+        value = widened(x, WIDTH == 64)
+        apart: tl.constexpr = 1 << (STEPS - PIVOTS)
+        for pivot in tl.static_range((1 << PIVOTS) - 1):
+            code += (tl.load(boundaries_ptr + (apart * (pivot + 1) - 1)) <= value).to(tl.int32)
+        code *= apart
+        for step in tl.static_range(STEPS - PIVOTS):
+            ahead = 1 << (STEPS - PIVOTS - 1 - step)
+            # code + ahead boundaries are at or below x exactly if the last of them is.
+            last = tl.load(boundaries_ptr + (code + (ahead - 1)))
+            code = tl.where(last <= value, code + ahead, code)
+    # The search comes first: flags that are held during it would be moved to the stack.
     magnitude = magnitude_bits(pattern_of(x), WIDTH)
     sensitivity = None
     if GRADIENT:
         sensitivity = product_magnitude(x, tl.load(gradient_ptr + offsets, mask=inside, other=0.0), DOUBLE)
     protected, pruned = special_levels(magnitude, sensitivity, protect, prune, protect_sensitivity, prune_sensitivity)
-    value = widened(x, WIDTH == 64)
-    code = tl.zeros((BLOCK,), tl.int32)
-    if STEPS < 0:  # an empty codebook: elements not pruned are protected
-        level = tl.where(protected, 1, tl.where(pruned, 0, code + 1))
-    else:
-        for step in tl.static_range(STEPS):
-            ahead = 1 << (STEPS - 1 - step)
-            # code + ahead boundaries are at or below x exactly if the last of them is.
-            last = tl.load(boundaries_ptr + (code + (ahead - 1)))
-            code = tl.where(last <= value, code + ahead, code)
-        level = tl.where(protected, 1, tl.where(pruned, 0, code + 2))
+    other = code + 2 if STEPS > 0 else code + 1  # an empty codebook: elements not pruned are protected
+    level = tl.where(protected, 1, tl.where(pruned, 0, other))
     tl.store(levels_ptr + offsets, level.to(tl.uint8), mask=inside)
 
 
@@ -96,6 +103,7 @@ def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array
                 GRADIENT=gradient is not None,
                 DOUBLE=gradient is not None and product_format(x, gradient) == "float64",
                 STEPS=steps,
+                PIVOTS=PIVOTS,
                 **ASSIGN.constants(t.numel()),
             )
     return like(levels, x)

@@ -3,19 +3,61 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from ..backend.arguments import array, flag, integer
-from ..backend.arrays import to_numpy
-from ..backend.dispatch import back_end
+from ..backend.arguments import array, flag, integer, same_device
+from ..backend.arrays import on_gpu, to_numpy
+from ..backend.dispatch import Dispatch, OnHost, compiled_back_end
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+STATES = 4
+"""Symbol i belongs to state i mod 4."""
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def rans_encode(
+        self, symbols: Array, contexts: Array | None, frequencies: Array, precision: int, lanes: int = STATES
+    ) -> Array: ...
+    def rans_decode(
+        self, data: Array, contexts: Array | None, frequencies: Array, precision: int, n: int, lanes: int = STATES
+    ) -> Array: ...
+
+
+class GpuBackEnd(BackEnd, Protocol):
+    """Functions of the back end on a GPU."""
+
+    def rans_encode_many(self, blocks: Sequence[Block]) -> list[Array]: ...
+    def rans_decode_many(self, blocks: Sequence[Block], sizes: Sequence[int]) -> list[Array]: ...
+
+
+class HostBackEnd(Protocol):
+    """Functions of the back ends on the host."""
+
+    def rans_frequencies(self, counts: Array, precision: int, *, exact: bool = False) -> Array: ...
+    def coding_cost(self, counts: Array, frequencies: Array, precision: int) -> float: ...
+    def entropy_bits(self, counts: Array) -> float: ...
+    def pack_frequencies(self, frequencies: Array, precision: int) -> bytes: ...
+    def unpack_frequencies(self, data: Array, rows: int, columns: int, precision: int) -> Array: ...
+
+
+back_end = Dispatch[BackEnd]("rans")
+on_host = OnHost[HostBackEnd]("rans")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
+    _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
+    _ON_GPU: GpuBackEnd = gpu
 
 NumPy = np.ndarray[Any, Any]
 UNSIGNED = ("uint8", "uint16", "uint32")
@@ -93,8 +135,6 @@ class _Memory:
         self.owner = owner
 
 
-STATES = 4
-"""Symbol i belongs to state i mod 4."""
 START = 1 << 16
 """Every state starts and ends here; between two symbols a state is in [START, START << 16)."""
 WIDE_STATES = 64
@@ -142,7 +182,7 @@ def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> A
     counts = array("counts", counts, COUNTS, 2, host=True)
     _check_table("counts", counts)
     precision, exact = integer("precision", precision, *PRECISIONS), flag("exact", exact)
-    return back_end(counts, "rans").rans_frequencies(counts, precision, exact=exact)
+    return on_host().rans_frequencies(counts, precision, exact=exact)
 
 
 def short_digits(others: int, present: int) -> int:
@@ -174,7 +214,7 @@ def rans_encode(
     Args:
         symbols: uint8[n], any n.
         contexts: uint8[n], the row of each symbol; None: all of row 0.
-        frequencies: uint32[C, S] as made by `rans_frequencies`.
+        frequencies: uint32[C, S], as made by `rans_frequencies`.
         precision: 8 ... 16, the same.
         states: 4 (default), or 64 with a precision of 12: about three times as fast, and 240 bytes longer.
 
@@ -183,7 +223,7 @@ def rans_encode(
 
     Raises:
         BadArgumentError: wrong dtype, shape or range, a symbol of frequency zero, a row of frequencies that sums to
-            neither 0 nor `2**precision`, or an array on a GPU.
+            neither 0 nor `2**precision`, or arrays on different devices.
 
     Example:
         >>> import numpy as np
@@ -195,15 +235,9 @@ def rans_encode(
 
     Source: Duda (2013); Giesen, "Interleaved entropy coders" (2014).
     """
-    symbols = array("symbols", symbols, ("uint8",), 1, host=True)
-    if contexts is not None:
-        contexts = array("contexts", contexts, ("uint8",), 1, host=True)
-        if contexts.shape != symbols.shape:
-            raise BadArgumentError(f"contexts has {contexts.shape[0]} elements; symbols has {symbols.shape[0]}")
-    _check_table("frequencies", array("frequencies", frequencies, ("uint32",), 2, host=True))
-    precision = integer("precision", precision, *PRECISIONS)
-    _check_states(states, precision)
-    return back_end(symbols, "rans").rans_encode(symbols, contexts, frequencies, precision, states)
+    block = Block(symbols, contexts, frequencies, precision, states)
+    _check_block("symbols", block)
+    return back_end(symbols).rans_encode(symbols, contexts, frequencies, precision, states)
 
 
 def rans_decode(
@@ -223,27 +257,115 @@ def rans_decode(
         uint8[n], of the same library as `data` (NumPy for bytes).
 
     Raises:
-        BadArgumentError: wrong dtype, shape or range, or an array on a GPU.
+        BadArgumentError: wrong dtype, shape or range, or arrays on different devices.
         CorruptDataError: the data end too early or too late, or a state does not end at its start value.
 
     Example: see `rans_encode`.
 
     Source: Duda (2013); Giesen (2014).
     """
-    data = stored_bytes(data)
+    data = stored_bytes(data, anywhere=True)
     n = integer("n", n, 0, 2**62)
-    if contexts is not None:
-        contexts = array("contexts", contexts, ("uint8",), 1, host=True)
-        if contexts.shape[0] != n:
-            raise BadArgumentError(f"contexts has {contexts.shape[0]} elements; n is {n}")
-    _check_table("frequencies", array("frequencies", frequencies, ("uint32",), 2, host=True))
-    precision = integer("precision", precision, *PRECISIONS)
-    _check_states(states, precision)
+    _check_block("data", Block(data, contexts, frequencies, precision, states), n)
     with room_for(n):
-        return back_end(data, "rans").rans_decode(data, contexts, frequencies, precision, n, states)
+        return back_end(data).rans_decode(data, contexts, frequencies, precision, n, states)
 
 
-def _check_states(states: int, precision: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Symbols to encode or bytes to decode, and how.
+
+    Args:
+        data: uint8[n] symbols, or the uint8[m] bytes that they were encoded to.
+        contexts: uint8[n], the row of each symbol; None: all of row 0.
+        frequencies: uint32[C, S], as made by `rans_frequencies`.
+        precision: 8 ... 16, the same.
+        states: 4, or 64 with a precision of 12.
+    """
+
+    data: Array
+    contexts: Array | None
+    frequencies: Array
+    precision: int = WIDE_PRECISION
+    states: int = WIDE_STATES
+
+
+def rans_encode_many(blocks: Sequence[Block]) -> list[Array]:
+    """Encode several blocks of symbols on one device as `rans_encode` does.
+
+    A GPU encodes them at the same time.
+
+    Args:
+        blocks: their `data` are the symbols.
+
+    Returns:
+        The bytes of each block.
+
+    Raises:
+        BadArgumentError: as of `rans_encode`; or the blocks are not on one device.
+
+    Example:
+        >>> import numpy as np
+        >>> symbols, table = np.asarray([0, 1, 0, 0], np.uint8), np.asarray([[192, 64]], np.uint32)
+        >>> [data] = rans_encode_many([Block(symbols, None, table, 8, 4)])
+        >>> rans_decode_many([Block(data, None, table, 8, 4)], [4])[0].tolist()
+        [0, 1, 0, 0]
+    """
+    for block in blocks:
+        _check_block("symbols", block, first=blocks[0])
+    if blocks and on_gpu(blocks[0].data):
+        return _on_gpu().rans_encode_many(blocks)
+    return [rans_encode(b.data, b.contexts, b.frequencies, b.precision, states=b.states) for b in blocks]
+
+
+def rans_decode_many(blocks: Sequence[Block], sizes: Sequence[int]) -> list[Array]:
+    """Decode several blocks on one device as `rans_decode` does, on a GPU at the same time.
+
+    Args:
+        blocks: their `data` are the bytes.
+        sizes: number of symbols of each block, >= 0.
+
+    Returns:
+        The symbols of each block.
+
+    Raises:
+        BadArgumentError: as of `rans_decode`; or the blocks are not on one device.
+        CorruptDataError: as of `rans_decode`, of any block.
+
+    Example: see `rans_encode_many`.
+    """
+    sizes = [integer("sizes", n, 0, 2**62) for n in sizes]
+    for block, n in zip(blocks, sizes, strict=True):
+        _check_block("data", block, n, first=blocks[0])
+    with room_for(sum(sizes)):
+        if blocks and on_gpu(blocks[0].data):
+            return _on_gpu().rans_decode_many(blocks, sizes)
+        each = zip(blocks, sizes, strict=True)
+        return [rans_decode(b.data, b.contexts, b.frequencies, b.precision, n, states=b.states) for b, n in each]
+
+
+def _on_gpu() -> GpuBackEnd:
+    return cast("GpuBackEnd", compiled_back_end("rans", "gpu"))
+
+
+def _check_block(name: str, block: Block, n: int | None = None, first: Block | None = None) -> None:
+    """Raise BadArgumentError for what no back end codes.
+
+    n is the number of symbols, if these are not the data.
+    """
+    data = array(name, block.data, ("uint8",), 1)
+    n = data.shape[0] if n is None else n
+    if block.contexts is not None:
+        array("contexts", block.contexts, ("uint8",), 1)
+        if block.contexts.shape[0] != n:
+            raise BadArgumentError(f"contexts has {block.contexts.shape[0]} elements; there are {n} symbols")
+        same_device("contexts", block.contexts, name, data)
+    if first is not None:
+        same_device(name, data, f"the first {name}", first.data)
+    _check_table("frequencies", array("frequencies", block.frequencies, ("uint32",), 2))
+    if on_gpu(block.frequencies):
+        same_device("frequencies", block.frequencies, name, data)
+    states, precision = block.states, integer("precision", block.precision, *PRECISIONS)
     if states not in (STATES, WIDE_STATES) or (states == WIDE_STATES and precision != WIDE_PRECISION):
         raise BadArgumentError(
             f"states is {states!r} with precision {precision}; {STATES} are possible, and {WIDE_STATES} with precision "
@@ -276,7 +398,7 @@ def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
     if counts.shape != frequencies.shape:
         raise BadArgumentError(f"counts has shape {tuple(counts.shape)}; frequencies has {tuple(frequencies.shape)}")
     precision = integer("precision", precision, *PRECISIONS)
-    return float(back_end(counts, "rans").coding_cost(counts, frequencies, precision))
+    return float(on_host().coding_cost(counts, frequencies, precision))
 
 
 def entropy_bits(counts: Array) -> float:
@@ -298,7 +420,7 @@ def entropy_bits(counts: Array) -> float:
     Source: Shannon (1948).
     """
     counts = array("counts", counts, COUNTS, 1 if getattr(counts, "ndim", 2) == 1 else 2, host=True)
-    return float(back_end(counts, "rans").entropy_bits(counts))
+    return float(on_host().entropy_bits(counts))
 
 
 def pack_frequencies(frequencies: Array, precision: int) -> bytes:
@@ -319,7 +441,7 @@ def pack_frequencies(frequencies: Array, precision: int) -> bytes:
     """
     _check_table("frequencies", array("frequencies", frequencies, ("uint32",), 2, host=True))
     precision = integer("precision", precision, *PRECISIONS)
-    return bytes(back_end(frequencies, "rans").pack_frequencies(frequencies, precision))
+    return bytes(on_host().pack_frequencies(frequencies, precision))
 
 
 def unpack_frequencies(data: Array | bytes, C: int, S: int, precision: int) -> Array:
@@ -343,7 +465,7 @@ def unpack_frequencies(data: Array | bytes, C: int, S: int, precision: int) -> A
     data = stored_bytes(data)
     rows, columns = integer("C", C, 1, 256), integer("S", S, 1, 256)
     precision = integer("precision", precision, *PRECISIONS)
-    return back_end(data, "rans").unpack_frequencies(data, rows, columns, precision)
+    return on_host().unpack_frequencies(data, rows, columns, precision)
 
 
 def _check_table(name: str, table: Array) -> None:

@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ..backend.arguments import array, number, same_device, shown
-from ..backend.dispatch import back_end
+from ..backend.dispatch import Dispatch, OnHost
 from ..backend.floats import FORMATS
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def rate_distortion_levels(
+        self, x: Array, levels: Array, previous: Array, codebook: Table, prices: Table, importance: Array | None = None
+    ) -> Array: ...
+    def unsettled(
+        self, x: Array, levels: Array, previous: Array, bounds: Table, importance: Array | None = None
+    ) -> tuple[Array, Array, Array, Array, Array | None]: ...
+    def extrapolate(self, x: Array, earlier: Array, factor: float) -> Array: ...
+
+
+class HostBackEnd(Protocol):
+    """Functions that only the back ends on the host have."""
+
+    def settled_bounds(self, codebook: Table, prices: Table, slack: float) -> Table: ...
+
+
+back_end = Dispatch[BackEnd]("rate_distortion")
+on_host = OnHost[HostBackEnd]("rate_distortion")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
+    _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 Table = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -63,7 +90,7 @@ def rate_distortion_levels(
     """
     _check_elements(x, levels, previous, importance)
     _check_tables(codebook, prices)
-    return back_end(x, "rate_distortion").rate_distortion_levels(x, levels, previous, codebook, prices, importance)
+    return back_end(x).rate_distortion_levels(x, levels, previous, codebook, prices, importance)
 
 
 def settled_bounds(codebook: Table, prices: Table, slack: float = 0.0) -> Table:
@@ -106,8 +133,7 @@ def settled_bounds(codebook: Table, prices: Table, slack: float = 0.0) -> Table:
     if not np.isfinite(codebook).all() or (codebook[1:] < codebook[:-1]).any() or (prices < 0).any():
         raise BadArgumentError("codebook must be finite and ascending, and no price below 0")
     slack = number("slack", slack, 0, float(np.finfo(np.float32).max))
-    bounds: Table = back_end(prices, "rate_distortion").settled_bounds(codebook, prices, slack)
-    return bounds
+    return on_host().settled_bounds(codebook, prices, slack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +181,7 @@ def unsettled(x: Array, levels: Array, previous: Array, bounds: Table, importanc
     _check_elements(x, levels, previous, importance)
     if not isinstance(bounds, np.ndarray) or bounds.dtype != np.float32 or bounds.ndim != 3 or bounds.shape[2] != 4:
         raise BadArgumentError(f"bounds is {shown(bounds)}; float32 NumPy [contexts, K + 2, 4] is needed")
-    return Unsettled(*back_end(x, "rate_distortion").unsettled(x, levels, previous, bounds, importance))
+    return Unsettled(*back_end(x).unsettled(x, levels, previous, bounds, importance))
 
 
 def _check_elements(x: Array, levels: Array, previous: Array, importance: Array | None) -> None:
@@ -208,4 +234,4 @@ def extrapolate(x: Array, earlier: Array, factor: float) -> Array:
     """
     array("x", x, FORMATS)
     same_device("x", x, "earlier", array("earlier", earlier, FORMATS, x.shape))
-    return back_end(x, "rate_distortion").extrapolate(x, earlier, number("factor", factor, 0, _LARGEST))
+    return back_end(x).extrapolate(x, earlier, number("factor", factor, 0, _LARGEST))

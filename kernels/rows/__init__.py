@@ -12,15 +12,33 @@ Source: Check-N-Run, section 5.2.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from ..backend.arguments import array, choice, integer, number, same_device
-from ..backend.dispatch import back_end
+from ..backend.dispatch import Dispatch
 from ..backend.floats import FORMATS
 from ..errors import CorruptDataError
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def row_quantize(
+        self, x: Array, bits: int, method: str = "adaptive", *, num_bins: int = 25, ratio: float = 1.0
+    ) -> tuple[Array, Array, Array]: ...
+    def row_dequantize(self, codes: Array, scale: Array, minimum: Array) -> Array: ...
+    def row_kmeans(self, x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Array]: ...
+    def row_lookup(self, codes: Array, codebook: Array) -> Array: ...
+
+
+back_end = Dispatch[BackEnd]("rows")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 Method = Literal["symmetric", "asymmetric", "adaptive"]
 
@@ -81,8 +99,7 @@ def row_quantize(
     choice("method", method, get_args(Method))
     num_bins = integer("num_bins", (25 if bits <= 3 else 45) if num_bins is None else num_bins, 1, 4096)
     ratio = number("ratio", ratio, 0, 1, open_low=True)
-    out: tuple[Array, Array, Array] = back_end(x, "rows").row_quantize(x, bits, method, num_bins=num_bins, ratio=ratio)
-    return out
+    return back_end(x).row_quantize(x, bits, method, num_bins=num_bins, ratio=ratio)
 
 
 def row_dequantize(codes: Array, scale: Array, minimum: Array) -> Array:
@@ -110,8 +127,7 @@ def row_dequantize(codes: Array, scale: Array, minimum: Array) -> Array:
     for name, values in (("scale", scale), ("minimum", minimum)):
         if tuple(values.shape) != (codes.shape[0],):
             raise CorruptDataError(f"{name} has shape {tuple(values.shape)}; ({codes.shape[0]},) is needed")
-    out: Array = back_end(codes, "rows").row_dequantize(codes, scale, minimum)
-    return out
+    return back_end(codes).row_dequantize(codes, scale, minimum)
 
 
 def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Array]:
@@ -151,8 +167,7 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
     grid.
     """
     bits, iterations = _check_rows(x, bits), integer("iterations", iterations, 0, 1000)
-    out: tuple[Array, Array] = back_end(x, "rows").row_kmeans(x, bits, iterations=iterations)
-    return out
+    return back_end(x).row_kmeans(x, bits, iterations=iterations)
 
 
 def row_lookup(codes: Array, codebook: Array) -> Array:
@@ -178,8 +193,7 @@ def row_lookup(codes: Array, codebook: Array) -> Array:
     shape = tuple(codebook.shape)
     if len(shape) != 2 or shape[0] != codes.shape[0] or not 1 <= shape[1] <= 256:
         raise CorruptDataError(f"codebook has shape {shape}; ({codes.shape[0]}, 1 to 256) is needed")
-    out: Array = back_end(codes, "rows").row_lookup(codes, codebook)
-    return out
+    return back_end(codes).row_lookup(codes, codebook)
 
 
 def search_steps(num_bins: int, ratio: float) -> int:

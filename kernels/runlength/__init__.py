@@ -5,14 +5,28 @@ A run is stored as its negated value, followed by its length if that is greater 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..backend.arguments import array, integer
-from ..backend.dispatch import back_end
+from ..backend.dispatch import OnHost
 from ..rans import room_for
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, reference
+
+
+class HostBackEnd(Protocol):
+    """Functions of the back ends on the host."""
+
+    def rle_encode(self, values: Array) -> Array: ...
+    def rle_decode(self, tokens: Array, n: int) -> Array: ...
+
+
+on_host = OnHost[HostBackEnd]("runlength")
+
+if TYPE_CHECKING:
+    _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 LONGEST = 2**31 - 1
 """The longest run of one length token; a longer run is split."""
@@ -41,7 +55,7 @@ def rle_encode(values: Array) -> Array:
     Source: Inshrinkerator (2023), section 6, "Encoding Delta".
     """
     values = array("values", values, ("uint8",), 1, host=True)
-    return back_end(values, "runlength").rle_encode(values)
+    return on_host().rle_encode(values)
 
 
 def rle_decode(tokens: Array, n: int) -> Array:
@@ -71,4 +85,4 @@ def rle_decode(tokens: Array, n: int) -> Array:
     tokens = array("tokens", tokens, ("int32",), 1, host=True)
     n = integer("n", n, 0, 2**62)
     with room_for(n):
-        return back_end(tokens, "runlength").rle_decode(tokens, n)
+        return on_host().rle_decode(tokens, n)

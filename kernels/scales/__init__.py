@@ -8,17 +8,53 @@ the scale at each position. Second moments are stored as a rank-one estimate tim
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ..backend.arguments import array, check_table, instance, integer, number, same_device, shown
 from ..backend.arrays import dtype_name, on_gpu
-from ..backend.dispatch import back_end
+from ..backend.dispatch import Dispatch, OnHost
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def split_octaves(self, index: Array, bits: int, buckets: int) -> Octaves | None: ...
+    def join_octaves(self, octaves: Octaves, bits: int, buckets: int) -> Array: ...
+    def factor_sums(self, x: Array, columns: int) -> tuple[Any, Any]: ...
+    def residual_symbols(
+        self, x: Array, rows: Factors, columns: Factors, start: int, eighths: int, previous: Array | None = None
+    ) -> tuple[Array, Any, Any]: ...
+    def residual_values(self, symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array: ...
+
+
+class HostBackEnd(Protocol):
+    """Functions that only the back ends on the host have."""
+
+    def row_column_sums(self, values: Array, columns: int, phase: int, most: int) -> tuple[Array, Array]: ...
+    def class_sums(self, rows: Array, columns: Array, n: int, phase: int, base: int, classes: int) -> Array: ...
+    def pattern_classes(self, patterns: Array, shift: int, table: Array) -> Array: ...
+    def factors_many(self, x: Array, shapes: Shapes) -> tuple[Factors, Factors]: ...
+    def residual_symbols_many(
+        self, x: Array, rows: Factors, columns: Factors, shapes: Shapes, eighths: int, previous: Array | None
+    ) -> tuple[Array, Any, Any]: ...
+    def residual_values_many(
+        self, symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, table: Factors
+    ) -> Array: ...
+
+
+back_end = Dispatch[BackEnd]("scales")
+on_host = OnHost[HostBackEnd]("scales")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
+    _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 MAX_OCTAVES = 254
 """Number of octaves that fit a byte together with the symbol for zero."""
@@ -75,8 +111,7 @@ def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
     """
     array("index", index, ("int32",), 1)
     bits, buckets = _checked(bits, buckets)
-    result: Octaves | None = back_end(index, "scales").split_octaves(index, bits, buckets)
-    return result
+    return back_end(index).split_octaves(index, bits, buckets)
 
 
 def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
@@ -108,7 +143,7 @@ def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
         )
     if isinstance(octaves.symbols, np.ndarray):  # on a GPU the kernel counts
         check_counts(octaves, int(np.count_nonzero(octaves.symbols)))
-    return back_end(octaves.symbols, "scales").join_octaves(octaves, bits, buckets)
+    return back_end(octaves.symbols).join_octaves(octaves, bits, buckets)
 
 
 def check_counts(octaves: Octaves, m: int) -> None:
@@ -157,7 +192,7 @@ def row_column_sums(values: Array, columns: int, phase: int = 0, *, most: int = 
     values = array("values", values, ("uint8",), 1, host=True)
     columns = integer("columns", columns, 1, _MOST)
     phase, most = integer("phase", phase, 0, columns - 1), integer("most", most, 0, 255)
-    rows, sums = back_end(values, "scales").row_column_sums(values, columns, phase, most)
+    rows, sums = on_host().row_column_sums(values, columns, phase, most)
     return rows, sums
 
 
@@ -204,7 +239,7 @@ def class_sums(
     n = integer("n", n, 0, _MOST)
     integer("the number of rows", rows.shape[0], -(-(phase + n) // width), -(-(phase + n) // width))
     base, classes = integer("base", base, 0, 255), integer("classes", classes, 1, 256)
-    return back_end(rows, "scales").class_sums(rows, columns, n, phase, base, classes)
+    return on_host().class_sums(rows, columns, n, phase, base, classes)
 
 
 def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:
@@ -232,7 +267,7 @@ def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:
     width = int(dtype_name(patterns)[4:])
     shift = integer("shift", shift, max(0, width - 24), width - 1)
     integer("the number of classes", table.shape[0], 1 << (width - shift), 1 << (width - shift))
-    return back_end(patterns, "scales").pattern_classes(patterns, shift, table)
+    return on_host().pattern_classes(patterns, shift, table)
 
 
 ZERO, ESCAPE, FIRST = 0, 1, 2
@@ -274,7 +309,7 @@ def factor_sums(x: Array, columns: int) -> tuple[Floats, Floats]:
     columns = integer("columns", columns, 1, 2**56)
     if int(x.shape[0]) % columns:
         raise BadArgumentError(f"{int(x.shape[0])} elements are not a whole number of rows of {columns}")
-    rows, below = back_end(x, "scales").factor_sums(x, columns)
+    rows, below = back_end(x).factor_sums(x, columns)
     return rows, below
 
 
@@ -324,7 +359,7 @@ def residual_symbols(
     if previous is not None:
         array("previous", previous, ("uint8",), x.shape)
         same_device("previous", previous, "x", x)
-    symbols, sums, counts = back_end(x, "scales").residual_symbols(x, rows, columns, start, eighths, previous)
+    symbols, sums, counts = back_end(x).residual_symbols(x, rows, columns, start, eighths, previous)
     return symbols, sums, counts
 
 
@@ -413,7 +448,7 @@ def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int,
     array("symbols", symbols, ("uint8",), 1)
     start = _checked_start(rows, columns, start, int(symbols.shape[0]))
     check_table("table", table, "float32", (256,))
-    return back_end(symbols, "scales").residual_values(symbols, rows, columns, start, table)
+    return back_end(symbols).residual_values(symbols, rows, columns, start, table)
 
 
 def factors_many(x: Array, shapes: Shapes) -> tuple[Factors, Factors]:
@@ -439,7 +474,7 @@ def factors_many(x: Array, shapes: Shapes) -> tuple[Factors, Factors]:
     Source: Shazeer and Stern 2018 (Adafactor), section 3.
     """
     array("x", x, ("float32",), 1, host=True)
-    rows, columns = back_end(x, "scales").factors_many(x, _checked_shapes(shapes, int(x.shape[0])))
+    rows, columns = on_host().factors_many(x, _checked_shapes(shapes, int(x.shape[0])))
     return rows, columns
 
 
@@ -469,9 +504,7 @@ def residual_symbols_many(
     eighths = eighths_of(octaves)
     if previous is not None:
         array("previous", previous, ("uint8",), x.shape, host=True)
-    of = back_end(x, "scales")
-    symbols, sums, counts = of.residual_symbols_many(x, rows, columns, shapes, eighths, previous)
-    return symbols, sums, counts
+    return on_host().residual_symbols_many(x, rows, columns, shapes, eighths, previous)
 
 
 def residual_values_many(symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, table: Factors) -> Array:
@@ -495,7 +528,7 @@ def residual_values_many(symbols: Array, rows: Factors, columns: Factors, shapes
     array("symbols", symbols, ("uint8",), 1, host=True)
     _checked_factors(rows, columns, shapes := _checked_shapes(shapes, int(symbols.shape[0])))
     check_table("table", table, "float32", (256,))
-    return back_end(symbols, "scales").residual_values_many(symbols, rows, columns, shapes, table)
+    return on_host().residual_values_many(symbols, rows, columns, shapes, table)
 
 
 def _checked_shapes(shapes: Shapes, n: int) -> Shapes:

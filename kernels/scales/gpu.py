@@ -11,7 +11,8 @@ import triton.language as tl
 
 from ..backend.gpu_bits import rounded
 from ..backend.launch import Launch, like, on, tensor
-from ..backend.tally import tally_counts, tally_sums, totals
+from ..backend.tally import tally, totals
+from ..backend.transfer import to_cpu
 from . import FARTHEST, FIRST, MAX_OCTAVES, SCALE, Octaves, cell_centers, check_counts
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from . import Factors
 
 SPLIT = Launch(block=2048, warps=8)
-JOIN = Launch(block=4096, warps=8)
+JOIN = Launch(block=2048, warps=4)
 
 
 @triton.jit
@@ -146,8 +147,8 @@ def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
             PLANES=planes,
             **SPLIT.constants(n),
         )
-    parts = streams.cpu().numpy()
-    return Octaves(low, high, symbols.cpu().numpy(), parts[0], parts[1:], odd.cpu().numpy())
+    parts = to_cpu(streams).numpy()
+    return Octaves(low, high, to_cpu(symbols).numpy(), parts[0], parts[1:], to_cpu(odd).numpy())
 
 
 @triton.jit
@@ -234,8 +235,8 @@ def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
     return like(index, octaves.symbols)
 
 
-SYMBOLS = Launch(block=4096, warps=8)
-VALUES = Launch(block=2048, warps=4)
+SYMBOLS = Launch(block=2048, warps=4, registers=255, rounds=32)
+VALUES = Launch(block=4096, warps=8)
 NARROW = 1 << 30
 """Maximum number of columns for which positions in a row, plus a block, fit 32 bits."""
 
@@ -260,7 +261,7 @@ def factor_sums(x: Array, columns: int) -> tuple[Any, Any]:
     if not bool(by_row.isfinite().all()):
         part = torch.where(part.isfinite(), part, 0.0)
         by_row = part.sum(dim=1, dtype=torch.float64)
-    return by_row.cpu().numpy(), part.sum(dim=0, dtype=torch.float64).cpu().numpy()
+    return to_cpu(by_row).numpy(), to_cpu(part.sum(dim=0, dtype=torch.float64)).numpy()
 
 
 @triton.jit
@@ -282,35 +283,41 @@ def symbols_kernel(
     SCALE: tl.constexpr,
     SETTLED: tl.constexpr,
     WIDE: tl.constexpr,
+    ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Symbol of each element, with counts and sums by symbol per program."""
-    block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
-    estimate = estimate_of(rows_ptr, columns_ptr, start + block * BLOCK, columns, inside, WIDE, BLOCK)
-    key = x.to(tl.int32, bitcast=True)
-    base = estimate.to(tl.int32, bitcast=True)
-    usable = (key >= 0x00800000) & (key < 0x7F800000) & (base >= 0x00800000) & (base < 0x7F800000)
-    ratio = tl.div_rn(tl.where(usable, x, 1.0), tl.where(usable, estimate, 1.0))
-    pattern = ratio.to(tl.int32, bitcast=True)
-    normal = usable & (pattern >= 0x00800000) & (pattern < 0x7F800000)
-    distance = tl.where(normal, pattern - 0x3F800000, 0)
-    # floor((distance + cell / 2) / cell) in two steps; the offset keeps the second dividend positive.
-    k = ((distance >> 19) + eighths + 4096 * eighths) // (2 * eighths) - 2048
-    symbol = tl.where(normal & (tl.abs(k) <= FARTHEST), FIRST + FARTHEST + k, 1)
-    symbol = tl.where((key & 0x7FFFFFFF) == 0, 0, symbol)
-    if SETTLED:
-        old = tl.load(previous_ptr + offsets, mask=inside, other=0).to(tl.int32)
-        beyond = tl.abs(distance.to(tl.int64) - (old - (FIRST + FARTHEST)).to(tl.int64) * eighths * 1048576)
-        near = beyond - eighths * 524288 <= eighths * 262144
-        symbol = tl.where((symbol >= FIRST) & (old >= FIRST) & near, old, symbol)
-    tl.store(symbols_ptr + offsets, symbol.to(tl.uint8), mask=inside)
-    center = tl.load(centers_ptr + symbol)
-    share = rounded(tl.sqrt_rn(tl.div_rn(center, tl.where(symbol >= FIRST, ratio, 1.0))) * SCALE)
-    tally_counts(symbol, inside, counts_ptr + 256 * block)
-    tally_sums(symbol, share, inside, FIRST, counts_ptr + 256 * block, sums_ptr + 256 * block)
+    """Symbol of each element, with counts and sums by symbol of ROUNDS blocks per program."""
+    program = tl.program_id(0).to(tl.int64)
+    first = program * (BLOCK * ROUNDS)
+    counts = tl.zeros((256,), tl.int32)
+    sums = tl.zeros((256,), tl.float64)
+    for begin in range(first, tl.minimum(first + BLOCK * ROUNDS, n), BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        inside = offsets < n
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+        estimate = estimate_of(rows_ptr, columns_ptr, start + begin, columns, inside, WIDE, BLOCK)
+        key = x.to(tl.int32, bitcast=True)
+        base = estimate.to(tl.int32, bitcast=True)
+        usable = (key >= 0x00800000) & (key < 0x7F800000) & (base >= 0x00800000) & (base < 0x7F800000)
+        ratio = tl.div_rn(tl.where(usable, x, 1.0), tl.where(usable, estimate, 1.0))
+        pattern = ratio.to(tl.int32, bitcast=True)
+        normal = usable & (pattern >= 0x00800000) & (pattern < 0x7F800000)
+        distance = tl.where(normal, pattern - 0x3F800000, 0)
+        # floor((distance + cell / 2) / cell) in two steps; the offset keeps the second dividend positive.
+        k = ((distance >> 19) + eighths + 4096 * eighths) // (2 * eighths) - 2048
+        symbol = tl.where(normal & (tl.abs(k) <= FARTHEST), FIRST + FARTHEST + k, 1)
+        symbol = tl.where((key & 0x7FFFFFFF) == 0, 0, symbol)
+        if SETTLED:
+            old = tl.load(previous_ptr + offsets, mask=inside, other=0).to(tl.int32)
+            beyond = tl.abs(distance.to(tl.int64) - (old - (FIRST + FARTHEST)).to(tl.int64) * eighths * 1048576)
+            near = beyond - eighths * 524288 <= eighths * 262144
+            symbol = tl.where((symbol >= FIRST) & (old >= FIRST) & near, old, symbol)
+        tl.store(symbols_ptr + offsets, symbol.to(tl.uint8), mask=inside)
+        center = tl.load(centers_ptr + symbol)
+        share = rounded(tl.sqrt_rn(tl.div_rn(center, tl.where(symbol >= FIRST, ratio, 1.0))) * SCALE)
+        counts, sums = tally(symbol, share, inside, FIRST, counts, sums)
+    tl.store(counts_ptr + 256 * program + tl.arange(0, 256), counts)
+    tl.store(sums_ptr + 256 * program + tl.arange(0, 256), sums)
 
 
 def residual_symbols(
@@ -321,7 +328,7 @@ def residual_symbols(
     programs = SYMBOLS.programs(t.numel())
     symbols = torch.empty(t.numel(), dtype=torch.uint8, device=t.device)
     counts = torch.empty((programs, 256), dtype=torch.int32, device=t.device)
-    sums = torch.zeros((programs, 256), dtype=torch.float64, device=t.device)
+    sums = torch.empty((programs, 256), dtype=torch.float64, device=t.device)
     if programs:
         with on(t):
             symbols_kernel[(programs,)](

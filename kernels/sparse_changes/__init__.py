@@ -8,15 +8,29 @@ changes among millions, for which the precision of a static coder is too low, an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..backend.arguments import array
-from ..backend.dispatch import back_end
+from ..backend.dispatch import OnHost
 from ..errors import BadArgumentError
 from ..rans import stored_bytes
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
+    from . import cpu, reference
+
+
+class HostBackEnd(Protocol):
+    """Functions of the back ends on the host."""
+
+    def rare_encode(self, symbols: Array, expected: Array) -> Array: ...
+    def rare_decode(self, data: Array, expected: Array) -> Array: ...
+
+
+on_host = OnHost[HostBackEnd]("sparse_changes")
+
+if TYPE_CHECKING:
+    _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 LONGEST = 2**31 - 1
 """Elements that one stream can hold."""
@@ -54,7 +68,7 @@ def rare_encode(symbols: Array, expected: Array) -> Array:
     array("symbols", symbols, ("uint8",), 1, host=True)
     array("expected", expected, ("uint8",), 1, host=True)
     _check(symbols.shape[0], expected.shape[0])
-    return back_end(symbols, "sparse_changes").rare_encode(symbols, expected)
+    return on_host().rare_encode(symbols, expected)
 
 
 def rare_decode(data: Array | bytes, expected: Array) -> Array:
@@ -77,7 +91,7 @@ def rare_decode(data: Array | bytes, expected: Array) -> Array:
     """
     data, expected = stored_bytes(data), array("expected", expected, ("uint8",), 1, host=True)
     _check(expected.shape[0], expected.shape[0])
-    return back_end(expected, "sparse_changes").rare_decode(data, expected)
+    return on_host().rare_decode(data, expected)
 
 
 def _check(n: int, expected: int) -> None:

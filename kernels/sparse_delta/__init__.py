@@ -19,13 +19,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from ..backend.arguments import array, check_arrays, choice, integer, same_device, sequence
 from ..backend.arrays import dtype_name
-from ..backend.dispatch import back_end
+from ..backend.dispatch import Dispatch, OnHost
 from ..errors import BadArgumentError, CorruptDataError
 from ..planes import VALUE_WIDTHS as LARGE
 from ..planes import Method, ordered_by_sign, width_of
@@ -35,6 +35,48 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ..backend.arrays import Array
+    from . import cpu, gpu, reference
+
+
+class BackEnd(Protocol):
+    """Functions that every back end of this subject has."""
+
+    def collect_changes(
+        self,
+        current: Array,
+        previous: Array,
+        edges: tuple[int, ...],
+        limit: int,
+        method: str,
+        copy_to: Array | None,
+        dtype: str,
+    ) -> SparseDelta | None: ...
+    def collect_and_locate(
+        self, current: Array, previous: Array, edges: tuple[int, ...], limit: int, method: str, dtype: str
+    ) -> tuple[SparseDelta, Array, Array] | None: ...
+    def locate_changes(
+        self, previous: Array, delta: SparseDelta, edges: tuple[int, ...], method: str, dtype: str
+    ) -> tuple[Array, Array]: ...
+    def apply_changes(
+        self, previous: Array, delta: SparseDelta, edges: tuple[int, ...], method: str, out: Array | None, dtype: str
+    ) -> Array: ...
+
+
+class HostBackEnd(Protocol):
+    """Functions that only the back ends on the host have."""
+
+    def split_changes(self, delta: SparseDelta, shifts: Any) -> tuple[Array, Array, Array]: ...
+    def join_changes(
+        self, counts: Any, shifts: Any, n: int, symbols: Array, extra: Array, large: Array
+    ) -> SparseDelta: ...
+
+
+back_end = Dispatch[BackEnd]("sparse_delta")
+on_host = OnHost[HostBackEnd]("sparse_delta")
+
+if TYPE_CHECKING:
+    _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
+    _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 MOST_EDGES = 7
 """Largest number of edges between classes, for eight classes."""
@@ -106,10 +148,7 @@ def collect_changes(
     name, checked, most = _pair(current, previous, edges, limit, method, dtype)
     if copy_to is not None:
         _out(copy_to, current, "copy_to")
-    found: SparseDelta | None = back_end(current, "sparse_delta").collect_changes(
-        current, previous, checked, most, method, copy_to, name
-    )
-    return found
+    return back_end(current).collect_changes(current, previous, checked, most, method, copy_to, name)
 
 
 def collect_and_locate(
@@ -146,10 +185,7 @@ def collect_and_locate(
         ([10], [1], [9])
     """
     name, checked, most = _pair(current, previous, edges, limit, method, dtype)
-    found: tuple[SparseDelta, Array, Array] | None = back_end(current, "sparse_delta").collect_and_locate(
-        current, previous, checked, most, method, name
-    )
-    return found
+    return back_end(current).collect_and_locate(current, previous, checked, most, method, name)
 
 
 def locate_changes(
@@ -185,10 +221,7 @@ def locate_changes(
     """
     name = _pattern_dtype(dtype, previous)
     checked = _delta(previous, delta, edges, method, name)
-    found: tuple[Array, Array] = back_end(previous, "sparse_delta").locate_changes(
-        previous, delta, checked, method, name
-    )
-    return found
+    return back_end(previous).locate_changes(previous, delta, checked, method, name)
 
 
 def apply_changes(
@@ -225,8 +258,7 @@ def apply_changes(
     checked = _delta(previous, delta, edges, method, name)
     if out is not None:
         _out(out, previous, "out")
-    found: Array = back_end(previous, "sparse_delta").apply_changes(previous, delta, checked, method, out, name)
-    return found
+    return back_end(previous).apply_changes(previous, delta, checked, method, out, name)
 
 
 def gap_shifts(delta: SparseDelta) -> tuple[int, ...]:
@@ -286,10 +318,7 @@ def split_changes(delta: SparseDelta, shifts: Sequence[int]) -> tuple[Array, Arr
     """
     counts, ranks, changes = _parts(delta, host=True)
     given = _shifts(shifts, counts)
-    found: tuple[Array, Array, Array] = back_end(ranks, "sparse_delta").split_changes(
-        SparseDelta(counts, ranks, changes), given
-    )
-    return found
+    return on_host().split_changes(SparseDelta(counts, ranks, changes), given)
 
 
 def join_changes(
@@ -329,8 +358,7 @@ def join_changes(
         raise CorruptDataError(f"{symbols.shape[0]} symbols for {int(given.sum())} changes")
     if int(given.max(initial=0)) > n:
         raise CorruptDataError(f"{int(given.max())} changes among {n} elements")
-    found: SparseDelta = back_end(symbols, "sparse_delta").join_changes(given, bits, n, symbols, extra, large)
-    return found
+    return on_host().join_changes(given, bits, n, symbols, extra, large)
 
 
 def wrong_rank() -> CorruptDataError:

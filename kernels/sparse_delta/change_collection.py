@@ -6,82 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from ..backend.jit import njit
-from .lanes import BLOCK, LANES, at_least, differing, move, ones, zeros_below
+from ..backend.jit import njit_in_place
+from ..backend.local_array import local_array
+from .lanes import BLOCK, LANES, at_least, differing, edges_reached, move, ones, zeros_below
 
 
-@njit
+@njit_in_place
 def _begin(copy: Any, current: Any, previous: Any, start: Any, i: Any, stop: Any) -> None:
     """Copy the unchanged elements before word i from the parent, and the rest of its block."""
     move(copy, current, start, stop)
     move(copy, previous, 0, i)
 
 
-@njit
+@njit_in_place
 def compact(
-    current: Any,
-    previous: Any,
-    copy: Any,
-    copies: Any,
-    limit: Any,
-    signed: Any,
-    xor: Any,
-    ranks: Any,
-    changes: Any,
-    values: Any,
-) -> Any:
-    """Fill `ranks` with positions, `changes` and `values`; return the count, -1 above the limit."""
-    one, zero = np.uint64(1), np.uint64(0)
-    kind = previous.dtype.type
-    none, bit, half = kind(0), kind(1), kind(1 << (8 * previous.itemsize - 1))
-    low = kind(half - bit)
-    whole = kind(low | half)
-    first, second = np.zeros(LANES, previous.dtype), np.zeros(LANES, previous.dtype)
-    k, n = np.int64(0), previous.size
-    full = n - n % LANES
-    begun = False
-    for start in range(0, n, BLOCK):
-        stop = min(start + BLOCK, n)
-        if begun:
-            move(copy, current, start, stop)
-        if k > limit:
-            if not copies:
-                return np.int64(-1)
-            continue
-        source = copy if begun else current
-        for i in range(start, stop, LANES):
-            if i < full:
-                d = differing(source, previous, i)
-            else:
-                first[: n - full] = source[full:]
-                second[: n - full] = previous[full:]
-                d = differing(first, second, 0)
-            if d != zero and copies and not begun:
-                _begin(copy, current, previous, start, i, stop)
-                begun, source = True, copy
-            while d != zero:
-                at = i + np.int64(zeros_below(d))
-                d &= d - one
-                x, y = source[at], previous[at]
-                values[k] = x
-                if xor:
-                    z = kind(x ^ y)
-                else:
-                    if signed:
-                        x = kind(x ^ (low if x >= half else none))
-                        y = kind(y ^ (low if y >= half else none))
-                    z = kind(x - y)
-                    z = kind(kind(z << bit) ^ (whole if z >= half else none))
-                ranks[k] = at
-                changes[k] = z
-                k += np.int64(z != none)  # another thread may have written since the comparison
-            if k > limit:
-                break
-    return np.int64(-1) if k > limit else k
-
-
-@njit
-def compact_classes(
     current: Any,
     previous: Any,
     copy: Any,
@@ -97,18 +35,23 @@ def compact_classes(
     positions: Any,
     values: Any,
 ) -> Any:
-    """Collect changes of several classes in the order of positions; count each class's elements."""
+    """Collect changes in the order of positions, with their classes; return their number.
+
+    It is -1 above the limit. `counts` returns the number of each class.
+    """
     one, zero = np.uint64(1), np.uint64(0)
     kind = previous.dtype.type
     none, bit, half = kind(0), kind(1), kind(1 << (8 * previous.itemsize - 1))
     low = kind(half - bit)
     whole = kind(low | half)
-    first, second = np.zeros(LANES, previous.dtype), np.zeros(LANES, previous.dtype)
+    first, second = local_array(LANES, previous.dtype), local_array(LANES, previous.dtype)
+    for b in range(LANES):
+        first[b] = second[b] = none
     e0, e1, e2, e3, e4, e5, e6 = edges[0], edges[1], edges[2], edges[3], edges[4], edges[5], edges[6]
     # Elements before the word that reach each edge, and the lanes of the word that do.
     n0 = n1 = n2 = n3 = n4 = n5 = n6 = np.int64(0)
-    before, reach = np.zeros(9, np.int64), np.zeros(9, np.uint64)
-    reach[0] = ~zero
+    before, reach = local_array(9, np.int64), local_array(9, np.uint64)
+    before[8], reach[0], reach[8] = 0, ~zero, zero
     k, n = np.int64(0), previous.size
     full = n - n % LANES
     begun = False
@@ -128,8 +71,8 @@ def compact_classes(
                 m3, m4, m5 = at_least(previous, i, e3), at_least(previous, i, e4), at_least(previous, i, e5)
                 m6 = at_least(previous, i, e6)
             else:
-                first[: n - full] = source[full:]
-                second[: n - full] = previous[full:]
+                for tail in range(n - full):
+                    first[tail], second[tail] = source[full + tail], previous[full + tail]
                 d = differing(first, second, 0)
                 m0, m1, m2 = at_least(second, 0, e0), at_least(second, 0, e1), at_least(second, 0, e2)
                 m3, m4, m5 = at_least(second, 0, e3), at_least(second, 0, e4), at_least(second, 0, e5)
@@ -146,11 +89,9 @@ def compact_classes(
                     b = zeros_below(d)
                     d &= d - one
                     at = i + np.int64(b)
-                    c = ((m0 >> b) & one) + ((m1 >> b) & one) + ((m2 >> b) & one) + ((m3 >> b) & one)
-                    c += ((m4 >> b) & one) + ((m5 >> b) & one) + ((m6 >> b) & one)
-                    j = np.int64(c)
-                    members = reach[j] & ~reach[j + 1] & ((one << b) - one)
                     x, y = source[at], previous[at]
+                    j = edges_reached(edges, y)
+                    members = reach[j] & ~reach[j + 1] & ((one << b) - one)
                     positions[k] = at
                     values[k] = x
                     if xor:
@@ -179,7 +120,7 @@ def compact_classes(
     return np.int64(-1) if k > limit else k
 
 
-@njit
+@njit_in_place
 def group(classes: Any, ranks: Any, changes: Any, starts: Any, grouped_ranks: Any, grouped: Any) -> None:
     """Group the changes by class, in order within each class; `starts` is modified."""
     for i in range(classes.size):

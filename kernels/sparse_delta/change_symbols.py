@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from ..backend.jit import njit
+from ..backend.jit import njit_in_place
 from . import GAP_BITS, SMALL, SYMBOLS
 from .lanes import zeros_above
 
 
-@njit
+@njit_in_place
 def split(counts: Any, shifts: Any, ranks: Any, changes: Any, symbols: Any, words: Any, large: Any, state: Any) -> Any:
     """Write symbols, open bits and large changes.
 
@@ -36,19 +36,17 @@ def split(counts: Any, shifts: Any, ranks: Any, changes: Any, symbols: Any, word
             bits += shift
             category += g >> bits
             z = changes[k]
-            if z <= most:
-                symbols[k] = np.uint8(np.uint64(SMALL + 1) * category + np.uint64(z) - one)
-            else:
-                symbols[k] = np.uint8(np.uint64(SMALL + 1) * category + np.uint64(SMALL))
-                large[far] = kind(z - five)
-                far += 1
+            symbols[k] = np.uint8(np.uint64(SMALL + 1) * category + np.uint64(min(z, five)) - one)
+            large[far] = kind(z - five)  # kept if the change is large
+            far += np.int64(z > most)
             x = g & ((one << bits) - one)
             word |= x << fill
             words[at] = word
             filled = fill + bits
-            if filled > sixty:
-                at += 1
-                word = (x >> one) >> (sixty - fill)
+            is_full = filled > sixty
+            at += np.int64(is_full)
+            carried = np.uint64(0) - np.uint64(is_full)
+            word = (word & ~carried) | (((x >> one) >> (sixty - fill)) & carried)
             fill = filled & sixty
             k += 1
     words[at] = word
@@ -57,7 +55,7 @@ def split(counts: Any, shifts: Any, ranks: Any, changes: Any, symbols: Any, word
     return True
 
 
-@njit
+@njit_in_place
 def join(
     counts: Any,
     shifts: Any,
@@ -71,7 +69,6 @@ def join(
     state: Any,
 ) -> Any:
     """Read ranks and changes; return 0, or the number of the fault.
-
     `state` returns the numbers of open bits and large changes that were used.
     """
     one, two, sixty, six = np.uint64(1), np.uint64(2), np.uint64(63), np.uint64(6)

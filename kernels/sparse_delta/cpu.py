@@ -11,10 +11,10 @@ from ..planes import ordered_by_sign
 from ..planes.cpu import as_values, patterns
 from ..rans import compiled, lent
 from . import GAP_BITS, SparseDelta, wrong_changes, wrong_gap, wrong_rank
-from .change_application import put, put_classes
-from .change_collection import compact, compact_classes, group
+from .change_application import mark, put, put_classes
+from .change_collection import compact, group
 from .change_symbols import join, split
-from .lanes import LANES
+from .lanes import EDGES, LANES
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
@@ -64,19 +64,10 @@ def _collect(
     signed, xor = ordered_by_sign(dtype), method == "xor"
     positions, changes = np.empty(limit + LANES, np.int64), np.empty(limit + LANES, p.dtype)
     values = np.empty(limit + LANES, p.dtype)
-    if not edges:
-        m = int(compact(c, p, copy, copy_to is not None, limit, signed, xor, positions, changes, values))
-        if m < 0:
-            return None
-        # Copied: the buffer for many changes is not kept for a few.
-        found = SparseDelta(
-            np.asarray([m], np.int64), like(positions[:m].copy(), current), like(changes[:m].copy(), current)
-        )
-        return found, positions[:m], values[:m]
     classes, counts = np.empty(limit + LANES, np.uint8), np.zeros(len(edges) + 1, np.int64)
     ranks, given = np.empty(limit + LANES, np.int64), _padded(edges, p.dtype)
     m = int(
-        compact_classes(
+        compact(
             c,
             p,
             copy,
@@ -95,6 +86,9 @@ def _collect(
     )
     if m < 0:
         return None
+    if not edges:  # copied: the buffer for many changes is not kept for a few
+        found = SparseDelta(counts, like(positions[:m].copy(), current), like(changes[:m].copy(), current))
+        return found, positions[:m], values[:m]
     grouped_ranks, grouped = np.empty(m, np.int64), np.empty(m, p.dtype)
     group(classes[:m], ranks, changes, np.cumsum(counts) - counts, grouped_ranks, grouped)
     found = SparseDelta(counts, like(grouped_ranks, current), like(grouped, current))
@@ -125,7 +119,7 @@ def apply_changes(
 def split_changes(delta: SparseDelta, shifts: Any) -> tuple[Array, Array, Array]:
     """See `shrinkpoint.kernels.sparse_delta.split_changes`."""
     ranks, changes = compiled(delta.ranks), compiled(delta.changes)
-    symbols, large = np.empty(ranks.size, np.uint8), np.empty(ranks.size, changes.dtype)
+    symbols, large = np.empty(ranks.size, np.uint8), np.empty(ranks.size + 1, changes.dtype)
     words = np.empty(ranks.size * (GAP_BITS - 1) // 64 + 2, np.uint64)
     state = np.zeros(3, np.int64)
     if not split(delta.counts, shifts, ranks, changes, symbols, words, large, state):
@@ -176,9 +170,9 @@ def _writable(x: Array) -> np.ndarray[Any, Any]:
 
 
 def _padded(edges: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
-    """Return seven edges; the unused ones are above every pattern."""
+    """Return eight edges; the unused ones are above every pattern."""
     top = 1 << (8 * dtype.itemsize - 1)
-    return np.asarray([*edges, *[top] * (7 - len(edges))], dtype)
+    return np.asarray([*edges, *[top] * (EDGES - len(edges))], dtype)
 
 
 def _apply(
@@ -198,9 +192,32 @@ def _apply(
     if not edges:
         fits = put(p, ranks, changes, signed, xor, out, copy, positions, values)
     else:
-        ends = np.cumsum(delta.counts)
+        ends, streams = np.cumsum(delta.counts), copy and p.nbytes >= MUCH and out.ctypes.data % 16 == 0
+        begins = ends - delta.counts
+        firsts, lasts, bits = _marks(ranks, begins, ends, p.size)
         padded = _padded(edges, p.dtype)
-        begins, streams = ends - delta.counts, copy and p.nbytes >= MUCH and out.ctypes.data % 16 == 0
-        fits = put_classes(p, padded, begins, ends, ranks, changes, signed, xor, out, copy, streams, positions, values)
+        made = put_classes(
+            p, padded, begins, firsts, lasts, bits, changes, signed, xor, out, copy, streams, positions, values
+        )
+        fits = int(made) == ranks.size
     if not fits:
         raise wrong_rank()
+
+
+def _marks(
+    ranks: np.ndarray[Any, Any], begins: np.ndarray[Any, Any], ends: np.ndarray[Any, Any], n: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the first and last byte of each class, and a bit for each rank that changes.
+
+    After the last rank of a class at least nine bytes are zero, and the last byte is the first of these.
+    """
+    most = np.asarray([ranks[end - 1] if end > begin else 0 for begin, end in zip(begins, ends, strict=True)], np.int64)
+    if ranks.size and not 0 <= int(most.min()) <= int(most.max()) < n:
+        raise wrong_rank()
+    sizes = np.zeros(8, np.int64)
+    sizes[: most.size] = (most >> 3) + 1
+    firsts = np.cumsum(sizes + 9) - sizes - 9
+    bits = np.zeros(int((sizes + 9).sum()), np.uint8)
+    if not mark(ranks, begins, ends, firsts, bits):
+        raise wrong_rank()
+    return firsts, firsts + sizes, bits

@@ -14,6 +14,8 @@ from numba.core import cgutils, config, types
 from numba.extending import intrinsic
 
 LANES = 64
+EDGES = 8
+"""Entries of an array of edges; the unused ones are above every pattern."""
 BLOCK = 1 << 14
 """Elements per block that is copied and then compared while it is in the cache."""
 
@@ -51,6 +53,34 @@ def _at_least(typing: Any, x: Any, index: Any, edge: Any) -> Any:
         return builder.bitcast(reached, ir.IntType(64))
 
     return types.uint64(x, types.int64, x.dtype), generate
+
+
+def _edges_reached(typing: Any, edges: Any, pattern: Any) -> Any:
+    """Emit code for the number of eight edges that a pattern without its sign reaches."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, item = signature.args[0], ir.IntType(signature.args[0].dtype.bitwidth)
+        data = context.make_array(array)(context, builder, arguments[0]).data
+        kind, number = ir.VectorType(item, EDGES), ir.IntType(32)
+        loaded = builder.load(builder.bitcast(data, kind.as_pointer()), align=array.dtype.bitwidth // 8)
+        low = builder.and_(arguments[1], ir.Constant(item, (1 << (array.dtype.bitwidth - 1)) - 1))
+        nothing, zeros = ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(number, EDGES), [0] * EDGES)
+        lanes = builder.shuffle_vector(builder.insert_element(nothing, low, ir.Constant(number, 0)), nothing, zeros)
+        reached = builder.bitcast(builder.icmp_unsigned(">=", lanes, loaded), ir.IntType(EDGES))
+        return builder.zext(builder.ctpop(reached), ir.IntType(64))
+
+    return types.int64(edges, edges.dtype), generate
+
+
+def _eight_bytes(typing: Any, x: Any, index: Any) -> Any:
+    """Emit code that reads eight bytes as a number, the lowest byte first."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        at = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(64).as_pointer())
+        return builder.load(at, align=1)
+
+    return types.uint64(x, types.int64), generate
 
 
 def _move(typing: Any, target: Any, source: Any, start: Any, stop: Any) -> Any:
@@ -151,6 +181,15 @@ if INTERPRETED:
         low = x.dtype.type((1 << (8 * x.itemsize - 1)) - 1)
         return _mask((x[index : index + LANES] & low) >= edge)
 
+    def edges_reached(edges: Any, pattern: Any) -> Any:
+        """The number of edges that a pattern without its sign reaches."""
+        low = edges.dtype.type((1 << (8 * edges.itemsize - 1)) - 1)
+        return np.int64(np.count_nonzero(edges <= (pattern & low)))
+
+    def eight_bytes(x: Any, index: Any) -> Any:
+        """Eight bytes as a number, the lowest byte first."""
+        return x[index : index + 8].copy().view(np.uint64)[0]
+
     def _mask(flags: Any) -> Any:
         assert flags.size == LANES
         return np.packbits(flags, bitorder="little").view(np.uint64)[0]
@@ -182,6 +221,8 @@ if INTERPRETED:
 else:
     differing: Any = intrinsic(_differing)  # type: ignore[no-redef]
     at_least: Any = intrinsic(_at_least)  # type: ignore[no-redef]
+    edges_reached: Any = intrinsic(_edges_reached)  # type: ignore[no-redef]
+    eight_bytes: Any = intrinsic(_eight_bytes)  # type: ignore[no-redef]
     move: Any = intrinsic(_move)  # type: ignore[no-redef]
     copy_word: Any = intrinsic(_word_copier(around_cache=False))  # type: ignore[no-redef]
     stream_word: Any = intrinsic(_word_copier(around_cache=True))  # type: ignore[no-redef]

@@ -68,7 +68,13 @@ if TYPE_CHECKING:
     from .store.ranks import newest_common_step
     from .store.retention import Retention
     from .store.saver.saver import Saver, SaveResult, SaverWarning
-    from .store.store import NotCompactedWarning, RestoreNotCountedWarning, SkippedCheckpointWarning, Store
+    from .store.store import (
+        NotCompactedWarning,
+        RestoreNotCountedWarning,
+        SkippedCheckpointWarning,
+        Store,
+        ThinnedCheckpointWarning,
+    )
     from .store.weight_average import WeightAverage
     from .trainers.hub import load_pretrained, save_pretrained
     from .trainers.publishing.publisher import Published, Publisher
@@ -110,7 +116,9 @@ _SUBJECTS = {
     "store.ranks": "newest_common_step",
     "store.retention": "Retention",
     "store.saver.saver": "SaveResult Saver SaverWarning",
-    "store.store": "NotCompactedWarning RestoreNotCountedWarning SkippedCheckpointWarning Store",
+    "store.store": (
+        "NotCompactedWarning RestoreNotCountedWarning SkippedCheckpointWarning Store ThinnedCheckpointWarning"
+    ),
     "store.weight_average": "WeightAverage",
     "trainers.hub": "load_pretrained save_pretrained",
     "trainers.publishing.publisher": "Published Publisher",
@@ -188,6 +196,7 @@ __all__ = [
     "Store",
     "StoreWarning",
     "Subscriber",
+    "ThinnedCheckpointWarning",
     "UnknownArraysWarning",
     "UnmatchedRuleWarning",
     "UnsupportedLeafError",

@@ -57,7 +57,7 @@ def start_worker(fd: int, log: int, threads: int) -> subprocess.Popen[bytes]:
     libraries = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     environment = {**os.environ, **libraries, "PYTHONPATH": os.pathsep.join(module_folders())}
     # All data are in host memory: a context on the GPU would only take memory from the trainer.
-    environment |= {"SHRINKPOINT_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"SHRINKPOINT_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "SHRINKPOINT_DEVICE_CODING": "0"}
     # A session of its own, so that signals to the group, session or terminal of the trainer do not reach it.
     with held_back():
         return subprocess.Popen(

@@ -21,14 +21,16 @@ from ...codec.errors import ShrinkpointError, ShrinkpointWarning
 from ...codec.evidence.kind import Kind
 from ...codec.parallel import Stopped, stoppable
 from ...kernels.backend.imported import imported
+from ..catalog import Entry
 from ..chain import ChainHead
 from ..compaction import MAX_COST
 from ..lock import InUseError
 from ..retention import Retention
-from ..session import Saved, Session
+from ..rewinds import Loaded
+from ..session import Begun, Saved, Session
 from ..store import Store
 from .channel import close_all, high, receive, send, start_worker
-from .snapshot import Arena, Snapshot, anonymous, rebuild
+from .snapshot import Arena, Plan, Snapshot, anonymous, rebuild, take
 
 Warned = tuple[str, str]
 """Category and message of a warning."""
@@ -44,12 +46,14 @@ class Origin:
         step: which.
         identity: `Manifest.identity` that it must have.
         head: the same in this process's memory, if it is there.
+        unread: its entry, if it was loaded and its references were not read yet.
         back: the run has gone back to it: this save builds on it even if it is not the first.
     """
 
     step: int
     identity: str
     head: ChainHead | None = None
+    unread: Entry | None = None
     back: bool = False
 
 
@@ -60,7 +64,7 @@ class Job:
     Args:
         step: training step.
         origin: what the first save of an executor builds on, and so does one that goes back to it.
-        head: that of the caller's store at that time.
+        loaded: what the caller's store had loaded last at that time.
         future: of the result.
         begin: when the call began, by `time.perf_counter`.
         waited: seconds of waiting for the save before it.
@@ -69,7 +73,7 @@ class Job:
 
     step: int
     origin: Origin | None
-    head: ChainHead | None
+    loaded: Loaded | None
     future: Future[Any]
     begin: float
     waited: float
@@ -88,6 +92,19 @@ class Executor(Protocol):
     on_device: bool
     pid: int
     """Id of the process that executes the saves."""
+
+    def take(self, job: Job, planned: Plan, trees: Mapping[str, Any]) -> Snapshot:
+        """Take what `hand` and `run` need of a state. When this returns, the live arrays may change.
+
+        Args:
+            job: the save.
+            planned: the arrays of the state.
+            trees: the same arrays in their trees.
+
+        Raises:
+            MemoryError: too little memory.
+        """
+        return take(planned, self.arena, on_device=self.on_device)
 
     def hand(self, job: Job, snapshot: Snapshot) -> None:
         """Hand over a save, which a worker process finishes even if this process is killed.
@@ -124,31 +141,90 @@ class ThreadExecutor(Executor):
     def __init__(self, store: Store, maintenance: Maintenance) -> None:
         # A store of its own: the caller's session is not changed by these saves.
         self._store = open_store(store_options(store))
+        self.session = self._store.session
+        self.session.spools = True
         self._maintainer = Maintainer(self._store, maintenance)
-        self._stop = self._handed = False
+        self._stop = self.handed = False
         self.arena = Arena()
         self.pid = os.getpid()
 
     def hand(self, job: Job, snapshot: Snapshot) -> None:
         """See Executor."""
-        self._handed, self._stop = True, False
+        self.handed, self._stop = True, False
 
     def run(self, job: Job, snapshot: Snapshot) -> tuple[dict[str, Any], list[Warned]]:
         """See Executor."""
-        self._handed = False
-        session, origin = self._store.session, job.origin
-        if origin is not None and origin.head is not None and (origin.back or session.head is None):
-            session.adopt(origin.head)
-        return outcome(perform(session, job.step, snapshot, self.arena, lambda: self._stop, alone=True)), []
+        self.handed = False
+        self.adopt(job.origin)
+        return outcome(perform(self.session, job.step, snapshot, self.arena, lambda: self._stop, alone=True)), []
+
+    def adopt(self, origin: Origin | None) -> bool:
+        """Continue from the head of the caller's store if that is due.
+
+        Returns:
+            Whether its references are shared.
+        """
+        if origin is None or not (origin.back or self.session.head is None):
+            return False
+        if origin.head is not None:
+            self.session.adopt(origin.head)
+        elif origin.unread is not None:
+            self.session.resume_later(origin.unread)
+        return origin.head is not None
 
     def maintain(self) -> list[Warned]:
         """See Executor."""
-        self._maintainer.run(lambda: self._stop or self._handed, alone=True)
+        self._maintainer.run(lambda: self._stop or self.handed, alone=True)
         return []
 
     def cancel(self) -> None:
         """See Executor."""
         self._stop = True
+
+
+class CompressingExecutor(Executor):
+    """Executor that compresses a state while the trainer waits, so that no copy of it is made.
+
+    A thread writes the coded bytes, which wait on the disk of the store.
+    """
+
+    on_device = True
+
+    def __init__(self, store: Store, maintenance: Maintenance) -> None:
+        self._writer = ThreadExecutor(store, maintenance)
+        self.arena, self.pid = self._writer.arena, self._writer.pid
+        self._session = self._writer.session
+        self._begun: Begun | None = None
+
+    def take(self, job: Job, planned: Plan, trees: Mapping[str, Any]) -> Snapshot:
+        """See Executor."""
+        # References that the trainer's own store has, too, are not freed.
+        self._session.consumes = not self._writer.adopt(job.origin)
+        (grads, metric, asked), kinds = trees["options"], _kinds(trees["kinds"])
+        cfg = None if asked is None else Config.from_json(json.loads(asked))
+        self._begun = self._session.begin(
+            job.step, trees["state"], grads=grads, kinds=kinds, metric=metric, cfg=cfg, last=True
+        )
+        return Snapshot({}, [], [])
+
+    def hand(self, job: Job, snapshot: Snapshot) -> None:
+        """See Executor."""
+        self._writer.hand(job, snapshot)
+
+    def run(self, job: Job, snapshot: Snapshot) -> tuple[dict[str, Any], list[Warned]]:
+        """See Executor."""
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        self._writer.handed = False
+        return outcome(self._session.finish(begun)), []
+
+    def maintain(self) -> list[Warned]:
+        """See Executor."""
+        return self._writer.maintain()
+
+    def cancel(self) -> None:
+        """Stop the maintenance; a state that is compressed is saved."""
+        self._writer.cancel()
 
 
 class ProcessExecutor(Executor):
@@ -159,6 +235,8 @@ class ProcessExecutor(Executor):
         nice: its niceness relative to this process.
         threads: how many it computes with.
         maintenance: of chains and old steps, between saves.
+        consumes: whether a save frees references of its parent while it runs; one that fails after that, or is
+            cancelled, costs the next one a restore of the chain.
 
     Raises:
         OSError: it cannot be started.
@@ -166,7 +244,7 @@ class ProcessExecutor(Executor):
 
     on_device = False
 
-    def __init__(self, store: Store, *, nice: int, threads: int, maintenance: Maintenance) -> None:
+    def __init__(self, store: Store, *, nice: int, threads: int, maintenance: Maintenance, consumes: bool) -> None:
         self.arena = Arena()
         self._text = anonymous("shrinkpoint-job")
         self._given: tuple[int, ...] = ()
@@ -181,6 +259,7 @@ class ProcessExecutor(Executor):
                 self._process = start_worker(theirs.fileno(), self._log, threads)
             self.pid = self._process.pid
             options = {"store": store_options(store), "maintenance": maintenance.to_json(), "nice": nice}
+            options["consumes"] = consumes
             # A worker that died at once is noticed when it is first waited for.
             with contextlib.suppress(ConnectionError):
                 send(ours, {**options, "modules": ["torch"] if imported("torch") else []})

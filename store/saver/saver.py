@@ -25,6 +25,7 @@ from ...codec.display import html_fields, size
 from ...codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
 from ...codec.evidence.kind import check_kinds, check_used
 from ...codec.inputs import by_weights
+from ...codec.memory_limit import check_room
 from ...codec.named_presets import check_config
 from ...codec.state import tree
 from ...codec.state.leaves import is_array
@@ -34,12 +35,23 @@ from ..retention import Retention
 from ..store import Store
 from ..urls import is_of_this_process, one_name
 from . import host_copy
-from .executors import Executor, Job, Maintenance, Origin, ProcessExecutor, ThreadExecutor, Warned, kinds_tree
+from .executors import (
+    CompressingExecutor,
+    Executor,
+    Job,
+    Maintenance,
+    Origin,
+    ProcessExecutor,
+    ThreadExecutor,
+    Warned,
+    kinds_tree,
+)
 from .exit import EXIT_CLEANUP
-from .snapshot import Snapshot, plan, take
+from .snapshot import Plan, Snapshot, plan
 
 ON_BUSY = ("wait", "skip", "cancel")
 MODES = ("process", "thread")
+SNAPSHOTS = ("copy", "compressed")
 STOPPED = 30.0
 """Seconds that a stopped worker (SIGSTOP) is waited for, by a save and at exit."""
 _NESTED = (
@@ -49,6 +61,8 @@ _NESTED = (
 _MOST_DEATHS = 2
 """After this number of successive workers that died before their first save, the next one starts a new chain, because
 reading the old one may have killed them."""
+_WORK = 0.3
+"""Share of a state's bytes that compressing it takes in addition to its snapshot, references included."""
 _LOOK = 1.0
 """Seconds between two looks at a worker that is waited for."""
 
@@ -296,6 +310,8 @@ class Saver:
             None (default): never.
         keep: remove all other steps between saves, see `Store.gc`; None (default): keep all. Adapters whose own files
             point to steps (Accelerate, Orbax) refuse it: they remove replaced steps themselves.
+        snapshot: "copy" (default): the trainer waits for a copy of the state. "compressed": it waits until the state is
+            compressed, by all threads, and a thread writes the result; no copy is made.
 
     Raises:
         BadArgumentError: an argument out of range.
@@ -323,6 +339,7 @@ class Saver:
         threads: int = 1,
         compact: float | None = None,
         keep: Retention | None = None,
+        snapshot: str = "copy",
     ) -> None:
         if not isinstance(store, Store):
             raise BadArgumentError(f"store must be a Store, as Store(folder), not {type(store).__qualname__}")
@@ -331,15 +348,28 @@ class Saver:
         compact = or_none("compact", compact, number, 1, 1e6)
         keep = or_none("keep", keep, instance, Retention)
         in_memory = is_of_this_process(store.url)
+        self.snapshot = choice("snapshot", snapshot, SNAPSHOTS)
+        if mode == "process" and snapshot == "compressed":
+            raise BadArgumentError("mode is 'process', but with snapshot='compressed' this process compresses")
         if mode == "process" and (in_memory or os.name != "posix"):
             why = f"{store.url} is in this process's memory" if in_memory else f"{os.name} has no worker processes"
             raise BadArgumentError(f"mode is 'process', but {why}; use mode='thread'")
         self.store, self.on_busy, self.keep = store, on_busy, keep
-        self.mode = mode or ("thread" if in_memory or os.name != "posix" else "process")
+        is_here = in_memory or os.name != "posix" or snapshot == "compressed"
+        self.mode = mode or ("thread" if is_here else "process")
         self._maintenance = maintenance = Maintenance(compact, keep)
         self._new_executor: Callable[[], Executor] = functools.partial(ThreadExecutor, store, maintenance)
-        if self.mode == "process":
-            self._new_executor = lambda: ProcessExecutor(store, nice=nice, threads=threads, maintenance=maintenance)
+        if snapshot == "compressed":
+            self._new_executor = functools.partial(CompressingExecutor, store, maintenance)
+        elif self.mode == "process":
+            self._new_executor = functools.partial(
+                ProcessExecutor,
+                store,
+                nice=nice,
+                threads=threads,
+                maintenance=maintenance,
+                consumes=on_busy != "cancel",
+            )
         self._lock = threading.RLock()
         self._inside = self._refused = self._closing = self._closed = False
         self._pid = os.getpid()
@@ -491,13 +521,27 @@ class Saver:
             waited = time.perf_counter() - waiting
             if self._newest is not None and self._newest.is_durable:
                 self._durable = self._newest
-            snapshot = take(planned, runner.executor.arena, on_device=runner.executor.on_device)
-            job = Job(step, self._origin(step), self.store.head, future, begin, waited)
+            self._check_memory(runner, planned)
+            job = Job(step, self._origin(step), self.store.session.loaded, future, begin, waited)
+            if self.snapshot == "compressed":
+                runner.rest()
+            snapshot = runner.executor.take(job, planned, trees)
             runner.submit(job, snapshot)
             self._newest = job
             if planned.nbytes >= host_copy.STREAMED:
                 host_copy.load_in_thread()
             return future
+
+    def _check_memory(self, runner: Runner, planned: Plan) -> None:
+        """Refuse a save that needs more memory than this process may take, in a container too.
+
+        Raises:
+            MemoryError: with the need and the limit.
+        """
+        need = round(_WORK * planned.nbytes)
+        if self.snapshot == "copy":
+            need += max(0, planned.nbytes - runner.executor.arena.size)
+        check_room(need, f"{self.store.url}: a save of a state of {planned.nbytes} bytes")
 
     def _check_names(self, state: Any, grads: Any, kinds: Mapping[str, Any] | None) -> None:
         """Refuse gradients and kinds that belong to no array.
@@ -519,18 +563,19 @@ class Saver:
         and this save's step is not above that one's. (A step that is loaded only to be inspected is followed by a
         higher one.) The newest save may be lost, so the newest durable one is compared too.
         """
-        head, saved = self.store.head, self._results.saved
+        session, saved = self.store.session, self._results.saved
+        newest, loaded = session.newest, session.loaded
         gives_up = self._deaths >= _MOST_DEATHS
         may_go_back = not gives_up or (self._runner is not None and self._runner.has_saved)
-        if may_go_back and head is not None and self.store.loaded is not None:
+        if may_go_back and newest is not None and loaded is not None:
             for before in (self._newest, self._durable):
-                if before is not None and step <= before.step and head is not before.head:
-                    return Origin(head.last.step, head.last.identity, head, back=True)
+                if before is not None and step <= before.step and loaded is not before.loaded:
+                    return Origin(newest.step, newest.identity, session.head, session.unread, back=True)
         if gives_up:
             return None
         if saved is not None:
             return Origin(saved.step, saved.id)
-        return None if head is None else Origin(head.last.step, head.last.identity, head)
+        return None if newest is None else Origin(newest.step, newest.identity, session.head, session.unread)
 
     def wait(self, timeout: float | None = None) -> SaveResult | None:
         """Wait until nothing is in flight.

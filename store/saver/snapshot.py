@@ -153,7 +153,7 @@ class Source:
 
     Args:
         spec: of the array.
-        values: contiguous; the live array itself.
+        values: without gaps; the live array itself.
         pointer: to the values in host memory; 0 if they are elsewhere.
         storage: of a torch tensor, which keeps the memory if another thread gives the tensor another storage.
         size: in bytes.
@@ -218,13 +218,13 @@ class Snapshot:
         # Few specs differ, and the trainer waits during this.
         numbers: dict[int, int] = {}
         of = [numbers.setdefault(id(spec), len(numbers)) for spec in self.specs]
-        distinct = {id(spec): [spec.library, spec.dtype, list(spec.shape)] for spec in self.specs}
+        distinct = {id(spec): [spec.library, spec.dtype, list(spec.shape), list(spec.order)] for spec in self.specs}
         return {"trees": self.trees, "specs": [distinct[i] for i in numbers], "of": of, "offsets": self.offsets}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Snapshot:
         """Invert `to_json`."""
-        distinct = [leaves.LeafSpec(library, dtype, tuple(shape)) for library, dtype, shape in data["specs"]]
+        distinct = [leaves.LeafSpec(lib, dtype, tuple(s), tuple(order)) for lib, dtype, s, order in data["specs"]]
         return Snapshot(data["trees"], [distinct[number] for number in data["of"]], data["offsets"])
 
 
@@ -252,14 +252,15 @@ def plan(trees: Mapping[str, Any]) -> Plan:
             if number is None:
                 number = len(sources)
                 if plain is not None:
-                    pointer, *kind, _, storage = plain
+                    pointer, *kind, storage = plain
                     if (spec := specs.get(tuple(kind))) is None:  # as `read_leaf` makes it; equal ones share one
-                        spec = leaves.LeafSpec("torch", str(kind[0]).removeprefix("torch."), tuple(kind[1]))
+                        order = leaves.memory_order(node.value)
+                        spec = leaves.LeafSpec("torch", str(kind[0]).removeprefix("torch."), tuple(kind[1]), order)
                         specs[tuple(kind)] = spec
                     source = Source(spec, node.value, pointer, storage, node.value.nbytes, end)
                 else:
                     try:
-                        spec, flat = leaves.read_leaf(node.value, "")
+                        spec, flat = leaves.read_leaf(node.value, "", in_memory=True)
                     except ShrinkpointError:
                         # Spelling the paths of all arrays takes time: it is done only for a message.
                         _, spelled = tree.flatten(value, leaves.is_stored_as_array)
@@ -288,7 +289,7 @@ def _plain_tensor(t: Any) -> tuple[Any, ...] | None:
         t.is_cpu
         and t.layout is torch.strided
         and not (t.is_nested or t.is_quantized or t.is_neg() or t.is_conj())
-        and t.is_contiguous()
+        and (t.is_contiguous() or leaves.memory_order(t))
     )
     if not plain:
         return None
@@ -361,11 +362,11 @@ def rebuild(snapshot: Snapshot, arena: Arena) -> dict[str, Any]:
     arrays: list[Any] = []
     for number, (spec, offset) in enumerate(zip(snapshot.specs, snapshot.offsets, strict=True)):
         if number in snapshot.kept:
-            arrays.append(snapshot.kept[number].reshape(spec.shape))
+            arrays.append(leaves.build_leaf(snapshot.kept[number], spec, in_memory=True))
             continue
         flat = leaves.from_bytes(arena.view(offset, spec.nbytes), spec)
         if spec.library in ("torch", "numpy", *leaves.SCALARS):
-            arrays.append(leaves.build_leaf(flat, spec))
+            arrays.append(leaves.build_leaf(flat, spec, in_memory=True))
         else:
             arrays.append(HostArray(spec.library, flat.reshape(spec.shape)))
     return {name: tree.unflatten(nodes, lambda number, _: arrays[number]) for name, nodes in snapshot.trees.items()}

@@ -100,6 +100,7 @@ def main() -> None:
     broken: dict[str, Any] = {}
     try:
         store = open_store(options["store"])
+        store.session.spools, store.session.consumes = True, options["consumes"]
         maintainer = Maintainer(store, Maintenance.from_json(options["maintenance"]))
         warm_up(store.cfg, _converter(options["modules"]), parent.is_calling)
     except Exception as e:

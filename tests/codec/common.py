@@ -17,7 +17,8 @@ import zstandard
 
 import shrinkpoint as sp
 from shrinkpoint import codec
-from shrinkpoint.codec.format.columns import from_columns, to_columns
+from shrinkpoint.codec.format.container import from_columns, to_columns
+from shrinkpoint.codec.format.schema import COLUMNS
 from shrinkpoint.codec.state.subclass import is_wrapper, taken_apart
 
 _PREFIX = struct.Struct("<8sIIQQII")
@@ -98,7 +99,8 @@ def take_apart(blob: bytes) -> tuple[dict[str, Any], list[bytes]]:
     """Return header, records of arrays as rows, and chunks of a file."""
     _, _, _, stored, _, count, _ = _PREFIX.unpack_from(blob)
     header = json.loads(zstandard.decompress(blob[56 : 56 + stored]))
-    header["arrays"] = from_columns(header["arrays"], len(header["tree"]))
+    for name, keys in COLUMNS.items():
+        header[name] = from_columns(header[name], len(header["tree"]), keys)
     table, at = 56 + stored, 56 + stored + 24 * count
     chunks = []
     for i in range(count):
@@ -119,10 +121,10 @@ def put_together(
     tail: bytes = b"",
 ) -> bytes:
     """Build a file with valid checksums from any header and chunks."""
-    if isinstance(header, dict) and isinstance(header.get("arrays"), list):
-        rows = header["arrays"]
-        is_plain = all(isinstance(row, dict) and None not in row.values() for row in rows)
-        header = header | {"arrays": to_columns(rows)} if is_plain else header
+    for name in ("arrays", "groups") if isinstance(header, dict) else ():
+        rows = header.get(name)
+        if isinstance(rows, list) and all(isinstance(row, dict) and None not in row.values() for row in rows):
+            header = header | {name: to_columns(rows)}
     plain = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
     stored = zstandard.ZstdCompressor(level=3).compress(plain) + tail
     sizes = [len(c) for c in chunks] if lengths is None else lengths
@@ -142,8 +144,9 @@ def put_together(
 
 
 def stored_records(header: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the records with pieces in the order of the body: single arrays, then bundles."""
-    return [row for row in header["arrays"] if "b" in row] + header.get("bundles", [])
+    """Return the records with pieces in the order of the body."""
+    found: list[dict[str, Any]] = header["groups"]
+    return found
 
 
 def pieces_of(header: dict[str, Any], body: bytes) -> list[list[bytes]]:
@@ -161,18 +164,19 @@ def pieces_of(header: dict[str, Any], body: bytes) -> list[list[bytes]]:
 
 @contextmanager
 def small_chunks(n: int) -> Iterator[None]:
-    """Context in which arrays are cut into chunks of n elements."""
+    """Context in which arrays are cut into chunks of n elements, and values are computed by quarters of them."""
     names = [m.name for m in pkgutil.walk_packages(codec.__path__, "shrinkpoint.codec.")]
-    modules = [m for m in map(importlib.import_module, names) if hasattr(m, "CHUNK")]
-    found = [(m, m.CHUNK) for m in modules]
-    assert len(found) >= 12
-    for module in modules:
-        module.CHUNK = n
+    sizes = {"CHUNK": n, "PART": max(1, n // 4)}
+    modules = [(m, name) for m in map(importlib.import_module, names) for name in sizes if hasattr(m, name)]
+    found = [(m, name, getattr(m, name)) for m, name in modules]
+    assert len(found) >= 16
+    for module, name in modules:
+        setattr(module, name, sizes[name])
     try:
         yield
     finally:
-        for module, chunk in found:
-            module.CHUNK = chunk
+        for module, name, size in found:
+            setattr(module, name, size)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import shrinkpoint as sp
+from shrinkpoint.codec import device_coding
 from shrinkpoint.codec.parallel import set_threads
 from shrinkpoint.codec.state import leaves
 from shrinkpoint.codec.weights import planning
@@ -27,7 +28,7 @@ from tests.codec import test_gpu as gpu
 
 CONFIGS = (
     "default, gradients", "exact, gradients", "target", "residual", "rate, earlier", "inshrinkerator, gradients",
-    "lc", "check-n-run", "bitsnap", "fine log buckets", "rows",
+    "lc", "check-n-run", "bitsnap", "fine log buckets", "rows", "default, coded there",
 )  # fmt: skip
 """Each codec, with all that it does on a device."""
 
@@ -67,19 +68,28 @@ def refused(work: Any) -> None:
         print("refused")
 
 
+def coded(name: str, device: str = "cpu") -> list[sp.Checkpoint]:
+    """Compress a base and a delta; "there" also lets the device code blocks of symbols."""
+    device_coding.set_device_coding("there" in name)
+    found = gpu.coded_twice(name, device)
+    device_coding.set_device_coding(None)
+    return found
+
+
 def main() -> None:
     pretended.register()
     take_for_gpus()
     set_threads(1)  # Triton's interpreter runs one kernel at a time
     together = planning.solve_together
-    expected = {name: gpu.coded_twice(name) for name in CONFIGS}
+    device_coding.LEAST = 3000
+    expected = {name: coded(name) for name in CONFIGS}
     with pretended.pretending():
         one, other = (torch.ones(4, device=f"{pretended.KIND}:{i}") for i in range(2))
         refused(lambda: one + torch.ones(4))
         refused(lambda: one + other)
         for name in CONFIGS:
             planning.solve_together = together if name.startswith(gpu.SOLVED_THERE) else gpu.one_by_one
-            gpu.check_same_bytes(gpu.coded_twice(name, f"{pretended.KIND}:0"), expected[name])
+            gpu.check_same_bytes(coded(name, f"{pretended.KIND}:0"), expected[name])
         state = gpu.to(gpu.training(0), f"{pretended.KIND}:0")
         state["optimizer"] = gpu.to(state["optimizer"], f"{pretended.KIND}:1")
         whole = sp.compress(state, cfg=gpu.CONFIGS["default"])

@@ -178,7 +178,7 @@ def test_clusters_of_a_chunk() -> None:
     whole = row(sp.compress({"w": x}, cfg=cfg)).error
     with small_chunks(1024):
         ckpt = sp.compress({"w": x}, cfg=cfg)
-        assert len(ckpt.records[0].lengths) == 2
+        assert len(ckpt.records[0].group.lengths) == 2
         assert row(ckpt).error < whole
         assert difference(through_bytes(ckpt), sp.decompress(ckpt)) == ""
 
@@ -401,7 +401,7 @@ def test_hostile_masks(name: str) -> None:
     header, body, base = _delta(PUBLISHED)
     assert body[:4] == b"\x01\x97\x01\x09"  # masked; a block of 151 bytes; stored
     piece = CORRUPT[name](body)
-    header["arrays"][0]["b"] = [len(piece)]
+    header["groups"][0]["b"] = [len(piece)]
     with pytest.raises(CorruptDataError):
         sp.Checkpoint.from_bytes(put_together(header, [piece]), base)
 
@@ -415,7 +415,7 @@ def test_a_mask_without_a_parent_and_of_strange_items() -> None:
         sp.Checkpoint.from_bytes(put_together(header, [body]), base)
     header, body, _ = _delta(PUBLISHED)
     header["parent"] = None
-    header["arrays"][0].pop("p")
+    header["groups"][0].pop("p")
     with pytest.raises(CorruptDataError, match="without a parent"):
         sp.decompress(sp.Checkpoint.from_bytes(put_together(header, [body])))
 
@@ -438,11 +438,11 @@ CLUSTERS = {
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_hostile_clusters(name: str) -> None:
     header, _ = take_apart(sp.compress({"w": moment(1200)}, cfg=sp.Config([("*", sp.Clusters())])).to_bytes())
-    header["arrays"][0]["b"] = [len(CLUSTERS[name])]
+    header["groups"][0]["b"] = [len(CLUSTERS[name])]
     with pytest.raises(CorruptDataError):
         sp.decompress(sp.Checkpoint.from_bytes(put_together(header, [CLUSTERS[name]])))
     good = b"\x01" + bytes(8) + LABELS * 2
-    header["arrays"][0]["b"] = [len(good)]
+    header["groups"][0]["b"] = [len(good)]
     assert not sp.decompress(sp.Checkpoint.from_bytes(put_together(header, [good])))["w"].any()
     header["arrays"][0]["d"] = "int32"
     with pytest.raises(CorruptDataError, match="int32"):

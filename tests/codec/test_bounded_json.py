@@ -72,9 +72,9 @@ def test_deep_but_allowed() -> None:
     [
         (lambda h: h.update(x=[]), "it has the unknown key 'x'"),
         (lambda h: h["arrays"][0].update(zz=1), "a record has the unknown key 'zz'"),
-        (lambda h: h.update(bundles=[{"a": [0], "zz": 1}]), "a bundle has the unknown key 'zz'"),
+        (lambda h: h["groups"][0].update(zz=1), "a record has the unknown key 'zz'"),
         (lambda h: h.update(arrays={"count": 1, "d": {"v": ["float64"], "zz": 1}}), "the column 'd' does not fit"),
-        (lambda h: h.update(arrays={"count": 2}), "more arrays than the tree has"),
+        (lambda h: h.update(arrays={"count": 2}), "more records than the tree has arrays"),
         (lambda h: h.update(tree=["é"]), None),
     ],
 )

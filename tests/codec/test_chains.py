@@ -197,9 +197,9 @@ def test_rows_say_what_was_done() -> None:
     delta = sp.compress({"weight": w, "new": torch.arange(4), "grown": torch.randn(41, 40)}, base, kinds=kinds)
     assert [row.path for row in delta.summary()] == ["weight", "new", "grown"]
     records = {r.path: r for r in delta.records}
-    assert records["weight"].delta
-    assert not records["new"].delta
-    assert not records["grown"].delta
+    assert records["weight"].is_delta
+    assert not records["new"].is_delta
+    assert not records["grown"].is_delta
     assert delta.raw_nbytes == sum(row.raw_bytes for row in delta.summary()) == 64 * 64 * 4 + 32 + 41 * 40 * 4
     assert delta.ratio == pytest.approx(delta.raw_nbytes / delta.nbytes)
     assert sum(row.stored_bytes for row in delta.summary()) < delta.nbytes == len(delta.to_bytes())

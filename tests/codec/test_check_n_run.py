@@ -26,10 +26,12 @@ from shrinkpoint.codec.embeddings.row_reference import (
     replaced,
     same_records,
 )
+from shrinkpoint.codec.groups import Coded
 from shrinkpoint.codec.state.leaves import LeafSpec, read_leaf
 from shrinkpoint.kernels.packing import pack_mask
 from shrinkpoint.kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 
+from ..seeds import fresh_seed
 from .common import bits as bits_of
 from .common import difference, put_together, small_chunks, take_apart, threads, through_bytes
 
@@ -69,8 +71,8 @@ def stored_rows(ckpt: sp.Checkpoint) -> int:
     from shrinkpoint.codec.format.fields import Reader
 
     header, chunks = take_apart(ckpt.to_bytes())
-    (record,) = header["arrays"]
-    rows, columns = record["s"]
+    (record,) = header["groups"]
+    rows, columns = header["arrays"][0]["s"]
     step = max(1, codec.CHUNK // columns)
     body, at, count = b"".join(chunks), 0, 0
     for i, n in enumerate(record["b"]):
@@ -673,16 +675,17 @@ def test_a_memory_stated_anew_is_the_same_memory(width: Any, method: str) -> Non
     for i, new in enumerate(made):
         for j, old in enumerate([None, *made]):
             parent = None if old is None else memory(old)
-            meta, pieces = codec.rebase_rows(spec, new.records[0].meta, memory(new), parent)
+            meta, pieces = codec.rebase_rows((spec,), (memory(new),), (parent,))
             sizes[i, j] = sum(map(len, pieces))
-            back = codec.decode_rows(spec, json.loads(json.dumps(meta)), [memoryview(p) for p in pieces], parent)
+            meta = json.loads(json.dumps(meta))
+            (back,) = codec.decode_rows(Coded.of_one(spec, meta, [memoryview(p) for p in pieces], parent))
             mine = memory(new)
             assert (back.table, back.style.tobytes()) == (mine.table, mine.style.tobytes())
             assert [r.tobytes() for r in back.records] == [r.tobytes() for r in mine.records]
     assert sizes[3, 1] < sizes[3, 0]
     assert sizes[3, 4] < 20
     with pytest.raises(sp.BadArgumentError):
-        codec.rebase_rows(spec, {}, sp.Checkpoint.from_bytes(made[0].to_bytes()), None)  # type: ignore[arg-type]
+        codec.rebase_rows((spec,), (sp.Checkpoint.from_bytes(made[0].to_bytes()),), (None,))  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -732,7 +735,7 @@ def test_records_hold_what_the_kernels_gave() -> None:
 
 def test_damaged_pieces_are_refused_or_decode_to_something() -> None:
     """Damage with valid checksums gives a typed error or rows, never another error."""
-    rng = random.Random(random.SystemRandom().randrange(1 << 32))
+    rng = random.Random(fresh_seed())
     spec = LeafSpec("numpy", "float32", (120, 24))
     cases = []
     for width, method in ((4, "adaptive"), (2, "kmeans"), (None, "adaptive"), (8, "symmetric")):
@@ -759,7 +762,7 @@ def test_damaged_pieces_are_refused_or_decode_to_something() -> None:
                 break
         parent = parent if rng.random() < 0.9 else None
         try:
-            got = codec.decode_rows(spec, meta, [memoryview(bytes(bad))], parent)
+            (got,) = codec.decode_rows(Coded.of_one(spec, meta, [memoryview(bytes(bad))], parent))
             assert got.values(spec).shape == (120 * 24,)
         except sp.CorruptDataError:
             refused += 1
@@ -797,7 +800,7 @@ HOSTILE: dict[str, Any] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_tables_of_styles(name: str) -> None:
     header, chunks = take_apart(chain()[0].to_bytes())
-    header["arrays"][0]["m"] = {"s": HOSTILE[name]}
+    header["groups"][0]["m"] = {"s": HOSTILE[name]}
     blob = put_together(json.dumps(header).replace("NaN", "1e999").encode(), chunks)
     with pytest.raises(sp.CorruptDataError):
         sp.decompress(sp.Checkpoint.from_bytes(blob))
@@ -809,10 +812,10 @@ def test_hostile_tables_of_styles(name: str) -> None:
 )
 def test_hostile_shapes(shape: tuple[int, ...], dtype: str) -> None:
     with pytest.raises(sp.CorruptDataError):
-        codec.decode_rows(LeafSpec("numpy", dtype, shape), {"s": [GOOD]}, [memoryview(b"")], None)
+        codec.decode_rows(Coded.of_one(LeafSpec("numpy", dtype, shape), {"s": [GOOD]}, [memoryview(b"")]))
     huge = LeafSpec("numpy", "float32", (1 << 46, 1 << 1))
     with pytest.raises(sp.CorruptDataError):
-        codec.decode_rows(huge, {"s": [["raw", 0, 0, 0.0]]}, [memoryview(b"")], None)
+        codec.decode_rows(Coded.of_one(huge, {"s": [["raw", 0, 0, 0.0]]}, [memoryview(b"")]))
 
 
 def test_chunks_change_nothing_but_the_pieces() -> None:
@@ -825,5 +828,5 @@ def test_chunks_change_nothing_but_the_pieces() -> None:
         with small_chunks(1 << 10):
             first = save(x, None, config)
             ckpt = save(y, first, config)
-            assert len(ckpt.records[0].lengths) == -(-333 // 25)
+            assert len(ckpt.records[0].group.lengths) == -(-333 // 25)
             assert difference(through_bytes(ckpt, first), whole) == ""

@@ -22,10 +22,12 @@ import torch
 import xxhash
 
 import shrinkpoint as sp
-from shrinkpoint.codec.format import container, version1
+from shrinkpoint.codec.format import container
+from shrinkpoint.codec.format.schema import GROUP_KEYS
 from shrinkpoint.codec.streams import STREAMS
 
 from ..golden.make import KINDS, cases
+from ..seeds import fresh_seed
 from .common import difference, pieces_of, put_together, stored_records, take_apart
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("warm")]
@@ -162,7 +164,7 @@ def _sources() -> list[tuple[bytes, sp.Checkpoint | None]]:
         base = sp.compress(state(0.0), cfg=cfg)
         delta = sp.compress(state(0.01), base, cfg)
         out += [(base.to_bytes(), None), (delta.to_bytes(), base)]
-    # Classes of rows and columns; few changes; streams of 64 states; bundles.
+    # Classes of rows and columns; few changes; streams of 64 states; groups.
     for name in ("uneven", "sparse", "many", "small"):
         make, cfg, _ = cases()[name]
         base = sp.compress(make(0), cfg=cfg, kinds=KINDS.get(make))
@@ -172,7 +174,7 @@ def _sources() -> list[tuple[bytes, sp.Checkpoint | None]]:
 
 def test_altered_streams_with_right_checksums() -> None:
     """With valid checksums, decoders check every length and value of damaged streams."""
-    seed = random.SystemRandom().randrange(1 << 32)
+    seed = fresh_seed()
     rng = random.Random(seed)
     sources = [(take_apart(blob), prev) for blob, prev in _sources()]
     for _ in range(600):
@@ -206,7 +208,7 @@ def _raw(header: dict[str, Any]) -> int:
 def _damage(rng: random.Random, header: dict[str, Any], pieces: list[list[bytes]]) -> None:
     number = rng.choice([i for i, own in enumerate(pieces) if own])
     record, own = stored_records(header)[number], pieces[number]
-    member = header["arrays"][rng.choice(_members(record, len(header["arrays"])))] if "a" in record else record
+    member = header["arrays"][rng.choice(_members(header["groups"], number, len(header["arrays"])))]
     i = rng.randrange(len(own))
     piece = bytearray(own[i])
     how = rng.random()
@@ -245,9 +247,11 @@ def _damage(rng: random.Random, header: dict[str, Any], pieces: list[list[bytes]
     own[i] = bytes(piece)
 
 
-def _members(bundle: dict[str, Any], count: int) -> list[int]:
-    """Numbers of its arrays that exist, at least one."""
-    return [i for i in itertools.accumulate(bundle["a"]) if 0 <= i < count] or [0]
+def _members(groups: list[dict[str, Any]], number: int, count: int) -> list[int]:
+    """Numbers of the arrays of a group that exist, at least one."""
+    before = sum(group.get("a", [1])[0] for group in groups[:number]) - 1
+    numbers = list(itertools.accumulate(groups[number].get("a", [1]), initial=before))[1:]
+    return [i for i in numbers if 0 <= i < count] or [0]
 
 
 def _plain() -> tuple[dict[str, Any], list[bytes]]:
@@ -256,14 +260,16 @@ def _plain() -> tuple[dict[str, Any], list[bytes]]:
 
 def _with(record: dict[str, Any] | None = None, **fields: Any) -> bytes:
     header, chunks = _plain()
-    header["arrays"][0].update(record or {})
+    for name, value in (record or {}).items():
+        header["groups" if name in GROUP_KEYS else "arrays"][0][name] = value
     header.update(fields)
     return put_together(header, chunks)
 
 
 def _empty(dtype: str, library: str, shape: list[int] | None = None) -> bytes:
     header, _ = _plain()
-    header["arrays"] = [{"d": dtype, "s": shape or [0], "f": "bytes", "b": [], "l": library}]
+    header["arrays"] = [{"d": dtype, "s": shape or [0], "l": library}]
+    header["groups"][0]["b"] = []
     header["raw"] = 0
     return put_together(header, [])
 
@@ -294,13 +300,13 @@ DTYPES = [
 ]
 
 
-def _sibling(fields: dict[str, Any]) -> bytes:
+def _pair(fields: dict[str, Any]) -> bytes:
     """Return a file in which the record of a second moment has other fields."""
     y = np.random.default_rng(0).standard_normal((30, 50)).astype("f4")
     header, chunks = take_apart(sp.compress({"o": {"0": {"exp_avg": y, "exp_avg_sq": y**2}}}).to_bytes())
     number = next(row["v"] for row in header["arrays"] if "v" in row)
     # It comes after the one that names it, which is looked at first.
-    header["arrays"][number] |= fields
+    header["groups"][number] |= fields
     return put_together(header, chunks)
 
 
@@ -345,8 +351,8 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "arrays numbers": lambda: _with(arrays=[3]),
     "stream unknown": lambda: _with({"f": "nosuch"}),
     "stream a list": lambda: _with({"f": ["bytes"]}),
-    "stream of a sibling a list": lambda: _sibling({"f": ["rank-one"]}),
-    "stream of a sibling an object": lambda: _sibling({"f": {}}),
+    "stream of a pair a list": lambda: _pair({"f": ["rank-one"]}),
+    "stream of a pair an object": lambda: _pair({"f": {}}),
     "stream null": lambda: _with({"f": None}),
     "library unknown": lambda: _with({"l": "os"}),
     "library a list": lambda: _with({"l": ["torch"]}),
@@ -365,15 +371,15 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "shape text": lambda: _with({"s": "3"}),
     "lengths negative": lambda: _with({"b": [-1, 15]}),
     "lengths huge": lambda: _with({"b": [2**63]}),
-    "lengths too many": lambda: _with({"b": [0] * 1000 + _plain()[0]["arrays"][0]["b"]}),
+    "lengths too many": lambda: _with({"b": [0] * 1000 + _plain()[0]["groups"][0]["b"]}),
     "lengths none": lambda: _with({"b": []}),
     "lengths text": lambda: _with({"b": ["14"]}),
     **{
-        f"grid beside {v!r}": lambda v=v: _with({"f": "grid", "v": v})
+        f"grid paired with {v!r}": lambda v=v: _with({"f": "grid", "v": v})
         for v in (0, 1, -1, 2**70, "x", None, [0], True, 0.0)
     },
-    "grid beside nothing": lambda: _with({"f": "grid"}),
-    "grids beside each other": lambda: _ring(),
+    "grid paired with nothing": lambda: _with({"f": "grid"}),
+    "grids paired with each other": lambda: _ring(),
     "factors of a vector": lambda: _with({"f": "rank-one"}),
     "factors of a huge matrix": lambda: _with({"f": "rank-one", "s": [2**23, 2**23]}, raw=2**48),
     "meta a list": lambda: _with({"m": []}),
@@ -398,7 +404,9 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "bomb of paths": lambda: put_together(
         (
             '{"parent":null,"raw":0,"arrays":['
-            + ",".join(['{"d":"uint8","s":[0],"f":"bytes","b":[]}'] * 300)
+            + ",".join(['{"d":"uint8","s":[0]}'] * 300)
+            + '],"groups":['
+            + ",".join(['{"f":"bytes","b":[]}'] * 300)
             + '],"tree":[{"d":["'
             + "x" * (8 << 20)
             + '"]},{"l":300},'
@@ -419,7 +427,8 @@ def _ring() -> bytes:
     """Return a file with two arrays that each need the values of the other."""
     header, chunks = _plain()
     first = header["arrays"][0]
-    header["arrays"] = [{**first, "f": "grid", "v": 1}, {**first, "f": "grid", "v": 0}]
+    header["arrays"] = [{**first, "v": 1}, {**first, "v": 0}]
+    header["groups"] = [{**header["groups"][0], "f": "grid"} for _ in range(2)]
     header["tree"] = [{"l": 2}, {"a": 0}, {"a": 1}]
     header["raw"] *= 2
     return put_together(header, chunks * 2)
@@ -432,7 +441,7 @@ def _zstandard_bomb() -> bytes:
     frame = zstandard.ZstdCompressor(level=3, write_content_size=False).compress(bytes(1 << 26))
     header, _ = _plain()
     piece = b"\0\x08" + frame
-    header["arrays"][0]["b"] = [len(piece)]
+    header["groups"][0]["b"] = [len(piece)]
     return put_together(header, [piece])
 
 
@@ -527,7 +536,7 @@ def with_number(blob: bytes, offset: int, number: int) -> bytes:
 def test_a_file_of_version_1_is_refused_with_what_converts_it() -> None:
     blob = sp.compress({"weight": np.arange(5000.0)}).to_bytes()
     assert with_number(blob, 8, container.VERSION) == blob
-    said = rf"format version 1,.* commit {version1.CONVERTER} of shrinkpoint, .*shrinkpoint restore"
+    said = rf"format version 1,.* commit {container.CONVERTER} of shrinkpoint, .*shrinkpoint restore"
     with pytest.raises(sp.CorruptDataError, match=said):
         sp.Checkpoint.from_bytes(with_number(blob, 8, 1))
     for offset, number in ((8, 0), (12, 1), (36, 1)):
@@ -537,7 +546,7 @@ def test_a_file_of_version_1_is_refused_with_what_converts_it() -> None:
 
 def test_the_converter_is_a_commit_of_this_history() -> None:
     """The abbreviated commit of the converter is unique in this repository's history."""
-    assert re.fullmatch(r"[0-9a-f]{12}", version1.CONVERTER)
+    assert re.fullmatch(r"[0-9a-f]{12}", container.CONVERTER)
     git = ["git", "-C", str(Path(__file__).parents[2])]
     try:
         shallow = subprocess.run(
@@ -547,5 +556,5 @@ def test_the_converter_is_a_commit_of_this_history() -> None:
         pytest.skip("no repository, or no git")
     if shallow.stdout.strip() == "true":
         pytest.skip("a clone without its history")
-    ancestor = [*git, "merge-base", "--is-ancestor", version1.CONVERTER, "HEAD"]
+    ancestor = [*git, "merge-base", "--is-ancestor", container.CONVERTER, "HEAD"]
     assert subprocess.run(ancestor, check=False, capture_output=True).returncode == 0

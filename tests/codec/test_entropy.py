@@ -13,6 +13,7 @@ from shrinkpoint.codec.base import Codec, Leaf
 from shrinkpoint.codec.entropy import table
 from shrinkpoint.codec.evidence.kind import Kind
 from shrinkpoint.codec.format.fields import Reader, Writer, parts_of
+from shrinkpoint.codec.groups import Coded
 from shrinkpoint.codec.lossless import exact
 from shrinkpoint.codec.lossless.changed import Changed
 from shrinkpoint.codec.state.leaves import LeafSpec
@@ -80,7 +81,7 @@ def test_what_is_stored_does_not_refer_to_the_callers_array(fresh: np.random.Gen
     stored = codec.encode(Leaf("x", "x", spec, Kind("other", "state"), data), None, None)
     data[:] = 0
     pieces = [memoryview(b"".join(parts_of(piece))) for piece in stored.pieces]
-    memory = STREAMS[stored.stream].decode(spec, stored.meta, pieces, None, None)
+    (memory,) = STREAMS[stored.stream].decode(Coded.of_one(spec, stored.meta, pieces))
     np.testing.assert_array_equal(memory.values(spec), kept)
 
 

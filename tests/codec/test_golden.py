@@ -42,8 +42,8 @@ def test_golden_file(name: str) -> None:
 
 def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Golden files use every stream, coder and exact storage method."""
+
     from shrinkpoint.codec import streams
-    from shrinkpoint.codec.bundles.streams import BUNDLE_STREAMS
     from shrinkpoint.codec.entropy import coders, plain
     from shrinkpoint.codec.lossless import exact
 
@@ -68,12 +68,13 @@ def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch
             ckpt = load(name)
             sp.decompress(ckpt)
             formats |= {row.stream for row in ckpt.summary()}
-            together |= {(bundle.stretch.stream, bundle.stretch.delta) for bundle in ckpt.bundles}
+            together |= {(group.stream, group.is_delta) for group in ckpt.groups if len(group.members) > 1}
     finally:
         sp.set_threads(with_sp)
     assert formats == set(streams.STREAMS)
-    deltas = {stream for stream, of in BUNDLE_STREAMS.items() if of.rebase is not None}
-    assert together == {(stream, False) for stream in BUNDLE_STREAMS} | {(stream, True) for stream in deltas}
+    shared = {stream: of for stream, of in streams.STREAMS.items() if of.is_shared}
+    deltas = {stream for stream, of in shared.items() if of.has_deltas}
+    assert together == {(stream, False) for stream in shared} | {(stream, True) for stream in deltas}
     assert methods == set(range(8))
     every = set(range(entropy.MATRIX + 1))
     assert used == every, f"no golden file uses {sorted(every - used)}"

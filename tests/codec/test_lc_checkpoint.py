@@ -512,7 +512,7 @@ HEADS = {
 @pytest.mark.parametrize("name", HEADS)
 def test_hostile_heads(name: str) -> None:
     header, body, base, _ = _delta()
-    record = header["arrays"][0]
+    record = header["groups"][0]
     record["b"] = [len(HEADS[name]), record["b"][1]]
     blob = put_together(header, [HEADS[name] + body[-record["b"][1] :]])
     with pytest.raises(CorruptDataError):
@@ -522,16 +522,15 @@ def test_hostile_heads(name: str) -> None:
 def test_levels_without_a_parent_and_of_integers() -> None:
     header, body, base, delta = _delta()
     header["parent"] = None
-    record = header["arrays"][0]
-    record.pop("p")
+    header["groups"][0].pop("p")
     with pytest.raises(CorruptDataError, match="without a parent"):
         sp.decompress(sp.Checkpoint.from_bytes(put_together(header, [body])))
     anew, chunks = take_apart(rebase(delta, base).to_bytes())
     anew["parent"] = None
-    anew["arrays"][0].pop("p")
+    anew["groups"][0].pop("p")
     with pytest.raises(CorruptDataError, match="without a parent"):
         sp.decompress(sp.Checkpoint.from_bytes(put_together(anew, chunks)))
-    record["d"] = "int32"
+    header["arrays"][0]["d"] = "int32"
     with pytest.raises(CorruptDataError, match="int32"):
         sp.decompress(sp.Checkpoint.from_bytes(put_together(header, [body])))
 
@@ -542,7 +541,7 @@ def test_damaged_chunks_raise_or_decode(seed: int) -> None:
     header, body, base, delta = _delta()
     rng = np.random.default_rng(seed)
     anew, chunks = take_apart(rebase(delta, base).to_bytes())
-    assert chunks[0][anew["arrays"][0]["b"][0]] == 1  # by addends
+    assert chunks[0][anew["groups"][0]["b"][0]] == 1  # by addends
     for plain, data in ((header, body), (anew, b"".join(chunks))):
         for _ in range(150):
             bad = bytearray(data)

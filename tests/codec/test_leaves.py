@@ -60,7 +60,8 @@ def test_every_torch_dtype(dtype: torch.dtype) -> None:
         assert y.dtype == dtype
         assert y.shape == view.shape
         assert bits(y) == bits(view)
-        assert y.is_contiguous()
+        # Transposed memory is kept; memory with gaps or overlaps becomes contiguous.
+        assert y.stride() == (view.stride() if view.shape == (6, 4) else torch.empty(view.shape).stride())
 
 
 @pytest.mark.parametrize("name", NUMPY)

@@ -336,7 +336,7 @@ def test_hostile_floats(name: str) -> None:
     x = np.arange(1, 2001, dtype="f4")
     base = sp.compress({"x": x}, cfg=sp.presets.lossless())
     header, _ = take_apart(sp.compress({"x": x + 1}, base, sp.presets.lossless()).to_bytes())
-    record, piece = header["arrays"][0], SCALED_PIECES[name]
+    record, piece = header["groups"][0], SCALED_PIECES[name]
     record["b"] = [len(piece)]
     if name.endswith("without a parent"):
         header["parent"] = None

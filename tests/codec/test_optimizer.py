@@ -12,6 +12,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.codec.base import Leaf
 from shrinkpoint.codec.evidence.kind import Kind
+from shrinkpoint.codec.groups import Coded
 from shrinkpoint.codec.moments.logbuckets import LogBuckets
 from shrinkpoint.codec.moments.secondmoment import decode_rank_one, matrix_shape
 from shrinkpoint.codec.state.leaves import LeafSpec, as_bytes
@@ -174,9 +175,9 @@ def test_either_may_be_exact(exact: str) -> None:
 def test_the_second_moment_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
-    def counted(spec: LeafSpec, *rest: Any) -> Any:
-        calls.append(spec)
-        return decode_rank_one(spec, *rest)
+    def counted(coded: Coded) -> Any:
+        calls.append(coded)
+        return decode_rank_one(coded)
 
     blob = sp.compress(state(adam((96, 160)))).to_bytes()
     ckpt = sp.Checkpoint.from_bytes(blob)
@@ -438,7 +439,8 @@ def test_log_buckets_at_hand_are_those_a_reader_sees(library: str, dtype: str) -
     assert stored.stream == "log-buckets"
     assert stored.decoded is not None
     pieces = [memoryview(piece) for piece in stored.pieces]
-    seen = STREAMS[stored.stream].decode(spec, stored.meta, pieces, None, None).values(spec)
+    (reference,) = STREAMS[stored.stream].decode(Coded.of_one(spec, stored.meta, pieces))
+    seen = reference.values(spec)
     np.testing.assert_array_equal(as_bytes(stored.decoded()), as_bytes(seen))
 
 

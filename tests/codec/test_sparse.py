@@ -18,6 +18,8 @@ from shrinkpoint.codec.lossless.exact import SPARSE, UNCHANGED, copied_pieces, d
 from shrinkpoint.codec.lossless.reference import BytesReference, PatchedReference
 from shrinkpoint.codec.state.leaves import LeafSpec
 
+from ..seeds import fresh_seed
+
 DTYPES = ["bfloat16", "float16", "float32", "float64", "complex64", "float8_e4m3fn", "float8_e5m2", "uint8", "int64"]
 
 
@@ -140,7 +142,7 @@ def test_parts_that_changed_and_parts_that_did_not(changed: list[int]) -> None:
 
 
 def test_any_damage_is_refused_or_decoded() -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
+    seed = fresh_seed()
     rng = random.Random(seed)
     sources = []
     for dtype in ("bfloat16", "float64", "uint8", "complex64"):

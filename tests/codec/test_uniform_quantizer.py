@@ -114,7 +114,7 @@ def test_whatever_is_in_it_the_target_is_met_or_every_bit_kept(x: Any, target: f
 )
 def test_a_lying_record_is_refused(meta: dict[str, Any]) -> None:
     header, chunks = take_apart(sp.compress({"weight": weights()}, cfg=config(1e-3)).to_bytes())
-    header["arrays"][0]["m"] |= meta
+    header["groups"][0]["m"] |= meta
     with pytest.raises(sp.CorruptDataError, match=r"multiples|NaN"):
         sp.decompress(sp.Checkpoint.from_bytes(put_together(header, chunks)))
 

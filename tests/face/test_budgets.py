@@ -72,3 +72,9 @@ def test_every_folder_is_described() -> None:
     assert wanted <= set(budgets())
     for name in budgets():
         assert (HOME / name).is_dir(), name
+
+
+def test_pages_keep_to_their_words() -> None:
+    """The documentation stays short enough to read; a page that grows is paid for by another."""
+    words = sum(len(path.read_text(encoding="utf-8").split()) for path in (HOME / "docs").rglob("*.md"))
+    assert 40_000 < words <= 50_400

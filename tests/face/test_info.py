@@ -8,8 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import shrinkpoint as sp
+from shrinkpoint.report.collect import collect
+from shrinkpoint.trainers.dcp import Reader
 
 from .test_cli import bad, good
 
@@ -58,6 +62,42 @@ def test_a_sharded_step_of_a_store() -> None:
     first = listed[0]["step"]
     assert {part["delta"] for part in told(store, "--step", first)["ranks"]} == {False}
     assert {row["base"] for row in listed} == {first}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_diff_joins_the_shards_of_a_step() -> None:
+    store = sp.Store(GOLDEN / "sharded")
+    first, last = store.steps()[0], store.steps()[-1]
+    found = json.loads(good("diff", store.url, first, last, "--json"))
+    states = [{"model": {"w": torch.zeros(31, 40)}} for _ in range(2)]
+    for step, state in zip((first, last), states, strict=True):
+        dcp.load(state, storage_reader=Reader(store, step), no_dist=True)
+    old, new = (state["model"]["w"] for state in states)
+    (row,) = [row for row in found["arrays"] if row["path"] == "model/w"]
+    assert row["elements"] == old.numel()
+    assert row["what"] == "changed"
+    assert row["changed_share"] == pytest.approx((old != new).double().mean().item())
+    assert row["relative_l2"] == pytest.approx(((new - old).double().norm() / old.double().norm()).item())
+    assert found["new_nbytes"] == store.describe(last).stored_nbytes
+    same = json.loads(good("diff", store.url, last, last, "--json"))
+    assert {row["what"] for row in same["arrays"]} == {"same"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_a_report_joins_the_shards_of_a_step(tmp_path: Path) -> None:
+    store = sp.Store(GOLDEN / "sharded")
+    run = collect(store, name="ranks")
+    assert [row.nbytes for row in run.steps] == [store.describe(step).stored_nbytes for step in store.steps()]
+    assert [sum(row.parts.values()) for row in run.steps] == [row.nbytes for row in run.steps]
+    weights = {"model": {"w": torch.zeros(31, 40)}}
+    dcp.load(weights, storage_reader=Reader(store, store.steps()[-1]), no_dist=True)
+    (shown,) = [t for t in run.tensors if t.record.path == "model/w"]
+    assert shown.record.spec.shape == (31, 40)
+    w = weights["model"]["w"]
+    assert (shown.histogram.low, shown.histogram.high) == (w.min().item(), w.max().item())
+    assert sum(shown.histogram.counts) == w.numel()
+    good("report", store.url, "--output", tmp_path / "report.html")
+    assert "model/w" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 import shrinkpoint as sp
 
-OPTIONAL = ("accelerate", "jax", "lightning", "orbax", "torchtitan", "transformers", "megatron")
+OPTIONAL = ("accelerate", "jax", "lightning", "orbax", "torchtitan", "transformers", "megatron", "zarr", "numcodecs")
 """Modules of `trainers` that import what may not be there."""
 
 

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 import shrinkpoint as sp
 from shrinkpoint.bench import data
 from shrinkpoint.bench.__main__ import main as bench
-from shrinkpoint.commands.file_types import unreadable
-from shrinkpoint.commands.interchange import load_state
+from shrinkpoint.commands.interchange import load_state, unreadable
 
 from .test_cli import run
 

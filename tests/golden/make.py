@@ -20,7 +20,7 @@ from blake3 import blake3
 
 import shrinkpoint as sp
 from shrinkpoint.codec.rebase import rebase
-from shrinkpoint.codec.state.leaves import is_stored_as_array, read_leaf
+from shrinkpoint.codec.state.leaves import is_array, is_stored_as_array, memory_order, read_leaf
 from shrinkpoint.codec.state.tree import flatten
 
 from .subclass import Coded, coded
@@ -246,7 +246,7 @@ def many(t: int) -> dict[str, Any]:
 
 
 def small(t: int) -> dict[str, Any]:
-    """Return many small layers for bundles: members come, go, change shape or stand out."""
+    """Return many small layers for groups: members come, go, change shape or stand out."""
     model, entries = {}, {}
     for i in range(12):
         shape = (48, 32) if i == 5 and t else (32, 48)
@@ -294,12 +294,46 @@ def numbers(t: int) -> dict[str, Any]:
     }
 
 
+def momentum(t: int) -> dict[str, Any]:
+    """Return matrices, one of them of bfloat16, and the momentum that SGD keeps for them."""
+    model, entries = {}, {}
+    for i, (name, rows, columns, dtype) in enumerate((("fc", 90, 70, torch.float32), ("head", 40, 60, torch.bfloat16))):
+        scale = (0.01 + uniform(rows, 501 + i))[:, None] * (0.01 + uniform(columns, 511 + i))
+        model[f"{name}.weight"] = torch.from_numpy(0.1 * bell(rows * columns, 521 + i).reshape(rows, columns)).to(dtype)
+        moment = scale * bell(rows * columns, 531 + 10 * t + i).reshape(rows, columns)
+        moment[3] = 0
+        entries[i] = {"momentum_buffer": torch.from_numpy(moment).to(dtype)}
+    return {"model": model, "optimizer": {"state": entries}}
+
+
+def permuted(t: int) -> dict[str, Any]:
+    """Return a convolution in channels_last with its moments, and matrices by columns."""
+    shape = (24, 8, 3, 3)
+    size = int(np.prod(shape))
+
+    def kernel(x: Any) -> torch.Tensor:
+        return torch.from_numpy(x.astype(np.float32)).reshape(shape).to(memory_format=torch.channels_last)
+
+    w = bell(size, 41) + 0.01 * bell(size, 42 + t)
+    columns = torch.from_numpy(bell(6000, 43).astype(np.float32)).reshape(75, 80).T
+    return {
+        "model": {"conv.weight": kernel(w)},
+        "optimizer": {0: {"exp_avg": kernel(0.1 * w), "exp_avg_sq": kernel(w * w)}},
+        "projection": columns if t == 0 else columns.contiguous(),
+        "volume": np.arange(60, dtype=np.int32).reshape(3, 4, 5).transpose(2, 0, 1) + t,
+    }
+
+
 KINDS: dict[Any, dict[str, Any]] = {
     training: {"fc.weight": "linear", "wte.weight": "embedding", "half": "linear", "odd": "linear", "zero": "linear"},
     tables: {"emb.weight": "embedding", "wte.weight": "embedding"},
     mixed: {"fc.weight": "linear", "master": "linear", "ema": sp.Kind("linear", parameter="ema")},
     directed: {"fc.weight": "linear"},
     uneven: {"fc.weight": "linear"},
+    momentum: {
+        f"state/{i}/momentum_buffer": sp.Kind("linear", "first moment", name, "SGD")
+        for i, name in enumerate(("fc.weight", "head.weight"))
+    },
     peaked: {"single": "linear", "double": "linear"},
 }
 """What the arrays of a maker are, where neither its optimizer nor its names say so."""
@@ -340,6 +374,8 @@ def cases() -> dict[str, tuple[Any, sp.Config, int]]:
         "small": (small, sp.Config(), 3),
         "small-rate": (small, sp.Config([("second moment", sp.LogBuckets())], rate=0.001), 2),
         "numbers": (numbers, sp.Config([("*", sp.Quantize())]), 2),
+        "momentum": (momentum, sp.Config(), 2),
+        "permuted": (permuted, sp.Config(), 2),
         "subclass": (lambda t: {"state": {0: {"exp_avg": coded(t), "step": t}}}, sp.Config(), 2),
     }
 
@@ -351,7 +387,7 @@ FILES += [f"{name}-{t}.spt" for name, (_, t, _) in AGAIN.items()]
 
 
 def arrays_of(ckpt: sp.Checkpoint, state: Any) -> dict[str, list[Any]]:
-    """Return library, dtype, shape and hash of each restored array, by its key as JSON."""
+    """Return library, dtype, shape, hash and order of each restored array, by its key as JSON."""
     _, nodes = flatten(state, is_stored_as_array)
     values = {node.key: node.value for node in reversed(nodes)}
     found = {}
@@ -359,6 +395,8 @@ def arrays_of(ckpt: sp.Checkpoint, state: Any) -> dict[str, list[Any]]:
         spec = record.spec
         digest = blake3(bits(values[record.key])).hexdigest()
         found[key_of(record.key)] = [spec.library, spec.dtype, list(spec.shape), digest]
+        if order := memory_order(values[record.key]) if is_array(values[record.key]) else ():
+            found[key_of(record.key)].append(list(order))
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,8 @@ import pytest
 import torch
 
 from shrinkpoint.kernels.backend.arrays import is_torch, to_numpy
+
+from ..seeds import fresh_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,9 +114,7 @@ def sequential_back_end(request: pytest.FixtureRequest, poisoned: None) -> BackE
 @pytest.fixture
 def fresh() -> np.random.Generator:
     """Random data that differs in each run; the seed is printed with a failure."""
-    seed = int.from_bytes(os.urandom(4), "little")
-    sys.stderr.write(f"fresh data seed: {seed}\n")
-    return np.random.default_rng(seed)
+    return np.random.default_rng(fresh_seed())
 
 
 @pytest.fixture(params=[pytest.param("device", marks=pytest.mark.gpu if GPU_HERE else ())])

@@ -35,8 +35,8 @@ MODULES = [
     if m.name.rpartition(".")[2] in ("gpu", "gpu_bits", "launch", "tally", "aot")
 ]
 assert len(MODULES) > 10
-BY_SIZE = {"BLOCK", "ROWS", "COLUMNS", "FIELD", "BYTES"}
-"""Constants that the interpreter chooses by the size of the data."""
+BY_SIZE = {"BLOCK", "ROUNDS", "ROWS", "COLUMNS", "FIELD", "BYTES"}
+"""Constants that the interpreter chooses itself, most by the size of the data."""
 
 
 MIXED = (
@@ -165,7 +165,7 @@ def test_what_must_not_be_is_found(tmp_path: Path) -> None:
             narrow = aot.Build(exact.kernel, exact.types, Launch(2048, 8, registers=32), exact.constants)
             print(aot.compile_build(narrow, 90).problems)
             mixed = next(b for b in aot.builds() if b.name.startswith("quantizer.assign_kernel(*bf16 *fp32"))
-            tight = Launch(mixed.launch.block, mixed.launch.warps, registers=128)
+            tight = Launch(mixed.launch.block, mixed.launch.warps, registers=48)
             tight = aot.Build(mixed.kernel, mixed.types, tight, {**mixed.constants, "STEPS": 4})
             for arguments in ("aligned", "unaligned"):
                 print(aot.compile_build(tight, 90, arguments).problems)
@@ -303,6 +303,12 @@ def _call_everything(rng: np.random.Generator) -> None:
         grouped, _ = back_end("levels").split_by_level(keys.flip(0), keys, size)
         back_end("levels").merge_by_level(grouped, keys, size)
         back_end("levels").joint_counts(keys, keys, size, size)
+    table = np.array([[1024, 3072], [4096, 0]], np.uint32)
+    zeros = torch.zeros(5, dtype=torch.uint8)
+    for lanes in (4, 64):
+        for contexts in (None, zeros):
+            data = back_end("rans").rans_encode(zeros, contexts, table, 12, lanes)
+            back_end("rans").rans_decode(data, contexts, table, 12, 5, lanes)
     points, weights = torch.sort(wide[:20]).values, torch.ones(20, dtype=torch.float64)
     back_end("kmeans").weighted_kmeans(points, weights, 3)
     back_end("kmeans").weighted_kmeans(points, weights, 3, method="kmeans++")

@@ -17,7 +17,7 @@ from shrinkpoint.codec.state.leaves import is_sharded
 from shrinkpoint.kernels.backend import first_calls
 from shrinkpoint.kernels.backend.arrays import is_torch
 from shrinkpoint.kernels.backend.imported import imported, load
-from shrinkpoint.searching.random_state import preserved
+from shrinkpoint.searching.quality import preserved
 
 HOME = Path(__file__).parents[2]
 

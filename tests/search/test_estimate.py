@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
 from shrinkpoint.codec.state.leaves import blocks
-from shrinkpoint.codec.weights.levels import LevelsReference, references
+from shrinkpoint.codec.weights.levels import LevelsReference, head_piece
 from shrinkpoint.kernels.quantizer import Thresholds
 from shrinkpoint.searching import sample as sampling
 from shrinkpoint.searching.cube import Cube, Point
@@ -204,7 +205,9 @@ def test_protected_values_take_what_is_written_of_them() -> None:
         (leaf,), (memory,) = prepared.leaves, prepared.parents
         assert isinstance(memory, LevelsReference)
         none = LevelsReference(memory.levels[:0], memory.codebook, memory.protected[:0], memory.thresholds)
-        written = len(references(memory, leaf.spec, parent)) - len(references(none, leaf.spec, parent))
+        parents = None if parent is None else [parent]
+        whole, alone = (len(head_piece([leaf.spec], [own], parents)) for own in (memory, none))
+        written = whole - alone
         part = sampling.sample(leaf, parent, leaf.spec.size)
         assert part.scale == 1.0
         assert nbytes_of_protected(memory.levels, part, leaf.spec) == written
@@ -252,9 +255,11 @@ def test_what_a_parent_knows_of_some_elements(dtype: torch.dtype) -> None:
     assert isinstance(memory, LevelsReference)
     at = np.flatnonzero(np.arange(6000) // 7 % 3 == 1)
     some = sampling.held_of(memory, at, prepared.leaves[0].spec)
-    whole = memory.values(prepared.leaves[0].spec)
+    spec = prepared.leaves[0].spec
+    whole = memory.values(spec)
     assert 0 < np.count_nonzero(some.levels == 1) < np.count_nonzero(memory.levels == 1)
-    assert torch.equal(some.values(prepared.leaves[0].spec), whole[torch.from_numpy(at)])
+    part = dataclasses.replace(spec, shape=(at.size,))
+    assert torch.equal(some.values(part), whole[torch.from_numpy(at)])
 
 
 def test_what_is_counted_is_kept() -> None:

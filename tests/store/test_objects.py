@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import threading
 import time
@@ -266,3 +267,26 @@ def test_a_file_system_without_conditional_puts() -> None:
     assert not files.create("steps/x", b"b")
     assert files.read("steps/x") == b"a"
     assert ObjectFiles(MemoryFileSystem(), "/x")._conditional
+
+
+@pytest.mark.parametrize("module", ["huggingface_hub.hf_file_system", "obstore.fsspec"])
+def test_file_systems_that_ignore_the_mode(module: str) -> None:
+    """These accept `mode="create"` and write over an existing object, so it is looked for first."""
+
+    class Ignoring(MemoryFileSystem):
+        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> Any:
+            return super().pipe_file(path, value, mode="overwrite", **kwargs)
+
+    Ignoring.__module__ = module
+    files = ObjectFiles(Ignoring(), f"/{uuid.uuid4()}")
+    assert files.create("steps/x", b"a")
+    assert not files.create("steps/x", b"b")
+    assert files.read("steps/x") == b"a"
+
+
+def test_the_hub_without_its_package() -> None:
+    """The error names the package to install."""
+    if importlib.util.find_spec("huggingface_hub") is not None:
+        pytest.skip("huggingface_hub is installed")
+    with pytest.raises(sp.BadArgumentError, match=r"hf://user/repo/run.*huggingface_hub"):
+        sp.Store("hf://user/repo/run")

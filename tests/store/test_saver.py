@@ -1125,7 +1125,6 @@ def test_a_signal_handler_cannot_save_within_a_save(moment: str, tmp_path: Path)
         f"""
         import signal, warnings
         from shrinkpoint.store.saver import executors
-        from shrinkpoint.store.saver import saver as module
 
         def then_a_signal(function):
             def call(*args, **options):
@@ -1138,7 +1137,7 @@ def test_a_signal_handler_cannot_save_within_a_save(moment: str, tmp_path: Path)
 
         sent = []
         if {moment!r} == "take":
-            module.take = then_a_signal(module.take)
+            executors.take = then_a_signal(executors.take)
         else:
             executors.ProcessExecutor.hand = then_a_signal(executors.ProcessExecutor.hand)
         store = sp.Store(sys.argv[1] + "/run", sp.presets.lossless())
@@ -1392,7 +1391,9 @@ def test_a_trainer_with_many_files_an_odd_path_and_no_folder(tmp_path: Path) -> 
 def test_close_ends_though_nobody_can_be_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`close` ends even if the lock of `Popen.wait` is never released."""
     monkeypatch.setattr(executors, "_PATIENCE", 0.5)
-    place = executors.ProcessExecutor(sp.Store(tmp_path / "run"), nice=0, threads=1, maintenance=Maintenance())
+    place = executors.ProcessExecutor(
+        sp.Store(tmp_path / "run"), nice=0, threads=1, maintenance=Maintenance(), consumes=True
+    )
     closing = threading.Thread(target=place.close, daemon=True)
     with place._process._waitpid_lock:  # type: ignore[attr-defined]
         closing.start()

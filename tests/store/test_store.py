@@ -356,10 +356,10 @@ def test_manifests_that_are_none(root: Path, text: str) -> None:
 def test_newer_manifests_are_refused_by_name(root: Path) -> None:
     filled(root, 2)
     manifest = files_of(root, 10)[1]
-    manifest.write_text(json.dumps({"version": 3, "what": "ever"}))
-    with pytest.raises(sp.NewerFormatError, match="version 3"):
+    manifest.write_text(json.dumps({"version": 4, "what": "ever"}))
+    with pytest.raises(sp.NewerFormatError, match="version 4"):
         sp.Store(root).load(10)
-    with pytest.warns(SkippedCheckpointWarning, match="version 3"):
+    with pytest.warns(SkippedCheckpointWarning, match="version 4"):
         assert same(sp.Store(root).load(), state(0))
 
 

@@ -330,7 +330,7 @@ def test_whether_one_save_is_aimed_is_a_matter_of_the_stores_chain(tmp_path: Pat
         for step in range(0, 50, 10):
             made = [s.save(step, drifting(step), cfg=c) for s, c in zip(stores, (given, other), strict=True)]
             assert made[0].checkpoint.to_bytes() == made[1].checkpoint.to_bytes()
-        assert (made[0].checkpoint.records[0].meta.get("a", 0) > 0) is (name == "b")
+        assert (made[0].checkpoint.records[0].meta.get("a", [0])[0] > 0) is (name == "b")
     with pytest.raises(sp.BadArgumentError, match=r"chain\.against"):
         sp.Store(tmp_path / "c", sp.Config(chain=based)).save(0, drifting(0), cfg=sp.Config(ahead=True))
 

@@ -31,6 +31,8 @@ from shrinkpoint.trainers.dcp import Reader, Writer
 
 LIMIT = 60.0
 KEEP = sp.Retention(last=3)
+WORLDS = (1, 2, 4, 8)
+"""Numbers of ranks that load the last step, after all kills."""
 
 
 def full(step: int) -> dict[str, torch.Tensor]:
@@ -57,16 +59,25 @@ def check(state: dict[str, Any], step: int) -> None:
         assert torch.equal(found, value), (step, name)
 
 
+def resumed(store: sp.Store, mesh: Any) -> int:
+    """Load the newest step as shards of these ranks, and check each tensor; return the step."""
+    reader, state = Reader(store), state_of(None, mesh)
+    dcp.load(state, storage_reader=reader)
+    check(state, reader.step or 0)
+    return reader.step or 0
+
+
+def load(url: str) -> None:
+    """Resume only."""
+    store = sp.Store(url, sp.presets.lossless())
+    assert resumed(store, init_device_mesh("cpu", (dist.get_world_size(),))) == store.steps()[-1]
+
+
 def train(url: str, log: Path) -> None:
     """Resume and save until killed."""
     store = sp.Store(url, sp.presets.lossless())
-    mesh, writer, step = init_device_mesh("cpu", (dist.get_world_size(),)), Writer(store, keep=KEEP), 0
-    if store.steps():
-        reader = Reader(store)
-        state = state_of(None, mesh)
-        dcp.load(state, storage_reader=reader)
-        step = reader.step or 0
-        check(state, step)
+    mesh, writer = init_device_mesh("cpu", (dist.get_world_size(),)), Writer(store, keep=KEEP)
+    step = resumed(store, mesh) if store.steps() else 0
     while True:
         step += 1
         dcp.save(state_of(step, mesh), storage_writer=writer, checkpoint_id=str(step))
@@ -147,10 +158,16 @@ def main(url: str, world: int, runs: int, seed: int, folder: Path) -> None:
                 time.sleep(0.01)
         _, status = os.waitpid(forked(lambda: inspect(url, log), folder / f"{number}-check.log"), 0)
         assert status == 0, texts(folder, number)
-    print(f"{runs} runs killed, {len(log.read_text().splitlines())} steps durable")
+    for ranks in WORLDS:
+        (folder / "meeting").unlink(missing_ok=True)
+        name = f"load{ranks}"
+        works = [lambda i=i, ranks=ranks: rank(lambda: load(url), i, ranks, folder) for i in range(ranks)]
+        pids = [forked(work, folder / f"{name}-{i}.log") for i, work in enumerate(works)]
+        assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * ranks, texts(folder, name)
+    print(f"{runs} runs killed, {len(log.read_text().splitlines())} steps durable, loaded by {WORLDS} ranks")
 
 
-def texts(folder: Path, number: int) -> str:
+def texts(folder: Path, number: int | str) -> str:
     """Return the output of a run's processes."""
     return "\n".join(f"{p.name}: {p.read_text()[-3000:]}" for p in sorted(folder.glob(f"{number}-*.log")))
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
+from shrinkpoint.codec.groups import Coded
 from shrinkpoint.codec.registry import CODECS, STREAMS
 from shrinkpoint.trainers.dcp import Reader
 
@@ -117,7 +118,7 @@ def test_own_codec() -> None:
             sp.decompress(sp.Checkpoint.from_bytes(bytes(blob)))
         for piece in (b"", b"nonsense", b"".join(bytes(p) for p in ckpt.pieces_of(record))[:-1]):
             with pytest.raises(sp.CorruptDataError, match=r"example\.rounded"):
-                module.decode(record.spec, {}, [memoryview(piece)], None)
+                module.decode(Coded.of_one(record.spec, {}, [memoryview(piece)]))
         with pytest.raises(sp.BadArgumentError, match="bits is 24"):
             module.Rounded(24)
     finally:

@@ -250,13 +250,13 @@ def test_model_folders_are_read(golden: Path) -> None:
 
 def newer_manifest(golden: Path) -> Path:
     path = golden / "store" / "steps" / "000000000010.json"
-    path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 3'))
+    path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 4'))
     return path
 
 
 def newer_published(golden: Path) -> Path:
     for path in (golden / "published" / "versions").iterdir():
-        path.write_bytes(path.read_bytes().replace(b'"format": 1', b'"format": 3'))
+        path.write_bytes(path.read_bytes().replace(b'"format": 2', b'"format": 3'))
     return path
 
 
@@ -276,7 +276,7 @@ def newer_pointer(golden: Path) -> Path:
 @pytest.mark.parametrize(
     ("write", "read", "match"),
     [
-        (newer_manifest, lambda p: sp.Store(p / "store").load(10), "step 10: manifest version 3; .* up to 2"),
+        (newer_manifest, lambda p: sp.Store(p / "store").load(10), "step 10: manifest version 4; .* up to 3"),
         (
             newer_published,
             lambda p: sp.Subscriber(p / "published", made.published(0)).update(version=4),
@@ -329,7 +329,7 @@ def test_labels_and_records_of_a_newer_version_are_refused_by_name(golden: Path)
 
 def test_a_newer_published_version_is_reported_while_an_older_one_serves(golden: Path) -> None:
     path = golden / "published" / "versions" / "000000000004.json"
-    path.write_bytes(path.read_bytes().replace(b'"format": 1', b'"format": 3'))
+    path.write_bytes(path.read_bytes().replace(b'"format": 2', b'"format": 3'))
     model = {name: t.clone() for name, t in made.published(3).items()}
     subscriber = sp.Subscriber(golden / "published", model)
     with pytest.warns(StoreWarning, match=r"version 4 cannot be read, and the model is at 3: .*format 3"):

@@ -139,7 +139,7 @@ def test_an_empty_piece_and_changes_in_a_base(tmp_path: Path, sliced: bool) -> N
     header, _ = take_apart(next(tmp_path.glob("data/*-b-*")).read_bytes())
     model = {"w": torch.full((64, 64), 7.0)}
     for piece, said in ((b"", "a malformed piece of 0 bytes"), (bytes([UNCHANGED]), "changes in a base")):
-        header["arrays"][0]["b"] = [len(piece)]
+        header["groups"][0]["b"] = [len(piece)]
         replaced(tmp_path, 1, put_together(header, [piece] if piece else []))
         with pytest.raises(sp.CorruptDataError, match=said):
             sp.Subscriber(tmp_path, model).update()

@@ -244,8 +244,8 @@ def test_the_callback_replaces_what_trainer_wrote(tmp_path: Path) -> None:
 
 def test_what_cannot_be_compressed_is_refused(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", 4)
-    trainer.is_fsdp_enabled = True
-    with pytest.raises(sp.BadArgumentError, match="do not work with fsdp"):
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(sp.BadArgumentError, match="do not work with deepspeed"):
         trainer._save(str(tmp_path / "run" / "checkpoint-1"))
 
 

@@ -1,4 +1,4 @@
-"""The engine for verl, against a stand-in with the interface of verl's `CheckpointEngine`."""
+"""The engine for verl, against the installed `CheckpointEngine` and a stand-in."""
 
 from __future__ import annotations
 
@@ -33,18 +33,27 @@ class Registry:
 
         return known
 
+    @classmethod
+    def get(cls, backend: str) -> Any:
+        return cls.engines[backend]
 
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    names = ("verl", "verl.checkpoint_engine", "verl.checkpoint_engine.base")
-    for name in names:
-        made = ModuleType(name)
-        made.__path__ = []
-        monkeypatch.setitem(sys.modules, name, made)
-    vars(sys.modules[names[-1]]).update(CheckpointEngine=object, CheckpointEngineRegistry=Registry)
+
+@pytest.fixture(params=["verl", "a stand-in"])
+def engine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Any]:
+    base = "verl.checkpoint_engine.base"
+    if request.param == "verl":
+        registry: Any = pytest.importorskip(base, exc_type=ImportError).CheckpointEngineRegistry
+        monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+    else:
+        for name in ("verl", "verl.checkpoint_engine", base):
+            made = ModuleType(name)
+            made.__path__ = []
+            monkeypatch.setitem(sys.modules, name, made)
+        registry = Registry
+        vars(sys.modules[base]).update(CheckpointEngine=object, CheckpointEngineRegistry=registry)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     importlib.import_module(MODULE)  # what `custom_backend_module` imports
-    yield Registry.engines["shrinkpoint"]
+    yield registry.get("shrinkpoint")
     sys.modules.pop(MODULE, None)
 
 

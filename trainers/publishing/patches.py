@@ -96,10 +96,10 @@ class Stored:
     def needed(self, region: Where) -> list[int]:
         """Return the numbers of the pieces that may have elements of a region."""
         if is_inside(self.where, region):
-            return list(range(len(self.record.stretch.lengths)))
+            return list(range(len(self.record.group.lengths)))
         spec, box = self.record.spec, _within(region, self.where)
         step = STEP // spec.itemsize
-        return [i for i in range(len(self.record.stretch.lengths)) if _meets(spec.shape, box, i * step, step)]
+        return [i for i in range(len(self.record.group.lengths)) if _meets(spec.shape, box, i * step, step)]
 
     def pieces(self, region: Where) -> dict[int, _Piece]:
         """Return the pieces that may have elements of a region, by number.
@@ -109,9 +109,9 @@ class Stored:
         """
         record = self.record
         expected = len(range(0, record.spec.nbytes, STEP))
-        if len(record.stretch.lengths) != expected or record.stream != "bytes" or record.bundle is not None:
+        if len(record.group.lengths) != expected or record.stream != "bytes" or len(record.group.members) > 1:
             raise CorruptDataError(
-                f"{record.path}: {len(record.stretch.lengths)} pieces of {record.stream} for {expected}"
+                f"{record.path}: {len(record.group.lengths)} pieces of {record.stream} for {expected}"
             )
         found = {
             i: _Piece.of(data, record.path) for i, data in self.ckpt.some_pieces(record, self.needed(region)).items()

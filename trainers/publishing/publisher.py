@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from ...codec.errors import BadArgumentError, CorruptDataError, NewerFormatError, ShrinkpointError
 from ...codec.format import container
-from ...codec.format.schema import StoredArray
+from ...codec.format.schema import StoredArray, StoredGroup, groups_to_json
 from ...codec.state.leaves import NpArray, is_sharded
 from ...kernels.backend.arguments import flag, integer, or_none
 from ...kernels.backend.arguments import instance as instance_of
@@ -303,8 +303,8 @@ class Publisher:
         return ShardFile(*written["d"], *written["b"], tuple(shards))
 
     def _blob(self, shards: Sequence[Shard], data: Sequence[NpArray], is_delta: bool) -> bytes:
-        pieces, records = [], []
-        for shard, own in zip(shards, data, strict=True):
+        pieces, groups = [], []
+        for i, (shard, own) in enumerate(zip(shards, data, strict=True)):
             before = None
             if is_delta:
                 # Hashes of unchanged tensors are equal, and there is nothing to compare.
@@ -312,8 +312,7 @@ class Publisher:
                 before = own if shard.hash == self._hashes[shard.name, shard.where] else kept
             made = encode(own, before, shard.spec, self._sliced)
             lengths = [len(piece) for piece in made]
-            record = StoredArray(shard.dtype, shard.spec.shape, stream="bytes", lengths=lengths, is_delta=is_delta)
-            records.append(record.to_json())
+            groups.append(StoredGroup([i], "bytes", lengths, is_delta=is_delta))
             pieces += made
         labels = [shard.label for shard in shards]
         if len(set(labels)) < len(labels):  # a tensor has the label of another one's shard as its name
@@ -322,7 +321,8 @@ class Publisher:
             "parent": self._last.state * 2 if is_delta and self._last is not None else None,
             "raw": sum(own.size for own in data),
             "tree": [{"d": labels}, *({"a": i} for i in range(len(data)))],
-            "arrays": records,
+            "arrays": [StoredArray(shard.dtype, shard.spec.shape).to_json() for shard in shards],
+            "groups": groups_to_json(groups),
         }
         return container.write(header, pieces)[0]
 

@@ -13,6 +13,7 @@ import xxhash
 from ...codec.errors import BadArgumentError
 from ...codec.state.leaves import LeafSpec, NpArray, is_sharded, local_part
 from ...kernels.backend.arrays import is_allocated
+from ...kernels.backend.transfer import to_cpu
 from .layout import Where, whole
 
 
@@ -71,7 +72,7 @@ def host_bytes(tensor: torch.Tensor) -> NpArray:
     """Return the bytes of a tensor in C order, without a copy if possible."""
     if tensor.numel() == 0:
         return np.empty(0, np.uint8)
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    flat = to_cpu(tensor.detach().resolve_conj().resolve_neg()).contiguous().reshape(-1)
     data: NpArray = flat.view(torch.uint8).numpy()
     return data
 

@@ -1,9 +1,11 @@
 """`python -m bench harm`: harm of lossy checkpoints, seen on answers of restored models.
 
-Fifteen small model families train to a plateau; each setting is judged by (a) how far the restored model's answers are
-from the original's, (b) the same after further steps against an exact resume, and (c) loss and accuracy at the end of a
-training that is killed ten times, paired by seed with the uninterrupted training and with the null. Rows are kept one
-JSON line each under `results/harm.jsonl`; a run measures the missing ones, so it may be stopped at any time.
+Twenty-six small model families train to a plateau: thirteen that chose settings, and thirteen that chose nothing, with
+nine further optimizers and schedules that end near zero. Each setting is judged by (a) how far the restored model's
+answers are from the original's, (b) the same after further steps against an exact resume, and (c) loss and accuracy at
+the end of a training that is killed ten times, paired by seed with the uninterrupted training and with the null. Rows
+are kept one JSON line each under `results/harm.jsonl`; a run measures the missing ones, so it may be stopped at any
+time.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ _DIGITS = 10
 _TRAINED_ON = 1297
 """Of the 1,797 images of scikit-learn's digits; the others are held out."""
 _COPIES = 6
+NEAR_ZERO = 0.01
+"""Share of the largest learning rate at which the schedule of a held-back family ends."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,9 @@ def _digits_held_out() -> list[tuple[Tensor, Tensor]]:
     return [(_noisy(images[_TRAINED_ON:], rng), labels[_TRAINED_ON:]) for _ in range(_COPIES)]
 
 
-def on_digits(name: str, model: Callable[[], nn.Module], steps: int, rate: float) -> Family:
-    """Return a family of classifiers of noisy digits."""
-    workload = Workload(name, model, _digits_batch, losses(first, second), _digits_held_out, steps, rate)
+def on_digits(name: str, model: Callable[[], nn.Module], steps: int, rate: float, **more: Any) -> Family:
+    """Return a family of classifiers of noisy digits; `more` are arguments of `Workload`."""
+    workload = Workload(name, model, _digits_batch, losses(first, second), _digits_held_out, steps, rate, **more)
     return Family(workload, first, second, classifies=True)
 
 

@@ -1,4 +1,4 @@
-"""Three families that never chose a setting: they judge the levels."""
+"""Three of the families that never chose a setting: they judge the levels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..workloads import Embedded, Workload
-from .families import CLICK_FIELDS, Family, click_held_out, clicks, digit_images, first, losses, on_digits, second
+from .families import (
+    CLICK_FIELDS,
+    NEAR_ZERO,
+    Family,
+    click_held_out,
+    clicks,
+    digit_images,
+    first,
+    losses,
+    on_digits,
+    second,
+)
 
 
 class _Autoencoder(nn.Module):
@@ -61,7 +72,7 @@ def vae() -> Family:
         return found
 
     adam = partial(torch.optim.Adam, amsgrad=True)
-    workload = Workload("VAE", _Autoencoder, batch, loss, held_out, 500, 2e-3, optimizer=adam, decays=False)
+    workload = Workload("VAE", _Autoencoder, batch, loss, held_out, 500, 2e-3, optimizer=adam, decay=0.0, end=NEAR_ZERO)
     return Family(workload, first, first_of, classifies=False)
 
 
@@ -93,7 +104,7 @@ class _Experts(nn.Module):
 
 def experts() -> Family:
     """A mixture of eight experts in stacked arrays, 0.07 M parameters."""
-    return on_digits("experts", _Experts, 500, 2e-3)
+    return on_digits("experts", _Experts, 500, 2e-3, end=NEAR_ZERO)
 
 
 def recommender() -> Family:
@@ -108,6 +119,7 @@ def recommender() -> Family:
         500,
         1e-3,
         optimizer=torch.optim.RMSprop,
-        decays=False,
+        decay=0.0,
+        end=NEAR_ZERO,
     )
     return Family(workload, first, second, classifies=True)

@@ -31,8 +31,11 @@ _PLATEAU = 0.9
 """Share of the schedule at which the loss is noted, too: a plateau is where little is gained from there on."""
 
 _NEAR = 1e-4
-_PERTURBED = ("weight", "bias", "exp_avg", "exp_avg_sq", "weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
-"""Ends of the names of weights and moments."""
+_PERTURBED = (
+    "weight", "bias", "exp_avg", "exp_avg_sq", "weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0", "up", "down",
+    "max_exp_avg_sq", "exp_avg_slow", "square_avg", "momentum_buffer", "z", "masters",
+)  # fmt: skip
+"""Ends of the names of weights, moments, iterates and masters."""
 Record = dict[str, Any]
 
 
@@ -46,6 +49,7 @@ class Perturbed:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.state: State = {}
+        self.frozen: set[str] = set()
 
     def begin(self, run: Run) -> None:
         """Do nothing; nothing needs to be prepared."""
@@ -53,14 +57,16 @@ class Perturbed:
     def save(self, run: Run) -> None:
         """Keep the run's state."""
         self.state = run.state()
+        named = run.model.named_parameters(remove_duplicate=False)
+        self.frozen = {name for name, p in named if not p.requires_grad}
 
     def restore(self) -> State:
-        """Return the newest state, perturbed; buffers and counts stay as they are."""
+        """Return the newest state, perturbed; buffers, frozen parameters and counts stay as they are."""
         generator = torch.Generator().manual_seed(1000 * self.seed + self.state["step"])
 
         def near(path: Any, x: Any) -> Any:
-            name = str(path[-1].key) if path and hasattr(path[-1], "key") else ""
-            if not isinstance(x, Tensor) or not name.endswith(_PERTURBED):
+            name = next((str(key.key) for key in reversed(path) if hasattr(key, "key")), "")
+            if not isinstance(x, Tensor) or not name.endswith(_PERTURBED) or name in self.frozen:
                 return x
             noise = 2 * math.sqrt(3) * (torch.rand(x.shape, generator=generator) - 0.5)
             return x * (1 + _NEAR * noise)
@@ -83,13 +89,12 @@ class Answers:
 
 @torch.no_grad()
 def answers(family: Family, run: Run) -> Answers:
-    """Return the answers of a run's model, in evaluation mode; the run is not changed."""
-    run.model.eval()
+    """Return the answers of the model that a run is judged by; the run is not changed."""
     batches = family.workload.held_out()
-    outputs = [family.outputs(run.model, batch) for batch in batches]
     targets = [family.targets(batch) for batch in batches]
-    loss = sum(float(run.loss(batch)) * len(y) for batch, y in zip(batches, targets, strict=True))
-    run.model.train()
+    with run.judged() as model:
+        outputs = [family.outputs(model, batch) for batch in batches]
+        loss = sum(float(run.loss(batch, model)) * len(y) for batch, y in zip(batches, targets, strict=True))
     found, right = torch.cat(outputs), torch.cat(targets)
     accuracy = float((found.argmax(-1) == right).double().mean()) if family.classifies else None
     return Answers(found, loss / len(right), accuracy)
@@ -192,7 +197,7 @@ def resumed(
     run = Run(family.workload, seed)
     middle = family.workload.steps // 2 // SPACING * SPACING
     states = [run.train(step).state() for step in (middle - 2 * SPACING, middle - SPACING, middle)]
-    kinds = sp.kinds(run.model, run.optimizer)
+    kinds = run.kinds()
     exact = _going_on(family, seed, states[-1], after)
     for setting in settings:
         chain: list[sp.Checkpoint] = []

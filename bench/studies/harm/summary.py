@@ -102,11 +102,15 @@ class Campaign:
         return {k[3]: row for k, row in self.rows.items() if k[:3] == (what, family, setting)}
 
     def ends(self, family: str, setting: str, what: str) -> dict[int, float]:
-        """Return by seed how much worse a killed training ends: percent, or points."""
+        """Return by seed how much worse a killed training ends: percent, or points.
+
+        A row may hold the uninterrupted training of its own machine.
+        """
         exact, found = self.of("end", family, "uninterrupted"), {}
         for seed, row in self.of("killed", family, setting).items():
-            if seed in exact and row[what] is not None:
-                own, other = row[what], exact[seed][what]
+            pair = row.get("uninterrupted") or exact.get(seed)
+            if pair is not None and row[what] is not None:
+                own, other = row[what], pair[what]
                 found[seed] = 100 * (own / other - 1) if what == "loss" else 100 * (other - own)
         return found
 

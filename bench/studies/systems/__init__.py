@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ...harness import Options, Row
@@ -16,7 +17,16 @@ from .table import Experiment
 
 TITLE = "the published systems' tables on small trainings, the papers' figures next to ours"
 EXPERIMENTS: tuple[Experiment, ...] = (*_INSHRINKERATOR, *_LC, *_ROWS, *_BITSNAP, *_LOSSLESS, *_PRIOR_ART)
-_Bar = tuple[str, float, float | None]
+_PANELS = (
+    (
+        "LC-Checkpoint, figure 3",
+        "times less rework, 2 bits",
+        r"LC-Checkpoint rework on (.*) over LC-Checkpoint, 2 bits",
+    ),
+    ("Inshrinkerator, table 7", "bins for 1 % degradation", r"Inshrinkerator bins on (.*): 1 % degradation(, .*)"),
+    ("Exact ratio", "times smaller", r"lossless ratio: (.*), the best"),
+)
+"""Title and axis of each panel of the picture, and the rows that it shows; the groups are the bars' labels."""
 
 
 def run(options: Options) -> list[Row]:
@@ -25,45 +35,11 @@ def run(options: Options) -> list[Row]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw rework at equal size, bins for 1 %, and lossless ratios, a panel each."""
-    panels = [
-        Bars(title, axis, bars)
-        for title, axis, bars in (
-            ("LC-Checkpoint, figure 3", "iterations of rework, 2 bits", _rework(rows)),
-            ("Inshrinkerator, table 7", "bins for 1 % degradation", _bins(rows)),
-            ("Exact ratio", "times smaller", _lossless(rows)),
-        )
-        if bars
-    ]
+    """Draw rework at equal size, bins for 1 %, and exact ratios with the best peer's marked, a panel each."""
+    panels = []
+    for title, axis, pattern in _PANELS:
+        found = [(re.fullmatch(pattern, row.row), row) for row in rows]
+        mark = [None if row.unit == "bins" else row.peer_value for row in rows]
+        bars = [("".join(m.groups()), r.value, at) for (m, r), at in zip(found, mark, strict=True) if m and r.value]
+        panels += [Bars(title, axis, bars)] if bars else []
     draw(path, panels or [Bars("no drawn experiment was run", "", [])])
-
-
-def _rework(rows: list[Row]) -> list[_Bar]:
-    bars: list[_Bar] = []
-    for row in rows:
-        if row.row.endswith("iterations of rework, 2 bits") and row.value is not None and row.peer_value is not None:
-            task = row.row.split(":")[0].rsplit(" on ", 1)[-1]
-            if row.peer == "SCAR":
-                bars.append((f"{task}: LC-Checkpoint", row.value, None))
-            bars.append((f"vs {row.peer}", row.peer_value, None))
-    return bars
-
-
-def _bins(rows: list[Row]) -> list[_Bar]:
-    bars: list[_Bar] = []
-    for row in rows:
-        if " bins on " in row.row and ": 1 % degradation, " in row.row and row.value is not None:
-            model, system = row.row.split(" bins on ", 1)[1].split(": 1 % degradation, ")
-            bars.append((f"{model}: {system}" if system.startswith("ours") else f"vs {system}", row.value, None))
-    return bars
-
-
-def _lossless(rows: list[Row]) -> list[_Bar]:
-    bars: list[_Bar] = []
-    for row in rows:
-        label = row.row.removeprefix("lossless ratio: ")
-        if label != row.row and row.peer_value is not None and not label.endswith("the best"):
-            if row.value is not None and all(bar[0] != label for bar in bars):
-                bars.append((label, row.value, None))
-            bars.append((f"vs {row.peer}", row.peer_value, None))
-    return bars

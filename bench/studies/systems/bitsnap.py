@@ -1,4 +1,4 @@
-"""BitSnap's figures 8, 9, 12, 13, tables 3 and 4, and its quality score."""
+"""BitSnap's figures 8 to 13, tables 3 and 4, and its quality score."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import torch
 from torch import nn
 
 import shrinkpoint as sp
+from shrinkpoint.kernels.cluster import cluster_quantize
+from shrinkpoint.kernels.packing import changed_mask, gather
 
 from ...devices import threads
-from ...harness import CheckFailed, Options, Row, one_thread_clock
+from ...harness import Call, CheckFailed, Options, Row, interleave, one_thread_clock
 from .. import workloads
 from ..workloads import Run, State, Workload
 from .states import States, slowed, states
-from .table import Experiment, Rows, mean, raw_bytes, stored_bytes
+from .table import Experiment, Rows, l2_errors, mean, raw_bytes, stored_bytes, times
 
 Array = npt.NDArray[Any]
 _ELEMENTS = 1 << 20
@@ -50,10 +52,8 @@ def sparsified(name: str, options: Options) -> list[Row]:
             raise CheckFailed("a sparsified model state differs after its restore")
         value = 2 * n / stored_bytes(found)
         theory = min(16.0, 2 * n / min(2 * n, n / 8 + 2 * count)) if count else 16.0
-        what, note = (
-            f"{100 * share:.4g} % changed",
-            f"float16, {n:,} drawn values, one bit changed in {count:,} of them",
-        )
+        what = f"{100 * share:.4g} % changed"
+        note = f"float16, {n:,} drawn values, one bit changed in {count:,} of them"
         paper = "BitSnap, section 3.3: 2 n over n / 8 + 2 c bytes", theory
         rows.add(what, value, "x", paper, f"{note}; its text has nearly 5 x at 15 % and 16 x at best", size=n)
         peer = 2 * n / coo_bytes(count, n)
@@ -125,11 +125,9 @@ def errors(x: Array, y: Array) -> tuple[float, float]:
 
 
 _PUBLISHED = {
-    ("exp_avg", "MRE"): (9.86, 401188.01),
-    ("exp_avg", "MSE"): (1.57e-9, 3.90e-8),
-    ("exp_avg_sq", "MRE"): (0.18, 0.11),
-    ("exp_avg_sq", "MSE"): (1.51e-14, 6.43e-13),
-}
+    ("exp_avg", "MRE"): (9.86, 401188.01), ("exp_avg", "MSE"): (1.57e-9, 3.90e-8),
+    ("exp_avg_sq", "MRE"): (0.18, 0.11), ("exp_avg_sq", "MSE"): (1.51e-14, 6.43e-13),
+}  # fmt: skip
 """Table 4, GPT-2 Medium: BitSnap, naive 8-bit."""
 
 
@@ -147,13 +145,10 @@ def clustered(name: str, options: Options) -> list[Row]:
         f"{trained.where()}; squared errors are in the moments' own scale, which depends on the model, and relative "
         "ones, over nonzero values, on how close to zero they come"
     )
-    for moment in ("exp_avg", "exp_avg_sq"):
-        exact = _moments(state, moment)
-        values = {system: errors(exact, _moments(other, moment)) for system, other in restored.items()}
-        for which, measure in enumerate(("MRE", "MSE")):
-            for figure, system in zip(_PUBLISHED[moment, measure], values, strict=True):
-                what, value = f"{moment}, {measure}, {system}", values[system][which]
-                rows.add(what, value, "", (paper, figure), note, size=exact.size)
+    for place, (system, other) in enumerate(restored.items()):
+        for (moment, measure), value in _errors(state, other).items():
+            figure = paper, _PUBLISHED[moment, measure][place]
+            rows.add(f"{moment}, {measure}, {system}", value, "", figure, note, size=_moments(state, moment).size)
     ends = ("exp_avg", "exp_avg_sq")
     ratio = raw_bytes(found, *ends) / stored_bytes(found, *ends)
     rows.add("ratio of the moments", ratio, "x", ("BitSnap, section 3.4", 2.67), "12 bits a value")
@@ -186,15 +181,17 @@ def by_size(name: str, options: Options) -> list[Row]:
                 f"GPT of {shape[0]} layers of {shape[1]} after {run.step} steps; squared errors follow the size of the "
                 "gradients, relative ones how close to zero a moment comes"
             )
-            for moment in ("exp_avg", "exp_avg_sq"):
-                values = errors(_moments(state, moment), _moments(restored, moment))
-                for measure, value in zip(("MRE", "MSE"), values, strict=True):
-                    what, figure = (
-                        f"{moment}, {measure}, {size / 1e6:.2g} M parameters",
-                        _BY_SIZE[moment, measure][place],
-                    )
-                    rows.add(what, value, "", (paper, figure), note, size=size)
+            for (moment, measure), value in _errors(state, restored).items():
+                what, figure = f"{moment}, {measure}, {size / 1e6:.2g} M parameters", _BY_SIZE[moment, measure][place]
+                rows.add(what, value, "", (paper, figure), note, size=size)
     return rows
+
+
+def _errors(exact: State, restored: State) -> dict[tuple[str, str], float]:
+    """Return the mean relative and the mean squared error of either moment."""
+    moments = ("exp_avg", "exp_avg_sq")
+    values = {moment: errors(_moments(exact, moment), _moments(restored, moment)) for moment in moments}
+    return {(moment, measure): found[i] for moment, found in values.items() for i, measure in enumerate(("MRE", "MSE"))}
 
 
 # ---------------------------------------------------------------------------------------------------- figures 12 and 13
@@ -269,6 +266,50 @@ def resumed(name: str, options: Options) -> list[Row]:
     return rows
 
 
+# ---------------------------------------------------------------------------------------------------- figures 10 and 11
+
+_LAYERS, _WIDTH = 16, 1024
+_PARALLEL = {"one rank": (1, 1), "mp4 pp1": (4, 1), "mp2 pp2": (2, 2)}
+"""Ranks among which a matrix is divided, and stages among which the layers are."""
+
+
+def stages(name: str, options: Options) -> list[Row]:
+    """Figures 10 and 11: milliseconds of each stage on one rank, by parallelism."""
+    rows, width = Rows(name), _WIDTH // (8 if options.quick else 1)
+    rng = np.random.default_rng(0)
+    with threads(1):
+        alone: dict[str, float] = {}
+        for parallel, (model, pipeline) in _PARALLEL.items():
+            shape = width // model, width
+            moments = [0.01 * rng.standard_normal(shape, np.float32) for _ in range(2 * _LAYERS // pipeline)]
+            weights = [rng.integers(0, 1 << 16, shape, np.uint16).reshape(-1) for _ in range(_LAYERS // pipeline)]
+            later = [np.where(rng.random(x.size) < _SHARES[1], x ^ np.uint16(1), x) for x in weights]
+            calls: dict[str, tuple[Call, int]] = {
+                "clustering and quantization of the moments": (partial(_each, cluster_quantize, moments), 1),
+                "delta encoding of the weights": (partial(_each, _packed, later, weights), 1),
+            }
+            for stage, timing in interleave(calls, clock=one_thread_clock()).items():
+                value, size = 1e3 * timing.median, _LAYERS * width * width // (model * pipeline)
+                peer = "one rank", alone.setdefault(stage, value)
+                note = (
+                    f"{size:,} drawn bfloat16 weights a rank, 15 % of them changed, and two float32 moments each; "
+                    "processor time; one kernel clusters and quantizes, where the paper times them apart; its figures "
+                    "have no numbers in the text: both fall with parallelism"
+                )
+                rows.add(f"{parallel}, {stage}", value, "ms", peer, note, ratio=times(value, peer[1]), size=size)
+    return rows
+
+
+def _each(call: Callable[..., object], *lists: list[Array]) -> list[object]:
+    return list(map(call, *lists))
+
+
+def _packed(now: Array, before: Array) -> Array:
+    """Return the changed values, behind a mask that is made for them."""
+    changed: Array = gather(now, changed_mask(now, before))
+    return changed
+
+
 # ---------------------------------------------------------------------------------------------------- quality score
 
 _WEIGHTS = {"training": (0.2, 0.4, 0.4), "checkpointing": (0.4, 0.2, 0.4)}
@@ -290,7 +331,7 @@ def score(name: str, options: Options) -> list[Row]:
 
         def judge(system: str, call: Callable[[], Any], restore: Callable[[Any], State]) -> None:
             seconds, saved = _seconds(call), call()
-            found[system] = raw / saved.nbytes, seconds, _relative(state, restore(saved))
+            found[system] = raw / saved.nbytes, seconds, statistics.fmean(l2_errors(state, restore(saved)).values())
 
         for system, cfg in presets.items():
             base = sp.compress(first, cfg=cfg)
@@ -320,17 +361,6 @@ def _seconds(call: Callable[[], object]) -> float:
     return statistics.median(one_thread_clock()(call, 1) for _ in range(3))
 
 
-def _relative(exact: State, restored: State) -> float:
-    """Relative l2 error, mean of weights, first and second moments."""
-
-    def of(state: State) -> list[Array]:
-        model = torch.cat([x.flatten() for x in state["model"].values() if x.ndim >= 2]).numpy()
-        return [model, _moments(state, "exp_avg"), _moments(state, "exp_avg_sq")]
-
-    pairs = zip(of(exact), of(restored), strict=True)
-    return statistics.fmean(float(np.linalg.norm(x.astype(np.float64) - y) / np.linalg.norm(x)) for x, y in pairs)
-
-
 EXPERIMENTS = (
     Experiment("BitSnap ratio by changed values", sparsified),
     Experiment("BitSnap ratio by iterations", iterations),
@@ -338,5 +368,6 @@ EXPERIMENTS = (
     Experiment("BitSnap error by model size", by_size),
     Experiment("BitSnap loss of sparsified states", continued),
     Experiment("BitSnap loss after a restore", resumed),
+    Experiment("BitSnap stages by parallelism", stages),
     Experiment("BitSnap quality score", score),
 )

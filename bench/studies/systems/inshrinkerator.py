@@ -1,25 +1,30 @@
-"""Inshrinkerator's table 7 and figure 12: bins for a quality, steps of its delta coder."""
+"""Inshrinkerator's table 7, figures 5 and 12: bins for a quality, rankings, delta coders."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
 from shrinkpoint.codec.weights.levels import LevelsReference
 from shrinkpoint.codec.weights.quantize import Quantize
 from shrinkpoint.kernels.levels import delta
+from shrinkpoint.searching.cube import Cube
 
 from ...devices import threads
 from ...harness import Options, Row
 from .. import workloads
-from ..search import Training, trained
+from ..search import Training, chain, trained
 from ..workloads import Run, State, Workload
 from .quantizers import Floats, Sketch, clustered, even, greedy_ranges, weights_of, with_weights
 from .spaces import Adaptive, Candidate, Kinds, KMeans, Published, Space, Uniform, kinds_of, ladder
@@ -30,24 +35,17 @@ CHECKPOINTS = 10
 OURS, TAILS, BARE, PUBLISHED = "ours, exact", "ours, sigma 0.2", "ours, nothing protected", "Inshrinkerator"
 UNIFORM, ADAPTIVE, KMEANS = "uniform", "adaptive uniform", "k-means, outliers kept"
 _PAPER: dict[str, tuple[str, dict[str, tuple[float | None, float | None, float | None]]]] = {
-    "GPT": (
-        "GPT-2 Medium",
-        {ADAPTIVE: (106.86, 47.71, 24.60), UNIFORM: (None, 60.17, 31.14), PUBLISHED: (54.71, 16.19, 9.08)},
-    ),
-    "CNN": (
-        "ResNet18",
-        {
-            ADAPTIVE: (42.84, 33.75, 23.55),
-            UNIFORM: (None, 35.51, 23.25),
-            KMEANS: (None, 33.12, 17.50),
-            PUBLISHED: (21.25, 16.85, 10.19),
-        },
-    ),
-    "ViT": (
-        "ViT-B/32",
-        {ADAPTIVE: (37.01, 28.37, 20.85), UNIFORM: (None, 38.43, 28.79), PUBLISHED: (19.88, 14.33, 9.75)},
-    ),
-}
+    "GPT": ("GPT-2 Medium", {
+        ADAPTIVE: (106.86, 47.71, 24.60), UNIFORM: (None, 60.17, 31.14), PUBLISHED: (54.71, 16.19, 9.08),
+    }),
+    "CNN": ("ResNet18", {
+        ADAPTIVE: (42.84, 33.75, 23.55), UNIFORM: (None, 35.51, 23.25),
+        KMEANS: (None, 33.12, 17.50), PUBLISHED: (21.25, 16.85, 10.19),
+    }),
+    "ViT": ("ViT-B/32", {
+        ADAPTIVE: (37.01, 28.37, 20.85), UNIFORM: (None, 38.43, 28.79), PUBLISHED: (19.88, 14.33, 9.75),
+    }),
+}  # fmt: skip
 """Table 7. Its text drops cells without a result: of four columns ResNet18 has two figures at 0.1 % and all four at 1
 and 5 %. GPT-2 and ViT have eight figures, two, three and three, and none of k-means, which the paper says took over
 half an hour for models of their size."""
@@ -72,23 +70,24 @@ class System:
 def _exact(**changes: float) -> Space:
     """Search space of optimal codebooks, by number of entries."""
 
-    def restored(state: State, bins: int) -> State:
+    def restored(state: State, bins: int, kinds: Kinds) -> State:
         codec = Quantize(bins=bins, solver="exact", policy="refit", **changes)  # type: ignore[arg-type]
-        found: State = sp.decompress(sp.compress(state, cfg=sp.Config([sp.Rule("weight", codec)])))
+        found: State = sp.decompress(sp.compress(state, cfg=sp.Config([sp.Rule("weight", codec)]), kinds=kinds))
         return found
 
     return ladder(restored)
 
 
-def _published(state: State, bins: int) -> State:
-    found: State = sp.decompress(sp.compress(state, cfg=sp.presets.inshrinkerator(bins, prune=0.0)))
+def _published(state: State, bins: int, kinds: Kinds) -> State:
+    config = sp.presets.inshrinkerator(bins)
+    found: State = sp.decompress(sp.compress(state, cfg=config, kinds=kinds))
     return found
 
 
 def _each(quantize: Callable[[Floats, int], Floats]) -> Space:
     """Search space of another quantizer for every weight that our codec would quantize."""
 
-    def restored(state: State, bins: int) -> State:
+    def restored(state: State, bins: int, _: Kinds) -> State:
         return with_weights(state, {name: quantize(x, bins) for name, x in weights_of(state).items()})
 
     return ladder(restored)
@@ -204,17 +203,41 @@ def _bins_rows(
 # ---------------------------------------------------------------------------------------------------- figure 12
 
 
-def _levels(workload: Workload, codec: Quantize, steps: list[int]) -> Iterator[list[LevelsReference]]:
-    """Levels of all quantized weights along a training."""
+Levels = list[LevelsReference]
+"""Levels of all quantized weights of a checkpoint."""
+
+
+def _levels(state: State, ckpt: sp.Checkpoint) -> Levels:
     from ..baselines.parts import parts
 
-    run, head, config = Run(workload, 0), None, sp.Config([sp.Rule("weight", codec)])
-    for step in steps:
+    references = (ckpt.parent_reference(part.key, part.spec) for part in parts(state).arrays)
+    return [reference for reference in references if isinstance(reference, LevelsReference)]
+
+
+def _of_codec(workload: Workload, codec: Quantize) -> tuple[list[Levels], str]:
+    """Levels along a training, ten steps apart, by one codec without pruning."""
+    run, head, config, found = Run(workload, 0), None, sp.Config([sp.Rule("weight", codec)]), []
+    kinds = kinds_of(run.model)
+    for step in range(_APART, workload.steps + 1, _APART):
         run.train(step)
         state = {"model": run.state()["model"]}
-        head = sp.compress(state, head, config)
-        memories = (head.parent_reference(part.key, part.spec) for part in parts(state).arrays)
-        yield [memory for memory in memories if isinstance(memory, LevelsReference)]
+        head = sp.compress(state, head, config, kinds=kinds)
+        found.append(_levels(state, head))
+    return found, "16 bins, nothing pruned"
+
+
+def _searched(workload: Workload, say: Callable[[str], None]) -> tuple[list[Levels], str]:
+    """Levels along a training, ten steps apart, by the configuration searched each time."""
+    training = trained(workload, workload.steps // _APART)
+    options = sp.SearchOptions(cube=Cube(system="inshrinkerator"), direction="lower", progress=False)
+    steps = chain(training, THRESHOLDS[-1], say, options)
+    points = [step.found.point for step in steps if step.found.point is not None]
+    bins, prune = (statistics.fmean(values) for values in zip(*((p.bins, p.prune) for p in points), strict=True))
+    found = [_levels(at.state, step.stored) for at, step in zip(training.checkpoints, steps, strict=True)]
+    return (
+        found,
+        f"searched at each checkpoint for 5 % of the loss: {bins:.3g} bins, {100 * prune:.3g} % pruned on average",
+    )
 
 
 def _huffman_of_differences(old: LevelsReference, new: LevelsReference, coder: Callable[..., Any]) -> int:
@@ -229,45 +252,72 @@ CODERS: dict[str, Callable[[LevelsReference, LevelsReference], int]] = {
 }
 _FIGURE = {"Huffman": (25.0, 30.0), "run lengths + Huffman": (28.0, 79.0), "rearranged": (39.0, 366.0)}
 """Overall and highest ratio on ResNet-152."""
+SEARCHED, _APART = "searched", 10
+_POLICIES = {
+    "codebook refit": Quantize(bins=16, solver="kmeans++", sigma=0.2, policy="refit", coder="published"),
+    "codebook frozen": Quantize(bins=16, solver="exact", policy="frozen"),
+    SEARCHED: None,
+}
+"""How the codebook of each checkpoint is made: by a codec, or as the paper does, by a search over its whole space."""
 
 
 def ablation(name: str, options: Options) -> list[Row]:
-    """Figure 12: the same levels by each coder, for codebooks refit and frozen."""
-    codecs = {
-        "refit": Quantize(bins=16, solver="kmeans++", sigma=0.2, policy="refit", coder="published"),
-        "frozen": Quantize(bins=16, solver="exact", policy="frozen"),
-    }
-    rows = Rows(name)
+    """Figure 12: the same levels by each coder, for codebooks refit, frozen, and searched with pruning."""
+    rows, paper = Rows(name), "Inshrinkerator, section 9.3, ResNet-152"
     with threads(1):
-        for label, policy in itertools.product(("MLP",) if options.quick else ("CNN", "GPT"), codecs):
-            steps = 60 if options.quick else 360 if label == "GPT" else 900
-            workload = dataclasses.replace(workloads.WORKLOADS[label](), steps=steps)
+        for label, policy in itertools.product(("MLP",) if options.quick else ("CNN", "GPT"), _POLICIES):
+            workload, codec = _workload(label, options.quick), _POLICIES[policy]
+            found, how = _searched(workload, options.say) if codec is None else _of_codec(workload, codec)
             ratios: dict[str, list[float]] = {coder: [] for coder in CODERS}
-            chain = list(_levels(workload, codecs[policy], list(range(10, steps + 1, 10))))
-            for previous, levels in itertools.pairwise(chain):
-                raw = 4 * sum(found.levels.size for found in levels)
+            for previous, levels in itertools.pairwise(found):
+                raw = 4 * sum(reference.levels.size for reference in levels)
                 for coder, size in CODERS.items():
-                    coded = sum(size(old, new) for old, new in zip(previous, levels, strict=True))
-                    ratios[coder].append(raw / coded)
+                    ratios[coder].append(raw / sum(size(*pair) for pair in zip(previous, levels, strict=True)))
+            note = (
+                f"{how}; {len(found) - 1} deltas {_APART} steps apart, bytes of the levels alone over float32; the "
+                "paper's checkpoints are hours apart, in a longer training"
+            )
             for coder, values in ratios.items():
-                _add_ratios(rows, f"{label}, codebook {policy}, {coder}", values, coder if policy == "refit" else "")
+                figures = _FIGURE.get(coder, (None, None)) if policy == SEARCHED else (None, None)
+                ends = ("overall", statistics.harmonic_mean(values)), ("highest", max(values))
+                for (what, value), figure in zip(ends, figures, strict=True):
+                    peer = paper if figure else None, figure
+                    rows.add(f"{label}, {policy}, {coder}, {what}", value, "x", peer, note)
     return rows
 
 
-def _add_ratios(rows: Rows, name: str, values: list[float], coder: str) -> None:
-    """Add the overall and the highest ratio of a coder."""
-    note = (
-        f"16 bins, {len(values)} deltas 10 steps apart, bytes of the levels alone over float32; the paper's "
-        "checkpoints are chosen by a search at 5 %, with pruning, and its training is longer"
-    )
-    found = {"overall": statistics.harmonic_mean(values), "highest": max(values)}
-    for (what, value), figure in zip(found.items(), _FIGURE.get(coder, (None, None)), strict=True):
-        paper = "Inshrinkerator, section 9.3, ResNet-152" if figure else None, figure
-        rows.add(f"{name}, {what}", value, "x", paper, note)
+# ---------------------------------------------------------------------------------------------------- figure 5
+
+
+def rankings(name: str, options: Options) -> list[Row]:
+    """Figure 5b: how far magnitude and sensitivity agree on the importance of weights."""
+    rows, note = Rows(name), "the paper shows a picture of ResNet-152: a strong correlation, with many outliers"
+    with threads(1):
+        for label in ("MLP",) if options.quick else ("MLP", "CNN"):
+            training, _ = _trained(label, options.quick)
+            for checkpoint in training.checkpoints[:: max(1, len(training.checkpoints) - 1)]:
+                ranks = _ranks(checkpoint.state["model"], checkpoint.grads or {})
+                where, size = f"{label} at step {checkpoint.step}", ranks.shape[1]
+                agreement = float(np.corrcoef(*ranks)[0, 1])
+                rows.add(f"{where}, correlation of the ranks", agreement, "", note=note, size=size)
+                for share in (0.005, 0.2):
+                    both = 100 * float((ranks > 1 - share).all(axis=0).sum() / (ranks[0] > 1 - share).sum())
+                    what = f"of the {100 * share:g} % largest, those also most sensitive"
+                    rows.add(f"{where}, {what}", both, "%", note=note, size=size)
+    return rows
+
+
+def _ranks(model: State, grads: Mapping[str, Any]) -> npt.NDArray[Any]:
+    """Return each matrix element's rank by magnitude and by sensitivity, from 0 to 1."""
+    names = [key for key, x in model.items() if x.ndim > 1]
+    weights, slopes = (torch.cat([arrays[key].flatten() for key in names]) for arrays in (model, grads))
+    scores = weights.abs(), (weights * slopes).abs()
+    return np.stack([(score.argsort().argsort() / (score.numel() - 1)).numpy() for score in scores])
 
 
 EXPERIMENTS = (
     *(Experiment(f"Inshrinkerator bins on {label}", bins(label, ON_THE_LADDER)) for label in workloads.WORKLOADS),
     *(Experiment(f"Inshrinkerator spaces on {label}", bins(label, IN_THEIR_SPACES)) for label in workloads.WORKLOADS),
     Experiment("Inshrinkerator delta coder", ablation),
+    Experiment("Inshrinkerator rankings", rankings),
 )

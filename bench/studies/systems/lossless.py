@@ -15,6 +15,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.kernels.planes import difference
 
+from ... import coders
 from ...devices import threads
 from ...harness import CheckFailed, Options, Row
 from ...peers import library
@@ -46,48 +47,14 @@ def inputs(model: Model, before: Model | None) -> dict[str, Array]:
     return {ARITHMETIC: difference(now, old, "arithmetic", dtype=dtype), XOR: difference(now, old, "xor", dtype=dtype)}
 
 
-def _checked(data: bytes, again: bytes, name: str) -> None:
-    if bytes(again) != data:
-        raise CheckFailed(f"{name} does not restore its input")
-
-
-def _zstd(values: Array, single: bool) -> int:
-    zstandard = library("zstandard")
-    data = values.tobytes()
-    packed = zstandard.ZstdCompressor(level=19).compress(data)
-    _checked(data, zstandard.ZstdDecompressor().decompress(packed), "zstd")
-    return len(packed)
-
-
-def _zipnn(values: Array, single: bool) -> int:
-    dtype = "float32" if values.itemsize == 4 else "bfloat16"
-    codec = library("zipnn").ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
-    packed = codec.compress(values.tobytes())
-    _checked(values.tobytes(), codec.decompress(packed), "zipnn")
-    return len(packed)
-
-
-def _pcodec(values: Array, single: bool) -> int:
-    standalone, config = library("pcodec.standalone"), library("pcodec").ChunkConfig()
-    if single and values.itemsize == 4:
-        values = values.view(np.float32)
-    packed = standalone.simple_compress(values, config)
-    _checked(values.tobytes(), standalone.simple_decompress(packed).tobytes(), "pcodec")
-    return len(packed)
-
-
-def _blosc2(values: Array, single: bool) -> int:
-    blosc2 = library("blosc2")
-    packed = blosc2.compress2(values.tobytes(), typesize=values.itemsize, clevel=9, codec=blosc2.Codec.ZSTD, nthreads=1)
-    _checked(values.tobytes(), blosc2.decompress2(packed), "blosc2")
-    return len(packed)
-
-
-def _smaller(coder: Callable[[Array, bool], int]) -> Peer:
-    """Peer that codes each input of an array, and returns the fewest bytes with their input."""
+def _smaller(coder: str) -> Peer:
+    """Peer that codes each input of an array, and returns the fewest bytes."""
 
     def size(model: Model, before: Model | None) -> tuple[int, str]:
-        sizes = {how: coder(values, before is None) for how, values in inputs(model, before).items()}
+        found = inputs(model, before)
+        if before is None and found["patterns"].itemsize == 4:
+            found = {"patterns": found["patterns"].view(np.float32)}
+        sizes = {how: coders.size(coder, [values]) for how, values in found.items()}
         best = min(sizes, key=lambda how: sizes[how])
         others = [f"{size:,} bytes by {how}" for how, size in sizes.items() if how != best]
         return sizes[best], "; ".join([best, *others]) if others else ""
@@ -131,24 +98,18 @@ def _lmzip(model: Model, before: Model | None) -> int:
 
 
 def _z4ai(model: Model, before: Model | None) -> int:
-    z4ai = library("z4ai")
-    now, dtype = _patterns(model), "fp32" if next(iter(model.values())).element_size() == 4 else "bf16"
-    data = now.tobytes()
+    now = _patterns(model)
     if before is None:
-        packed = z4ai.compress(data, dtype=dtype, threads=1)
-        _checked(data, z4ai.decompress(packed), "z4ai")
-    else:
-        old = _patterns(before).tobytes()
-        packed = z4ai.compress_delta(data, old, dtype=dtype, threads=1)
-        _checked(data, z4ai.decompress_delta(packed, old), "z4ai")
+        return coders.size("z4ai", [now])
+    z4ai, data, old = library("z4ai"), now.tobytes(), _patterns(before).tobytes()
+    packed = z4ai.compress_delta(data, old, dtype="fp32" if now.itemsize == 4 else "bf16", threads=1)
+    if z4ai.decompress_delta(packed, old) != data:
+        raise CheckFailed("z4ai does not restore its input")
     return len(packed)
 
 
 PEERS: dict[str, Peer] = {
-    "zstd -19": _smaller(_zstd),
-    "zipnn": _smaller(_zipnn),
-    "pcodec": _smaller(_pcodec),
-    "blosc2": _smaller(_blosc2),
+    **{name: _smaller(name) for name in ("zstd -19", "zipnn", "pcodec", "blosc2", "OpenZL")},
     "moonclip": _own(_moonclip, "its own difference, files of whole pages"),
     "lmzip": _own(_lmzip, "its own difference to what the archive holds"),
     "z4ai": _own(_z4ai, "its own difference"),

@@ -21,7 +21,7 @@ from ..baselines.excp import ZSTD_LEVEL, ExCP, paired
 from ..baselines.kimbelyaev import KimBelyaev, Restored, coded_size
 from ..baselines.parts import Parts, parts
 from ..workloads import Run, State
-from .table import Experiment, Rows, stored_bytes
+from .table import Experiment, Rows, l2_errors, stored_bytes
 
 _LENGTH, _APART = 6, 10
 
@@ -100,7 +100,7 @@ def compared(name: str, options: Options) -> list[Row]:
 
 
 def _of_system(name: str, system: str, found: Last, state: State, run: Run, exact: float, where: str) -> list[Row]:
-    errors = _errors(state, found.restored)
+    errors = l2_errors(state, found.restored)
     run.restore(found.restored)
     change = 100 * (run.held_out_loss() / exact - 1)
     said = ", ".join(f"{what} {value:.3g}" for what, value in errors.items())
@@ -111,17 +111,6 @@ def _of_system(name: str, system: str, found: Last, state: State, run: Run, exac
     for part, ratio in (("whole state", whole / found.whole), ("weights", weights / found.weights)):
         rows.add(f"{system}, {part}, late delta", ratio, "x", note=note, size=run.workload.parameters)
     return rows
-
-
-def _errors(exact: State, restored: State) -> dict[str, float]:
-    """Relative l2 error of weights and of moments, all arrays of a role together."""
-    sums: dict[str, list[float]] = {}
-    for a, b in zip(parts(exact).arrays, parts(restored).arrays, strict=True):
-        if a.role != "state" and a.spec.dtype == "float32":
-            found = sums.setdefault(f"{a.role}s", [0.0, 0.0])
-            found[0] += float(np.square(a.values.astype(np.float64) - b.values).sum())
-            found[1] += float(np.square(a.values.astype(np.float64)).sum())
-    return {role: (wrong / total) ** 0.5 for role, (wrong, total) in sums.items()}
 
 
 def _coders(name: str, states: list[State], where: str) -> list[Row]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _RANGE = re.compile(r": ([\d.]+) to ([\d.]+) ")
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A published figure, and the pattern of the rows that measure it.
 
     Args:

@@ -44,11 +44,11 @@ Space = Callable[[State, Kinds], Iterator[Candidate]]
 """Candidates for a state whose weights are of these kinds, by ascending bins."""
 
 
-def ladder(restore: Callable[[State, int], State]) -> Space:
+def ladder(restore: Callable[[State, int, Kinds], State]) -> Space:
     """Search space with the same numbers of bins for every system and no other choice."""
 
-    def space(state: State, _: Kinds) -> Iterator[Candidate]:
-        return (Candidate(bins, bins, partial(restore, state, bins)) for bins in LADDER)
+    def space(state: State, kinds: Kinds) -> Iterator[Candidate]:
+        return (Candidate(bins, bins, partial(restore, state, bins, kinds)) for bins in LADDER)
 
     return space
 

@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 import shrinkpoint as sp
 
 from ...harness import Options, Row
+from ..workloads import State
 
 DEVICE = "cpu, 1 thread"
 _STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262, 15: 2.145, 20: 2.093, 30: 2.045}
@@ -92,13 +95,26 @@ def times(ours: float, theirs: float) -> float | None:
 
 
 def stored_bytes(ckpt: sp.Checkpoint, *ends: str, start: str = "") -> int:
-    """Stored bytes of the arrays whose paths begin and end so; of matrices alone where an end is given."""
+    """Return the stored bytes of arrays by start and end of their paths (with an end: matrices)."""
     return sum(part.stored_bytes for part in _parts(ckpt, ends, start))
 
 
 def raw_bytes(ckpt: sp.Checkpoint, *ends: str, start: str = "") -> int:
     """Raw bytes of the same arrays."""
     return sum(part.raw_bytes for part in _parts(ckpt, ends, start))
+
+
+def l2_errors(exact: State, restored: State) -> dict[str, float]:
+    """Relative l2 error of weights and of moments, all arrays of a role together."""
+    from ..baselines.parts import parts
+
+    sums: dict[str, list[float]] = {}
+    for a, b in zip(parts(exact).arrays, parts(restored).arrays, strict=True):
+        if a.role != "state" and a.spec.dtype == "float32":
+            found = sums.setdefault(f"{a.role}s", [0.0, 0.0])
+            found[0] += float(np.square(a.values.astype(np.float64) - b.values).sum())
+            found[1] += float(np.square(a.values.astype(np.float64)).sum())
+    return {role: (wrong / total) ** 0.5 for role, (wrong, total) in sums.items()}
 
 
 def _parts(ckpt: sp.Checkpoint, ends: tuple[str, ...], start: str) -> list[Any]:

@@ -21,12 +21,15 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..codec.errors import CorruptDataError, ShrinkpointError, UnsupportedLeafError
 from ..codec.format.bounded_json import MOST_VALUES
 from ..codec.state.leaves import check_memory, is_array, same_storage_key
 from ..store.regular_files import read_file, unlinked
+
+if TYPE_CHECKING:
+    from ..store.store import Store
 
 METADATA = ".metadata"
 _MOST_FIELDS = 64
@@ -120,18 +123,35 @@ def load_dcp(folder: Path) -> dict[str, Any]:
         NewerFormatError: the folder was written by a newer version of shrinkpoint.
         UnsupportedLeafError: it holds pickled objects that are not plain values.
     """
+    from ..trainers.dcp import Reader
+
+    return _load(*(_ours(Reader(folder), f"{folder / METADATA}") if is_ours(folder) else _theirs(folder)), folder)
+
+
+def load_step(store: Store, step: int) -> dict[str, Any]:
+    """Load the state of a sharded step of a store, with its shards joined.
+
+    Raises:
+        CorruptDataError, MissingParentError, NewerFormatError: it cannot be read.
+    """
+    from ..trainers.dcp import Reader
+
+    where = f"{store.url}: step {step}"
+    return _load(*_ours(Reader(store, step), where), where)
+
+
+def _load(reader: Any, metadata: Any, where: Path | str) -> dict[str, Any]:
+    """Load all entries of a distributed checkpoint in one process."""
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader, metadata = _ours(folder) if is_ours(folder) else _theirs(folder)
-
     class Planner(DefaultLoadPlanner):
         def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
             name = read_item.dest_index.fqn
-            values[name] = load_plain(value, f"{folder}: {name}")
+            values[name] = load_plain(value, f"{where}: {name}")
 
     flat: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -139,11 +159,11 @@ def load_dcp(folder: Path) -> dict[str, Any]:
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             if not _is_sound(entry):
-                raise CorruptDataError(f"{folder / METADATA}: the entry of {name[:80]} is malformed")
+                raise CorruptDataError(f"{where}: the entry of {name[:80]} is malformed")
             total += math.prod(entry.size) * entry.properties.dtype.itemsize
-            check_memory(total, f"{folder}: the state")
+            check_memory(total, f"{where}: the state")
             if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
-                raise CorruptDataError(f"{folder / METADATA}: the shards of {name[:80]} do not fill it")
+                raise CorruptDataError(f"{where}: the shards of {name[:80]} do not fill it")
             # Zeros, because shards that overlap leave places where an empty tensor has memory of the process.
             flat[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
         else:
@@ -152,15 +172,15 @@ def load_dcp(folder: Path) -> dict[str, Any]:
         with _quiet():
             load(flat, storage_reader=reader, planner=Planner(flatten_state_dict=False), no_dist=True)
     except (Exception, CheckpointException) as error:
-        raise _plain_error(folder, error) from None
+        raise _plain_error(where, error) from None
     missing = [name for name, value in flat.items() if value is None and name not in values]
     if missing:
-        raise CorruptDataError(f"{folder}: the value {missing[0][:80]!r} was not found")
-    return _nested(flat | values, metadata.planner_data, folder)
+        raise CorruptDataError(f"{where}: the value {missing[0][:80]!r} was not found")
+    return _nested(flat | values, metadata.planner_data, where)
 
 
 def _is_sound(entry: Any) -> bool:
-    """Return whether shape, dtype and shards of a tensor's entry are what they must be."""
+    """Return whether shape, dtype and shards of a tensor's entry are valid."""
     import torch
 
     def is_shape(found: Any) -> bool:
@@ -182,14 +202,11 @@ def is_ours(folder: Path) -> bool:
         return file.read(len(_OURS)) == _OURS
 
 
-def _ours(folder: Path) -> tuple[Any, Any]:
-    """Return reader and metadata of a folder that shrinkpoint's storage writer wrote."""
-    from ..trainers.dcp import Reader
-
-    reader = Reader(folder)
+def _ours(reader: Any, where: str) -> tuple[Any, Any]:
+    """Return reader and metadata of a checkpoint that shrinkpoint's storage writer wrote."""
     metadata = reader.read_metadata()
     if metadata.storage_data.partial:
-        raise CorruptDataError(f"{folder / METADATA}: the shards in it do not cover their tensors")
+        raise CorruptDataError(f"{where}: the shards in it do not cover their tensors")
     return reader, metadata
 
 
@@ -322,7 +339,7 @@ def _metadata(folder: Path) -> Any:
 
 
 def _damage(metadata: Any) -> str:
-    """Return what is wrong with the fields and names of unpickled metadata, or ""."""
+    """Return the fault in the fields and names of unpickled metadata, or ""."""
     stack: list[Any] = [metadata]
     while stack:
         value = stack.pop()
@@ -356,7 +373,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _nested(flat: dict[str, Any], paths: Any, folder: Path) -> dict[str, Any]:
+def _nested(flat: dict[str, Any], paths: Any, where: Path | str) -> dict[str, Any]:
     """Rebuild the tree from its flat form.
 
     In `paths` text stands for keys of dicts, and integers for positions in lists.
@@ -368,7 +385,7 @@ def _nested(flat: dict[str, Any], paths: Any, folder: Path) -> dict[str, Any]:
     try:
         tree: dict[str, Any] = unflatten_state_dict(ordered, {name: paths.get(name, (name,)) for name in ordered})
     except (TypeError, AttributeError, IndexError, KeyError) as error:
-        raise CorruptDataError(f"{folder / METADATA}: its paths do not form a tree: {_first_line(error)}") from None
+        raise CorruptDataError(f"{where}: its paths do not form a tree: {_first_line(error)}") from None
     return tree
 
 
@@ -399,7 +416,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _plain_error(folder: Path, error: BaseException) -> BaseException:
+def _plain_error(where: Path | str, error: BaseException) -> BaseException:
     """The cause of an error that torch has wrapped (also Ctrl-C), as an error of this package."""
     causes = list(getattr(error, "failures", {}).values())
     cause = causes[0][0] if causes else error
@@ -407,7 +424,7 @@ def _plain_error(folder: Path, error: BaseException) -> BaseException:
         return cause
     if not isinstance(cause, Exception):
         return cause
-    return CorruptDataError(f"{folder}: {type(cause).__name__}: {_first_line(cause)}")
+    return CorruptDataError(f"{where}: {type(cause).__name__}: {_first_line(cause)}")
 
 
 def _first_line(error: BaseException) -> str:

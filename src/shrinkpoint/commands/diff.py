@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint
     from ..codec.records import ArrayRecord
     from ..codec.state.leaves import LeafSpec
+    from ..store.store import Store
 
 SHOWN = 40
 """Maximum number of differing plain values that are listed; JSON has all."""
@@ -83,7 +84,7 @@ def diff(
             if parents:
                 raise BadArgumentError("--parent: a store finds parents by itself")
             store = open_store(things[0])
-            old, new = (_of_checkpoint(store.read(parse_step(step))) for step in things[1:])
+            old, new = (_of_step(store, parse_step(step)) for step in things[1:])
         elif len(things) == 2:
             paths = [Path(thing) for thing in things]
             known = [*(parents or []), *(path for path in paths if is_spt(path))]  # one may be the other's parent
@@ -151,6 +152,16 @@ def _short(value: Any) -> str:
 def _json(value: Any) -> Any:
     plain = value is None or isinstance(value, (bool, int, float, str))
     return value if plain else repr(value)
+
+
+def _of_step(store: Store, step: int | str) -> Side:
+    """Return a step of a store; the shards of a sharded one are joined."""
+    from .dcp import load_step
+
+    manifest = store.describe(step)
+    if not manifest.shards:
+        return _of_checkpoint(store.read(step))
+    return replace(side_of(load_step(store, manifest.step)), nbytes=manifest.stored_nbytes)
 
 
 def _of_path(path: Path, parents: list[Path]) -> Side:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .options import AsJson, StoreUrl
 from .output import busy, emit, line, note, steps_done
+
+if TYPE_CHECKING:
+    from ..store.catalog import Catalog
 
 StepArgument = Annotated[str, typer.Argument(metavar="STEP", help="Number or tag.")]
 
@@ -50,6 +53,10 @@ def gc(
     keep_every: Annotated[int | None, typer.Option(help="Keep steps whose number is a multiple of this.")] = None,
     keep_best: Annotated[int | None, typer.Option(help="Keep this number of steps with the best metric.")] = None,
     largest: Annotated[bool, typer.Option("--largest", help="A larger metric is better.")] = False,
+    thin_after: Annotated[
+        int | None,
+        typer.Option(help="Keep only the weights of steps older than this number of the newest; see docs/store.md."),
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for savers to finish.")] = 60.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files to remove, and remove nothing.")] = False,
     as_json: AsJson = False,
@@ -57,34 +64,53 @@ def gc(
     """Remove steps that the --keep options do not keep, and files that no step needs.
 
     Without a --keep option every step is kept. Pinned and tagged steps and the newest step are always kept.
+
+    With --thin-after, kept steps lose the moments of optimizers: they can be loaded, and training cannot continue from
+    them. Pinned and tagged steps stay whole.
     """
     from ..codec.errors import BadArgumentError
     from ..store.catalog import FOLDER, Catalog
     from ..store.manifest import manifest_name
     from ..store.retention import Retention
+    from ..store.thinning import steps_to_thin
     from ..store.urls import open_files
     from .sources import open_store
 
     retention = None
     if any(option is not None for option in (keep_last, keep_every, keep_best)):
         last = 1 if keep_last is None else keep_last
-        retention = Retention(last, keep_every, 0 if keep_best is None else keep_best, largest)
+        retention = Retention(last, keep_every, 0 if keep_best is None else keep_best, largest, thin_after)
     elif largest:
         raise BadArgumentError("--largest has no effect without --keep-best")
+    elif thin_after is not None:
+        retention = Retention(every=1, thin_after=thin_after)
     opened = open_store(store, empty=True)
-    before = Catalog(open_files(opened.url)).generations()
+    catalog = Catalog(open_files(opened.url))
+    before, thinned = catalog.generations(), _thinned(catalog)
     with busy("gc"):
         removed = opened.gc(retention, timeout=timeout, dry_run=dry_run)
     names = set(removed)
     gone = [step for step, known in before.items() if f"{FOLDER}/{manifest_name(step, known[-1])}" in names]
+    if dry_run:
+        new = [] if retention is None else sorted(steps_to_thin(catalog, retention, read=True).difference(gone))
+    else:
+        new = sorted(_thinned(catalog) - thinned)
     if as_json:
-        emit({"store": store, "dry_run": dry_run, "removed_steps": gone, "removed_files": removed})
+        found = {"removed_steps": gone, "removed_files": removed, "thinned_steps": new}
+        emit({"store": store, "dry_run": dry_run, **found})
         return
     if dry_run:
         for name in removed:
             line(f"would remove {name}")
     does = "would be removed" if dry_run else "removed"
     line(f"{len(gone)} steps and {len(removed)} files {does}; {len(before) - len(gone)} steps kept")
+    if thin_after is not None:
+        line(f"{len(new)} steps {'would be ' if dry_run else ''}thinned: they keep all but moments of optimizers")
+
+
+def _thinned(catalog: Catalog) -> set[int]:
+    """Return the thinned steps."""
+    return {step for step, entry in catalog.readable()[0].items() if entry.manifest.lacks}
 
 
 def drop(

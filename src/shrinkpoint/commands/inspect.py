@@ -49,6 +49,7 @@ def info(
     read; the content hash of a file is not computed. A sharded checkpoint has a header for each rank.
     """
     from ..codec.errors import BadArgumentError
+    from ..store.manifest import lacking
 
     if sort not in ORDERS:
         raise BadArgumentError(f"--sort is {sort!r}; it must be one of {', '.join(ORDERS)}")
@@ -70,6 +71,8 @@ def info(
         kind = f"delta of {ckpt.parent_id[:16]}..." if ckpt.parent_id else "base"
         line(f"{where}{'' if at is None else f', rank {at}'}: {kind}{f', id {ckpt.id[:16]}...' if ckpt.id else ''}")
         line(f"{size(ckpt.raw_nbytes)} in {len(ckpt.records)} arrays -> {size(ckpt.nbytes)}, ratio {ckpt.ratio:.2f}")
+    if about.get("lacks"):
+        line("thinned: " + lacking(about["lacks"].items()))
     line()
     sharded = [] if None in shown else [">rank"]
     columns = ("path", "codec", "stream", "dtype", "shape", ">raw", ">stored", ">bits", *_ERRORS, "why", "note")
@@ -156,6 +159,7 @@ def _open(source: str, step: str | None) -> tuple[Ranks, dict[str, Any]]:
         "metric": manifest.metric,
         "chain": list(manifest.chain),
         "restore_cost": manifest.restore_cost,
+        "lacks": dict(manifest.lacks),
     }
 
 
@@ -183,7 +187,8 @@ def _ordered(rows: list[RankRow], sort: str) -> list[RankRow]:
 def ls(store: StoreUrl, as_json: AsJson = False) -> None:
     """List the steps of a store. Exit code 1 if a manifest cannot be read.
 
-    A delta names the step of its base: "(its file)" means that only the file of that step is kept, for the delta.
+    A delta names the step of its base: "(its file)" means that only the file of that step is kept, for the delta. A
+    thinned step names the arrays that `gc --thin-after` has left out.
 
     The last line has two sums: the bytes of the files of the steps listed, and all bytes in the folder, which also
     holds files that only removed steps or older generations need. `compact` and `gc` free these. In between it names
@@ -205,7 +210,7 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
             continue
         m = entries[step].manifest
         entry |= {"delta": m.is_delta, "nbytes": m.stored_nbytes, "raw_nbytes": m.raw_nbytes, "ratio": m.ratio}
-        entry |= {"base": base_of(m)}
+        entry |= {"base": base_of(m), "lacks": dict(m.lacks)}
         found.append(entry | {"restore_cost": m.restore_cost, "metric": m.metric, "id": m.id})
     wrong = [entry for entry in found if "problem" in entry]
     restores = restore_counter.count(files)
@@ -255,9 +260,10 @@ def _ls_row(entry: dict[str, Any], steps: Collection[int]) -> tuple[object, ...]
         return (entry["step"], "unreadable", "", "", "", "", "", "")
     labels = ["pinned"] * entry["pinned"] + entry["tags"]
     lost = "" if entry["base"] in steps else " (its file)"
+    kind = f"delta of {entry['base']}{lost}" if entry["delta"] else "base"
     return (
         entry["step"],
-        f"delta of {entry['base']}{lost}" if entry["delta"] else "base",
+        f"{kind}, thinned (no {' or '.join(f'{role}s' for role in entry['lacks'])})" if entry["lacks"] else kind,
         size(entry["raw_nbytes"]),
         size(entry["nbytes"]),
         f"{entry['ratio']:.2f}",

@@ -79,7 +79,7 @@ def count_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, str], 
 
     It is a bar on a terminal, and otherwise a few lines unless `quiet`.
 
-    The function it yields is called with (done, total, what was done last, or "").
+    The function it yields is called with (done, total, the name of the last item, or "").
     """
     if not _is_terminal():
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..codec.checkpoint import Checkpoint
 from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.evidence.moments import guess
 from ..codec.format.bounded_json import loads
 from ..codec.parallel import map_chunks
 from ..codec.records import ArrayRecord
+from ..codec.state.leaves import LeafSpec
 from ..store import restore_counter
 from ..store.regular_files import MOST_JSON, read_file
 from ..store.urls import open_files
 from .histogram import Histogram, histogram
 
 if TYPE_CHECKING:
+    from ..codec.base import Reference
     from ..store.manifest import Manifest
     from ..store.store import Store
 
@@ -114,6 +116,13 @@ class Tensor:
     histogram: Histogram
 
 
+class Decoded(NamedTuple):
+    """An array of a step, and the function that decodes it."""
+
+    record: ArrayRecord
+    reference: Callable[[], Reference]
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """The data of a report.
@@ -182,13 +191,13 @@ def collect(
         labels = (*(["pinned"] if number in pins else []), *(t for t, at in tags.items() if at == number))
         try:
             if number not in unreadable:
-                rows.append(_row(manifests[number], store.header(manifests[number]), labels))
+                rows.append(_row(manifests[number], _records(store, manifests[number]), labels))
         except DAMAGE as error:
             problems[number] = str(error)
         if progress is not None:
             progress(number, done, len(shown))
-    at, ckpt = _arrays_of(store, step, problems)
-    tensors, all_tensors = _tensors(ckpt)
+    at, arrays = _newest(store, step, problems)
+    tensors, all_tensors = _tensors(arrays)
     return Run(
         name=name,
         steps=tuple(rows),
@@ -224,12 +233,21 @@ def category(record: ArrayRecord) -> str:
     return {"weight": f"{kind.layer} weights", "state": "other state"}.get(kind.role, f"{kind.role}s")
 
 
-def _row(manifest: Manifest, ckpt: Checkpoint, labels: tuple[str, ...]) -> StepRow:
+def _records(store: Store, manifest: Manifest) -> list[ArrayRecord]:
+    """Return the records of a step, of a sharded one those of all ranks."""
+    if not manifest.shards:
+        return list(store.header(manifest).records)
+    from ..commands.sharded import headers_of_step
+
+    return [record for ckpt in headers_of_step(store, manifest.step).values() for record in ckpt.records]
+
+
+def _row(manifest: Manifest, records: Sequence[ArrayRecord], labels: tuple[str, ...]) -> StepRow:
     parts: Counter[str] = Counter()
     raw: Counter[str] = Counter()
     errors: dict[str, list[float]] = {}
     choices: Counter[Choice] = Counter()
-    for record in ckpt.records:
+    for record in records:
         kind = category(record)
         parts[kind] += record.nbytes
         raw[kind] += record.spec.nbytes
@@ -237,11 +255,11 @@ def _row(manifest: Manifest, ckpt: Checkpoint, labels: tuple[str, ...]) -> StepR
         if record.measure != "exact":
             role = kind if kind.endswith("moments") else "weights"
             errors.setdefault(f"{role}, {record.measure}", []).append(record.error)
-    parts[HEADER] = manifest.nbytes - sum(parts.values())
+    parts[HEADER] = manifest.stored_nbytes - sum(parts.values())
     return StepRow(
         manifest.step,
         manifest.is_delta,
-        manifest.nbytes,
+        manifest.stored_nbytes,
         manifest.raw_nbytes,
         manifest.restore_cost,
         manifest.metric,
@@ -253,26 +271,47 @@ def _row(manifest: Manifest, ckpt: Checkpoint, labels: tuple[str, ...]) -> StepR
     )
 
 
-def _arrays_of(store: Store, step: int | str | None, problems: dict[int, str]) -> tuple[int | None, Checkpoint | None]:
-    """The step whose arrays are shown, resolved."""
+def _newest(store: Store, step: int | str | None, problems: dict[int, str]) -> tuple[int | None, list[Decoded]]:
+    """Return the step whose arrays are shown, and its arrays."""
     if step is not None:
-        return store.describe(step).step, store.read(step)
+        manifest = store.describe(step)
+        return manifest.step, _arrays_of(store, manifest)
     for number in reversed(store.steps()):
         try:
-            return number, store.read(number)
+            return number, _arrays_of(store, store.describe(number))
         except DAMAGE as error:
             problems.setdefault(number, str(error))
-    return None, None
+    return None, []
 
 
-def _tensors(ckpt: Checkpoint | None) -> tuple[tuple[Tensor, ...], int]:
-    if ckpt is None:
-        return (), 0
-    found = [r for r in ckpt.records if r.spec.dtype in FLOATS and r.spec.size]
-    largest = sorted(found, key=lambda r: -r.spec.size)[:MAX_TENSORS]
+def _arrays_of(store: Store, manifest: Manifest) -> list[Decoded]:
+    """Return the arrays of a step; the shards of a sharded one are joined."""
+    if not manifest.shards:
+        ckpt = store.read(manifest.step)
+        return [Decoded(record, partial(ckpt.reference_of, record)) for record in ckpt.records]
+    from ..codec.moments.logbuckets import ValuesReference
+    from ..codec.state.leaves import is_array
+    from ..codec.state.tree import flatten
+    from ..commands.dcp import load_step
 
-    def one(record: ArrayRecord) -> Tensor:
-        return Tensor(record, category(record), histogram(ckpt.reference_of(record), record.spec))
+    # One record stands for all shards of a tensor.
+    shards = {record.path: record for record in _records(store, manifest)}
+    _, arrays = flatten(load_step(store, manifest.step), is_array)
+    found = []
+    for node in arrays:
+        spec = LeafSpec("torch", str(node.value.dtype).removeprefix("torch."), tuple(node.value.shape))
+        if node.path in shards:
+            values = partial(ValuesReference, node.value.reshape(-1))
+            found.append(Decoded(replace(shards[node.path], spec=spec), values))
+    return found
+
+
+def _tensors(arrays: Sequence[Decoded]) -> tuple[tuple[Tensor, ...], int]:
+    found = [a for a in arrays if a.record.spec.dtype in FLOATS and a.record.spec.size]
+    largest = sorted(found, key=lambda a: -a.record.spec.size)[:MAX_TENSORS]
+
+    def one(array: Decoded) -> Tensor:
+        return Tensor(array.record, category(array.record), histogram(array.reference(), array.record.spec))
 
     return tuple(map_chunks(one, largest)), len(found)
 

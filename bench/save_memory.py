@@ -1,0 +1,252 @@
+"""What a save costs by mode and by peer: extra memory, stall, time until durable.
+
+Memory is the anonymous and shared memory of trainer and worker together (proportional, so that a shared page counts
+once), sampled every 20 ms, above the memory before the save. Pages of files are left out: the system drops them on
+demand, and other processes share them. Each mode first saves a small state, so that code is loaded. Next to each
+time stands a copy of the state to memory that is in use already, in the same process, since a busy machine slows both
+down; for the same reason the worker has the trainer's niceness here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import itertools
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import shrinkpoint as sp
+from shrinkpoint.codec.memory_limit import check_room
+
+from .harness import Options, Row, at_most, held
+from .memory import in_process
+
+UNIT = "x raw state"
+MODES: dict[str, tuple[dict[str, Any] | None, Any, float]] = {
+    "Saver": ({"nice": 0}, at_most(1.3), 1.5),
+    "Saver(mode='thread')": ({"mode": "thread"}, None, 1.6),
+    "Saver(snapshot='compressed')": ({"snapshot": "compressed"}, at_most(0.35), 0.6),
+    "torch.save": (None, None, 0.1),
+    "DCP async_save, thread": (None, None, 1.2),
+    "DCP async_save, process": (None, None, 3.2),
+    "Orbax AsyncCheckpointer": (None, None, 2.2),
+}
+"""Arguments of a Saver (None: a peer), target, and about how much memory it takes, in multiples of the state."""
+SIZES = (8_388_608, 83_886_080, 335_544_320)
+_EVERY, _SAVES, _BLOCK = 0.02, 3, 1 << 26
+_SMALL = 1 << 18
+"""Parameters of the state that is saved first."""
+
+
+def rows(options: Options) -> list[Row]:
+    """Three rows for each mode or peer and size."""
+    found = []
+    for parameters in SIZES[: 1 if options.quick else 3]:
+        for name, (_, target, takes) in MODES.items():
+            what = f"{name} of {12 * parameters / 1e9:.1f} GB"
+            if not options.wanted(f"{what}: extra memory"):
+                continue
+            options.say(what)
+            got, note = dict[str, Any](), ""
+            try:
+                check_room(round((1.5 + takes) * 12 * parameters), what)
+                got = in_process("save_memory", "child", name, parameters)
+                note = f"{got['extra'] / 1e6:.0f} MB in addition to {got['raw'] / 1e6:.0f} MB"
+            except (MemoryError, OSError, ValueError) as error:
+                note = f"not measured: {str(error).strip().splitlines()[-1]}"
+            extra = got["extra"] / got["raw"] if got else None
+            now = [held(Row(f"{what}: extra memory", "cpu, all cores", parameters, extra, UNIT, note=note), target)]
+            for part in ("stall", "until durable"):
+                value, copy = got.get(part), got.get("copy")
+                ratio = None if value is None or copy is None else copy / value
+                now.append(
+                    Row(f"{what}: {part}", "cpu, all cores", parameters, value, "s", "memcpy", copy, ratio, note=note)
+                )
+            found += options.done(now)
+    return found
+
+
+def child() -> None:
+    """Measure in this process; arguments: mode or peer, number of parameters."""
+    name, parameters = sys.argv[1], int(sys.argv[2])
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        begin, pids = _call(name, Path(folder), stack)
+        _load_code(name, begin, pids()[1:])
+        arrays, step, kinds = _run(parameters)
+        step()
+        raw = sum(array.nbytes for array in arrays())
+        buffer = memoryview(bytearray(_BLOCK))
+        copies = [_copied(arrays, buffer)]
+        before, extra, stalls, durables = 0, 0, list[float](), list[float]()
+        for _ in range(_SAVES):
+            now = step()
+            _trim()
+            before = before or sum(map(_held, pids()))
+            with _watched(pids) as log:
+                start = time.perf_counter()
+                finish = begin(now, kinds)
+                stalls.append(time.perf_counter() - start)
+                finish()
+                durables.append(time.perf_counter() - start)
+            extra = max(extra, max(log) - before)
+            copies.append(_copied(arrays, buffer))
+            for old in Path(folder).glob("peer*"):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+    times = {"stall": min(stalls), "until durable": min(durables), "copy": min(copies)}
+    print(json.dumps({"extra": extra, "raw": raw, **times}))
+
+
+def _load_code(name: str, begin: Callable[..., Any], others: list[int]) -> None:
+    """Save a small state once other processes are idle.
+
+    Ours begins a chain of its own, so that the large state becomes a base.
+    """
+    used = -1
+    while used != (used := sum(map(_processor, others))):
+        time.sleep(2)
+    _, step, kinds = _run(_SMALL)
+    if MODES[name][0] is None:
+        begin(step(), kinds)()
+        return
+    base = sp.compress(step(), kinds=kinds)
+    sp.compress(step(), base, kinds=kinds)
+    begin({"step": 0}, {})()
+
+
+def _run(parameters: int) -> tuple[Callable[[], list[Any]], Callable[[], Any], Any]:
+    """Return functions for a state's arrays and for one more step, and the kinds."""
+    import torch
+
+    torch.manual_seed(0)
+    side = parameters // 8 // 4096
+    model = torch.nn.Sequential(*[torch.nn.Linear(4096, side, bias=False) for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> dict[str, Any]:
+        for p in model.parameters():
+            p.grad = 1e-3 * torch.randn_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def arrays() -> list[Any]:
+        held = [value for entry in optimizer.state.values() for value in entry.values() if value.ndim]
+        return [*(p.detach() for p in model.parameters()), *held]
+
+    return arrays, step, sp.kinds(model, optimizer)
+
+
+def _copied(arrays: Callable[[], list[Any]], buffer: memoryview) -> float:
+    """Return the seconds of a copy of all bytes to memory that is in use."""
+    views = [memoryview(array.numpy().reshape(-1)).cast("B") for array in arrays()]
+    start = time.perf_counter()
+    for view in views:
+        for at in range(0, len(view), _BLOCK):
+            part = view[at : at + _BLOCK]
+            buffer[: len(part)] = part
+    return time.perf_counter() - start
+
+
+def _call(name: str, root: Path, stack: contextlib.ExitStack) -> tuple[Callable[..., Any], Any]:
+    """Return a function to begin a save, which returns one to wait for it, and one for pids."""
+    import multiprocessing
+
+    options, number = MODES[name][0], itertools.count()
+    if options is not None:
+        saver = stack.enter_context(sp.Saver(sp.Store(root / "ours"), **options))
+        return (
+            lambda state, kinds: saver.save(next(number), state, kinds=kinds).result,
+            lambda: [os.getpid(), *([saver.pid] if saver.pid else [])],
+        )
+    if name == "torch.save":
+        return lambda state, _: _torch_save(root / f"peer{next(number)}", state), lambda: [os.getpid()]
+    if name.startswith("Orbax"):
+        import orbax.checkpoint as ocp
+
+        orbax = stack.enter_context(ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()))
+
+        def orbax_save(state: Any, _: Any) -> Any:
+            orbax.save(root / f"peer{next(number)}", _as_numpy(state))
+            return orbax.wait_until_finished
+
+        return orbax_save, lambda: [os.getpid()]
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    dist.init_process_group("gloo", f"file://{root}/meet", rank=0, world_size=1)
+    stack.callback(dist.destroy_process_group)
+    how = AsyncCheckpointerType.PROCESS if name.endswith("process") else AsyncCheckpointerType.THREAD
+
+    def dcp_save(state: Any, _: Any) -> Any:
+        future: Any = dcp.async_save(  # type: ignore[attr-defined]
+            state, checkpoint_id=str(root / f"peer{next(number)}"), async_checkpointer_type=how
+        )
+        return future.result
+
+    return dcp_save, lambda: [os.getpid(), *(p.pid for p in multiprocessing.active_children())]
+
+
+def _torch_save(path: Path, state: Any) -> Callable[[], None]:
+    import torch
+
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return lambda: None
+
+
+def _as_numpy(state: Any) -> Any:
+    """Return a state with NumPy arrays, which share the memory, in the place of tensors."""
+    if isinstance(state, dict):
+        return {str(key): _as_numpy(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [_as_numpy(value) for value in state]
+    return state.numpy() if hasattr(state, "numpy") else state
+
+
+def _processor(pid: int) -> int:
+    """Return the processor time of a process, in ticks."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def _held(pid: int) -> int:
+    """Return the bytes of anonymous and shared memory of a process, shared pages in proportion."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+        return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    return 0
+
+
+@contextlib.contextmanager
+def _watched(pids: Callable[[], list[int]]) -> Iterator[list[int]]:
+    """Record the memory of processes meanwhile."""
+    log, ended = [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_EVERY):
+            log.append(sum(map(_held, pids())))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield log
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _trim() -> None:
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

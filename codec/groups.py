@@ -1,0 +1,192 @@
+"""Groups: arrays of one library and dtype that are coded together, or one large array.
+
+The arrays of a group are joined end to end and share streams and tables, so that a small array needs no table and no
+kernel call of its own. Each array keeps its own steps, codebooks, factors and bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ..kernels.backend.arrays import is_torch
+from . import entropy
+from .base import Leaf, Parents, Reference
+from .entropy.row_column_classes import columns_of
+from .format.fields import Piece
+from .state.leaves import SCALARS, Array, LeafSpec, NpArray, as_bytes, from_bytes
+
+MOST_BYTES = 1 << 22
+"""Most raw bytes of a group of several arrays, and so the most that is decoded to read one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A group as a file holds it, for the decoder of its stream format.
+
+    Args:
+        specs: of its arrays.
+        meta: the stream's metadata.
+        pieces: bytes, in order.
+        parents: the references that a delta is coded against; None for each array of a base.
+        pair: the result of `Stream.pair` for the arrays that the records name, if any.
+        out: memory of the caller for the decoded bytes, uint8, which a decoder may use; None: it takes its own.
+    """
+
+    specs: Sequence[LeafSpec]
+    meta: dict[str, Any]
+    pieces: Sequence[memoryview]
+    parents: Parents
+    pair: Array | None = None
+    out: NpArray | None = None
+
+    @staticmethod
+    def of_one(
+        spec: LeafSpec, meta: dict[str, Any], pieces: Sequence[memoryview], parent: Reference | None = None
+    ) -> Coded:
+        """Return a group of one array."""
+        return Coded((spec,), meta, pieces, (parent,))
+
+    @property
+    def spec(self) -> LeafSpec:
+        """Spec of the arrays joined end to end; of one array its own."""
+        return joined_spec(self.specs)
+
+    @property
+    def parent(self) -> Reference | None:
+        """Parent of the only array of a group of one."""
+        return self.parents[0]
+
+    def room(self) -> NpArray:
+        """Return memory for the decoded bytes."""
+        return np.empty(self.spec.nbytes, np.uint8) if self.out is None else self.out
+
+
+class FilledReference:
+    """A reference that writes the bytes of its values into given memory."""
+
+    __slots__ = ()
+
+    def fill(self, spec: LeafSpec, out: NpArray) -> None:
+        """Write the bytes of the decoded values, part by part."""
+        raise NotImplementedError
+
+    def values(self, spec: LeafSpec) -> Array:
+        """Return the decoded array, flat."""
+        data = np.empty(spec.nbytes, np.uint8)
+        self.fill(spec, data)
+        return from_bytes(data, spec)
+
+
+Rebaser: TypeAlias = Callable[
+    [Sequence[LeafSpec], Sequence[Reference], Parents], tuple[dict[str, Any], Sequence[Piece]]
+]
+"""From specs, the references to encode again and the new parents: metadata and pieces."""
+
+
+def values_of_each(specs: Sequence[LeafSpec], references: Sequence[Reference]) -> list[Array]:
+    """Return the decoded values of each array, flat, in memory of its own."""
+    return [reference.values(spec) for reference, spec in zip(references, specs, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A stream format of groups: its decoder and its properties.
+
+    Args:
+        decode: function that returns the reference of each array of a group.
+        codec: id of the codec that writes it, unless the record names another.
+        rebase: function that encodes references against other parents, or on their own. None: no delta is coded
+            against such arrays, so that a resolved checkpoint does not keep their references.
+        pair: function that computes `Coded.pair` from the decoded values and the spec of the pairs that the records
+            name, joined. None: no array is named.
+        values: function that returns the values of the references of a group.
+        is_wide: whether a reference takes as much memory as the array; else about a byte an element.
+        is_shared: whether a group may have several arrays.
+    """
+
+    decode: Callable[[Coded], Sequence[Reference]]
+    codec: str
+    rebase: Rebaser | None = None
+    pair: Callable[[Array, LeafSpec], Array] | None = None
+    values: Callable[[Sequence[LeafSpec], Sequence[Reference]], list[Array]] = values_of_each
+    is_wide: bool = False
+    is_shared: bool = False
+
+    @property
+    def has_deltas(self) -> bool:
+        """Return whether later checkpoints can store differences to arrays of this format."""
+        return self.rebase is not None
+
+
+def joined_spec(specs: Sequence[LeafSpec]) -> LeafSpec:
+    """Return the spec of arrays of one library and dtype that are joined end to end.
+
+    It is a matrix if the rows of all arrays have one length, else a vector; of one array its own.
+    """
+    first = specs[0]
+    if len(specs) == 1:
+        return first
+    size = sum(spec.size for spec in specs)
+    columns = columns_of(first.shape)
+    if columns and all(columns_of(spec.shape) == columns for spec in specs[1:]):
+        shape: tuple[int, ...] = (size // columns, columns)
+    else:
+        shape = (size,)
+    library = "numpy" if first.library in SCALARS else first.library
+    return LeafSpec(library, first.dtype, shape)
+
+
+def matrix_of(specs: Sequence[LeafSpec], start: int = 0, numbers: entropy.Numbers | None = None) -> entropy.Matrix:
+    """Return the place of the elements of joined arrays, from element `start` on."""
+    columns = columns_of(joined_spec(specs).shape)
+    if not columns:
+        return entropy.ALONE
+    heights = [spec.size // columns for spec in specs] if len(specs) > 1 else ()
+    return entropy.Matrix(columns, start, heights, numbers)
+
+
+def ends_of(specs: Sequence[LeafSpec]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the end of each array in the joined elements, int64."""
+    return np.cumsum([spec.size for spec in specs], dtype=np.int64)
+
+
+def parts(data: Array, specs: Sequence[LeafSpec], unit: int = 1) -> list[Array]:
+    """Split joined data into the part of each array; an element is `unit` entries of `data`."""
+    found, start = [], 0
+    for spec in specs:
+        end = start + unit * spec.size
+        found.append(data[start:end])
+        start = end
+    return found
+
+
+def own_parts(data: NpArray, specs: Sequence[LeafSpec]) -> list[Array]:
+    """Split the bytes of joined arrays into flat arrays in memory of their own."""
+    if len(specs) == 1:
+        return [from_bytes(data, specs[0])]
+    found = parts(data, specs, specs[0].itemsize)
+    return [from_bytes(part.copy(), spec) for part, spec in zip(found, specs, strict=True)]
+
+
+def joined_bytes(flats: Sequence[Array]) -> NpArray:
+    """Join the bytes of flat arrays of one dtype on the host; from a GPU in a single copy."""
+    if len(flats) == 1:
+        return as_bytes(flats[0])
+    if is_torch(flats[0]):
+        import torch
+
+        return as_bytes(torch.cat(list(flats)))
+    return np.concatenate([as_bytes(flat) for flat in flats])
+
+
+def joined_leaf(leaves: Sequence[Leaf]) -> Leaf:
+    """Join arrays to one, on the host if they are several."""
+    if len(leaves) == 1:
+        return leaves[0]
+    spec = joined_spec([leaf.spec for leaf in leaves])
+    first = leaves[0]
+    return Leaf(first.path, first.key, spec, first.kind, from_bytes(joined_bytes([leaf.flat for leaf in leaves]), spec))

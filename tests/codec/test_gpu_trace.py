@@ -1,0 +1,267 @@
+"""Triton kernels that each preset launches, waits of the host, and copies to it.
+
+Without a GPU torch's CPU tensors pass for CUDA ones and Triton's interpreter runs the kernels.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.codec import device_coding as device_coding_of
+from shrinkpoint.kernels import rans as kernels_of_rans
+from shrinkpoint.kernels.backend.arrays import is_torch
+from shrinkpoint.kernels.huffman import cpu as huffman
+from shrinkpoint.kernels.rans import cpu as rans
+from shrinkpoint.kernels.rans import gpu as gpu_rans
+
+from . import test_gpu
+from .test_gpu import HERE, check_same_bytes, moments, pytestmark, to
+
+__all__ = ["pytestmark"]
+
+device = test_gpu.device
+SHAPE = (800, 1280)
+SIZE = SHAPE[0] * SHAPE[1]
+
+
+@dataclass
+class Trace:
+    """Launches by kernel, waits by what caused them, and the copies to the host."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    waits: int = 0
+    copies: list[tuple[str, int]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.launches.clear()
+        self.copies.clear()
+        self.waits = 0
+
+    def bytes_crossed(self) -> int:
+        return sum(torch.empty(0, dtype=getattr(torch, name)).element_size() * size for name, size in self.copies)
+
+
+@pytest.fixture
+def trace(device: str, monkeypatch: pytest.MonkeyPatch) -> Trace:
+    """Record what happens to tensors on the device."""
+    found = Trace()
+    if HERE:
+        from triton.runtime.jit import JITFunction as Launcher
+
+        name = "run"
+    else:
+        from triton.runtime.interpreter import GridExecutor as Launcher
+
+        name = "__call__"
+    launch = getattr(Launcher, name)
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.launches[self.fn.__name__] += 1
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(Launcher, name, launched)
+
+    def watch(method: str) -> None:
+        real = getattr(torch.Tensor, method)
+
+        def seen(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if x.is_cuda or not HERE:
+                found.waits += 1
+                found.copies.append((str(x.dtype).removeprefix("torch."), x.numel()))
+            return real(x, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, method, seen)
+
+    for method in ("cpu", "item", "tolist"):
+        watch(method)
+    if HERE:
+        move = torch.Tensor.copy_
+
+        def moved(place: torch.Tensor, x: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            if x.is_cuda and not place.is_cuda:
+                found.waits += 1
+                found.copies.append((str(x.dtype).removeprefix("torch."), x.numel()))
+            return move(place, x, non_blocking)
+
+        monkeypatch.setattr(torch.Tensor, "copy_", moved)
+    return found
+
+
+def state(t: int, dtype: torch.dtype = torch.float32, shape: tuple[int, int] = SHAPE) -> dict[str, Any]:
+    """Return a weight that moves a little each step, and its moments."""
+    drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+    weight = 0.02 * (drawn[0] + 0.01 * t * drawn[1])
+    entry = moments(shape, 3, dtype)
+    entry["exp_avg"] = entry["exp_avg"] * (1 + 0.1 * t)
+    return {"model": {"fc.weight": weight.to(dtype)}, "optimizer": {"state": {0: entry}}}
+
+
+MOMENTS = {
+    "factors": {"symbols_kernel", "values_kernel", "products_kernel"},
+    "log buckets": {"index_kernel", "split_kernel"},
+}
+WEIGHTS = {"count_kernel", "assign_kernel", "values_kernel", "distortion_kernel"}
+GROUPED = {"subtract_kernel", "count_keys_kernel", "regroup_kernel"}
+CLUSTERS = {"sums_kernel", "label_kernel", "encode_kernel", "decode_kernel"}
+PRESETS: dict[str, tuple[sp.Config, set[str], set[str]]] = {
+    "default": (sp.Config(), WEIGHTS | MOMENTS["factors"], set()),
+    "precise": (sp.presets.precise(), {"count_kernel"} | MOMENTS["factors"], set()),
+    "exact weights": (sp.presets.exact_weights(), MOMENTS["factors"], set()),
+    "compact": (sp.presets.compact(), WEIGHTS | MOMENTS["factors"] | {"choose_kernel", "pairs_kernel"}, set()),
+    "inshrinkerator": (sp.presets.inshrinkerator(), WEIGHTS | MOMENTS["log buckets"], GROUPED),
+    "inshrinkerator, exact codebooks": (
+        sp.Config([("*weight", sp.Quantize(bins=2, solver="exact", coder="published"))]),
+        WEIGHTS | {"exact_kernel"},
+        GROUPED,
+    ),
+    "lc_checkpoint": (sp.presets.lc_checkpoint(3), set(), {"extremes_kernel", "quantize_kernel"}),
+    "bitsnap": (sp.presets.bitsnap(), CLUSTERS | {"pack_kernel"}, set()),
+}
+"""Kernels that a base launches, and more that a delta launches."""
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_kernels_of_a_preset_run_on_the_device(name: str, trace: Trace, device: str) -> None:
+    cfg, of_base, of_delta = PRESETS[name]
+    base = sp.compress(to(state(0), device), cfg=cfg)
+    assert of_base - set(trace.launches) == set()
+    trace.clear()
+    sp.compress(to(state(1), device), base, cfg)
+    assert of_delta - set(trace.launches) == set()
+
+
+MOST = {"default": (3.5, 40), "precise": (6.5, 40), "exact weights": (6.5, 40), "bitsnap": (8, 40)}
+"""Bytes a parameter that cross to the host, and waits, of a weight and its moments."""
+ON_HOST = ("precise", "exact weights", "bitsnap")
+"""Presets whose weights are coded from their values on the host."""
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_no_lossy_array_crosses_before_its_symbols(name: str, trace: Trace, device: str) -> None:
+    cfg, bytes_a_parameter, waits = PRESETS[name][0], *MOST[name]
+    base = sp.compress(to(state(0), device), cfg=cfg)
+    for prev in (base, None):
+        trace.clear()
+        sp.compress(to(state(1), device), prev, cfg)
+        assert trace.bytes_crossed() <= bytes_a_parameter * SIZE
+        assert trace.waits <= waits
+        large = [(dtype, size) for dtype, size in trace.copies if dtype.startswith("float") and size > SIZE // 8]
+        assert large == ([("float32", SIZE)] if name in ON_HOST else [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_arrays_cross_once(dtype: torch.dtype, trace: Trace, device: str) -> None:
+    cfg = sp.presets.lossless()
+    base = sp.compress(to(state(0, dtype), device), cfg=cfg)
+    for prev in (base, None):
+        trace.clear()
+        sp.compress(to(state(1, dtype), device), prev, cfg)
+        assert len([size for _, size in trace.copies if size == SIZE]) == 3
+        assert trace.bytes_crossed() <= 1.05 * 3 * SIZE * dtype.itemsize
+
+
+@pytest.fixture
+def device_coding(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the device code symbols, also blocks that take the interpreter a second."""
+    monkeypatch.setattr(device_coding_of, "LEAST", BLOCK[0] * BLOCK[1])
+    device_coding_of.set_device_coding(True)
+    yield
+    device_coding_of.set_device_coding(None)
+
+
+BLOCK = (90, 64)
+
+
+def coded(device: str, cfg: sp.Config, note: Callable[[], None] = lambda: None) -> list[sp.Checkpoint]:
+    """Compress a base and a delta of a matrix that is one block; call `note` after each."""
+    chain: list[sp.Checkpoint] = []
+    for t in (0, 1):
+        chain.append(sp.compress(to(state(t, shape=BLOCK), device), chain[-1] if chain else None, cfg))
+        note()
+    return chain
+
+
+def refused(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a coder of the host that refuses a whole block."""
+
+    def coder(symbols: Any, *args: Any, **kwargs: Any) -> Any:
+        assert symbols.shape[0] < BLOCK[0] * BLOCK[1], "a block is coded on the host"
+        return real(symbols, *args, **kwargs)
+
+    return coder
+
+
+@pytest.mark.parametrize("name", ["default", "compact"])
+def test_symbols_are_coded_on_the_device(
+    name: str, request: pytest.FixtureRequest, device_coding: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only references of the next delta cross: levels, and symbols of second moments, once.
+
+    Blocks of a state are coded in one launch. The bytes are those of the host with the same setting.
+    """
+    cfg, size = PRESETS[name][0], BLOCK[0] * BLOCK[1]
+    expected = coded("cpu", cfg)
+    device, trace = request.getfixturevalue("device"), request.getfixturevalue("trace")
+
+    def check() -> None:
+        assert trace.launches["encode_kernel"] in (1, 2)  # with contexts, and without
+        assert len([n for dtype, n in trace.copies if dtype == "uint8" and n == size]) == 2
+        trace.clear()
+
+    with monkeypatch.context() as patch:
+        for module, function in ((rans, "rans_encode"), (huffman, "huffman_encode")):
+            patch.setattr(module, function, refused(getattr(module, function)))
+        found = coded(device, cfg, check)
+    check_same_bytes(found, expected)
+
+
+@pytest.mark.parametrize("name", ["default", "exact weights"])
+def test_symbols_are_decoded_on_the_device(
+    name: str, device_coding: None, trace_of_decoding: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into tensors on the device, and only with the setting; the values are the host's."""
+    place = "cuda" if HERE else "cpu"
+    base, delta = coded("cpu", PRESETS[name][0])
+    for parent, ckpt in ((None, base), (base, delta)):
+        blob = ckpt.to_bytes()
+        expected = sp.decompress(sp.Checkpoint.from_bytes(blob, parent))
+        assert not trace_of_decoding
+        into = to(torch.utils._pytree.tree_map(torch.zeros_like, expected), place)
+        found = sp.decompress(sp.Checkpoint(blob, None), parent, out=into)
+        assert 0 < trace_of_decoding["decode_kernel"] <= 3
+        for x, y in zip(*map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True):
+            assert torch.equal(x.cpu(), y)
+        device_coding_of.set_device_coding(False)
+        trace_of_decoding.clear()
+        sp.decompress(sp.Checkpoint(blob, None), parent, out=into)
+        assert not trace_of_decoding
+        device_coding_of.set_device_coding(True)
+
+
+@pytest.fixture
+def trace_of_decoding(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Launches by kernel; without a GPU tensors pass for CUDA ones where blocks are decoded."""
+    if not HERE:
+        monkeypatch.setattr(device_coding_of, "on_gpu", is_torch)
+        monkeypatch.setattr(kernels_of_rans, "on_gpu", is_torch)
+    launches: Counter[str] = Counter()
+    real = gpu_rans.rans_decode_many
+
+    def seen(*args: Any) -> Any:
+        launches["decode_kernel"] += 1
+        return real(*args)
+
+    monkeypatch.setattr(gpu_rans, "rans_decode_many", seen)
+    return launches
+
+
+def test_without_the_setting_the_host_codes(device: str, trace: Trace) -> None:
+    sp.compress(to(state(0, shape=BLOCK), device))
+    assert trace.launches["encode_kernel"] == 0

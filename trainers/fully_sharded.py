@@ -1,0 +1,213 @@
+"""Sharded states behind pointer files: each rank writes its shards.
+
+One commit makes the step.
+For models and optimizers that FSDP2 shards. Nothing is gathered: a state has DTensors, which
+`torch.distributed.checkpoint` saves by `trainers.dcp.Writer` as a step of the store. Any number of ranks reads it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from ..codec.errors import ShrinkpointError
+from ..kernels.errors import BadArgumentError
+from ..store.store import Store
+from .dcp import Reader, Writer
+from .pointers import Coming, PathLike, Pointer, in_flight, key_of, next_step, point_to, read_pointer
+
+
+class ShardedSaves:
+    """Saves of sharded states; one is in flight at a time. All ranks make the same calls.
+
+    Args:
+        store: where to; each rank opens the same one.
+        background: whether `save` returns once the shards are copied; a thread of each rank then compresses and writes
+            them, and rank 0 writes the pointer file when all have done so.
+    """
+
+    def __init__(self, store: Store, *, background: bool) -> None:
+        self.store, self.background = store, background
+        # Collectives of a save must not meet those of training, which run in another thread.
+        self._group = dist.new_group(backend="gloo") if background else None
+        self._writer = Writer(store, process_group=self._group)
+        self._lock = threading.Lock()
+        self._future: Any = None
+        self._done: Future[None] | None = None
+        self._after: list[Callable[[], object]] = []
+
+    def save(self, path: PathLike, state: Any, kinds: Mapping[str, Any] | None = None) -> None:
+        """Save a state as the store's next step, and let a file point to that.
+
+        Raises:
+            Exception: what this save raised, on all ranks; in the background, what the save before this one raised.
+        """
+        self.wait()
+        first = [next_step(self.store) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(first, src=0)
+        step = int(first[0] or 0)
+        self._writer.kinds = kinds
+        before = read_pointer(path) if dist.get_rank() == 0 else None
+        if not self.background:
+            save(state, storage_writer=self._writer, checkpoint_id=str(step))
+            self._agree(lambda: self._point(path, step, before))
+            return
+        self._done = Future()
+        key = key_of(os.fspath(path))
+        if dist.get_rank() == 0:
+            in_flight[key] = Coming(self.store.url, self._done)
+        try:
+            self._future = async_save(
+                state, storage_writer=self._writer, checkpoint_id=str(step), process_group=self._group
+            )
+        except BaseException as e:  # not begun: nothing may wait for its file
+            in_flight.pop(key, None)
+            self._done.set_exception(e)
+            raise
+        self._future.add_done_callback(lambda saved: self._finish(saved, key, path, step, before))
+
+    def then(self, work: Callable[[], object]) -> None:
+        """Call `work` when the save in flight is durable, or at once; never if the save fails."""
+        with self._lock:
+            if self._done is not None and not self._done.done():
+                self._after.append(work)
+                return
+        work()
+
+    def wait(self) -> None:
+        """Wait until nothing is in flight.
+
+        Raises:
+            Exception: what the save raised.
+        """
+        future, done, self._future = self._future, self._done, None
+        if future is not None and done is not None:
+            concurrent.futures.wait([done])
+            future.result()
+            self._agree(done.result)
+
+    def close(self) -> None:
+        """Wait for the save in flight."""
+        self.wait()
+
+    def _agree(self, work: Callable[[], object]) -> None:
+        """Do something on rank 0, and raise its error on all ranks."""
+        error: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                work()
+            except Exception as e:
+                error[0] = e
+        message = [None if error[0] is None else f"{type(error[0]).__name__}: {error[0]}"]
+        dist.broadcast_object_list(message, src=0)
+        if error[0] is not None:
+            raise error[0]
+        if message[0] is not None:
+            raise ShrinkpointError(f"rank 0: {message[0]}")
+
+    def _finish(self, saved: Any, key: str, path: PathLike, step: int, before: Pointer | None) -> None:
+        """Write the pointer file of a finished save, then make the waiting calls."""
+        done = self._done
+        assert done is not None
+        try:
+            saved.result()
+            if dist.get_rank() == 0:
+                self._point(path, step, before)
+                in_flight.pop(key, None)  # what comes after it may read the file
+            while not self._is_done(done):
+                self._after.pop(0)()
+        except BaseException as e:
+            in_flight.pop(key, None)
+            with self._lock:
+                self._after = []
+                done.set_exception(e)
+
+    def _is_done(self, done: Future[None]) -> bool:
+        """Return whether no call waits; later calls are then made at once."""
+        with self._lock:
+            if not self._after:
+                done.set_result(None)
+            return not self._after
+
+    def _point(self, path: PathLike, step: int, before: Pointer | None) -> None:
+        # Another object than training uses in its thread.
+        store = Store(self.store.url, self.store.cfg)
+        point_to(path, store, step, store.describe(step).identity, before)
+
+
+def check_version(plugin: Any) -> None:
+    """Refuse FSDP1, whose optimizers have flat parameters.
+
+    Raises:
+        BadArgumentError: the plugin of Accelerate is of version 1.
+    """
+    version = getattr(plugin, "fsdp_version", 1)
+    if version != 2:
+        raise BadArgumentError(
+            f"FSDP is of version {version}; compressed checkpoints need fsdp_version 2 (fully_shard)"
+        )
+
+
+def sharded_state(pairs: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+    """Return the states of models and their optimizers, by the names of parameters.
+
+    Sharded arrays are DTensors.
+
+    Args:
+        pairs: each model with its optimizer or None; of several pairs, each state has the number of its pair as key.
+    """
+    states: list[dict[str, Any]] = []
+    for model, optimizer in pairs:
+        if optimizer is None:
+            states.append({"model": get_model_state_dict(model)})
+        else:
+            states.append(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)))
+    return states[0] if len(states) == 1 else {str(i): state for i, state in enumerate(states)}
+
+
+def pointer_to_shards(path: PathLike, store: Store) -> Pointer | None:
+    """Return the pointer in a file if it points to a sharded step of a store; else None."""
+    pointer = read_pointer(path)
+    if pointer is None or pointer.step not in store.steps():
+        return None
+    return pointer if store.describe(pointer.step).shards else None
+
+
+def load_sharded(path: PathLike, store: Store, pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Load a sharded step into models and optimizers, on any number of ranks. All ranks call it.
+
+    Args:
+        path: a pointer file to it.
+        store: where it is; the next save of this store is a delta over it.
+        pairs: as for `sharded_state`; the models are sharded in any way, or not. An optimizer of None is not read.
+
+    Raises:
+        BadArgumentError: not a pointer to a sharded step of this store.
+        CorruptDataError, MissingParentError: it cannot be read.
+    """
+    pointer = pointer_to_shards(path, store)
+    if pointer is None:
+        raise BadArgumentError(f"{os.fspath(path)}: not a sharded checkpoint of {store.url}")
+    state = sharded_state(pairs)
+    alone = not (dist.is_available() and dist.is_initialized())
+    load(state, storage_reader=Reader(store, pointer.step), no_dist=alone)
+    for number, (model, optimizer) in enumerate(pairs):
+        own = state if len(pairs) == 1 else state[str(number)]
+        if optimizer is None:
+            set_model_state_dict(model, own["model"])
+        else:
+            set_state_dict(model, optimizer, model_state_dict=own["model"], optim_state_dict=own["optimizer"])
