@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 CGROUPS = "/sys/fs/cgroup"
 MEMINFO = "/proc/meminfo"
 OWN_CGROUPS = "/proc/self/cgroup"
+NEVER_TOO_LARGE = 1 << 26
+"""Bytes for which no limit of a machine or container is read: reading it takes longer than reading a small file."""
 _VERSIONS = (
     # Files of limit and usage, and the part of the usage that the kernel gives back on demand: cgroup v2 and v1.
     ("memory.max", "memory.current", "inactive_file"),

@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from ..codec.memory_limit import total_memory
+from ..codec.memory_limit import NEVER_TOO_LARGE, total_memory
 from ..kernels.errors import BadArgumentError
 
 _FLAGS = (
@@ -64,7 +64,8 @@ def read_file(path: str | os.PathLike[str], most: int | None = None) -> bytes:
 
 def check_size(path: str | os.PathLike[str], size: int, most: int | None) -> None:
     """Raise OSError for a file of more than `most` bytes; None: than the machine has memory."""
-    most = total_memory() if most is None else most
+    if most is None and size > NEVER_TOO_LARGE:
+        most = total_memory()
     if most is not None and size > most:
         raise OSError(errno.EFBIG, f"{size} bytes; the limit is {most}", os.fspath(path))
 

@@ -23,7 +23,7 @@ from ...kernels.backend.arrays import DEVICES, is_allocated, is_torch
 from ...kernels.backend.imported import imported
 from ...kernels.backend.transfer import to_cpu
 from ..errors import CorruptDataError, UnsupportedLeafError
-from ..memory_limit import total_memory
+from ..memory_limit import NEVER_TOO_LARGE, total_memory
 
 Array = Any
 NpArray = np.ndarray[Any, Any]
@@ -51,8 +51,6 @@ _OBJECT = 40
 """Bytes that an item of a list takes, at most: a pointer and a Python number."""
 _MAX_ELEMENTS = 1 << 48
 _MAX_ITEM = 1 << 14
-_NEVER_TOO_LARGE = 1 << 26
-"""Bytes for which no limit of a machine or container is read."""
 _UNKNOWN_MEMORY = 1 << 46
 """Bytes that a system may have which does not say how many it has."""
 
@@ -476,7 +474,7 @@ def spec_from_header(library: Any, dtype: Any, shape: Any, order: Sequence[int],
 
 def check_memory(nbytes: int, what: str) -> None:
     """Raise CorruptDataError for more memory than this process may ever allocate."""
-    if nbytes <= _NEVER_TOO_LARGE:
+    if nbytes <= NEVER_TOO_LARGE:
         return
     limit = total_memory()
     if nbytes > (_UNKNOWN_MEMORY if limit is None else limit):

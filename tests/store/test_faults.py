@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import math
 import os
 import shutil
@@ -336,13 +337,23 @@ def test_a_save_takes_no_longer_at_10_000_steps(ten_thousand: Path, tmp_path_fac
     assert seconds[many] <= 1.5 * seconds[few], seconds
 
 
-SLOWER = 2.0
-"""How much slower than an idle machine of 2026 this one may be."""
+def slower(folder: Path) -> float:
+    """Return how much more time work may take here than its target, which is that of a machine that idles.
+
+    Such a machine (an EPYC of 2026) reads and parses the 10,000 manifests in 0.1 s; twice the time is for noise.
+    """
+
+    def read() -> None:
+        for path in (folder / "steps").iterdir():
+            json.loads(path.read_bytes())
+
+    return 2 * max(1.0, fastest(read) / 0.1)
 
 
 def test_10_000_steps_are_listed_and_collected_in_seconds(ten_thousand: Path) -> None:
     """10,000 steps: `steps` takes 0.1 s, `ls` 1 s and `gc` 3 s of processor time at most."""
-    assert fastest(lambda: sp.Store(ten_thousand).steps()) <= 0.1 * SLOWER
+    factor = slower(ten_thousand)
+    assert fastest(lambda: sp.Store(ten_thousand).steps()) <= 0.1 * factor
     assert len(sp.Store(ten_thousand).steps()) == 10_000
     for arguments, limit in ((["ls"], 1.0), (["gc", "--keep-last", "9000", "--dry-run"], 3.0)):
         command = [sys.executable, "-m", "shrinkpoint", arguments[0], str(ten_thousand), *arguments[1:]]
@@ -353,12 +364,12 @@ def test_10_000_steps_are_listed_and_collected_in_seconds(ten_thousand: Path) ->
             after = os.times()
             spent = after.children_user + after.children_system - before.children_user - before.children_system
             seconds.append(spent)
-        assert min(seconds) <= limit * SLOWER, (arguments, seconds)
+        assert min(seconds) <= limit * factor, (arguments, seconds, factor)
         assert ("10000 steps, " if arguments[0] == "ls" else "1000 steps and ") in out
     for step in range(1, 4):
         sp.Store(ten_thousand).drop(step)
     store = sp.Store(ten_thousand)
-    assert fastest(lambda: store.gc(sp.Retention(last=9990)), 1) <= 3 * SLOWER
+    assert fastest(lambda: store.gc(sp.Retention(last=9990)), 1) <= 3 * factor
     assert len(store.steps()) == 9990
 
 

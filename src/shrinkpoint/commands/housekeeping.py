@@ -86,14 +86,16 @@ def gc(
         retention = Retention(every=1, thin_after=thin_after)
     opened = open_store(store, empty=True)
     catalog = Catalog(open_files(opened.url))
-    before, thinned = catalog.generations(), _thinned(catalog)
+    before = catalog.generations()
+    thinned = set() if thin_after is None else _thinned(catalog)
     with busy("gc"):
         removed = opened.gc(retention, timeout=timeout, dry_run=dry_run)
     names = set(removed)
     gone = [step for step, known in before.items() if f"{FOLDER}/{manifest_name(step, known[-1])}" in names]
-    if dry_run:
-        new = [] if retention is None else sorted(steps_to_thin(catalog, retention, read=True).difference(gone))
-    else:
+    new: list[int] = []
+    if retention is not None and thin_after is not None and dry_run:
+        new = sorted(steps_to_thin(catalog, retention, read=True).difference(gone))
+    elif thin_after is not None:
         new = sorted(_thinned(catalog) - thinned)
     if as_json:
         found = {"removed_steps": gone, "removed_files": removed, "thinned_steps": new}
