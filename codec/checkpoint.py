@@ -22,7 +22,7 @@ from .format.ranged import Ranged
 from .format.spool import ranged_over
 from .groups import Coded, FilledReference, joined_bytes, joined_spec
 from .lossless.reference import BytesReference
-from .outputs import host_memory, outputs_of, write_to
+from .outputs import host_memory, new_outputs, outputs_of, write_to
 from .parallel import map_arrays, map_chunks
 from .records import ArrayRecord, Group, Records, records_of
 from .state import tree
@@ -551,7 +551,7 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = N
     records = ckpt.records
     check_memory(sum(r.spec.memory for r in records), "the state")
     import_libraries(r.spec for r in records)
-    targets = {} if out is None else outputs_of(out, records)
+    targets = new_outputs(records) if out is None else outputs_of(out, records)
     jobs = ckpt.jobs()
     sizes = [sum(records[i].spec.size for group in job for i in group.members) for job in jobs]
     reader = Reader(ckpt, prev, targets)

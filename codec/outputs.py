@@ -1,4 +1,4 @@
-"""The caller's arrays to decode into, checked before anything is written."""
+"""The arrays to decode into: new ones, or those of the caller, which are checked before anything is written."""
 
 from __future__ import annotations
 
@@ -10,10 +10,52 @@ import numpy as np
 from ..kernels.backend.arrays import is_torch
 from .errors import BadArgumentError
 from .state import tree
-from .state.leaves import SCALARS, Array, NpArray, as_bytes, is_stored_as_array, memory_order, read_leaf
+from .state.leaves import (
+    SCALARS,
+    Array,
+    NpArray,
+    as_bytes,
+    build_leaf,
+    from_bytes,
+    is_stored_as_array,
+    memory_order,
+    read_leaf,
+)
 
 if TYPE_CHECKING:
     from .records import ArrayRecord
+
+_SHARED = 1 << 25
+"""Bytes of memory that new arrays share. Linux clears memory of this size in huge pages; clearing it in pages of 4 KiB
+takes as long as decoding."""
+_LARGE = 1 << 17
+_ALIGNMENT = 64
+
+
+def new_outputs(records: Sequence[ArrayRecord]) -> dict[int, Array]:
+    """Return new arrays for the large arrays of a checkpoint, by number; the others are made where they are decoded.
+
+    Neighbours share memory, which is freed with the last of them.
+    """
+    arrays: dict[int, Array] = {}
+    sizes = {
+        i: -(-r.spec.nbytes // _ALIGNMENT) * _ALIGNMENT
+        for i, r in enumerate(records)
+        if r.spec.library in ("torch", "numpy") and not r.spec.order and len(r.group.members) == 1
+        if r.spec.nbytes >= _LARGE
+    }
+    left, memory, used = sum(sizes.values()), np.empty(0, np.uint8), 0
+    for i, size in sizes.items():
+        if used + size > memory.size:
+            try:
+                memory = np.empty(max(size, min(left, _SHARED)) + _ALIGNMENT, np.uint8)
+            except MemoryError:
+                return arrays  # the decoder of an array says which one does not fit
+            used = -memory.ctypes.data % _ALIGNMENT
+        spec = records[i].spec
+        arrays[i] = build_leaf(from_bytes(memory[used : used + spec.nbytes], spec), spec)
+        used, left = used + size, left - size
+    return arrays
 
 
 def outputs_of(out: Any, records: Sequence[ArrayRecord], *, is_whole: bool = True) -> dict[int, Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -72,3 +73,31 @@ def test_out_is_checked_before_it_is_written() -> None:
         assert (np.asarray(out["n"]) == 7).all()
     with pytest.raises(sp.BadArgumentError, match="out must be a tree"):
         sp.decompress(ckpt, out=3)
+
+
+def as_numpy(x: Any) -> Any:
+    return x.numpy() if isinstance(x, torch.Tensor) else x
+
+
+def owner(x: Any) -> Any:
+    """Return the array that owns the memory of a view."""
+    return x if x.base is None else owner(x.base)
+
+
+def test_new_arrays_that_share_memory_do_not_overlap_and_are_saved_alone() -> None:
+    """Large arrays of a restored state share memory: writing, saving or freeing one leaves the others alone."""
+    rng = np.random.default_rng(0)
+    sizes = [40_001, 50_000, 70_003, 9_000_000, 40_000, 10]
+    before: dict[str, Any] = {str(i): rng.integers(0, 1 << 30, n).astype(np.int32) for i, n in enumerate(sizes)}
+    before |= {f"torch {name}": torch.from_numpy(x) for name, x in before.items()}
+    after = sp.decompress(sp.Checkpoint.from_bytes(sp.compress(before, cfg=sp.presets.lossless()).to_bytes()))
+    spans = sorted((as_numpy(x).ctypes.data, as_numpy(x).nbytes) for x in after.values())
+    assert all(start % 64 == 0 or size < 1 << 17 for start, size in spans)
+    assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(spans))
+    assert [owner(after["0"]) is owner(after[name]) for name in "1234"] == [True, True, False, False]
+    for name in list(after):
+        x = after.pop(name)
+        if isinstance(x, torch.Tensor):
+            assert x.untyped_storage().nbytes() == x.nbytes, "torch.save would write the neighbours"
+        x[:] = 0
+        assert all((as_numpy(other) == as_numpy(before[key])).all() for key, other in after.items())
