@@ -186,7 +186,9 @@ def load(saved: Saved, previous: State | None, weight: Decode, moment: Decode | 
     try:
         header = json.loads(bytes(plain.block()))
         nodes, records, parent = header["tree"], header["arrays"], header["parent"]
-        kinds = [(where, spec_from_header(*spec, (), str(where))) for where, *spec in records]
+        kinds = [
+            (where, spec_from_header(library, dtype, shape, (), str(where))) for where, library, dtype, shape in records
+        ]
     except (ValueError, TypeError, KeyError) as error:
         raise CorruptDataError(f"rest: no header: {error}") from None
     known = None if parent is None else _parent(previous, parent)
