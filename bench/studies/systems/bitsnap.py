@@ -334,8 +334,8 @@ def score(name: str, options: Options) -> list[Row]:
             found[system] = raw / saved.nbytes, seconds, statistics.fmean(l2_errors(state, restore(saved)).values())
 
         for system, cfg in presets.items():
-            base = sp.compress(first, cfg=cfg)
-            judge(system, partial(sp.compress, state, base, cfg), sp.decompress)
+            base = sp.compress(first, cfg=cfg, kinds=trained.kinds)
+            judge(system, partial(sp.compress, state, base, cfg, kinds=trained.kinds), sp.decompress)
         for baseline in (Naive8Bit(moments=True), ExCP()):
             start = baseline.decode(baseline.encode(first, None), None)
             judge(baseline.name, partial(baseline.encode, state, start), partial(baseline.decode, previous=start))

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cache
 
+import shrinkpoint as sp
+
 from .. import workloads
 from ..workloads import Run, State, Workload
 
@@ -22,12 +24,14 @@ class States:
         step: of the first.
         rate: learning rate there.
         after: by steps after the first.
+        kinds: of their arrays.
     """
 
     name: str
     step: int
     rate: float
     after: dict[int, State]
+    kinds: dict[str, sp.Kind]
 
     def where(self) -> str:
         """Name of the workload and step, for notes."""
@@ -44,7 +48,7 @@ def _onwards(run: Run) -> States:
     for apart in APART:
         run.train(start + apart)
         after[apart] = run.state()
-    return States(run.workload.name, start, rate, after)
+    return States(run.workload.name, start, rate, after, run.kinds())
 
 
 @cache
