@@ -41,6 +41,8 @@ SAME = {
     "sparse_changes": "rare_decode rare_encode",
 }
 """Functions of each module whose reference form gives the same bits."""
+_COMPILED_IN = {"sparse_changes": "rangecoder"}
+"""Subjects whose compiled code is that of another subject."""
 _STEPS: dict[str, Callable[..., int]] = {
     "least_losses": lambda centers, weights, ends, k: 32 * int(centers.shape[0]),
     "weighted_kmeans": lambda centers, weights, k, **_: 4 * int(centers.shape[0]) * k,
@@ -143,7 +145,8 @@ def _on_disk() -> frozenset[str]:
     elsewhere = Path(folder) if folder else user
 
     def compiled(subject: str) -> bool:
-        own = [] if folder else [kernels / subject / "__pycache__"]
-        return any(any(at.glob("cpu.*.nbc")) for at in (*own, *elsewhere.glob(f"{subject}_*")))
+        where = _COMPILED_IN.get(subject, subject)
+        own = [] if folder else [kernels / where / "__pycache__"]
+        return any(any(at.glob("cpu.*.nbc")) for at in (*own, *elsewhere.glob(f"{where}_*")))
 
     return frozenset(filter(compiled, SAME))
