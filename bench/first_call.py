@@ -12,19 +12,20 @@ from pathlib import Path
 from .harness import Options, Row
 
 SAVE, LOAD = "first base and delta, empty kernel cache", "first load, empty kernel cache"
-LIMITS = {SAVE: 8.0, LOAD: 3.0}
-PARAMETERS = 52_800
+LIMITS = {SAVE: 6.0, LOAD: 2.5}
+LAYERS, WIDTH = 8, 512
+PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 _CODE = """
 import json, sys, time
 import torch, shrinkpoint as sp
 from pathlib import Path
 torch.set_num_threads(1); sp.set_threads(1); torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Embedding(300, 64), torch.nn.Linear(64, 256), torch.nn.LayerNorm(256),
-                            torch.nn.Linear(256, 64))
+width = int(sys.argv[4])
+model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(int(sys.argv[3]))))
 optimizer = torch.optim.AdamW(model.parameters())
 def state():
     for _ in range(3):
-        optimizer.zero_grad(); model(torch.randint(0, 300, (64,))).square().mean().backward(); optimizer.step()
+        optimizer.zero_grad(); model(torch.randn(64, width)).square().mean().backward(); optimizer.step()
     return {"model": {n: x.clone() for n, x in model.state_dict().items()}}
 folder = Path(sys.argv[2])
 if sys.argv[1] == "save":
@@ -59,8 +60,9 @@ def rows(options: Options) -> list[Row]:
             for name, what in ((SAVE, "save"), (LOAD, "load")):
                 environment = {**os.environ, "NUMBA_CACHE_DIR": str(Path(folder) / f"cache-{what}")}
                 done = subprocess.run(
-                    [sys.executable, "-P", "-c", _CODE, what, folder], check=True, capture_output=True, env=environment
-                )
+                    [sys.executable, "-P", "-c", _CODE, what, folder, str(LAYERS), str(WIDTH)],
+                    check=True, capture_output=True, env=environment,
+                )  # fmt: skip
                 spent, good = json.loads(done.stdout)
                 if not good:
                     raise AssertionError(f"{name}: the result is not that of the state")
