@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-
 DATE = "2026-01-01T00:00:00.000Z"
 
 
@@ -27,7 +26,7 @@ def now() -> str:
 
 
 class Hub(ThreadingHTTPServer):
-    """The server, with one dataset `user/repo` and one bucket `user/bucket`; `commits` are the paths that each commit added or removed."""
+    """The server, with a dataset `user/repo` and a bucket `user/bucket`; `commits` are the paths that each changed."""
 
     daemon_threads = True
 
@@ -106,6 +105,8 @@ class Answer(BaseHTTPRequestHandler):
         elif "/tree" in path:
             folder = path.partition("/tree" if is_bucket else "/tree/main")[2].strip("/")
             self.listing(files, folder, self.stored if is_bucket else self.entry)
+        elif "/revision/" in path and not path.endswith(("/main", self.server.head)):
+            self.send({"error": "Invalid rev id"}, 404, "RevisionNotFound")
         elif is_bucket:
             self.send({"id": "user/bucket", "private": False, "createdAt": DATE, "size": 0, "totalFiles": len(files)})
         else:

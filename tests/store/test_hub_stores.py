@@ -1,4 +1,4 @@
-"""Stores in repositories and buckets of the Hugging Face Hub: huggingface_hub itself, against a server that imitates it."""
+"""Stores on the Hugging Face Hub: huggingface_hub itself, against a server that imitates the Hub."""
 
 from __future__ import annotations
 
@@ -128,6 +128,6 @@ def test_what_does_not_exist_is_refused(hub: Hub) -> None:
     for url in ("hf://datasets/user/none/run", "hf://datasets/user/repo@other/run", "hf://buckets/user/none/run"):
         store = opened(url)
         for use in (store.steps, store.load, lambda store=store: store.save(0, STATE)):
-            with pytest.raises((FileNotFoundError, sp.BadArgumentError), match="not found|none"):
+            with pytest.raises((FileNotFoundError, sp.BadArgumentError), match=r"not found|none"):
                 use()
     assert type(opened("hf://buckets/user/bucket/run")._files) is HubFiles
