@@ -7,10 +7,10 @@ created once. Buckets have no such condition.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .objects import ObjectFiles, Retry
+from .objects import ObjectFiles
 
 _REFUSED = 412
 """Status of a commit whose parent is not the last commit any more."""
@@ -37,9 +37,7 @@ class HubFiles(ObjectFiles):
 class RepositoryFiles(HubFiles):
     """The files below a path of a repository."""
 
-    def __init__(self, fs: Any, root: str, retry: Retry | None = None) -> None:
-        super().__init__(fs, root, retry)
-        self._staged: dict[str, bytes] = {}
+    _staged: Mapping[str, bytes] = {}
 
     @contextlib.contextmanager
     def staged(self, name: str, data: Iterable[bytes]) -> Iterator[None]:
@@ -61,19 +59,17 @@ class RepositoryFiles(HubFiles):
     def _create(self, name: str, data: bytes) -> bool | None:
         """Return the result of `create`; None if another commit came first."""
         from huggingface_hub import CommitOperationAdd
-        from huggingface_hub.errors import HfHubHTTPError
 
-        repo = self._repository()
-        head = self.fs._api.repo_info(**repo).sha
-        if self._present([name], head):
+        head = self.fs._api.repo_info(**self._repository()).sha
+        if self._present([name], revision=head):
             return self.read(name) == data
         added = [CommitOperationAdd(self._in_repo(n), d) for n, d in {**self._staged, name: data}.items()]
         try:
             self._commit(added, f"Add {name}", parent_commit=head)
-        except HfHubHTTPError as e:
-            if e.response.status_code != _REFUSED:
-                raise
-            return None
+        except OSError as e:
+            if getattr(getattr(e, "response", None), "status_code", None) == _REFUSED:
+                return None
+            raise
         return True
 
     def remove(self, names: Sequence[str]) -> None:
@@ -81,8 +77,7 @@ class RepositoryFiles(HubFiles):
         from huggingface_hub import CommitOperationDelete
 
         def attempt() -> None:
-            present = self._present(names)
-            if present:
+            if present := self._present(names):
                 self._commit([CommitOperationDelete(path) for path in present], f"Remove {len(present)} files")
 
         if names:
@@ -92,9 +87,9 @@ class RepositoryFiles(HubFiles):
         self.fs._api.create_commit(operations=operations, commit_message=message, **self._repository(), **options)
         self.fs.invalidate_cache()
 
-    def _present(self, names: Sequence[str], revision: str | None = None) -> list[str]:
+    def _present(self, names: Sequence[str], **revision: str) -> list[str]:
         """Return the paths of those files that exist."""
-        where = {**self._repository(), **({"revision": revision} if revision else {})}
+        where: Any = {**self._repository(), **revision}
         return [found.path for found in self.fs._api.get_paths_info(paths=[*map(self._in_repo, names)], **where)]
 
     def _repository(self) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class Answer(BaseHTTPRequestHandler):
 
     server: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def log_message(self, *_: Any) -> None:
         """Print nothing."""
