@@ -1,6 +1,6 @@
-"""Files on the Hugging Face Hub: in repositories (`hf://datasets/user/repo/run`) and buckets (`hf://buckets/...`).
+"""Files on the Hugging Face Hub, in repositories and in buckets.
 
-Each change of a repository is a commit. A commit that names its parent is refused if another came first; so files are
+URLs are `hf://datasets/user/repo/run` and `hf://buckets/user/bucket/run`. Each change of a repository is a commit. A commit that names its parent is refused if another came first; so files are
 created once. Buckets have no such condition.
 """
 
@@ -27,7 +27,11 @@ class HubFiles(ObjectFiles):
         return super().read(name)
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the sizes of the files in a folder; FileNotFoundError without its bucket or repository."""
+        """Return name -> size of the files in a folder.
+
+        Raises:
+            FileNotFoundError: the bucket or repository does not exist.
+        """
         found = super().sizes(folder)
         if not found:
             self.fs.resolve_path(self.root)

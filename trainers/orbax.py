@@ -232,7 +232,10 @@ def _entries(fs: Any, folder: str) -> list[str]:
 
 
 class _Checkpointable:
-    """The interface `CheckpointableHandler` of Orbax v1, which makes an object of the class for each use."""
+    """A handler of one checkpointable, by the interface of Orbax v1.
+
+    Orbax makes an object of the class for each use.
+    """
 
     handler: CompressedHandler
     names: set[str]
