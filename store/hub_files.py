@@ -1,7 +1,7 @@
 """Files on the Hugging Face Hub, in repositories and in buckets.
 
-URLs are `hf://datasets/user/repo/run` and `hf://buckets/user/bucket/run`. Each change of a repository is a commit. A commit that names its parent is refused if another came first; so files are
-created once. Buckets have no such condition.
+URLs are `hf://datasets/user/repo/run` and `hf://buckets/user/bucket/run`. Each change of a repository is a commit. A
+commit that names its parent is refused if another came first, so files are created once. Buckets have none.
 """
 
 from __future__ import annotations
