@@ -68,8 +68,8 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt Makefile
 
 frameworks: $(FRAMEWORKS)/.installed ## run the adapters against the real frameworks
 	$(PARALLEL) $(FRAMEWORKS)/bin/python -m pytest $(SPREAD) -q -p no:cacheprovider \
-		$(addprefix tests/trainers/test_,lightning.py transformers.py transformers_fsdp.py accelerate.py accelerate_fsdp.py peft.py preemption_frameworks.py hub.py examples.py orbax.py jax.py megatron.py array_codecs.py) \
-		tests/trainers/test_dcp.py::test_torchtitan_itself tests/codec/test_lowbit.py \
+		$(addprefix tests/trainers/test_,lightning.py transformers.py transformers_fsdp.py accelerate.py accelerate_fsdp.py peft.py preemption_frameworks.py hub.py examples.py orbax.py orbax_v1.py jax.py megatron.py array_codecs.py) \
+		tests/store/test_hub_stores.py tests/trainers/test_dcp.py::test_torchtitan_itself tests/codec/test_lowbit.py \
 		$(addprefix --deselect tests/trainers/test_examples.py::test_,plain_loop own_codec own_kernel fsdp2) $(ARGS)
 
 lint: $(VENV)/.test ## run ruff, the formatter and mypy

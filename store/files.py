@@ -7,9 +7,10 @@ Names are relative and contain one folder (`steps/000000000010.json`). There are
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import posixpath
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Protocol
 
 from ..codec.errors import ShrinkpointWarning
@@ -61,6 +62,12 @@ class Files(Protocol):
             name: of the file.
             data: its bytes, or blocks of them in order.
         """
+
+    @contextlib.contextmanager
+    def staged(self, name: str, data: Iterable[bytes]) -> Iterator[None]:
+        """Write a file before this, or in one commit with the file that is created within this."""
+        self.write(name, data)
+        yield
 
     def spool(self, folder: str) -> IO[bytes] | None:
         """Return a temporary file without a name on the disk of a folder; None without a disk."""

@@ -173,11 +173,15 @@ def _attempts(timeout: float, path: str, first: float = 0.005) -> Iterator[None]
 class _ObjectLease(Lease):
     def __init__(self, files: Files, name: str, token: bytes) -> None:
         self._files, self._name, self._token = files, name, token
+        self._written = time.monotonic()
 
     def renew(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            if self._files.read(self._name) == self._token:
-                self._files.write(self._name, self._token)
+            if self._files.read(self._name).startswith(self._token):
+                if time.monotonic() - self._written > STALE / 60:
+                    # Other bytes each time: the Hub ignores a file that is as it was.
+                    self._files.write(self._name, self._token + uuid.uuid4().bytes)
+                    self._written = time.monotonic()
                 return
         message = f"this process was silent for over {STALE:g} s and lost its lock"
         raise TimeoutError(errno.ETIMEDOUT, message, self._name)
@@ -240,7 +244,7 @@ class ObjectLock:
         finally:
             # It may be another holder's now, if this one was considered dead. An object that remains becomes stale.
             with contextlib.suppress(Exception):
-                if self._files.read(self._alone) == token:
+                if self._files.read(self._alone).startswith(token):
                     self._files.remove([self._alone])
 
     def _live_holders(self) -> list[str]:

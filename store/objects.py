@@ -145,7 +145,7 @@ class ObjectFiles(Files):
 
     def below(self, folder: str) -> ObjectFiles:
         """Return the objects below a longer prefix."""
-        return ObjectFiles(self.fs, self.path(folder), self._retry)
+        return type(self)(self.fs, self.path(folder), self._retry)
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects; missing ones are skipped."""

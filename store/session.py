@@ -280,8 +280,8 @@ class Session:
             with _with_note(step), contextlib.ExitStack() as undo:
                 with begun.lock:
                     undo.callback(remove_unused, self.catalog, file)
-                    files.write(file, ckpt.blocks())
-                    self.commit(manifest, begun.lease, undo)
+                    with files.staged(file, ckpt.blocks()):
+                        self.commit(manifest, begun.lease, undo)
                 undo.pop_all()
             self._is_consumed = False
             self.head = ChainHead.after(self._cfg.chain, manifest, ckpt, begun.parent)

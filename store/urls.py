@@ -17,6 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ..codec.errors import BadArgumentError
 from .files import Files
+from .hub_files import HubFiles, RepositoryFiles
 from .local import LocalFiles
 from .objects import PREFIX, ObjectFiles, open_client
 
@@ -100,6 +101,8 @@ def open_files(url: str | os.PathLike[str]) -> Files:
         raise ValueError("it contains a cache, which returns old contents; a step may be replaced")
     # fsspec leaves `~nobody` as it is.
     if not isinstance(fs, LocalFileSystem):
+        if type(fs).__module__.startswith("huggingface_hub."):
+            return (HubFiles if root.startswith("buckets/") else RepositoryFiles)(fs, root)
         return ObjectFiles(fs, root)
     return LocalFiles(root if os.path.isabs(root) else os.path.join(os.getcwd(), root))
 

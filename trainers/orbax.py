@@ -2,14 +2,17 @@
 
 `CheckpointManager(folder, item_handlers=CompressedHandler(sp.Store(folder / "shrinkpoint")))` names and removes step
 folders as usual; each holds a pointer into the store next to them. The handler works on whole trees, because a delta
-is against the whole previous tree, and Orbax's type handlers see one array at a time.
+is against the whole previous tree, and Orbax's type handlers see one array at a time. `checkpointable_handler` returns
+the same as a class for the registries of Orbax v1 (`orbax.checkpoint.v1`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import glob
 import os
+import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,6 +42,8 @@ else:
 POINTER = "shrinkpoint.json"
 _STEP_FILE = "_CHECKPOINT_METADATA"
 """File by which Orbax marks the folder of a step, which has a folder for each item."""
+_UNFINISHED = ".orbax-checkpoint-tmp"
+"""What Orbax adds to the name of a folder until it is complete."""
 
 
 class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[misc]
@@ -76,7 +81,9 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         self.saver = refuse_keep(saver) if isinstance(saver, Saver) else saver
         self.store = saver.store if isinstance(saver, Saver) else saver
         self._home = os.path.dirname(self.store.url)
-        self._pending: tuple[str, Future[SaveResult]] | None = None
+        self._pending: _Commit | None = None
+        self._in_flight: weakref.WeakSet[_Commit] = weakref.WeakSet()
+        """Saves of Orbax v1, until they are collected; no folder points to those that are not over."""
         self._wrote = False
 
     def save(self, directory: Any, args: CompressedSave) -> None:
@@ -95,25 +102,30 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         state, grads = (None if part is None else nested(part) for part in (args.item, args.grads))
         if jax.process_index():
             return []
-        self._wrote = True
+        self._wrote, self._pending = True, None
         self._follow()
-        step, more = next_step(self.store), {"grads": grads, "kinds": args.kinds}
+        step = max([next_step(self.store), *(step + 1 for step in self._steps_in_flight())])
+        more = {"grads": grads, "kinds": args.kinds}
         if isinstance(self.saver, Saver):
             future = self.saver.save(step, state, **more)
         else:
             saved, future = self.saver.save(step, state, **more), Future()
             future.set_result(SaveResult(step, "saved", id=saved.checkpoint.identity))
-        self._pending = str(directory), future
-        return [_Commit(self.saver, future)]
+        self._pending = _Commit(self.saver, future, step, str(directory))
+        return [self._pending]
 
     def finalize(self, directory: Any) -> None:
         """Write the pointer file of a durable save, before Orbax renames the folder."""
-        name, future = self._pending or ("", Future())
-        if name != str(directory):
+        if self._pending is None or self._pending.folder != str(directory):
             raise BadArgumentError(
                 f"{directory}: not the folder of the last save; a handler and its store must belong to one item"
             )
-        self._pending, result, store = None, future.result(), Store(self.store.url)
+        commit, self._pending = self._pending, None
+        self._point(directory, commit)
+
+    def _point(self, directory: Any, commit: _Commit) -> None:
+        """Write the pointer file of a save into its folder."""
+        result, store = commit.future.result(), Store(self.store.url)
         if store.describe(result.step).identity != result.id:
             raise ShrinkpointError(f"{directory}: step {result.step} of {store.url} was saved by another handler too")
         write_pointer(str(directory / POINTER), store, result.step, result.id)
@@ -188,26 +200,117 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         if self._wrote and not jax.process_index():
             self._follow()
 
+    def _steps_in_flight(self) -> set[int]:
+        return {save.step for save in self._in_flight if not save.is_over}
+
     def _follow(self) -> None:
         """Remove the steps from the store that no step folder points to."""
-        if not self.store.steps():
+        gone = set(self.store.steps()) - self._steps_in_flight()
+        if not gone:
             return
         fs, home = fsspec.core.url_to_fs(self._home)
-        fs.invalidate_cache()
-        mine, kept = os.path.basename(self.store.url), set()
-        # A step's folder, or that of an item in it. Folders in the store itself, or deeper, are not listed.
-        for step in fs.ls(home, detail=False):
-            if os.path.basename(step) == mine or not fs.isdir(step):
-                continue
-            with contextlib.suppress(FileNotFoundError):  # Orbax removes folders meanwhile
-                for place in (step, *fs.ls(step, detail=False)):
-                    pointer = read_pointer(fs.unstrip_protocol(f"{place}/{POINTER}"))
-                    if pointer is not None and os.path.basename(pointer.store) == mine:
-                        kept.add(pointer.step)
-        gone = set(self.store.steps()) - kept
+        mine, before = os.path.basename(self.store.url), None
+        while (steps := _entries(fs, home)) != before:  # again, as Orbax may have renamed a folder meanwhile
+            before = steps
+            # A step's folder, or that of an item in it. Folders in the store itself, or deeper, are not listed.
+            for step in steps:
+                if os.path.basename(step) == mine or not fs.isdir(step):
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # Orbax removes folders meanwhile
+                    for place in (step, *fs.ls(step, detail=False)):
+                        pointer = read_pointer(fs.unstrip_protocol(f"{place}/{POINTER}"))
+                        if pointer is not None and os.path.basename(pointer.store) == mine:
+                            gone.discard(pointer.step)
         if gone and isinstance(self.saver, Saver):
             self.saver.rest()  # it would be waited for
         drop(self.store, gone)
+
+
+def _entries(fs: Any, folder: str) -> list[str]:
+    fs.invalidate_cache()
+    return sorted(fs.ls(folder, detail=False))
+
+
+class _Checkpointable:
+    """A handler of one checkpointable, by the interface of Orbax v1.
+
+    Orbax makes an object of the class for each use.
+    """
+
+    handler: CompressedHandler
+    names: set[str]
+
+    async def save(self, directory: Any, checkpointable: Any) -> Any:
+        """Start a save; the result writes the pointer file, in the background."""
+        place, args = directory.path, checkpointable
+        name = place.name.partition(_UNFINISHED)[0]
+        if not self.names <= {name}:
+            raise BadArgumentError(f"{name}: the handler and its store belong to {min(self.names)}; make another one")
+        commits = self.handler._begin(place, args if isinstance(args, CompressedSave) else CompressedSave(args))
+        self.names.add(name)
+        self.handler._in_flight.update(commits)
+        return self._complete(directory, commits)
+
+    async def _complete(self, directory: Any, commits: list[_Commit]) -> None:
+        place = await directory.await_creation()
+        for commit in commits:
+            try:
+                commit.result()
+                self.handler._point(place, commit)
+            finally:
+                commit.is_over = True  # not discarded: the other thread may be looking through them
+
+    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Any:
+        """Restore a checkpoint, now: Orbax hides errors that are raised later."""
+        wanted = abstract_checkpointable
+        args = wanted if isinstance(wanted, CompressedRestore) else CompressedRestore(wanted)
+        return asyncio.sleep(0, self.handler.restore(directory, args))
+
+    async def metadata(self, directory: Any) -> Any:
+        """Return shapes and dtypes as nested dicts."""
+        return self.handler.metadata(directory)
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """Return whether this is a tree with arrays, or a `CompressedSave`."""
+        return isinstance(checkpointable, CompressedSave) or _has_arrays(checkpointable)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+        """Return whether this is a tree with arrays or their shapes, or a `CompressedRestore`."""
+        return isinstance(abstract_checkpointable, CompressedRestore) or _has_arrays(abstract_checkpointable)
+
+
+def checkpointable_handler(saver: Saver | Store) -> type[Any]:
+    """Return a handler class of one checkpointable, for a registry of Orbax v1.
+
+    `registry.add(checkpointable_handler(store), checkpointable_name="state")`, then `ocp.training.Checkpointer` saves
+    and loads trees as usual. It stores what `CompressedHandler` stores, and reads it too. `save_checkpointables` and
+    `load_checkpointables` also take `CompressedSave` and `CompressedRestore`. Steps that Orbax has removed are removed
+    from the store at the next save. `ocp.load` and `ocp.partial` know only Orbax's own format.
+
+    Args:
+        saver: see `CompressedHandler`.
+
+    Raises:
+        BadArgumentError: see `CompressedHandler`.
+
+    Example:
+        >>> import tempfile
+        >>> import orbax.checkpoint.experimental.v1 as ocp_v1
+        >>> folder, context = tempfile.mkdtemp(), ocp_v1.Context()
+        >>> context.checkpointables.registry = ocp_v1.handlers.local_registry(include_global_registry=False)
+        >>> handler = checkpointable_handler(Store(f"{folder}/shrinkpoint"))
+        >>> _ = context.checkpointables.registry.add(handler, checkpointable_name="state")
+        >>> with ocp_v1.training.Checkpointer(folder, context=context) as checkpointer:
+        ...     _ = checkpointer.save(7, {"w": jax.numpy.arange(3.0)})
+        ...     checkpointer.load(7, {"w": jax.ShapeDtypeStruct((3,), "float32")})
+        {'w': Array([0., 1., 2.], dtype=float32)}
+    """
+    members = {"handler": CompressedHandler(saver), "names": set()}
+    return type("CompressedCheckpointable", (_Checkpointable,), members)  # the name that Orbax stores
+
+
+def _has_arrays(tree: Any) -> bool:
+    return any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(tree))
 
 
 @ocp.args.register_with_handler(CompressedHandler, for_save=True)
@@ -245,12 +348,15 @@ class CompressedRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
     partial_restore: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class _Commit:
     """A save in flight, in the form in which Orbax waits for it."""
 
     saver: Saver | Store
     future: Future[SaveResult]
+    step: int
+    folder: str
+    is_over: bool = False
 
     def result(self, timeout: float | None = None) -> None:
         """Wait until the save is durable; raise its error if it failed."""

@@ -1,4 +1,4 @@
-"""A small resumable JAX run: `python orbax_run.py FOLDER STEPS [store|process]`."""
+"""A small resumable JAX run: `python orbax_run.py FOLDER STEPS [store|process|v1 store|v1 process]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 import shrinkpoint as sp
-from shrinkpoint.trainers.orbax import CompressedHandler, CompressedRestore, CompressedSave
+from shrinkpoint.trainers.orbax import CompressedHandler, CompressedRestore, CompressedSave, checkpointable_handler
 
 EVERY = 3
 
@@ -88,18 +88,57 @@ def opened(folder: Path, how: str = "store", cfg: sp.Config | None = None, **opt
         yield stack.enter_context(ocp.CheckpointManager(folder, item_handlers=handler, options=chosen))
 
 
+def with_handler(saver: sp.Saver | sp.Store, name: str = "state", *, others: bool = False) -> Any:
+    """Return a context of Orbax v1 whose registry has our handler, for one checkpointable."""
+    from orbax.checkpoint.experimental import v1
+
+    context = v1.Context()
+    context.checkpointables.registry = v1.handlers.local_registry(include_global_registry=others)
+    context.checkpointables.registry.add(checkpointable_handler(saver), checkpointable_name=name)
+    return context
+
+
+@contextlib.contextmanager
+def opened_v1(folder: Path, how: str = "store", keep: int = 2) -> Iterator[Any]:
+    """Yield a checkpointer of Orbax v1, exact, that saves at each call; `how`: store, or a Saver's mode."""
+    from orbax.checkpoint.experimental.v1 import training
+
+    store = sp.Store(folder / "shrinkpoint", cfg=sp.presets.lossless())
+    latest, always = (
+        training.preservation_policies.LatestN(keep),
+        training.save_decision_policies.FixedIntervalPolicy(1),
+    )
+    with contextlib.ExitStack() as stack:
+        context = with_handler(store if how == "store" else stack.enter_context(sp.Saver(store, mode=how)))
+        options = {"context": context, "preservation_policy": latest, "save_decision_policy": always}
+        yield stack.enter_context(training.Checkpointer(folder, **options))
+
+
 def main(folder: Path, steps: int, how: str = "store", keep: int = 2) -> None:
     """Train to `steps`; write a line for each step."""
     folder.mkdir(parents=True, exist_ok=True)
-    with opened(folder / "run", how, sp.presets.lossless(), max_to_keep=keep) as manager:
+    with contextlib.ExitStack() as stack:
+        if how.startswith("v1 "):
+            checkpointer = stack.enter_context(opened_v1(folder / "run", how.removeprefix("v1 "), keep))
+            last, load, save = checkpointer.latest, checkpointer.load, checkpointer.save_async
+        else:
+            manager = stack.enter_context(opened(folder / "run", how, sp.presets.lossless(), max_to_keep=keep))
+            last = manager.latest_step()
+
+            def load(step: Any, item: Any) -> Any:
+                return manager.restore(step, args=CompressedRestore(item))
+
+            def save(step: int, item: Any) -> Any:
+                return manager.save(step, args=CompressedSave(item))
+
         begin = build()
-        if manager.latest_step() is not None:
-            begin = manager.restore(manager.latest_step(), args=CompressedRestore(abstract(begin)))
+        if last is not None:
+            begin = load(last, abstract(begin))
         for state, loss in trained(begin, steps - begin["done"]):
             with (folder / "losses.txt").open("a") as out:
                 print(state["done"], loss.hex(), file=out)
             if state["done"] % EVERY == 0:
-                manager.save(state["done"], args=CompressedSave(state))
+                save(state["done"], state)
 
 
 if __name__ == "__main__":

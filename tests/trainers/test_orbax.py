@@ -63,7 +63,7 @@ def bytes_in(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["store", "process"])
+@pytest.mark.parametrize("how", ["store", "process", "v1 store", "v1 process"])
 def test_a_killed_run_resumed_equals_one_that_was_not(script: Script, tmp_path: Path, how: str) -> None:
     killed, home = tmp_path / "killed", tmp_path / "killed" / "run"
 
