@@ -318,8 +318,7 @@ def _encode_floats(
     parts = 8 * spec.itemsize // layout.width
     u = data.view(f"<u{layout.width // 8}")
     columns = 0 if start is None else columns_of(spec.shape, parts)
-    how = Patterns.of(spec)
-    x: Array = u if there is None or how is None else how.view(there)
+    x: Array = u if there is None else Patterns(u.itemsize, "", None).view(there)
     chosen, kind, old = [SCALED], 0, before if before is None else before.view(u.dtype)
     if old is not None:
         bits, kind = _estimates(x, old, layout)
@@ -351,7 +350,8 @@ def _prepared(method: int, x: Array, before: NpArray | None, layout: Layout) -> 
     if method == SCALED:
         return split_planes(x, layout.rotation)
     # Order depends on sign and magnitude alone, so that all 16-bit floats are treated alike.
-    steps = difference(x, placed_with(before, x).view(x.dtype), _change_of(method), dtype=f"float{layout.width}")
+    old, how = placed_with(before, x).view(x.dtype), _CHANGES.get(method, "arithmetic")
+    steps = difference(x, old, how, dtype=f"float{layout.width}")
     return steps if method == SIZES else split_planes(steps)
 
 
@@ -360,11 +360,7 @@ def _restore(method: int, part: NpArray, old: NpArray | None, layout: Layout, ou
     if method != SIZES:
         part = merge_planes(part, out.dtype.name, layout.rotation if method == SCALED else 0, out=out)
     if method != SCALED:
-        undifference(part, old, _change_of(method), dtype=f"float{layout.width}", out=out)
-
-
-def _change_of(method: int) -> Method:
-    return _CHANGES.get(method, "arithmetic")
+        undifference(part, old, _CHANGES.get(method, "arithmetic"), dtype=f"float{layout.width}", out=out)
 
 
 def _estimates(x: Array, old: NpArray, layout: Layout) -> tuple[dict[int, float], int]:

@@ -142,11 +142,12 @@ def encode_sparse(
         return None
     limit = old.size // MOST
     if located is not None:
-        placed = placed_with(before, data).view(new.dtype)
-        found = collect_and_locate(new, placed, located, limit=limit, dtype=how.dtype)
+        found = collect_and_locate(
+            new, placed_with(before, data).view(new.dtype), located, limit=limit, dtype=how.dtype
+        )
         if found is None:
             return Found(None, None)
-        changes, (positions, values) = _at_host(found[0]), map(to_host, found[1:])
+        changes, (positions, values) = SparseDelta(*map(to_host, found[0])), map(to_host, found[1:])
         if not positions.size:
             return Found(0, None)
         return Found(int(positions.size), _written(changes, located, xor=False), located=(positions, values))
@@ -161,7 +162,7 @@ def encode_sparse(
     delta = collect_changes(new, placed, edges, limit=limit, copy_to=copied, dtype=how.dtype)
     if delta is None:
         return None if is_torch(data) else Found(None, None)
-    delta = _at_host(delta)
+    delta = SparseDelta(*map(to_host, delta))
     if target is not copied and delta.ranks.size:
         apply_changes(old, delta, edges, out=target, dtype=how.dtype)
     if not delta.ranks.size:
@@ -171,10 +172,6 @@ def encode_sparse(
         delta, xor = _shorter(delta, new if target is None else target, old)
     is_number = how.mantissa is not None or how.width == 1
     return Found(int(delta.ranks.size), _written(delta, edges, xor), is_number)
-
-
-def _at_host(delta: SparseDelta) -> SparseDelta:
-    return SparseDelta(*map(to_host, delta))
 
 
 def located_edges(data: Array, before: NpArray, spec: LeafSpec, nbytes: int) -> tuple[int, ...] | None:
