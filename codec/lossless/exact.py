@@ -48,7 +48,10 @@ _WORTHWHILE = 0.5
 """A difference below this share of the bytes is taken without trying the rest."""
 _EARLY = 1 << 12
 _BOTH = 1 << 18
-"""Bytes up to which a chunk with few changes is also coded whole, for there a table of symbols decides."""
+"""Bytes up to which a chunk with few changes is also coded whole, for there a table of symbols decides.
+
+Up to as many leave a GPU as they are.
+"""
 _PART, _LIKELY = 4, 1.15
 _NEAR = 1.06
 """Methods whose estimates are this near to the least are carried out: of small chunks all, else that without parent."""
@@ -143,11 +146,13 @@ def _patched_pieces(
 
 
 def near(data: Array, spec: LeafSpec) -> Array:
-    """Return a part of an array's bytes where it is encoded: little of a GPU's on the host, else a copy on the GPU."""
-    if not is_torch(data):
-        return data
+    """Return a part of an array's bytes where it is split, on the host or on its GPU, there in a copy.
+
+    Few bytes, and items of one byte, are coded as they are.
+    """
     how = Patterns.of(spec)
-    return to_host(data) if how is None or how.width == 1 or data.shape[0] <= _BOTH else data.clone()
+    is_there = is_torch(data) and data.shape[0] > _BOTH and how is not None and how.width > 1
+    return data.clone() if is_there else to_host(data)
 
 
 def pieces_of(data: NpArray, spec: LeafSpec, parent: Reference | None) -> list[Writer]:
@@ -319,7 +324,8 @@ def _encode_floats(
     u = data.view(f"<u{layout.width // 8}")
     columns = 0 if start is None else columns_of(spec.shape, parts)
     x: Array = u if there is None else Patterns(u.itemsize, "", None).view(there)
-    chosen, kind, old = [SCALED], 0, before if before is None else before.view(u.dtype)
+    old: Array = None if before is None else before.view(u.dtype)
+    chosen, kind = [SCALED], 0
     if old is not None:
         bits, kind = _estimates(x, old, layout)
         # The estimate leaves out the bytes that the scale of rows and columns saves for an array alone.
@@ -334,9 +340,7 @@ def _encode_floats(
         if method == SCALED:
             found[method] = encode_scaled(part, layout, columns, (start or 0) * parts)
         else:
-            found[method] = (
-                _coded(part) if old is None or method != SIZES else encode_differences(part, old, layout, kind)
-            )
+            found[method] = encode_differences(part, old, layout, kind) if method == SIZES else _coded(part)
     best = min(found, key=lambda method: len(found[method]))
     # The mantissas of floats are noise to a general compressor, unless their planes already turned out not to be.
     if best == SCALED and len(found[best]) < _REDUNDANT * data.size:
@@ -355,7 +359,7 @@ def _prepared(method: int, x: Array, before: NpArray | None, layout: Layout) -> 
     return steps if method == SIZES else split_planes(steps)
 
 
-def _restore(method: int, part: NpArray, old: NpArray | None, layout: Layout, out: NpArray) -> None:
+def _restore(method: int, part: NpArray, old: Array, layout: Layout, out: NpArray) -> None:
     """Fill `out` with the patterns of which a method codes `part`."""
     if method != SIZES:
         part = merge_planes(part, out.dtype.name, layout.rotation if method == SCALED else 0, out=out)

@@ -142,9 +142,8 @@ def encode_sparse(
         return None
     limit = old.size // MOST
     if located is not None:
-        found = collect_and_locate(
-            new, placed_with(before, data).view(new.dtype), located, limit=limit, dtype=how.dtype
-        )
+        placed = placed_with(before, data).view(new.dtype)
+        found = collect_and_locate(new, placed, located, limit=limit, dtype=how.dtype)
         if found is None:
             return Found(None, None)
         changes, (positions, values) = SparseDelta(*map(to_host, found[0])), map(to_host, found[1:])
