@@ -173,7 +173,10 @@ def own_parts(data: NpArray, specs: Sequence[LeafSpec]) -> list[Array]:
 
 
 def joined_bytes(flats: Sequence[Array], *, there: bool = False) -> Array:
-    """Join the bytes of flat arrays of one dtype, on the host or with `there` on their GPU; in a single copy."""
+    """Join the bytes of flat arrays of one dtype on the host, in a single copy from a GPU.
+
+    With `there` they stay on it.
+    """
     if not is_torch(flats[0]):
         return as_bytes(flats[0]) if len(flats) == 1 else np.concatenate([as_bytes(flat) for flat in flats])
     import torch

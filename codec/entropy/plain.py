@@ -99,7 +99,7 @@ def coded(symbols: U8) -> Writer:
 
 
 def sample(n: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
-    """Return a function that takes the same small sample of any array of n elements, to the host."""
+    """Return a function that takes the same small sample of any array of n elements."""
     if n <= SAMPLE:
         return lambda x: x
     length = SAMPLE // PARTS

@@ -86,7 +86,7 @@ class _Chunk:
 
 
 def _chunks(source: Array, data: NpArray, spec: LeafSpec, parent: Reference | None, coder: str) -> list[_Chunk]:
-    """Encode all bytes of an array, on the host or on a GPU; `data` receives them before they are coded."""
+    """Encode all bytes of an array, on the host or on a GPU; `data` receives them."""
     before = parent_bytes(parent, spec) if spec.itemsize in _WIDTHS else None
     step = CHUNK * spec.itemsize
 
@@ -103,7 +103,10 @@ def _chunks(source: Array, data: NpArray, spec: LeafSpec, parent: Reference | No
 
 
 def _values(source: Array, data: NpArray, spec: LeafSpec, coder: str, start: int | None) -> Writer:
-    """Encode values that begin at element `start`, or (None) come from all over the array; `data` receives them."""
+    """Encode values that begin at element `start`, or (None) come from all over the array.
+
+    `data` receives them.
+    """
     if coder != "published":
         return encode_chunk(source, spec, None, start, None if source is data else data)
     out = Writer()

@@ -92,11 +92,12 @@ class Exact:
 
 
 def copied_pieces(source: Array, spec: LeafSpec, parent: Reference | None) -> tuple[list[Writer], BytesReference]:
-    """Encode an array given as bytes on the host or on a GPU; return its pieces and the reference for the next delta.
+    """Encode an array given as bytes; return its pieces and the reference for the next delta.
 
-    Stored bytes and reference are equal even if another thread writes to the array meanwhile: each part is copied
-    before it is coded, or equals the parent's part, which the reference then shares. If nothing changed, the
-    reference is the parent's; if little changed, it holds the changes instead of a copy.
+    The bytes are on the host or on a GPU. Stored bytes and reference are equal even if another thread writes to the
+    array meanwhile: each part is copied before it is coded, or equals the parent's part, which the reference then
+    shares. If nothing changed, the reference is the parent's; if little changed, it holds the changes instead of a
+    copy.
     """
     before, step, starts = parent_bytes(parent, spec), CHUNK * 4, range(0, spec.nbytes, CHUNK * 4)
     edges = None if before is None else located_edges(source, before, spec, min(step, spec.nbytes))
@@ -146,9 +147,9 @@ def _patched_pieces(
 
 
 def near(data: Array, spec: LeafSpec) -> Array:
-    """Return a part of an array's bytes where it is split, on the host or on its GPU, there in a copy.
+    """Return a part of an array's bytes where it is encoded; on a GPU in a copy.
 
-    Few bytes, and items of one byte, are coded as they are.
+    Few bytes, and items of one byte, are encoded on the host.
     """
     how = Patterns.of(spec)
     is_there = is_torch(data) and data.shape[0] > _BOTH and how is not None and how.width > 1
@@ -350,7 +351,7 @@ def _encode_floats(
 
 
 def _prepared(method: int, x: Array, before: NpArray | None, layout: Layout) -> Array:
-    """Return what a method codes of float patterns, on their device: planes, or the differences for `SIZES`."""
+    """Return what a method codes of float patterns: planes, or the differences for `SIZES`."""
     if method == SCALED:
         return split_planes(x, layout.rotation)
     # Order depends on sign and magnitude alone, so that all 16-bit floats are treated alike.

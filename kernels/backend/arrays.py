@@ -132,7 +132,7 @@ def to_host(x: Array) -> np.ndarray[Any, Any]:
 
 
 def placed_with(x: Array, other: Array) -> Array:
-    """Return an array on the GPU of another array, as a torch tensor, or as NumPy if that is on the host."""
+    """Return an array as a tensor on the GPU of another, or as NumPy if that is on the host."""
     if not on_gpu(other):
         return to_host(x)
     torch: Any = imported("torch")
