@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..kernels.backend.arrays import is_torch
+from ..kernels.backend.arrays import is_torch, on_gpu
 from . import entropy
 from .base import Leaf, Parents, Reference
 from .entropy.row_column_classes import columns_of
@@ -172,15 +172,17 @@ def own_parts(data: NpArray, specs: Sequence[LeafSpec]) -> list[Array]:
     return [from_bytes(part.copy(), spec) for part, spec in zip(found, specs, strict=True)]
 
 
-def joined_bytes(flats: Sequence[Array]) -> NpArray:
-    """Join the bytes of flat arrays of one dtype on the host; from a GPU in a single copy."""
-    if len(flats) == 1:
-        return as_bytes(flats[0])
-    if is_torch(flats[0]):
-        import torch
+def joined_bytes(flats: Sequence[Array], *, there: bool = False) -> Array:
+    """Join the bytes of flat arrays of one dtype on the host, in a single copy from a GPU.
 
-        return as_bytes(torch.cat(list(flats)))
-    return np.concatenate([as_bytes(flat) for flat in flats])
+    With `there` they stay on it.
+    """
+    if not is_torch(flats[0]):
+        return as_bytes(flats[0]) if len(flats) == 1 else np.concatenate([as_bytes(flat) for flat in flats])
+    import torch
+
+    flat = flats[0] if len(flats) == 1 else torch.cat(list(flats))
+    return flat.view(torch.uint8) if there and on_gpu(flat) else as_bytes(flat)
 
 
 def joined_leaf(leaves: Sequence[Leaf]) -> Leaf:

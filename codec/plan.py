@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.backend.arrays import is_torch
+from ..kernels.backend.arrays import is_torch, like
 from ..kernels.backend.floats import FORMATS
 from .base import Codec, Leaf, Reference
 from .config import Config, Rule, is_lossless, warn_of_unmatched
@@ -266,10 +266,7 @@ def with_importance(leaves: list[Leaf], wanted: Sequence[bool]) -> list[Leaf]:
 def to_place_of(values: Any, flat: Any) -> Any:
     """Return values in the library of a weight and on its device."""
     if is_torch(flat):
-        import torch
-
-        tensor = values if is_torch(values) else torch.from_numpy(np.require(values, requirements="W"))
-        return tensor.to(flat.device)
+        return (values if is_torch(values) else like(np.require(values, requirements="W"), flat)).to(flat.device)
     if is_torch(values):
         return values.float().cpu().numpy() if str(values.dtype) == "torch.bfloat16" else values.cpu().numpy()
     return values

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch
+from ...kernels.backend.arrays import is_torch, placed_with
 from ...kernels.packing import pack_bits, unpack_bits
 from ...kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 from ..base import CHUNK
@@ -284,13 +284,7 @@ def pack_codes(codes: Array, bits: int) -> NpArray:
 
 def picked(x: Array, rows: NpArray) -> Array:
     """Return the rows of x with these ascending numbers; x itself if these are all."""
-    if rows.size == x.shape[0]:
-        return x
-    if is_torch(x):
-        import torch
-
-        return x[torch.from_numpy(rows).to(x.device)]
-    return x[rows]
+    return x if rows.size == x.shape[0] else x[placed_with(rows, x)]
 
 
 def _narrowed(values: NpArray, spec: LeafSpec) -> NpArray:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...kernels.backend.arguments import check_field, choice, integer, number, or_none, shown
-from ...kernels.backend.arrays import is_torch
+from ...kernels.backend.arrays import is_torch, placed_with
 from ...kernels.error_sums import Distortion, distortion
 from ...kernels.packing import pack_bits, unpack_mask
 from .. import entropy
@@ -391,12 +391,7 @@ def _quantize_chunk(
     missed = 0 if touched is None else int(np.count_nonzero(~(touched | coarser)[at]))
     new = _kept(picked(x, at), spec, style)
     changed = _restored_next_to(new, spec, picked(x, at))
-    if is_torch(x):
-        import torch
-
-        restored[torch.from_numpy(at).to(x.device)] = changed
-    else:
-        restored[at] = changed
+    restored[placed_with(at, x)] = changed
     return _Part(replaced(before, at, new), distortion(x, restored), prints, missed)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.backend.arrays import Array, device_of, is_torch, on_gpu, to_host
+from ...kernels.backend.arrays import Array, device_of, is_torch, on_gpu, placed_with, to_host
 from ...kernels.levels import joint_counts
 from ...kernels.rans import WIDE_PRECISION, Block, rans_decode_many, rans_encode_many
 from ..device_coding import decoding_device, is_block
@@ -69,10 +69,7 @@ class CodedBlock:
     def begun(self) -> tuple[Writer, Block | None]:
         """Return the start of the stream, and what rANS codes after it, if it does."""
         out, n, symbols, context = Writer(), self.most - 1, self.symbols, self.context
-        if context is not None and is_torch(symbols):
-            import torch
-
-            context = torch.from_numpy(context).to(symbols.device)
+        context = context if context is None else placed_with(context, symbols)
         counts = self._counts[None, :] if self._counts is not None else _pairs(symbols, context, self._contexts)
         total = counts.sum(axis=0)
         if context is not None and int(np.trace(counts)) == n:

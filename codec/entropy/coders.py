@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...kernels.backend.arrays import Array, is_torch, to_host
+from ...kernels.backend.arrays import Array, placed_with, to_host
 from ...kernels.levels import delta, joint_counts, merge_by_level, split_by_level, undelta
 from ...kernels.rans import entropy_bits
 from ...kernels.sparse_changes import rare_decode, rare_encode
@@ -174,11 +174,7 @@ def encode_rearranged(levels: Array, size: int, parent: U8, parent_size: int) ->
         parent_size: number of levels of the parent.
     """
     buffer = max(size, parent_size)
-    before: Array = parent
-    if is_torch(levels):
-        import torch
-
-        before = torch.from_numpy(parent).to(levels.device)
+    before = placed_with(parent, levels)
     grouped, counts = map(to_host, split_by_level(delta(before, levels, buffer), before, parent_size))
     out = Writer()
     out.byte(REARRANGED)

@@ -18,16 +18,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...kernels.backend.arguments import check_field, choice
+from ...kernels.backend.arrays import is_torch, placed_with, to_host
 from ...kernels.packing import changed_mask, gather, scatter
 from .. import entropy
 from ..base import CHUNK, Leaf, Parents, Reference, Stored
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from ..groups import Coded
+from ..groups import Coded, joined_bytes
 from ..parallel import map_chunks
-from ..state.leaves import LeafSpec, NpArray, as_bytes
-from .exact import PLAIN, decode_chunk, decode_parts, encode_chunk, parent_bytes
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
+from .exact import PLAIN, decode_chunk, decode_parts, encode_chunk, near, parent_bytes
 from .reference import BytesReference
+from .sparse import Patterns
 
 FULL, MASKED = range(2)
 _WIDTHS = (1, 2, 4, 8)
@@ -62,9 +64,8 @@ class Changed:
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is 0."""
-        # A copy from the start, as `Exact` has it.
-        data = as_bytes(leaf.flat).copy()
-        chunks = _chunks(data, leaf.spec, parent, self.coder)
+        data = np.empty(leaf.spec.nbytes, np.uint8)
+        chunks = _chunks(joined_bytes([leaf.flat], there=True), data, leaf.spec, parent, self.coder)
         note = ""
         if chunks and chunks[0].changed is not None:
             changed = sum(c.changed or 0 for c in chunks)
@@ -84,54 +85,67 @@ class _Chunk:
     changed: int | None
 
 
-def _chunks(data: NpArray, spec: LeafSpec, parent: Reference | None, coder: str) -> list[_Chunk]:
+def _chunks(source: Array, data: NpArray, spec: LeafSpec, parent: Reference | None, coder: str) -> list[_Chunk]:
+    """Encode all bytes of an array, on the host or on a GPU; `data` receives them."""
     before = parent_bytes(parent, spec) if spec.itemsize in _WIDTHS else None
     step = CHUNK * spec.itemsize
 
     def one(start: int) -> _Chunk:
-        own = data[start : start + step]
+        own, copy = near(source[start : start + step], spec), data[start : start + step]
+        if not is_torch(own):
+            copy[:] = own
+            own = copy
         if before is None:
-            return _Chunk(_full(own, spec, coder, start // spec.itemsize), FULL, None)
-        return _masked(own, before[start : start + step], spec, coder, start // spec.itemsize)
+            return _Chunk(_full(own, copy, spec, coder, start // spec.itemsize), FULL, None)
+        return _masked(own, copy, before[start : start + step], spec, coder, start // spec.itemsize)
 
     return map_chunks(one, range(0, data.size, step))
 
 
-def _values(data: NpArray, spec: LeafSpec, coder: str, start: int | None) -> Writer:
-    """Encode values that begin at element `start`, or (None) come from all over the array."""
+def _values(source: Array, data: NpArray, spec: LeafSpec, coder: str, start: int | None) -> Writer:
+    """Encode values that begin at element `start`, or (None) come from all over the array.
+
+    `data` receives them.
+    """
     if coder != "published":
-        return encode_chunk(data, spec, None, start)
+        return encode_chunk(source, spec, None, start, None if source is data else data)
     out = Writer()
     out.byte(PLAIN)
     out.byte(entropy.STORED)
+    if source is not data:
+        data[:] = to_host(source)
     out.raw(data)
     return out
 
 
-def _full(data: NpArray, spec: LeafSpec, coder: str, start: int) -> Writer:
+def _full(source: Array, data: NpArray, spec: LeafSpec, coder: str, start: int) -> Writer:
     out = Writer()
     out.byte(FULL)
-    out.raw(_values(data, spec, coder, start))
+    out.raw(_values(source, data, spec, coder, start))
     return out
 
 
-def _masked(data: NpArray, before: NpArray, spec: LeafSpec, coder: str, start: int) -> _Chunk:
+def _masked(source: Array, data: NpArray, before: NpArray, spec: LeafSpec, coder: str, start: int) -> _Chunk:
     """Encode a chunk as mask and changed values, or in full if that is smaller."""
-    width = f"<u{spec.itemsize}"
-    new = data.view(width)
-    mask = changed_mask(new, before.view(width))
-    values = gather(new, mask)
+    view = Patterns(spec.itemsize, "", None).view
+    new, old = view(source), view(before)
+    marks = changed_mask(new, placed_with(before, source).view(new.dtype))
+    changed = near(joined_bytes([gather(new, marks)], there=True), spec)
+    mask, values = to_host(marks), np.empty(changed.shape[0], np.uint8) if is_torch(changed) else changed
     out = Writer()
     out.byte(MASKED)
     out.block(bytes([entropy.STORED]) + mask.tobytes() if coder == "published" else entropy.encode(mask))
     if values.size:
-        out.raw(_values(values.view(np.uint8), spec, coder, None))
+        out.raw(_values(changed, values, spec, coder, None))
+    if source is not data:
+        view(data)[:] = scatter(old, mask, view(values))
     # Entropy coding leaves the same share of the changed values as of all, so that sizes before it decide.
-    masked = _Chunk(out, MASKED, int(values.size))
-    if mask.size + values.nbytes < data.size:
+    count = values.size // spec.itemsize
+    masked = _Chunk(out, MASKED, count)
+    if mask.size + values.size < data.size:
         return masked
-    full = _full(data, spec, coder, start)
-    return masked if len(out) <= len(full) else _Chunk(full, FULL, int(values.size))
+    full = _full(data, data, spec, coder, start)
+    return masked if len(out) <= len(full) else _Chunk(full, FULL, count)
 
 
 def rebase_changed(
@@ -140,7 +154,7 @@ def rebase_changed(
     """Encode the same bytes as a base or against another parent."""
     (spec,), (reference,), (parent,) = specs, references, parents
     data = reference.data if isinstance(reference, BytesReference) else as_bytes(reference.values(spec))
-    return {}, [c.piece for c in _chunks(data, spec, parent, "smallest")]
+    return {}, [c.piece for c in _chunks(data, data, spec, parent, "smallest")]
 
 
 def decode_changed(coded: Coded) -> list[BytesReference]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from ...kernels.levels import joint_counts
-from ...kernels.planes import difference, join_categories, most_bits, split_categories, undifference
+from ...kernels.planes import join_categories, most_bits, split_categories, undifference
 from ...kernels.scales import pattern_classes
 from .. import entropy
 from ..errors import CorruptDataError
@@ -27,16 +27,16 @@ MAGNITUDE, MANTISSA = range(2)
 _CONTEXTS, _LEAST, _STRIDE = 64, 256, 16
 
 
-def encode_differences(u: NpArray, before: NpArray, layout: Layout, kind: int) -> Writer:
+def encode_differences(steps: NpArray, before: NpArray, layout: Layout, kind: int) -> Writer:
     """Code float patterns as differences to the parent's patterns.
 
     Args:
-        u: unsigned patterns, shape (n,).
-        before: the same of the parent.
+        steps: zig-zag differences, shape (n,).
+        before: unsigned patterns of the parent.
         layout: of the float.
         kind: of context, as `difference_bits` found it on a sample.
     """
-    categories, extra = split_categories(difference_of(u, before, layout), most_bits(layout.width))
+    categories, extra = split_categories(steps, most_bits(layout.width))
     context, contexts = _contexts(before, layout, kind)
     out = Writer()
     out.byte(kind)
@@ -54,15 +54,6 @@ def decode_differences(data: Reader, before: NpArray, out: NpArray, layout: Layo
     categories = entropy.decode(data.block(), before.size, context, contexts)
     join_categories(categories, data.rest(), most_bits(layout.width), out.dtype.name, out=out)
     undifference(out, before, dtype=f"float{layout.width}", out=out)
-
-
-def difference_of(u: NpArray, before: NpArray, layout: Layout) -> NpArray:
-    """Return zig-zag differences of ordered patterns.
-
-    Order depends on sign and magnitude alone, so that all 16-bit floats are treated alike.
-    """
-    out: NpArray = difference(u, before, dtype=f"float{layout.width}")
-    return out
 
 
 def difference_bits(steps: NpArray, before: NpArray, layout: Layout) -> tuple[float, int]:

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 import zstandard
 
+from ...kernels.backend.arrays import is_torch, placed_with, to_host
 from ...kernels.levels import joint_counts
 from ...kernels.planes import Method, difference, merge_planes, split_planes, undifference
 from .. import entropy
@@ -33,11 +34,11 @@ from ..errors import CorruptDataError
 from ..format.fields import Chunk, Reader, Writer, chunks_of
 from ..groups import Coded, joined_bytes, joined_spec
 from ..parallel import map_chunks
-from ..state.leaves import LeafSpec, NpArray, as_bytes
-from .differences import decode_differences, difference_bits, difference_of, encode_differences
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
+from .differences import decode_differences, difference_bits, encode_differences
 from .reference import BytesReference, Patch, PatchedReference, joined_parents, split_reference
 from .scaled import LAYOUTS, Layout, decode_scaled, encode_scaled
-from .sparse import encode_sparse, located_edges, read_sparse
+from .sparse import Patterns, encode_sparse, located_edges, read_sparse
 
 PLAIN, PLANES, DIFFERENCE, UNCHANGED, SCALED, SIZES, XOR, SPARSE = range(8)
 _CHANGES: dict[int, Method] = {DIFFERENCE: "arithmetic", XOR: "xor"}
@@ -47,7 +48,10 @@ _WORTHWHILE = 0.5
 """A difference below this share of the bytes is taken without trying the rest."""
 _EARLY = 1 << 12
 _BOTH = 1 << 18
-"""Bytes up to which a chunk with few changes is also coded whole, for there a table of symbols decides."""
+"""Bytes up to which a chunk with few changes is also coded whole, for there a table of symbols decides.
+
+Up to as many leave a GPU as they are.
+"""
 _PART, _LIKELY = 4, 1.15
 _NEAR = 1.06
 """Methods whose estimates are this near to the least are carried out: of small chunks all, else that without parent."""
@@ -70,7 +74,7 @@ class Exact:
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is 0."""
-        pieces, reference = copied_pieces(as_bytes(leaf.flat), leaf.spec, parent)
+        pieces, reference = copied_pieces(joined_bytes([leaf.flat], there=True), leaf.spec, parent)
         return Stored("bytes", {}, pieces, reference)
 
     def groups(self, leaf: Leaf) -> Hashable | None:
@@ -81,53 +85,51 @@ class Exact:
         """Encode arrays of one dtype together."""
         specs = [leaf.spec for leaf in leaves]
         before = joined_parents(parents, specs)
-        source = joined_bytes([leaf.flat for leaf in leaves])
+        source = joined_bytes([leaf.flat for leaf in leaves], there=True)
         pieces, reference = copied_pieces(source, joined_spec(specs), before)
         stored = [Stored("bytes", {}, (), own) for own in split_reference(reference, specs)]
         return EncodedGroups([EncodedGroup(range(len(leaves)), "bytes", {}, pieces, before is not None, stored)])
 
 
-def copied_pieces(source: NpArray, spec: LeafSpec, parent: Reference | None) -> tuple[list[Writer], BytesReference]:
+def copied_pieces(source: Array, spec: LeafSpec, parent: Reference | None) -> tuple[list[Writer], BytesReference]:
     """Encode an array given as bytes; return its pieces and the reference for the next delta.
 
-    Stored bytes and reference are equal even if another thread writes to the array meanwhile: each part is copied
-    before it is coded, or equals the parent's part, which the reference then shares. If nothing changed, the
-    reference is the parent's; if little changed, it holds the changes instead of a copy.
+    The bytes are on the host or on a GPU. Stored bytes and reference are equal even if another thread writes to the
+    array meanwhile: each part is copied before it is coded, or equals the parent's part, which the reference then
+    shares. If nothing changed, the reference is the parent's; if little changed, it holds the changes instead of a
+    copy.
     """
-    before = parent_bytes(parent, spec)
-    if before is None:
-        data = source.copy()
-        return pieces_of(data, spec, None), BytesReference(data)
-    step = CHUNK * 4
-    edges = located_edges(source, before, spec, min(step, source.size))
-    if edges is not None:
+    before, step, starts = parent_bytes(parent, spec), CHUNK * 4, range(0, spec.nbytes, CHUNK * 4)
+    edges = None if before is None else located_edges(source, before, spec, min(step, spec.nbytes))
+    if before is not None and edges is not None:
         return _patched_pieces(source, spec, before, edges)
-    data = np.empty_like(source)
+    data = np.empty(spec.nbytes, np.uint8)
 
     def one(start: int) -> tuple[Writer, bool]:
         part = slice(start, start + step)
-        return _encode(source[part], spec, before[part], start // spec.itemsize, data[part])
+        old = None if before is None else before[part]
+        return _encode(near(source[part], spec), spec, old, start // spec.itemsize, data[part])
 
-    starts = range(0, source.size, step)
     done = map_chunks(one, starts)
-    if not any(copied for _, copied in done):
-        return [piece for piece, _ in done], BytesReference(before)
+    pieces = [piece for piece, _ in done]
+    if before is not None and not any(copied for _, copied in done):
+        return pieces, BytesReference(before)
     for start, (_, copied) in zip(starts, done, strict=True):
-        if not copied:
+        if before is not None and not copied:
             data[start : start + step] = before[start : start + step]
-    return [piece for piece, _ in done], BytesReference(data)
+    return pieces, BytesReference(data)
 
 
 def _patched_pieces(
-    source: NpArray, spec: LeafSpec, before: NpArray, edges: tuple[int, ...]
+    source: Array, spec: LeafSpec, before: NpArray, edges: tuple[int, ...]
 ) -> tuple[list[Writer], BytesReference]:
     """Encode an array that changed little; its reference is the parent and the changes."""
     step = CHUNK * 4
 
     def one(start: int) -> tuple[Writer, Patch | None]:
         part = slice(start, start + step)
-        own, old, out = source[part], before[part], Writer()
-        found = encode_sparse(own, old, spec, located=edges) if own.size > _BOTH else None
+        own, old, out = near(source[part], spec), before[part], Writer()
+        found = encode_sparse(own, old, spec, located=edges) if old.size > _BOTH else None
         if _same(own, old) if found is None else found.changes == 0:
             out.byte(UNCHANGED)
             return out, None
@@ -135,12 +137,23 @@ def _patched_pieces(
             out.byte(SPARSE)
             out.raw(found.coded)
             return out, (start, *found.located)
-        copy = own.copy()
-        return encode_chunk(copy, spec, old, start // spec.itemsize), (start, None, copy)
+        copy = np.empty_like(old)
+        out, copied = _encode(own, spec, old, start // spec.itemsize, copy)
+        return out, (start, None, copy) if copied else None
 
-    done = map_chunks(one, range(0, source.size, step))
+    done = map_chunks(one, range(0, spec.nbytes, step))
     patches = [patch for _, patch in done if patch is not None]
     return [piece for piece, _ in done], PatchedReference(before, patches) if patches else BytesReference(before)
+
+
+def near(data: Array, spec: LeafSpec) -> Array:
+    """Return a part of an array's bytes where it is encoded; on a GPU in a copy.
+
+    Few bytes, and items of one byte, are encoded on the host.
+    """
+    how = Patterns.of(spec)
+    is_there = is_torch(data) and data.shape[0] > _BOTH and how is not None and how.width > 1
+    return data.clone() if is_there else to_host(data)
 
 
 def pieces_of(data: NpArray, spec: LeafSpec, parent: Reference | None) -> list[Writer]:
@@ -201,7 +214,9 @@ def _encode_plain(data: NpArray) -> Writer:
     return best
 
 
-def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None = None) -> Writer:
+def encode_chunk(
+    data: Array, spec: LeafSpec, before: NpArray | None, start: int | None = None, copy_to: NpArray | None = None
+) -> Writer:
     """Encode bytes of items of a dtype, alone or against the parent's bytes.
 
     `data` must not change before the writer's `done`.
@@ -211,39 +226,39 @@ def encode_chunk(data: NpArray, spec: LeafSpec, before: NpArray | None, start: i
         spec: of the array they are from.
         before: the parent's bytes of the same items, or None.
         start: number of the first item in the array; None: the items are not contiguous.
+        copy_to: as many bytes, which receive `data` unless nothing changed; needed of `data` on a GPU.
     """
-    return _encode(data, spec, before, start, None)[0]
+    return _encode(data, spec, before, start, copy_to)[0]
 
 
 def _encode(
-    data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None, copy_to: NpArray | None
+    data: Array, spec: LeafSpec, before: NpArray | None, start: int | None, copy_to: NpArray | None
 ) -> tuple[Writer, bool]:
     """Encode a chunk as `encode_chunk` does; return whether `copy_to` received the bytes.
 
     It receives nothing if nothing changed.
     """
-    out = Writer()
+    out, nbytes = Writer(), data.shape[0]
     # Of few bytes the comparison takes less time than the kernel, which a first process would have to compile.
-    same = before is not None and data.size <= _BOTH and _same(data, before)
-    found = (
-        encode_sparse(data, before, spec, copy_to) if before is not None and data.size > _SMALL and not same else None
-    )
+    same = before is not None and nbytes <= _BOTH and _same(data, before)
+    found = encode_sparse(data, before, spec, copy_to) if before is not None and nbytes > _SMALL and not same else None
     if same or (found is not None and found.changes == 0):
         out.byte(UNCHANGED)
         return out, False
     sparse = None if found is None else found.coded
-    if found is not None and sparse is not None and found.is_number and data.size > _BOTH:
+    if found is not None and sparse is not None and found.is_number and nbytes > _BOTH:
         out.byte(SPARSE)
         out.raw(sparse)
         return out, True
+    there = data if found is None and is_torch(data) and spec.dtype in LAYOUTS else None
     if copy_to is not None:
-        if found is None:
-            copy_to[:] = data
+        if found is None and there is None:
+            copy_to[:] = to_host(data)
         data = copy_to
-    if found is None and before is not None and _same(data, before):
+    if found is None and there is None and before is not None and _same(data, before):
         out.byte(UNCHANGED)
         return out, True
-    method, coded = _smallest(data, spec, before, start)
+    method, coded = _smallest(data, spec, before, start, there)
     if sparse is not None and len(sparse) < len(coded):
         method, coded = SPARSE, sparse
     out.byte(method)
@@ -256,13 +271,18 @@ def _same(data: NpArray, before: NpArray) -> bool:
     return np.array_equal(data[:_EARLY], before[:_EARLY]) and np.array_equal(data, before)
 
 
-def _smallest(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None) -> tuple[int, Writer]:
-    """Return the method with the fewest bytes among the promising ones, and its bytes."""
+def _smallest(
+    data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None, there: Array | None = None
+) -> tuple[int, Writer]:
+    """Return the method with the fewest bytes among the promising ones, and its bytes.
+
+    `there` holds floats on a GPU, which cross once, in the form that the first method codes; `data` receives them.
+    """
     current = _patterns(data, spec)
     if current is None or data.size <= _SMALL:
         return PLAIN, _encode_plain(data)
     if spec.dtype in LAYOUTS:
-        return _encode_floats(data, spec, before, start)
+        return _encode_floats(data, spec, before, start, there)
     found: dict[int, Writer] = {}
     if before is not None:
         method, found = _difference_or_xor(current, before.view(current.dtype))
@@ -297,25 +317,31 @@ def _planes_bits(planes: NpArray) -> float:
     return entropy.sampled_bits(counts)
 
 
-def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None) -> tuple[int, Writer]:
+def _encode_floats(
+    data: NpArray, spec: LeafSpec, before: NpArray | None, start: int | None, there: Array | None = None
+) -> tuple[int, Writer]:
     layout = LAYOUTS[spec.dtype]
     parts = 8 * spec.itemsize // layout.width
     u = data.view(f"<u{layout.width // 8}")
     columns = 0 if start is None else columns_of(spec.shape, parts)
-    ways: dict[int, Callable[[], Writer]] = {
-        SCALED: lambda: encode_scaled(u, layout, columns, (start or 0) * parts),
-    }
-    chosen = [SCALED]
-    if before is not None:
-        old = before.view(u.dtype)
-        bits, kind = _estimates(u, old, layout)
-        ways[SIZES] = lambda: encode_differences(u, old, layout, kind)
-        ways[DIFFERENCE] = lambda: _coded(split_planes(difference_of(u, old, layout)))
-        ways[XOR] = lambda: _coded(split_planes(difference(u, old, "xor")))
+    x: Array = u if there is None else Patterns(u.itemsize, "", None).view(there)
+    old: Array = None if before is None else before.view(u.dtype)
+    chosen, kind = [SCALED], 0
+    if old is not None:
+        bits, kind = _estimates(x, old, layout)
         # The estimate leaves out the bytes that the scale of rows and columns saves for an array alone.
-        near = {m: _NEAR if u.size <= entropy.SAMPLE or m == SCALED else 1.0 for m in ways}
+        near = {m: _NEAR if u.size <= entropy.SAMPLE or m == SCALED else 1.0 for m in bits}
         chosen = [m for m in bits if bits[m] <= near[m] * min(bits.values()) + _SMALL]
-    found = {method: ways[method]() for method in chosen}
+    found: dict[int, Writer] = {}
+    for method in chosen:
+        part = to_host(_prepared(method, x, before, layout))
+        if x is not u:
+            _restore(method, part, old, layout, u)
+            x = u
+        if method == SCALED:
+            found[method] = encode_scaled(part, layout, columns, (start or 0) * parts)
+        else:
+            found[method] = encode_differences(part, old, layout, kind) if method == SIZES else _coded(part)
     best = min(found, key=lambda method: len(found[method]))
     # The mantissas of floats are noise to a general compressor, unless their planes already turned out not to be.
     if best == SCALED and len(found[best]) < _REDUNDANT * data.size:
@@ -324,11 +350,29 @@ def _encode_floats(data: NpArray, spec: LeafSpec, before: NpArray | None, start:
     return best, found[best]
 
 
-def _estimates(u: NpArray, old: NpArray, layout: Layout) -> tuple[dict[int, float], int]:
+def _prepared(method: int, x: Array, before: NpArray | None, layout: Layout) -> Array:
+    """Return what a method codes of float patterns: planes, or the differences for `SIZES`."""
+    if method == SCALED:
+        return split_planes(x, layout.rotation)
+    # Order depends on sign and magnitude alone, so that all 16-bit floats are treated alike.
+    old, how = placed_with(before, x).view(x.dtype), _CHANGES.get(method, "arithmetic")
+    steps = difference(x, old, how, dtype=f"float{layout.width}")
+    return steps if method == SIZES else split_planes(steps)
+
+
+def _restore(method: int, part: NpArray, old: Array, layout: Layout, out: NpArray) -> None:
+    """Fill `out` with the patterns of which a method codes `part`."""
+    if method != SIZES:
+        part = merge_planes(part, out.dtype.name, layout.rotation if method == SCALED else 0, out=out)
+    if method != SCALED:
+        undifference(part, old, _CHANGES.get(method, "arithmetic"), dtype=f"float{layout.width}", out=out)
+
+
+def _estimates(x: Array, old: NpArray, layout: Layout) -> tuple[dict[int, float], int]:
     """Estimate a sample's bits by each promising method, and the kind of context for `SIZES`."""
-    some = entropy.sample(u.size)
-    u, old = some(u), some(old)
-    steps = difference_of(u, old, layout)
+    some = entropy.sample(old.size)
+    u, old = some(x).view(old.dtype), some(old)
+    steps = _prepared(SIZES, u, old.view(np.uint8), layout)
     sizes, kind = difference_bits(steps, old, layout)
     bits: dict[int, float] = {SIZES: sizes}
     # The other methods seldom win: the whole sample is only used if a quarter of it does not exclude them.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels.planes import merge_planes, split_planes
+from ...kernels.planes import merge_planes
 from ...kernels.scales import class_sums, row_column_sums
 from .. import entropy
 from ..entropy.row_column_classes import populations
@@ -58,16 +58,15 @@ LAYOUTS = {
 """By dtype; a complex number is two floats."""
 
 
-def encode_scaled(u: NpArray, layout: Layout, columns: int, start: int) -> Writer:
+def encode_scaled(planes: NpArray, layout: Layout, columns: int, start: int) -> Writer:
     """Code float patterns without a parent.
 
     Args:
-        u: unsigned patterns, shape (n,).
+        planes: of the rotated patterns, shape (bytes, n).
         layout: of the float.
         columns: of the matrix that they are a part of; 0: not part of a matrix.
         start: number of the first one in it.
     """
-    planes = split_planes(u, layout.rotation)
     top = planes[-1]
     out = Writer()
     scaled = _in_scale(top, layout, columns, start)

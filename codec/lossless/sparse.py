@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.backend.arrays import is_torch, placed_with, to_host
+from ...kernels.backend.imported import imported
 from ...kernels.planes import join_categories, most_bits, split_categories
 from ...kernels.sparse_delta import (
     GAP_BITS,
@@ -36,7 +38,7 @@ from ...kernels.sparse_delta import (
 from .. import entropy
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from ..state.leaves import LeafSpec, NpArray
+from ..state.leaves import Array, LeafSpec, NpArray
 from .scaled import LAYOUTS
 
 MOST = 4
@@ -84,9 +86,9 @@ class Patterns:
         mantissa = _MANTISSA.get(spec.dtype)
         return Patterns(width, f"uint{8 * width}" if mantissa is None else _ORDERED[width], mantissa)
 
-    def view(self, data: NpArray) -> NpArray:
-        """View bytes as unsigned patterns."""
-        return data.view(f"<u{self.width}")
+    def view(self, data: Array) -> Array:
+        """View bytes as patterns, unsigned on the host and signed on a GPU."""
+        return data.view(getattr(imported("torch"), f"int{8 * self.width}") if is_torch(data) else f"<u{self.width}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class Found:
 
 
 def encode_sparse(
-    data: NpArray,
+    data: Array,
     before: NpArray,
     spec: LeafSpec,
     copy_to: NpArray | None = None,
@@ -119,8 +121,8 @@ def encode_sparse(
     """Encode bytes by their changes against the parent's bytes, if they are few.
 
     Args:
-        data: uint8, items of an array of `spec.dtype`.
-        before: as many of the parent.
+        data: uint8, items of an array of `spec.dtype`, on the host or, wider than a byte, on a GPU.
+        before: as many of the parent, on the host.
         spec: says the dtype.
         copy_to: as many bytes, which receive `data` in the same pass unless nothing changed.
         classes: whether floats may be in classes of their parent's magnitude; without classes, a reader that has only
@@ -129,33 +131,39 @@ def encode_sparse(
             the coded bytes, even if another thread writes to `data` meanwhile. No sample is taken.
 
     Returns:
-        None if the width of the items is not supported or a sample has too many changes; nothing was copied then.
+        None if the width of the items is not supported, or a sample, or on a GPU all, has too many changes; nothing was
+        copied then.
     """
     how = Patterns.of(spec)
     if how is None:
         return None
     new, old = how.view(data), how.view(before)
-    if new.size > LONGEST:
+    if old.size > LONGEST:
         return None
-    limit = new.size // MOST
+    limit = old.size // MOST
     if located is not None:
-        found = collect_and_locate(new, old, located, limit=limit, dtype=how.dtype)
+        placed = placed_with(before, data).view(new.dtype)
+        found = collect_and_locate(new, placed, located, limit=limit, dtype=how.dtype)
         if found is None:
             return Found(None, None)
-        changes, positions, values = found
+        changes, (positions, values) = SparseDelta(*map(to_host, found[0])), map(to_host, found[1:])
         if not positions.size:
             return Found(0, None)
         return Found(int(positions.size), _written(changes, located, xor=False), located=(positions, values))
-    some = entropy.sample(new.size)
+    some = entropy.sample(old.size)
     sampled = some(old)
-    share = np.count_nonzero(some(new) != sampled) / max(sampled.size, 1)
+    share = np.count_nonzero(some(new).view(old.dtype) != sampled) / max(sampled.size, 1)
     if share > _LIKELY:
         return None
-    edges = _edges(sampled, how, float(share), new.size) if classes else ()
+    edges = _edges(sampled, how, float(share), old.size) if classes else ()
     target = None if copy_to is None else how.view(copy_to)
-    delta = collect_changes(new, old, edges, limit=limit, copy_to=target, dtype=how.dtype)
+    placed, copied = placed_with(before, data).view(new.dtype), None if is_torch(data) else target
+    delta = collect_changes(new, placed, edges, limit=limit, copy_to=copied, dtype=how.dtype)
     if delta is None:
-        return Found(None, None)
+        return None if is_torch(data) else Found(None, None)
+    delta = SparseDelta(*map(to_host, delta))
+    if target is not copied and delta.ranks.size:
+        apply_changes(old, delta, edges, out=target, dtype=how.dtype)
     if not delta.ranks.size:
         return Found(0, None)
     xor = False
@@ -165,14 +173,14 @@ def encode_sparse(
     return Found(int(delta.ranks.size), _written(delta, edges, xor), is_number)
 
 
-def located_edges(data: NpArray, before: NpArray, spec: LeafSpec, nbytes: int) -> tuple[int, ...] | None:
+def located_edges(data: Array, before: NpArray, spec: LeafSpec, nbytes: int) -> tuple[int, ...] | None:
     """Return edges of classes for all parts of an array in which little changed.
 
     For such an array the changes are remembered instead of a copy.
 
     Args:
-        data: uint8, all items of an array of `spec.dtype`.
-        before: as many of the parent.
+        data: uint8, all items of an array of `spec.dtype`, on the host or on a GPU.
+        before: as many of the parent, on the host.
         spec: says the dtype.
         nbytes: of the largest part.
 
@@ -181,12 +189,11 @@ def located_edges(data: NpArray, before: NpArray, spec: LeafSpec, nbytes: int) -
         has many changes.
     """
     how = Patterns.of(spec)
-    if how is None or how.mantissa is None or data.size < _LARGE:
+    if how is None or how.mantissa is None or before.size < _LARGE:
         return None
-    new, old = how.view(data), how.view(before)
-    some = entropy.sample(new.size)
-    sampled = some(old)
-    share = np.count_nonzero(some(new) != sampled) / sampled.size
+    some = entropy.sample(before.size // how.width)
+    sampled = some(how.view(before))
+    share = np.count_nonzero(some(how.view(data)).view(sampled.dtype) != sampled) / sampled.size
     return _edges(sampled, how, float(share), nbytes // how.width) if share <= _LITTLE else None
 
 

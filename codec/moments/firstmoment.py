@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...kernels.backend.arguments import check_field, number, or_none
-from ...kernels.backend.arrays import is_torch, on_gpu
+from ...kernels.backend.arrays import is_torch, on_gpu, placed_with
 from ...kernels.error_sums import Distortion, distortion_many
 from ...kernels.histogram import bucket_index
 from ...kernels.moment_grid import ESCAPE as OFF_GRID
@@ -44,7 +44,6 @@ from .symbolvalues import (
     escapes_of,
     pack_chunk,
     pack_table,
-    placed_with,
     read_chunk,
     read_table,
     symbols_there,

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...kernels.backend.arguments import check_field, number
-from ...kernels.backend.arrays import on_gpu
+from ...kernels.backend.arrays import on_gpu, placed_with
 from ...kernels.backend.floats import FORMATS
 from ...kernels.error_sums import Distortion, distortion, distortion_many
 from ...kernels.histogram import bucket_index, bucket_value
@@ -63,7 +63,6 @@ from .symbolvalues import (
     escapes_of,
     pack_chunk,
     pack_table,
-    placed_with,
     put,
     read_chunk,
     read_table,

@@ -20,15 +20,6 @@ def as_float32(flat: Array, spec: LeafSpec) -> Array:
     return flat.float() if on_gpu(flat) else float_values(as_bytes(flat), spec)
 
 
-def placed_with(x: Array, flat: Array) -> Array:
-    """Return an array on the GPU of another array, or as NumPy if that is on the host."""
-    if not on_gpu(flat):
-        return on_host(x)
-    import torch
-
-    return torch.as_tensor(x).to(flat.device)
-
-
 def room_like(flat: Array, spec: LeafSpec) -> Array:
     """Return an empty array for decoded values, on the device of the original values."""
     return flat.new_empty(spec.size) if on_gpu(flat) else from_bytes(np.empty(spec.nbytes, np.uint8), spec)

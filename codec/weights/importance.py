@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch, on_gpu, to_numpy
+from ...kernels.backend.arrays import is_torch, like, on_gpu, to_numpy
 from ...kernels.histogram import log_histogram
 from ..base import Array, Leaf
 
@@ -119,8 +119,4 @@ def weights_of(square: Array, mean: float, scale: float) -> Array:
         with np.errstate(invalid="ignore", over="ignore"):
             roots = np.sqrt(wide) * scale
         out[start : start + _BLOCK] = np.minimum(np.fmax(roots, low), high)  # of NaN and a number fmax is the number
-    if is_torch(square):
-        import torch
-
-        return torch.from_numpy(out)
-    return out
+    return like(out, square)

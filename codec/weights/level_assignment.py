@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch, on_gpu
+from ...kernels.backend.arrays import is_torch, like, on_gpu
 from ...kernels.error_sums import Distortion
 from ...kernels.quantizer import Thresholds, assign, dequantize
 from ...kernels.rate_distortion import extrapolate
@@ -142,10 +142,8 @@ def _where_protected(x: Array, levels: Array) -> Array:
     """Return the protected elements (level 1), in order."""
     if not is_torch(x) or on_gpu(x):
         return x[levels == 1]
-    import torch
-
     # Positions are faster than a mask, which is read twice: very few elements are protected.
-    return x[torch.from_numpy(np.flatnonzero(levels.numpy() == 1))]
+    return x[like(np.flatnonzero(levels.numpy() == 1), x)]
 
 
 _GAIN = 0.5

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch
+from ...kernels.backend.arrays import is_torch, like
 from ...kernels.backend.floats import FORMATS
 from ...kernels.quantizer import (
     FIRST_CODE,
@@ -90,22 +90,13 @@ class LevelsReference(FilledReference):
         for start in range(0, self.levels.size, PART):
             levels = self.levels[start : start + PART]
             begin, end = end, end + int(np.count_nonzero(levels == 1))
-            values = dequantize(_like(levels, codebook), codebook, protected=protected[begin:end])
+            values = dequantize(like(levels, codebook), codebook, protected=protected[begin:end])
             out[start * spec.itemsize : (start + levels.size) * spec.itemsize] = as_bytes(values)
 
 
 def compatible_parent(parent: Reference | None, spec: LeafSpec) -> LevelsReference | None:
     """Return the parent if levels of this array can be a delta against it, else None."""
     return parent if isinstance(parent, LevelsReference) and parent.levels.size == spec.size else None
-
-
-def _like(levels: NpArray, other: Array) -> Array:
-    """Return levels in the library of `other`."""
-    if is_torch(other):
-        import torch
-
-        return torch.from_numpy(levels)
-    return levels
 
 
 def codebook_array(codebook: NpArray, spec: LeafSpec) -> Array:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch
+from ...kernels.backend.arrays import is_torch, like
 from ...kernels.histogram import Histogram
 from ...kernels.levels import joint_counts
 from ...kernels.rate_distortion import Unsettled, rate_distortion_levels, settled_bounds, unsettled
@@ -61,10 +61,7 @@ def cheapest_levels(
         importance: float32, shape (n,), in the library and on the device of x; None: 1 for all.
     """
     before: Array = np.zeros(nearest.shape[0], np.uint8) if parent is None else parent
-    if is_torch(x):
-        import torch
-
-        before = torch.from_numpy(before).to(x.device)
+    before = like(before, x).to(x.device) if is_torch(x) else before
     codes = codebook.astype(np.float32)
     shape = max(parent_size, 2), codebook.size + 2
     first = counts = _pairs(before, nearest, shape)
@@ -132,11 +129,7 @@ def dearest_price(
     table = np.concatenate([np.zeros(2), codebook])
     kept = np.flatnonzero(nearest >= 2)
     before = (wide[kept] - table[nearest[kept]]) ** 2
-    levels: Array = nearest
-    if is_torch(x):
-        import torch
-
-        levels = torch.from_numpy(nearest)
+    levels = like(nearest, x)
     first = math.floor(_STEPS * math.log2(allowed))
     low, high = _CHEAPEST - 1, _DEAREST + 1
     while high - low > 1:

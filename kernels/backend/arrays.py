@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import importlib
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import BadArgumentError
 from .imported import imported
 from .transfer import to_cpu
-
-if TYPE_CHECKING:
-    pass
 
 Array = Any
 """Any array-API array; the standard has no nominal type to name."""
@@ -132,6 +129,14 @@ def to_host(x: Array) -> np.ndarray[Any, Any]:
     from torch.utils.dlpack import from_dlpack
 
     return to_numpy(from_dlpack(x).cpu())
+
+
+def placed_with(x: Array, other: Array) -> Array:
+    """Return an array as a tensor on the GPU of another, or as NumPy if that is on the host."""
+    if not on_gpu(other):
+        return to_host(x)
+    torch: Any = imported("torch")
+    return torch.as_tensor(x if is_torch(x) else np.require(x, requirements="W")).to(other.device)
 
 
 def bit_view(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

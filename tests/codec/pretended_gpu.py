@@ -76,6 +76,18 @@ def coded(name: str, device: str = "cpu") -> list[sp.Checkpoint]:
     return found
 
 
+def exact(cfg: sp.Config, device: str) -> list[sp.Checkpoint]:
+    """Compress a base, a delta of all elements and one of few, of a large array and of a group of small ones."""
+    chain: list[sp.Checkpoint] = []
+    steps = torch.randn(520, 512, generator=torch.Generator().manual_seed(1))
+    for way in (torch.zeros(520, 512), 0.01 * steps.sin(), (0.01 * steps.sin()).where(steps < 2, 0.1 * steps)):
+        now = steps + way
+        others = {"complex": torch.view_as_complex(now.double().reshape(-1, 2)), "wide": (now * 1e4).long()}
+        state = {"large": now, "many": list(now.bfloat16().reshape(20, 104, 128)), **others, "byte": now.sign().char()}
+        chain.append(sp.compress(gpu.to(state, device), chain[-1] if chain else None, cfg))
+    return chain
+
+
 def main() -> None:
     pretended.register()
     take_for_gpus()
@@ -90,6 +102,8 @@ def main() -> None:
         for name in CONFIGS:
             planning.solve_together = together if name.startswith(gpu.SOLVED_THERE) else gpu.one_by_one
             gpu.check_same_bytes(coded(name, f"{pretended.KIND}:0"), expected[name])
+        for cfg in (sp.presets.lossless(), sp.Config([("*", sp.Changed())])):
+            gpu.check_same_bytes(exact(cfg, f"{pretended.KIND}:0"), exact(cfg, "cpu"))
         state = gpu.to(gpu.training(0), f"{pretended.KIND}:0")
         state["optimizer"] = gpu.to(state["optimizer"], f"{pretended.KIND}:1")
         whole = sp.compress(state, cfg=gpu.CONFIGS["default"])

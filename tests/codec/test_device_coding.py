@@ -76,9 +76,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from shrinkpoint.codec.entropy import blocks
     from shrinkpoint.kernels import rans
-    from shrinkpoint.kernels.backend import arguments, dispatch
+    from shrinkpoint.kernels.backend import arguments, arrays, dispatch
 
-    for module in (blocks, rans, arguments, dispatch, device_coding):
+    for module in (blocks, rans, arguments, arrays, dispatch, device_coding):
         monkeypatch.setattr(module, "on_gpu", is_torch)
 
 

@@ -31,9 +31,14 @@ SHAPE = (800, 1280)
 SIZE = SHAPE[0] * SHAPE[1]
 
 
+def subject_of(function: Any) -> str:
+    """Return the folder of a kernel's module."""
+    return str(function.__module__.split(".")[-2])
+
+
 @dataclass
 class Trace:
-    """Launches by kernel, waits by what caused them, and the copies to the host."""
+    """Launches by kernel, with and without its subject, waits, and the copies to the host."""
 
     launches: Counter[str] = field(default_factory=Counter)
     waits: int = 0
@@ -63,7 +68,8 @@ def trace(device: str, monkeypatch: pytest.MonkeyPatch) -> Trace:
     launch = getattr(Launcher, name)
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found.launches[self.fn.__name__] += 1
+        name = self.fn.__name__
+        found.launches.update([name, f"{subject_of(self.fn)}.{name}"])
         return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(Launcher, name, launched)
@@ -107,13 +113,15 @@ MOMENTS = {
     "factors": {"symbols_kernel", "values_kernel", "products_kernel"},
     "log buckets": {"index_kernel", "split_kernel"},
 }
+EXACT = ({"planes.split_kernel"}, {"planes.difference_kernel"})
 WEIGHTS = {"count_kernel", "assign_kernel", "values_kernel", "distortion_kernel"}
 GROUPED = {"subtract_kernel", "count_keys_kernel", "regroup_kernel"}
 CLUSTERS = {"sums_kernel", "label_kernel", "encode_kernel", "decode_kernel"}
 PRESETS: dict[str, tuple[sp.Config, set[str], set[str]]] = {
     "default": (sp.Config(), WEIGHTS | MOMENTS["factors"], set()),
     "precise": (sp.presets.precise(), {"count_kernel"} | MOMENTS["factors"], set()),
-    "exact weights": (sp.presets.exact_weights(), MOMENTS["factors"], set()),
+    "exact weights": (sp.presets.exact_weights(), MOMENTS["factors"] | EXACT[0], EXACT[1]),
+    "lossless": (sp.presets.lossless(), *EXACT),
     "compact": (sp.presets.compact(), WEIGHTS | MOMENTS["factors"] | {"choose_kernel", "pairs_kernel"}, set()),
     "inshrinkerator": (sp.presets.inshrinkerator(), WEIGHTS | MOMENTS["log buckets"], GROUPED),
     "inshrinkerator, exact codebooks": (
@@ -122,7 +130,11 @@ PRESETS: dict[str, tuple[sp.Config, set[str], set[str]]] = {
         GROUPED,
     ),
     "lc_checkpoint": (sp.presets.lc_checkpoint(3), set(), {"extremes_kernel", "quantize_kernel"}),
-    "bitsnap": (sp.presets.bitsnap(), CLUSTERS | {"pack_kernel"}, set()),
+    "bitsnap": (
+        sp.presets.bitsnap(),
+        CLUSTERS | {"pack_kernel"},
+        {"packing.pack_mask_kernel", "packing.gather_kernel"},
+    ),
 }
 """Kernels that a base launches, and more that a delta launches."""
 
@@ -139,7 +151,7 @@ def test_the_kernels_of_a_preset_run_on_the_device(name: str, trace: Trace, devi
 
 MOST = {"default": (3.5, 40), "precise": (6.5, 40), "exact weights": (6.5, 40), "bitsnap": (8, 40)}
 """Bytes a parameter that cross to the host, and waits, of a weight and its moments."""
-ON_HOST = ("precise", "exact weights", "bitsnap")
+ON_HOST = ("precise",)
 """Presets whose weights are coded from their values on the host."""
 
 
@@ -156,15 +168,44 @@ def test_no_lossy_array_crosses_before_its_symbols(name: str, trace: Trace, devi
         assert large == ([("float32", SIZE)] if name in ON_HOST else [])
 
 
+SHARES = {"few changes": 100, "some changes": 10}
+"""One of so many elements changes: changes are remembered, or, of some, applied to a copy of the parent."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exact_arrays_cross_once(dtype: torch.dtype, trace: Trace, device: str) -> None:
-    cfg = sp.presets.lossless()
-    base = sp.compress(to(state(0, dtype), device), cfg=cfg)
-    for prev in (base, None):
+@pytest.mark.parametrize("name", ["lossless", "bitsnap", *SHARES])
+def test_exact_arrays_cross_once(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    """As planes, differences, a mask and changed values, or changes: what these kernels return is all that crosses.
+
+    The bytes are those of the host, and the reference of the next delta equals the array.
+    """
+    cfg = sp.Config([("*", sp.Changed())]) if name == "bitsnap" else sp.presets.lossless()
+    before, now = state(0, dtype), state(1, dtype)
+    if name in SHARES:
+        few = torch.arange(SIZE).reshape(SHAPE) % SHARES[name] == 7
+        now = torch.utils._pytree.tree_map(lambda x, y: torch.where(few, y, x) if y.dim() else y, before, now)
+    base = sp.compress(before, cfg=cfg)
+    expected = {"delta": sp.compress(now, base, cfg), "base": sp.compress(now, cfg=cfg)}
+    device, trace = request.getfixturevalue("device"), request.getfixturevalue("trace")
+    parents = {"delta": sp.compress(to(before, device), cfg=cfg), "base": None}
+    for kind, parent in parents.items():
         trace.clear()
-        sp.compress(to(state(1, dtype), device), prev, cfg)
-        assert len([size for _, size in trace.copies if size == SIZE]) == 3
-        assert trace.bytes_crossed() <= 1.05 * 3 * SIZE * dtype.itemsize
+        found = sp.compress(to(now, device), parent, cfg)
+        launches, is_delta = trace.launches, kind == "delta"
+        changed = 2 if is_delta else 3  # second moments are those of the parent
+        changes = {
+            "lossless": launches["planes.difference_kernel"],
+            "bitsnap": launches["packing.gather_kernel"],
+            "changes": launches["sparse_delta.collect_kernel"],
+        }
+        assert changes == {key: changed if is_delta and key in name else 0 for key in changes}
+        assert (launches["sparse_delta.apply_kernel"] > 0) is (is_delta and name == "few changes")
+        assert is_delta or launches["planes.split_kernel"] == 3
+        share = 0.15 + 5 / SHARES[name] if name in SHARES and is_delta else 1.15
+        assert trace.bytes_crossed() <= share * changed * SIZE * dtype.itemsize
+        check_same_bytes([found], [expected[kind]])
+        pairs = zip(*map(torch.utils._pytree.tree_leaves, (sp.decompress(found), now)), strict=True)
+        assert all(torch.equal(x.cpu(), y) for x, y in pairs)
 
 
 @pytest.fixture
