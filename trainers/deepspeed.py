@@ -5,25 +5,27 @@
     engine.save_checkpoint("runs/a", client_state={"epoch": 3})
     engine.load_checkpoint("runs/a")
 
-DeepSpeed decides which rank writes which file. In the place of each file stands a placeholder; the contents of all files
-are one step of the store, committed at once. `TAG/shrinkpoint.json` points to it.
+DeepSpeed decides which rank writes which file. In the place of each file stands a placeholder; the contents of all
+files are one step of the store, committed at once. `TAG/shrinkpoint.json` points to it.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ..codec.errors import BadArgumentError, MissingParentError, UnsupportedLeafError
+from ..codec.evidence.entries import Entry
 from ..codec.evidence.kind import Kind
 from ..codec.evidence.module import kinds
+from ..codec.evidence.moments import role_of
 from ..store.regular_files import read_file
 from ..store.store import Store
 from .dcp import Reader
@@ -47,11 +49,14 @@ _MOST = 1 << 12
 _REST = "rest"
 """Key of a file's contents without its tensors: bytes that torch loads with `weights_only=True`."""
 _EXACT = Kind("other", "state")
-_MOMENTS = {"exp_avg": "first moment", "exp_avg_sq": "second moment"}
+_FLAT, _MASTER = ("single_partition_of_fp32_groups", "fp32_flat_groups"), "master"
+"""Keys of DeepSpeed's flat partitions of masters, and the name of a master as an entry of its parameter."""
 
-Path_ = tuple[str, ...]
-Piece = tuple[Path_, int, tuple[int, ...]]
-"""A part of a flat tensor: its path in the step, where it begins, and its shape."""
+Keys = tuple[str, ...]
+Part = tuple[str, int, tuple[int, ...]]
+"""A parameter in a flat partition: its name, where it begins, and its shape."""
+Piece = tuple[Keys, int, tuple[int, ...]]
+"""A part of a tensor: its keys in the step, where it begins, and its shape."""
 
 
 class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
@@ -131,14 +136,16 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
         state: dict[str, Any] = {}
         table: dict[str, Kind] = {}
         of_names = kinds(self.engine.module)
+        inner = getattr(self.engine.optimizer, "optimizer", None)
+        owner = None if inner is None else next((kind.optimizer for kind in kinds(None, inner).values()), None)
         for path, contents in files.items():
             groups = list(_groups(self.engine, contents))
-            pieces: dict[Path_, list[Piece]] = {}
+            pieces: dict[Keys, list[Piece]] = {}
             for keys, tensor in _tensors(contents):
                 pieces[keys] = _pieces(keys, tensor, groups)
                 for piece, start, shape in pieces[keys]:
                     view = tensor.detach().reshape(-1)[start : start + _size(shape)].view(shape)
-                    table[_insert(state, (_root(path), *piece), view)] = _kind(piece, of_names)
+                    table[_insert(state, (_root(path), *piece), view)] = _kind(piece, of_names, owner)
             rest = io.BytesIO()
             torch.save({"pieces": list(pieces.values()), "tree": _without(contents)}, rest)
             _rest(rest.getbuffer(), path)
@@ -150,9 +157,9 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
 def compress_checkpoints(engine: Any, store: Store) -> CompressedFiles:
     """Let a DeepSpeed engine save its checkpoints to a store, and load them from it.
 
-    Call it on all ranks, before `load_checkpoint`. `save_checkpoint` returns when the checkpoint is durable; after a load
-    the next save is a delta. Raw checkpoints are loaded as before. As in DeepSpeed's own checkpoints, the number of ranks
-    may not change; `expand` writes the files that its tools read (`zero_to_fp32.py`, `ds_to_universal.py`).
+    Call it on all ranks, before `load_checkpoint`. `save_checkpoint` returns when the checkpoint is durable; after a
+    load the next save is a delta. Raw checkpoints are loaded as before. As in DeepSpeed's own checkpoints, the number
+    of ranks may not change; `expand` writes the files that its tools read (`zero_to_fp32.py`, `ds_to_universal.py`).
 
     Args:
         engine: from `deepspeed.initialize`.
@@ -216,20 +223,20 @@ def _size(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def _insert(state: dict[str, Any], keys: Path_, value: Any) -> str:
+def _insert(state: dict[str, Any], keys: Keys, value: Any) -> str:
     """Put a tensor into a tree; return its path in the container."""
     insert(state, keys, value, "/".join(keys))
     return "/".join(place(".".join(keys), keys))
 
 
-def _tensors(tree: Any, above: Path_ = ()) -> Iterator[tuple[Path_, torch.Tensor]]:
+def _tensors(tree: Any, above: Keys = ()) -> Iterator[tuple[Keys, torch.Tensor]]:
     """Yield the tensors with elements of a tree of dicts, lists and tuples, in order."""
     if isinstance(tree, torch.Tensor) and tree.ndim and tree.numel():
         yield above, tree
-    elif isinstance(tree, Mapping):
+    elif isinstance(tree, dict):
         for key, value in tree.items():
             yield from _tensors(value, (*above, str(key)))
-    elif isinstance(tree, list | tuple):
+    elif isinstance(tree, list) or type(tree) is tuple:
         for i, value in enumerate(tree):
             yield from _tensors(value, (*above, str(i)))
 
@@ -265,57 +272,58 @@ def _rest(data: Any, path: str) -> Any:
             raise UnsupportedLeafError(f"{path}: cannot be stored without pickle: {str(e)[:400]}") from None
 
 
-def _groups(engine: Any, contents: Any) -> Iterator[tuple[int, list[tuple[str, int, tuple[int, ...]]]]]:
-    """Yield the length of each flat partition of this rank, and names, places and shapes of its parameters."""
-    state = contents.get("optimizer_state_dict") if isinstance(contents, Mapping) else None
-    if not isinstance(state, Mapping):
+def _groups(engine: Any, contents: Any) -> Iterator[list[Part]]:
+    """Yield name, place and shape of each parameter in this rank's flat partitions."""
+    state = contents.get("optimizer_state_dict") if isinstance(contents, dict) else None
+    if not isinstance(state, dict):
         return
-    optimizer = engine.optimizer
-    for number, flat in enumerate(state.get("single_partition_of_fp32_groups", ())):
-        parts = []
-        for name, part in state["param_slice_mappings"][number].items():
-            shape = tuple(engine.module.get_parameter(name).shape)
-            parts.append((name, part.start, shape if _size(shape) == part.numel else (part.numel,)))
-        yield flat.numel(), sorted(parts, key=lambda part: part[1])
-    for number, flat in enumerate(state.get("fp32_flat_groups", ())):
+    for slices in state.get("param_slice_mappings", ()) if _FLAT[0] in state else ():  # stages 1 and 2
+        shapes = {name: tuple(engine.module.get_parameter(name).shape) for name in slices}
+        parts = [
+            (name, part.start, shapes[name] if _size(shapes[name]) == part.numel else (part.numel,))
+            for name, part in slices.items()
+        ]
+        yield sorted(parts, key=lambda part: part[1])
+    for parameters in engine.optimizer.fp16_groups if _FLAT[1] in state else ():  # stage 3: slices of all parameters
         parts, start = [], 0
-        for parameter in optimizer.fp16_groups[number]:
+        for parameter in parameters:
             size, row = parameter.ds_tensor.ds_numel, _size(parameter.ds_shape[1:])
             shape = (size // row, *parameter.ds_shape[1:]) if size % row == 0 else (size,)
             parts.append((engine.param_names[parameter], start, shape))
             start += size
-        yield flat.numel(), parts
+        yield parts
 
 
-def _pieces(keys: Path_, tensor: torch.Tensor, groups: Sequence[tuple[int, Any]]) -> list[Piece]:
-    """Return the parts in which a tensor is saved: one, or of a flat partition one a parameter and the padding."""
-    entry = keys[-1] if keys[-3:-2] == ("state",) else None
-    number = keys[-2] if entry else keys[-1]
-    size, parts = groups[int(number)] if number.isdecimal() and int(number) < len(groups) else (-1, [])
-    if keys[0] != "optimizer_state_dict" or tensor.ndim != 1 or tensor.numel() < size or not parts:
+def _pieces(keys: Keys, tensor: torch.Tensor, groups: Sequence[list[Part]]) -> list[Piece]:
+    """Return the parts in which a tensor is saved: of a flat partition one for each parameter, and the padding."""
+    if keys[-2:-1] and keys[-2] in _FLAT:
+        number, entry = keys[-1], _MASTER
+    elif keys[-3:-2] == ("state",):
+        number, entry = keys[-2:]
+    else:
         return [(keys, 0, tuple(tensor.shape))]
-    above = (*keys[:-2], number) if entry else keys
-    pieces: list[Piece] = []
-    end = 0
+    parts = groups[int(number)] if number.isdecimal() and int(number) < len(groups) else []
+    size = parts[-1][1] + _size(parts[-1][2]) if parts else tensor.numel() + 1
+    if tensor.ndim != 1 or tensor.numel() < size:
+        return [(keys, 0, tuple(tensor.shape))]
+    pieces, end = [], 0
     for name, start, shape in [*parts, ("", tensor.numel(), (0,))]:
         if start > end:
-            pieces.append(((*above, f"padding {end}", *keys[-1:]), end, (start - end,)))
+            pieces.append((("state", f"padding of {number} at {end}", entry), end, (start - end,)))
         if name:
-            pieces.append(((*above, name, entry) if entry else (*above, name), start, shape))
+            pieces.append((("state", name, entry), start, shape))
         end = start + _size(shape)
     return pieces
 
 
-def _kind(keys: Path_, of_names: Mapping[str, Kind]) -> Kind:
+def _kind(keys: Keys, of_names: Mapping[str, Kind], optimizer: str | None) -> Kind:
     """Return the kind of a part: a weight of the module, a moment of a matrix, or what must stay exact."""
     if keys[0] == "module" and len(keys) == 2:
         return of_names.get(keys[1], _EXACT)
-    if keys[0] != "optimizer_state_dict" or keys[-1] not in _MOMENTS or keys[-4:-3] != ("state",):
-        return _EXACT
-    of = of_names.get(keys[-2], _EXACT)
+    of = of_names.get(keys[1], _EXACT) if keys[0] == "state" and len(keys) == 3 else _EXACT
     if of.role != "weight" or len(of.shape or ()) < 2:
         return _EXACT
-    return Kind(of.layer, _MOMENTS[keys[-1]], of.parameter)
+    return Kind(of.layer, role_of(Entry("", "state", keys[1], keys[2])), of.parameter, optimizer)
 
 
 def _read(pointer: str, store: Store, root: str) -> Any:
@@ -329,13 +337,22 @@ def _read(pointer: str, store: Store, root: str) -> Any:
     if name not in sizes:
         raise BadArgumentError(f"{pointer}: its step has no file {root}.pt; it was saved by other ranks")
     data = torch.empty(sizes[name].size, dtype=torch.uint8)
-    load({root: {_REST: data}}, storage_reader=Reader(store, found.step), no_dist=True)
+    _fill({root: {_REST: data}}, store, found.step)
     rest = _rest(data.numpy().tobytes(), root)
     whole = [torch.empty(tensor.shape, dtype=tensor.dtype) for _, tensor in _tensors(rest["tree"])]
     state: dict[str, Any] = {}
     for tensor, pieces in zip(whole, rest["pieces"], strict=True):
         for keys, start, shape in pieces:
             _insert(state, (root, *keys), tensor.view(-1)[start : start + _size(shape)].view(shape))
-    load(state, storage_reader=Reader(store, found.step), no_dist=True)
+    _fill(state, store, found.step)
     tensors = iter(whole)
     return _mapped(rest["tree"], lambda _: next(tensors))
+
+
+def _fill(state: dict[str, Any], store: Store, step: int) -> None:
+    """Load tensors of a step; ranks read other files, and each by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".*assuming the intent is to load in a single process", module="torch"
+        )
+        load(state, storage_reader=Reader(store, step), no_dist=True)
