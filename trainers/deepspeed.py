@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from ..codec.errors import BadArgumentError, MissingParentError, UnsupportedLeafError
 from ..codec.evidence.entries import Entry
 from ..codec.evidence.kind import Kind
-from ..codec.evidence.module import kinds
+from ..codec.evidence.module import class_of, kinds
 from ..codec.evidence.moments import role_of
 from ..store.regular_files import read_file
 from ..store.store import Store
@@ -136,8 +136,7 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
         state: dict[str, Any] = {}
         table: dict[str, Kind] = {}
         of_names = kinds(self.engine.module)
-        inner = getattr(self.engine.optimizer, "optimizer", None)
-        owner = None if inner is None else next((kind.optimizer for kind in kinds(None, inner).values()), None)
+        owner = None if self.engine.optimizer is None else class_of(self.engine.optimizer)
         for path, contents in files.items():
             groups = list(_groups(self.engine, contents))
             pieces: dict[Keys, list[Piece]] = {}
