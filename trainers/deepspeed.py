@@ -26,12 +26,11 @@ from ..codec.evidence.entries import Entry
 from ..codec.evidence.kind import Kind
 from ..codec.evidence.module import class_of, kinds
 from ..codec.evidence.moments import role_of
-from ..store.regular_files import read_file
 from ..store.store import Store
 from .dcp import Reader
 from .dcp.entry_paths import insert, place
 from .fully_sharded import ShardedSaves, pointer_to_shards
-from .pointers import PathLike, load_at, read_pointer, store_of
+from .pointers import PathLike, is_placeholder, load_at, read_pointer, store_of
 from .processes import on_all
 
 if TYPE_CHECKING:
@@ -43,9 +42,6 @@ else:
         raise ImportError("this adapter needs DeepSpeed: pip install deepspeed") from None
 
 POINTER = "shrinkpoint.json"
-_PLACEHOLDER = {"shrinkpoint": POINTER}
-_MOST = 1 << 12
-"""Most bytes of a placeholder."""
 _REST = "rest"
 """Key of a file's contents without its tensors: bytes that torch loads with `weights_only=True`."""
 _EXACT = Kind("other", "state")
@@ -69,18 +65,26 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
         engine: of DeepSpeed.
         store_of: the store for a folder given to `save_checkpoint`.
         in_tag: whether the pointer is in the folder of the tag, else in the folder above.
+        waits: whether a commit is made by `finish`, when the rest of the folder is written.
         background: see `ShardedSaves`.
     """
 
     def __init__(
-        self, engine: Any, store_of: Callable[[str], Store], *, in_tag: bool = True, background: bool = False
+        self,
+        engine: Any,
+        store_of: Callable[[str], Store],
+        *,
+        in_tag: bool = True,
+        waits: bool = False,
+        background: bool = False,
     ) -> None:
         super().__init__(None)
         self.name, self.engine = "shrinkpoint", engine
         self.raw = getattr(engine.checkpoint_engine, "raw", engine.checkpoint_engine)
         self.saves: ShardedSaves | None = None
-        self._store_of, self._in_tag, self._background = store_of, in_tag, background
+        self._store_of, self._in_tag, self._waits, self._background = store_of, in_tag, waits, background
         self._files: dict[str, Any] = {}
+        self._info: Any = None
 
     def preserves_storage_sharing(self) -> bool:
         """Return False: a view is saved alone, so that DeepSpeed need not copy it before."""
@@ -92,8 +96,9 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
         self._files = {}
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Keep the contents of a file until the commit; called by DeepSpeed."""
+        """Keep the contents of a file until the commit, and write a placeholder; called by DeepSpeed."""
         self._files[path] = state_dict
+        torch.save({"shrinkpoint": POINTER}, path)
 
     def commit(self, info: Any) -> bool:
         """Save all files of all ranks as one step of the store; called by DeepSpeed on all ranks.
@@ -102,6 +107,14 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
             UnsupportedLeafError: a file has an object that `torch.load(weights_only=True)` refuses.
             Exception: what the save raised, on all ranks.
         """
+        self._info = info
+        if not self._waits:
+            self.finish()
+        return True
+
+    def finish(self) -> ShardedSaves:
+        """Make the commit; called on all ranks. Raises as `commit` does."""
+        info = self._info
         files, self._files = self._files, {}
         (state, table), _ = on_all(lambda: self._state(files), lambda _: None)
         store = self._store_of(info.save_dir)
@@ -110,7 +123,7 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
             self.saves = ShardedSaves(store, background=self._background)
         folder = os.path.join(info.save_dir, info.tag) if self._in_tag else info.save_dir
         self.saves.save(os.path.join(folder, POINTER), state, table)
-        return True
+        return self.saves
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return the contents of a file, compressed or raw; called by DeepSpeed.
@@ -118,7 +131,7 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
         Raises:
             MissingParentError: the save of this checkpoint was interrupted.
         """
-        if not is_placeholder(path):
+        if not is_placeholder(path, POINTER):
             return self.raw.load(path, map_location)
         folder = os.path.dirname(path) if self._in_tag else os.path.dirname(os.path.dirname(path))
         pointer = os.path.join(folder, POINTER)
@@ -132,7 +145,7 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
             self.saves.wait()
 
     def _state(self, files: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Kind]]:
-        """Return the tensors of this rank's files as a tree, and their kinds by path; write placeholders."""
+        """Return the tensors of this rank's files as a tree, and their kinds by path."""
         state: dict[str, Any] = {}
         table: dict[str, Kind] = {}
         of_names = kinds(self.engine.module)
@@ -149,7 +162,6 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
             torch.save({"pieces": list(pieces.values()), "tree": _without(contents)}, rest)
             _rest(rest.getbuffer(), path)
             _insert(state, (_root(path), _REST), torch.frombuffer(rest.getbuffer(), dtype=torch.uint8))
-            torch.save(_PLACEHOLDER, path)
         return state, table
 
 
@@ -188,13 +200,6 @@ def attach(engine: Any, store_of: Callable[[str], Store], **settings: Any) -> Co
     return found
 
 
-def is_placeholder(path: PathLike) -> bool:
-    """Return whether a file is a placeholder for contents in a store."""
-    if not os.path.isfile(path) or os.path.getsize(path) > _MOST:
-        return False
-    return POINTER.encode() in read_file(os.fspath(path), _MOST)
-
-
 def expand(folder: PathLike) -> str:
     """Write the raw files of a compressed checkpoint, for DeepSpeed's own tools; return the folder.
 
@@ -209,7 +214,7 @@ def expand(folder: PathLike) -> str:
     if found is None:
         raise BadArgumentError(f"{os.fspath(folder)}: not a compressed checkpoint")
     store = store_of(pointer, found)
-    for path in [path for path in Path(folder).rglob("*.pt") if is_placeholder(path)]:
+    for path in [path for path in Path(folder).rglob("*.pt") if is_placeholder(path, POINTER)]:
         torch.save(_read(pointer, store, _root(path)), path)
     return os.fspath(folder)
 
@@ -305,7 +310,8 @@ def _pieces(keys: Keys, tensor: torch.Tensor, groups: Sequence[list[Part]]) -> l
     size = parts[-1][1] + _size(parts[-1][2]) if parts else tensor.numel() + 1
     if tensor.ndim != 1 or tensor.numel() < size:
         return [(keys, 0, tuple(tensor.shape))]
-    pieces, end = [], 0
+    pieces: list[Piece] = []
+    end = 0
     for name, start, shape in [*parts, ("", tensor.numel(), (0,))]:
         if start > end:
             pieces.append((("state", f"padding of {number} at {end}", entry), end, (start - end,)))
@@ -331,7 +337,7 @@ def _read(pointer: str, store: Store, root: str) -> Any:
     if found is None or store.describe(found.step).identity != found.identity:
         load_at(pointer, store=store)  # says what is wrong
         raise BadArgumentError(f"{pointer}: not a checkpoint of DeepSpeed")
-    sizes = Reader(store, found.step).read_metadata().state_dict_metadata
+    sizes: dict[str, Any] = dict(Reader(store, found.step).read_metadata().state_dict_metadata)
     name = f"{root}.{_REST}"
     if name not in sizes:
         raise BadArgumentError(f"{pointer}: its step has no file {root}.pt; it was saved by other ranks")

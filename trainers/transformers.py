@@ -72,8 +72,8 @@ class CompressedCheckpoints:
     `trainer.train(resume_from_checkpoint=...)`, `save_total_limit`, `load_best_model_at_end` and `save_only_model`
     work. `save_model()` outside a checkpoint writes an ordinary model.
 
-    With FSDP2 each rank writes its shards, and any number of ranks resumes, also without FSDP. FSDP1, DeepSpeed, and
-    `frozen` or `compact` with FSDP2 are refused.
+    With FSDP2 each rank writes its shards, and any number of ranks resumes, also without FSDP; with DeepSpeed the same
+    number resumes. FSDP1, and `frozen` or `compact` with either, are refused.
 
     With a PEFT model each checkpoint holds the adapters and their optimizer; the base model is named by its hub name or
     folder, and its hash is compared on resume.
@@ -114,6 +114,7 @@ class CompressedCheckpoints:
     _weights: dict[str, Any] | None = None
     _frozen: Frozen | None = None
     _saver: Background | ShardedSaves | None = None
+    _files: Any = None
     _limit: int | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **keywords: Any) -> Any:
@@ -121,6 +122,8 @@ class CompressedCheckpoints:
         check_compact(self.compact, background=self.background)
         if getattr(self.args.save_strategy, "value", self.args.save_strategy) != "no":
             _ = self._is_sharded  # refuses before the first step what could not be saved after it
+            if self._is_deepspeed:
+                self._attach_engine()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_complete(self.args.output_dir) or True
         trainer: Any = super()
@@ -146,6 +149,7 @@ class CompressedCheckpoints:
             self._saver.wait()
 
     def _the_store(self, folder: PathLike) -> Store:
+        """Return the store next to a checkpoint folder."""
         home = os.path.join(os.path.dirname(os.path.abspath(folder)), FOLDER)
         if self._store is None or self._store.url != home:
             self._store = Store(home, check_config(self.compression))
@@ -155,14 +159,32 @@ class CompressedCheckpoints:
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     @property
+    def _is_deepspeed(self) -> bool:
+        return bool(getattr(self, "is_deepspeed_enabled", False))
+
+    def _attach_engine(self) -> None:
+        """Let the engine that Accelerate prepares save to the store."""
+        from .deepspeed import attach
+
+        def prepare(*args: Any, **keywords: Any) -> Any:
+            found = type(self.accelerator).prepare(self.accelerator, *args, **keywords)
+            engine = found[0] if isinstance(found, tuple) else found
+            if hasattr(engine, "checkpoint_engine"):
+                self._files = attach(engine, self._the_store, in_tag=False, background=self.background)
+            return found
+
+        self.accelerator.prepare = prepare
+
+    @property
     def _is_sharded(self) -> bool:
-        """Return whether the model is sharded by FSDP2; refuse what cannot be saved."""
-        trainer: Any = self
-        if getattr(trainer, "is_deepspeed_enabled", False):
-            raise BadArgumentError("compressed checkpoints do not work with deepspeed; use Trainer's own")
-        if not getattr(trainer, "is_fsdp_enabled", False):
+        """Return whether the model is sharded by FSDP2 or DeepSpeed; refuse what cannot be saved."""
+        if self._is_deepspeed:
+            if self.args.save_only_model:
+                raise BadArgumentError("save_only_model is not for DeepSpeed, whose engine saves all it has")
+        elif getattr(self, "is_fsdp_enabled", False):
+            check_version(self.accelerator.state.fsdp_plugin)
+        else:
             return False
-        check_version(self.accelerator.state.fsdp_plugin)
         for name in ("frozen", "compact"):
             if getattr(self, name) is not None:
                 raise BadArgumentError(f"{name} is not for sharded checkpoints, as those of FSDP are")
@@ -214,6 +236,11 @@ class CompressedCheckpoints:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the optimizer and the scheduler, after `_save`; called by Trainer."""
+        if self._is_deepspeed:
+            self._settle()
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            self._saver = self._files.saves
+            return
         if self._is_sharded:
             self._save_shards(output_dir, self._bare_optimizer())
             return
@@ -337,7 +364,7 @@ class CompressedCheckpoints:
         if self.background:
             self.accelerator.wait_for_everyone()
         pointer = os.path.join(self.state.best_model_checkpoint, POINTER)
-        if read_pointer(pointer) is None:
+        if self._is_deepspeed or read_pointer(pointer) is None:
             super()._load_best_model()  # type: ignore[misc]
             return
         store = self._the_store(self.state.best_model_checkpoint)
@@ -349,7 +376,7 @@ class CompressedCheckpoints:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer and the scheduler; called by Trainer."""
         pointer = None if checkpoint is None else os.path.join(checkpoint, POINTER)
-        if pointer is None or read_pointer(pointer) is None:
+        if self._is_deepspeed or pointer is None or read_pointer(pointer) is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         store, scheduler = self._the_store(str(checkpoint)), os.path.join(str(checkpoint), _PARTS["scheduler"])
