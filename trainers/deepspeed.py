@@ -149,6 +149,9 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
         state: dict[str, Any] = {}
         table: dict[str, Kind] = {}
         of_names = kinds(self.engine.module)
+        # Of stage 3 parameters have no shape of their own between steps.
+        shapes = {name: tuple(_shape(p)) for name, p in self.engine.module.named_parameters()}
+        matrices = {name: of_names.get(name, _EXACT) for name, shape in shapes.items() if len(shape) > 1}
         owner = None if self.engine.optimizer is None else class_of(self.engine.optimizer)
         for path, contents in files.items():
             groups = list(_groups(self.engine, contents))
@@ -157,7 +160,7 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
                 pieces[keys] = _pieces(keys, tensor, groups)
                 for piece, start, shape in pieces[keys]:
                     view = tensor.detach().reshape(-1)[start : start + _size(shape)].view(shape)
-                    table[_insert(state, (_root(path), *piece), view)] = _kind(piece, of_names, owner)
+                    table[_insert(state, (_root(path), *piece), view)] = _kind(piece, of_names, matrices, owner)
             rest = io.BytesIO()
             torch.save({"pieces": list(pieces.values()), "tree": _without(contents)}, rest)
             _rest(rest.getbuffer(), path)
@@ -223,6 +226,10 @@ def _root(path: PathLike) -> str:
     return os.path.basename(path).removesuffix(".pt")
 
 
+def _shape(parameter: Any) -> Any:
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 def _size(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
@@ -282,7 +289,7 @@ def _groups(engine: Any, contents: Any) -> Iterator[list[Part]]:
     if not isinstance(state, dict):
         return
     for slices in state.get("param_slice_mappings", ()) if _FLAT[0] in state else ():  # stages 1 and 2
-        shapes = {name: tuple(engine.module.get_parameter(name).shape) for name in slices}
+        shapes = {name: tuple(_shape(engine.module.get_parameter(name))) for name in slices}
         parts = [
             (name, part.start, shapes[name] if _size(shapes[name]) == part.numel else (part.numel,))
             for name, part in slices.items()
@@ -291,8 +298,8 @@ def _groups(engine: Any, contents: Any) -> Iterator[list[Part]]:
     for parameters in engine.optimizer.fp16_groups if _FLAT[1] in state else ():  # stage 3: slices of all parameters
         parts, start = [], 0
         for parameter in parameters:
-            size, row = parameter.ds_tensor.ds_numel, _size(parameter.ds_shape[1:])
-            shape = (size // row, *parameter.ds_shape[1:]) if size % row == 0 else (size,)
+            size, row = parameter.ds_tensor.ds_numel, tuple(_shape(parameter))[1:]
+            shape = (size // _size(row), *row) if size % _size(row) == 0 else (size,)
             parts.append((engine.param_names[parameter], start, shape))
             start += size
         yield parts
@@ -321,12 +328,12 @@ def _pieces(keys: Keys, tensor: torch.Tensor, groups: Sequence[list[Part]]) -> l
     return pieces
 
 
-def _kind(keys: Keys, of_names: Mapping[str, Kind], optimizer: str | None) -> Kind:
+def _kind(keys: Keys, of_names: Mapping[str, Kind], matrices: Mapping[str, Kind], optimizer: str | None) -> Kind:
     """Return the kind of a part: a weight of the module, a moment of a matrix, or what must stay exact."""
     if keys[0] == "module" and len(keys) == 2:
         return of_names.get(keys[1], _EXACT)
-    of = of_names.get(keys[1], _EXACT) if keys[0] == "state" and len(keys) == 3 else _EXACT
-    if of.role != "weight" or len(of.shape or ()) < 2:
+    of = matrices.get(keys[1], _EXACT) if keys[0] == "state" and len(keys) == 3 else _EXACT
+    if of.role != "weight":
         return _EXACT
     return Kind(of.layer, role_of(Entry("", "state", keys[1], keys[2])), of.parameter, optimizer)
 

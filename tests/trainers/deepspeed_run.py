@@ -52,15 +52,23 @@ def model() -> torch.nn.Module:
 
 
 def put_away(engine: Any, path: Path) -> None:
-    """Write masters and moments, put together: the padding of partitions is never initialized by DeepSpeed."""
-    found = []
+    """Write weights, masters and moments; of stage 3 without the padding, which DeepSpeed never initializes."""
+    found = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    if engine.zero_optimization_stage() < 3:
+        torch.save([*found, *tensors(engine.optimizer.state_dict())], path)
+        return
     for parameter in engine.module.parameters():
-        if engine.zero_optimization_stage() < 3:
-            found += [parameter.detach().clone()]
-            continue
         found += [safe_get_full_fp32_param(parameter)]
         found += [safe_get_full_optimizer_state(parameter, entry) for entry in ("exp_avg", "exp_avg_sq")]
-    torch.save(found, path)
+    torch.save([tensor for tensor in found if tensor.numel()], path)
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a tree."""
+    if isinstance(tree, torch.Tensor):
+        return [tree.detach().clone()]
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for value in values for tensor in tensors(value)]
 
 
 def newest(folder: Path, name: str) -> int | None:

@@ -43,6 +43,7 @@ def script() -> Iterator[Script]:
 def test_killed_ranks_go_on_where_they_were(script: Script, tmp_path: Path, how: str) -> None:
     rng, arguments = random.Random(how), how.split()
     killed, whole = tmp_path / "killed", tmp_path / "whole"
+    script.together(2, killed, 4, *arguments)  # there is something to resume from
     for kill in range(2):
         kill_together(script, 2, killed, 4000, *arguments, after=rng.uniform(0, 1), alone=kill == 0)
     steps = max(by_step(killed / "0")) + 5
@@ -58,3 +59,22 @@ def test_killed_ranks_go_on_where_they_were(script: Script, tmp_path: Path, how:
     assert store.verify() == {}
     assert all(store.describe(step).shards for step in store.steps())
     assert how.startswith("plain") or len(store.steps()) <= 4
+
+
+@pytest.fixture(scope="module")
+def facts() -> Iterator[Script]:
+    with Script(RUN.with_name("deepspeed_facts.py")) as found:
+        yield found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "what", ["only_moments_of_matrices_change", "expanded_files_are_raw", "refusals_leave_the_checkpoint_before"]
+)
+def test_what_an_engine_saves(facts: Script, tmp_path: Path, what: str, stage: int) -> None:
+    facts.together(2, tmp_path, what, stage)
+
+
+def test_another_number_of_ranks_is_refused(facts: Script, tmp_path: Path) -> None:
+    facts.together(2, tmp_path, "saved", 2)
+    facts.together(1, tmp_path, "another_number_is_refused", 2)
