@@ -367,3 +367,11 @@ def drop(store: Store, steps: Iterable[int]) -> None:
     if gone:
         store.drop(*gone)
         store.gc()
+
+
+def drop_unreferenced(store: Store, pointer: str) -> None:
+    """Remove the steps of a store that no pointer file of this name in the folders next to it points to."""
+    fs, name = fsspec.core.url_to_fs(store.url)
+    fs.invalidate_cache()
+    found = fs.glob(f"{os.path.dirname(name.rstrip('/'))}/*/{pointer}")
+    drop(store, set(store.steps()) - steps_in_use(store, map(fs.unstrip_protocol, found)))

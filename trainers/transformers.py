@@ -35,11 +35,10 @@ from .optimizer_dtypes import load_optimizer
 from .pointers import (
     PathLike,
     Pointer,
-    drop,
+    drop_unreferenced,
     load_at,
     read_pointer,
     save_at,
-    steps_in_use,
     store_of,
     wait_for_files,
 )
@@ -142,7 +141,7 @@ class CompressedCheckpoints:
             if saver is not None:
                 saver.close()
             if self._store is not None and self.args.should_save and self.args.save_total_limit:
-                drop_unreferenced(self._store)
+                drop_unreferenced(self._store, POINTER)
 
     def _settle(self) -> None:
         if self._saver is not None:
@@ -302,7 +301,7 @@ class CompressedCheckpoints:
         if not (self.background and limit):
             above._save_checkpoint(model, trial)
             if self._store is not None and self.args.should_save and limit:
-                drop_unreferenced(self._store)
+                drop_unreferenced(self._store, POINTER)
             return
         # Trainer would remove older folders while the new one is not complete.
         self._limit, self.args.save_total_limit = limit, None
@@ -313,7 +312,7 @@ class CompressedCheckpoints:
         if self._saver is not None and self.args.should_save:
             url, rotate = self._saver.store.url, _rotation(self, trial, limit)
             self._saver.then(rotate)
-            self._saver.then(lambda: drop_unreferenced(Store(url)))
+            self._saver.then(lambda: drop_unreferenced(Store(url), POINTER))
 
     def _finalize_training(self, *args: Any, **keywords: Any) -> Any:
         """Finish saves before Trainer loads the best checkpoint and removes the others."""
@@ -436,7 +435,7 @@ class CompressCallback(TrainerCallback):  # type: ignore[misc]
         for name in (_WEIGHTS, *_PARTS.values()):
             (folder / name).unlink(missing_ok=True)
         if args.save_total_limit:
-            drop_unreferenced(self._store)
+            drop_unreferenced(self._store, POINTER)
 
 
 class IncompleteCheckpointWarning(ShrinkpointWarning):
@@ -595,8 +594,3 @@ class PreemptionCallback(TrainerCallback):  # type: ignore[misc]
     @staticmethod
     def _store(args: Any) -> Store:
         return Store(os.path.join(os.path.abspath(args.output_dir), FOLDER))
-
-
-def drop_unreferenced(store: Store) -> None:
-    """Remove the steps of a run's store that no folder next to it points to."""
-    drop(store, set(store.steps()) - steps_in_use(store, Path(store.url).parent.glob(f"*/{POINTER}")))

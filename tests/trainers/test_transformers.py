@@ -20,11 +20,12 @@ pytest.importorskip("accelerate", reason="accelerate is not installed; `make fra
 from transformers import AutoModelForCausalLM, Trainer
 
 from shrinkpoint.trainers import transformers as adapter
+from shrinkpoint.trainers.pointers import drop_unreferenced
 from shrinkpoint.trainers.transformers import (
+    POINTER,
     CompressCallback,
     CompressedCheckpoints,
     IncompleteCheckpointWarning,
-    drop_unreferenced,
     expand,
     newest_complete,
 )
@@ -267,7 +268,7 @@ def test_copies_by_another_name_are_not_rotated_away(tmp_path: Path) -> None:
     # Once the copy is gone, so is its step.
     shutil.rmtree(tmp_path / "run" / "best")
     store = sp.Store(tmp_path / "run" / "shrinkpoint")
-    drop_unreferenced(store)
+    drop_unreferenced(store, POINTER)
     assert len(store.steps()) == len(list((tmp_path / "run").glob("checkpoint-*")))
 
 
