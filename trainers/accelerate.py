@@ -16,21 +16,20 @@ import torch
 from ..codec.errors import MissingParentError
 from ..kernels.errors import BadArgumentError
 from ..store.frozen_sets import Frozen
-from ..store.regular_files import read_file
 from ..store.saver.saver import Saver
 from ..store.store import Store
 from .background import Background
 from .frozen_parameters import check_frozen, digest_of, load_frozen, record, store_once, without
 from .fully_sharded import ShardedSaves, check_version, load_sharded, pointer_to_shards, sharded_state
 from .optimizer_dtypes import load_optimizer
-from .pointers import drop, load_at, read_pointer, save_at, steps_in_use
+from .pointers import drop, is_placeholder, load_at, read_pointer, save_at, steps_in_use
 from .preemption import Preemption
 from .state import plain
 from .state_mismatch import differences, group_differences, load_states, refuse
 
 POINTER = "shrinkpoint.json"
-_STAND_IN, _MOST = "optimizer.bin", 1 << 12
-"""Name and most bytes of the placeholder that replaces an optimizer's state."""
+_STAND_IN = "optimizer.bin"
+"""Name of the placeholder that replaces an optimizer's state."""
 
 
 class CompressedStates:
@@ -42,6 +41,7 @@ class CompressedStates:
         self._background = Background(saver.store, saver) if isinstance(saver, Saver) else None
         self.frozen = check_frozen(frozen)
         self._shards: ShardedSaves | None = None
+        self._files: Any = None
         self._hidden: tuple[list[Any], list[Any]] = ([], [])
         self._failed: Exception | None = None
         self._strict = True
@@ -73,8 +73,9 @@ class CompressedStates:
             raise failed
         if self._background is not None:
             self._background.wait()
-        if self._shards is not None:
-            self._shards.wait()
+        for saves in (self._shards, self._files):
+            if saves is not None:
+                saves.wait()
 
     @property
     def _is_sharded(self) -> bool:
@@ -85,6 +86,20 @@ class CompressedStates:
         if self.frozen is not None:
             raise BadArgumentError("frozen is not for sharded checkpoints, as those of FSDP are")
         return True
+
+    def _engine_files(self) -> Any:
+        """Return the compressed files of a DeepSpeed engine, which saves by itself; None without DeepSpeed."""
+        if getattr(self.accelerator.distributed_type, "value", None) != "DEEPSPEED":
+            return None
+        if self.frozen is not None or len(self.accelerator._models) != 1:
+            raise BadArgumentError("with DeepSpeed one model is needed, and frozen must be None")
+        from .deepspeed import attach
+
+        engine = self.accelerator._models[0]
+        if self._files is None or self._files.engine is not engine:
+            settings = {"in_tag": False, "waits": True, "background": self._background is not None}
+            self._files = attach(engine, lambda _: self.store, **settings)
+        return self._files
 
     @contextlib.contextmanager
     def _hiding(self) -> Iterator[None]:
@@ -140,11 +155,16 @@ class CompressedStates:
         if project.automatic_checkpoint_naming and project.total_limit and self.accelerator.is_main_process:
             _remove_cut_off(os.path.join(self.accelerator.project_dir, "checkpoints"))
         self.accelerator.wait_for_everyone()  # each process looks whether the new folder exists
+        files = self._engine_files()
         try:
             with self._hiding():
                 folder = type(self.accelerator).save_state(self.accelerator, *args, **keywords)
             if self._is_sharded:
                 self._save_shards(folder)
+            elif files is not None:
+                saves = files.finish()
+                if self.accelerator.is_main_process:
+                    saves.then(lambda: self._rotate(Store(self.store.url), folder))
             return folder
         finally:
             self._clear()
@@ -161,6 +181,7 @@ class CompressedStates:
             self._failed = e
         self.accelerator.wait_for_everyone()
         self._strict = bool(keywords.get("strict", True))
+        self._engine_files()
         try:
             with self._hiding():
                 return type(self.accelerator).load_state(self.accelerator, *args, **keywords)
@@ -215,10 +236,12 @@ class CompressedStates:
                 torch.save({"shrinkpoint": POINTER}, os.path.join(output_dir, name))
             self.accelerator.wait_for_everyone()  # a folder with anything in it has the placeholder
             return
+        if self._files is not None:
+            return
         if len(weights) != len(self.accelerator._models):
             raise BadArgumentError(
-                f"{len(weights)} of {len(self.accelerator._models)} models were handed over: DeepSpeed and "
-                "Megatron save their states themselves (use their own formats), or another hook took the weights"
+                f"{len(weights)} of {len(self.accelerator._models)} models were handed over: Megatron saves "
+                "its state itself (use its own format), or another hook took the weights"
             )
         optimizers = self.accelerator._optimizers
         kept_out = [record(model, self.frozen) for model in self.accelerator._models]
@@ -256,6 +279,8 @@ class CompressedStates:
 
     def _load(self, models: list[Any], input_dir: str) -> None:
         self._clear()
+        if self._files is not None:  # the engine has loaded it
+            return
         path = os.path.join(input_dir, POINTER)
         if self._is_sharded and (read_pointer(path) is not None or not _is_cut_off(input_dir)):
             self._load_shards(models, input_dir)
@@ -351,9 +376,5 @@ def _remove_cut_off(home: str) -> None:
 
 def _is_cut_off(folder: str) -> bool:
     """Return whether a folder without a pointer file comes from an interrupted save."""
-    path = os.path.join(folder, _STAND_IN)
-    if not os.listdir(folder):
-        return True
-    if not os.path.isfile(path) or os.path.getsize(path) > _MOST:
-        return False
-    return POINTER.encode() in read_file(path, _MOST)
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return not files or any(is_placeholder(path, POINTER) for path in files if path.suffix in (".bin", ".pt"))

@@ -28,6 +28,7 @@ from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError
 from ..store.local import LocalFiles
+from ..store.regular_files import read_file
 from ..store.saver.exit import EXIT_CLEANUP
 from ..store.store import Store
 from ..store.urls import one_name, textual_name
@@ -38,6 +39,7 @@ PathLike: TypeAlias = str | os.PathLike[str]
 _FORMAT = "shrinkpoint pointer"
 _VERSION = 1
 _LARGEST = 1 << 16
+_LARGEST_PLACEHOLDER = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,13 @@ def _read(fs: Any, name: str, path: PathLike) -> Pointer | None:
     if not is_known or type(step) is not int or not isinstance(store, str) or type(identity) is not str:
         raise CorruptDataError(f"{os.fspath(path)}: a pointer that is malformed")
     return Pointer(store, step, identity)
+
+
+def is_placeholder(path: PathLike, pointer: str) -> bool:
+    """Return whether a local file only says that its contents are where a pointer file of this name points to."""
+    if not os.path.isfile(path) or os.path.getsize(path) > _LARGEST_PLACEHOLDER:
+        return False
+    return pointer.encode() in read_file(os.fspath(path), _LARGEST_PLACEHOLDER)
 
 
 def save_at(
@@ -358,3 +367,11 @@ def drop(store: Store, steps: Iterable[int]) -> None:
     if gone:
         store.drop(*gone)
         store.gc()
+
+
+def drop_unreferenced(store: Store, pointer: str) -> None:
+    """Remove the steps of a store that no pointer file of this name in the folders next to it points to."""
+    fs, name = fsspec.core.url_to_fs(store.url)
+    fs.invalidate_cache()
+    found = fs.glob(f"{os.path.dirname(name.rstrip('/'))}/*/{pointer}")
+    drop(store, set(store.steps()) - steps_in_use(store, map(fs.unstrip_protocol, found)))

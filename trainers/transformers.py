@@ -35,11 +35,10 @@ from .optimizer_dtypes import load_optimizer
 from .pointers import (
     PathLike,
     Pointer,
-    drop,
+    drop_unreferenced,
     load_at,
     read_pointer,
     save_at,
-    steps_in_use,
     store_of,
     wait_for_files,
 )
@@ -72,8 +71,8 @@ class CompressedCheckpoints:
     `trainer.train(resume_from_checkpoint=...)`, `save_total_limit`, `load_best_model_at_end` and `save_only_model`
     work. `save_model()` outside a checkpoint writes an ordinary model.
 
-    With FSDP2 each rank writes its shards, and any number of ranks resumes, also without FSDP. FSDP1, DeepSpeed, and
-    `frozen` or `compact` with FSDP2 are refused.
+    With FSDP2 each rank writes its shards, and any number of ranks resumes, also without FSDP; with DeepSpeed the same
+    number resumes. FSDP1, and `frozen` or `compact` with either, are refused.
 
     With a PEFT model each checkpoint holds the adapters and their optimizer; the base model is named by its hub name or
     folder, and its hash is compared on resume.
@@ -114,6 +113,7 @@ class CompressedCheckpoints:
     _weights: dict[str, Any] | None = None
     _frozen: Frozen | None = None
     _saver: Background | ShardedSaves | None = None
+    _files: Any = None
     _limit: int | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **keywords: Any) -> Any:
@@ -121,6 +121,8 @@ class CompressedCheckpoints:
         check_compact(self.compact, background=self.background)
         if getattr(self.args.save_strategy, "value", self.args.save_strategy) != "no":
             _ = self._is_sharded  # refuses before the first step what could not be saved after it
+            if self._is_deepspeed:
+                self._attach_engine()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_complete(self.args.output_dir) or True
         trainer: Any = super()
@@ -139,13 +141,14 @@ class CompressedCheckpoints:
             if saver is not None:
                 saver.close()
             if self._store is not None and self.args.should_save and self.args.save_total_limit:
-                drop_unreferenced(self._store)
+                drop_unreferenced(self._store, POINTER)
 
     def _settle(self) -> None:
         if self._saver is not None:
             self._saver.wait()
 
     def _the_store(self, folder: PathLike) -> Store:
+        """Return the store next to a checkpoint folder."""
         home = os.path.join(os.path.dirname(os.path.abspath(folder)), FOLDER)
         if self._store is None or self._store.url != home:
             self._store = Store(home, check_config(self.compression))
@@ -155,14 +158,32 @@ class CompressedCheckpoints:
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     @property
+    def _is_deepspeed(self) -> bool:
+        return bool(getattr(self, "is_deepspeed_enabled", False))
+
+    def _attach_engine(self) -> None:
+        """Let the engine that Accelerate prepares save to the store."""
+        from .deepspeed import attach
+
+        def prepare(*args: Any, **keywords: Any) -> Any:
+            found = type(self.accelerator).prepare(self.accelerator, *args, **keywords)
+            engine = found[0] if isinstance(found, tuple) else found
+            if hasattr(engine, "checkpoint_engine"):
+                self._files = attach(engine, self._the_store, in_tag=False, background=self.background)
+            return found
+
+        self.accelerator.prepare = prepare
+
+    @property
     def _is_sharded(self) -> bool:
-        """Return whether the model is sharded by FSDP2; refuse what cannot be saved."""
-        trainer: Any = self
-        if getattr(trainer, "is_deepspeed_enabled", False):
-            raise BadArgumentError("compressed checkpoints do not work with deepspeed; use Trainer's own")
-        if not getattr(trainer, "is_fsdp_enabled", False):
+        """Return whether the model is sharded by FSDP2 or DeepSpeed; refuse what cannot be saved."""
+        if self._is_deepspeed:
+            if self.args.save_only_model:
+                raise BadArgumentError("save_only_model is not for DeepSpeed, whose engine saves all it has")
+        elif getattr(self, "is_fsdp_enabled", False):
+            check_version(self.accelerator.state.fsdp_plugin)
+        else:
             return False
-        check_version(self.accelerator.state.fsdp_plugin)
         for name in ("frozen", "compact"):
             if getattr(self, name) is not None:
                 raise BadArgumentError(f"{name} is not for sharded checkpoints, as those of FSDP are")
@@ -214,6 +235,11 @@ class CompressedCheckpoints:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the optimizer and the scheduler, after `_save`; called by Trainer."""
+        if self._is_deepspeed:
+            self._settle()
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            self._saver = self._files.saves
+            return
         if self._is_sharded:
             self._save_shards(output_dir, self._bare_optimizer())
             return
@@ -275,7 +301,7 @@ class CompressedCheckpoints:
         if not (self.background and limit):
             above._save_checkpoint(model, trial)
             if self._store is not None and self.args.should_save and limit:
-                drop_unreferenced(self._store)
+                drop_unreferenced(self._store, POINTER)
             return
         # Trainer would remove older folders while the new one is not complete.
         self._limit, self.args.save_total_limit = limit, None
@@ -286,7 +312,7 @@ class CompressedCheckpoints:
         if self._saver is not None and self.args.should_save:
             url, rotate = self._saver.store.url, _rotation(self, trial, limit)
             self._saver.then(rotate)
-            self._saver.then(lambda: drop_unreferenced(Store(url)))
+            self._saver.then(lambda: drop_unreferenced(Store(url), POINTER))
 
     def _finalize_training(self, *args: Any, **keywords: Any) -> Any:
         """Finish saves before Trainer loads the best checkpoint and removes the others."""
@@ -337,7 +363,7 @@ class CompressedCheckpoints:
         if self.background:
             self.accelerator.wait_for_everyone()
         pointer = os.path.join(self.state.best_model_checkpoint, POINTER)
-        if read_pointer(pointer) is None:
+        if self._is_deepspeed or read_pointer(pointer) is None:
             super()._load_best_model()  # type: ignore[misc]
             return
         store = self._the_store(self.state.best_model_checkpoint)
@@ -349,7 +375,7 @@ class CompressedCheckpoints:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer and the scheduler; called by Trainer."""
         pointer = None if checkpoint is None else os.path.join(checkpoint, POINTER)
-        if pointer is None or read_pointer(pointer) is None:
+        if self._is_deepspeed or pointer is None or read_pointer(pointer) is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         store, scheduler = self._the_store(str(checkpoint)), os.path.join(str(checkpoint), _PARTS["scheduler"])
@@ -409,7 +435,7 @@ class CompressCallback(TrainerCallback):  # type: ignore[misc]
         for name in (_WEIGHTS, *_PARTS.values()):
             (folder / name).unlink(missing_ok=True)
         if args.save_total_limit:
-            drop_unreferenced(self._store)
+            drop_unreferenced(self._store, POINTER)
 
 
 class IncompleteCheckpointWarning(ShrinkpointWarning):
@@ -568,8 +594,3 @@ class PreemptionCallback(TrainerCallback):  # type: ignore[misc]
     @staticmethod
     def _store(args: Any) -> Store:
         return Store(os.path.join(os.path.abspath(args.output_dir), FOLDER))
-
-
-def drop_unreferenced(store: Store) -> None:
-    """Remove the steps of a run's store that no folder next to it points to."""
-    drop(store, set(store.steps()) - steps_in_use(store, Path(store.url).parent.glob(f"*/{POINTER}")))

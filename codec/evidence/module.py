@@ -84,7 +84,7 @@ def kinds(module: Any = None, optimizer: Any = None, *, averages: Any = None, ma
 
 
 def _add_entries(table: dict[str, Kind], optimizer: Any, names: dict[int, str], masters: str | None) -> None:
-    owner = _class_of(optimizer)
+    owner = class_of(optimizer)
     number = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -111,14 +111,14 @@ def _add_entries(table: dict[str, Kind], optimizer: Any, names: dict[int, str], 
             number += 1
 
 
-def _class_of(optimizer: Any) -> str:
+def class_of(optimizer: Any) -> str:
     """Return the name of the class that has the `step` of an optimizer, inside of wrappers.
 
     A subclass that has a `step` of its own may keep other entries under the same names.
     """
     for name in ("optimizer", "_optimizer", "optim"):
         if hasattr(inner := getattr(optimizer, name, None), "param_groups"):
-            return _class_of(inner)
+            return class_of(inner)
     step = getattr(type(optimizer), "step", None)
     return str(getattr(step, "__qualname__", f"{type(optimizer).__name__}.step").split(".")[-2])
 

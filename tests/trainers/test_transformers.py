@@ -20,11 +20,12 @@ pytest.importorskip("accelerate", reason="accelerate is not installed; `make fra
 from transformers import AutoModelForCausalLM, Trainer
 
 from shrinkpoint.trainers import transformers as adapter
+from shrinkpoint.trainers.pointers import drop_unreferenced
 from shrinkpoint.trainers.transformers import (
+    POINTER,
     CompressCallback,
     CompressedCheckpoints,
     IncompleteCheckpointWarning,
-    drop_unreferenced,
     expand,
     newest_complete,
 )
@@ -243,10 +244,10 @@ def test_the_callback_replaces_what_trainer_wrote(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compressed_is_refused(tmp_path: Path) -> None:
-    trainer = make(tmp_path / "run", 4)
+    trainer = make(tmp_path / "run", 4, save_only_model=True)
     trainer.is_deepspeed_enabled = True
-    with pytest.raises(sp.BadArgumentError, match="do not work with deepspeed"):
-        trainer._save(str(tmp_path / "run" / "checkpoint-1"))
+    with pytest.raises(sp.BadArgumentError, match="save_only_model is not for DeepSpeed"):
+        trainer.train()
 
 
 def test_copies_by_another_name_are_not_rotated_away(tmp_path: Path) -> None:
@@ -267,7 +268,7 @@ def test_copies_by_another_name_are_not_rotated_away(tmp_path: Path) -> None:
     # Once the copy is gone, so is its step.
     shutil.rmtree(tmp_path / "run" / "best")
     store = sp.Store(tmp_path / "run" / "shrinkpoint")
-    drop_unreferenced(store)
+    drop_unreferenced(store, POINTER)
     assert len(store.steps()) == len(list((tmp_path / "run").glob("checkpoint-*")))
 
 
