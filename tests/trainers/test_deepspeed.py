@@ -11,7 +11,7 @@ import torch
 
 import shrinkpoint as sp
 
-pytest.importorskip("deepspeed", reason="deepspeed is not installed; `make frameworks` has it")
+pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install deepspeed")
 pytest.importorskip("transformers", reason="transformers is not installed; `make frameworks` has it")
 
 from ..forking import Script

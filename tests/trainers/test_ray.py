@@ -12,7 +12,7 @@ import pytest
 
 import shrinkpoint as sp
 
-pytest.importorskip("ray", reason="ray is not installed; `make frameworks` has it")
+pytest.importorskip("ray", reason="ray is not installed: pip install ray[train]")
 
 from .killing import by_step
 
