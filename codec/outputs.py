@@ -1,4 +1,4 @@
-"""The arrays to decode into: new ones, or those of the caller, which are checked before anything is written."""
+"""The arrays to decode into: new ones, or those of the caller, which are checked first."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _ALIGNMENT = 64
 
 
 def new_outputs(records: Sequence[ArrayRecord]) -> dict[int, Array]:
-    """Return new arrays for the large arrays of a checkpoint, by number; the others are made where they are decoded.
+    """Return new arrays for the large arrays of a checkpoint, by number.
 
-    Neighbours share memory, which is freed with the last of them.
+    The others are made where they are decoded. Neighbours share memory, which is freed with the last of them.
     """
     arrays: dict[int, Array] = {}
     sizes = {

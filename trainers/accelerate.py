@@ -88,7 +88,7 @@ class CompressedStates:
         return True
 
     def _engine_files(self) -> Any:
-        """Return the compressed files of a DeepSpeed engine, which saves by itself; None without DeepSpeed."""
+        """Return the compressed files of the DeepSpeed engine; None without DeepSpeed."""
         if getattr(self.accelerator.distributed_type, "value", None) != "DEEPSPEED":
             return None
         if self.frozen is not None or len(self.accelerator._models) != 1:

@@ -96,7 +96,7 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
         self._files = {}
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Keep the contents of a file until the commit, and write a placeholder; called by DeepSpeed."""
+        """Keep the contents of a file until the commit, and write a placeholder."""
         self._files[path] = state_dict
         torch.save({"shrinkpoint": POINTER}, path)
 
@@ -204,7 +204,7 @@ def attach(engine: Any, store_of: Callable[[str], Store], **settings: Any) -> Co
 
 
 def expand(folder: PathLike) -> str:
-    """Write the raw files of a compressed checkpoint, for DeepSpeed's own tools; return the folder.
+    """Write the raw files of a checkpoint, for DeepSpeed's own tools; return the folder.
 
     Args:
         folder: of the tag, or the checkpoint folder of Transformers or Accelerate.
@@ -306,7 +306,10 @@ def _groups(engine: Any, contents: Any) -> Iterator[list[Part]]:
 
 
 def _pieces(keys: Keys, tensor: torch.Tensor, groups: Sequence[list[Part]]) -> list[Piece]:
-    """Return the parts in which a tensor is saved: of a flat partition one for each parameter, and the padding."""
+    """Return the parts in which a tensor is saved.
+
+    A flat partition has one for each parameter, and the padding.
+    """
     if keys[-2:-1] and keys[-2] in _FLAT:
         number, entry = keys[-1], _MASTER
     elif keys[-3:-2] == ("state",):
@@ -329,7 +332,7 @@ def _pieces(keys: Keys, tensor: torch.Tensor, groups: Sequence[list[Part]]) -> l
 
 
 def _kind(keys: Keys, of_names: Mapping[str, Kind], matrices: Mapping[str, Kind], optimizer: str | None) -> Kind:
-    """Return the kind of a part: a weight of the module, a moment of a matrix, or what must stay exact."""
+    """Return the kind of a part: weight of the module, moment of a matrix, or exact."""
     if keys[0] == "module" and len(keys) == 2:
         return of_names.get(keys[1], _EXACT)
     of = matrices.get(keys[1], _EXACT) if keys[0] == "state" and len(keys) == 3 else _EXACT
@@ -342,7 +345,7 @@ def _read(pointer: str, store: Store, root: str) -> Any:
     """Return the contents of a file from the step that a pointer names."""
     found = pointer_to_shards(pointer, store)
     if found is None or store.describe(found.step).identity != found.identity:
-        load_at(pointer, store=store)  # says what is wrong
+        load_at(pointer, store=store)  # raises, with the reason
         raise BadArgumentError(f"{pointer}: not a checkpoint of DeepSpeed")
     sizes: dict[str, Any] = dict(Reader(store, found.step).read_metadata().state_dict_metadata)
     name = f"{root}.{_REST}"

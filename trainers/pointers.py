@@ -139,7 +139,7 @@ def _read(fs: Any, name: str, path: PathLike) -> Pointer | None:
 
 
 def is_placeholder(path: PathLike, pointer: str) -> bool:
-    """Return whether a local file only says that its contents are where a pointer file of this name points to."""
+    """Return whether a local file only names the pointer file of its contents."""
     if not os.path.isfile(path) or os.path.getsize(path) > _LARGEST_PLACEHOLDER:
         return False
     return pointer.encode() in read_file(os.fspath(path), _LARGEST_PLACEHOLDER)
@@ -370,7 +370,7 @@ def drop(store: Store, steps: Iterable[int]) -> None:
 
 
 def drop_unreferenced(store: Store, pointer: str) -> None:
-    """Remove the steps of a store that no pointer file of this name in the folders next to it points to."""
+    """Remove the steps that no pointer file of this name next to the store points to."""
     fs, name = fsspec.core.url_to_fs(store.url)
     fs.invalidate_cache()
     found = fs.glob(f"{os.path.dirname(name.rstrip('/'))}/*/{pointer}")

@@ -74,7 +74,9 @@ def report(
 
 
 def restore(cfg: Config | str | None = None) -> Any:
-    """Return the state of the newest checkpoint, or None; the next save is a delta if `cfg` is that of `report`.
+    """Return the state of the newest checkpoint, or None.
+
+    The next save is a delta if `cfg` is that of `report`.
 
     Raises:
         BadArgumentError: the checkpoint was not saved by `report`.

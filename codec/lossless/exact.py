@@ -361,7 +361,7 @@ def _prepared(method: int, x: Array, before: NpArray | None, layout: Layout) -> 
 
 
 def _restore(method: int, part: NpArray, old: Array, layout: Layout, out: NpArray) -> None:
-    """Fill `out` with the patterns of which a method codes `part`."""
+    """Fill `out` with the patterns that a method codes in parts, `part` among them."""
     if method != SIZES:
         part = merge_planes(part, out.dtype.name, layout.rotation if method == SCALED else 0, out=out)
     if method != SCALED:

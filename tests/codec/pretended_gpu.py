@@ -77,7 +77,7 @@ def coded(name: str, device: str = "cpu") -> list[sp.Checkpoint]:
 
 
 def exact(cfg: sp.Config, device: str) -> list[sp.Checkpoint]:
-    """Compress a base, a delta of all elements and one of few, of a large array and of a group of small ones."""
+    """Compress a base and two deltas (all elements, few) of a large array and of small ones."""
     chain: list[sp.Checkpoint] = []
     steps = torch.randn(520, 512, generator=torch.Generator().manual_seed(1))
     for way in (torch.zeros(520, 512), 0.01 * steps.sin(), (0.01 * steps.sin()).where(steps < 2, 0.1 * steps)):

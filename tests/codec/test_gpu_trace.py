@@ -175,7 +175,7 @@ SHARES = {"few changes": 100, "some changes": 10}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["lossless", "bitsnap", *SHARES])
 def test_exact_arrays_cross_once(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
-    """As planes, differences, a mask and changed values, or changes: what these kernels return is all that crosses.
+    """All that crosses is what the kernels of planes, differences, masks or changes return.
 
     The bytes are those of the host, and the reference of the next delta equals the array.
     """

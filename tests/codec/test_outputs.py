@@ -85,7 +85,7 @@ def owner(x: Any) -> Any:
 
 
 def test_new_arrays_that_share_memory_do_not_overlap_and_are_saved_alone() -> None:
-    """Large arrays of a restored state share memory: writing, saving or freeing one leaves the others alone."""
+    """Writing, saving or freeing one of several arrays in shared memory leaves the others alone."""
     rng = np.random.default_rng(0)
     sizes = [40_001, 50_000, 70_003, 9_000_000, 40_000, 10]
     before: dict[str, Any] = {str(i): rng.integers(0, 1 << 30, n).astype(np.int32) for i, n in enumerate(sizes)}

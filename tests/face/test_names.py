@@ -12,7 +12,10 @@ import pytest
 
 import shrinkpoint as sp
 
-OPTIONAL = ("accelerate", "jax", "lightning", "orbax", "torchtitan", "transformers", "megatron", "zarr", "numcodecs")
+OPTIONAL = (
+    "accelerate", "deepspeed", "jax", "lightning", "megatron", "numcodecs", "orbax", "ray", "torchtitan",
+    "transformers", "zarr",
+)  # fmt: skip
 """Modules of `trainers` that import what may not be there."""
 
 

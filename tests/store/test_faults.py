@@ -338,7 +338,7 @@ def test_a_save_takes_no_longer_at_10_000_steps(ten_thousand: Path, tmp_path_fac
 
 
 def slower(folder: Path) -> float:
-    """Return how much more time work may take here than its target, which is that of a machine that idles.
+    """Return how many times the target of an idle machine work may take here.
 
     Such a machine (an EPYC of 2026) reads and parses the 10,000 manifests in 0.1 s; twice the time is for noise.
     """
