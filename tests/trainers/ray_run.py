@@ -49,8 +49,9 @@ def train_loop(config: dict[str, Any]) -> None:
             if step % 3 == 0:
                 state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 report({"step": step}, state, cfg="lossless")
-                # Ray removes folders when it gets to it.
+                end = time.monotonic() + 60  # Ray removes folders when it gets to it
                 while step == 9 and len(list(home.parent.glob(f"storage/{config['name']}/checkpoint_*"))) > 2 + kills:
+                    assert time.monotonic() < end, "Ray has removed no folder for a minute"
                     time.sleep(0.1)
             mark = home / "killed"
             if (step, rank) == config["kill"] and not mark.exists():
