@@ -511,8 +511,8 @@ def _flips(pair: Pair, folder: Path, options: Options) -> list[Row]:
                 sp.Store(store.url).load(step, count=False)
 
     ours = _silent(groups, load)
-    told = ", ".join(where)
-    checked = f"of {FLIPS}, anywhere in the stored bytes (ours: {told}, with manifests); the unaltered files load"
+    places = ", ".join(where)
+    checked = f"of {FLIPS}, anywhere in the stored bytes (ours: {places}, with manifests); the unaltered files load"
     rows = []
     for other in OTHERS:
         if other.name == DURABLE:

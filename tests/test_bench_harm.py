@@ -294,7 +294,7 @@ def test_the_null_leaves_frozen_parameters() -> None:
 
 @pytest.mark.parametrize("name", groups.HELD_BACK)
 def test_schedules_of_held_back_families_end_near_zero(name: str) -> None:
-    """Schedule-free training has none; the first group ends at a tenth."""
+    """Schedule-free training has no schedule; the others end at a hundredth."""
     workload = groups.ALL[name]().workload
     assert workload.end == (1.0 if "schedule-free" in name else 0.01)
     run = Run(families.mlp().workload, 0)

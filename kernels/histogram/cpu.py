@@ -372,7 +372,7 @@ def _used_buckets(
     u: Any, ends: Any, mantissa: int, bits: int, middle: int, counters: Any, buckets: Any, counts: Any, until: Any
 ) -> None:
     """Buckets in use of each array, and their counts; `counters` is zero before and after."""
-    shift = np.uint32(mantissa - bits)
+    shift, sign = np.uint32(mantissa - bits), np.uint32(31)
     magnitude, least = np.uint32((1 << 31) - 1), np.uint32(1 << mantissa)
     infinite = np.uint32(255 << mantissa)
     # From the upper bits of a normal magnitude to its bucket, which comes after those of the subnormals.
@@ -380,35 +380,43 @@ def _used_buckets(
     last = counters.size - 1
     begin = found = 0
     for m in range(ends.size):
-        # Buckets of negative values are from low to far, of positive ones from near to high.
-        low: Any = last
-        far: Any = 0
-        near: Any = last
-        high: Any = 0
-        for i in range(begin, ends[m]):
-            v = u[i] & magnitude
-            if v >= infinite:
-                counters[last] += 1
-                continue
-            if v >= least:
-                j: Any = lift + np.int64(v >> shift)
-            elif v == 0:
-                counters[middle] += 1
-                continue
-            else:
-                p = _highest(np.uint64(v))
-                sub = ((np.uint64(v) << np.uint64(mantissa - p)) & np.uint64((1 << mantissa) - 1)) >> np.uint64(shift)
-                j = 1 + (p << bits) + np.int64(sub)
-            if u[i] > magnitude:
-                at = middle - j
-                low = min(low, at)
-                far = max(far, at)
-            else:
-                at = middle + j
-                high = max(high, at)
-                near = min(near, at)
-            counters[at] += 1
-        for start, stop in ((low, far + 1), (middle, middle + 1), (near, high + 1), (last, last + 1)):
+        own = u[begin : ends[m]]
+        # The limits and the unusual patterns first: this loop is vectorized, and the next one then has no branches.
+        near, far, unusual = infinite, np.uint32(0), np.uint32(0)
+        for i in range(own.size):
+            v = own[i] & magnitude
+            unusual |= np.uint32(((v - np.uint32(1)) < least - np.uint32(1)) | (v >= infinite))
+            near = min(near, v if v >= least else infinite)
+            far = max(far, v if v < infinite else np.uint32(0))
+        first, end = lift + np.int64(near >> shift), lift + np.int64(far >> shift)
+        if unusual == 0:
+            for i in range(own.size):
+                v = own[i] & magnitude
+                j = lift + np.int64(v >> shift) if v >= least else np.int64(0)
+                side = -np.int64(own[i] >> sign)
+                counters[middle + ((j ^ side) - side)] += 1
+        else:
+            first = np.int64(1)
+            for i in range(own.size):
+                v = own[i] & magnitude
+                if v >= infinite:
+                    counters[last] += 1
+                    continue
+                j = np.int64(0)
+                if v >= least:
+                    j = lift + np.int64(v >> shift)
+                elif v > 0:
+                    p = _highest(np.uint64(v))
+                    part = (np.uint64(v) << np.uint64(mantissa - p)) & np.uint64((1 << mantissa) - 1)
+                    j = 1 + (p << bits) + np.int64(part >> np.uint64(shift))
+                counters[middle - j if own[i] > magnitude else middle + j] += 1
+            end = max(end, np.int64(mantissa << bits))
+        for start, stop in (
+            (middle - end, middle - first + 1),
+            (middle, middle + 1),
+            (middle + first, middle + end + 1),
+            (last, last + 1),
+        ):
             for at in range(start, stop):
                 if counters[at] > 0:
                     buckets[found] = at

@@ -26,7 +26,10 @@ def now() -> str:
 
 
 class Hub(ThreadingHTTPServer):
-    """The server, with a dataset `user/repo` and a bucket `user/bucket`; `commits` are the paths that each changed."""
+    """The server, with a dataset `user/repo` and a bucket `user/bucket`.
+
+    `commits` has the paths that each commit changed.
+    """
 
     daemon_threads = True
 

@@ -1,4 +1,4 @@
-"""Stores on the Hugging Face Hub: huggingface_hub itself, against a server that imitates the Hub."""
+"""Stores on the Hugging Face Hub: huggingface_hub against a server that imitates it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_of_two_writers_one_creates(hub: Hub) -> None:
     assert not files().create("steps/1", b"ours")
     assert files().read("steps/1") == b"theirs"
     assert hub.refused == 1
-    # A commit of something else is no reason to give up.
+    # After a commit of another file it tries again.
     hub.between = lambda: files().write("labels", b"x")
     assert files().create("steps/2", b"ours")
     assert hub.refused == 2

@@ -52,7 +52,10 @@ def parts(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def only_moments_of_matrices_change(folder: Path, stage: int) -> None:
-    """Masters, biases and norms are exact with a lossy configuration; the next step makes the weights from masters."""
+    """With a lossy configuration masters, biases and norms are exact.
+
+    The next step makes the weights from the masters.
+    """
     store = sp.Store(folder / "store")
     engine = engine_of(stage, store, trained=3)
     engine.save_checkpoint(folder)

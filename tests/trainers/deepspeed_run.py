@@ -52,7 +52,10 @@ def model() -> torch.nn.Module:
 
 
 def put_away(engine: Any, path: Path) -> None:
-    """Write weights, masters and moments; of stage 3 without the padding, which DeepSpeed never initializes."""
+    """Write weights, masters and moments.
+
+    Those of stage 3 are without the padding, which DeepSpeed never initializes.
+    """
     found = [parameter.detach().clone() for parameter in engine.module.parameters()]
     if engine.zero_optimization_stage() < 3:
         torch.save([*found, *tensors(engine.optimizer.state_dict())], path)

@@ -56,8 +56,36 @@ def kill_together(script: Script, world: int, *arguments: object, after: float, 
             time.sleep(0.2)
 
 
+def resumed_as_if_never_killed(script: Script, folder: Path, *how: object, world: int = 2) -> Path:
+    """Resume the killed ranks of `folder / "killed"`, and compare them with a run that was never killed.
+
+    Losses of each rank, also those of repeated steps, and the states at the end are equal to the bit.
+
+    Args:
+        script: of the ranks; its arguments are a folder, the number of steps, and `how`.
+        folder: where both runs stand.
+        how: further arguments.
+        world: number of ranks.
+
+    Returns:
+        Folder of the killed run.
+    """
+    killed, whole = folder / "killed", folder / "whole"
+    steps = max(by_step(killed / "0")) + 5
+    for run in (killed, whole):
+        script.together(world, run, steps, *how)
+    for rank in map(str, range(world)):
+        assert by_step(killed / rank)[steps] == by_step(whole / rank)[steps]
+    ends = [path.relative_to(whole) for path in whole.rglob("end.pt")]
+    assert ends
+    assert all(equal_states(torch.load(killed / end), torch.load(whole / end)) for end in ends)
+    return killed
+
+
 def equal_states(a: Any, b: Any) -> bool:
     """Return whether two states have the same tensors, to the bit."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(equal_states(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal_states, a, b))
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b

@@ -1,4 +1,7 @@
-"""A small resumable JAX run: `python orbax_run.py FOLDER STEPS [store|process|v1 store|v1 process]`."""
+"""A small resumable JAX run.
+
+`python orbax_run.py FOLDER STEPS [store|process|v1 store|v1 process]`
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,13 @@ def with_handler(saver: sp.Saver | sp.Store, name: str = "state", *, others: boo
 
 @contextlib.contextmanager
 def opened_v1(folder: Path, how: str = "store", keep: int = 2) -> Iterator[Any]:
-    """Yield a checkpointer of Orbax v1, exact, that saves at each call; `how`: store, or a Saver's mode."""
+    """Yield an exact checkpointer of Orbax v1 that saves at each call.
+
+    Args:
+        folder: of its store.
+        how: "store", or the mode of a `Saver`.
+        keep: steps that stay.
+    """
     from orbax.checkpoint.experimental.v1 import training
 
     store = sp.Store(folder / "shrinkpoint", cfg=sp.presets.lossless())

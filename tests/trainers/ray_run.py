@@ -1,5 +1,6 @@
-"""Two workers of Ray Train, `FOLDER STEPS SEED`: a whole run, and one in which a worker is killed at a random step.
+"""Two workers of Ray Train, `FOLDER STEPS SEED`: a whole run, and one with a killed worker.
 
+The worker is killed at a random step.
 Losses are in `FOLDER/NAME-RANK/losses.txt`; the error of an unsupported upload in `FOLDER/refusal.txt`.
 """
 

@@ -31,7 +31,7 @@ BOUNDED = [(kind, error) for kind in ("quantize", "log_buckets") for error in (0
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> None:
-    """Register what the entry points name, whatever an installed copy of this project has."""
+    """Register the codecs of this checkout's entry points, not those of an installed copy."""
     for name, where in POINTS["zarr.codecs"].items():
         zarr.registry.register_codec(name, _loaded(where))
     for where in POINTS["numcodecs.codecs"].values():

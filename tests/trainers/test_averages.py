@@ -1,5 +1,6 @@
-"""Averages of the weights: torch's, timm's and diffusers', as `kinds(averages=)` and `save(ema=)` take them.
+"""Averages of the weights by torch, timm and diffusers.
 
+`kinds(averages=)` and `save(ema=)` take them.
 Where timm or diffusers is not installed, a stand-in has its attributes and the layout of its state.
 """
 

@@ -31,7 +31,10 @@ SMALL = {"weight": jnp.arange(4.0), "done": 1}
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """Collect the coroutines of refused saves, which Orbax forgets, where warnings of them are ignored."""
+    """Collect the coroutines of refused saves, which Orbax forgets.
+
+    Here warnings of them are ignored.
+    """
     yield
     gc.collect()
 

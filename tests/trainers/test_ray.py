@@ -1,4 +1,4 @@
-"""Ray Train on two workers, one of which is killed at random steps."""
+"""Ray Train on two workers: one is killed at a random step."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from shrinkpoint.trainers.transformers import newest_complete
 
 from ..forking import Script
-from .killing import by_step, equal_states, kill_together
+from .killing import equal_states, kill_together, resumed_as_if_never_killed
 from .transformers_run import SmallTrainer, make
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
@@ -36,18 +36,12 @@ def script() -> Iterator[Script]:
 
 @pytest.mark.parametrize("how", [[], ["background"]], ids=["waits", "background"])
 def test_killed_ranks_go_on_where_they_were(script: Script, tmp_path: Path, how: list[str]) -> None:
-    rng = random.Random(len(how))
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    rng, killed = random.Random(len(how)), tmp_path / "killed"
     for kill in range(3):
         kill_together(script, 2, killed, 4000, *how, after=rng.uniform(0, 1.5), alone=kill % 2 == 0)
     store = sp.Store(killed / "shrinkpoint")
     assert store.verify() == {}
-    steps = max(by_step(killed / "0")) + 5
-    script.together(2, killed, steps, *how)
-    script.together(2, whole, steps, *how)
-    for rank in "01":  # losses of repeated steps are compared by `by_step`
-        assert by_step(killed / rank)[steps] == by_step(whole / rank)[steps]
-    assert equal_states(torch.load(killed / "end.pt"), torch.load(whole / "end.pt"))
+    resumed_as_if_never_killed(script, tmp_path, *how)
     assert len([p for p in killed.iterdir() if p.name.startswith("checkpoint-")]) <= 2
     steps_of_store = sp.Store(killed / "shrinkpoint").steps()
     assert len(steps_of_store) <= 3  # of a run that was killed between a commit and its pointer, one more
