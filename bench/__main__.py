@@ -40,7 +40,7 @@ STATEFUL = ("kernels", "codec", "store", "saver")
 """Benches that take `--state`."""
 LARGE = ("kernels", "store")
 """Benches that take `--large`."""
-TIMED = ("training", "gpu")
+TIMED = ("gpu",)
 """Benches that take `--minutes`."""
 RESUMED = ("gpu",)
 """Benches that keep rows in `--json` as they are measured, and go on from them."""
@@ -250,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
         "--minutes",
         type=float,
         metavar="N",
-        help="gpu, training: how long what needs a GPU may take (training: default 30)",
+        help="gpu: how long what needs a GPU may take",
     )
     parser.add_argument("--only", metavar="WORDS", help="only rows whose name has one of these words, comma separated")
     return parser

@@ -12,7 +12,6 @@ from shrinkpoint.bench import __main__ as command
 from shrinkpoint.bench import machine, store
 from shrinkpoint.bench.__main__ import BENCHMARKS, LARGE, STATEFUL, main
 from shrinkpoint.bench.harness import Case, Job, Options, Peer, Row, run_cases, wall_clock
-from shrinkpoint.bench.studies import endurance, training
 
 HOME = Path(__file__).parents[1]
 
@@ -111,23 +110,6 @@ def test_cases_are_kept_as_they_come() -> None:
         run_cases([Case("a", 1, "GB/s", make), Case("b", 1, "GB/s", broken)], options, wall_clock)
     assert [r.row for r in options.measured] == ["a"]
     assert options.apart().measured == []
-
-
-def test_trainings_are_kept_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of each system are kept before the next system begins."""
-    before: list[int] = []
-    options = Options(only="MLP failures", quick=True)
-
-    def outcomes(*_: Any) -> list[Any]:
-        before.append(len(options.measured))
-        names = endurance.Outcome.__dataclass_fields__
-        return [endurance.Outcome(**dict.fromkeys(names, 0))]
-
-    monkeypatch.setattr(endurance.Model, "outcomes", outcomes)
-    rows = training.run(options)
-    assert before == [len(endurance.COLUMNS) * n for n in range(len(endurance.QUICK.systems or ()))]
-    assert options.measured == rows
-    assert options.seeds == {0}
 
 
 def test_a_document_says_how_it_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from shrinkpoint.bench.evidence import cells, levels, pages, parts, pictures, provenance, results, trainings
-from shrinkpoint.bench.studies import endurance
+from shrinkpoint.bench.evidence import cells, levels, pages, parts, pictures, provenance, results
 
 HOME = Path(__file__).parents[1]
 
@@ -90,7 +89,7 @@ def test_every_result_is_in_the_manifest_with_all_its_rows() -> None:
     for name, document in results.documents("*.json").items():
         assert f"| `{name}` |" in text
         assert sum(provenance.commits(document).values()) == len(document.get("rows", []))
-    assert "`b559de3+`: 7" in text
+    assert "`3975d12+`: 250" in text
 
 
 def git(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -170,21 +169,3 @@ def test_a_target_that_the_figures_do_not_tell_is_open() -> None:
     first, second = lines.splitlines()[2:]
     assert first == "| a | 1 MB/s | <= 1 | cannot tell |  |"
     assert second == "| b | not measured | <= 1 | not measured |  |"
-
-
-def test_the_page_names_what_is_beaten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def system(name: str, ratio: float, loss: float) -> list[dict[str, Any]]:
-        values = {"weights, all checkpoints": ratio, "degradation at the end": loss}
-        return [row(f"MLP, 10 failures, {name}: {what}", value=v, note=f"{v:+.2f}; x") for what, v in values.items()]
-
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    result(tmp_path, "training-a.json", system("default, searched for 0.1%", 3.0, 2.0))
-    assert trainings.beaten() == "None."
-    result(tmp_path, "training-b.json", system("QD-compressor", 15.0, -0.1) + system("ExCP", 2.0, -4.0))
-    assert trainings.beaten().splitlines()[2:] == [
-        "| MLP | weights | `Config()`, searched for 0.1%: 3 x, +2.00 % | QD-compressor: 15 x, -0.10 % |"
-    ]
-    assert "MLP, 10 failures: settings beaten on both axes, weights | 1 settings" in trainings.targets()
-    stale = endurance.targets(trainings.measured())[1]
-    result(tmp_path, "training-c.json", [row(stale.row, value=0.0, target=stale.target, met=True, note="stale")])
-    assert "stale" not in trainings.targets()

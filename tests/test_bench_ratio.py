@@ -639,7 +639,7 @@ def test_the_words_on_weights_without_a_rate_are_the_rows(results: list[Row]) ->
 
 def test_the_table_of_losses_has_all_three(results: list[Row]) -> None:
     text = ratios.losses()
-    assert "| 24 bins | +0.20 %, +0.10 %, +12 |" in text
+    assert "| `Config()` | +0.20 %, +0.10 %, +12 |" in text
     assert "| `presets.bitsnap()` | +1.00 %, ruined |" in text
 
 

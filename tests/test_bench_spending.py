@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from shrinkpoint.bench.evidence import ratios, speeds, spending, trainings
+from shrinkpoint.bench.evidence import speeds, spending
 from shrinkpoint.bench.harness import Row
-from shrinkpoint.bench.studies import endurance
 
 
 def row(name: str, device: str, value: float | None, **more: Any) -> dict[str, Any]:
@@ -83,39 +82,3 @@ def test_speeds_have_their_copy_of_memory_and_their_commit(results: Any) -> None
     new = [{**row, "peer": "memcpy, fresh", "peer_value": 2e3} for row in SPEEDS[:1]]
     results("codec.json", [*SPEEDS[:3], *new])
     assert speeds.speed().splitlines()[2].endswith("| 9,000 | 2,000 |")
-
-
-def killed(model: str, system: str, loss: float | None, size: int = 200_000) -> list[dict[str, Any]]:
-    label = endurance.COLUMNS[0][0]
-    found = [row(f"{model}, 10 failures, {system}: {label}", ONE, loss, size=size, unit="%", note="")]
-    found.append(row(f"{model}, 10 failures, {system}: weights, all checkpoints", ONE, 30.0, size=size, unit="x"))
-    return [*found, row(f"{model}, 10 failures, {system}: runtime overhead", ONE, 12.5, size=size, unit="%")]
-
-
-def test_a_model_that_the_ratio_bench_left_out_is_named(results: Any) -> None:
-    ten = [*killed("ViT", "default", 3.39), *killed("ViT", "rate 0.0005", 8.27), *killed("MLP", "default", 1.0)]
-    results("training-x.json", ten)
-    results("ratio-mlp.json", [row("MLP, default: loss change later", ONE, 0.1)])
-    text = ratios.lacks()
-    assert text.startswith(
-        "Not run here: the ViT (0.2 M). Killed ten times it ends +3.39 % with 24 bins, more than any"
-    )
-    assert "+8.27 % with 24 bins, rate 0.0005" in text
-    results("ratio-vit.json", [row("ViT, default: loss change later", ONE, 0.1)])
-    assert ratios.lacks() == "Every small model of these benches is in the table."
-
-
-def test_ours_stand_beside_what_was_published(results: Any) -> None:
-    ten = [
-        *killed("MLP", "default", 1.0),
-        *killed("MLP", "QD-compressor", 0.1),
-        *killed("MLP long", "rate 0.0005", 2.0),
-    ]
-    results("training-x.json", [*ten, *killed("MLP", "default, searched for 1.0%", None)])
-    lines = trainings.published().splitlines()
-    assert lines[2].startswith("| Inshrinkerator, ResNet-152 | +0.50 % | 39.09 x | 0.35 % |")
-    assert lines[2 + len(endurance.PUBLISHED) :] == [
-        "| MLP: 24 bins | +1.00 % | 30 x | 12.5 % |",
-        "| MLP: `Config()`, searched for 1.0% | not measured | 30 x | 12.5 % |",
-        "| MLP, 3,600 steps: 24 bins, rate 0.0005 | +2.00 % | 30 x | 12.5 % |",
-    ]

@@ -79,18 +79,13 @@ def shown(row: Json | None, unit: str = "") -> str:
 def system_name(name: str) -> str:
     """Return the display name of a system of the benches.
 
-    Trainings of `bench ratio` and `bench training` were run before the default had 64 bins and finer moments: their
-    "default" and "rate" are settings of 24 bins, unless they name others.
-
     Example:
         >>> system_name("default"), system_name("rate 0.001, 12 bins"), system_name("check_n_run 4")
-        ('24 bins', '12 bins, rate 0.001', '`presets.check_n_run(4)`')
+        ('`Config()`', '12 bins, rate 0.001', '`presets.check_n_run(4)`')
     """
     main, _, rest = name.partition(", ")
-    if main == "default" and rest.startswith("searched"):
-        code = "`Config()`"
-    elif main == "default" or main.startswith("rate "):
-        bins, _, rest = rest.partition(", ") if " bins" in rest else ("24 bins", "", rest)
+    if main == "default" or main.startswith("rate "):
+        bins, _, rest = rest.partition(", ") if " bins" in rest else ("`Config()`", "", rest)
         code = bins if main == "default" or main == "rate 0" else f"{bins}, {main}"
     else:
         preset, _, argument = main.partition(" ")

@@ -12,7 +12,6 @@ from functools import partial
 
 from shrinkpoint.kernels.errors import BadArgumentError
 
-from ..studies import endurance, workloads
 from . import (
     catalogue,
     frameworks,
@@ -24,7 +23,6 @@ from . import (
     scale,
     speeds,
     systems,
-    table5,
     trainings,
 )
 
@@ -41,8 +39,7 @@ PAGES = (
     "bench/results/tables.md",
 )
 _BLOCK = re.compile(r"(<!-- table ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
-_AIMS = ("kernels", "codec", "search", "store", "saver", "systems")
-_KILLED = (*endurance.STUDIES, *endurance.FURTHER, *workloads.LARGE)
+_AIMS = ("training", "kernels", "codec", "search", "store", "saver", "systems")
 TABLES: dict[str, Callable[[], str]] = {
     "demo": parts.demo,
     "speed": speeds.speed,
@@ -55,24 +52,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "trainers": frameworks.trainers,
     "ranks": frameworks.ranks,
     "ratio": ratios.chains,
-    "ratio lacks": ratios.lacks,
     "ratio targets": ratios.targets,
     "ratio losses": ratios.losses,
     "ratio weights": ratios.weights,
     "ratio peers": ratios.peers,
-    "killed": trainings.killed,
-    "killed briefly": trainings.killed_briefly,
-    "killed long": trainings.killed_long,
-    "targets": trainings.targets,
-    "beaten": trainings.beaten,
-    "published": trainings.published,
     "papers": systems.papers,
-    "counts": trainings.counts,
-    "thresholds": trainings.thresholds,
-    "costs": trainings.costs,
     "transfer": trainings.transferred,
-    "table 5 all": table5.table,
-    "continued": table5.going_on,
+    "table 5 all": trainings.table5,
+    "continued": trainings.going_on,
     "shard": scale.shard,
     "scale": scale.others,
     "computed": scale.computed,
@@ -95,10 +82,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "front": levels.front,
     **{f"level {name}": partial(levels.level, name) for name in ("precise", "default", "compact")},
     **{f"aims {bench}": partial(parts.aims, bench) for bench in _AIMS},
-    **{f"failures {model}": partial(trainings.failures, model) for model in _KILLED},
-    **{
-        f"ablation {model}": partial(trainings.ablations, model) for model, s in endurance.STUDIES.items() if s.ablation
-    },
     **{f"systems {name}": made for name, made in systems.TABLES.items()},
 }
 

@@ -9,10 +9,8 @@ from shrinkpoint.demo.picture import draw as demo_picture
 
 from .. import kernels
 from ..harness import Row
-from ..studies import endurance, workloads
 from ..studies import ratio as bench_ratio
-from . import levels, ratios, spending, trainings
-from .cells import system_name
+from . import levels, ratios, spending
 from .results import HOME, documents, rows_of
 
 PICTURES = HOME / "docs" / "pictures"
@@ -28,11 +26,6 @@ def pictures() -> dict[str, Callable[[Path], object]]:
     speeds = [Row(**row) for row in rows_of("kernels.json")]
     if speeds:
         found["kernels.png"] = lambda path: kernels.plot(speeds, path)
-    rows = trainings.measured()
-    if trainings.by_model(rows, endurance.FAILURES[0]):
-        apart = (*endurance.FURTHER, *workloads.LARGE)
-        short = [row for row in rows if row["row"].partition(", ")[0] not in apart]
-        found["training.png"] = lambda path: endurance.plot(short, path, system_name)
     spent = {name: rows_of(f"{name}.json") for name in ("codec", "saver")}
     if all(spent.values()):
         found["cost.png"] = lambda path: spending.picture(spent["codec"], spent["saver"], path)

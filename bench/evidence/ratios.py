@@ -8,11 +8,9 @@ import re
 from collections.abc import Mapping
 
 from ..harness import Row
-from ..studies import endurance
 from ..studies import ratio as bench_ratio
 from ..studies.lossypeers import LOSSY
 from ..studies.outcomes import PUBLISHED, RUINED, System, lost_later, medians, percent, setting_of
-from . import trainings
 from .cells import NONE, Json, aimed, markdown, number, order, system_name
 from .results import rows_of
 
@@ -50,26 +48,6 @@ def chains() -> str:
             line.append(f"{number(pair[0])} x, {change}" if later in found and pair[0] is not None else NONE)
         lines.append(line)
     return markdown(["", *(f"{m}, {sizes[m] / 1e6:.1f} M" for m in models)], lines)
-
-
-def lacks() -> str:
-    """Name the small models without `bench ratio`, and their losses after ten kills."""
-    there = {row["row"].partition(": ")[0].partition(", ")[0] for row in measured()}
-    killed_ten_times = trainings.by_model(trainings.measured(), endurance.FAILURES[0])
-    label = endurance.COLUMNS[0][0]
-    said = []
-    for model, systems in killed_ten_times.items():
-        found = [systems.get(s, {}).get(label, {}) for s in ("default", "rate 0.0005")]
-        if model in there or any(row.get("value") is None for row in found):
-            continue
-        default, rated = (row["value"] for row in found)
-        others = [s["default"][label]["value"] for m, s in killed_ten_times.items() if m != model and "default" in s]
-        worst = ", more than any other model" if all(default > (other or 0.0) for other in others) else ""
-        plain, with_rate = system_name("default"), system_name("rate 0.0005")
-        ends = f"{default:+.2f} % with {plain}{worst}, and {rated:+.2f} % with {with_rate}"
-        size, where = f"{found[0]['size'] / 1e6:.1f} M", "([below](#killed-ten-times))"
-        said.append(f"Not run here: the {model} ({size}). Killed ten times it ends {ends} {where}.")
-    return "\n".join(said) or "Every small model of these benches is in the table."
 
 
 def targets() -> str:

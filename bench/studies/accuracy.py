@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import shrinkpoint as sp
+from shrinkpoint.searching.cube import Cube
 
 from ..harness import Options, Row
 from . import workloads
@@ -24,11 +25,21 @@ from .baselines import Baseline, State
 from .baselines.adaptive import Adaptive
 from .baselines.parts import parts
 from .baselines.qd import QDCompressor, wanted_bins
-from .endurance import OWN_CUBE, PAPER_CUBE, Model, of_seeds, searched_note
 from .faults import End, InStore, Outcome, Peer, Reshuffled, Searching, Size, System, quality
+from .seeds import Trainings, of_seeds
 from .systems.spaces import Adaptive as AdaptiveSpace
 from .systems.spaces import Uniform as UniformSpace
 from .workloads import Run, Workload
+
+OWN_CUBE = Cube(
+    bins=(8, 12, 16, 24, 32, 64, 128),
+    prune=(0.0,),
+    metric=("magnitude",),
+    protect=(0.0005,),
+    rate=(0.0, 0.0005, 0.001, 0.002, 0.004),
+)
+"""The space of the default: its coder over bins and rates."""
+PAPER_CUBE = Cube(system="inshrinkerator")
 
 PREFIX = "table 5, "
 FAILURES = 10
@@ -192,18 +203,18 @@ def rows(options: Options) -> list[Row]:
     studies = STUDIES if not options.quick else {"MLP, quick": QUICK} if options.only is not None else {}
     found: list[Row] = []
     for name, study in studies.items():
-        model = Model(study.workload)
+        model = Trainings(study.workload)
         for system, make in SYSTEMS.items():
             if options.wanted(f"{PREFIX}{name} {system}".replace(",", "")):
                 found += options.done(_of_system(name, study, system, make, model, options))
     return found
 
 
-def _of_system(name: str, study: Study, system: str, make: Make, model: Model, options: Options) -> list[Row]:
+def _of_system(name: str, study: Study, system: str, make: Make, model: Trainings, options: Options) -> list[Row]:
     options.seeds.update(range(study.seeds))
     options.say(f"{PREFIX}{name}, {system}")
     failures = QUICK_FAILURES if options.quick else FAILURES
-    found = model.outcomes(lambda _: make(study), range(study.seeds), failures, study.spacing, study.batches, 3)
+    found = model.outcomes(lambda: make(study), range(study.seeds), failures, study.spacing, study.batches)
     columns = (
         (label, unit, [of(outcome, model.exact[seed]) for seed, outcome in enumerate(found)])
         for label, unit, of in COLUMNS
@@ -220,4 +231,6 @@ def _about(study: Study, outcomes: Sequence[Outcome], exact: Mapping[int, End], 
     about = f"seeds 0 to {len(outcomes) - 1}; {study.steps:,} steps, a checkpoint every {study.spacing}"
     about += f", killed {failures} times; accuracy {100 * whole:.2f} % uninterrupted, {100 * killed:.2f} % killed"
     about += f"; loss {loss:.4f} uninterrupted"
-    return about + searched_note(outcomes, f" on {study.batches} batches", "found nothing that passes")
+    calls, unmet = (sum(getattr(o, what) for o in outcomes) for what in ("evaluations", "unmet"))
+    searches = f"; {calls} calls of evaluate on {study.batches} batches, {unmet} searches found nothing that passes"
+    return about + (searches if calls else "")

@@ -30,8 +30,6 @@ from shrinkpoint.searching.cube import Cube
 
 from .workloads import Run, State, Workload
 
-_CAP = 10
-"""Rework is counted up to so many distances between checkpoints."""
 _RESHUFFLE = 1_000
 
 
@@ -282,22 +280,16 @@ class Peer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a training that was killed and restored: loss, bytes, seconds.
+    """Result of a training that was killed and restored: loss, accuracy, bytes, seconds.
 
     Args:
         degradation: held-out loss at the end against the uninterrupted training's, in percent.
         at_restore: change of the held-out loss by storing and restoring, in percent, mean over restores.
-        rework: steps after a restore until the loss at which it was killed is reached again, mean over restores.
-        staleness: steps by which a restored state is behind the one that was stored (`behind`), mean over restores.
         weights: raw bytes over stored bytes of all checkpoints, bases included.
         whole: the same of the whole state.
         peak_weights: largest ratio of one checkpoint.
-        peak_whole: the same of the whole state.
-        weight_bits: stored bits a weight, mean over the deltas of the last third of the checkpoints (over all of them,
-            without deltas).
         save: seconds a save.
         overhead: seconds in saves against seconds in training, in percent.
-        restore: seconds a restore.
         evaluations: of a search, in total.
         unmet: searches that found nothing good enough and took exact weights.
         accuracy: share of right predictions on the held-out set at the end; NaN for a task without accuracy.
@@ -306,16 +298,11 @@ class Outcome:
 
     degradation: float
     at_restore: float
-    rework: float
-    staleness: float
     weights: float
     whole: float
     peak_weights: float
-    peak_whole: float
-    weight_bits: float
     save: float
     overhead: float
-    restore: float
     evaluations: int = 0
     unmet: int = 0
     accuracy: float = math.nan
@@ -342,7 +329,7 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.seconds: dict[str, list[float]] = {"train": [], "save": [], "restore": []}
+        self.seconds: dict[str, list[float]] = {"train": [], "save": []}
 
     @contextmanager
     def on(self, what: str) -> Iterator[None]:
@@ -364,35 +351,6 @@ def probe(run: Run, batches: int) -> float:
         loss = statistics.fmean(float(run.loss(batch)) for batch in run.workload.held_out()[:batches])
         run.model.train()
     return loss
-
-
-def behind(trace: dict[int, float], step: int, loss: float) -> float:
-    """Steps since a training last had this loss.
-
-    The trace's running minimum is taken, straight between its points; a loss below it is not behind, one above all of
-    it is behind by all steps. What a state lost by being stored is the difference to the same of its own loss: 0 for
-    an exact restore.
-
-    Args:
-        trace: step -> loss, ascending, `step` included.
-        step: where the state was stored.
-        loss: of the state restored.
-
-    Example:
-        >>> behind({10: 3.0, 20: 2.0, 30: 1.5}, 30, 1.75)
-        5.0
-    """
-    known = [at for at in trace if at <= step]
-    points = list(zip(known, itertools.accumulate((trace[at] for at in known), min), strict=True))
-    later = points[-1]
-    if loss <= later[1]:
-        return 0.0
-    for earlier in reversed(points[:-1]):
-        if earlier[1] >= loss:
-            share = (loss - later[1]) / (earlier[1] - later[1])
-            return step - later[0] + share * (later[0] - earlier[0])
-        later = earlier
-    return float(step)
 
 
 @dataclass(frozen=True)
@@ -449,11 +407,6 @@ def noted(steps: int, failures: int, spacing: int) -> set[int]:
     return {step // spacing * spacing for step in kills(steps, failures, spacing)}
 
 
-def uninterrupted(workload: Workload, seed: int) -> float:
-    """Held-out loss at the end of an uninterrupted training."""
-    return end_of(workload, seed).loss
-
-
 def warm_up(workload: Workload, seed: int, system: System, spacing: int) -> None:
     """Save, restore and save once more without measuring, so that kernels are compiled.
 
@@ -478,9 +431,8 @@ def warm_up(workload: Workload, seed: int, system: System, spacing: int) -> None
 
 
 def endure(
-    workload: Workload, seed: int, system: System, *, failures: int, exact: float, spacing: int = 10, batches: int = 2,
-    every: int = 1,
-) -> Outcome:  # fmt: skip
+    workload: Workload, seed: int, system: System, *, failures: int, exact: float, spacing: int = 10, batches: int = 2
+) -> Outcome:
     """Train a workload to its end through evenly spread failures.
 
     Args:
@@ -488,82 +440,54 @@ def endure(
         seed: of the training.
         system: where its checkpoints go; a new one.
         failures: how often it is killed, at least 1.
-        exact: `uninterrupted(workload, seed)`.
+        exact: loss at the end of the uninterrupted training.
         spacing: steps from one checkpoint to the next.
-        batches: of the held-out set, for losses along the way; the last one is over all of it.
-        every: checkpoints from one of these losses to the next; where a restore will come, there is always one.
+        batches: of the held-out set, for losses at restores; the last loss is over all of it.
     """
     restores = noted(workload.steps, failures, spacing)
     sizes: list[Size] = []
-    trace: dict[int, float] = {}
-    right: dict[int, float] = {}
+    stored: dict[int, End] = {}
     changes: list[float] = []
     missed: list[float] = []
-    reworks: list[float] = []
-    stale: list[float] = []
-    goal: list[tuple[float, int]] = []  # the loss that a restored run has to reach again, and the step of the restore
     run = Run(workload, seed)
     clock = _Clock(run.device)
 
-    def reached(run: Run) -> None:
-        reworks.append(run.step - goal.pop()[1])
-
     def advance(run: Run, until: int) -> None:
         with clock.on("train"):
-            run.train(run.step + 1 if goal else until)
-        if goal and (probe(run, batches) <= goal[0][0] or run.step - goal[0][1] >= _CAP * spacing):
-            reached(run)
+            run.train(until)
 
     def save(run: Run) -> None:
         with clock.on("save"):
             sizes.append(system.save(run))
-        if run.step in restores or run.step // spacing % every == 0:
-            trace[run.step] = probe(run, batches)
         if run.step in restores:
-            right[run.step] = run.accuracy(batches)
+            stored[run.step] = End(probe(run, batches), run.accuracy(batches))
 
     def restore(run: Run) -> Run:
-        if goal:
-            reached(run)
-        wanted = probe(run, batches)
-        with clock.on("restore"):
-            state = system.restore()
+        state = system.restore()
         run = Run(workload, seed)
         run.restore(state)
         system.begin(run)
-        loss, step = probe(run, batches), run.step
-        changes.append(100 * (loss / trace[step] - 1))
-        missed.append(100 * (1 - run.accuracy(batches) / right[step]))
-        stale.append(behind(trace, step, loss) - behind(trace, step, trace[step]))
-        goal.append((wanted, step))
+        before = stored[run.step]
+        changes.append(100 * (probe(run, batches) / before.loss - 1))
+        missed.append(100 * (1 - run.accuracy(batches) / before.accuracy))
         return run
 
     system.begin(run)
     try:
         run = through_kills(run, workload.steps, failures, spacing, advance=advance, save=save, restore=restore)
-        if goal:
-            reached(run)
     finally:
         system.end()
-    spent, late = clock.seconds, sizes[2 * len(sizes) // 3 :]
+    spent = clock.seconds
     return Outcome(
         degradation=100 * (run.held_out_loss() / exact - 1),
-        **{
-            what: statistics.fmean(values)
-            for what, values in zip(_MEANS, (changes, reworks, stale, missed), strict=True)
-        },
+        at_restore=statistics.fmean(changes),
         weights=ratio(sizes, "weights"),
         whole=ratio(sizes),
         peak_weights=max(ratio([size], "weights") for size in sizes),
-        peak_whole=max(ratio([size]) for size in sizes),
-        weight_bits=32 / ratio([size for size in late if size.is_delta] or late, "weights"),
         save=statistics.fmean(spent["save"]),
         overhead=100 * sum(spent["save"]) / sum(spent["train"]),
-        restore=statistics.fmean(spent["restore"]),
         evaluations=getattr(system, "evaluations", 0),
         unmet=getattr(system, "unmet", 0),
         accuracy=run.accuracy(),
+        accuracy_lost=statistics.fmean(missed),
     )
-
-
-_MEANS = ("at_restore", "rework", "staleness", "accuracy_lost")

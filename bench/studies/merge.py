@@ -8,8 +8,7 @@ In a result of `bench ratio`, for one model, the rows of a newly measured system
 commit they were measured at, and rows of systems that `bench ratio` does not have are removed. Rows that compare
 systems (the targets, our weights next to the published ones') are computed again from all rows. `--measure` takes names
 of `SYSTEMS`, "alone" and "peers". In any other result an experiment (the part of a row's name before the colon) is
-replaced as a whole, and its rows name their commit. In results of `bench training`, rows of systems that it does not
-have are removed, and targets are computed again from all rows, by this commit.
+replaced as a whole, and its rows name their commit.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from typing import Any
 
 from shrinkpoint.codec.errors import BadArgumentError
 
-from .. import machine
 from ..__main__ import result
 from ..evidence.provenance import MARK, ON
 from ..harness import Row
-from . import endurance, ratio, workloads
+from . import ratio, workloads
 from .outcomes import TABLE, System, outcome_of, summary_rows, to_json
 
 Json = dict[str, Any]
@@ -117,7 +115,7 @@ def replaced(old: Json, new: Sequence[Json]) -> Json:
     Raises:
         BadArgumentError: a newer one is of other versions, which the result could not say.
     """
-    rows = _experiments(row for row in old["rows"] if not endurance.is_dropped(row))
+    rows = _experiments(old["rows"])
     for document in new:
         # A package that one machine lacks took no part in the rows of both.
         both = (old["versions"].keys() & document["versions"].keys()) - {"shrinkpoint"}
@@ -128,12 +126,7 @@ def replaced(old: Json, new: Sequence[Json]) -> Json:
         where = "" if cpu == old["machine"].get("cpu") else f"{ON}{cpu}"
         marked = [_marked(row, document["commit"]) for row in document["rows"]]
         rows |= _experiments([row | {"note": f"{row['note']}{where}"} for row in marked])
-    together = [row for found in rows.values() for row in found]
-    if any(map(endurance.is_target, together)):
-        measured = [row for row in together if not endurance.is_target(row)]
-        at = machine.commit()
-        together = [*measured, *(_marked(dataclasses.asdict(row), at) for row in endurance.targets(measured))]
-    return {**old, "rows": together}
+    return {**old, "rows": [row for found in rows.values() for row in found]}
 
 
 def _experiments(rows: Iterable[Json]) -> dict[str, list[Json]]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Self
 
@@ -48,7 +48,6 @@ class Workload:
         held_out: batches of the held-out set, always the same.
         steps: length of the whole schedule.
         rate: largest learning rate; a short warm-up, then a cosine to `end` of it.
-        half: the forward pass in bfloat16 (autocast); weights, gradients and moments stay float32.
         device: default device of its runs.
         right: which predictions of a model on a batch are right; None: accuracy is not defined for the task.
         optimizer: makes it from parameter groups, given `lr`; default AdamW.
@@ -65,7 +64,6 @@ class Workload:
     held_out: Callable[[], list[Any]]
     steps: int
     rate: float
-    half: bool = False
     device: str = "cpu"
     right: Callable[[nn.Module, Any], Tensor] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = adamw
@@ -201,9 +199,7 @@ class Run:
             model: another one than the run's own, on the run's device.
         """
         here = torch.utils._pytree.tree_map(lambda x: x.to(self.device), batch)
-        half = torch.autocast(self.device.type, torch.bfloat16) if self.workload.half else nullcontext()
-        with half:
-            return self.workload.loss(self.model if model is None else model, here)
+        return self.workload.loss(self.model if model is None else model, here)
 
     def state(self) -> State:
         """Everything a resumed run needs, cloned; its tensors stay on the run's device."""
@@ -336,31 +332,6 @@ def gpt(layers: int = 4, width: int = 128, heads: int = 4, steps: int = 900) -> 
         lambda: _text_held_out(_CONTEXT, _WINDOWS, 64),
         steps,
         2e-3,
-        right=_right_byte,
-    )
-
-
-def gpt_wider() -> Workload:
-    """A GPT with six layers of width 384: 10.7 M parameters, 15 minutes on one CPU thread."""
-    return replace(gpt(6, 384, 6), name="GPT wider", rate=1e-3)
-
-
-def gpt_large(
-    layers: int = 12, width: int = 896, heads: int = 14, context: int = 512, batch: int = 32, steps: int = 4000
-) -> Workload:
-    """A GPT for a GPU: 115.9 M parameters by default, batches of 16,384 bytes, bfloat16.
-
-    The held-out set is again 204,800 tokens. 4,000 steps see each byte of the text seven times.
-    """
-    return Workload(
-        "GPT large",
-        lambda: GPT(layers, width, heads, context, dropout=0.0, bias=False),
-        lambda rng: _text_batch(rng, context, batch),
-        lambda model, batch: text_loss(model, batch),  # type: ignore[arg-type]
-        lambda: _text_held_out(context, _CONTEXT * _WINDOWS // context, batch),
-        steps,
-        4e-4,
-        half=True,
         right=_right_byte,
     )
 
@@ -527,5 +498,3 @@ def embedding(steps: int = 900) -> Workload:
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {"GPT": gpt, "CNN": cnn, "MLP": mlp, "embedding": embedding, "ViT": vit}
 """Those that one thread of a CPU trains in minutes."""
-LARGE: dict[str, Callable[[], Workload]] = {"GPT large": gpt_large}
-"""Those that need a GPU."""

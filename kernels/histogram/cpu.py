@@ -369,15 +369,19 @@ def log_histogram_many(
 
 @njit_in_place
 def _used_buckets(
-    u: Any, ends: Any, mantissa: int, bits: int, middle: int, counters: Any, buckets: Any, counts: Any, until: Any
+    u: Any, ends: Any, mantissa: int, bits: int, limits: Any, counters: Any, buckets: Any, counts: Any, until: Any
 ) -> None:
-    """Buckets in use of each array, and their counts; `counters` is zero before and after."""
+    """Buckets in use of each array, and their counts; `counters` is zero before and after.
+
+    limits: uint64 [2], 0 and the pattern of infinity, for `_count_few`.
+    """
     shift, sign = np.uint32(mantissa - bits), np.uint32(31)
     magnitude, least = np.uint32((1 << 31) - 1), np.uint32(1 << mantissa)
     infinite = np.uint32(255 << mantissa)
     # From the upper bits of a normal magnitude to its bucket, which comes after those of the subnormals.
     lift = 1 + (mantissa << bits) - (1 << bits)
     last = counters.size - 1
+    middle = np.int64(last >> 1)
     begin = found = 0
     for m in range(ends.size):
         own = u[begin : ends[m]]
@@ -396,20 +400,8 @@ def _used_buckets(
                 side = -np.int64(own[i] >> sign)
                 counters[middle + ((j ^ side) - side)] += 1
         else:
+            _count_few(own, mantissa, 8, bits, limits, middle, counters)
             first = np.int64(1)
-            for i in range(own.size):
-                v = own[i] & magnitude
-                if v >= infinite:
-                    counters[last] += 1
-                    continue
-                j = np.int64(0)
-                if v >= least:
-                    j = lift + np.int64(v >> shift)
-                elif v > 0:
-                    p = _highest(np.uint64(v))
-                    part = (np.uint64(v) << np.uint64(mantissa - p)) & np.uint64((1 << mantissa) - 1)
-                    j = 1 + (p << bits) + np.int64(part >> np.uint64(shift))
-                counters[middle - j if own[i] > magnitude else middle + j] += 1
             end = max(end, np.int64(mantissa << bits))
         for start, stop in (
             (middle - end, middle - first + 1),
@@ -431,10 +423,9 @@ def used_buckets_many(x: Array, ends: Any, bits: int) -> tuple[Any, Any, Any]:
     """See `shrinkpoint.kernels.histogram.used_buckets_many`."""
     fmt = format_named("float32")
     bits, u = min(bits, fmt.mantissa), to_numpy(x).view(np.uint32)
-    middle = fmt.buckets(bits)
     buckets, counts, until = np.empty(u.size, np.int32), np.empty(u.size, np.int64), np.empty(ends.size, np.int64)
-    counters = np.zeros(2 * middle + 2, np.int64)
-    _used_buckets(u, ends, fmt.mantissa, bits, middle, counters, buckets, counts, until)
+    counters, limits = np.zeros(2 * fmt.buckets(bits) + 2, np.int64), np.array([0, 255 << fmt.mantissa], np.uint64)
+    _used_buckets(u, ends, fmt.mantissa, bits, limits, counters, buckets, counts, until)
     found = int(until[-1]) if until.size else 0
     return buckets[:found].copy(), counts[:found].copy(), until
 

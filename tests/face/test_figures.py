@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from shrinkpoint.bench.evidence.levels import campaign
-from shrinkpoint.bench.studies import endurance
 from shrinkpoint.bench.studies.harm.groups import HELD_BACK
 from shrinkpoint.bench.studies.harm.summary import Effect
 
@@ -32,16 +31,6 @@ def document(name: str) -> dict[str, Any]:
 
 def rows(pattern: str) -> list[dict[str, Any]]:
     return [row for path in sorted(RESULTS.glob(f"{pattern}.json")) for row in document(path.stem)["rows"]]
-
-
-TRAINED = endurance.table(rows("training*"))
-"""Model -> system -> column -> row, of trainings with ten failures."""
-END = "degradation at the end"
-
-
-def seeds(model: str, system: str) -> tuple[float, float]:
-    """Return the least and greatest degradation over the seeds."""
-    return endurance.interval(TRAINED[model][system][END])
 
 
 def alternatives() -> Iterator[str]:
