@@ -381,7 +381,7 @@ def _used_buckets(
     # From the upper bits of a normal magnitude to its bucket, which comes after those of the subnormals.
     lift = 1 + (mantissa << bits) - (1 << bits)
     last = counters.size - 1
-    middle = np.int64(last >> 1)
+    middle: Any = np.int64(last >> 1)
     begin = found = 0
     for m in range(ends.size):
         own = u[begin : ends[m]]
