@@ -138,7 +138,7 @@ class CompressedSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
         def commit() -> None:
             _DistWrapper(self._group, True, 0).all_reduce(
                 "commit",
-                lambda: written.exception() and written.result(),
+                lambda: written.result() and None,
                 lambda _: Folders(checkpoint_dir).commit(written.result().storage_data, None),
             )
 
