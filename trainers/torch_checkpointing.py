@@ -8,9 +8,12 @@ Its writers, barriers, resharding and commit (a folder that is renamed when all 
 
 from __future__ import annotations
 
+import functools
 import io
+import operator
 import threading
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +24,7 @@ import torch
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress_inputs
 from ..codec.config import Config
-from ..codec.errors import CorruptDataError, ShrinkpointError
+from ..codec.errors import CorruptDataError, ShrinkpointWarning
 from ..codec.evidence.kind import check_kinds
 from ..codec.format.container import MAGIC
 from ..codec.inputs import Inputs
@@ -105,46 +108,53 @@ class CompressedStorage(LocalFileSystemStorage):  # type: ignore[misc]
                 return self._last[1]
 
 
-class _Packed(io.BytesIO):
+class _Packed(io.RawIOBase):
     """A stream in memory, which is compressed into a file when it is closed without an error."""
 
     def __init__(self, storage: CompressedStorage, path: Path) -> None:
         super().__init__()
-        self._storage, self._path = storage, path
+        self._storage, self._path, self._data = storage, path, bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._data += data
+        return len(data)
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None:
-            data = self.getvalue()
             try:
-                data = pack(data, self._storage.cfg, self._storage.kinds)
-            except ShrinkpointError:
-                pass  # such as names that are not distinct as text
+                data: Any = pack(self._data, self._storage.cfg, self._storage.kinds)
+            except Exception as e:
+                # No state may be lost because of what it consists of.
+                warnings.warn(f"{self._path}: stored as torch does: {e}", ShrinkpointWarning, stacklevel=2)
+                data = self._data
             self._storage.write(self._path, data)
         self.close()
 
 
-def pack(data: bytes, cfg: Config, kinds: Mapping[str, Any] | None) -> bytes:
+def pack(data: bytearray, cfg: Config, kinds: Mapping[str, Any] | None) -> bytes:
     """Return the bytes of a checkpoint of what `torch.save` wrote in this process.
+
+    Its tree has the tensors, all other bytes, and for each tensor the number of those before it and its keys.
 
     Raises:
         UnsupportedLeafError, BadArgumentError: it cannot be compressed.
     """
-    whole = torch.load(io.BytesIO(data), map_location="meta", weights_only=False)
     state: dict[str, Any] = {}
     shards: dict[Place, Any] = {}
-    pieces: list[tuple[int, int, Place]] = []
-    for path, tensor in _tensors(whole, (), set()):
-        begin, size = int(tensor.untyped_storage()._checkpoint_offset), tensor.untyped_storage().nbytes()
+    rest, pieces, end = [], [], 0
+    whole = torch.load(io.BytesIO(data), map_location="meta", weights_only=False)
+    for begin, path, like in sorted(_tensors(whole, (), set()), key=lambda found: found[0]):
         keys = place(".".join(path), path)
-        stored = torch.frombuffer(bytearray(data[begin : begin + size]), dtype=tensor.dtype)
-        shards[keys] = stored.as_strided(tensor.shape, tensor.stride())
+        values = torch.frombuffer(data, dtype=like.dtype, count=like.numel(), offset=begin)
+        shards[keys] = values.as_strided(like.shape, like.stride())
         insert(state, keys, shards[keys], ".".join(path))
-        pieces.append((begin, begin + size, keys))
-    pieces.sort()
-    ends = [0, *(end for _, end, _ in pieces)]
-    rest = b"".join(data[end:begin] for end, begin in zip(ends, [*(b for b, _, _ in pieces), len(data)], strict=True))
-    table = [[begin, end, list(keys)] for begin, end, keys in pieces]
-    own = {"size": len(data), "rest": np.frombuffer(rest, np.uint8), "pieces": table}
+        rest.append(data[end:begin])
+        pieces.append([begin - end, list(keys)])
+        end = begin + like.untyped_storage().nbytes()
+    own = {"rest": np.frombuffer(b"".join([*rest, data[end:]]), np.uint8), "pieces": pieces}
     known = {f"{STATE}/{path}": kind for path, kind in kinds_of(shards, {}, kinds).items()}
     inputs = Inputs.of({TORCH: own, STATE: state}, None, known)
     # An item has only some of the arrays that rules are for.
@@ -158,38 +168,32 @@ def unpack(data: bytes) -> bytes:
         CorruptDataError: altered bytes, or those of another checkpoint.
     """
     found: Any = decompress(Checkpoint.from_bytes(data))
+    out, at = [], 0
     try:
-        own, state = found[TORCH], found[STATE]
-        out, rest, at, end = bytearray(own["size"]), own["rest"].tobytes(), 0, 0
-        for begin, stop, keys in [*own["pieces"], [len(out), len(out), None]]:
-            out[end:begin] = rest[at : at + begin - end]
-            at, end = at + begin - end, stop
-            if keys is not None:
-                tensor = state
-                for key in keys:
-                    tensor = tensor[key]
-                flat = tensor.as_strided((tensor.numel(),), (1,))
-                out[begin:stop] = flat.view(torch.uint8).numpy().tobytes()
-    except (KeyError, TypeError, AttributeError) as e:
+        rest = found[TORCH]["rest"].tobytes()
+        for before, keys in found[TORCH]["pieces"]:
+            tensor = functools.reduce(operator.getitem, keys, found[STATE])
+            values = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+            out += [rest[at : at + before], values.numpy().tobytes()]
+            at += before
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as e:
         raise CorruptDataError(f"not a file of torch-checkpointing: {type(e).__name__}: {e}") from None
-    if len(out) != own["size"] or at != len(rest):
-        raise CorruptDataError("the parts of a file of torch-checkpointing do not fit together")
-    return bytes(out)
+    return b"".join([*out, rest[at:]])
 
 
-def _tensors(node: Any, path: tuple[str, ...], seen: set[int]) -> Sequence[tuple[tuple[str, ...], Any]]:
-    """Return the tensors of a tree that fill their memory, each once, with their paths."""
-    if isinstance(node, Mapping):
-        return [found for key, value in node.items() for found in _tensors(value, (*path, str(key)), seen)]
-    if isinstance(node, (list, tuple)):
-        return [found for i, value in enumerate(node) for found in _tensors(value, (*path, str(i)), seen)]
+def _tensors(node: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[int, tuple[str, ...], Any]]:
+    """Yield the tensors of a tree that fill their memory, each once, with their offsets and paths."""
+    if isinstance(node, (Mapping, list, tuple)):
+        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _tensors(value, (*path, str(key)), seen)
+        return
     tensor = getattr(node, "_local_tensor", node)
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
-        return []
-    memory, dense = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+        return
+    memory, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
     offset = getattr(memory, "_checkpoint_offset", None)
-    ordered = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-    if offset is None or offset in seen or memory.nbytes() != dense or not ordered or tensor.is_conj() or tensor.is_neg():
-        return []
-    seen.add(offset)
-    return [(path, tensor.detach())]
+    if offset is None or offset in seen or memory.nbytes() != size or not size or tensor.is_conj() or tensor.is_neg():
+        return
+    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        seen.add(offset)
+        yield offset, path, tensor

@@ -1,4 +1,4 @@
-"""Trainings that Megatron-Core saves asynchronously, and that are killed: `python megatron_async_run.py FOLDER SEED`."""
+"""Trainings that save asynchronously by Megatron-Core and are killed: `python megatron_async_run.py FOLDER SEED`."""
 
 from __future__ import annotations
 

@@ -67,14 +67,19 @@ def test_known_kinds_are_lossy_in_their_items(tmp_path: Path) -> None:
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     saving = manager(sp.Config(), sp.kinds(model, optimizer))
     saving.save(str(tmp_path / "a"), state)
-    found = saving.load(str(tmp_path / "a"), {"model": {k: v * 0 for k, v in state["model"].items()}, "optimizer": None})
+    found = saving.load(
+        str(tmp_path / "a"), {"model": {k: v * 0 for k, v in state["model"].items()}, "optimizer": None}
+    )
     for name, value in state["model"].items():
         error = float((found["model"][name] - value).norm() / value.norm())
         assert 0 < error < 0.05 if value.ndim == 2 else error == 0, name
     for key, moments in state["optimizer"]["state"].items():
         assert torch.equal(found["optimizer"]["state"][key]["step"], moments["step"])
     rows = {
-        item: {row.path: row.stream for row in sp.Checkpoint.from_bytes((tmp_path / f"a/{item}_0.pt").read_bytes()).summary()}
+        item: {
+            row.path: row.stream
+            for row in sp.Checkpoint.from_bytes((tmp_path / f"a/{item}_0.pt").read_bytes()).summary()
+        }
         for item in state
     }
     assert rows["model"]["state/0.weight"] == "levels"
@@ -114,7 +119,7 @@ def test_what_is_not_a_tensor_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_the_bytes_are_those_of_torch(tmp_path: Path) -> None:
     torch.save({"weight": torch.randn(64, 64), "note": "x"}, tmp_path / "own.pt")
-    data = (tmp_path / "own.pt").read_bytes()
+    data = bytearray((tmp_path / "own.pt").read_bytes())
     packed = pack(data, EXACT, None)
     assert unpack(packed) == data
     with pytest.raises(sp.CorruptDataError):

@@ -120,6 +120,7 @@ class CompressedSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
         if self._group is None:
             # Training may have no group for the CPU.
             self._group = dist.new_group(backend="gloo")
+        stager: Any = _Copies()
         if self._written is not None:
             concurrent.futures.wait([self._written])
         written: Any = async_save(
@@ -129,7 +130,7 @@ class CompressedSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
             planner=_planner(),
             process_group=self._group,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            async_stager=_Copies(),
+            async_stager=stager,
         )
         self._written = written
         reader, end = multiprocessing.Pipe(duplex=False)
