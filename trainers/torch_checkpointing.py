@@ -44,7 +44,7 @@ TORCH, STATE = "torch", "state"
 
 @dataclass
 class CompressedStorageConfig(LocalFileSystemStorageConfig):  # type: ignore[misc]
-    """Configuration of a storage on local disks, for `CheckpointManager.Config(storage_config=...)`.
+    """Storage of a `CheckpointManager` on local disks that compresses its files.
 
     Each file that torch would write holds a base of its tensors instead, and torch's own pickle of everything else; the
     manager reads what torch would have written. An item that cannot be compressed is stored as torch stores it, and so
@@ -78,6 +78,7 @@ class CompressedStorage(LocalFileSystemStorage):  # type: ignore[misc]
         self.kinds = config.kinds
         check_kinds(self.kinds)
         self._lock = threading.Lock()
+        # The file that was read last: the package reads one in several parts.
         self._last: tuple[Any, bytes] | None = None
 
     def stream_write(self, path: Path) -> io.IOBase:
@@ -95,7 +96,7 @@ class CompressedStorage(LocalFileSystemStorage):  # type: ignore[misc]
         return int(super().getsize(path)) if found is None else len(found)
 
     def _unpacked(self, path: Path) -> bytes | None:
-        """Return the bytes of a compressed file, of which the last one is remembered; None: another file."""
+        """Return the expanded bytes of a file; None if it is not compressed."""
         with open(path, "rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
                 return None
@@ -127,7 +128,7 @@ class _Packed(io.RawIOBase):
             try:
                 data: Any = pack(self._data, self._storage.cfg, self._storage.kinds)
             except Exception as e:
-                # No state may be lost because of what it consists of.
+                # A state that cannot be compressed must not be lost.
                 warnings.warn(f"{self._path}: stored as torch does: {e}", ShrinkpointWarning, stacklevel=2)
                 data = self._data
             self._storage.write(self._path, data)
@@ -182,7 +183,7 @@ def unpack(data: bytes) -> bytes:
 
 
 def _tensors(node: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[int, tuple[str, ...], Any]]:
-    """Yield the tensors of a tree that fill their memory, each once, with their offsets and paths."""
+    """Yield tensors that fill their memory, each once, with their offsets and paths."""
     if isinstance(node, (Mapping, list, tuple)):
         for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
             yield from _tensors(value, (*path, str(key)), seen)

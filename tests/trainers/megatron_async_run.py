@@ -1,4 +1,4 @@
-"""Trainings that save asynchronously by Megatron-Core and are killed: `python megatron_async_run.py FOLDER SEED`."""
+"""Asynchronous saves of Megatron-Core and SIGKILL: `megatron_async_run.py FOLDER SEED`."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Saves:
         return folder
 
     def finish(self, *, blocking: bool = False) -> list[int]:
-        """Finalize what has been written; record it as durable."""
+        """Finalize the saves that the workers have written; record them as durable."""
         done = [self.steps.pop(0) for _ in self.queue.maybe_finalize_async_calls(blocking)]
         for step in done:
             (self.home / f"durable-{step}").touch()
@@ -135,7 +135,7 @@ def worker() -> int:
 
 
 def whole(home: Path) -> None:
-    """Train to the end; look at what is there while a worker is held, and after one was killed."""
+    """Train to the end; look at the files while a worker is held, and after one is killed."""
     training, saves, losses = Training(), Saves(home), []
     while training.done < LAST:
         losses.append(training.step())
@@ -163,7 +163,7 @@ def whole(home: Path) -> None:
             if training.rank == 1:
                 os.kill(worker(), signal.SIGCONT)
             say("trained meanwhile")
-            # What the workers have written is not a checkpoint before the commit.
+            # The workers have written, but a checkpoint exists only after the commit.
             end = time.monotonic() + LIMIT
             while len(list(folder.glob("data/0*.spt"))) < 4:
                 assert time.monotonic() < end
@@ -218,7 +218,7 @@ def killed(home: Path) -> None:
 
 
 def resumed(home: Path) -> None:
-    """Load what is there, whatever that is, and train to the end."""
+    """Load all complete checkpoints, and train from the newest to the end."""
     training, losses = Training(), []
     there = [p for p in home.glob("step-*") if (p / "metadata.json").exists()]
     for folder in sorted(home.glob("step-*"), key=folder_step):
@@ -275,7 +275,7 @@ def run(part: Callable[[], None], home: Path, world: int) -> None:
 
 
 def kill(home: Path, who: str, fatal: int, delay: float) -> None:
-    """Kill ranks some time after a save was begun: "all", "rank 1" with its worker, or "trainer 0" without."""
+    """Kill ranks in a save: "all", "rank 1" with its worker, or "trainer 0" without its own."""
     pids = [start(partial(killed, home), home, rank, 2) for rank in range(2)]
     end = time.monotonic() + LIMIT
     try:
@@ -290,7 +290,7 @@ def kill(home: Path, who: str, fatal: int, delay: float) -> None:
             os.killpg(pids[1], signal.SIGKILL)
         else:
             os.kill(pids[0], signal.SIGKILL)
-        # What is left may do what it likes.
+        # The others may still write.
         time.sleep(1.0)
     finally:
         for pid in pids:

@@ -1,4 +1,4 @@
-"""torch-checkpointing's manager with our storage: sync, async, resharded, and what cannot be compressed."""
+"""torch-checkpointing's manager with our storage."""
 
 from __future__ import annotations
 

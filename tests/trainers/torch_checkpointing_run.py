@@ -1,4 +1,4 @@
-"""Ranks that save and load through torch-checkpointing: `python torch_checkpointing_run.py FOLDER`."""
+"""Ranks that use torch-checkpointing: `python torch_checkpointing_run.py FOLDER`."""
 
 from __future__ import annotations
 
