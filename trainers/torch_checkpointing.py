@@ -193,7 +193,7 @@ def _tensors(node: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple
         return
     memory, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
     offset = getattr(memory, "_checkpoint_offset", None)
-    if offset is None or offset in seen or memory.nbytes() != size or not size or tensor.is_conj() or tensor.is_neg():
+    if offset is None or offset in seen or memory.nbytes() != size or not size:
         return
     if torch.ops.aten.is_non_overlapping_and_dense(tensor):
         seen.add(offset)
