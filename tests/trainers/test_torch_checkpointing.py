@@ -142,7 +142,6 @@ def test_other_numbers_of_ranks_load(tmp_path: Path) -> None:
 
 def test_a_save_that_fails_leaves_no_file(tmp_path: Path) -> None:
     storage = CompressedStorageConfig().create_storage()
-    with pytest.raises(OSError, match="no"), storage.get_write_stream(tmp_path / "a.pt", None) as stream:
-        stream.write(b"half")
-        raise OSError("no")
+    with pytest.raises(ZeroDivisionError), storage.get_write_stream(tmp_path / "a.pt", None) as stream:
+        stream.write(bytes(1 // 0))
     assert not (tmp_path / "a.pt").exists()
