@@ -29,7 +29,7 @@ def said(tmp_path_factory: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def said_of_killed(tmp_path_factory: Any) -> list[str]:
-    """Who is killed, and when, is random; an error names the seed."""
+    """The rank and the moment of the kill are random; an error names their seed."""
     return run("megatron_async_run.py", tmp_path_factory.mktemp("asynchronous"), random.randrange(10**6))
 
 
