@@ -58,17 +58,17 @@ quick: $(VENV)/.test ## run a few tests of each layer, after each change
 FRAMEWORKS := .frameworks-venv
 FRAMEWORKS_PIP := $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Of the last four only a part is tested; their other dependencies are large, or for GPUs.
+# Of the last five only a part is tested; their other dependencies are large, or for GPUs.
 $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS_PIP) torch==2.13.0
 	$(FRAMEWORKS_PIP) -e '.[lightning,transformers,accelerate,jax,orbax,zarr,numcodecs]' optax peft tyro pytest pytest-xdist hypothesis
-	$(FRAMEWORKS_PIP) --no-deps megatron-core torchtitan bitsandbytes torchao
+	$(FRAMEWORKS_PIP) --no-deps megatron-core torchtitan torch-checkpointing bitsandbytes torchao
 	@touch $@
 
 frameworks: $(FRAMEWORKS)/.installed ## run the adapters against the real frameworks
 	$(PARALLEL) $(FRAMEWORKS)/bin/python -m pytest $(SPREAD) -q -p no:cacheprovider \
-		$(addprefix tests/trainers/test_,lightning.py transformers.py transformers_fsdp.py accelerate.py accelerate_fsdp.py peft.py preemption_frameworks.py hub.py examples.py orbax.py orbax_v1.py jax.py megatron.py array_codecs.py) \
+		$(addprefix tests/trainers/test_,lightning.py transformers.py transformers_fsdp.py accelerate.py accelerate_fsdp.py peft.py preemption_frameworks.py hub.py examples.py orbax.py orbax_v1.py jax.py megatron.py torch_checkpointing.py array_codecs.py) \
 		tests/store/test_hub_stores.py tests/trainers/test_dcp.py::test_torchtitan_itself tests/codec/test_lowbit.py \
 		$(addprefix --deselect tests/trainers/test_examples.py::test_,plain_loop own_codec own_kernel fsdp2) $(ARGS)
 

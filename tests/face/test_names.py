@@ -13,8 +13,8 @@ import pytest
 import shrinkpoint as sp
 
 OPTIONAL = (
-    "accelerate", "deepspeed", "jax", "lightning", "megatron", "numcodecs", "orbax", "ray", "torchtitan",
-    "transformers", "zarr",
+    "accelerate", "deepspeed", "jax", "lightning", "megatron", "numcodecs", "orbax", "ray",
+    "torch_checkpointing", "torchtitan", "transformers", "zarr",
 )  # fmt: skip
 """Modules of `trainers` that import what may not be there."""
 
