@@ -74,6 +74,10 @@ class FilledReference:
         """Write the bytes of the decoded values, part by part."""
         raise NotImplementedError
 
+    def fill_there(self, spec: LeafSpec, out: Array) -> None:
+        """Write the decoded values to a flat tensor on a GPU; here they come from the host."""
+        out.copy_(self.values(spec))
+
     def values(self, spec: LeafSpec) -> Array:
         """Return the decoded array, flat."""
         data = np.empty(spec.nbytes, np.uint8)
