@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch, on_gpu, placed_with
+from ...kernels.backend.arrays import on_gpu, placed_with
 from ...kernels.error_sums import Distortion, distortion
+from ...kernels.multiples import square_sum, step_multiples, step_values
 from ..base import CHUNK, Leaf, Parents, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Writer
@@ -28,8 +29,7 @@ from ..groups import Coded, FilledReference
 from ..lossless.exact import decode_bytes, pieces_of
 from ..lossless.reference import BytesReference
 from ..parallel import map_chunks
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, bytes_of_each, check_memory, largest, on_host
-from .pairwise import square_sum
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, bytes_of_each, check_memory, on_host
 
 MULTIPLES_OF = ("float32", "float64")
 """Dtypes that this stream stores."""
@@ -47,8 +47,7 @@ class MultiplesReference(FilledReference):
 
     def chunk(self, start: int, dtype: str) -> NpArray:
         """Return the decoded elements of the chunk at `start`."""
-        numbers = self.numbers[start : start + CHUNK]
-        values: NpArray = _values(numbers.astype(np.float64) - _bias(numbers.itemsize), self.step, dtype)
+        values: NpArray = step_values(_signed(self.numbers[start : start + CHUNK]), self.step, dtype)
         return values
 
     def fill(self, spec: LeafSpec, out: NpArray) -> None:
@@ -62,10 +61,9 @@ class MultiplesReference(FilledReference):
 
     def fill_there(self, spec: LeafSpec, out: Array) -> None:
         """Write the decoded values to a flat tensor on a GPU: multiples go there, and are scaled there."""
-        signed = self.numbers.view(f"<i{self.numbers.itemsize}")
         for start in range(0, spec.size, CHUNK):
-            part = placed_with(signed[start : start + CHUNK], out)
-            out[start : start + CHUNK] = (part ^ -_bias(signed.itemsize)).double() * self.step
+            part = placed_with(_signed(self.numbers[start : start + CHUNK]), out)
+            out[start : start + CHUNK] = step_values(part, self.step, spec.dtype)
 
 
 def _letter(spec: LeafSpec) -> str:
@@ -76,52 +74,22 @@ def _bias(width: int) -> int:
     return 1 << (8 * width - 1)
 
 
-def _values(multiples: Array, step: float, dtype: str) -> Array:
-    if is_torch(multiples):
-        return multiples * step if dtype == "float64" else (multiples * step).float()
-    with np.errstate(under="ignore", over="ignore"):
-        return (multiples * step).astype(dtype)
+def _signed(numbers: NpArray) -> NpArray:
+    """Return stored numbers as multiples."""
+    signed: NpArray = (numbers ^ numbers.dtype.type(_bias(numbers.itemsize))).view(f"<i{numbers.itemsize}")
+    return signed
 
 
-def _measured(x: Array) -> tuple[float, float]:
-    """Return the sum of squares and the largest magnitude."""
-    starts = range(0, x.shape[0], CHUNK)
-    if x.shape[0] and on_gpu(x):
-        import torch
-
-        sums = [square_sum(x[s : s + CHUNK]) for s in starts]
-        *squares, most, least = torch.stack([*sums, x.max().double(), x.min().double()]).tolist()
-        return math.fsum(squares), max(most, -least)
-
-    def one(start: int) -> float:
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            return float(np.square(x[start : start + CHUNK], dtype=np.float64).sum())
-
-    return math.fsum(map_chunks(one, starts)), largest(x)
-
-
-def _rounded(x: Array, step: float) -> Array:
-    """Return the nearest multiple of each element, float64, where x is."""
-    if not on_gpu(x):
-        return np.rint(x.astype(np.float64) / step)
-    wide = x.double()
-    # Torch would multiply by the reciprocal of a plain number.
-    return (wide / wide.new_full((1,), step)).round()
-
-
-def _crossed(multiples: Array, width: int) -> NpArray:
-    """Return multiples on the host, with two bytes each from a GPU; the few that need more follow."""
-    if not on_gpu(multiples):
-        return multiples  # type: ignore[no-any-return]
+def _crossed(multiples: Array) -> NpArray:
+    """Return multiples on the host; from a GPU with two bytes each, and then the few that need more."""
+    if not on_gpu(multiples) or multiples.element_size() == 2:
+        return on_host(multiples)
     import torch
 
-    whole = multiples.to(torch.int32)
-    low = on_host(whole.to(torch.int16))
-    if width == 2:
-        return low
-    far = (whole != whole.to(torch.int16)).nonzero().reshape(-1)
-    at, values = bytes_of_each([far, whole[far]])
-    numbers = low.astype(np.int64)
+    low = multiples.to(torch.int16)
+    far = (multiples != low).nonzero().reshape(-1)
+    numbers = on_host(low).astype(np.int32)
+    at, values = bytes_of_each([far, multiples[far]])
     numbers[at.view(np.int64)] = values.view(np.int32)
     return numbers
 
@@ -141,8 +109,9 @@ def store_multiples(leaf: Leaf, parent: Reference | None, target: float) -> Stor
     if leaf.spec.dtype not in MULTIPLES_OF:
         return None
     x = leaf.flat if on_gpu(leaf.flat) else as_bytes(leaf.flat).view(f"<{_letter(leaf.spec)}")
-    squares, most = _measured(x)
-    n = leaf.spec.size
+    n, starts = leaf.spec.size, range(0, leaf.spec.size, CHUNK)
+    sums = map_chunks(lambda s: square_sum(x[s : s + CHUNK]), starts)
+    squares, most = math.fsum(own for own, _ in sums), max((own for _, own in sums), default=0.0)
     wanted = target * math.sqrt(12 * squares / max(1, n))
     before = parent if isinstance(parent, MultiplesReference) and parent.numbers.size == n else None
     if before is not None and not _FINEST * wanted <= before.step <= _OLD * wanted:
@@ -157,11 +126,11 @@ def store_multiples(leaf: Leaf, parent: Reference | None, target: float) -> Stor
 
     def one(start: int) -> Distortion:
         part = x[start : start + CHUNK]
-        multiples = _rounded(part, step)
-        numbers[start : start + CHUNK] = _crossed(multiples, width) + float(_bias(width))
-        return distortion(part, _values(multiples, step, leaf.spec.dtype))
+        multiples = step_multiples(part, step, f"int{8 * width}")
+        numbers[start : start + CHUNK] = _crossed(multiples).view(numbers.dtype) ^ numbers.dtype.type(_bias(width))
+        return distortion(part, step_values(multiples, step, leaf.spec.dtype))
 
-    met = sum(map_chunks(one, range(0, n, CHUNK)), Distortion(0.0, 0.0, 0.0))
+    met = sum(map_chunks(one, starts), Distortion(0.0, 0.0, 0.0))
     if met.relative_l2 > target:
         return None
     reference = MultiplesReference(numbers, step)

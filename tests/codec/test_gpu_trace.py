@@ -126,11 +126,12 @@ MOMENTS = {
 }
 EXACT = ({"planes.split_kernel"}, {"planes.difference_kernel"})
 WEIGHTS = {"count_kernel", "assign_kernel", "values_kernel", "distortion_kernel"}
+MULTIPLES = {"count_kernel", "squares_kernel", "multiples_kernel", "distortion_kernel"}
 GROUPED = {"subtract_kernel", "count_keys_kernel", "regroup_kernel"}
 CLUSTERS = {"sums_kernel", "label_kernel", "encode_kernel", "decode_kernel"}
 PRESETS: dict[str, tuple[sp.Config, set[str], set[str]]] = {
     "default": (sp.Config(), WEIGHTS | MOMENTS["factors"], set()),
-    "precise": (sp.presets.precise(), {"count_kernel", "distortion_kernel"} | MOMENTS["factors"], set()),
+    "precise": (sp.presets.precise(), MULTIPLES | MOMENTS["factors"], set()),
     "exact weights": (sp.presets.exact_weights(), MOMENTS["factors"] | EXACT[0], EXACT[1]),
     "lossless": (sp.presets.lossless(), *EXACT),
     "compact": (sp.presets.compact(), WEIGHTS | MOMENTS["factors"] | {"choose_kernel", "pairs_kernel"}, set()),
@@ -179,7 +180,10 @@ def test_no_lossy_array_crosses_before_its_symbols(name: str, trace: Trace, devi
 PACKED = {"rows.quantize_kernel": 1, "packing.pack_kernel": 1}
 UNPACKED = {"packing.unpack_kernel": 1, "rows.dequantize_kernel": 1}
 ERROR = {"error_sums.distortion_kernel": 1}
+GRID = {"multiples.squares_kernel": 1, "multiples.multiples_kernel": 1}
+VALUES = {"multiples.values_kernel": 1}
 ROWS, COLUMNS = TABLE
+BUCKETS = 35458
 MOVED, ROW = ROWS // 3, 8 + COLUMNS // 2
 GROUPS: dict[str, tuple[sp.Config, str, list[dict[str, int]], list[list[tuple[str, int]]]]] = {
     "rows": (
@@ -187,7 +191,7 @@ GROUPS: dict[str, tuple[sp.Config, str, list[dict[str, int]], list[list[tuple[st
         "weight",
         [
             {**PACKED, **UNPACKED, **ERROR},
-            {**PACKED, **{kernel: 2 for kernel in UNPACKED}, **ERROR},
+            {**PACKED, **dict.fromkeys(UNPACKED, 2), **ERROR},
             UNPACKED,
         ],
         [
@@ -201,16 +205,16 @@ GROUPS: dict[str, tuple[sp.Config, str, list[dict[str, int]], list[list[tuple[st
         "square",
         [{}, {}, {}],
         [
-            [("float32", 1), ("uint8", ROWS * COLUMNS * 4)],
-            [("float32", 1), ("bool", ROWS), ("uint8", MOVED * COLUMNS * 4)],
+            [("uint8", ROWS * COLUMNS * 4)],
+            [("bool", ROWS), ("uint8", MOVED * COLUMNS * 4)],
             [],
         ],
     ),
     "multiples": (
         sp.presets.precise(),
         "weight",
-        [{"histogram.count_kernel": 1, **ERROR}] * 2 + [{}],
-        [[("int64", 1), ("float64", 3), ("int16", ROWS * COLUMNS), ("float64", 3)]] * 2 + [[]],
+        [{"histogram.count_kernel": 1, **GRID, **VALUES, **ERROR}] * 2 + [VALUES],
+        [[("int32", BUCKETS), ("float64", 2), ("int16", ROWS * COLUMNS), ("float64", 3)]] * 2 + [[]],
     ),
 }
 """Configuration, array, and of a base, a delta and the way back all launches and copies; the host waits for each copy.
@@ -246,9 +250,8 @@ def test_launches_and_waits_of_a_group(name: str, request: pytest.FixtureRequest
     check_same_bytes(found, expected)
     values, room = sp.decompress(expected[1])[key], torch.zeros(TABLE).to(device)
     trace.clear()
-    assert (
-        sp.decompress(sp.Checkpoint.from_bytes(found[1].to_bytes(), found[0]), found[0], out={key: room})[key] is room
-    )
+    read = sp.Checkpoint.from_bytes(found[1].to_bytes(), found[0])
+    assert sp.decompress(read, found[0], out={key: room})[key] is room
     seen()
     assert torch.equal(room.cpu(), values)
     assert steps == list(zip(launches, copies, strict=True))
