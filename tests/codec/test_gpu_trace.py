@@ -257,6 +257,26 @@ def test_launches_and_waits_of_a_group(name: str, request: pytest.FixtureRequest
     assert steps == list(zip(launches, copies, strict=True))
 
 
+def test_multiples_beyond_two_bytes_follow(request: pytest.FixtureRequest) -> None:
+    """An outlier does not widen all that crosses; bytes and values are the host's."""
+    states = [{"weight": tables(t)["weight"]} for t in (0, 1)]
+    for t, one in enumerate(states):
+        one["weight"][5, 7], one["weight"][-1, -1] = 300.0 + t, -300.0
+    cfg, kinds = sp.presets.precise(), {"weight": KINDS["weight"]}
+    expected = [sp.compress(states[0], cfg=cfg, kinds=kinds)]
+    expected.append(sp.compress(states[1], expected[0], cfg, kinds=kinds))
+    device, trace = request.getfixturevalue("device"), request.getfixturevalue("trace")
+    found = [sp.compress(to(states[0], device), cfg=cfg, kinds=kinds)]
+    trace.clear()
+    found.append(sp.compress(to(states[1], device), found[0], cfg, kinds=kinds))
+    check_same_bytes(found, expected)
+    assert found[1].records[0].meta["w"] == 4
+    positions, values = 2 * 8, 2 * 4
+    assert trace.copies[-3:] == [("int16", ROWS * COLUMNS), ("uint8", positions + values), ("float64", 3)]
+    room = {"weight": torch.zeros(TABLE).to(device)}
+    assert torch.equal(sp.decompress(found[1], out=room)["weight"].cpu(), sp.decompress(expected[1])["weight"])
+
+
 SHARES = {"few changes": 100, "some changes": 10}
 """One of so many elements changes: changes are remembered, or, of some, applied to a copy of the parent."""
 
