@@ -112,7 +112,7 @@ def host_memory(target: Array) -> NpArray | None:
 
 
 def device_memory(target: Array | None) -> Array | None:
-    """Return the elements of an output tensor on a GPU, flat; None if elsewhere, or not row by row."""
+    """Return an output tensor on a GPU, flat; None if it is elsewhere, or not row by row."""
     if target is None or not on_gpu(target) or is_sharded(target) or not target.numel() or not target.is_contiguous():
         return None
     return target.detach().view(-1)

@@ -98,7 +98,7 @@ class RowsReference(FilledReference):
         map_chunks(one, zip(range(0, self.style.size, step), self.split(step), strict=True))
 
     def fill_there(self, spec: LeafSpec, out: Array) -> None:
-        """Write the decoded values to a flat tensor on a GPU: records go there, and are decoded there."""
+        """Decode the rows into a flat tensor on a GPU, from records that go there."""
         columns = row_length(spec)
         data, step = out.view(self.style.size, columns), max(1, CHUNK // columns)
         for start, reference in zip(range(0, self.style.size, step), self.split(step), strict=True):
@@ -258,7 +258,7 @@ def records_of(x: Array, style: Style) -> Array:
 
 
 def checked(records: NpArray, x: Array, spec: LeafSpec, style: Style) -> tuple[NpArray, NpArray]:
-    """Return records of the rows x, and which of them the style cannot hold, as `quantized` does."""
+    """Return records of rows, and which of the rows x the style cannot hold."""
     if style.method == "raw":
         return records, np.zeros(x.shape[0], bool)
     columns, numbers = x.shape[1], _numbers(records, style)
@@ -274,7 +274,7 @@ def checked(records: NpArray, x: Array, spec: LeafSpec, style: Style) -> tuple[N
 
 
 def dequantized(records: Array, style: Style, columns: int) -> Array:
-    """Return the values, float32 [R, D], of records of one style other than "raw", where they are."""
+    """Return the values, float32 [R, D], of records of a style other than "raw"."""
     numbers, codes = opened(records, style, columns)
     if style.method == "kmeans":
         return row_lookup(codes, numbers)

@@ -451,7 +451,7 @@ def _factors(count: int) -> NpArray:
 
 
 def _kept(x: Array, spec: LeafSpec, style: Style, made: tuple[NpArray, NpArray]) -> RowsReference:
-    """Return the reference of rows that `quantized` has made; those that the style cannot hold are stored raw."""
+    """Return the reference of quantized rows; those that the style cannot hold are raw."""
     records, lost = made
     reference = all_of(style, records)
     if not lost.any():

@@ -60,7 +60,7 @@ class MultiplesReference(FilledReference):
         map_chunks(one, range(0, spec.size, CHUNK))
 
     def fill_there(self, spec: LeafSpec, out: Array) -> None:
-        """Write the decoded values to a flat tensor on a GPU: multiples go there, and are scaled there."""
+        """Scale the multiples into a flat tensor on a GPU, where they are sent."""
         for start in range(0, spec.size, CHUNK):
             part = placed_with(_signed(self.numbers[start : start + CHUNK]), out)
             out[start : start + CHUNK] = step_values(part, self.step, spec.dtype)
@@ -81,7 +81,7 @@ def _signed(numbers: NpArray) -> NpArray:
 
 
 def _crossed(multiples: Array) -> NpArray:
-    """Return multiples on the host; from a GPU with two bytes each, and then the few that need more."""
+    """Return multiples on the host: two bytes each from a GPU, then the few that need more."""
     if not on_gpu(multiples) or multiples.element_size() == 2:
         return on_host(multiples)
     import torch

@@ -24,7 +24,10 @@ ELEMENTS = Launch(block=1024, warps=8)
 def squares_kernel(
     x_ptr, starts_ptr, parts: tl.int64, sums_ptr, LANES: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sum of squares of each part, and its largest magnitude; `starts` has one entry more than parts."""
+    """Sum of squares of each part, and its largest magnitude.
+
+    `starts` has one entry more than there are parts.
+    """
     part = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = part < parts
     first = tl.load(starts_ptr + part, mask=exists, other=0)

@@ -111,7 +111,7 @@ def state(t: int, dtype: torch.dtype = torch.float32, shape: tuple[int, int] = S
 
 
 def tables(t: int) -> dict[str, Any]:
-    """Return an embedding, a row in three of which has moved at step 1, and its second moment."""
+    """Return an embedding and its second moment; at step 1 every third row has moved."""
     draw = torch.Generator().manual_seed(1)
     table = {"weight": torch.randn(TABLE, generator=draw), "square": torch.rand(TABLE, generator=draw)}
     moved = (torch.arange(TABLE[0]) % 3 == 0)[:, None]

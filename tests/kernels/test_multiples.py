@@ -17,7 +17,7 @@ SIZES = [0, 1, 7, 8, 9, 127, 128, 129, 135, 136, 137, 1000, 1023, 4099]
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_squares_are_added_up_as_numpy_does(back_end: BackEnd, dtype: str, fresh: np.random.Generator) -> None:
-    """To the bit, whatever the size."""
+    """Sums are equal to the bit for every size."""
     for n in [*back_end.sizes(SIZES, "multiples.SQUARES"), 30_011]:
         x = (fresh.normal(size=n) * np.exp(4 * fresh.normal(size=n))).astype(dtype)
         total, largest = back_end.module("multiples").square_sum(back_end.array(x))
