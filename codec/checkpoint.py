@@ -11,6 +11,7 @@ from typing import Any, Never
 from blake3 import blake3
 
 from ..kernels.backend.arguments import no_device
+from ..kernels.backend.arrays import on_gpu
 from .arithmetic import own_arithmetic
 from .base import Reference
 from .device_coding import decoding_near
@@ -22,7 +23,7 @@ from .format.ranged import Ranged
 from .format.spool import ranged_over
 from .groups import Coded, FilledReference, joined_bytes, joined_spec
 from .lossless.reference import BytesReference
-from .outputs import host_memory, new_outputs, outputs_of, write_to
+from .outputs import device_memory, host_memory, new_outputs, outputs_of, write_to
 from .parallel import map_arrays, map_chunks
 from .records import ArrayRecord, Group, Records, records_of
 from .state import tree
@@ -597,7 +598,7 @@ class Reader:
     def _straight(self, group: Group, known: dict[int, Array]) -> list[Array]:
         """Decode one array into the caller's array on the host; return nothing if it cannot be."""
         number, target = group.members[0], self.targets.get(group.members[0])
-        memory = None if target is None or len(group.members) > 1 else host_memory(target)
+        memory = None if target is None or len(group.members) > 1 or on_gpu(target) else host_memory(target)
         if memory is None:
             return []
         spec = self.ckpt.records[number].spec
@@ -618,6 +619,11 @@ class Reader:
         references, specs = self.ckpt.references_of(group, self.prev, known), [r.spec for r in records]
         if len(records) > 1 and not isinstance(references[0], BytesReference):
             return group.format.values(specs, references)
+        number, (reference, *_) = group.members[0], references
+        room = None if len(records) > 1 or number in self.named else device_memory(self.targets.get(number))
+        if room is not None and isinstance(reference, FilledReference):
+            reference.fill_there(specs[0], room)
+            return [self.targets[number]]
         is_new = len(records) == 1 and records[0].key not in kept
         return [
             _values(reference, spec, lends=is_new or i in self.targets)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..kernels.backend.arrays import is_torch, on_gpu
+from ..kernels.backend.arrays import is_torch, on_gpu, placed_with
 from . import entropy
 from .base import Leaf, Parents, Reference
 from .entropy.row_column_classes import columns_of
@@ -73,6 +73,10 @@ class FilledReference:
     def fill(self, spec: LeafSpec, out: NpArray) -> None:
         """Write the bytes of the decoded values, part by part."""
         raise NotImplementedError
+
+    def fill_there(self, spec: LeafSpec, out: Array) -> None:
+        """Write the decoded values to a flat tensor on a GPU; here they come from the host."""
+        out.copy_(placed_with(self.values(spec), out))
 
     def values(self, spec: LeafSpec) -> Array:
         """Return the decoded array, flat."""

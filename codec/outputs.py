@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..kernels.backend.arrays import is_torch
+from ..kernels.backend.arrays import is_torch, on_gpu
 from .errors import BadArgumentError
 from .state import tree
 from .state.leaves import (
@@ -17,6 +17,7 @@ from .state.leaves import (
     as_bytes,
     build_leaf,
     from_bytes,
+    is_sharded,
     is_stored_as_array,
     memory_order,
     read_leaf,
@@ -108,6 +109,13 @@ def host_memory(target: Array) -> NpArray | None:
             return None
         return as_bytes(target.detach().view(-1))
     return as_bytes(target.reshape(-1)) if target.size and target.flags.c_contiguous else None
+
+
+def device_memory(target: Array | None) -> Array | None:
+    """Return an output tensor on a GPU, flat; None if it is elsewhere, or not row by row."""
+    if target is None or not on_gpu(target) or is_sharded(target) or not target.numel() or not target.is_contiguous():
+        return None
+    return target.detach().view(-1)
 
 
 def write_to(target: Array, values: Array) -> None:

@@ -39,6 +39,7 @@ from .huffman import huffman_codes, huffman_decode, huffman_encode, huffman_leng
 from .kmeans import bucket_weights, least_losses, prepare, quantization_loss, weighted_kmeans, weighted_kmeans_many
 from .levels import delta, joint_counts, merge_by_level, split_by_level, undelta
 from .moment_grid import grid_products, grid_symbols, grid_values
+from .multiples import square_sum, step_multiples, step_values
 from .packing import changed_mask, gather, pack_bits, pack_mask, scatter, unpack_bits, unpack_mask
 from .planes import difference, join_categories, merge_planes, split_categories, split_planes, undifference
 from .prediction import low_rank_differences, low_rank_factors, low_rank_predictions, unzigzag, zigzag

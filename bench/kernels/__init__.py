@@ -25,6 +25,7 @@ from . import (
     levels,
     memory,
     moment_grid,
+    multiples,
     packing,
     planes,
     prediction,
@@ -43,7 +44,8 @@ from .place import Place
 TITLE = "each kernel against memcpy and its peers, on one CPU thread and on the GPU"
 SUBJECTS = (
     *(memory, histogram, quantizer, levels, rate_distortion, error_sums, planes, packing, rows, cluster, exponent),
-    *(moment_grid, scales, prediction, sparse_changes, huffman, rans, runlength, states, kmeans, sparse_delta),
+    *(moment_grid, multiples, scales, prediction, sparse_changes, huffman, rans, runlength, states, kmeans),
+    *(sparse_delta,),
 )
 SWEPT = (
     *("copy to new memory", "log_histogram", "assign", "split_by_level", "merge_by_level", "difference"),

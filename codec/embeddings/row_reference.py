@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch, placed_with
+from ...kernels.backend.arrays import is_torch, on_gpu, placed_with
 from ...kernels.packing import pack_bits, unpack_bits
 from ...kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 from ..base import CHUNK
@@ -21,7 +21,7 @@ from ..errors import CorruptDataError
 from ..groups import FilledReference
 from ..parallel import map_chunks
 from ..state.casting import float_values, rounded
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, on_host
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, bytes_of_each, from_bytes, on_host
 
 UNIFORM = ("adaptive", "asymmetric", "symmetric")
 METHODS = (*UNIFORM, "kmeans")
@@ -96,6 +96,28 @@ class RowsReference(FilledReference):
             data[start : start + step] = reference.decoded(spec)
 
         map_chunks(one, zip(range(0, self.style.size, step), self.split(step), strict=True))
+
+    def fill_there(self, spec: LeafSpec, out: Array) -> None:
+        """Decode the rows into a flat tensor on a GPU, from records that go there."""
+        columns = row_length(spec)
+        data, step = out.view(self.style.size, columns), max(1, CHUNK // columns)
+        for start, reference in zip(range(0, self.style.size, step), self.split(step), strict=True):
+            data[start : start + step] = reference.near(data, spec)
+
+    def near(self, x: Array, spec: LeafSpec) -> Array:
+        """Return the decoded rows in the library and on the device of a matrix."""
+        shape = self.style.size, row_length(spec)
+        if not on_gpu(x):
+            return from_bytes(self.decoded(spec).reshape(-1), spec).reshape(shape)
+        out = x.new_empty(shape)
+        for style, at, records in self.groups():
+            if not at.size:
+                continue
+            there = placed_with(records, x)
+            raw = style.method == "raw"
+            values = there.reshape(-1).view(x.dtype) if raw else dequantized(there, style, shape[1]).to(x.dtype)
+            out[placed_with(at, x)] = values.reshape(at.size, shape[1])
+        return out
 
     def decoded(self, spec: LeafSpec) -> NpArray:
         """Return the bytes of the rows, uint8 [R, bytes of a row]."""
@@ -218,23 +240,29 @@ def quantized(x: Array, spec: LeafSpec, style: Style) -> tuple[NpArray, NpArray]
     Returns:
         records uint8 [R, length], lost bool [R].
     """
-    count, columns = x.shape
+    return checked(bytes_of_each([records_of(x, style).reshape(-1)])[0].reshape(x.shape[0], -1), x, spec, style)
+
+
+def records_of(x: Array, style: Style) -> Array:
+    """Return the records of rows, uint8 [R, length], on a GPU if x is there."""
     if style.method == "raw":
-        return as_bytes(x.reshape(-1)).reshape(count, -1), np.zeros(count, bool)
+        return _bytes_of(x) if on_gpu(x) else as_bytes(x.reshape(-1)).reshape(x.shape[0], -1)
     if style.method == "kmeans":
-        codes, table = row_kmeans(x, style.bits)
-        numbers = on_host(table)
-        span = numbers[:, -1] - numbers[:, 0]
+        codes, *found = row_kmeans(x, style.bits)
     else:
         search = {"num_bins": style.num_bins, "ratio": style.ratio} if style.method == "adaptive" else {}
-        codes, *ranges = row_quantize(x, style.bits, style.method, **search)  # type: ignore[arg-type]
-        scale, minimum = map(on_host, ranges)
-        numbers = minimum[:, None] if style.method == "symmetric" else np.stack([scale, minimum], axis=1)
-        span = scale
-    head = 4 * style.numbers
-    records = np.empty((count, style.length(columns, spec.itemsize)), np.uint8)
-    records[:, :head] = np.ascontiguousarray(numbers, "<f4").view(np.uint8).reshape(count, head)
-    records[:, head:] = pack_codes(codes, style.bits)
+        codes, *found = row_quantize(x, style.bits, style.method, **search)  # type: ignore[arg-type]
+        found = [one[:, None] for one in (found[1:] if style.method == "symmetric" else found)]
+    parts = [*map(_bytes_of, found), pack_codes(codes, style.bits)]
+    return _side_by_side(parts) if on_gpu(x) else np.concatenate([*map(on_host, parts)], axis=1)
+
+
+def checked(records: NpArray, x: Array, spec: LeafSpec, style: Style) -> tuple[NpArray, NpArray]:
+    """Return records of rows, and which of the rows x the style cannot hold."""
+    if style.method == "raw":
+        return records, np.zeros(x.shape[0], bool)
+    columns, numbers = x.shape[1], _numbers(records, style)
+    span = numbers[:, -1] - numbers[:, 0] if style.method == "kmeans" else _scale(numbers, style)
     lost = np.asarray(~np.isfinite(numbers).all(axis=1))
     narrow = np.flatnonzero(~(span >= _SMALLEST) & ~lost)
     if narrow.size:
@@ -245,41 +273,70 @@ def quantized(x: Array, spec: LeafSpec, style: Style) -> tuple[NpArray, NpArray]
     return records, lost
 
 
-def dequantized(records: NpArray, style: Style, columns: int) -> NpArray:
-    """Return the values, float32 [R, D], of records of one style other than "raw"."""
+def dequantized(records: Array, style: Style, columns: int) -> Array:
+    """Return the values, float32 [R, D], of records of a style other than "raw"."""
     numbers, codes = opened(records, style, columns)
-    values: NpArray
     if style.method == "kmeans":
-        values = row_lookup(codes, numbers)
-    else:
-        minimum = np.ascontiguousarray(numbers[:, -1])
-        if style.method == "symmetric":
-            scale = (-minimum - minimum) / np.float32((1 << style.bits) - 1)
-        else:
-            scale = np.ascontiguousarray(numbers[:, 0])
-        values = row_dequantize(codes, scale, minimum)
-    return values
+        return row_lookup(codes, numbers)
+    return row_dequantize(codes, _scale(numbers, style), _dense(numbers[:, -1]))
 
 
-def opened(records: NpArray, style: Style, columns: int) -> tuple[NpArray, NpArray]:
+def _scale(numbers: Array, style: Style) -> Array:
+    """Return the distance of the values of each row, float32 [R]; the quantizer is uniform."""
+    if style.method != "symmetric":
+        return _dense(numbers[:, 0])
+    top = (1 << style.bits) - 1
+    # On a GPU, torch multiplies by the reciprocal of a plain number.
+    return (-numbers[:, 0] - numbers[:, 0]) / (numbers.new_full((1,), top) if is_torch(numbers) else np.float32(top))
+
+
+def _numbers(records: Array, style: Style) -> Array:
+    """Return the float32 numbers [R, n] of records."""
+    head = _dense(records[:, : 4 * style.numbers])
+    if not is_torch(head):
+        return head.view("<f4")
+    import torch
+
+    return head.view(torch.float32)
+
+
+def _bytes_of(numbers: Array) -> Array:
+    """Return a matrix of floats as bytes, with as many rows."""
+    if not is_torch(numbers):
+        return np.ascontiguousarray(numbers).view(np.uint8)
+    import torch
+
+    return numbers.contiguous().view(torch.uint8)
+
+
+def _dense(x: Array) -> Array:
+    return x.contiguous() if is_torch(x) else np.ascontiguousarray(x)
+
+
+def _side_by_side(parts: Sequence[Array]) -> Array:
+    """Join tensors with equally many rows."""
+    import torch
+
+    return torch.cat(list(parts), dim=1)
+
+
+def opened(records: Array, style: Style, columns: int) -> tuple[Array, Array]:
     """Split records into float32 numbers [R, n] and codes uint8 [R, D]; the style is not "raw"."""
-    head = 4 * style.numbers
-    numbers = np.ascontiguousarray(records[:, :head]).view("<f4")
     padded = -(-columns // 8) * 8
-    flat = np.ascontiguousarray(records[:, head:]).reshape(-1)
+    flat = _dense(records[:, 4 * style.numbers :]).reshape(-1)
     codes = unpack_bits(flat, style.bits, records.shape[0] * padded).reshape(records.shape[0], padded)
-    return numbers, np.ascontiguousarray(codes[:, :columns])
+    return _numbers(records, style), _dense(codes[:, :columns])
 
 
-def pack_codes(codes: Array, bits: int) -> NpArray:
-    """Pack the codes of each row into bits on their device; return uint8 [R, bytes] on the host."""
+def pack_codes(codes: Array, bits: int) -> Array:
+    """Pack the codes of each row into bits, uint8 [R, bytes], on their device."""
     count, columns = codes.shape
     padded = -(-columns // 8) * 8
     if padded != columns:
         wider = codes.new_zeros((count, padded)) if is_torch(codes) else np.zeros((count, padded), np.uint8)
         wider[:, :columns] = codes
         codes = wider
-    return on_host(pack_bits(codes.reshape(-1), bits)).reshape(count, padded // 8 * bits)
+    return pack_bits(codes.reshape(-1), bits, checked=False).reshape(count, padded // 8 * bits)
 
 
 def picked(x: Array, rows: NpArray) -> Array:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...kernels.backend.arguments import check_field, choice, integer, number, or_none, shown
-from ...kernels.backend.arrays import is_torch, placed_with
+from ...kernels.backend.arrays import is_torch, on_gpu, placed_with
 from ...kernels.error_sums import Distortion, distortion
 from ...kernels.packing import pack_bits, unpack_mask
 from .. import entropy
@@ -30,9 +30,9 @@ from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Chunk, Reader, Writer, chunks_of
 from ..groups import Coded
 from ..lossless.exact import Exact, decode_chunk, encode_chunk
-from ..parallel import map_chunks
+from ..parallel import map_batches, map_chunks
 from ..state.casting import float_values
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
+from ..state.leaves import Array, LeafSpec, NpArray, bytes_of_each
 from .profile import DEFAULT_BINS, evenly, sample_sizes, search_parameters
 from .row_reference import (
     METHODS,
@@ -42,11 +42,13 @@ from .row_reference import (
     RowsReference,
     Style,
     all_of,
+    checked,
     joined,
     opened,
     pack_codes,
     picked,
     quantized,
+    records_of,
     replaced,
     row_length,
     same_records,
@@ -205,7 +207,7 @@ class Rows:
             return [Style("adaptive", width, self.num_bins, float(self.ratio))] * len(leaves)
         new = [leaf for leaf, s in zip(leaves, styles, strict=True) if s is None and _has_rows(leaf)]
         counts = sample_sizes([leaf.spec.shape[0] for leaf in new]) if new else []
-        samples = [_sample(leaf, count) for leaf, count in zip(new, counts, strict=True)]
+        samples = _samples(new, counts)
         fresh = Style("adaptive", width, *search_parameters(samples, width, self.num_bins, self.ratio))
         return [s or fresh for s in styles]
 
@@ -295,39 +297,35 @@ def _rows_of(leaf: Leaf) -> Array:
     return leaf.flat.reshape(leaf.spec.shape[0], row_length(leaf.spec))
 
 
-def _sample(leaf: Leaf, count: int) -> NpArray:
-    """Return evenly spaced rows as float32 on the host."""
-    rows = picked(_rows_of(leaf), evenly(leaf.spec.shape[0], count))
+def _samples(leaves: Sequence[Leaf], counts: Sequence[int]) -> list[NpArray]:
+    """Return evenly spaced rows of each array as float32 on the host."""
+    rows = [picked(_rows_of(leaf), evenly(leaf.spec.shape[0], n)) for leaf, n in zip(leaves, counts, strict=True)]
+    found = map_batches(lambda numbers: bytes_of_each([rows[i].reshape(-1) for i in numbers]), leaves)
     with np.errstate(over="ignore"):
-        wide = float_values(as_bytes(rows.reshape(-1)), leaf.spec).astype(np.float32)
-    return wide.reshape(count, -1)
+        wide = [float_values(own, leaf.spec).astype(np.float32) for own, leaf in zip(found, leaves, strict=True)]
+    return [own.reshape(n, -1) for own, n in zip(wide, counts, strict=True)]
 
 
-def _restored_next_to(reference: RowsReference, spec: LeafSpec, x: Array) -> Array:
-    """Return the decoded rows of a reference in the library and on the device of x."""
-    flat = from_bytes(reference.decoded(spec).reshape(-1), spec)
-    return flat.to(x.device).reshape(x.shape) if is_torch(x) else flat.reshape(x.shape)
-
-
-def _equal(x: Array, y: Array) -> NpArray:
-    """Return bool [R]: whether the rows of two matrices are bit-identical."""
+def _differ(x: Array, y: Array) -> Array:
+    """Return bool [R] where x is: whether the rows of two matrices are not bit-identical."""
     if is_torch(x):
         import torch
 
         integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-        same: NpArray = (x.view(integer) == y.view(integer)).all(dim=1).cpu().numpy()
-        return same
+        return (x.view(integer) != y.view(integer)).any(dim=1)
     kind = np.dtype(f"i{x.dtype.itemsize}")
-    out: NpArray = (x.view(kind) == y.view(kind)).all(axis=1)
-    return out
+    return (x.view(kind) != y.view(kind)).any(axis=1)
 
 
-def _settled(x: Array, spec: LeafSpec, before: RowsReference, least: int) -> NpArray:
-    """Return bool [R]: whether each row quantizes to its parent's record of a fine enough style."""
+def _settled(x: Array, spec: LeafSpec, before: RowsReference, new: NpArray, own: Style) -> NpArray:
+    """Return bool [R]: whether each row quantizes to its parent's record of a fine enough style.
+
+    `new` holds the records of the rows in the style `own`.
+    """
     done = np.zeros(before.style.size, bool)
     for style, at, records in before.groups():
-        if at.size and style != RAW and style.fineness >= least:
-            again, _ = quantized(picked(x, at), spec, style)
+        if at.size and style != RAW and style.fineness >= own.fineness:
+            again = new[at] if style == own else quantized(picked(x, at), spec, style)[0]
             done[at] = (again == records).all(axis=1)
     return done
 
@@ -374,36 +372,47 @@ def _quantize_chunk(
     x: Array, spec: LeafSpec, style: Style, before: RowsReference | None, seen: NpArray | None, touched: NpArray | None
 ) -> _Part:
     # Raw rows need no hash: they are compared by their values.
-    prints = None if style == RAW else fingerprints(x)
-    if before is None:
-        reference = _kept(x, spec, style)
-        return _Part(reference, distortion(x, _restored_next_to(reference, spec, x)), prints)
-    restored = _restored_next_to(before, spec, x)
-    differ = ~_equal(x, restored)
+    hashes = [] if style == RAW else [fingerprints(x)]
+    restored = None if before is None else before.near(x, spec)
+    first = records_of(x, style).reshape(-1) if restored is None else _differ(x, restored)
+    found, *others = bytes_of_each([first, *hashes])
+    prints = others[0].view(np.int64) if others else None
+    if before is None or restored is None:
+        reference = _kept(x, spec, style, checked(found.reshape(x.shape[0], -1), x, spec, style))
+        return _Part(reference, _met(x, reference.near(x, spec), style), prints)
+    differ = found.view(bool)
     # Rows kept more coarsely than requested are encoded again even if they did not move.
     coarser = np.array([s.fineness < style.fineness for s in before.table], bool)[before.style]
     if seen is not None and prints is not None:
-        differ &= (prints != seen) | coarser
+        differ = differ & ((prints != seen) | coarser)
     at = np.flatnonzero(differ)
-    at = at[~_settled(picked(x, at), spec, before.take(at), style.fineness)]
+    if at.size:
+        moved = picked(x, at)
+        records, lost = quantized(moved, spec, style)
+        stay = np.flatnonzero(~_settled(moved, spec, before.take(at), records, style))
+        at, moved, records, lost = at[stay], *(picked(every, stay) for every in (moved, records, lost))
     if not at.size:
-        return _Part(before, distortion(x, restored), prints)
+        return _Part(before, _met(x, restored, style), prints)
     missed = 0 if touched is None else int(np.count_nonzero(~(touched | coarser)[at]))
-    new = _kept(picked(x, at), spec, style)
-    changed = _restored_next_to(new, spec, picked(x, at))
-    restored[placed_with(at, x)] = changed
-    return _Part(replaced(before, at, new), distortion(x, restored), prints, missed)
+    new = _kept(moved, spec, style, (records, lost))
+    restored[placed_with(at, x)] = new.near(moved, spec)
+    return _Part(replaced(before, at, new), _met(x, restored, style), prints, missed)
 
 
-def fingerprints(x: Array) -> NpArray:
-    """Return a hash of 64 bits for each row, int64 [R] on the host.
+def _met(x: Array, restored: Array, style: Style) -> Distortion:
+    """Return the error of restored rows; that of raw rows is 0."""
+    return Distortion(0.0, 0.0, 0.0) if style == RAW else distortion(x, restored)
+
+
+def fingerprints(x: Array) -> Array:
+    """Return a hash of 64 bits for each row, int64 [R], where x is.
 
     Each word is multiplied by an odd number that depends on its column, and mixed; then all words of a row are added
     up. So two changes do not cancel out systematically, as two flipped signs would in a plain sum. Two different rows
     have the same hash with a probability of about 2**-64.
 
     Args:
-        x: [R, D] NumPy or torch, on any device, where the hashes are computed.
+        x: [R, D] NumPy or torch, on any device.
     """
     columns = x.shape[1]
     itemsize = x.element_size() if is_torch(x) else x.dtype.itemsize
@@ -413,8 +422,8 @@ def fingerprints(x: Array) -> NpArray:
         import torch
 
         x = x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-        if not x.is_cpu:
-            return on_host(_stirred(x.to(torch.int64) * torch.from_numpy(factors).to(x.device)).sum(1))
+        if on_gpu(x):
+            return _stirred(x.to(torch.int64) * torch.from_numpy(factors).to(x.device)).sum(1)
         words = x.numpy()
     else:
         words = np.ascontiguousarray(x).view(f"i{size}")
@@ -441,9 +450,9 @@ def _factors(count: int) -> NpArray:
     return drawn
 
 
-def _kept(x: Array, spec: LeafSpec, style: Style) -> RowsReference:
-    """Quantize rows in one style; rows that it cannot represent are stored raw."""
-    records, lost = quantized(x, spec, style)
+def _kept(x: Array, spec: LeafSpec, style: Style, made: tuple[NpArray, NpArray]) -> RowsReference:
+    """Return the reference of quantized rows; those that the style cannot hold are raw."""
+    records, lost = made
     reference = all_of(style, records)
     if not lost.any():
         return reference

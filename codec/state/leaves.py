@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.backend.arrays import DEVICES, is_allocated, is_torch
+from ...kernels.backend.arrays import DEVICES, is_allocated, is_torch, on_gpu
 from ...kernels.backend.imported import imported
 from ...kernels.backend.transfer import to_cpu
 from ..errors import CorruptDataError, UnsupportedLeafError
@@ -356,6 +356,15 @@ def as_bytes(flat: Array) -> NpArray:
         data: NpArray = flat.view(torch.uint8).numpy() if flat.dtype != torch.uint8 else flat.numpy()
         return data
     return np.asarray(flat).view(np.uint8)
+
+
+def bytes_of_each(arrays: Sequence[Array]) -> list[NpArray]:
+    """Return the bytes of flat arrays of one device on the host, from a GPU in a single copy."""
+    if len(arrays) < 2 or not on_gpu(arrays[0]):
+        return [as_bytes(x) for x in arrays]
+    torch = _torch()
+    parts = [x.view(torch.uint8) for x in arrays]
+    return list(np.split(as_bytes(torch.cat(parts)), np.cumsum([x.numel() for x in parts])[:-1]))
 
 
 def on_host(x: Array) -> NpArray:

@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.backend.arrays import on_gpu, placed_with
 from ...kernels.error_sums import Distortion, distortion
+from ...kernels.multiples import square_sum, step_multiples, step_values
 from ..base import CHUNK, Leaf, Parents, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Writer
@@ -27,7 +29,7 @@ from ..groups import Coded, FilledReference
 from ..lossless.exact import decode_bytes, pieces_of
 from ..lossless.reference import BytesReference
 from ..parallel import map_chunks
-from ..state.leaves import LeafSpec, NpArray, as_bytes, check_memory, largest
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, bytes_of_each, check_memory, on_host
 
 MULTIPLES_OF = ("float32", "float64")
 """Dtypes that this stream stores."""
@@ -45,8 +47,8 @@ class MultiplesReference(FilledReference):
 
     def chunk(self, start: int, dtype: str) -> NpArray:
         """Return the decoded elements of the chunk at `start`."""
-        numbers = self.numbers[start : start + CHUNK]
-        return _values(numbers.astype(np.float64) - _bias(numbers.itemsize), self.step, dtype)
+        values: NpArray = step_values(_signed(self.numbers[start : start + CHUNK]), self.step, dtype)
+        return values
 
     def fill(self, spec: LeafSpec, out: NpArray) -> None:
         """Write the bytes of the decoded array."""
@@ -57,6 +59,12 @@ class MultiplesReference(FilledReference):
 
         map_chunks(one, range(0, spec.size, CHUNK))
 
+    def fill_there(self, spec: LeafSpec, out: Array) -> None:
+        """Scale the multiples into a flat tensor on a GPU, where they are sent."""
+        for start in range(0, spec.size, CHUNK):
+            part = placed_with(_signed(self.numbers[start : start + CHUNK]), out)
+            out[start : start + CHUNK] = step_values(part, self.step, spec.dtype)
+
 
 def _letter(spec: LeafSpec) -> str:
     return f"f{spec.itemsize}"
@@ -66,14 +74,24 @@ def _bias(width: int) -> int:
     return 1 << (8 * width - 1)
 
 
-def _values(multiples: NpArray, step: float, dtype: str) -> NpArray:
-    with np.errstate(under="ignore", over="ignore"):
-        return (multiples * step).astype(dtype)
+def _signed(numbers: NpArray) -> NpArray:
+    """Return stored numbers as multiples."""
+    signed: NpArray = (numbers ^ numbers.dtype.type(_bias(numbers.itemsize))).view(f"<i{numbers.itemsize}")
+    return signed
 
 
-def _squares(x: NpArray) -> float:
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        return float(np.square(x, dtype=np.float64).sum())
+def _crossed(multiples: Array) -> NpArray:
+    """Return multiples on the host: two bytes each from a GPU, then the few that need more."""
+    if not on_gpu(multiples) or multiples.element_size() == 2:
+        return on_host(multiples)
+    import torch
+
+    low = multiples.to(torch.int16)
+    far = (multiples != low).nonzero().reshape(-1)
+    numbers = on_host(low).astype(np.int32)
+    at, values = bytes_of_each([far, multiples[far]])
+    numbers[at.view(np.int64)] = values.view(np.int32)
+    return numbers
 
 
 def _integers(spec: LeafSpec, width: int) -> LeafSpec:
@@ -90,12 +108,12 @@ def store_multiples(leaf: Leaf, parent: Reference | None, target: float) -> Stor
     """
     if leaf.spec.dtype not in MULTIPLES_OF:
         return None
-    x = as_bytes(leaf.flat).view(f"<{_letter(leaf.spec)}")
-    starts = range(0, x.size, CHUNK)
-    squares = math.fsum(map_chunks(lambda s: _squares(x[s : s + CHUNK]), starts))
-    most = largest(x)
-    wanted = target * math.sqrt(12 * squares / max(1, x.size))
-    before = parent if isinstance(parent, MultiplesReference) and parent.numbers.size == x.size else None
+    x = leaf.flat if on_gpu(leaf.flat) else as_bytes(leaf.flat).view(f"<{_letter(leaf.spec)}")
+    n, starts = leaf.spec.size, range(0, leaf.spec.size, CHUNK)
+    sums = map_chunks(lambda s: square_sum(x[s : s + CHUNK]), starts)
+    squares, most = math.fsum(own for own, _ in sums), max((own for _, own in sums), default=0.0)
+    wanted = target * math.sqrt(12 * squares / max(1, n))
+    before = parent if isinstance(parent, MultiplesReference) and parent.numbers.size == n else None
     if before is not None and not _FINEST * wanted <= before.step <= _OLD * wanted:
         before = None
     step = _FRESH * wanted if before is None else before.step
@@ -104,13 +122,13 @@ def store_multiples(leaf: Leaf, parent: Reference | None, target: float) -> Stor
         return None
     width = next(w for w in _WIDTHS if most / step < _bias(w) - 1)
     width = width if before is None else max(width, before.numbers.itemsize)
-    numbers = np.empty(x.size, f"<u{width}")
+    numbers = np.empty(n, f"<u{width}")
 
     def one(start: int) -> Distortion:
         part = x[start : start + CHUNK]
-        multiples = np.rint(part.astype(np.float64) / step)
-        numbers[start : start + CHUNK] = multiples + _bias(width)
-        return distortion(part, _values(multiples, step, leaf.spec.dtype))
+        multiples = step_multiples(part, step, f"int{8 * width}")
+        numbers[start : start + CHUNK] = _crossed(multiples).view(numbers.dtype) ^ numbers.dtype.type(_bias(width))
+        return distortion(part, step_values(multiples, step, leaf.spec.dtype))
 
     met = sum(map_chunks(one, starts), Distortion(0.0, 0.0, 0.0))
     if met.relative_l2 > target:

@@ -38,6 +38,8 @@ from ..levels import gpu as levels
 from ..moment_grid import ESCAPE as OFF_GRID
 from ..moment_grid import FARTHEST as FARTHEST_POINT
 from ..moment_grid import gpu as moment_grid
+from ..multiples import LANES, PART
+from ..multiples import gpu as multiples
 from ..packing import gpu as packing
 from ..planes import gpu as planes
 from ..quantizer import gpu as quantizer
@@ -131,6 +133,7 @@ def builds() -> Iterator[Build]:
     yield from _exponent()
     yield from _cluster()
     yield from _rows()
+    yield from _multiples()
     yield from _optimizer()
     yield from _rans()
 
@@ -308,6 +311,15 @@ def _rows() -> Iterator[Build]:
             yield Build(rows.kmeans_kernel, types, rows.KMEANS, constants)
         yield Build(rows.dequantize_kernel, "*u8 *fp32 *fp32 i64 i64 i64 *fp32", rows.TILE, tile)
         yield Build(rows.lookup_kernel, "*u8 *fp32 i64 i64 i64 i32 *fp32 *i32", rows.TILE, tile)
+
+
+def _multiples() -> Iterator[Build]:
+    for x in ("fp32", "fp64"):
+        constants = {"LANES": LANES, "STEPS": PART // LANES}
+        yield Build(multiples.squares_kernel, f"*{x} *i64 i64 *fp64", multiples.SQUARES, constants)
+        for whole in ("i16", "i32"):
+            yield Build(multiples.multiples_kernel, f"*{x} i64 fp64 *{whole}", multiples.ELEMENTS)
+            yield Build(multiples.values_kernel, f"*{whole} i64 fp64 *{x}", multiples.ELEMENTS)
 
 
 def _optimizer() -> Iterator[Build]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Protocol
 
-from ..backend.arguments import array, check_arrays, choice, integer, same_device
+from ..backend.arguments import array, check_arrays, choice, flag, integer, same_device
 from ..backend.arrays import dtype_name
 from ..backend.dispatch import Dispatch
 from ..errors import BadArgumentError, CorruptDataError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class BackEnd(Protocol):
     """Functions that every back end of this subject has."""
 
-    def pack_bits(self, values: Array, width: int) -> Array: ...
+    def pack_bits(self, values: Array, width: int, *, checked: bool = True) -> Array: ...
     def unpack_bits(self, data: Array, width: int, n: int, dtype: str = "uint8") -> Array: ...
     def changed_mask(self, current: Array, previous: Array) -> Array: ...
     def pack_mask(self, mask: Array) -> Array: ...
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 
-def pack_bits(values: Array, width: int) -> Array:
+def pack_bits(values: Array, width: int, *, checked: bool = True) -> Array:
     """Pack integers with `width` bits each, the first value in the lowest bits.
 
     Value i takes bits `i * width ... (i + 1) * width - 1` of the result, counted from the least significant bit.
@@ -47,6 +47,7 @@ def pack_bits(values: Array, width: int) -> Array:
     Args:
         values: uint8[n], uint16[n] or uint32[n], each below `2**width`.
         width: bits a value, 0 ... 32; 0 stores nothing and takes only zeros.
+        checked: False: values are known to fit, so that a GPU need not be waited for; others give undefined bytes.
 
     Returns:
         uint8[ceil(n * width / 8)] on the same device; the bits after the last value are zero.
@@ -62,7 +63,7 @@ def pack_bits(values: Array, width: int) -> Array:
     Source: BitSnap (2025), section 3; the order of bits is that of Arrow and Parquet.
     """
     values = array("values", values, UNSIGNED, 1)
-    return back_end(values).pack_bits(values, integer("width", width, 0, 32))
+    return back_end(values).pack_bits(values, integer("width", width, 0, 32), checked=flag("checked", checked))
 
 
 def unpack_bits(data: Array | bytes, width: int, n: int, dtype: str = "uint8") -> Array:

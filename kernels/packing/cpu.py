@@ -75,7 +75,7 @@ def _unpack(data: NumPy, width: Int, out: NumPy) -> None:
         bit += w
 
 
-def pack_bits(values: Array, width: int) -> Array:
+def pack_bits(values: Array, width: int, *, checked: bool = True) -> Array:
     """See `kernels.bitpack.pack_bits`."""
     v = compiled(values)
     largest = int(v.max(initial=0))

@@ -69,7 +69,7 @@ def pack_kernel(
     tl.store(outside_ptr, 1, mask=tl.max((beyond > 0).to(tl.int32), axis=0) > 0)  # every program writes the same value
 
 
-def pack_bits(values: Array, width: int) -> Array:
+def pack_bits(values: Array, width: int, *, checked: bool = True) -> Array:
     """See `shrinkpoint.kernels.packing.pack_bits`."""
     t = tensor(values)
     size = (t.numel() * width + 7) // 8
@@ -92,7 +92,7 @@ def pack_bits(values: Array, width: int) -> Array:
                 # constants
                 **PACK.constants(words.numel()),
             )
-    if width < 8 * t.element_size() and outside.item():  # a full width needs no check and no wait
+    if checked and width < 8 * t.element_size() and outside.item():  # a full width needs no check and no wait
         raise BadArgumentError(f"values holds some that do not fit a width of {width} bits")
     return like(words.view(torch.uint8)[:size], values)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..backend.arrays import Array
 
 
-def pack_bits(values: Array, width: int) -> Array:
+def pack_bits(values: Array, width: int, *, checked: bool = True) -> Array:
     """See `shrinkpoint.kernels.packing.pack_bits`."""
     xp = array_namespace(values)
     v = xp.astype(values, xp.int64)

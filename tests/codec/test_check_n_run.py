@@ -695,11 +695,13 @@ def test_memories_are_put_together_row_by_row(seed: int) -> None:
     rng = np.random.default_rng(seed)
     spec = LeafSpec("numpy", "float32", (40, 12))
     styles = [RAW, Style("asymmetric", 4), Style("symmetric", 2), Style("adaptive", 3, 5, 1.0)]
-    current = codec._kept(table(40, 12, seed % 50), spec, styles[0])
+    first = table(40, 12, seed % 50)
+    current = codec._kept(first, spec, styles[0], quantized(first, spec, styles[0]))
     expected = list(current.decoded(spec))
     for _ in range(4):
         at = np.flatnonzero(rng.random(40) < 0.4)
-        new = codec._kept(rng.standard_normal((at.size, 12)).astype("f4"), spec, styles[rng.integers(4)])
+        rows, style = rng.standard_normal((at.size, 12)).astype("f4"), styles[rng.integers(4)]
+        new = codec._kept(rows, spec, style, quantized(rows, spec, style))
         for row, value in zip(
             at, new.decoded(dataclasses.replace(spec, shape=(at.size, 12))) if at.size else [], strict=True
         ):

@@ -269,8 +269,9 @@ def test_log_buckets_are_taken_apart_on_the_device(device: str, crossed: list[tu
 def test_packed_codes_alone_come_to_the_host(device: str, crossed: list[tuple[str, int]]) -> None:
     x = torch.randn(70, 80, generator=torch.Generator().manual_seed(2)).to(device)
     sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Rows(4, "asymmetric"))]))
-    assert ("torch.uint8", 2800) in crossed
-    assert max(size for _, size in crossed) == 2800
+    hashes, numbers, codes = (70 * n for n in (8, 8, 40))
+    assert ("torch.uint8", hashes + numbers + codes) in crossed
+    assert max(size for _, size in crossed) == hashes + numbers + codes
 
 
 def test_few_values_are_found_on_the_device(device: str, crossed: list[tuple[str, int]]) -> None:

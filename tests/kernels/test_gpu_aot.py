@@ -266,6 +266,11 @@ def _call_everything(rng: np.random.Generator) -> None:
         for method in ("symmetric", "asymmetric", "adaptive"):
             codes_, scale, minimum = back_end("rows").row_quantize(matrix, 2, method, num_bins=3)
         back_end("rows").row_dequantize(codes_, scale, minimum)
+        if dtype in (torch.float32, torch.float64):
+            back_end("multiples").square_sum(x)
+            for whole in ("int16", "int32"):
+                multiples = back_end("multiples").step_multiples(x, 0.1, whole)
+                back_end("multiples").step_values(multiples, 0.1, str(dtype).rsplit(".", 1)[-1])
         prices = np.zeros((5, 5), np.float32)
         fine = torch.from_numpy(rng.integers(0, 5, 600).astype(np.uint8))
         for importance in (None, torch.ones(x.shape[0], dtype=torch.float32, device=x.device)):
