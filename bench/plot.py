@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,12 @@ _OURS, _BELOW, _PEER, _MARK = "#2a6f97", "#b5651d", "#b8bfc6", "#222222"
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars of (label, value, target or None); those whose label begins with "vs " are peers."""
+    """Bars of (label, value, target or None), cut at length `most`; "vs ..." labels are of peers."""
 
     title: str
     axis: str
     bars: Sequence[tuple[str, float, float | None]]
+    most: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,16 @@ def _bars(axis: Any, panel: Any) -> None:
     values = [value for _, value, _ in panel.bars]
     colors = [_color(*bar) for bar in panel.bars]
     places = range(len(labels))
-    axis.barh(places, values, color=colors, height=0.7)
+    lengths = [min(value, panel.most) for value in values]
+    axis.barh(places, lengths, color=colors, height=0.7)
     for place, (_, value, target) in enumerate(panel.bars):
         number = f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
-        axis.text(max(value, target or 0.0), place, f"  {number}", va="center", fontsize=8)
+        axis.text(max(lengths[place], target or 0.0), place, f"  {number}", va="center", fontsize=8)
         if target is not None:
             axis.plot([target, target], [place - 0.45, place + 0.45], color=_MARK, linewidth=2)
     axis.set_yticks(places, labels, fontsize=8)
     axis.set_ylim(len(labels) - 0.4, -0.6)
-    axis.set_xlim(0, 1.12 * max([*values, *(t for _, _, t in panel.bars if t is not None), 1e-9]))
+    axis.set_xlim(0, 1.12 * max([*lengths, *(t for _, _, t in panel.bars if t is not None), 1e-9]))
     axis.set_xlabel(panel.axis)
     axis.set_title(f"{panel.title}\n(black mark: target; brown: below it)", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
