@@ -660,12 +660,6 @@ def test_experiments_measured_again_take_the_place_of_the_old_ones() -> None:
     assert provenance.manifest_line("x", found)[3].endswith("; 1 row on a Xeon")
     with pytest.raises(BadArgumentError, match=r"other versions \(torch\) does not go into this one"):
         merge.replaced(old, [{**again, "versions": {"torch": "2"}}])
-    trained = document("a" * 40, *((f"MLP, 10 failures, {of}: rework", 1.0) for of in ("default", "best guess")))
-    assert [row["row"] for row in merge.replaced(trained, [again])["rows"]] == [
-        "MLP, 10 failures, default: rework",  # `bench training` has no system "best guess"
-        "one: z",
-        "three: x",
-    ]
 
 
 def test_the_command_knows_which_result_it_has(tmp_path: Path) -> None:

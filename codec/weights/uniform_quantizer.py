@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.backend.arrays import on_gpu, placed_with
+from ...kernels.backend.arrays import narrow_to_numpy, on_gpu, placed_with
 from ...kernels.error_sums import Distortion, distortion
 from ...kernels.multiples import square_sum, step_multiples, step_values
 from ..base import CHUNK, Leaf, Parents, Reference, Stored
@@ -29,7 +29,7 @@ from ..groups import Coded, FilledReference
 from ..lossless.exact import decode_bytes, pieces_of
 from ..lossless.reference import BytesReference
 from ..parallel import map_chunks
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, bytes_of_each, check_memory, on_host
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, check_memory
 
 MULTIPLES_OF = ("float32", "float64")
 """Dtypes that this stream stores."""
@@ -80,20 +80,6 @@ def _signed(numbers: NpArray) -> NpArray:
     return signed
 
 
-def _crossed(multiples: Array) -> NpArray:
-    """Return multiples on the host: two bytes each from a GPU, then the few that need more."""
-    if not on_gpu(multiples) or multiples.element_size() == 2:
-        return on_host(multiples)
-    import torch
-
-    low = multiples.to(torch.int16)
-    far = (multiples != low).nonzero().reshape(-1)
-    numbers = on_host(low).astype(np.int32)
-    at, values = bytes_of_each([far, multiples[far]])
-    numbers[at.view(np.int64)] = values.view(np.int32)
-    return numbers
-
-
 def _integers(spec: LeafSpec, width: int) -> LeafSpec:
     return LeafSpec("numpy", f"uint{8 * width}", spec.shape)
 
@@ -127,7 +113,9 @@ def store_multiples(leaf: Leaf, parent: Reference | None, target: float) -> Stor
     def one(start: int) -> Distortion:
         part = x[start : start + CHUNK]
         multiples = step_multiples(part, step, f"int{8 * width}")
-        numbers[start : start + CHUNK] = _crossed(multiples).view(numbers.dtype) ^ numbers.dtype.type(_bias(width))
+        numbers[start : start + CHUNK] = narrow_to_numpy(multiples).view(numbers.dtype) ^ numbers.dtype.type(
+            _bias(width)
+        )
         return distortion(part, step_values(multiples, step, leaf.spec.dtype))
 
     met = sum(map_chunks(one, starts), Distortion(0.0, 0.0, 0.0))

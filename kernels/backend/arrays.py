@@ -144,6 +144,27 @@ def bit_view(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return x.reshape(-1).view(np.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
+def narrow_to_numpy(integers: Array) -> np.ndarray[Any, Any]:
+    """Return flat integers on the host: from a GPU two bytes each, then the few that need more.
+
+    Args:
+        integers: int16 or int32, shape (n,).
+    """
+    if not on_gpu(integers):
+        return to_numpy(integers)
+    if integers.element_size() == 2:
+        return to_cpu(integers).numpy()
+    import torch
+
+    low = integers.to(torch.int16)
+    far = (integers != low).nonzero().reshape(-1)
+    numbers = to_cpu(low).numpy().astype(np.int32)
+    places = 8 * far.numel()
+    few = to_cpu(torch.cat([far.view(torch.uint8), integers[far].view(torch.uint8)])).numpy()
+    numbers[few[:places].view(np.int64)] = few[places:].view(np.int32)
+    return numbers
+
+
 def like(result: np.ndarray[Any, Any], x: Array, dtype: str | None = None, *, rounded: bool = False) -> Array:
     """Return `result` in the library of `x` and on its device.
 
