@@ -188,7 +188,7 @@ def saves() -> str:
     cells: dict[str, dict[str, list[str]]] = {}
     for row in rows_of("saves.json"):
         mode, _, size = row["row"].partition(": ")[0].rpartition(" of ")
-        shown = NONE if row["value"] is None else number(row["value"] / (row["peer_value"] or 1), 3)
+        shown = NONE if row["value"] is None else number(round(row["value"] / (row["peer_value"] or 1), 3), 3)
         cells.setdefault(mode, {}).setdefault(size, []).append(shown)
     sizes = list(dict.fromkeys(size for found in cells.values() for size in found))
     texts = {
