@@ -184,12 +184,12 @@ def saver() -> str:
 
 
 def saves() -> str:
-    """Return extra memory, stall and seconds until durable (in copies of the state), by mode."""
+    """Return extra memory, stall and seconds until durable (in copies of the state; below 0.001: 0), by mode."""
     cells: dict[str, dict[str, list[str]]] = {}
     for row in rows_of("saves.json"):
         mode, _, size = row["row"].partition(": ")[0].rpartition(" of ")
-        shown = NONE if row["value"] is None else number(round(row["value"] / (row["peer_value"] or 1), 3), 3)
-        cells.setdefault(mode, {}).setdefault(size, []).append(shown)
+        value = None if row["value"] is None else row["value"] / (row["peer_value"] or 1)
+        cells.setdefault(mode, {}).setdefault(size, []).append("0" if value and value < 0.001 else number(value))
     sizes = list(dict.fromkeys(size for found in cells.values() for size in found))
     texts = {
         mode: {size: NONE if NONE in three else "; ".join(three) for size, three in found.items()}
