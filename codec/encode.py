@@ -53,7 +53,7 @@ class Economy:
         """Return encoded arrays and groups, with their pieces in the spool."""
         arrays, groups, spool = made.arrays, made.groups, self.spool
         if spool is not None:
-            groups = [dataclasses.replace(g, pieces=spool.add(g.pieces), stored=[]) for g in groups]
+            groups = [dataclasses.replace(g, pieces=spool.add(g.pieces)) for g in groups]
             alone = {g.members[0]: g.pieces for g in groups if len(g.members) == 1}
             arrays = {i: dataclasses.replace(own, pieces=alone.get(i, ())) for i, own in arrays.items()}
         if self.parent is not None:
@@ -152,7 +152,7 @@ class _Encoder:
         """Add an array as a group of one."""
         found.arrays[number] = stored
         is_delta = self.planned[number].parent is not None and STREAMS[stored.stream].has_deltas
-        found.groups.append(EncodedGroup([number], stored.stream, stored.meta, stored.pieces, is_delta, [stored]))
+        found.groups.append(EncodedGroup([number], stored.stream, stored.meta, stored.pieces, is_delta, ()))
 
     def _encode(self, arrays: Sequence[tuple[int, Leaf]], found: Encoded) -> None:
         """Encode arrays in groups, and those that belong to no group alone."""
@@ -166,7 +166,8 @@ class _Encoder:
             for group in made.groups:
                 members = [numbers[at] for at in group.members]
                 found.arrays.update(zip(members, group.stored, strict=True))
-                found.groups.append(dataclasses.replace(group, members=members))
+                # Without the members' decoded values, which would stay in memory until all arrays are encoded.
+                found.groups.append(dataclasses.replace(group, members=members, stored=()))
         for i, leaf in arrays:
             if i not in found.arrays:
                 stored = done.get(i)
