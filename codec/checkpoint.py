@@ -18,7 +18,8 @@ from .device_coding import decoding_near
 from .display import html_fields, size
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .format import container
-from .format.fields import Piece
+from .format.buffers import Buffers, apart_from
+from .format.fields import Bytes, Piece, parts_of
 from .format.ranged import Ranged
 from .format.spool import ranged_over
 from .groups import Coded, FilledReference, joined_bytes, joined_spec
@@ -41,6 +42,13 @@ def _lost(record: ArrayRecord) -> str:
     """Return a note for an array that is restored as almost zero (relative L2 error near 1)."""
     lost = record.measure == "relative L2" and record.error >= _NEXT_TO_NOTHING
     return f"as good as zero when restored (relative L2 error {record.error:.2g})" if lost else ""
+
+
+def _hash_of(file: Buffers | Ranged) -> str:
+    digest = blake3()
+    for block in file.blocks():
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _spans(group: Group, numbers: Collection[int]) -> list[tuple[int, int]]:
@@ -82,8 +90,8 @@ class Checkpoint:
 
         The content hash of a file that is only partly available cannot be computed; `claimed` replaces it.
         """
-        view = data if isinstance(data, Ranged) else memoryview(data)
-        where = container.layout(view)
+        file = data if isinstance(data, Ranged) else Buffers([data])
+        where = container.layout(file)
         nodes = where.header.get("tree")
         raw, parent = where.header.get("raw"), where.header.get("parent")
         if not isinstance(nodes, list) or type(raw) is not int or raw < 0:
@@ -102,7 +110,7 @@ class Checkpoint:
         if set(keys) != set(range(len(keys))):
             raise CorruptDataError("header: arrays are missing from the tree")
         records = records_of(where.header, [keys[i] for i in range(len(keys))])
-        self._set(data, where, records, references, claimed)
+        self._set(file, where, records, references, claimed)
         if records.nbytes != self._body.nbytes:
             raise CorruptDataError("header: the pieces do not fill the file")
         if parent is None and any(group.is_delta for group in self._groups):
@@ -112,7 +120,7 @@ class Checkpoint:
 
     def _set(
         self,
-        data: bytes | Ranged,
+        data: Buffers | Ranged,
         where: container.Layout,
         records: Records,
         references: dict[str, Reference] | None,
@@ -120,7 +128,7 @@ class Checkpoint:
     ) -> None:
         self._data = data
         self._header = where.header
-        self._body = container.Body(data if isinstance(data, Ranged) else memoryview(data), where)
+        self._body = container.Body(data, where)
         self._id = claimed if isinstance(data, Ranged) else ""
         self._kept = references
         self._nodes = where.header["tree"]
@@ -135,6 +143,7 @@ class Checkpoint:
         pieces: Sequence[Piece],
         references: dict[str, Reference],
         *,
+        arrays: Sequence[Any] = (),
         is_spooled: bool = False,
     ) -> Checkpoint:
         """Write a checkpoint, and return it without reading its header again.
@@ -144,18 +153,17 @@ class Checkpoint:
             keys: path and key of each array.
             pieces: of all arrays, in order.
             references: what later deltas need, by key.
+            arrays: the caller's, which may change; pieces in their memory are copied.
             is_spooled: whether the pieces are in a `Spool` and stay there, so that the file is never joined in memory.
         """
         made = Checkpoint.__new__(Checkpoint)
-        if not is_spooled:
-            data, where = container.write(header, pieces)
-            made._set(data, where, records_of(header, keys), references)
-            return made
         front, where = container.write_front(header, pieces)
-        file, digest = ranged_over(front, pieces), blake3()
-        for block in file.blocks():
-            digest.update(block)
-        made._set(file, where, records_of(header, keys), references, digest.hexdigest())
+        if not is_spooled:
+            parts = itertools.chain.from_iterable(map(parts_of, pieces))
+            made._set(Buffers([front, *apart_from(parts, arrays)]), where, records_of(header, keys), references)
+            return made
+        file = ranged_over(front, pieces)
+        made._set(file, where, records_of(header, keys), references, _hash_of(file))
         return made
 
     @staticmethod
@@ -186,21 +194,18 @@ class Checkpoint:
 
     def to_bytes(self) -> bytes:
         """Return the file, as `from_bytes` reads it."""
-        return self._data if isinstance(self._data, bytes) else bytes(self._data[:])
+        return self._data.joined() if isinstance(self._data, Buffers) else bytes(self._data[:])
 
-    def blocks(self) -> Iterator[bytes]:
-        """Yield the bytes of the file in order, not all of them at once if they are not in memory."""
-        if isinstance(self._data, bytes):
-            yield self._data
-        else:
-            yield from self._data.blocks()
+    def blocks(self) -> Iterator[Bytes]:
+        """Yield the bytes of the file in order, in buffers, as they are in memory or fetched."""
+        yield from self._data.blocks()
 
     @property
     def id(self) -> str:
         """Content hash (BLAKE3, 64 hexadecimal digits) of the bytes; a delta names its parent by it."""
         # Computed on demand, for hashing takes a third of the time of exact decoding.
-        if not self._id and isinstance(self._data, bytes):
-            self._id = blake3(self._data).hexdigest()
+        if not self._id and self.is_in_memory:
+            self._id = _hash_of(self._data)
         return self._id
 
     def __eq__(self, other: object) -> bool:
@@ -446,7 +451,7 @@ class Checkpoint:
     @property
     def is_in_memory(self) -> bool:
         """Return whether all bytes of the file are in memory."""
-        return isinstance(self._data, bytes)
+        return isinstance(self._data, Buffers)
 
     def read_from(self, file: Ranged) -> None:
         """Read the bytes from this copy of the file from now on; the references stay."""

@@ -111,9 +111,9 @@ def compress_inputs(
     }
     keys = [(one.leaf.path, one.leaf.key) for one in planned]
     pieces = [piece for group in groups for piece in group.pieces]
-    return Checkpoint.written(
-        header, keys, pieces, reference, is_spooled=economy is not None and economy.spool is not None
-    )
+    arrays = [one.leaf.flat for one in planned]
+    is_spooled = economy is not None and economy.spool is not None
+    return Checkpoint.written(header, keys, pieces, reference, arrays=arrays, is_spooled=is_spooled)
 
 
 def record_of(planned: ArrayPlan, stored: Stored, note: str, reason: int) -> StoredArray:

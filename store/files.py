@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Protocol
 
 from ..codec.errors import ShrinkpointWarning
+from ..codec.format.fields import Bytes
 
 TEMPORARY = ".tmp-"
 """Prefix of the name of a file that is being written; after a crash such a file is garbage."""
@@ -55,7 +56,7 @@ class Files(Protocol):
         """Return the sorted names of the files in a folder; empty if it does not exist."""
         return sorted(self.sizes(folder))
 
-    def write(self, name: str, data: bytes | Iterable[bytes]) -> None:
+    def write(self, name: str, data: bytes | Iterable[Bytes]) -> None:
         """Write or replace a file: durable when this returns; when it raises, old or new, but whole.
 
         Args:
@@ -64,7 +65,7 @@ class Files(Protocol):
         """
 
     @contextlib.contextmanager
-    def staged(self, name: str, data: Iterable[bytes]) -> Iterator[None]:
+    def staged(self, name: str, data: Iterable[Bytes]) -> Iterator[None]:
         """Write a file before this, or in one commit with the file that is created within this."""
         self.write(name, data)
         yield

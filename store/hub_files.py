@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..codec.format.fields import Bytes
 from .objects import ObjectFiles
 
 _REFUSED = 412
@@ -44,7 +45,7 @@ class RepositoryFiles(HubFiles):
     _staged: Mapping[str, bytes] = {}
 
     @contextlib.contextmanager
-    def staged(self, name: str, data: Iterable[bytes]) -> Iterator[None]:
+    def staged(self, name: str, data: Iterable[Bytes]) -> Iterator[None]:
         """Within this, let `create` write this file too, in the same commit."""
         self._staged = {name: b"".join(data)}
         try:

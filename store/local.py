@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO
 
+from ..codec.format.fields import Bytes
 from .files import TEMPORARY, Files, StoreWarning
 from .regular_files import MOST_JSON, check_size, unlinked
 
@@ -108,7 +109,7 @@ class LocalFiles(Files):
         """Return the files of a folder within this one; NotADirectoryError if it is a link."""
         return LocalFiles(self._folder(folder))
 
-    def write(self, name: str, data: bytes | Iterable[bytes]) -> None:
+    def write(self, name: str, data: bytes | Iterable[Bytes]) -> None:
         """See Files."""
         target = self.path(name)
         with self._temporary(name, data) as temporary:
@@ -168,7 +169,7 @@ class LocalFiles(Files):
             sync_folder(folder)
 
     @contextlib.contextmanager
-    def _temporary(self, name: str, data: bytes | Iterable[bytes]) -> Iterator[str]:
+    def _temporary(self, name: str, data: bytes | Iterable[Bytes]) -> Iterator[str]:
         """A synced temporary file in the same folder; removed afterwards if it still exists."""
         below, base = posixpath.split(name)
         folder = self._folder(below)

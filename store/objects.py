@@ -17,6 +17,7 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 from ..codec.extras import install
+from ..codec.format.fields import Bytes
 from .files import Files
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ class ObjectFiles(Files):
             return {}
         return {posixpath.basename(o["name"].rstrip("/")): int(o["size"] or 0) for o in objects}
 
-    def write(self, name: str, data: bytes | Iterable[bytes]) -> None:
+    def write(self, name: str, data: bytes | Iterable[Bytes]) -> None:
         """Write or replace an object; its bytes are joined in memory."""
         whole = data if isinstance(data, bytes) else b"".join(data)
         self._retry(lambda: self.fs.pipe_file(self.path(name), whole))

@@ -32,11 +32,12 @@ import zstandard
 
 from ..errors import BadArgumentError, CorruptDataError, NewerFormatError
 from .bounded_json import check_limits, loads
+from .buffers import Buffers
 from .fields import Bytes, Piece, parts_of
 from .ranged import Ranged
 from .schema import ARRAY_KEYS, COLUMNS, HEADER, check_keys
 
-Source = memoryview | Ranged
+Source = memoryview | Buffers | Ranged
 """The bytes of a file, in memory or fetched on demand."""
 MAGIC = b"\x89SPT\r\n\x1a\n"
 VERSION = 2

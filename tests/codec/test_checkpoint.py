@@ -123,6 +123,44 @@ def test_compress_changes_nothing_and_keeps_nothing_of_the_state() -> None:
         )
 
 
+PRESETS = {
+    "default": sp.Config,
+    "precise": sp.presets.precise,
+    "exact_weights": sp.presets.exact_weights,
+    "lossless": sp.presets.lossless,
+    "inshrinkerator": sp.presets.inshrinkerator,
+    "lc_checkpoint": sp.presets.lc_checkpoint,
+    "check_n_run": sp.presets.check_n_run,
+    "bitsnap": sp.presets.bitsnap,
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_a_checkpoint_shares_no_memory_with_the_state(preset: str, library: str) -> None:
+    """Bytes and references are the same whether or not the caller changes its arrays after `compress`."""
+    rng = np.random.default_rng(0)
+    arrays = {"weight": rng.standard_normal((96, 80)).astype(np.float32)}
+    for dtype in ("uint8", "int32", "int64", "float16", "float32", "float64", "complex64"):
+        bits = rng.integers(0, 256, 80_000, np.uint8)  # no coder makes noise smaller
+        arrays[f"noise {dtype}"] = bits.view(dtype).copy()
+    arrays["mask"] = rng.integers(0, 2, 70_000).astype(bool)
+    state: dict[str, Any] = {name: torch.from_numpy(x) if library == "torch" else x for name, x in arrays.items()}
+    if library == "torch":
+        state["half"] = torch.from_numpy(arrays["noise float32"].copy()).to(torch.bfloat16)
+        state["strided"] = torch.from_numpy(rng.integers(0, 1 << 62, (300, 400)))[:, ::2]
+    kinds, cfg = {"weight": "linear"}, PRESETS[preset]()
+    expected = sp.compress(copy.deepcopy(state), cfg=cfg, kinds=kinds)
+    base = sp.compress(state, cfg=cfg, kinds=kinds)
+    delta = sp.compress(state, base, cfg, kinds=kinds)
+    after = sp.compress(copy.deepcopy(state), expected, cfg, kinds=kinds)
+    for x in state.values():
+        x[...] = 1
+    assert base.to_bytes() == expected.to_bytes()
+    assert base.id == expected.id
+    assert delta.to_bytes() == after.to_bytes()
+
+
 def test_from_bytes_keeps_nothing_of_a_buffer_that_changes() -> None:
     ckpt = sp.compress(states()[0])
     for kind in (bytearray, lambda b: memoryview(bytearray(b))):
