@@ -33,7 +33,8 @@ class Coded:
         pieces: bytes, in order.
         parents: the references that a delta is coded against; None for each array of a base.
         pair: the result of `Stream.pair` for the arrays that the records name, if any.
-        out: memory of the caller for the decoded bytes, uint8, which a decoder may use; None: it takes its own.
+        out: memory of the caller for the decoded values, which a decoder may use: bytes (uint8) on the host, or a flat
+            tensor of the dtype on a GPU. None: it takes its own.
     """
 
     specs: Sequence[LeafSpec]
@@ -41,7 +42,7 @@ class Coded:
     pieces: Sequence[memoryview]
     parents: Parents
     pair: Array | None = None
-    out: NpArray | None = None
+    out: Array | None = None
 
     @staticmethod
     def of_one(
@@ -60,8 +61,8 @@ class Coded:
         """Parent of the only array of a group of one."""
         return self.parents[0]
 
-    def room(self) -> NpArray:
-        """Return memory for the decoded bytes."""
+    def room(self) -> Array:
+        """Return memory for the decoded values, as `out` is."""
         return np.empty(self.spec.nbytes, np.uint8) if self.out is None else self.out
 
 
@@ -75,8 +76,10 @@ class FilledReference:
         raise NotImplementedError
 
     def fill_there(self, spec: LeafSpec, out: Array) -> None:
-        """Write the decoded values to a flat tensor on a GPU; here they come from the host."""
-        out.copy_(placed_with(self.values(spec), out))
+        """Write the decoded values to a flat tensor on a GPU; here those from the host, or decoded there."""
+        values = self.values(spec)
+        if values is not out:
+            out.copy_(placed_with(values, out))
 
     def values(self, spec: LeafSpec) -> Array:
         """Return the decoded array, flat."""
@@ -168,10 +171,10 @@ def parts(data: Array, specs: Sequence[LeafSpec], unit: int = 1) -> list[Array]:
     return found
 
 
-def own_parts(data: NpArray, specs: Sequence[LeafSpec]) -> list[Array]:
-    """Split the bytes of joined arrays into flat arrays in memory of their own."""
+def own_parts(data: Array, specs: Sequence[LeafSpec]) -> list[Array]:
+    """Split the bytes of joined arrays into flat arrays in memory of their own; values on a GPU are of one array."""
     if len(specs) == 1:
-        return [from_bytes(data, specs[0])]
+        return [data if on_gpu(data) else from_bytes(data, specs[0])]
     found = parts(data, specs, specs[0].itemsize)
     return [from_bytes(part.copy(), spec) for part, spec in zip(found, specs, strict=True)]
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...kernels.backend.arrays import on_gpu
+from ...kernels.backend.arrays import on_gpu, placed_with
+from ...kernels.packing import pack_bits, unpack_bits
 from .. import entropy
 from ..device_coding import decoding_device, is_block
 from ..errors import CorruptDataError
@@ -36,6 +37,27 @@ def put(room: Array, start: int, part: Array) -> None:
         data = as_bytes(part)
         at = start * (data.size // part.shape[0])
         as_bytes(room)[at : at + data.size] = data
+
+
+def put_decoded(
+    room: Array, start: int, values: Array, symbols: Array, escape: int, escaped: NpArray, spec: LeafSpec
+) -> None:
+    """Write decoded float32 values as `put` does, and the escaped ones, of the host, where their symbol stands."""
+    if not on_gpu(room):
+        put(room, start, as_stored(with_escapes(values, symbols, escape, escaped), spec))
+        return
+    put(room, start, values)
+    if escaped.size:  # rounded on the host: devices write NaN in other ways
+        known = placed_with(rounded(escaped, spec), room).view(room.dtype)
+        room[start : start + symbols.shape[0]][symbols == escape] = known
+
+
+def sent(symbols: NpArray, width: int, room: Array) -> Array:
+    """Return flat symbols of `width` bits where decoded values are made; they go to a GPU packed."""
+    if not on_gpu(room) or not symbols.size:
+        return placed_with(symbols, room)
+    packed = placed_with(pack_bits(symbols, width) if width < 8 else symbols, room)
+    return unpack_bits(packed, width, symbols.size) if width < 8 else packed
 
 
 def as_stored(values: Array, spec: LeafSpec) -> Array:

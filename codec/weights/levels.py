@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch, like
+from ...kernels.backend.arrays import is_torch, like, placed_with
 from ...kernels.backend.floats import FORMATS
 from ...kernels.quantizer import (
     FIRST_CODE,
@@ -92,6 +92,16 @@ class LevelsReference(FilledReference):
             begin, end = end, end + int(np.count_nonzero(levels == 1))
             values = dequantize(like(levels, codebook), codebook, protected=protected[begin:end])
             out[start * spec.itemsize : (start + levels.size) * spec.itemsize] = as_bytes(values)
+
+    def fill_there(self, spec: LeafSpec, out: Array) -> None:
+        """Look the levels up in a codebook on a GPU, where both are sent."""
+        data, end = (as_bytes(codebook_array(self.codebook, spec)), self.protected), 0
+        codebook, protected = (placed_with(part, out).view(out.dtype) for part in data)
+        for start in range(0, self.levels.size, CHUNK):
+            levels = self.levels[start : start + CHUNK]
+            begin, end = end, end + int(np.count_nonzero(levels == 1))
+            values = dequantize(placed_with(levels, out), codebook, protected=protected[begin:end])
+            out[start : start + levels.size] = values
 
 
 def compatible_parent(parent: Reference | None, spec: LeafSpec) -> LevelsReference | None:
