@@ -66,6 +66,11 @@ class Coded:
         return np.empty(self.spec.nbytes, np.uint8) if self.out is None else self.out
 
 
+def sent_values(data: NpArray, room: Array) -> Array:
+    """Return values on the GPU of a tensor and in its dtype, from their bytes on the host."""
+    return placed_with(data, room).view(room.dtype) if data.size else room[:0]
+
+
 class FilledReference:
     """A reference that writes the bytes of its values into given memory."""
 

@@ -12,6 +12,7 @@ from .. import entropy
 from ..device_coding import decoding_device, is_block
 from ..errors import CorruptDataError
 from ..format.fields import Chunk, Piece, Reader, Writer, parts_of
+from ..groups import sent_values
 from ..state.casting import float_values, rounded
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
 
@@ -48,8 +49,7 @@ def put_decoded(
         return
     put(room, start, values)
     if escaped.size:  # rounded on the host: devices write NaN in other ways
-        known = placed_with(rounded(escaped, spec), room).view(room.dtype)
-        room[start : start + symbols.shape[0]][symbols == escape] = known
+        room[start : start + symbols.shape[0]][symbols == escape] = sent_values(rounded(escaped, spec), room)
 
 
 def sent(symbols: NpArray, width: int, room: Array) -> Array:

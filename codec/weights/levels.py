@@ -30,7 +30,7 @@ from ..base import CHUNK, PART, Parents, Reference
 from ..device_coding import is_block
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Piece, Reader, Writer, chunks_of
-from ..groups import Coded, FilledReference, ends_of, matrix_of, own_parts, parts, values_of_each
+from ..groups import Coded, FilledReference, ends_of, matrix_of, own_parts, parts, sent_values, values_of_each
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
 from .codebook import MOST, spacing, to_8_bits
@@ -96,7 +96,7 @@ class LevelsReference(FilledReference):
     def fill_there(self, spec: LeafSpec, out: Array) -> None:
         """Look the levels up in a codebook on a GPU, where both are sent."""
         data, end = (as_bytes(codebook_array(self.codebook, spec)), self.protected), 0
-        codebook, protected = (placed_with(part, out).view(out.dtype) for part in data)
+        codebook, protected = (sent_values(part, out) for part in data)
         for start in range(0, self.levels.size, CHUNK):
             levels = self.levels[start : start + CHUNK]
             begin, end = end, end + int(np.count_nonzero(levels == 1))
