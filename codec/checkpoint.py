@@ -619,7 +619,9 @@ class Reader:
     def _room(self, number: int) -> Array | None:
         """Return the caller's tensor on a GPU, flat; None if other arrays need its values elsewhere."""
         room = device_memory(self.targets.get(number))
-        for i in () if room is None else self.named.get(number, ()):
+        if room is None:
+            return None
+        for i in self.named.get(number, ()):
             other = device_memory(self.targets.get(i))
             if other is None or other.device != room.device or len(self.ckpt.records[i].group.members) > 1:
                 return None

@@ -283,7 +283,7 @@ def _decode_chunk(piece: memoryview, room: Array, start: int, n: int, spec: Leaf
     if bits % 8 and count and int(fraction[-1].max()) >= 1 << bits % 8:
         raise CorruptDataError("log buckets: a fraction is out of range")
     planes = sent(fraction.reshape(-1), min(bits, 8), room).reshape(fraction.shape)
-    streams = sent(symbols, 8, room), sent(np.minimum(negative, 1), 1, room), planes
+    streams = sent(symbols, 8, room), sent(negative, 1, room), planes
     index = join_octaves(Octaves(low, high, *streams, np.empty(0, np.int64)), bits, octaves << bits)
     is_torch_here = spec.library == "torch" and not on_gpu(index)
     put(room, start, _torch_values(index, bits, spec) if is_torch_here else bucket_value(index, bits, spec.dtype))

@@ -53,11 +53,11 @@ def put_decoded(
 
 
 def sent(symbols: NpArray, width: int, room: Array) -> Array:
-    """Return flat symbols of `width` bits where decoded values are made; they go to a GPU packed."""
-    if not on_gpu(room) or not symbols.size:
+    """Return flat symbols where decoded values are made; they go to a GPU packed, larger ones as the largest."""
+    if not on_gpu(room) or not symbols.size or width == 8:
         return placed_with(symbols, room)
-    packed = placed_with(pack_bits(symbols, width) if width < 8 else symbols, room)
-    return unpack_bits(packed, width, symbols.size) if width < 8 else packed
+    packed = pack_bits(np.minimum(symbols, (1 << width) - 1), width)
+    return unpack_bits(placed_with(packed, room), width, symbols.size)
 
 
 def as_stored(values: Array, spec: LeafSpec) -> Array:
