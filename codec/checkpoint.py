@@ -632,7 +632,8 @@ class Reader:
         records, kept = self.ckpt.members_of(group), self.ckpt._kept or {}
         number = group.members[0]
         room = None if len(records) > 1 else self._room(number)
-        references, specs = self.ckpt.references_of(group, self.prev, known, room), [r.spec for r in records]
+        out, specs = room if group.format.decodes_there else None, [r.spec for r in records]
+        references = self.ckpt.references_of(group, self.prev, known, out)
         if len(records) > 1 and not isinstance(references[0], BytesReference):
             return group.format.values(specs, references)
         reference = references[0]

@@ -33,8 +33,8 @@ class Coded:
         pieces: bytes, in order.
         parents: the references that a delta is coded against; None for each array of a base.
         pair: the result of `Stream.pair` for the arrays that the records name, if any.
-        out: memory of the caller for the decoded values, which a decoder may use: bytes (uint8) on the host, or a flat
-            tensor of the dtype on a GPU. None: it takes its own.
+        out: memory of the caller for the decoded values, which a decoder may use: bytes (uint8) on the host, or, of a
+            format with `Stream.decodes_there`, a flat tensor of the dtype on a GPU. None: it takes its own.
     """
 
     specs: Sequence[LeafSpec]
@@ -118,6 +118,7 @@ class Stream:
         values: function that returns the values of the references of a group.
         is_wide: whether a reference takes as much memory as the array; else about a byte an element.
         is_shared: whether a group may have several arrays.
+        decodes_there: whether `decode` writes values to a tensor on a GPU that it gets as `Coded.out`.
     """
 
     decode: Callable[[Coded], Sequence[Reference]]
@@ -127,6 +128,7 @@ class Stream:
     values: Callable[[Sequence[LeafSpec], Sequence[Reference]], list[Array]] = values_of_each
     is_wide: bool = False
     is_shared: bool = False
+    decodes_there: bool = False
 
     @property
     def has_deltas(self) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 import zstandard
 
-from ...kernels.backend.arrays import is_torch, on_gpu, placed_with, to_host
+from ...kernels.backend.arrays import is_torch, placed_with, to_host
 from ...kernels.levels import joint_counts
 from ...kernels.planes import Method, difference, merge_planes, split_planes, undifference
 from .. import entropy
@@ -410,10 +410,9 @@ def decode_parts(
     parent: Reference | None,
     step: int,
     decode: DecodePart,
-    out: Array | None = None,
+    out: NpArray | None = None,
 ) -> BytesReference:
     """Decode an array in parts of `step` bytes, each against the same bytes of a parent, if any."""
-    out = None if out is None or on_gpu(out) else out
     needed = spec.nbytes if out is None else 0
     chunks, before = chunks_of(what, pieces, spec.nbytes, needed, step=step), parent_bytes(parent, spec)
     data = np.empty(spec.nbytes, np.uint8) if out is None else out
