@@ -28,7 +28,7 @@ from .outputs import device_memory, host_memory, new_outputs, outputs_of, write_
 from .parallel import map_arrays, map_chunks
 from .records import ArrayRecord, Group, Records, records_of
 from .state import tree
-from .state.leaves import Array, LeafSpec, NpArray, as_bytes, build_leaf, check_memory, from_bytes, import_libraries
+from .state.leaves import Array, LeafSpec, as_bytes, build_leaf, check_memory, from_bytes, import_libraries
 from .summary import Row, Summary
 
 _HASH = re.compile("[0-9a-f]{64}")
@@ -316,7 +316,7 @@ class Checkpoint:
         group: Group,
         prev: Checkpoint | None = None,
         pairs: Mapping[int, Array] | None = None,
-        out: NpArray | None = None,
+        out: Array | None = None,
     ) -> list[Reference]:
         """Decode the arrays of a group, or return their references from memory.
 
@@ -324,7 +324,7 @@ class Checkpoint:
             group: the group.
             prev: the parent, for a delta.
             pairs: decoded flat values, by number, of arrays that the records name, if they are known.
-            out: memory for the bytes of the values, which may be used, of a group of one array.
+            out: memory for the values, which may be used, of a group of one array; see `Coded.out`.
         """
         members, known = self.members_of(group), self._kept or {}
         if all(record.key in known for record in members):
@@ -585,7 +585,10 @@ class Reader:
 
     def __init__(self, ckpt: Checkpoint, prev: Checkpoint | None, targets: Mapping[int, Array]) -> None:
         self.ckpt, self.prev, self.targets = ckpt, prev, targets
-        self.named = {record.pair for record in ckpt.records}
+        self.named: dict[int, list[int]] = {}
+        for i, record in enumerate(ckpt.records):
+            if record.pair is not None:
+                self.named.setdefault(record.pair, []).append(i)
 
     def decode(self, job: Sequence[Group]) -> dict[int, Array]:
         """Return the restored arrays of a job, by number."""
@@ -618,16 +621,31 @@ class Reader:
             known[number] = from_bytes(memory, spec)
         return [target]
 
-    def _values(self, group: Group, known: Mapping[int, Array]) -> list[Array]:
-        """Return the flat values of a group."""
+    def _room(self, number: int) -> Array | None:
+        """Return the caller's tensor on a GPU, flat; None if other arrays need its values elsewhere."""
+        room = device_memory(self.targets.get(number))
+        if room is None:
+            return None
+        for i in self.named.get(number, ()):
+            other = device_memory(self.targets.get(i))
+            if other is None or other.device != room.device or len(self.ckpt.records[i].group.members) > 1:
+                return None
+        return room
+
+    def _values(self, group: Group, known: dict[int, Array]) -> list[Array]:
+        """Return the flat values of a group, or the caller's array on a GPU, with the values."""
         records, kept = self.ckpt.members_of(group), self.ckpt._kept or {}
-        references, specs = self.ckpt.references_of(group, self.prev, known), [r.spec for r in records]
+        number = group.members[0]
+        room = None if len(records) > 1 else self._room(number)
+        out, specs = room if group.format.decodes_there else None, [r.spec for r in records]
+        references = self.ckpt.references_of(group, self.prev, known, out)
         if len(records) > 1 and not isinstance(references[0], BytesReference):
             return group.format.values(specs, references)
-        number, (reference, *_) = group.members[0], references
-        room = None if len(records) > 1 or number in self.named else device_memory(self.targets.get(number))
+        reference = references[0]
         if room is not None and isinstance(reference, FilledReference):
             reference.fill_there(specs[0], room)
+            if number in self.named:
+                known[number] = room
             return [self.targets[number]]
         is_new = len(records) == 1 and records[0].key not in kept
         return [

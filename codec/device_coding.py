@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -55,14 +55,29 @@ def set_device_coding(on: bool | None) -> None:
 def decoding_near(outputs: Iterable[Any]) -> Iterator[None]:
     """Context in which blocks are decoded on the GPU of the first output that lies on one.
 
-    Without such an output, or with the setting off, the host decodes them.
+    Without such an output, or with the setting off, the host decodes them. All threads write to outputs on the default
+    streams of their GPUs, after what the caller began there; at the end the outputs are complete.
     """
-    there = (x.device for x in outputs if is_torch(x) and on_gpu(x)) if device_coding() else iter(())
-    token = _place.set(next(there, None))
+    devices = list(dict.fromkeys(x.device for x in outputs if is_torch(x) and on_gpu(x)))
+    token = _place.set(devices[0] if devices and device_coding() else None)
     try:
-        yield
+        with _default_streams([device for device in devices if device.type == "cuda"]):
+            yield
     finally:
         _place.reset(token)
+
+
+@contextmanager
+def _default_streams(devices: Sequence[Any]) -> Iterator[None]:
+    """Context in which this thread, as any new one, uses default streams; waits at both ends."""
+    with ExitStack() as stack:
+        for device in devices:
+            import torch
+
+            torch.cuda.synchronize(device)
+            stack.callback(torch.cuda.synchronize, device)
+            stack.enter_context(torch.cuda.stream(torch.cuda.default_stream(device)))
+        yield
 
 
 def decoding_device() -> Any:

@@ -33,7 +33,8 @@ class Coded:
         pieces: bytes, in order.
         parents: the references that a delta is coded against; None for each array of a base.
         pair: the result of `Stream.pair` for the arrays that the records name, if any.
-        out: memory of the caller for the decoded bytes, uint8, which a decoder may use; None: it takes its own.
+        out: memory of the caller for the decoded values, which a decoder may use: bytes (uint8) on the host, or, of a
+            format with `Stream.decodes_there`, a flat tensor of the dtype on a GPU. None: it takes its own.
     """
 
     specs: Sequence[LeafSpec]
@@ -41,7 +42,7 @@ class Coded:
     pieces: Sequence[memoryview]
     parents: Parents
     pair: Array | None = None
-    out: NpArray | None = None
+    out: Array | None = None
 
     @staticmethod
     def of_one(
@@ -60,9 +61,14 @@ class Coded:
         """Parent of the only array of a group of one."""
         return self.parents[0]
 
-    def room(self) -> NpArray:
-        """Return memory for the decoded bytes."""
+    def room(self) -> Array:
+        """Return memory for the decoded values, as `out` is."""
         return np.empty(self.spec.nbytes, np.uint8) if self.out is None else self.out
+
+
+def sent_values(data: NpArray, room: Array) -> Array:
+    """Return values on the GPU of a tensor and in its dtype, from their bytes on the host."""
+    return placed_with(data, room).view(room.dtype) if data.size else room[:0]
 
 
 class FilledReference:
@@ -75,8 +81,10 @@ class FilledReference:
         raise NotImplementedError
 
     def fill_there(self, spec: LeafSpec, out: Array) -> None:
-        """Write the decoded values to a flat tensor on a GPU; here they come from the host."""
-        out.copy_(placed_with(self.values(spec), out))
+        """Write the decoded values to a flat tensor on a GPU; here those from the host, or decoded there."""
+        values = self.values(spec)
+        if values is not out:
+            out.copy_(placed_with(values, out))
 
     def values(self, spec: LeafSpec) -> Array:
         """Return the decoded array, flat."""
@@ -110,6 +118,7 @@ class Stream:
         values: function that returns the values of the references of a group.
         is_wide: whether a reference takes as much memory as the array; else about a byte an element.
         is_shared: whether a group may have several arrays.
+        decodes_there: whether `decode` writes values to a tensor on a GPU that it gets as `Coded.out`.
     """
 
     decode: Callable[[Coded], Sequence[Reference]]
@@ -119,6 +128,7 @@ class Stream:
     values: Callable[[Sequence[LeafSpec], Sequence[Reference]], list[Array]] = values_of_each
     is_wide: bool = False
     is_shared: bool = False
+    decodes_there: bool = False
 
     @property
     def has_deltas(self) -> bool:
@@ -168,10 +178,10 @@ def parts(data: Array, specs: Sequence[LeafSpec], unit: int = 1) -> list[Array]:
     return found
 
 
-def own_parts(data: NpArray, specs: Sequence[LeafSpec]) -> list[Array]:
-    """Split the bytes of joined arrays into flat arrays in memory of their own."""
+def own_parts(data: Array, specs: Sequence[LeafSpec]) -> list[Array]:
+    """Split the bytes of joined arrays into flat arrays in memory of their own; values on a GPU are of one array."""
     if len(specs) == 1:
-        return [from_bytes(data, specs[0])]
+        return [data if on_gpu(data) else from_bytes(data, specs[0])]
     found = parts(data, specs, specs[0].itemsize)
     return [from_bytes(part.copy(), spec) for part, spec in zip(found, specs, strict=True)]
 

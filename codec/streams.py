@@ -28,14 +28,14 @@ STREAMS.update(
         "bytes": Stream(decode_bytes, Exact.id, rebase_bytes, is_wide=True, is_shared=True),
         "levels": Stream(decode_levels, Quantize.id, rebase_levels, values=level_values, is_shared=True),
         "multiples": Stream(decode_multiples, Quantize.id, rebase_multiples, is_wide=True),
-        "log-buckets": Stream(decode_log_buckets, LogBuckets.id, is_shared=True),
+        "log-buckets": Stream(decode_log_buckets, LogBuckets.id, is_shared=True, decodes_there=True),
         "rank-one": Stream(decode_rank_one, SecondMoment.id, rebase_rank_one, values=rank_one_values, is_shared=True),
-        "grid": Stream(decode_grid, FirstMoment.id, pair=square_of, is_shared=True),
-        "own-grid": Stream(decode_own_grid, FirstMoment.id),
+        "grid": Stream(decode_grid, FirstMoment.id, pair=square_of, is_shared=True, decodes_there=True),
+        "own-grid": Stream(decode_own_grid, FirstMoment.id, decodes_there=True),
         "copy": Stream(decode_copy, Exact.id, pair=_as_it_is),
         "exponent": Stream(decode_exponent, ExponentDelta.id, rebase_exponent, is_wide=True),
         "changed": Stream(decode_changed, Changed.id, rebase_changed, is_wide=True),
-        "clusters": Stream(decode_clusters, Clusters.id),
+        "clusters": Stream(decode_clusters, Clusters.id, decodes_there=True),
         "rows": Stream(decode_rows, Rows.id, rebase_rows),
     }
 )

@@ -59,6 +59,8 @@ class Rules(TorchDispatchMode):
     operations: ClassVar[int] = 0
     """Operations on tensors of such a device so far."""
     launches: ClassVar[int] = 0
+    sent: ClassVar[list[tuple[torch.dtype, int]]] = []
+    """Dtype and size of what was copied from the host to such a device."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(function, args, kwargs or {})
@@ -111,6 +113,8 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     where = _where(function, args, operands, wanted)
     if where != HOST:
         Rules.operations += 1
+    if function.overloadpacket.__name__ in _COPIES and where != HOST and _place(operands[-1]) == HOST:
+        Rules.sent.append((operands[-1].dtype, operands[-1].numel()))
     known = {id(_beneath(x)): x for x in operands}
     out = function(*tree_map(_beneath, args), **tree_map(_beneath, kwargs))
 

@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from ...kernels.backend.arguments import check_field, choice, integer, number, or_none
-from ...kernels.backend.arrays import on_gpu
+from ...kernels.backend.arrays import on_gpu, placed_with
 from ...kernels.backend.floats import FORMATS
 from ...kernels.cluster import cluster_dequantize, cluster_quantize
 from ...kernels.error_sums import Distortion, distortion
@@ -29,13 +29,14 @@ from .. import entropy
 from ..base import CHUNK, Leaf, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Chunk, Reader, Writer, chunks_of
-from ..groups import Coded
+from ..groups import Coded, own_parts
 from ..lossless.addends import blocks
 from ..lossless.exact import Exact
 from ..parallel import map_chunks
 from ..state.casting import float_values, rounded
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, largest, on_host
 from .logbuckets import ValuesReference
+from .symbolvalues import put, sent
 
 MAX_CLUSTERS = 16
 
@@ -158,16 +159,16 @@ def decode_clusters(coded: Coded) -> list[ValuesReference]:
 
     def one(chunk: Chunk) -> None:
         piece, part = chunk
-        out = data[part]
-        values = _unpack(piece, out.size // spec.itemsize)
-        with np.errstate(all="ignore"):
-            out[:] = rounded(values, spec)
+        start, end = part.start // spec.itemsize, part.stop // spec.itemsize
+        values = _unpack(piece, end - start, data)
+        put(data, start, values if on_gpu(data) else from_bytes(rounded(values, spec), spec))
 
     map_chunks(one, chunks)
-    return [ValuesReference(from_bytes(data, spec))]
+    return [ValuesReference(flat) for flat in own_parts(data, coded.specs)]
 
 
-def _unpack(piece: memoryview, n: int) -> NpArray:
+def _unpack(piece: memoryview, n: int, room: Array) -> Array:
+    """Return the n values of a chunk as float32 where decoded values are made."""
     data = Reader(piece, "clusters")
     size = data.varint()
     if not 1 <= size <= MAX_CLUSTERS:
@@ -180,5 +181,5 @@ def _unpack(piece: memoryview, n: int) -> NpArray:
         raise CorruptDataError("clusters: a label names no cluster")
     codes = entropy.decode(data.block(), n, labels, max(2, size))
     data.end()
-    values: NpArray = cluster_dequantize(codes, labels, scale, minimum)
-    return values
+    others = (placed_with(x, room) for x in (scale, minimum))
+    return cluster_dequantize(placed_with(codes, room), sent(labels, 4, room), *others)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,7 +34,7 @@ from ..errors import CorruptDataError
 from ..format.fields import Piece, Reader, Writer, chunks_of, parts_of
 from ..groups import Coded, ends_of, joined_leaf, matrix_of, own_parts, parts
 from ..parallel import map_chunks
-from ..state.casting import rounded, to_bfloat16
+from ..state.casting import to_bfloat16
 from ..state.leaves import Array, LeafSpec, NpArray
 from .logbuckets import LogBuckets, ValuesReference, check_alpha
 from .secondmoment import FACTOR_BITS, factor_values, factors, matrix_shape, pack_factors, read_factors
@@ -44,6 +44,7 @@ from .symbolvalues import (
     escapes_of,
     pack_chunk,
     pack_table,
+    put_decoded,
     read_chunk,
     read_table,
     symbols_there,
@@ -410,7 +411,7 @@ def decode_grid(coded: Coded) -> list[ValuesReference]:
     head = Reader(pieces[0], "grid")
     table = _read_values(head)
     head.end()
-    return _decoded(coded, pair, table)
+    return _decoded(coded, lambda room: placed_with(pair, room), table)
 
 
 def decode_own_grid(coded: Coded) -> list[ValuesReference]:
@@ -424,7 +425,7 @@ def decode_own_grid(coded: Coded) -> list[ValuesReference]:
     table = _read_values(head)
     rows, columns = read_factors(head.block(), *shape, None)
     head.end()
-    return _decoded(coded, _estimate(rows, columns, np.empty(0, np.float32)), table)
+    return _decoded(coded, lambda room: _estimate(rows, columns, room), table)
 
 
 def _estimate(rows: NpArray, columns: NpArray, flat: Array) -> Array:
@@ -441,21 +442,24 @@ def _read_values(head: Reader) -> NpArray:
     return with_gain(means, gain)
 
 
-def _decoded(coded: Coded, pair: Array, table: NpArray) -> list[ValuesReference]:
+def _decoded(coded: Coded, square: Callable[[Array], Array], table: NpArray) -> list[ValuesReference]:
+    """Decode grid symbols where there is room; `square` returns the squares of the scales there."""
     spec = coded.spec
     chunks, data = chunks_of("moment", coded.pieces, spec.size, spec.nbytes, step=CHUNK, head=True), coded.room()
+    pair, step = square(data), CHUNK if on_gpu(data) else PART
 
     there = symbols_there(chunks)
 
     def one(number: int) -> None:
         piece, part = chunks[number]
         symbols, escaped = read_chunk(piece, part.stop - part.start, OFF_GRID, known=there[number])
-        for start in range(0, symbols.size, PART):
-            own, at = symbols[start : start + PART], part.start + start
-            values = grid_values(own, pair[at : at + own.size], table)
+        for start in range(0, symbols.size, step):
+            own, at = symbols[start : start + step], part.start + start
+            near = placed_with(own, data)
+            values = grid_values(near, pair[at : at + own.size], table)
             count = int(np.count_nonzero(own == OFF_GRID)) if escaped.size else 0
-            restored, escaped = with_escapes(values, own, OFF_GRID, escaped[:count]), escaped[count:]
-            data[at * spec.itemsize : (at + own.size) * spec.itemsize] = rounded(restored, spec)
+            put_decoded(data, at, values, near, OFF_GRID, escaped[:count], spec)
+            escaped = escaped[count:]
 
     map_chunks(one, range(len(chunks)))
     return [ValuesReference(flat) for flat in own_parts(data, coded.specs)]

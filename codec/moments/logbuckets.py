@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...kernels.backend.arguments import check_field, number, or_none
-from ...kernels.backend.arrays import is_torch
+from ...kernels.backend.arrays import is_torch, on_gpu, placed_with
 from ...kernels.backend.floats import FORMATS, bits_for
 from ...kernels.error_sums import Distortion, distortion_many
 from ...kernels.histogram import bucket_index, bucket_value
@@ -30,11 +30,12 @@ from .. import entropy
 from ..base import CHUNK, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored
 from ..errors import CorruptDataError
 from ..format.fields import Chunk, Reader, Writer, chunks_of
-from ..groups import Coded, ends_of, joined_leaf, own_parts, parts
+from ..groups import Coded, FilledReference, ends_of, joined_leaf, own_parts, parts
 from ..lossless.exact import Exact
 from ..parallel import map_chunks
 from ..state.casting import scaled_distortion, unit
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, on_host, wide
+from .symbolvalues import put, sent
 
 _SIGNS, _NOT_FINITE = 1, 2
 FINEST = 2.0**-17
@@ -50,10 +51,16 @@ _ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ValuesReference:
+class ValuesReference(FilledReference):
     """Decoded values; no later delta is coded against them."""
 
     flat: Array
+
+    def fill(self, spec: LeafSpec, out: NpArray) -> None:
+        """Write the bytes of the decoded array, unless they were decoded there."""
+        data = as_bytes(self.flat)
+        if data.ctypes.data != out.ctypes.data:
+            out[:] = data
 
     def values(self, spec: LeafSpec) -> Array:
         """The decoded array."""
@@ -252,14 +259,15 @@ def decode_log_buckets(coded: Coded) -> list[ValuesReference]:
 
     def one(chunk: Chunk) -> None:
         piece, part = chunk
-        _decode_chunk(piece, data[part], spec, fmt.octaves, bits)
+        start, end = part.start // spec.itemsize, part.stop // spec.itemsize
+        _decode_chunk(piece, data, start, end - start, spec, fmt.octaves, bits)
 
     map_chunks(one, chunks)
     return [ValuesReference(flat) for flat in own_parts(data, coded.specs)]
 
 
-def _decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, octaves: int, bits: int) -> None:
-    n = out.size // spec.itemsize
+def _decode_chunk(piece: memoryview, room: Array, start: int, n: int, spec: LeafSpec, octaves: int, bits: int) -> None:
+    """Write the n values of a chunk to memory, from element `start` on."""
     data = Reader(piece, "log buckets")
     low, high, flags = data.varint(), data.varint(), data.byte()
     if not low <= high < octaves or high - low >= MAX_OCTAVES or flags > 3:
@@ -274,10 +282,11 @@ def _decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, octaves: int,
         plane[:] = entropy.decode(data.block(), count)
     if bits % 8 and count and int(fraction[-1].max()) >= 1 << bits % 8:
         raise CorruptDataError("log buckets: a fraction is out of range")
-    none = np.empty(0, np.int64)
-    index = join_octaves(Octaves(low, high, symbols, negative, fraction, none), bits, octaves << bits)
-    values = bucket_value(index, bits, spec.dtype) if spec.library != "torch" else _torch_values(index, bits, spec)
-    out[:] = as_bytes(values)
+    planes = sent(fraction.reshape(-1), min(bits, 8), room).reshape(fraction.shape)
+    streams = sent(symbols, 8, room), sent(negative, 1, room), planes
+    index = join_octaves(Octaves(low, high, *streams, np.empty(0, np.int64)), bits, octaves << bits)
+    is_torch_here = spec.library == "torch" and not on_gpu(index)
+    put(room, start, _torch_values(index, bits, spec) if is_torch_here else bucket_value(index, bits, spec.dtype))
     if flags & _NOT_FINITE:
         odd = data.varint()
         if odd > n:
@@ -285,7 +294,10 @@ def _decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, octaves: int,
         at = data.array("<u4", odd)
         if odd and int(at.max()) >= n:
             raise CorruptDataError("log buckets: a position is out of range")
-        out.reshape(n, spec.itemsize)[at] = data.array("u1", odd * spec.itemsize).reshape(odd, spec.itemsize)
+        patterns = data.array(f"u{spec.itemsize}", odd)
+        values = room[start : start + n] if on_gpu(room) else room.view(patterns.dtype)[start : start + n]
+        known = placed_with(patterns.view(np.uint8), room).view(values.dtype)
+        values[placed_with(at.astype(np.int64), room)] = known
     data.end()
 
 

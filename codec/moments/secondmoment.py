@@ -54,7 +54,7 @@ from ..groups import (
     values_of_each,
 )
 from ..parallel import map_chunks
-from ..state.casting import rounded, to_bfloat16
+from ..state.casting import to_bfloat16
 from ..state.leaves import Array, LeafSpec, NpArray, on_host
 from .logbuckets import LogBuckets, check_limits, given
 from .symbolvalues import (
@@ -64,6 +64,7 @@ from .symbolvalues import (
     pack_chunk,
     pack_table,
     put,
+    put_decoded,
     read_chunk,
     read_table,
     room_like,
@@ -207,16 +208,25 @@ class _Scales:
     def symbols(self, x: Array, start: int, octaves: float, old: Array | None) -> tuple[Array, NpArray, NpArray]:
         """Return the symbols of elements from `start` on, with sums and counts."""
         if len(self.shapes) == 1:
-            return residual_symbols(x, self.rows, self.columns, start, octaves, old)
+            rows, begin = self._rows(start, x.shape[0])
+            return residual_symbols(x, rows, self.columns, begin, octaves, old)
         return residual_symbols_many(x, self.rows, self.columns, self.shapes, octaves, old)
 
     def values(self, symbols: Array, start: int, table: NpArray, escaped: Array) -> Array:
         """Return the values of symbols, float32; arguments as in `symbols`."""
-        if len(self.shapes) == 1:
-            values = residual_values(symbols, self.rows, self.columns, start, table)
-        else:
-            values = residual_values_many(symbols, self.rows, self.columns, self.shapes, table)
-        return with_escapes(values, symbols, NO_RESIDUAL, escaped)
+        return with_escapes(self.without_escapes(symbols, start, table), symbols, NO_RESIDUAL, escaped)
+
+    def without_escapes(self, symbols: Array, start: int, table: NpArray) -> Array:
+        """Return the values of symbols that are not escaped; arguments as in `values`."""
+        if len(self.shapes) > 1:
+            return residual_values_many(symbols, self.rows, self.columns, self.shapes, table)
+        rows, begin = self._rows(start, symbols.shape[0])
+        return residual_values(symbols, rows, self.columns, begin, table)
+
+    def _rows(self, start: int, n: int) -> tuple[NpArray, int]:
+        """Return the factors of the rows of n elements from `start` on, and the place of the first in them."""
+        first, columns = start // self.columns.size, self.columns.size
+        return self.rows[first : -(-(start + n) // columns)], start - first * columns
 
 
 def _factors(leaf: Leaf, specs: Sequence[LeafSpec]) -> tuple[NpArray, NpArray]:
@@ -270,6 +280,10 @@ class RankOneReference(FilledReference):
         """Write the bytes of the decoded array."""
         _fill(self, [spec], out)
 
+    def fill_there(self, spec: LeafSpec, out: Array) -> None:
+        """Scale the estimates in a flat tensor on a GPU, where symbols and factors are sent."""
+        _fill(self, [spec], out)
+
 
 def _rank_one(parent: Reference | None, spec: LeafSpec) -> RankOneReference | None:
     """Return the parent's reference if it is of this stream."""
@@ -317,8 +331,9 @@ def rank_one_values(specs: Sequence[LeafSpec], references: Sequence[Reference]) 
     return own_parts(data, specs)
 
 
-def _fill(joined: RankOneReference, specs: Sequence[LeafSpec], data: NpArray) -> None:
-    """Write the bytes of the values of joined matrices."""
+def _fill(joined: RankOneReference, specs: Sequence[LeafSpec], data: Array) -> None:
+    """Write the values of joined matrices to their bytes, or to a flat tensor on a GPU."""
+    step = CHUNK if on_gpu(data) else PART
     scales, spec = (
         _Scales(factor_values(joined.rows), factor_values(joined.columns), shapes_of(specs)),
         joined_spec(specs),
@@ -326,10 +341,11 @@ def _fill(joined: RankOneReference, specs: Sequence[LeafSpec], data: NpArray) ->
 
     def one(chunk: tuple[int, NpArray]) -> None:
         start, escaped = chunk
-        raw = rounded(scales.values(joined.symbols[start : start + PART], start, joined.table, escaped), spec)
-        data[start * spec.itemsize : start * spec.itemsize + raw.size] = raw
+        symbols = placed_with(joined.symbols[start : start + step], data)
+        values = scales.without_escapes(symbols, start, joined.table)
+        put_decoded(data, start, values, symbols, NO_RESIDUAL, escaped, spec)
 
-    map_chunks(one, zip(range(0, spec.size, PART), joined.escapes(PART), strict=True))
+    map_chunks(one, zip(range(0, spec.size, step), joined.escapes(step), strict=True))
 
 
 def rank_one_pieces(

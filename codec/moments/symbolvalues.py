@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...kernels.backend.arrays import on_gpu
+from ...kernels.backend.arrays import on_gpu, placed_with
+from ...kernels.packing import pack_bits, unpack_bits
 from .. import entropy
 from ..device_coding import decoding_device, is_block
 from ..errors import CorruptDataError
 from ..format.fields import Chunk, Piece, Reader, Writer, parts_of
+from ..groups import sent_values
 from ..state.casting import float_values, rounded
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
 
@@ -36,6 +38,26 @@ def put(room: Array, start: int, part: Array) -> None:
         data = as_bytes(part)
         at = start * (data.size // part.shape[0])
         as_bytes(room)[at : at + data.size] = data
+
+
+def put_decoded(
+    room: Array, start: int, values: Array, symbols: Array, escape: int, escaped: NpArray, spec: LeafSpec
+) -> None:
+    """Write decoded float32 values as `put` does, and the escaped ones, of the host, where their symbol stands."""
+    if not on_gpu(room):
+        put(room, start, as_stored(with_escapes(values, symbols, escape, escaped), spec))
+        return
+    put(room, start, values)
+    if escaped.size:  # rounded on the host: devices write NaN in other ways
+        room[start : start + symbols.shape[0]][symbols == escape] = sent_values(rounded(escaped, spec), room)
+
+
+def sent(symbols: NpArray, width: int, room: Array) -> Array:
+    """Return flat symbols where decoded values are made; they go to a GPU packed, larger ones as the largest."""
+    if not on_gpu(room) or not symbols.size or width == 8:
+        return placed_with(symbols, room)
+    packed = pack_bits(np.minimum(symbols, (1 << width) - 1), width)
+    return unpack_bits(placed_with(packed, room), width, symbols.size)
 
 
 def as_stored(values: Array, spec: LeafSpec) -> Array:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch, like
+from ...kernels.backend.arrays import is_torch, like, placed_with
 from ...kernels.backend.floats import FORMATS
 from ...kernels.quantizer import (
     FIRST_CODE,
@@ -30,7 +30,7 @@ from ..base import CHUNK, PART, Parents, Reference
 from ..device_coding import is_block
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Piece, Reader, Writer, chunks_of
-from ..groups import Coded, FilledReference, ends_of, matrix_of, own_parts, parts, values_of_each
+from ..groups import Coded, FilledReference, ends_of, matrix_of, own_parts, parts, sent_values, values_of_each
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
 from .codebook import MOST, spacing, to_8_bits
@@ -92,6 +92,16 @@ class LevelsReference(FilledReference):
             begin, end = end, end + int(np.count_nonzero(levels == 1))
             values = dequantize(like(levels, codebook), codebook, protected=protected[begin:end])
             out[start * spec.itemsize : (start + levels.size) * spec.itemsize] = as_bytes(values)
+
+    def fill_there(self, spec: LeafSpec, out: Array) -> None:
+        """Look the levels up in a codebook on a GPU, where both are sent."""
+        data, end = (as_bytes(codebook_array(self.codebook, spec)), self.protected), 0
+        codebook, protected = (sent_values(part, out) for part in data)
+        for start in range(0, self.levels.size, CHUNK):
+            levels = self.levels[start : start + CHUNK]
+            begin, end = end, end + int(np.count_nonzero(levels == 1))
+            values = dequantize(placed_with(levels, out), codebook, protected=protected[begin:end])
+            out[start : start + levels.size] = values
 
 
 def compatible_parent(parent: Reference | None, spec: LeafSpec) -> LevelsReference | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import BadArgumentError
 from .imported import imported
-from .transfer import to_cpu
+from .transfer import to_cpu, to_device
 
 Array = Any
 """Any array-API array; the standard has no nominal type to name."""
@@ -136,7 +136,7 @@ def placed_with(x: Array, other: Array) -> Array:
     if not on_gpu(other):
         return to_host(x)
     torch: Any = imported("torch")
-    return torch.as_tensor(x if is_torch(x) else np.require(x, requirements="W")).to(other.device)
+    return to_device(torch.as_tensor(x if is_torch(x) else np.require(x, requirements="W")), other.device)
 
 
 def bit_view(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -1,4 +1,4 @@
-"""Copies from a GPU to the host, through page-locked memory.
+"""Copies between a GPU and the host, through page-locked memory.
 
 A copy to ordinary memory waits for the pages of that memory and for a buffer of the driver: on an H200 it moves 1.3
 GB/s, and 55 GB/s to memory that is page-locked. PyTorch keeps page-locked memory for the next copy.
@@ -37,6 +37,18 @@ def to_cpu(t: torch.Tensor) -> torch.Tensor:
     for start in range(0, flat.numel(), step):
         place[start : start + step] = _page_locked(flat[start : start + step])
     return host
+
+
+def to_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device: itself, or a copy, which may run on while the host does.
+
+    Args:
+        t: any dtype and shape.
+        device: what is launched there on the current stream finds the copy complete.
+    """
+    if t.is_cuda or device.type != "cuda" or not _SMALL < t.numel() * t.element_size() <= _PIECE:
+        return t.to(device)
+    return t.pin_memory().to(device, non_blocking=True)
 
 
 def _page_locked(t: torch.Tensor) -> torch.Tensor:

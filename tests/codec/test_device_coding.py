@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -204,3 +205,21 @@ def test_a_piece_is_written_once() -> None:
     assert not calls
     assert (len(piece), b"".join(piece.parts()), len(piece)) == (3, b"abc", 3)
     assert calls == [1]
+
+
+def test_outputs_are_written_on_default_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that have no other stream follow the caller's, and the caller finds the outputs complete."""
+    calls: list[str] = []
+
+    @contextmanager
+    def stream(_: Any) -> Iterator[None]:
+        calls.append("default stream")
+        yield
+        calls.append("stream of the caller")
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
+    with device_coding._default_streams([torch.device("cuda:0")]):
+        calls.append("work")
+    assert calls == ["wait", "default stream", "work", "stream of the caller", "wait"]

@@ -5,11 +5,13 @@ Without a GPU torch's CPU tensors pass for CUDA ones and Triton's interpreter ru
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec import device_coding as device_coding_of
 from shrinkpoint.codec.deduplication import _GLANCE as EVIDENCE
 from shrinkpoint.kernels import rans as kernels_of_rans
+from shrinkpoint.kernels.backend import arrays
 from shrinkpoint.kernels.backend.arrays import is_torch
 from shrinkpoint.kernels.huffman import cpu as huffman
 from shrinkpoint.kernels.rans import cpu as rans
@@ -175,6 +178,88 @@ def test_no_lossy_array_crosses_before_its_symbols(name: str, trace: Trace, devi
         assert trace.bytes_crossed() <= bytes_a_parameter * SIZE
         assert trace.waits <= waits
         assert [(dtype, size) for dtype, size in trace.copies if dtype.startswith("float") and size > SIZE // 8] == []
+
+
+@pytest.fixture
+def sent(device: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Record dtype and size of what is copied from the host to the device."""
+    found: list[tuple[str, int]] = []
+
+    def note(x: Any) -> None:
+        found.append((str(x.dtype).removeprefix("torch."), x.size if isinstance(x, np.ndarray) else x.numel()))
+
+    copy, move, place = torch.Tensor.copy_, torch.Tensor.to, arrays.placed_with
+
+    def copied(room: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not HERE or (room.is_cuda and not x.is_cuda):
+            note(x)
+        return copy(room, x, *args, **kwargs)
+
+    def moved(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        there: torch.Tensor = move(x, *args, **kwargs)
+        if there.is_cuda and not x.is_cuda:
+            note(x)
+        return there
+
+    def placed(x: Any, other: Any) -> Any:
+        if isinstance(x, np.ndarray) and is_torch(other):
+            note(x)
+        return place(x, other)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    if not HERE:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("shrinkpoint.") and hasattr(module, "placed_with"):
+                monkeypatch.setattr(module, "placed_with", placed)
+    return found
+
+
+LEVELS = {"quantizer.values_kernel": 1}
+FACTORS = {"scales.values_kernel": 1}
+FINE = {"moment_grid.values_kernel": 1, **FACTORS}
+LOGARITHMS = {"scales.join_kernel": 2, "histogram.value_kernel": 2, "packing.unpack_kernel": 4}
+BACK: dict[str, tuple[dict[str, int], int, float]] = {
+    "default": ({**LEVELS, **FINE}, 0, 3.1),
+    "precise": ({"multiples.values_kernel": 1, **FINE}, 0, 4.1),
+    "exact weights": (FINE, 1, 6.1),
+    "lossless": ({}, 3, 12.1),
+    "compact": ({**LEVELS, **FINE}, 0, 3.1),
+    "inshrinkerator": ({**LEVELS, **LOGARITHMS}, 0, 4.9),
+    "lc_checkpoint": (FACTORS, 2, 9.1),
+    "bitsnap": ({"cluster.decode_kernel": 2, "packing.unpack_kernel": 2}, 1, 7.1),
+}
+"""Of a weight and its moments: launches that make values, arrays sent exactly, and the bound of bytes a parameter.
+
+Exact arrays and LC-Checkpoint's sums with the parent are made on the host.
+"""
+MATRIX = (520, 260)
+"""Larger than what is coded together."""
+CHECKS = {"quantizer.protected_kernel", "scales.count_kernel"}
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_values_are_made_on_the_device(name: str, request: pytest.FixtureRequest) -> None:
+    """What is sent are symbols; the values are the host's to the bit."""
+    (launches, exact, bytes_a_parameter), cfg = BACK[name], PRESETS[name][0]
+    base = sp.compress(state(0, shape=MATRIX), cfg=cfg)
+    delta = sp.compress(state(1, shape=MATRIX), base, cfg)
+    values = [sp.decompress(ckpt) for ckpt in (base, delta)]
+    device, trace, sent = (request.getfixturevalue(key) for key in ("device", "trace", "sent"))
+    for ckpt, parent, expected in ((base, None, values[0]), (delta, base, values[1])):
+        for read in (ckpt, sp.Checkpoint(ckpt.to_bytes(), None)):
+            room = to(torch.utils._pytree.tree_map(torch.zeros_like, expected), device)
+            trace.clear()
+            sent.clear()
+            sp.decompress(read, None if read is ckpt else parent, out=room)
+            assert {k: n for k, n in trace.launches.items() if "." in k and k not in CHECKS} == launches
+            n = MATRIX[0] * MATRIX[1]
+            assert [x for x in sent if x[0].startswith("float") and x[1] > n // 8] == exact * [("float32", n)]
+            size = sum(np.dtype(dtype).itemsize * count for dtype, count in sent)
+            assert size <= bytes_a_parameter * n
+            assert trace.copies == [] or max(count for _, count in trace.copies) < n // 8
+            for x, y in zip(*map(torch.utils._pytree.tree_leaves, (room, expected)), strict=True):
+                assert torch.equal(x.cpu(), y)
 
 
 PACKED = {"rows.quantize_kernel": 1, "packing.pack_kernel": 1}
