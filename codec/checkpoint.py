@@ -18,7 +18,6 @@ from .device_coding import decoding_near
 from .display import html_fields, size
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .format import container
-from .format.buffers import Buffers, apart_from
 from .format.fields import Bytes, Piece, parts_of
 from .format.ranged import Ranged
 from .format.spool import ranged_over
@@ -44,9 +43,9 @@ def _lost(record: ArrayRecord) -> str:
     return f"as good as zero when restored (relative L2 error {record.error:.2g})" if lost else ""
 
 
-def _hash_of(file: Buffers | Ranged) -> str:
+def _hash_of(blocks: Iterable[Bytes]) -> str:
     digest = blake3()
-    for block in file.blocks():
+    for block in blocks:
         digest.update(block)
     return digest.hexdigest()
 
@@ -90,7 +89,7 @@ class Checkpoint:
 
         The content hash of a file that is only partly available cannot be computed; `claimed` replaces it.
         """
-        file = data if isinstance(data, Ranged) else Buffers([data])
+        file = data if isinstance(data, Ranged) else container.Buffers([data])
         where = container.layout(file)
         nodes = where.header.get("tree")
         raw, parent = where.header.get("raw"), where.header.get("parent")
@@ -120,7 +119,7 @@ class Checkpoint:
 
     def _set(
         self,
-        data: Buffers | Ranged,
+        data: container.Buffers | Ranged,
         where: container.Layout,
         records: Records,
         references: dict[str, Reference] | None,
@@ -160,10 +159,15 @@ class Checkpoint:
         front, where = container.write_front(header, pieces)
         if not is_spooled:
             parts = itertools.chain.from_iterable(map(parts_of, pieces))
-            made._set(Buffers([front, *apart_from(parts, arrays)]), where, records_of(header, keys), references)
+            made._set(
+                container.Buffers([front, *container.apart_from(parts, arrays)]),
+                where,
+                records_of(header, keys),
+                references,
+            )
             return made
         file = ranged_over(front, pieces)
-        made._set(file, where, records_of(header, keys), references, _hash_of(file))
+        made._set(file, where, records_of(header, keys), references, _hash_of(file.blocks()))
         return made
 
     @staticmethod
@@ -194,7 +198,7 @@ class Checkpoint:
 
     def to_bytes(self) -> bytes:
         """Return the file, as `from_bytes` reads it."""
-        return self._data.joined() if isinstance(self._data, Buffers) else bytes(self._data[:])
+        return self._data.joined() if isinstance(self._data, container.Buffers) else bytes(self._data[:])
 
     def blocks(self) -> Iterator[Bytes]:
         """Yield the bytes of the file in order, in buffers, as they are in memory or fetched."""
@@ -205,7 +209,7 @@ class Checkpoint:
         """Content hash (BLAKE3, 64 hexadecimal digits) of the bytes; a delta names its parent by it."""
         # Computed on demand, for hashing takes a third of the time of exact decoding.
         if not self._id and self.is_in_memory:
-            self._id = _hash_of(self._data)
+            self._id = _hash_of(self._data.blocks())
         return self._id
 
     def __eq__(self, other: object) -> bool:
@@ -451,7 +455,7 @@ class Checkpoint:
     @property
     def is_in_memory(self) -> bool:
         """Return whether all bytes of the file are in memory."""
-        return isinstance(self._data, Buffers)
+        return isinstance(self._data, container.Buffers)
 
     def read_from(self, file: Ranged) -> None:
         """Read the bytes from this copy of the file from now on; the references stay."""

@@ -81,7 +81,10 @@ class FilledReference:
         raise NotImplementedError
 
     def fill_there(self, spec: LeafSpec, out: Array) -> None:
-        """Write the decoded values to a flat tensor on a GPU; here those from the host, or decoded there."""
+        """Write the decoded values to a flat tensor on a GPU.
+
+        Here they come from the host, or were decoded there.
+        """
         values = self.values(spec)
         if values is not out:
             out.copy_(placed_with(values, out))
@@ -179,7 +182,10 @@ def parts(data: Array, specs: Sequence[LeafSpec], unit: int = 1) -> list[Array]:
 
 
 def own_parts(data: Array, specs: Sequence[LeafSpec]) -> list[Array]:
-    """Split the bytes of joined arrays into flat arrays in memory of their own; values on a GPU are of one array."""
+    """Split the bytes of joined arrays into flat arrays in memory of their own.
+
+    Values on a GPU are those of one array.
+    """
     if len(specs) == 1:
         return [data if on_gpu(data) else from_bytes(data, specs[0])]
     found = parts(data, specs, specs[0].itemsize)

@@ -23,22 +23,21 @@ import bisect
 import itertools
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import xxhash
 import zstandard
 
+from ...kernels.backend.arrays import is_torch, on_gpu
 from ..errors import BadArgumentError, CorruptDataError, NewerFormatError
 from .bounded_json import check_limits, loads
-from .buffers import Buffers
 from .fields import Bytes, Piece, parts_of
 from .ranged import Ranged
 from .schema import ARRAY_KEYS, COLUMNS, HEADER, check_keys
 
-Source = memoryview | Buffers | Ranged
-"""The bytes of a file, in memory or fetched on demand."""
 MAGIC = b"\x89SPT\r\n\x1a\n"
 VERSION = 2
 CHUNK_TARGET = 1 << 18
@@ -49,6 +48,55 @@ _SMALL_HEADER = 1 << 19
 _PREFIX = struct.Struct("<8sIIQQII")
 _CHECKSUM = 16
 _ENTRY = struct.Struct("<Q16s")
+_SMALL = 1 << 16
+"""Bytes: buffers below this are written together."""
+
+
+class Buffers:
+    """The bytes of a file in memory, in one or more buffers that do not change.
+
+    A new checkpoint is written to a store buffer by buffer. Joining copies all of its bytes, which takes a sixth of the
+    time of exact coding.
+
+    Args:
+        parts: in order.
+
+    Example:
+        >>> file = Buffers([b"abc", b"de"])
+        >>> len(file), bytes(file[1:4])
+        (5, b'bcd')
+    """
+
+    def __init__(self, parts: Sequence[Bytes]) -> None:
+        self._parts = parts
+        self._size = sum(map(len, parts))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, where: slice) -> memoryview:
+        return memoryview(self.joined())[where]
+
+    def joined(self) -> bytes:
+        """Return all bytes as one buffer, which takes the place of the others."""
+        first = self._parts[0]
+        if len(self._parts) == 1 and isinstance(first, bytes):
+            return first
+        whole = b"".join(self._parts)
+        self._parts = [whole]
+        return whole
+
+    def blocks(self) -> Iterator[Bytes]:
+        """Yield all bytes in order, buffer by buffer, the small ones joined."""
+        for is_small, parts in itertools.groupby(self._parts, lambda part: len(part) < _SMALL):
+            if is_small:
+                yield b"".join(parts)
+            else:
+                yield from parts
+
+
+Source = memoryview | Buffers | Ranged
+"""The bytes of a file, in memory or fetched on demand."""
 
 
 def _digest(*parts: Bytes) -> bytes:
@@ -112,6 +160,41 @@ def write_front(header: dict[str, Any], pieces: Iterable[Piece]) -> tuple[bytes,
     front = b"".join([prefix, _digest(prefix, stored, table), stored, table])
     ends = list(itertools.accumulate(sizes, initial=len(front)))
     return front, Layout(header, tuple(ends[:-1]), tuple(sizes), tuple(digests), ends[-1])
+
+
+def apart_from(parts: Iterable[Bytes], arrays: Iterable[Any]) -> list[Bytes]:
+    """Return buffers; those in the memory of an array are copied, whose owner may change it.
+
+    Args:
+        parts: the buffers.
+        arrays: flat and contiguous, of NumPy or torch; those on a GPU share no memory with a buffer.
+
+    Example:
+        >>> import numpy as np
+        >>> weights = np.zeros(4, np.uint8)
+        >>> own, copied = apart_from([memoryview(b"ab"), weights[:2].data], [weights])
+        >>> weights[:] = 1
+        >>> bytes(own), bytes(copied)
+        (b'ab', b'\\x00\\x00')
+    """
+    spans = sorted(_span(x) for x in arrays if not on_gpu(x))
+    starts = [start for start, _ in spans]
+    ends = list(itertools.accumulate((end for _, end in spans), max))
+
+    def is_shared(part: Bytes) -> bool:
+        if not isinstance(part, memoryview) or not spans:
+            return False
+        start, end = _span(np.frombuffer(part, np.uint8))
+        before = bisect.bisect_left(starts, end)
+        return before > 0 and ends[before - 1] > start
+
+    return [bytes(part) if is_shared(part) else part for part in parts]
+
+
+def _span(x: Any) -> tuple[int, int]:
+    """Return the first address of a flat array, and the one behind it."""
+    start = x.data_ptr() if is_torch(x) else x.__array_interface__["data"][0]
+    return start, start + x.nbytes
 
 
 def _need(data: Source, n: int, what: str) -> None:

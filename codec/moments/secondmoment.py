@@ -224,7 +224,7 @@ class _Scales:
         return residual_values(symbols, rows, self.columns, begin, table)
 
     def _rows(self, start: int, n: int) -> tuple[NpArray, int]:
-        """Return the factors of the rows of n elements from `start` on, and the place of the first in them."""
+        """Return the factors of the rows of n elements from `start` on, and where the first lies."""
         first, columns = start // self.columns.size, self.columns.size
         return self.rows[first : -(-(start + n) // columns)], start - first * columns
 

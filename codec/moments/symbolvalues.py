@@ -43,7 +43,7 @@ def put(room: Array, start: int, part: Array) -> None:
 def put_decoded(
     room: Array, start: int, values: Array, symbols: Array, escape: int, escaped: NpArray, spec: LeafSpec
 ) -> None:
-    """Write decoded float32 values as `put` does, and the escaped ones, of the host, where their symbol stands."""
+    """Write decoded float32 values as `put` does, and escaped ones where their symbol stands."""
     if not on_gpu(room):
         put(room, start, as_stored(with_escapes(values, symbols, escape, escaped), spec))
         return
@@ -53,7 +53,10 @@ def put_decoded(
 
 
 def sent(symbols: NpArray, width: int, room: Array) -> Array:
-    """Return flat symbols where decoded values are made; they go to a GPU packed, larger ones as the largest."""
+    """Return flat symbols on the device where decoded values are made.
+
+    They go to a GPU in `width` bits each; larger ones become the largest.
+    """
     if not on_gpu(room) or not symbols.size or width == 8:
         return placed_with(symbols, room)
     packed = pack_bits(np.minimum(symbols, (1 << width) - 1), width)
