@@ -60,7 +60,7 @@ class Rules(TorchDispatchMode):
     """Operations on tensors of such a device so far."""
     launches: ClassVar[int] = 0
     sent: ClassVar[list[tuple[torch.dtype, int]]] = []
-    """Dtype and size of what was copied from the host to such a device."""
+    """Dtype and size of each array copied from the host to such a device."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(function, args, kwargs or {})

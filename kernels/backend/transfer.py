@@ -44,7 +44,7 @@ def to_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     Args:
         t: any dtype and shape.
-        device: what is launched there on the current stream finds the copy complete.
+        device: kernels launched there on the current stream find the copy complete.
     """
     if t.is_cuda or device.type != "cuda" or not _SMALL < t.numel() * t.element_size() <= _PIECE:
         return t.to(device)

@@ -77,7 +77,7 @@ def coded(name: str, device: str = "cpu") -> list[sp.Checkpoint]:
 
 
 def check_values(chain: list[sp.Checkpoint], expected: list[sp.Checkpoint], device: str, others: str = "") -> None:
-    """Check that a delta is restored on a device to the values of the host, and exact arrays alone are sent as values.
+    """Check that a device restores the values of the host; only exact arrays are sent as values.
 
     Args:
         chain: coded on a device.

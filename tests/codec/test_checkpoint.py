@@ -138,7 +138,7 @@ PRESETS = {
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("library", ["torch", "numpy"])
 def test_a_checkpoint_shares_no_memory_with_the_state(preset: str, library: str) -> None:
-    """Bytes and references are the same whether or not the caller changes its arrays after `compress`."""
+    """Arrays that the caller changes after `compress` change no bytes and no reference."""
     rng = np.random.default_rng(0)
     arrays = {"weight": rng.standard_normal((96, 80)).astype(np.float32)}
     for dtype in ("uint8", "int32", "int64", "float16", "float32", "float64", "complex64"):

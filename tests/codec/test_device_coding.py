@@ -208,7 +208,7 @@ def test_a_piece_is_written_once() -> None:
 
 
 def test_outputs_are_written_on_default_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that have no other stream follow the caller's, and the caller finds the outputs complete."""
+    """Threads write to outputs after the caller's stream, which finds them complete."""
     calls: list[str] = []
 
     @contextmanager

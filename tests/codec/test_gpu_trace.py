@@ -182,7 +182,7 @@ def test_no_lossy_array_crosses_before_its_symbols(name: str, trace: Trace, devi
 
 @pytest.fixture
 def sent(device: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Record dtype and size of what is copied from the host to the device."""
+    """Record dtype and size of each array copied from the host to the device."""
     found: list[tuple[str, int]] = []
 
     def note(x: Any) -> None:
@@ -234,13 +234,13 @@ BACK: dict[str, tuple[dict[str, int], int, float]] = {
 Exact arrays and LC-Checkpoint's sums with the parent are made on the host.
 """
 MATRIX = (520, 260)
-"""Larger than what is coded together."""
+"""Larger than the arrays of a group."""
 CHECKS = {"quantizer.protected_kernel", "scales.count_kernel"}
 
 
 @pytest.mark.parametrize("name", BACK)
 def test_values_are_made_on_the_device(name: str, request: pytest.FixtureRequest) -> None:
-    """What is sent are symbols; the values are the host's to the bit."""
+    """Only symbols are sent; the values are those of the host to the bit."""
     (launches, exact, bytes_a_parameter), cfg = BACK[name], PRESETS[name][0]
     base = sp.compress(state(0, shape=MATRIX), cfg=cfg)
     delta = sp.compress(state(1, shape=MATRIX), base, cfg)
