@@ -107,7 +107,7 @@ class EncodedGroup:
         meta: what the decoder needs in addition to the pieces; plain JSON.
         pieces: bytes, in order.
         is_delta: whether decoding needs the parents of all members.
-        stored: reference, error and note of each member, without pieces.
+        stored: reference, error and note of each member, without pieces; empty in a plan that is encoded.
     """
 
     members: Sequence[int]

@@ -6,6 +6,7 @@ kernel call of its own. Each array keeps its own steps, codebooks, factors and b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -71,14 +72,14 @@ def sent_values(data: NpArray, room: Array) -> Array:
     return placed_with(data, room).view(room.dtype) if data.size else room[:0]
 
 
-class FilledReference:
+class FilledReference(ABC):
     """A reference that writes the bytes of its values into given memory."""
 
     __slots__ = ()
 
+    @abstractmethod
     def fill(self, spec: LeafSpec, out: NpArray) -> None:
         """Write the bytes of the decoded values, part by part."""
-        raise NotImplementedError
 
     def fill_there(self, spec: LeafSpec, out: Array) -> None:
         """Write the decoded values to a flat tensor on a GPU.

@@ -8,9 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from blake3 import blake3
-
-from ..codec.checkpoint import Checkpoint
+from ..codec.checkpoint import Checkpoint, content_hash
 from ..codec.config import ChainPolicy
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.format.ranged import Ranged
@@ -156,12 +154,10 @@ def intact(files: Files, manifest: Manifest) -> Callable[[Checkpoint | None], Ch
     open_next, names = opener(source, manifest), iter(manifest.chain)
 
     def open_checked(above: Checkpoint | None) -> Checkpoint:
-        ckpt, name, digest = open_next(above), next(names), blake3()
+        ckpt, name = open_next(above), next(names)
         with _naming_errors(files, manifest.step, name):
-            for block in ckpt.blocks():
-                digest.update(block)
-            named = f"-{digest.hexdigest()[:16]}.spt"
-            if not name.endswith(named) or (above is None and digest.hexdigest() != manifest.id):
+            digest = content_hash(ckpt.blocks())
+            if not name.endswith(f"-{digest[:16]}.spt") or (above is None and digest != manifest.id):
                 raise CorruptDataError("its bytes differ from those written")
         return ckpt
 

@@ -79,10 +79,10 @@ class Buffers:
 
     def joined(self) -> bytes:
         """Return all bytes as one buffer, which takes the place of the others."""
-        first = self._parts[0]
-        if len(self._parts) == 1 and isinstance(first, bytes):
-            return first
-        whole = b"".join(self._parts)
+        parts = self._parts  # another thread may replace them meanwhile
+        if len(parts) == 1 and isinstance(parts[0], bytes):
+            return parts[0]
+        whole = b"".join(parts)
         self._parts = [whole]
         return whole
 

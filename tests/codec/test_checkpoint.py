@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pickle
 import subprocess
 import sys
 import threading
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 import shrinkpoint as sp
+from shrinkpoint.codec.base import Leaf, Reference, Stored
+from shrinkpoint.codec.format import container
+from shrinkpoint.codec.lossless.exact import Exact
+from shrinkpoint.codec.registry import CODECS
+from shrinkpoint.codec.state.leaves import as_bytes
 
 from .common import difference, small_chunks, threads, through_bytes
 
@@ -159,6 +167,41 @@ def test_a_checkpoint_shares_no_memory_with_the_state(preset: str, library: str)
     assert base.to_bytes() == expected.to_bytes()
     assert base.id == expected.id
     assert delta.to_bytes() == after.to_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """A codec whose pieces are views of the caller's arrays."""
+
+    id: ClassVar[str] = "test.views"
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
+        return dataclasses.replace(Exact().encode(leaf, parent), pieces=[as_bytes(leaf.flat).data])
+
+
+@pytest.mark.parametrize("array", [np.arange(5000.0), torch.arange(5000.0)], ids=["numpy", "torch"])
+def test_pieces_in_the_memory_of_an_array_are_copied(array: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, Views.id, Views)
+    state = {"a": np.zeros(9), "x": array, "z": np.zeros(9)}
+    ckpt = sp.compress(state, cfg=sp.Config([sp.Rule("x", Views())]))
+    before = bytes(as_bytes(array))
+    array[...] = 7
+    assert before in ckpt.to_bytes()
+
+
+def test_buffers_that_another_thread_joins_are_whole() -> None:
+    class Joined(list[bytes]):
+        """Buffers that another thread joins as soon as one of them is looked at."""
+
+        def __getitem__(self, number: Any) -> Any:
+            file._parts = [b"".join(list(self))]
+            return super().__getitem__(number)
+
+    file = container.Buffers(Joined([b"front", b"piece"]))
+    assert file.joined() == b"frontpiece"
 
 
 def test_from_bytes_keeps_nothing_of_a_buffer_that_changes() -> None:
