@@ -103,18 +103,7 @@ def step_multiples(x: Array, step: float, dtype: str) -> Array:
     """See `shrinkpoint.kernels.multiples.step_multiples`."""
     t = tensor(x)
     out = torch.empty(t.shape, dtype=getattr(torch, dtype), device=t.device)
-    if t.numel():
-        with on(t):
-            multiples_kernel[ELEMENTS.grid(t.numel())](
-                # inputs
-                t,
-                t.numel(),
-                step,
-                # outputs
-                out,
-                # constants
-                **ELEMENTS.constants(t.numel()),
-            )
+    ELEMENTS.run(multiples_kernel, t.numel(), t, t.numel(), step, out)
     return like(out, x)
 
 
@@ -132,16 +121,5 @@ def step_values(multiples: Array, step: float, dtype: str) -> Array:
     """See `shrinkpoint.kernels.multiples.step_values`."""
     t = tensor(multiples)
     out = torch.empty(t.shape, dtype=getattr(torch, dtype), device=t.device)
-    if t.numel():
-        with on(t):
-            values_kernel[ELEMENTS.grid(t.numel())](
-                # inputs
-                t,
-                t.numel(),
-                step,
-                # outputs
-                out,
-                # constants
-                **ELEMENTS.constants(t.numel()),
-            )
+    ELEMENTS.run(values_kernel, t.numel(), t, t.numel(), step, out)
     return like(out, multiples)
