@@ -234,9 +234,10 @@ def _sparse_delta() -> Iterator[Build]:
             types = f"*{kind} *i64 *u8 *i64 i64 i64 *i32"
             yield Build(sparse_delta.flag_count_kernel, types, sparse_delta.APPLY, shared)
             for floating, xor in ((True, False), (False, True)):
-                shared = {"WIDTH": width, "FLOAT": floating, "XOR": xor, "EDGES": edges}
                 types = f"*{kind} *{kind} *i64 *i64 i64 i64 *i64 *{kind}"
-                yield Build(sparse_delta.collect_kernel, types, sparse_delta.COLLECT, shared)
+                constants = {"WIDTH": width, "FLOAT": floating, "EDGES": edges}
+                yield Build(sparse_delta.collect_kernel, types, sparse_delta.COLLECT, constants)
+                shared = {"WIDTH": width, "FLOAT": floating, "XOR": xor, "EDGES": edges}
                 for emit in (False, True):
                     types = f"*{kind} *i64 *u8 *i64 *i64 *{kind} i64 i64 *{kind} *i64"
                     yield Build(sparse_delta.apply_kernel, types, sparse_delta.APPLY, {**shared, "EMIT": emit})

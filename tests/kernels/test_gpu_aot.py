@@ -308,7 +308,7 @@ def _call_everything(rng: np.random.Generator) -> None:
         for edges in ((), (1, 2, 3, 4, 5, 6, 7)):
             for kind, method in (("float8_e5m2" if width == 8 else f"float{width}", "arithmetic"), ("uint8", "xor")):
                 name = kind if method == "arithmetic" else f"uint{width}"
-                found = back_end("sparse_delta").collect_changes(new, old, edges, 600, method, None, name)
+                found = back_end("sparse_delta").collect_changes(new, old, edges, 600, None, name)
                 back_end("sparse_delta").apply_changes(old, found, edges, method, None, name)
                 back_end("sparse_delta").locate_changes(old, found, edges, method, name)
     for size in (5, 40):
