@@ -263,13 +263,11 @@ def _octaves() -> Iterator[Build]:
 
 
 def _kmeans() -> Iterator[Build]:
-    constants = {"FIELDS": kmeans.FIELDS, "CODES": kmeans.LLOYD.block}
+    constants = {"FIELDS": kmeans.FIELDS, "CODES": kmeans.CODES}
     types = "*fp64 *fp64 *fp64 *fp64 *i64 *fp64 *i32 *fp64"
     yield Build(kmeans.exact_kernel, types, kmeans.EXACT, constants)
     types = "*fp64 *fp64 *i64 *fp64 *fp64 *fp64 *fp64 *i32"
     yield Build(kmeans.prepare_kernel, types, kmeans.EXACT, {"FIELDS": kmeans.FIELDS})
-    types = "*fp64 *fp64 *i64 i32 *fp64 *fp64"
-    yield Build(kmeans.lloyd_kernel, types, kmeans.LLOYD, {"FIELDS": kmeans.FIELDS})
 
 
 def _exponent() -> Iterator[Build]:
