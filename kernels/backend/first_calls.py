@@ -36,8 +36,7 @@ SAME = {
     "prediction": "low_rank_factors low_rank_predictions",
     "quantizer": "assign dequantize",
     "rans": "pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
-    "scales": "class_sums join_octaves pattern_classes residual_symbols residual_symbols_many "
-    "residual_values residual_values_many row_column_sums split_octaves",
+    "scales": "class_sums join_octaves pattern_classes residual_symbols residual_values row_column_sums split_octaves",
     "sparse_changes": "rare_decode rare_encode",
 }
 """Functions of each module whose reference form gives the same bits."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +21,7 @@ _TINY = 1e-290
 _LIFT = 2.0**300
 
 
-@njit_in_place
+@njit_inline
 def _finite(x: Any, y: Any, error: Any, norm: Any) -> Any:
     """Sums over an array in parallel lanes, for finite elements only.
 
@@ -90,10 +89,7 @@ def distortion(x: Array, y: Array) -> Distortion:
     for start in range(0, first.size, _STEP):
         part = slice(start, start + _STEP)
         a, b = widened(first[part], dtype_name(x)), widened(second[part], dtype_name(y))
-        parts = _finite(a, b, np.zeros(_LANES), np.zeros(_LANES))
-        if not math.isfinite(parts[1]):
-            parts = _careful(a, b)
-        total += Distortion(*(float(p) for p in parts))
+        total += _distortions(a, b, np.array([a.size]))[0]
     return total
 
 
@@ -110,7 +106,10 @@ def _finite_many(x: Any, y: Any, ends: Any, error: Any, norm: Any, out: Any) -> 
 
 def distortion_many(x: Array, y: Array, ends: np.ndarray[Any, np.dtype[np.int64]]) -> list[Distortion]:
     """See `kernels.distortion_many`."""
-    a, b = widened(to_numpy(x), dtype_name(x)), widened(to_numpy(y), dtype_name(y))
+    return _distortions(widened(to_numpy(x), dtype_name(x)), widened(to_numpy(y), dtype_name(y)), ends)
+
+
+def _distortions(a: Any, b: Any, ends: np.ndarray[Any, np.dtype[np.int64]]) -> list[Distortion]:
     out = np.empty((ends.size, 3))
     _finite_many(a, b, ends, np.empty(_LANES), np.empty(_LANES), out)
     for m in np.flatnonzero(~np.isfinite(out[:, 1])):

@@ -17,7 +17,7 @@ from . import FARTHEST, FIRST, MAX_OCTAVES, SCALE, Octaves, cell_centers, check_
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
-    from . import Factors
+    from . import Factors, Shapes
 
 SPLIT = Launch(block=2048, warps=8)
 JOIN = Launch(block=2048, warps=4)
@@ -264,7 +264,7 @@ def symbols_kernel(
 
 
 def residual_symbols(
-    x: Array, rows: Factors, columns: Factors, start: int, eighths: int, previous: Array | None = None
+    x: Array, rows: Factors, columns: Factors, shapes: Shapes, start: int, eighths: int, previous: Array | None
 ) -> tuple[Array, Any, Any]:
     """See `shrinkpoint.kernels.scales.residual_symbols`."""
     t = tensor(x)
@@ -301,7 +301,9 @@ def values_kernel(
     tl.store(out_ptr + offsets, estimate * tl.load(table_ptr + symbol), mask=inside)
 
 
-def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:
+def residual_values(
+    symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, start: int, table: Factors
+) -> Array:
     """See `shrinkpoint.kernels.scales.residual_values`."""
     t = tensor(symbols)
     out = torch.empty(t.numel(), dtype=torch.float32, device=t.device)
