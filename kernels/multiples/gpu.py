@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.launch import INTERPRETED, Launch, like, on, tensor
+from ..backend.launch import INTERPRETED, Launch, like, on_device, run, tensor
 from . import LANES, PART, halvings
 
 if TYPE_CHECKING:
@@ -62,26 +62,14 @@ def square_sum(x: Array) -> tuple[float, float]:
     if not t.numel():
         return 0.0, 0.0
     levels, sizes = halvings(t.numel())
-    starts = torch.from_numpy(np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])).to(t.device)
+    starts = on_device(np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]), t)
     sums = torch.empty((2, sizes.size), dtype=torch.float64, device=t.device)
     block = min(SQUARES.size(t.numel()), 1 << 12) if INTERPRETED else SQUARES.block
-    with on(t):
-        squares_kernel[(-(-sizes.size // block),)](
-            # inputs
-            t,
-            starts,
-            sizes.size,
-            # outputs
-            sums,
-            # constants
-            LANES=LANES,
-            STEPS=PART // LANES,
-            BLOCK=block,
-            **SQUARES.options,
-        )
+    constants = {"LANES": LANES, "STEPS": PART // LANES, "BLOCK": block, **SQUARES.options}
+    run(squares_kernel, -(-sizes.size // block), t, starts, sizes.size, sums, **constants)
     total = sums[0]
     for level in reversed(levels):
-        halved = torch.from_numpy(level).to(t.device)
+        halved = on_device(level, t)
         last = (1 + halved).cumsum(0) - 1
         total = torch.where(halved > 0, total[last - halved] + total[last], total[last])
     found, largest = torch.stack([total[0], sums[1].max()]).tolist()
