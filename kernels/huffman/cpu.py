@@ -305,6 +305,25 @@ def _step(window: Any, shift: Any, table: NumPy, out: NumPy, at: Any, bit: Any) 
     return window << used, at + (e >> U64(60)), bit + used, e
 
 
+@njit_inline
+def _longer(
+    data: NumPy, entry: Any, width: Int, offsets: NumPy, order: NumPy, unit: Int, out: NumPy, at: Any, bit: Any
+) -> Any:
+    """Decode a code that the last look-up did not find; return whether it does not exist.
+
+    `entry` is the result of that look-up; 0 if the code is longer, or does not exist.
+    """
+    failed = False
+    if entry == U64(0):
+        e = _long(_load(data, bit >> U64(3)) << (bit & U64(7)), width, offsets, order)
+        failed = e == 64
+        out[at] = U8((e >> 8) & 255)
+        out[at + U64(unit - 1)] = U8((e >> (8 * unit)) & 255)
+        at += U64(unit)
+        bit += U64(e & 63)
+    return at, bit, failed
+
+
 @njit_in_place
 def _decode4(
     data: NumPy, places: NumPy, width: Int, table: NumPy, offsets: NumPy, order: NumPy, unit: Int, out: NumPy
@@ -317,8 +336,6 @@ def _decode4(
         if places[k, 3] - places[k, 2] < ROOM:
             return True
     shift = U64(64 - width)
-    second = U64(unit - 1)
-    failed = False
     b0, b1, b2, b3 = U64(places[0, 0]), U64(places[1, 0]), U64(places[2, 0]), U64(places[3, 0])
     o0, o1, o2, o3 = U64(places[0, 2]), U64(places[1, 2]), U64(places[2, 2]), U64(places[3, 2])
     d0, d1 = U64(places[0, 1]) * U64(8), U64(places[1, 1]) * U64(8)
@@ -336,36 +353,11 @@ def _decode4(
             w1, o1, b1, e1 = _step(w1, shift, table, out, o1, b1)
             w2, o2, b2, e2 = _step(w2, shift, table, out, o2, b2)
             w3, o3, b3, e3 = _step(w3, shift, table, out, o3, b3)
-        # A look-up without a result: the code is longer, or does not exist.
-        if e0 == U64(0):
-            e = _long(_load(data, b0 >> U64(3)) << (b0 & U64(7)), width, offsets, order)
-            failed |= e == 64
-            out[o0] = U8((e >> 8) & 255)
-            out[o0 + second] = U8((e >> (8 * unit)) & 255)
-            o0 += U64(unit)
-            b0 += U64(e & 63)
-        if e1 == U64(0):
-            e = _long(_load(data, b1 >> U64(3)) << (b1 & U64(7)), width, offsets, order)
-            failed |= e == 64
-            out[o1] = U8((e >> 8) & 255)
-            out[o1 + second] = U8((e >> (8 * unit)) & 255)
-            o1 += U64(unit)
-            b1 += U64(e & 63)
-        if e2 == U64(0):
-            e = _long(_load(data, b2 >> U64(3)) << (b2 & U64(7)), width, offsets, order)
-            failed |= e == 64
-            out[o2] = U8((e >> 8) & 255)
-            out[o2 + second] = U8((e >> (8 * unit)) & 255)
-            o2 += U64(unit)
-            b2 += U64(e & 63)
-        if e3 == U64(0):
-            e = _long(_load(data, b3 >> U64(3)) << (b3 & U64(7)), width, offsets, order)
-            failed |= e == 64
-            out[o3] = U8((e >> 8) & 255)
-            out[o3 + second] = U8((e >> (8 * unit)) & 255)
-            o3 += U64(unit)
-            b3 += U64(e & 63)
-        if failed:
+        o0, b0, f0 = _longer(data, e0, width, offsets, order, unit, out, o0, b0)
+        o1, b1, f1 = _longer(data, e1, width, offsets, order, unit, out, o1, b1)
+        o2, b2, f2 = _longer(data, e2, width, offsets, order, unit, out, o2, b2)
+        o3, b3, f3 = _longer(data, e3, width, offsets, order, unit, out, o3, b3)
+        if f0 | f1 | f2 | f3:
             return False
     places[0, 0], places[1, 0], places[2, 0], places[3, 0] = np.int64(b0), np.int64(b1), np.int64(b2), np.int64(b3)
     places[0, 2], places[1, 2], places[2, 2], places[3, 2] = np.int64(o0), np.int64(o1), np.int64(o2), np.int64(o3)
