@@ -120,7 +120,10 @@ def _place(device: tuple[int, int]) -> str:
 
 
 def check_table(name: str, table: Any, dtype: str, shape: int | tuple[int, ...]) -> None:
-    """Raise BadArgumentError unless `table` is a NumPy array of this dtype and shape, or number of axes."""
+    """Raise BadArgumentError unless `table` is a NumPy array of this dtype and shape.
+
+    The shape may be the number of axes alone.
+    """
     fits = isinstance(table, np.ndarray) and table.dtype == dtype
     if not fits or (table.ndim if isinstance(shape, int) else table.shape) != shape:
         asked = shape if isinstance(shape, tuple) else f"with {shape} axes" if shape > 1 else "with one axis"

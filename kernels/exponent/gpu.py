@@ -13,6 +13,7 @@ from ..backend.arrays import dtype_name
 from ..backend.floats import format_named
 from ..backend.gpu_bits import magnitude_bits
 from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, tensor
+from ..planes.gpu import UNSIGNED
 from . import Buckets, Promotion, unknown_level
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ COPIES = 16
 """Number of copies of the tables, which programs use in turn."""
 SLICE = 1 << 30
 """Elements per launch: no 32-bit counter can overflow."""
-UNSIGNED = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 @triton.jit

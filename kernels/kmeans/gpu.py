@@ -1,4 +1,4 @@
-"""Exact weighted k-means on the GPU: all codebooks of a model in one launch, one program each.
+"""Exact weighted k-means on the GPU: all codebooks of a model in one launch, a program each.
 
 k-means++, warm starts, and problems that `prepare_kernel` refuses are solved on the host: each draw and each mean needs
 a sum in a fixed order. The order of operations is defined in `reference.py`.

@@ -139,7 +139,7 @@ def _root(xp: Any, x: Array) -> Array:
 
 
 def _matrices(shapes: Shapes, n: int, start: int = 0) -> Iterator[tuple[slice, slice, slice, int]]:
-    """Elements, rows, columns and first element of each of several joined matrices; n elements in all."""
+    """Elements, rows, columns and first element of each of several joined matrices."""
     at = i = j = 0
     for height, width in shapes.tolist():
         end = min(at + height * width - start, n)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 MUCH = 1 << 20
 """Bytes that do not stay in the cache anyway."""
-UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def collect_changes(
@@ -137,7 +136,7 @@ def _writable(x: Array) -> np.ndarray[Any, Any]:
     if is_torch(x):
         return patterns(x)
     flat: np.ndarray[Any, Any] = to_numpy(x)
-    return flat.view(UNSIGNED[flat.itemsize])
+    return flat.view(f"uint{8 * flat.itemsize}")
 
 
 def _padded(edges: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
