@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ _TINY = 1e-290
 _LIFT = 2.0**300
 
 
-@njit_inline
+@njit_in_place
 def _finite(x: Any, y: Any, error: Any, norm: Any) -> Any:
     """Sums over an array in parallel lanes, for finite elements only.
 
@@ -89,7 +90,10 @@ def distortion(x: Array, y: Array) -> Distortion:
     for start in range(0, first.size, _STEP):
         part = slice(start, start + _STEP)
         a, b = widened(first[part], dtype_name(x)), widened(second[part], dtype_name(y))
-        total += _distortions(a, b, np.array([a.size]))[0]
+        parts = _finite(a, b, np.zeros(_LANES), np.zeros(_LANES))
+        if not math.isfinite(parts[1]):
+            parts = _careful(a, b)
+        total += Distortion(*(float(p) for p in parts))
     return total
 
 
@@ -106,10 +110,7 @@ def _finite_many(x: Any, y: Any, ends: Any, error: Any, norm: Any, out: Any) -> 
 
 def distortion_many(x: Array, y: Array, ends: np.ndarray[Any, np.dtype[np.int64]]) -> list[Distortion]:
     """See `kernels.distortion_many`."""
-    return _distortions(widened(to_numpy(x), dtype_name(x)), widened(to_numpy(y), dtype_name(y)), ends)
-
-
-def _distortions(a: Any, b: Any, ends: np.ndarray[Any, np.dtype[np.int64]]) -> list[Distortion]:
+    a, b = widened(to_numpy(x), dtype_name(x)), widened(to_numpy(y), dtype_name(y))
     out = np.empty((ends.size, 3))
     _finite_many(a, b, ends, np.empty(_LANES), np.empty(_LANES), out)
     for m in np.flatnonzero(~np.isfinite(out[:, 1])):

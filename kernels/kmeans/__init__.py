@@ -236,9 +236,10 @@ def weighted_kmeans(
 
     Source: Inshrinkerator, section 4.3 (weighted k-means on the sketch); exact: Grønlund et al. 2017, arXiv 1701.07204.
     """
-    return weighted_kmeans_many([(centers, weights)], [k], method, initial=[initial], seed=seed, iterations=iterations)[
-        0
-    ]
+    _check(centers, weights)
+    k, (seed, iterations) = _checked_k(k, initial), _checked_options(method, seed, iterations)
+    problem = [(centers, weights)], [k], method, [initial], seed, iterations
+    return back_end(centers).weighted_kmeans_many(*problem)[0]
 
 
 def least_losses(centers: Vector, weights: Vector, ends: Ends, k: int) -> Vector:
