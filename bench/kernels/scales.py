@@ -49,11 +49,17 @@ def _factors(square: Any) -> tuple[Any, Any]:
     return np.maximum(rows, tiny), np.maximum(columns / max(float(columns.mean()), 1e-30), tiny).astype(np.float32)
 
 
+def _whole(means: tuple[Any, Any]) -> Any:
+    """Return the shape of the matrix, as back ends take it."""
+    return np.array([[mean.size for mean in means]])
+
+
 def symbols(at: Place) -> Job:
     """Round the residuals over the factors."""
     square = _square(at)
     means, first = _factors(square), min(at.prefix, square.size)
-    call = Call("scales.residual_symbols", (square,), (*means, 0, 1), (*means, 0, 8), first=first, within=ROUNDING)
+    oracle = *means, _whole(means), 0, 8, None
+    call = Call("scales.residual_symbols", (square,), (*means, 0, 1), oracle, first=first, within=ROUNDING)
     return at.compared(call, 5, note=f"{ROWS}, an octave a cell")
 
 
@@ -62,8 +68,9 @@ def values(at: Place) -> Job:
     square = _square(at)
     means = _factors(square)
     found = kernels.residual_symbols(square, *means, 0, 1)[0]
-    settings = (*means, 0, np.linspace(0.5, 2, 256, dtype=np.float32))
-    return at.compared(Call("scales.residual_values", (found,), settings), 5, note=ROWS)
+    table = np.linspace(0.5, 2, 256, dtype=np.float32)
+    call = Call("scales.residual_values", (found,), (*means, 0, table), (*means, _whole(means), 0, table))
+    return at.compared(call, 5, note=ROWS)
 
 
 def octaves(at: Place, *, decode: bool) -> Job:

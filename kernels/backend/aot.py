@@ -234,9 +234,10 @@ def _sparse_delta() -> Iterator[Build]:
             types = f"*{kind} *i64 *u8 *i64 i64 i64 *i32"
             yield Build(sparse_delta.flag_count_kernel, types, sparse_delta.APPLY, shared)
             for floating, xor in ((True, False), (False, True)):
-                shared = {"WIDTH": width, "FLOAT": floating, "XOR": xor, "EDGES": edges}
                 types = f"*{kind} *{kind} *i64 *i64 i64 i64 *i64 *{kind}"
-                yield Build(sparse_delta.collect_kernel, types, sparse_delta.COLLECT, shared)
+                constants = {"WIDTH": width, "FLOAT": floating, "EDGES": edges}
+                yield Build(sparse_delta.collect_kernel, types, sparse_delta.COLLECT, constants)
+                shared = {"WIDTH": width, "FLOAT": floating, "XOR": xor, "EDGES": edges}
                 for emit in (False, True):
                     types = f"*{kind} *i64 *u8 *i64 *i64 *{kind} i64 i64 *{kind} *i64"
                     yield Build(sparse_delta.apply_kernel, types, sparse_delta.APPLY, {**shared, "EMIT": emit})
@@ -262,13 +263,11 @@ def _octaves() -> Iterator[Build]:
 
 
 def _kmeans() -> Iterator[Build]:
-    constants = {"FIELDS": kmeans.FIELDS, "CODES": kmeans.LLOYD.block}
+    constants = {"FIELDS": kmeans.FIELDS, "CODES": kmeans.CODES}
     types = "*fp64 *fp64 *fp64 *fp64 *i64 *fp64 *i32 *fp64"
     yield Build(kmeans.exact_kernel, types, kmeans.EXACT, constants)
     types = "*fp64 *fp64 *i64 *fp64 *fp64 *fp64 *fp64 *i32"
     yield Build(kmeans.prepare_kernel, types, kmeans.EXACT, {"FIELDS": kmeans.FIELDS})
-    types = "*fp64 *fp64 *i64 i32 *fp64 *fp64"
-    yield Build(kmeans.lloyd_kernel, types, kmeans.LLOYD, {"FIELDS": kmeans.FIELDS})
 
 
 def _exponent() -> Iterator[Build]:

@@ -119,16 +119,20 @@ def _place(device: tuple[int, int]) -> str:
     return "CPU" if kind == 1 else f"GPU {number}" if kind == 2 else f"DLPack's device {kind}:{number}"
 
 
-def check_table(name: str, table: Any, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise BadArgumentError unless `table` is a NumPy array of this dtype and shape."""
-    if not isinstance(table, np.ndarray) or table.dtype != dtype or table.shape != shape:
-        raise BadArgumentError(f"{name} is {shown(table)}; a NumPy array of {dtype} {shape} is needed")
+def check_table(name: str, table: Any, dtype: str, shape: int | tuple[int, ...]) -> None:
+    """Raise BadArgumentError unless `table` is a NumPy array of this dtype and shape.
+
+    The shape may be the number of axes alone.
+    """
+    fits = isinstance(table, np.ndarray) and table.dtype == dtype
+    if not fits or (table.ndim if isinstance(shape, int) else table.shape) != shape:
+        asked = shape if isinstance(shape, tuple) else f"with {shape} axes" if shape > 1 else "with one axis"
+        raise BadArgumentError(f"{name} is {shown(table)}; a NumPy array of {dtype} {asked} is needed")
 
 
 def check_ends(name: str, ends: Any, n: int) -> None:
     """Raise BadArgumentError unless `ends` are the ends of joined arrays with n entries in all."""
-    if not isinstance(ends, np.ndarray) or ends.dtype != np.int64 or ends.ndim != 1:
-        raise BadArgumentError(f"{name} is {shown(ends)}; an int64 NumPy array of one dimension is needed")
+    check_table(name, ends, "int64", 1)
     if (not ends.size and n) or (ends.size and (int(ends[-1]) != n or int(np.diff(ends, prepend=0).min()) < 0)):
         raise BadArgumentError(f"{name} are not ascending up to {n}")
 

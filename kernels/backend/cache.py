@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import llvmlite  # type: ignore[import-untyped]
 import numba
-from numba.core.caching import (
-    CompileResultCacheImpl,
-    FunctionCache,
-    InTreeCacheLocator,
-    UserProvidedCacheLocator,
-    UserWideCacheLocator,
-)
+from numba.core import caching
 from numba.core.serialize import dumps
 
 if TYPE_CHECKING:
@@ -50,12 +44,14 @@ def folder_of(function: Callable[..., object]) -> str:
 def _folders(function: Callable[..., object]) -> list[str]:
     """Return the folders that may hold compiled code of a function, in Numba's order."""
     own = bool(numba.config.CACHE_DIR)  # type: ignore[attr-defined]
-    locators: list[Any] = [UserProvidedCacheLocator] if own else [InTreeCacheLocator, UserWideCacheLocator]
+    locators: list[Any] = (
+        [caching.UserProvidedCacheLocator] if own else [caching.InTreeCacheLocator, caching.UserWideCacheLocator]
+    )
     source = inspect.getfile(function)
     return [str(locator(function, source).get_cache_path()) for locator in locators]
 
 
-class _ReadOnlyLocator(InTreeCacheLocator):
+class _ReadOnlyLocator(caching.InTreeCacheLocator):
     """A read-only folder with compiled code, as in an image with kernels compiled in advance."""
 
     @classmethod
@@ -69,13 +65,13 @@ class _ReadOnlyLocator(InTreeCacheLocator):
         return self
 
 
-class _Implementation(CompileResultCacheImpl):
+class _Implementation(caching.CompileResultCacheImpl):
     """Numba's choice of a folder, with read-only folders as the last choice."""
 
-    _locator_classes = [*CompileResultCacheImpl._locator_classes, _ReadOnlyLocator]  # noqa: RUF012 - as Numba has it
+    _locator_classes = [*caching.CompileResultCacheImpl._locator_classes, _ReadOnlyLocator]  # noqa: RUF012 - as Numba has it
 
 
-class Kept(FunctionCache):
+class Kept(caching.FunctionCache):
     """Numba's cache of one function, in files that may be damaged, missing or not writeable.
 
     Code is read from every folder that Numba knows, including read-only ones.

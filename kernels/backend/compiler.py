@@ -11,30 +11,19 @@ from types import BuiltinFunctionType
 from typing import Any
 
 from llvmlite.binding import Linkage  # type: ignore[import-untyped]
+from numba.core import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, Flags
 from numba.core.registry import CPUDispatcher
 from numba.core.runtime.nrt import rtsys
 from numba.core.targetconfig import ConfigStack
-from numba.core.types import (
-    Array,
-    Boolean,
-    Function,
-    Number,
-    NumberClass,
-    RangeIteratorType,
-    RangeType,
-    SliceType,
-    Tuple,
-    Type,
-    UniTuple,
-)
 
-_PLAIN = (Number, Boolean, Array, SliceType, Tuple, UniTuple, RangeType, RangeIteratorType)
+_NUMBERS = (types.Number, types.Boolean, types.RangeType, types.RangeIteratorType)
+_PLAIN = (*_NUMBERS, types.Array, types.SliceType, types.Tuple, types.UniTuple)
 """Types of arguments for which the same call always has the same signature."""
-_OWN = (Function, NumberClass, BuiltinFunctionType, str)
+_OWN = (types.Function, types.NumberClass, BuiltinFunctionType, str)
 """Types of Numba's own functions: of operators, conversions and iterators."""
-_signatures: dict[tuple[Any, tuple[Type, ...], bool], Any] = {}
+_signatures: dict[tuple[Any, tuple[types.Type, ...], bool], Any] = {}
 """Signature of each call of these functions with these types, with or without memory management."""
 
 
@@ -106,7 +95,7 @@ class RememberedCalls:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
-    def resolve_function_type(self, func: Any, args: tuple[Type, ...], kws: Any) -> Any:
+    def resolve_function_type(self, func: Any, args: tuple[types.Type, ...], kws: Any) -> Any:
         """Return the signature of a call, None if there is none."""
         if kws or not isinstance(func, _OWN) or not all(isinstance(a, _PLAIN) for a in args):
             return self._context.resolve_function_type(func, args, kws)

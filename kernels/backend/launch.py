@@ -83,6 +83,17 @@ class Launch:
         limit = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.warps, "enable_fp_fusion": False, **limit}
 
+    def run(self, kernel: Any, n: int, *arguments: Any, **constants: Any) -> None:
+        """Launch a kernel for n elements on the device of its first argument; nothing for n = 0.
+
+        Args:
+            kernel: has the compile-time parameters `BLOCK`, and `ROUNDS` if this configuration has rounds.
+            n: elements that the programs share.
+            arguments: inputs, the first a tensor, then outputs.
+            constants: compile-time parameters of the kernel's own.
+        """
+        run(kernel, self.programs(n), *arguments, **constants, **self.constants(n))
+
 
 def tensor(x: Array) -> torch.Tensor:
     """Return x as a contiguous torch tensor on its device, without a copy where possible."""
@@ -112,3 +123,15 @@ def on(t: torch.Tensor) -> AbstractContextManager[Any]:
     The interpreter computes with NumPy, so its warnings about overflows and NaNs, which kernels allow, are suppressed.
     """
     return np.errstate(all="ignore") if INTERPRETED or not t.is_cuda else torch.cuda.device(t.device)
+
+
+def run(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel with some programs on the device of its first argument; nothing for none."""
+    if programs:
+        with on(arguments[0]):
+            kernel[(programs,)](*arguments, **constants)
+
+
+def on_device(values: np.ndarray[Any, Any], t: torch.Tensor) -> torch.Tensor:
+    """Return a NumPy array, such as a table, as a tensor on the device of t."""
+    return torch.from_numpy(np.ascontiguousarray(values)).to(t.device)

@@ -29,6 +29,12 @@ def tally(symbol, value, inside, first, counts, sums):
     return counts, sums
 
 
+def tables(programs: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of counts and sums, one of each for every program."""
+    counts = torch.empty((programs, 256), dtype=torch.int32, device=device)
+    return counts, torch.empty((programs, 256), dtype=torch.float64, device=device)
+
+
 def totals(counts: torch.Tensor, *sums: torch.Tensor) -> torch.Tensor:
     """Add up the rows of all programs: float64 [1 + number of sums, 256] on the host.
 

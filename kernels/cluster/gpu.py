@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..backend.gpu_bits import order_key, single
-from ..backend.launch import Launch, like, on, tensor
+from ..backend.launch import Launch, like, on_device, tensor
 from . import MOST, SHIFT, SUM_BLOCK, Clusters, boundaries, dynamic_map, first_code, ranges, thresholds, unknown_label
 
 if TYPE_CHECKING:
@@ -101,19 +101,7 @@ def _sums(x: torch.Tensor) -> tuple[float, float]:
     while n > 1 or first:
         blocks = -(-n // SUM_BLOCK)
         sums = torch.empty((2, blocks), dtype=torch.float64, device=x.device)
-        with on(x):
-            sums_kernel[SUMS.grid(n)](
-                # inputs
-                values,
-                n,
-                blocks,
-                # outputs
-                sums,
-                # constants
-                FIRST=first,
-                ROWS=SUMS.size(n) // SUM_BLOCK,
-                **SUMS.constants(n),
-            )
+        SUMS.run(sums_kernel, n, values, n, blocks, sums, FIRST=first, ROWS=SUMS.size(n) // SUM_BLOCK)
         values, first, n = sums, False, blocks
     total, squares = values.reshape(-1).tolist()
     return total, squares
@@ -201,47 +189,16 @@ def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
     t = tensor(x).reshape(-1)
     n = t.numel()
     total, squares = _sums(t) if n else (0.0, 0.0)
-    edges = torch.from_numpy(boundaries(total, squares, n, clusters)).to(t.device)
+    edges = on_device(boundaries(total, squares, n, clusters), t)
     labels = torch.empty(n, dtype=torch.uint8, device=t.device)
     codes = torch.empty(n, dtype=torch.uint8, device=t.device)
     none = torch.tensor([[float("inf")], [-float("inf")]]).view(torch.int32).to(t.device)
     keys = _order_keys(none).repeat(1, clusters)
-    if n:
-        with on(t):
-            label_kernel[LABEL.grid(n)](
-                # inputs
-                t,
-                edges,
-                n,
-                clusters,
-                # outputs
-                labels,
-                keys[0],
-                keys[1],
-                # constants
-                LABELS=MOST,
-                **LABEL.constants(n),
-            )
+    LABEL.run(label_kernel, n, t, edges, n, clusters, labels, keys[0], keys[1], LABELS=MOST)
     lowest, highest = _order_keys(keys).view(torch.float32).cpu().numpy()
-    scale, minimum = (torch.from_numpy(v).to(t.device) for v in ranges(lowest, highest))
+    scale, minimum = (on_device(v, t) for v in ranges(lowest, highest))
     first, limits, _ = _tables(t.device)
-    if n:
-        with on(t):
-            encode_kernel[ELEMENTS.grid(n)](
-                # inputs
-                t,
-                labels,
-                scale,
-                minimum,
-                first,
-                limits,
-                n,
-                # outputs
-                codes,
-                # constants
-                SHIFT=SHIFT,
-                **ELEMENTS.constants(n),
-            )
+    ELEMENTS.run(encode_kernel, n, t, labels, scale, minimum, first, limits, n, codes, SHIFT=SHIFT)
     return Clusters(like(codes, x), like(labels, x), like(scale, x), like(minimum, x))
 
 
@@ -284,22 +241,7 @@ def cluster_dequantize(codes: Array, labels: Array, scale: Array, minimum: Array
     out = torch.empty(c.numel(), dtype=torch.float32, device=c.device)
     if c.numel():
         top = torch.zeros(1, dtype=torch.int32, device=c.device)
-        with on(c):
-            decode_kernel[ELEMENTS.grid(c.numel())](
-                # inputs
-                c,
-                k,
-                s,
-                b,
-                _tables(c.device)[2],
-                c.numel(),
-                s.numel(),
-                # outputs
-                out,
-                top,
-                # constants
-                **ELEMENTS.constants(c.numel()),
-            )
+        ELEMENTS.run(decode_kernel, c.numel(), c, k, s, b, _tables(c.device)[2], c.numel(), s.numel(), out, top)
         found = int(top.item())
         if found >= s.numel():
             raise unknown_label(found, s.numel())

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..backend.gpu_bits import widened
-from ..backend.launch import Launch, on, tensor
+from ..backend.launch import Launch, tensor
 from . import Distortion
 
 if TYPE_CHECKING:
@@ -47,16 +47,6 @@ def distortion(x: Array, y: Array) -> Distortion:
     if a.numel() == 0:
         return Distortion(0.0, 0.0, 0.0)
     sums = torch.empty((SUMS.programs(a.numel()), 3), dtype=torch.float64, device=a.device)
-    with on(a):
-        distortion_kernel[SUMS.grid(a.numel())](
-            # inputs
-            a,
-            b,
-            a.numel(),
-            # outputs
-            sums,
-            # constants
-            **SUMS.constants(a.numel()),
-        )
+    SUMS.run(distortion_kernel, a.numel(), a, b, a.numel(), sums)
     error, norm, largest = torch.cat([sums[:, :2].sum(0), sums[:, 2].amax(0, keepdim=True)]).tolist()
     return Distortion(error, norm, largest)

@@ -12,7 +12,8 @@ import triton.language as tl
 from ..backend.arrays import dtype_name
 from ..backend.floats import format_named
 from ..backend.gpu_bits import magnitude_bits
-from ..backend.launch import INTEGERS, Launch, bit_view, like, on, tensor
+from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, tensor
+from ..planes.gpu import UNSIGNED
 from . import Buckets, Promotion, unknown_level
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ COPIES = 16
 """Number of copies of the tables, which programs use in turn."""
 SLICE = 1 << 30
 """Elements per launch: no 32-bit counter can overflow."""
-UNSIGNED = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 @triton.jit
@@ -96,21 +96,8 @@ def exponent_buckets(x: Array) -> Buckets:
     for start in range(0, t.numel(), SLICE):
         part = t[start : start + SLICE]
         counts = torch.zeros((copies, 2 * fields + 1), dtype=torch.int32, device=t.device)
-        with on(t):
-            extremes_kernel[COUNT.grid(part.numel())](
-                # inputs
-                part,
-                part.numel(),
-                copies,
-                # outputs
-                counts,
-                lowest,
-                highest,
-                # constants
-                WIDTH=fmt.width,
-                M=fmt.mantissa,
-                **COUNT.constants(part.numel()),
-            )
+        n, tables = part.numel(), (counts, lowest, highest)
+        COUNT.run(extremes_kernel, n, part, n, copies, *tables, WIDTH=fmt.width, M=fmt.mantissa)
         totals += counts.sum(0)
     lows = torch.where(totals > 0, lowest.amin(0).to(torch.int64), 0)
     host = torch.stack([totals, lows, highest.amax(0).to(torch.int64)]).cpu().numpy()
@@ -135,22 +122,9 @@ def exponent_quantize(x: Array, promotion: Promotion) -> Array:
     """See `shrinkpoint.kernels.exponent.exponent_quantize`."""
     fmt = format_named(promotion.format)
     t = tensor(x)
-    wide = promotion.table.dtype.itemsize == 2
-    levels = torch.empty(t.shape, dtype=torch.uint16 if wide else torch.uint8, device=t.device)
-    if t.numel():
-        with on(t):
-            quantize_kernel[LOOK_UP.grid(t.numel())](
-                # inputs
-                bit_view(t),
-                torch.from_numpy(promotion.table).to(t.device),
-                t.numel(),
-                # outputs
-                levels,
-                # constants
-                WIDTH=fmt.width,
-                M=fmt.mantissa,
-                **LOOK_UP.constants(t.numel()),
-            )
+    n, table = t.numel(), on_device(promotion.table, t)
+    levels = torch.empty(t.shape, dtype=table.dtype, device=t.device)
+    LOOK_UP.run(quantize_kernel, n, bit_view(t), table, n, levels, WIDTH=fmt.width, M=fmt.mantissa)
     return like(levels, x)
 
 
@@ -169,23 +143,11 @@ def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
     """See `shrinkpoint.kernels.exponent.exponent_dequantize`."""
     t = tensor(levels)
     itemsize = codebook.dtype.itemsize
-    patterns = np.ascontiguousarray(codebook).view(f"int{8 * itemsize}")
+    patterns = on_device(codebook.view(f"int{8 * itemsize}"), t)
     out = torch.empty(t.shape, dtype=INTEGERS[itemsize], device=t.device)
     if t.numel():
         top = torch.zeros(1, dtype=torch.int32, device=t.device)
-        with on(t):
-            look_up_kernel[LOOK_UP.grid(t.numel())](
-                # inputs
-                t,
-                torch.from_numpy(patterns).to(t.device),
-                t.numel(),
-                codebook.size,
-                # outputs
-                out,
-                top,
-                # constants
-                **LOOK_UP.constants(t.numel()),
-            )
+        LOOK_UP.run(look_up_kernel, t.numel(), t, patterns, t.numel(), codebook.size, out, top)
         found = int(top.item())
         if found >= codebook.size:
             raise unknown_level(found, codebook.size)

@@ -52,12 +52,7 @@ def _index(u: Any, mantissa: int, exponent: int, bits: int, buckets: int, out: A
         for i in range(v.size):
             m = np.uint64(v[i]) & magnitude
             if m - np.uint64(1) < fraction:
-                p = np.int64(0)
-                rest = m
-                for width in (32, 16, 8, 4, 2, 1):
-                    if rest >> np.uint64(width):
-                        rest >>= np.uint64(width)
-                        p += width
+                p = _highest(m)
                 j = (p << bits) + np.int64(((m << np.uint64(mantissa - p)) & fraction) >> low) + 1
                 o[i] = np.int32(buckets - j if np.uint64(v[i]) > magnitude else buckets + j)
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from ..backend.arrays import dtype_name
 from ..backend.floats import FORMATS
 from ..backend.gpu_bits import bucket_of, magnitude_bits, pattern_of, product_magnitude, special_levels
-from ..backend.launch import INTEGERS, Launch, bit_view, like, on, tensor
+from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, run, tensor
 from ..backend.transfer import to_cpu
 from ..quantizer import magnitude_bits as threshold_bits
 from ..quantizer import product_format
@@ -58,21 +58,8 @@ def bucket_index(x: Array, bits: int) -> Array:
     t = tensor(x)
     fmt = FORMATS[dtype_name(x)]
     index = torch.empty(t.shape, dtype=torch.int32, device=t.device)
-    if t.numel():
-        with on(t):
-            index_kernel[ELEMENTS.grid(t.numel())](
-                # inputs
-                bit_view(t),
-                t.numel(),
-                bits,
-                # outputs
-                index,
-                # constants
-                WIDTH=fmt.width,
-                M=fmt.mantissa,
-                OCTAVES=fmt.octaves,
-                **ELEMENTS.constants(t.numel()),
-            )
+    constants = {"WIDTH": fmt.width, "M": fmt.mantissa, "OCTAVES": fmt.octaves}
+    ELEMENTS.run(index_kernel, t.numel(), bit_view(t), t.numel(), bits, index, **constants)
     return like(index, x)
 
 
@@ -137,21 +124,8 @@ def bucket_value(index: Array, bits: int, dtype: str) -> Array:
     t = tensor(index)
     fmt = FORMATS[dtype]
     patterns = torch.empty(t.shape, dtype=INTEGERS[fmt.width // 8], device=t.device)
-    if t.numel():
-        with on(t):
-            value_kernel[ELEMENTS.grid(t.numel())](
-                # inputs
-                t,
-                t.numel(),
-                bits,
-                # outputs
-                patterns,
-                # constants
-                WIDTH=fmt.width,
-                M=fmt.mantissa,
-                OCTAVES=fmt.octaves,
-                **ELEMENTS.constants(t.numel()),
-            )
+    constants = {"WIDTH": fmt.width, "M": fmt.mantissa, "OCTAVES": fmt.octaves}
+    ELEMENTS.run(value_kernel, t.numel(), t, t.numel(), bits, patterns, **constants)
     return like(patterns.view(getattr(torch, fmt.name)), index)
 
 
@@ -407,23 +381,8 @@ def _launch(
     longest = max(p.x.numel() for p in parts)
     table, programs = _table(parts, longest)
     counts = torch.zeros((len(parts), copies, size), dtype=torch.int32, device=first.x.device)
-    with on(first.x):
-        count_kernel[(programs,)](
-            # inputs
-            first.x,
-            first.gradient,
-            torch.from_numpy(table).to(first.x.device),
-            len(parts),
-            size,
-            copies,
-            bits,
-            # outputs
-            counts,
-            # constants
-            FIELDS=FIELDS,
-            **constants,
-            **COUNT.constants(longest),
-        )
+    inputs = first.x, first.gradient, on_device(table, first.x), len(parts), size, copies, bits
+    run(count_kernel, programs, *inputs, counts, FIELDS=FIELDS, **constants, **COUNT.constants(longest))
     summed = counts[:, 0] if copies == 1 else counts.sum(1, dtype=torch.int32)
     result: np.ndarray[Any, np.dtype[np.int32]] = to_cpu(summed).numpy()
     return result

@@ -75,21 +75,39 @@ def _package_merge(weights: NumPy, limit: Int, lengths: NumPy, packages: NumPy, 
 
 
 @njit_in_place
-def _codes(lengths: NumPy, codes: NumPy) -> None:
-    count, following = local_array(PLACES, np.int64), local_array(PLACES, np.int64)
+def _canonical(lengths: NumPy, codes: NumPy, offsets: NumPy, order: NumPy) -> None:
+    """Codes of all symbols, and symbols sorted by code length and then by symbol.
+
+    offsets[0, l], offsets[1, l]: first code of length l, and that after the last; offsets[2, l]: its place in `order`.
+    """
+    count = local_array(PLACES, np.int64)
     count[:] = 0
     for s in range(lengths.size):
         count[lengths[s]] += 1
     code = np.int64(0)
+    place = np.int64(0)
     for length in range(1, LIMIT + 1):
-        following[length] = code
+        offsets[0, length] = code
+        offsets[1, length] = code + count[length]
+        offsets[2, length] = place
+        place += count[length]
         code = (code + count[length]) << 1
+        count[length] = 0
     for s in range(lengths.size):
         length = lengths[s]
         codes[s] = 0
         if length > 0:
-            codes[s] = following[length]
-            following[length] += 1
+            codes[s] = offsets[0, length] + count[length]
+            order[offsets[2, length] + count[length]] = s
+            count[length] += 1
+
+
+def _codes(lengths: NumPy) -> tuple[NumPy, NumPy, NumPy]:
+    """Codes, offsets and order of checked lengths; see `_canonical`."""
+    codes, order = np.empty(lengths.size, np.uint32), np.zeros(lengths.size, np.int32)
+    offsets = np.empty((3, PLACES), np.int64)
+    _canonical(lengths, codes, offsets, order)
+    return codes, offsets, order
 
 
 @njit_inline
@@ -120,6 +138,15 @@ def _store(data: NumPy, at: Any, word: Any) -> None:
     data[at + U64(7)] = U8(word & U64(255))
 
 
+@njit_inline
+def _append(out: NumPy, at: Any, held: Any, bits: Any, code: Any, length: Any) -> Any:
+    """Append a code to the bits that are held, and store these; return `at`, `held` and `bits`."""
+    bits += length
+    held |= code << ((U64(64) - bits) & U64(63))
+    _store(out, at, held)
+    return at + (bits >> U64(3)), held << (bits & U64(56)), bits & U64(7)
+
+
 @njit_in_place
 def _encode(symbols: NumPy, table: NumPy, short: Int, out: NumPy, at: Int) -> Int:
     """Write the codes of `symbols` to `out` from byte `at`; return the end, or -1.
@@ -146,62 +173,23 @@ def _encode(symbols: NumPy, table: NumPy, short: Int, out: NumPy, at: Int) -> In
             la, lb = ((e0 >> U64(32)) & U64(31)) + l1, ((e2 >> U64(32)) & U64(31)) + l3
             a = ((e0 & low) << l1) | (e1 & low)
             b = ((e2 & low) << l3) | (e3 & low)
-            bits += la + lb
-            held |= ((a << lb) | b) << ((U64(64) - bits) & U64(63))
-            _store(out, p, held)
-            p += bits >> U64(3)
-            held <<= bits & U64(56)
-            bits &= U64(7)
+            p, held, bits = _append(out, p, held, bits, (a << lb) | b, la + lb)
     else:
         for j in range(whole // 2):
             i = U64(2 * j)
             e0, e1 = table[symbols[i]], table[symbols[i + U64(1)]]
             absent |= e0 | e1
             l1 = (e1 >> U64(32)) & U64(31)
-            bits += ((e0 >> U64(32)) & U64(31)) + l1
-            held |= (((e0 & low) << l1) | (e1 & low)) << ((U64(64) - bits) & U64(63))
-            _store(out, p, held)
-            p += bits >> U64(3)
-            held <<= bits & U64(56)
-            bits &= U64(7)
+            both = ((e0 & low) << l1) | (e1 & low)
+            p, held, bits = _append(out, p, held, bits, both, ((e0 >> U64(32)) & U64(31)) + l1)
     for one in range(whole, n):
         e = table[symbols[one]]
         absent |= e
-        bits += (e >> U64(32)) & U64(31)
-        held |= (e & low) << ((U64(64) - bits) & U64(63))
-        _store(out, p, held)
-        p += bits >> U64(3)
-        held <<= bits & U64(56)
-        bits &= U64(7)
+        p, held, bits = _append(out, p, held, bits, e & low, (e >> U64(32)) & U64(31))
     if absent >> U64(63):
         return -1
     _store(out, p, held)
     return np.int64(p) + np.int64(bits > U64(0))
-
-
-@njit_in_place
-def _order(lengths: NumPy, offsets: NumPy, order: NumPy) -> None:
-    """Symbols sorted by code length and then by symbol.
-
-    offsets[0, l], offsets[1, l]: first code of length l, and that after the last; offsets[2, l]: its place in `order`.
-    """
-    count, following = local_array(PLACES, np.int64), local_array(PLACES, np.int64)
-    count[:] = 0
-    for s in range(lengths.size):
-        count[lengths[s]] += 1
-    code = np.int64(0)
-    place = np.int64(0)
-    for length in range(1, LIMIT + 1):
-        offsets[0, length] = code
-        offsets[1, length] = code + count[length]
-        offsets[2, length] = place
-        following[length] = place
-        place += count[length]
-        code = (code + count[length]) << 1
-    for s in range(lengths.size):
-        if lengths[s] > 0:
-            order[following[lengths[s]]] = s
-            following[lengths[s]] += 1
 
 
 @njit_in_place
@@ -305,6 +293,25 @@ def _step(window: Any, shift: Any, table: NumPy, out: NumPy, at: Any, bit: Any) 
     return window << used, at + (e >> U64(60)), bit + used, e
 
 
+@njit_inline
+def _longer(
+    data: NumPy, entry: Any, width: Int, offsets: NumPy, order: NumPy, unit: Int, out: NumPy, at: Any, bit: Any
+) -> Any:
+    """Decode a code that the last look-up did not find; return whether it does not exist.
+
+    `entry` is the result of that look-up; 0 if the code is longer, or does not exist.
+    """
+    failed = False
+    if entry == U64(0):
+        e = _long(_load(data, bit >> U64(3)) << (bit & U64(7)), width, offsets, order)
+        failed = e == 64
+        out[at] = U8((e >> 8) & 255)
+        out[at + U64(unit - 1)] = U8((e >> (8 * unit)) & 255)
+        at += U64(unit)
+        bit += U64(e & 63)
+    return at, bit, failed
+
+
 @njit_in_place
 def _decode4(
     data: NumPy, places: NumPy, width: Int, table: NumPy, offsets: NumPy, order: NumPy, unit: Int, out: NumPy
@@ -317,8 +324,6 @@ def _decode4(
         if places[k, 3] - places[k, 2] < ROOM:
             return True
     shift = U64(64 - width)
-    second = U64(unit - 1)
-    failed = False
     b0, b1, b2, b3 = U64(places[0, 0]), U64(places[1, 0]), U64(places[2, 0]), U64(places[3, 0])
     o0, o1, o2, o3 = U64(places[0, 2]), U64(places[1, 2]), U64(places[2, 2]), U64(places[3, 2])
     d0, d1 = U64(places[0, 1]) * U64(8), U64(places[1, 1]) * U64(8)
@@ -336,36 +341,11 @@ def _decode4(
             w1, o1, b1, e1 = _step(w1, shift, table, out, o1, b1)
             w2, o2, b2, e2 = _step(w2, shift, table, out, o2, b2)
             w3, o3, b3, e3 = _step(w3, shift, table, out, o3, b3)
-        # A look-up without a result: the code is longer, or does not exist.
-        if e0 == U64(0):
-            e = _long(_load(data, b0 >> U64(3)) << (b0 & U64(7)), width, offsets, order)
-            failed |= e == 64
-            out[o0] = U8((e >> 8) & 255)
-            out[o0 + second] = U8((e >> (8 * unit)) & 255)
-            o0 += U64(unit)
-            b0 += U64(e & 63)
-        if e1 == U64(0):
-            e = _long(_load(data, b1 >> U64(3)) << (b1 & U64(7)), width, offsets, order)
-            failed |= e == 64
-            out[o1] = U8((e >> 8) & 255)
-            out[o1 + second] = U8((e >> (8 * unit)) & 255)
-            o1 += U64(unit)
-            b1 += U64(e & 63)
-        if e2 == U64(0):
-            e = _long(_load(data, b2 >> U64(3)) << (b2 & U64(7)), width, offsets, order)
-            failed |= e == 64
-            out[o2] = U8((e >> 8) & 255)
-            out[o2 + second] = U8((e >> (8 * unit)) & 255)
-            o2 += U64(unit)
-            b2 += U64(e & 63)
-        if e3 == U64(0):
-            e = _long(_load(data, b3 >> U64(3)) << (b3 & U64(7)), width, offsets, order)
-            failed |= e == 64
-            out[o3] = U8((e >> 8) & 255)
-            out[o3 + second] = U8((e >> (8 * unit)) & 255)
-            o3 += U64(unit)
-            b3 += U64(e & 63)
-        if failed:
+        o0, b0, f0 = _longer(data, e0, width, offsets, order, unit, out, o0, b0)
+        o1, b1, f1 = _longer(data, e1, width, offsets, order, unit, out, o1, b1)
+        o2, b2, f2 = _longer(data, e2, width, offsets, order, unit, out, o2, b2)
+        o3, b3, f3 = _longer(data, e3, width, offsets, order, unit, out, o3, b3)
+        if f0 | f1 | f2 | f3:
             return False
     places[0, 0], places[1, 0], places[2, 0], places[3, 0] = np.int64(b0), np.int64(b1), np.int64(b2), np.int64(b3)
     places[0, 2], places[1, 2], places[2, 2], places[3, 2] = np.int64(o0), np.int64(o1), np.int64(o2), np.int64(o3)
@@ -429,10 +409,7 @@ def _checked(lengths: Array, error: type[Exception]) -> NumPy:
 
 def huffman_codes(lengths: Array) -> Array:
     """See `kernels.huffman.huffman_codes`."""
-    found = _checked(lengths, BadArgumentError)
-    codes = np.empty(found.size, np.uint32)
-    _codes(found, codes)
-    return like(codes, lengths)
+    return like(_codes(_checked(lengths, BadArgumentError))[0], lengths)
 
 
 def _varint(value: int) -> bytes:
@@ -453,9 +430,7 @@ def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array
         return like(np.empty(0, np.uint8), symbols)
     if int(s.max()) >= found.size:
         raise BadArgumentError(f"symbols holds {int(s.max())}; lengths has {found.size} elements")
-    codes = np.empty(found.size, np.uint32)
-    _codes(found, codes)
-    table = np.where(found > 0, codes | (found.astype(np.uint64) << U64(32)), U64(1 << 63))
+    table = np.where(found > 0, _codes(found)[0] | (found.astype(np.uint64) << U64(32)), U64(1 << 63))
     longest = int(found.max())
     part = -(-s.size // streams)
     buffer = np.empty((s.size * longest + 7) // 8 + streams + 8, np.uint8)
@@ -516,11 +491,7 @@ def huffman_decode(data: Array, lengths: Array, n: int, dtype: str = "uint8", *,
     padded = np.zeros(d.size + SPARE, np.uint8)
     padded[: d.size] = d
     unit = int(dtype[4:]) // 8
-    codes = np.empty(found.size, np.uint32)
-    _codes(found, codes)
-    offsets = np.zeros((3, PLACES), np.int64)
-    order = np.zeros(found.size, np.int32)
-    _order(found, offsets, order)
+    codes, offsets, order = _codes(found)
     longest = int(found.max())
     width = min(longest, TABLE_BITS)
     bulk = streams == 4 and n >= BULK

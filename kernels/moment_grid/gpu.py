@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from ..backend.gpu_bits import rounded
-from ..backend.launch import Launch, like, on, tensor
-from ..backend.tally import tally, totals
+from ..backend.launch import Launch, like, on_device, tensor
+from ..backend.tally import tables, tally, totals
 from . import ESCAPE, FARTHEST
 
 if TYPE_CHECKING:
@@ -65,26 +65,10 @@ def symbols_kernel(
 def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]:
     """See `shrinkpoint.kernels.moment_grid.grid_symbols`."""
     t, v = tensor(x), tensor(square)
-    programs = SYMBOLS.programs(t.numel())
     symbols = torch.empty(t.numel(), dtype=torch.uint8, device=t.device)
-    counts = torch.empty((programs, 256), dtype=torch.int32, device=t.device)
-    sums = torch.empty((programs, 256), dtype=torch.float64, device=t.device)
-    if programs:
-        with on(t):
-            symbols_kernel[(programs,)](
-                # inputs
-                t,
-                v,
-                t.numel(),
-                float(np.float32(step)),
-                # outputs
-                symbols,
-                counts,
-                sums,
-                # constants
-                FARTHEST=FARTHEST,
-                **SYMBOLS.constants(t.numel()),
-            )
+    counts, sums = tables(SYMBOLS.programs(t.numel()), t.device)
+    given = t, v, t.numel(), float(np.float32(step))
+    SYMBOLS.run(symbols_kernel, t.numel(), *given, symbols, counts, sums, FARTHEST=FARTHEST)
     count, total = totals(counts, sums).numpy()
     return like(symbols, x), total, count
 
@@ -103,19 +87,7 @@ def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[n
     """See `shrinkpoint.kernels.moment_grid.grid_values`."""
     t, v = tensor(symbols), tensor(square)
     out = torch.empty(t.shape, dtype=torch.float32, device=t.device)
-    if t.numel():
-        with on(t):
-            values_kernel[VALUES.grid(t.numel())](
-                # inputs
-                t,
-                v,
-                torch.from_numpy(np.ascontiguousarray(table)).to(t.device),
-                t.numel(),
-                # outputs
-                out,
-                # constants
-                **VALUES.constants(t.numel()),
-            )
+    VALUES.run(values_kernel, t.numel(), t, v, on_device(table, t), t.numel(), out)
     return like(out, symbols)
 
 
@@ -141,22 +113,8 @@ def grid_products(
 ) -> tuple[float, float, float]:
     """See `shrinkpoint.kernels.moment_grid.grid_products`."""
     t = tensor(x)
-    programs = VALUES.programs(t.numel())
-    sums = torch.zeros((programs, 3), dtype=torch.float64, device=t.device)
-    if programs:
-        with on(t):
-            products_kernel[(programs,)](
-                # inputs
-                t,
-                tensor(square),
-                tensor(symbols),
-                torch.from_numpy(np.ascontiguousarray(table)).to(t.device),
-                t.numel(),
-                # outputs
-                sums,
-                # constants
-                ESCAPE=ESCAPE,
-                **VALUES.constants(t.numel()),
-            )
+    sums = torch.zeros((VALUES.programs(t.numel()), 3), dtype=torch.float64, device=t.device)
+    inputs = t, tensor(square), tensor(symbols), on_device(table, t), t.numel()
+    VALUES.run(products_kernel, t.numel(), *inputs, sums, ESCAPE=ESCAPE)
     norm, products, squares = sums.sum(0).tolist()
     return norm, products, squares

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.launch import INTERPRETED, Launch, like, on, tensor
+from ..backend.launch import INTERPRETED, Launch, like, on_device, run, tensor
 from . import LANES, PART, halvings
 
 if TYPE_CHECKING:
@@ -62,26 +62,14 @@ def square_sum(x: Array) -> tuple[float, float]:
     if not t.numel():
         return 0.0, 0.0
     levels, sizes = halvings(t.numel())
-    starts = torch.from_numpy(np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])).to(t.device)
+    starts = on_device(np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]), t)
     sums = torch.empty((2, sizes.size), dtype=torch.float64, device=t.device)
     block = min(SQUARES.size(t.numel()), 1 << 12) if INTERPRETED else SQUARES.block
-    with on(t):
-        squares_kernel[(-(-sizes.size // block),)](
-            # inputs
-            t,
-            starts,
-            sizes.size,
-            # outputs
-            sums,
-            # constants
-            LANES=LANES,
-            STEPS=PART // LANES,
-            BLOCK=block,
-            **SQUARES.options,
-        )
+    constants = {"LANES": LANES, "STEPS": PART // LANES, "BLOCK": block, **SQUARES.options}
+    run(squares_kernel, -(-sizes.size // block), t, starts, sizes.size, sums, **constants)
     total = sums[0]
     for level in reversed(levels):
-        halved = torch.from_numpy(level).to(t.device)
+        halved = on_device(level, t)
         last = (1 + halved).cumsum(0) - 1
         total = torch.where(halved > 0, total[last - halved] + total[last], total[last])
     found, largest = torch.stack([total[0], sums[1].max()]).tolist()
@@ -103,18 +91,7 @@ def step_multiples(x: Array, step: float, dtype: str) -> Array:
     """See `shrinkpoint.kernels.multiples.step_multiples`."""
     t = tensor(x)
     out = torch.empty(t.shape, dtype=getattr(torch, dtype), device=t.device)
-    if t.numel():
-        with on(t):
-            multiples_kernel[ELEMENTS.grid(t.numel())](
-                # inputs
-                t,
-                t.numel(),
-                step,
-                # outputs
-                out,
-                # constants
-                **ELEMENTS.constants(t.numel()),
-            )
+    ELEMENTS.run(multiples_kernel, t.numel(), t, t.numel(), step, out)
     return like(out, x)
 
 
@@ -132,16 +109,5 @@ def step_values(multiples: Array, step: float, dtype: str) -> Array:
     """See `shrinkpoint.kernels.multiples.step_values`."""
     t = tensor(multiples)
     out = torch.empty(t.shape, dtype=getattr(torch, dtype), device=t.device)
-    if t.numel():
-        with on(t):
-            values_kernel[ELEMENTS.grid(t.numel())](
-                # inputs
-                t,
-                t.numel(),
-                step,
-                # outputs
-                out,
-                # constants
-                **ELEMENTS.constants(t.numel()),
-            )
+    ELEMENTS.run(values_kernel, t.numel(), t, t.numel(), step, out)
     return like(out, multiples)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..backend.arguments import array, check_table, integer, shown
+from ..backend.arguments import array, check_table, integer
 from ..backend.dispatch import OnHost
 from ..errors import BadArgumentError
 
@@ -221,9 +221,7 @@ def _check_factors(rows: Array, columns: Array, heights: Heights, n: int, phase:
 
 
 def _check_heights(heights: Heights, n: int, columns: int, phase: int) -> None:
-    if not isinstance(heights, np.ndarray):
-        raise BadArgumentError(f"heights is {shown(heights)}; an int64 NumPy array is needed")
-    check_table("heights", heights, "int64", (heights.size,))
+    check_table("heights", heights, "int64", 1)
     lines = -(-(phase + n) // columns)
     fits = heights.size >= 1 and (heights >= 1).all() and int(heights.sum()) == lines
     if not fits or (heights.size > 1 and (phase or n % columns)):

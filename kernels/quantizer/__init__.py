@@ -60,7 +60,6 @@ def check_gradient(x: Array, gradient: Array) -> None:
     same_device("gradient", gradient, "x", x)
 
 
-PRUNED = 0
 PROTECTED = 1
 FIRST_CODE = 2
 MAX_CODES = 254

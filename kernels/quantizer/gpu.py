@@ -12,7 +12,7 @@ import triton.language as tl
 from ..backend.arrays import dtype_name
 from ..backend.floats import FORMATS
 from ..backend.gpu_bits import magnitude_bits, pattern_of, product_magnitude, special_levels, widened
-from ..backend.launch import Launch, like, on, tensor
+from ..backend.launch import Launch, bit_view, like, on_device, tensor
 from ..errors import CorruptDataError
 from ..histogram.gpu import threshold_patterns
 from . import boundaries, product_format
@@ -87,25 +87,10 @@ def assign(x: Array, thresholds: Thresholds, codebook: Array, *, gradient: Array
     edges = np.full(max((1 << max(steps, 0)) - 1, 1), np.inf, np.float64 if fmt.width == 64 else np.float32)
     edges[: max(codes - 1, 0)] = boundaries(codebook, fmt.name)
     levels = torch.empty(t.shape, dtype=torch.uint8, device=t.device)
-    if t.numel():
-        with on(t):
-            assign_kernel[ASSIGN.grid(t.numel())](
-                # inputs
-                t,
-                g,
-                torch.from_numpy(edges).to(t.device),
-                t.numel(),
-                *threshold_patterns(x, thresholds, gradient),
-                # outputs
-                levels,
-                # constants
-                WIDTH=fmt.width,
-                GRADIENT=gradient is not None,
-                DOUBLE=gradient is not None and product_format(x, gradient) == "float64",
-                STEPS=steps,
-                PIVOTS=PIVOTS,
-                **ASSIGN.constants(t.numel()),
-            )
+    inputs = t, g, on_device(edges, t), t.numel(), *threshold_patterns(x, thresholds, gradient)
+    double = gradient is not None and product_format(x, gradient) == "float64"
+    constants = {"WIDTH": fmt.width, "GRADIENT": gradient is not None, "DOUBLE": double}
+    ASSIGN.run(assign_kernel, t.numel(), *inputs, levels, **constants, STEPS=steps, PIVOTS=PIVOTS)
     return like(levels, x)
 
 
@@ -156,27 +141,12 @@ def dequantize(levels: Array, codebook: Array, *, protected: Array | None = None
     exact = codes[:0] if protected is None else tensor(protected)
     values = torch.empty(t.shape, dtype=codes.dtype, device=t.device)
     before = _protected_before(t, codes.numel(), None if protected is None else exact.numel())
-    if t.numel():
-        with on(t):
-            values_kernel[VALUES.grid(t.numel())](
-                # inputs
-                t,
-                _patterns(torch.cat([codes.new_zeros(2), codes])),
-                _patterns(exact if exact.numel() else codes.new_zeros(1)),
-                before,
-                t.numel(),
-                # outputs
-                _patterns(values),
-                # constants
-                PROTECTED=exact.numel() > 0,
-                **VALUES.constants(t.numel()),
-            )
+    # Values are moved as integers, never computed with, so NaNs keep payloads.
+    table = bit_view(torch.cat([codes.new_zeros(2), codes]))
+    own = bit_view(exact if exact.numel() else codes.new_zeros(1))
+    inputs = t, table, own, before, t.numel()
+    VALUES.run(values_kernel, t.numel(), *inputs, bit_view(values), PROTECTED=exact.numel() > 0)
     return like(values, codebook)
-
-
-def _patterns(t: torch.Tensor) -> torch.Tensor:
-    """View floats as integers: values are moved, never computed with, so NaNs keep payloads."""
-    return t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def _protected_before(levels: torch.Tensor, codes: int, protected: int | None) -> Any:
@@ -185,25 +155,10 @@ def _protected_before(levels: torch.Tensor, codes: int, protected: int | None) -
     Checks the levels, which waits for the device once.
     """
     blocks = VALUES.programs(levels.numel())
-    counts = torch.empty(blocks, dtype=torch.int32, device=levels.device)
-    highest = torch.empty(blocks, dtype=torch.int32, device=levels.device)
-    if blocks == 0:
-        found, top = 0, 0
-        before = counts.to(torch.int64)
-    else:
-        with on(levels):
-            protected_kernel[(blocks,)](
-                # inputs
-                levels,
-                levels.numel(),
-                # outputs
-                counts,
-                highest,
-                # constants
-                **VALUES.constants(levels.numel()),
-            )
-        before = counts.cumsum(0, dtype=torch.int64)
-        found, top = torch.stack([before[-1], highest.max().to(torch.int64)]).tolist()
+    counts, highest = (torch.empty(blocks, dtype=torch.int32, device=levels.device) for _ in range(2))
+    VALUES.run(protected_kernel, levels.numel(), levels, levels.numel(), counts, highest)
+    before = counts.cumsum(0, dtype=torch.int64)
+    found, top = torch.stack([before[-1], highest.max().to(torch.int64)]).tolist() if blocks else (0, 0)
     if top > codes + 1:
         raise CorruptDataError(f"levels hold {top}; with {codes} codes the highest is {codes + 1}")
     if protected is not None and found != protected:

@@ -211,6 +211,17 @@ def _encode_rest(
     return at
 
 
+@njit_inline
+def _emitted(x: Any, limit: Any, words: NumPy, to: Any) -> Any:
+    """Move a word out of a state that reaches the limit; return state and next position.
+
+    The word is written in any case but not always kept, because a branch here could not be predicted.
+    """
+    full = x >= limit
+    words[to] = U16(x & U64(0xFFFF))
+    return x >> U64(16) if full else x, to - U64(full)
+
+
 @njit_in_place
 def _encode_groups(
     symbols: NumPy, contexts: Any, columns: Int, table: NumPy, precision: Int, words: NumPy, at: Int, states: NumPy
@@ -223,7 +234,6 @@ def _encode_groups(
     """
     k = U64(32 + precision)
     row = U64(columns)
-    low = U64(0xFFFF)
     to = U64(at)
     absent = False
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
@@ -235,23 +245,10 @@ def _encode_groups(
         e0 = _context(contexts, i) * row + U64(symbols[i])
         # Rarely true if a symbol takes a fraction of a bit. Always true for an absent symbol, whose limit is zero.
         if x3 >= table[e3, 0] or x2 >= table[e2, 0] or x1 >= table[e1, 0] or x0 >= table[e0, 0]:
-            # Every word is written but not always kept, because a branch here could not be predicted.
-            full = x3 >= table[e3, 0]
-            words[to] = U16(x3 & low)
-            to -= U64(full)
-            x3 = x3 >> U64(16) if full else x3
-            full = x2 >= table[e2, 0]
-            words[to] = U16(x2 & low)
-            to -= U64(full)
-            x2 = x2 >> U64(16) if full else x2
-            full = x1 >= table[e1, 0]
-            words[to] = U16(x1 & low)
-            to -= U64(full)
-            x1 = x1 >> U64(16) if full else x1
-            full = x0 >= table[e0, 0]
-            words[to] = U16(x0 & low)
-            to -= U64(full)
-            x0 = x0 >> U64(16) if full else x0
+            x3, to = _emitted(x3, table[e3, 0], words, to)
+            x2, to = _emitted(x2, table[e2, 0], words, to)
+            x1, to = _emitted(x1, table[e1, 0], words, to)
+            x0, to = _emitted(x0, table[e0, 0], words, to)
             absent |= min(min(table[e3, 1], table[e2, 1]), min(table[e1, 1], table[e0, 1])) == U64(0)
         x3 += table[e3, 2] + ((x3 * table[e3, 1]) >> k) * table[e3, 3]
         x2 += table[e2, 2] + ((x2 * table[e2, 1]) >> k) * table[e2, 3]

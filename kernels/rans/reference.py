@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from array_api_compat import array_namespace
@@ -11,15 +12,12 @@ from array_api_compat import array_namespace
 from ..backend.lists import array, numbers
 from ..errors import BadArgumentError, CorruptDataError
 from ..rangecoder import reference as rangecoder
-from . import START, STATES, WIDE_PRECISION, WIDE_START, WIDE_STATES, short_digits
+from . import START, STATES, WIDE_START, WIDE_STATES, short_digits
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
 
     Model = list[tuple[list[int], list[int]]]
-
-ROW = 16
-"""Symbols of a stream with 64 states whose words stand together."""
 
 
 def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> Array:
@@ -101,30 +99,50 @@ def _contexts(contexts: Array | None, n: int, rows: int) -> list[int]:
     return found
 
 
+@dataclass(frozen=True)
+class _Form:
+    """Number of states and their value at the start, and in which order their words stand.
+
+    A stream with four states has the words of one symbol after another from the front; a wide one has those of a row of
+    16 symbols together, from the end.
+    """
+
+    states: int
+    start: int
+    row: int
+    from_end: bool
+
+    def rows(self, n: int) -> list[range]:
+        """Return the numbers of the symbols of each row."""
+        return [range(first, min(first + self.row, n)) for first in range(0, n, self.row)]
+
+
+_FORMS = {STATES: _Form(STATES, START, 1, False), WIDE_STATES: _Form(WIDE_STATES, WIDE_START, 16, True)}
+
+
 def rans_encode(
     symbols: Array, contexts: Array | None, frequencies: Array, precision: int, lanes: int = STATES
 ) -> Array:
     """See `shrinkpoint.kernels.rans.rans_encode`."""
-    model = _model(frequencies, precision)
+    form, model = _FORMS[lanes], _model(frequencies, precision)
     s = numbers(symbols)
     contexts_ = _contexts(contexts, len(s), len(model))
     if any(v >= len(model[c][0]) or model[c][0][v] == 0 for c, v in zip(contexts_, s, strict=True)):
         raise BadArgumentError("symbols holds one whose frequency in its context is zero")
-    if lanes != STATES:
-        return array(_encode_wide(s, contexts_, model), "uint8", symbols)
-    states = [START] * STATES
+    states = [form.start] * form.states
     words = []
-    for i in reversed(range(len(s))):
-        row, starts = model[contexts_[i]]
-        x, f = states[i % STATES], row[s[i]]
-        if x >= f << (32 - precision):
-            words.append(x & 0xFFFF)
-            x >>= 16
-        states[i % STATES] = ((x // f) << precision) + x % f + starts[s[i]]
-    if not words and states == [START] * STATES:
+    for row in reversed(form.rows(len(s))):
+        for i in row:
+            frequency, starts = model[contexts_[i]]
+            x, f = states[i % form.states], frequency[s[i]]
+            if x >= (form.start << 16 >> precision) * f:
+                words.append(x & 0xFFFF)
+                x >>= 16
+            states[i % form.states] = ((x // f) << precision) + x % f + starts[s[i]]
+    if lanes == STATES and not words and states == [START] * STATES:
         return array([], "uint8", symbols)
     data = [byte for x in states for byte in x.to_bytes(4, "little")]
-    data += [byte for w in reversed(words) for byte in w.to_bytes(2, "little")]
+    data += [byte for w in (words if form.from_end else reversed(words)) for byte in w.to_bytes(2, "little")]
     return array(data, "uint8", symbols)
 
 
@@ -135,86 +153,41 @@ def _pop(x: int, row: list[int], starts: list[int], precision: int) -> tuple[int
     return None if s is None else (s, row[s] * (x >> precision) + slot - starts[s])
 
 
-def _encode_wide(symbols: list[int], contexts: list[int], model: Model) -> list[int]:
-    """Encode with 64 states: rows of 16 symbols, last row first, ascending within a row."""
-    states, words = [WIDE_START] * WIDE_STATES, []
-    for first in reversed(range(0, len(symbols), ROW)):
-        for i in range(first, min(first + ROW, len(symbols))):
-            row, starts = model[contexts[i]]
-            x, f = states[i % WIDE_STATES], row[symbols[i]]
-            if x >= f << (31 - WIDE_PRECISION):
-                words.append(x & 0xFFFF)
-                x >>= 16
-            states[i % WIDE_STATES] = ((x // f) << WIDE_PRECISION) + x % f + starts[symbols[i]]
-    return [byte for x in states for byte in x.to_bytes(4, "little")] + [
-        byte for w in words for byte in w.to_bytes(2, "little")
-    ]
-
-
-def _decode_wide(d: bytes, contexts: list[int], model: Model, n: int) -> list[int] | None:
-    """Invert `_encode_wide`; return None for damaged bytes.
-
-    Words are taken from the end, those of a row in ascending order.
-    """
-    if len(d) < 4 * WIDE_STATES or len(d) % 2:
-        return None
-    states = [int.from_bytes(d[4 * k : 4 * k + 4], "little") for k in range(WIDE_STATES)]
-    if min(states) < WIDE_START or max(states) >= WIDE_START << 16:
-        return None
-    words = [int.from_bytes(d[k : k + 2], "little") for k in range(4 * WIDE_STATES, len(d), 2)]
-    out = []
-    for first in range(0, n, ROW):
-        short = []
-        for i in range(first, min(first + ROW, n)):
-            popped = _pop(states[i % WIDE_STATES], *model[contexts[i]], WIDE_PRECISION)
-            if popped is None:
-                return None
-            symbol, states[i % WIDE_STATES] = popped
-            out.append(symbol)
-            if states[i % WIDE_STATES] < WIDE_START:
-                short.append(i % WIDE_STATES)
-        if len(short) > len(words):
-            return None
-        taken, words = words[len(words) - len(short) :], words[: len(words) - len(short)]
-        for k, word in zip(short, taken, strict=True):
-            states[k] = states[k] << 16 | word
-    return out if not words and states == [WIDE_START] * WIDE_STATES else None
-
-
 def rans_decode(
     data: Array, contexts: Array | None, frequencies: Array, precision: int, n: int, lanes: int = STATES
 ) -> Array:
     """See `shrinkpoint.kernels.rans.rans_decode`."""
-    model = _model(frequencies, precision)
+    form, model = _FORMS[lanes], _model(frequencies, precision)
     contexts_ = _contexts(contexts, n, len(model))
-    d = bytes(numbers(data))
+    d, header = bytes(numbers(data)), 4 * lanes
     wrong = CorruptDataError(f"the bytes are not {n} rANS symbols of these frequencies")
-    if lanes != STATES:
-        symbols = _decode_wide(d, contexts_, model, n)
-        if symbols is None:
+    ends = [form.start] * form.states
+    states = list(ends)
+    if d or lanes != STATES:
+        states = [int.from_bytes(d[k : k + 4], "little") for k in range(0, header, 4)]
+        if len(d) < header or len(d) % 2 or min(states) < form.start or max(states) >= form.start << 16:
             raise wrong
-        return array(symbols, "uint8", data)
-    states = [START] * STATES
-    if d:
-        states = [int.from_bytes(d[4 * k : 4 * k + 4], "little") for k in range(STATES)]
-        if len(d) < 4 * STATES or len(d) % 2 or min(states) < START or d == START.to_bytes(4, "little") * STATES:
+        if lanes == STATES and len(d) == header and states == ends:
             raise wrong
-    words = [int.from_bytes(d[k : k + 2], "little") for k in range(4 * STATES, len(d), 2)]
+    words = [int.from_bytes(d[k : k + 2], "little") for k in range(header, len(d), 2)]
+    if not form.from_end:
+        words.reverse()
     out = []
-    at = 0
-    for i in range(n):
-        popped = _pop(states[i % STATES], *model[contexts_[i]], precision)
-        if popped is None:
-            raise wrong
-        symbol, x = popped
-        out.append(symbol)
-        if x < START:
-            if at == len(words):
+    for row in form.rows(n):
+        short = []
+        for i in row:
+            popped = _pop(states[i % form.states], *model[contexts_[i]], precision)
+            if popped is None:
                 raise wrong
-            x = x << 16 | words[at]
-            at += 1
-        states[i % STATES] = x
-    if at != len(words) or states != [START] * STATES:
+            symbol, states[i % form.states] = popped
+            out.append(symbol)
+            if states[i % form.states] < form.start:
+                short.append(i % form.states)
+        if len(short) > len(words):
+            raise wrong
+        for k in reversed(short):
+            states[k] = states[k] << 16 | words.pop()
+    if words or states != ends:
         raise wrong
     return array(out, "uint8", data)
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 NumPy = np.ndarray[Any, Any]
 Int = Any  # a machine integer or truth value inside compiled code
-U32 = np.uint32
 U64 = np.uint64
 PRECISION = 12
 """`kernels.rans.WIDE_PRECISION`; frequencies and starts have 13 bits."""

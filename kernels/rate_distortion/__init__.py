@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..backend.arguments import array, number, same_device, shown
+from ..backend.arguments import array, check_table, number, same_device, shown
 from ..backend.dispatch import Dispatch, OnHost
 from ..backend.floats import FORMATS
 from ..errors import BadArgumentError
@@ -179,7 +179,8 @@ def unsettled(x: Array, levels: Array, previous: Array, bounds: Table, importanc
     Source: own work.
     """
     _check_elements(x, levels, previous, importance)
-    if not isinstance(bounds, np.ndarray) or bounds.dtype != np.float32 or bounds.ndim != 3 or bounds.shape[2] != 4:
+    check_table("bounds", bounds, "float32", 3)
+    if bounds.shape[2] != 4:
         raise BadArgumentError(f"bounds is {shown(bounds)}; float32 NumPy [contexts, K + 2, 4] is needed")
     return Unsettled(*back_end(x).unsettled(x, levels, previous, bounds, importance))
 
@@ -193,10 +194,9 @@ def _check_elements(x: Array, levels: Array, previous: Array, importance: Array 
 
 
 def _check_tables(codebook: Table, prices: Table) -> None:
-    for name, table in (("codebook", codebook), ("prices", prices)):
-        if not isinstance(table, np.ndarray) or table.dtype != np.float32:
-            raise BadArgumentError(f"{name} is {shown(table)}; a float32 NumPy array is needed")
-    if codebook.ndim != 1 or prices.ndim != 2 or prices.shape[1] != codebook.size + 2 or not np.isfinite(prices).all():
+    check_table("codebook", codebook, "float32", 1)
+    check_table("prices", prices, "float32", 2)
+    if prices.shape[1] != codebook.size + 2 or not np.isfinite(prices).all():
         raise BadArgumentError(
             f"codebook has shape {codebook.shape}, prices {prices.shape}; [K] and finite [contexts, K + 2] are needed"
         )

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from ..backend.gpu_bits import single, widened
-from ..backend.launch import Launch, like, on, tensor
+from ..backend.launch import Launch, like, on_device, tensor
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -92,28 +91,11 @@ def rate_distortion_levels(
     """See `shrinkpoint.kernels.rate_distortion.rate_distortion_levels`."""
     t, own, before = tensor(x), tensor(levels), tensor(previous)
     out = torch.empty_like(own)
-    if t.numel() == 0:
-        return like(out, x)
     outside = torch.zeros(1, dtype=torch.int32, device=t.device)
-    with on(t):
-        choose_kernel[CHOOSE.grid(t.numel())](
-            # inputs
-            t,
-            own,
-            before,
-            torch.from_numpy(np.ascontiguousarray(codebook)).to(t.device),
-            torch.from_numpy(np.ascontiguousarray(prices)).to(t.device),
-            torch.empty(0, device=t.device) if importance is None else tensor(importance),
-            t.numel(),
-            codebook.shape[0] + 1,
-            prices.shape[0],
-            # outputs
-            out,
-            outside,
-            # constants
-            WEIGHTED=importance is not None,
-            **CHOOSE.constants(t.numel()),
-        )
+    weights = torch.empty(0, device=t.device) if importance is None else tensor(importance)
+    inputs = t, own, before, on_device(codebook, t), on_device(prices, t), weights
+    sizes = t.numel(), codebook.shape[0] + 1, prices.shape[0]
+    CHOOSE.run(choose_kernel, t.numel(), *inputs, *sizes, out, outside, WEIGHTED=importance is not None)
     if outside.item():
         raise BadArgumentError("a level is beyond the codebook, or a previous level beyond the prices")
     return like(out, x)
@@ -161,33 +143,16 @@ def unsettled(
 ) -> tuple[Array, Array, Array, Array, Array | None]:
     """See `shrinkpoint.kernels.rate_distortion.unsettled`."""
     t, own, before = tensor(x), tensor(levels), tensor(previous)
-    weights = None if importance is None else tensor(importance)
+    weights = torch.empty(0, device=t.device) if importance is None else tensor(importance)
     unsure = torch.empty(t.shape, dtype=torch.uint8, device=t.device)
     outside = torch.zeros(1, dtype=torch.int32, device=t.device)
-    if t.numel():
-        with on(t):
-            unsettled_kernel[SETTLE.grid(t.numel())](
-                # inputs
-                t,
-                own,
-                before,
-                torch.from_numpy(np.ascontiguousarray(bounds)).to(t.device),
-                torch.empty(0, device=t.device) if weights is None else weights,
-                t.numel(),
-                bounds.shape[1],
-                bounds.shape[0],
-                # outputs
-                unsure,
-                outside,
-                # constants
-                WEIGHTED=weights is not None,
-                **SETTLE.constants(t.numel()),
-            )
+    inputs = t, own, before, on_device(bounds, t), weights, t.numel(), bounds.shape[1], bounds.shape[0]
+    SETTLE.run(unsettled_kernel, t.numel(), *inputs, unsure, outside, WEIGHTED=importance is not None)
     if outside.item():
         raise BadArgumentError("a level or a previous level is beyond the bounds")
     at = torch.nonzero(unsure).reshape(-1)
     taken = [like(part, x) for part in (at, t[at].float(), own[at], before[at])]
-    return taken[0], taken[1], taken[2], taken[3], None if weights is None else like(weights[at], x)
+    return taken[0], taken[1], taken[2], taken[3], None if importance is None else like(weights[at], x)
 
 
 ELEMENTS = Launch(block=4096, warps=8)
@@ -216,18 +181,5 @@ def extrapolate(x: Array, earlier: Array, factor: float) -> Array:
     own, before = tensor(x), tensor(earlier)
     double = own.dtype == torch.float64
     out = torch.empty(own.shape, dtype=torch.float64 if double else torch.float32, device=own.device)
-    if own.numel():
-        with on(own):
-            extrapolate_kernel[ELEMENTS.grid(own.numel())](
-                # inputs
-                own,
-                before,
-                own.numel(),
-                factor,
-                # outputs
-                out,
-                # constants
-                DOUBLE=double,
-                **ELEMENTS.constants(own.numel()),
-            )
+    ELEMENTS.run(extrapolate_kernel, own.numel(), own, before, own.numel(), factor, out, DOUBLE=double)
     return like(out, x)

@@ -7,14 +7,14 @@ reads back from its cache. Sums are of integers, so their order does not matter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
 from ..backend.gpu_bits import rounded, single
-from ..backend.launch import INTERPRETED, Launch, like, on, tensor
+from ..backend.launch import INTERPRETED, Launch, like, run, tensor
 from . import ERROR_STEPS, KMEANS_STEPS, search_steps, unknown_code
 
 if TYPE_CHECKING:
@@ -40,6 +40,12 @@ class _Tiles:
     columns: int
     down: int
     across: int
+    launch: Launch
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constants and compiler options of a kernel that takes tiles."""
+        return {"ROWS": self.rows, "COLUMNS": self.columns, **self.launch.options}
 
 
 def _tiles(shape: torch.Size, launch: Launch = TILE) -> _Tiles:
@@ -47,7 +53,7 @@ def _tiles(shape: torch.Size, launch: Launch = TILE) -> _Tiles:
     columns = next((c for c in COLUMNS if width <= c), COLUMNS[-1])
     tile = min(max(1 << (height * width // 4).bit_length(), launch.block), 1 << 17) if INTERPRETED else launch.block
     rows = max(tile // columns, 1)
-    return _Tiles(rows, columns, -(-height // rows), -(-width // columns))
+    return _Tiles(rows, columns, -(-height // rows), -(-width // columns), launch)
 
 
 @triton.jit
@@ -217,27 +223,9 @@ def row_quantize(
     if t.numel():
         tiles = _tiles(t.shape)
         places = torch.empty(t.shape if method == "adaptive" else 1, dtype=torch.float32, device=t.device)
-        with on(t):
-            quantize_kernel[(tiles.down,)](
-                # inputs
-                t,
-                *t.shape,
-                float(2**bits - 1),
-                num_bins,
-                search_steps(num_bins, ratio),
-                # scratch
-                places,
-                # outputs
-                codes,
-                scale,
-                minimum,
-                # constants
-                METHOD=METHODS[method],
-                ERROR_STEPS=ERROR_STEPS,
-                ROWS=tiles.rows,
-                COLUMNS=tiles.columns,
-                **TILE.options,
-            )
+        inputs = t, *t.shape, float(2**bits - 1), num_bins, search_steps(num_bins, ratio)
+        constants = {"METHOD": METHODS[method], "ERROR_STEPS": ERROR_STEPS, **tiles.constants}
+        run(quantize_kernel, tiles.down, *inputs, places, codes, scale, minimum, **constants)
     return like(codes, x), like(scale, x), like(minimum, x)
 
 
@@ -271,21 +259,8 @@ def row_dequantize(codes: Array, scale: Array, minimum: Array) -> Array:
     out = torch.empty(t.shape, dtype=torch.float32, device=t.device)
     if t.numel():
         tiles = _tiles(t.shape)
-        with on(t):
-            dequantize_kernel[(tiles.down * tiles.across,)](
-                # inputs
-                t,
-                tensor(scale),
-                tensor(minimum),
-                *t.shape,
-                tiles.across,
-                # outputs
-                out,
-                # constants
-                ROWS=tiles.rows,
-                COLUMNS=tiles.columns,
-                **TILE.options,
-            )
+        inputs = t, tensor(scale), tensor(minimum), *t.shape, tiles.across
+        run(dequantize_kernel, tiles.down * tiles.across, *inputs, out, **tiles.constants)
     return like(out, codes)
 
 
@@ -416,26 +391,11 @@ def row_kmeans(x: Array, bits: int, *, iterations: int = 15) -> tuple[Array, Arr
         tiles = _tiles(t.shape, KMEANS)
         entries = next(e for e in ENTRIES if 2**bits <= e)
         rows = tiles.rows if INTERPRETED else kmeans_rows(tiles.columns, entries)
-        with on(t):
-            kmeans_kernel[(-(-t.shape[0] // rows),)](
-                # inputs
-                t,
-                *t.shape,
-                bits,
-                iterations,
-                # scratch
-                torch.empty(t.shape, dtype=torch.int32, device=t.device),
-                torch.empty(codebook.shape, dtype=torch.int32, device=t.device),
-                # outputs
-                codes,
-                codebook,
-                # constants
-                STEPS=KMEANS_STEPS,
-                ENTRIES=entries,
-                ROWS=rows,
-                COLUMNS=tiles.columns,
-                **KMEANS.options,
-            )
+        scratch = (torch.empty(x.shape, dtype=torch.int32, device=t.device) for x in (t, codebook))
+        constants = {"STEPS": KMEANS_STEPS, "ENTRIES": entries, **tiles.constants, "ROWS": rows}
+        run(
+            kmeans_kernel, -(-t.shape[0] // rows), t, *t.shape, bits, iterations, *scratch, codes, codebook, **constants
+        )
     return like(codes, x), like(codebook, x)
 
 
@@ -472,22 +432,8 @@ def row_lookup(codes: Array, codebook: Array) -> Array:
     if t.numel():
         tiles = _tiles(t.shape)
         highest = torch.zeros(1, dtype=torch.int32, device=t.device)
-        with on(t):
-            lookup_kernel[(tiles.down * tiles.across,)](
-                # inputs
-                t,
-                book,
-                *t.shape,
-                tiles.across,
-                book.shape[1],
-                # outputs
-                out,
-                highest,
-                # constants
-                ROWS=tiles.rows,
-                COLUMNS=tiles.columns,
-                **TILE.options,
-            )
+        inputs = t, book, *t.shape, tiles.across, book.shape[1]
+        run(lookup_kernel, tiles.down * tiles.across, *inputs, out, highest, **tiles.constants)
         found = int(highest.item())
         if found >= book.shape[1]:
             raise unknown_code(found, book.shape[1])

@@ -23,15 +23,27 @@ if TYPE_CHECKING:
 
 
 class BackEnd(Protocol):
-    """Functions that every back end of this subject has."""
+    """Functions that every back end of this subject has.
+
+    Residuals are of joined matrices of the given shapes, on a GPU of one matrix, from an element of the first on.
+    """
 
     def split_octaves(self, index: Array, bits: int, buckets: int) -> Octaves | None: ...
     def join_octaves(self, octaves: Octaves, bits: int, buckets: int) -> Array: ...
     def factor_sums(self, x: Array, columns: int) -> tuple[Any, Any]: ...
     def residual_symbols(
-        self, x: Array, rows: Factors, columns: Factors, start: int, eighths: int, previous: Array | None = None
+        self,
+        x: Array,
+        rows: Factors,
+        columns: Factors,
+        shapes: Shapes,
+        start: int,
+        eighths: int,
+        previous: Array | None,
     ) -> tuple[Array, Any, Any]: ...
-    def residual_values(self, symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array: ...
+    def residual_values(
+        self, symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, start: int, table: Factors
+    ) -> Array: ...
 
 
 class HostBackEnd(Protocol):
@@ -41,12 +53,6 @@ class HostBackEnd(Protocol):
     def class_sums(self, rows: Array, columns: Array, n: int, phase: int, base: int, classes: int) -> Array: ...
     def pattern_classes(self, patterns: Array, shift: int, table: Array) -> Array: ...
     def factors_many(self, x: Array, shapes: Shapes) -> tuple[Factors, Factors]: ...
-    def residual_symbols_many(
-        self, x: Array, rows: Factors, columns: Factors, shapes: Shapes, eighths: int, previous: Array | None
-    ) -> tuple[Array, Any, Any]: ...
-    def residual_values_many(
-        self, symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, table: Factors
-    ) -> Array: ...
 
 
 back_end = Dispatch[BackEnd]("scales")
@@ -354,12 +360,12 @@ def residual_symbols(
     Source: the rank-one estimate is Adafactor's (Shazeer and Stern 2018, section 3).
     """
     array("x", x, ("float32",), 1)
-    start = _checked_start(rows, columns, start, int(x.shape[0]))
+    shapes, start = _checked_start(rows, columns, start, int(x.shape[0]))
     eighths = eighths_of(octaves)
     if previous is not None:
         array("previous", previous, ("uint8",), x.shape)
         same_device("previous", previous, "x", x)
-    symbols, sums, counts = back_end(x).residual_symbols(x, rows, columns, start, eighths, previous)
+    symbols, sums, counts = back_end(x).residual_symbols(x, rows, columns, shapes, start, eighths, previous)
     return symbols, sums, counts
 
 
@@ -446,9 +452,9 @@ def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int,
         BadArgumentError: dtypes, shapes or ranges do not fit.
     """
     array("symbols", symbols, ("uint8",), 1)
-    start = _checked_start(rows, columns, start, int(symbols.shape[0]))
+    shapes, start = _checked_start(rows, columns, start, int(symbols.shape[0]))
     check_table("table", table, "float32", (256,))
-    return back_end(symbols).residual_values(symbols, rows, columns, start, table)
+    return back_end(symbols).residual_values(symbols, rows, columns, shapes, start, table)
 
 
 def factors_many(x: Array, shapes: Shapes) -> tuple[Factors, Factors]:
@@ -504,7 +510,7 @@ def residual_symbols_many(
     eighths = eighths_of(octaves)
     if previous is not None:
         array("previous", previous, ("uint8",), x.shape, host=True)
-    return on_host().residual_symbols_many(x, rows, columns, shapes, eighths, previous)
+    return back_end(x).residual_symbols(x, rows, columns, shapes, 0, eighths, previous)
 
 
 def residual_values_many(symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, table: Factors) -> Array:
@@ -528,13 +534,17 @@ def residual_values_many(symbols: Array, rows: Factors, columns: Factors, shapes
     array("symbols", symbols, ("uint8",), 1, host=True)
     _checked_factors(rows, columns, shapes := _checked_shapes(shapes, int(symbols.shape[0])))
     check_table("table", table, "float32", (256,))
-    return on_host().residual_values_many(symbols, rows, columns, shapes, table)
+    return back_end(symbols).residual_values(symbols, rows, columns, shapes, 0, table)
 
 
 def _checked_shapes(shapes: Shapes, n: int) -> Shapes:
-    if not isinstance(shapes, np.ndarray) or shapes.dtype != np.int64 or shapes.ndim != 2 or shapes.shape[1] != 2:
-        raise BadArgumentError(f"shapes is {shown(shapes)}; an int64 NumPy array [matrices, 2] is needed")
-    if (shapes < 1).any() or (shapes > n).any() or int((shapes[:, 0] * shapes[:, 1]).sum()) != n:
+    check_table("shapes", shapes, "int64", 2)
+    if (
+        shapes.shape[1] != 2
+        or (shapes < 1).any()
+        or (shapes > n).any()
+        or int((shapes[:, 0] * shapes[:, 1]).sum()) != n
+    ):
         raise BadArgumentError(f"shapes have not {n} elements together, or an axis below 1")
     return shapes
 
@@ -544,11 +554,11 @@ def _checked_factors(rows: Factors, columns: Factors, shapes: Shapes) -> None:
         check_table(name, factors, "float32", (int(size),))
 
 
-def _checked_start(rows: Factors, columns: Factors, start: int, n: int) -> int:
+def _checked_start(rows: Factors, columns: Factors, start: int, n: int) -> tuple[Shapes, int]:
+    """Return the shape of one matrix as that of several, and the start."""
     for name, factors in (("rows", rows), ("columns", columns)):
-        if not isinstance(factors, np.ndarray) or factors.dtype != np.float32 or factors.ndim != 1:
-            raise BadArgumentError(f"{name} is {shown(factors)}; a float32 NumPy array of one dimension is needed")
+        check_table(name, factors, "float32", 1)
     start = integer("start", start, 0, rows.size * columns.size)
     if start + n > rows.size * columns.size:
         raise BadArgumentError(f"elements {start} to {start + n} are not within {rows.size} x {columns.size}")
-    return start
+    return np.array([[rows.size, columns.size]], np.int64), start

@@ -265,8 +265,8 @@ def _estimates(rows: Any, columns: Any, i: int, j: int, out: Any) -> Any:
     return i, j
 
 
-@njit_in_place
-def _symbols(
+@njit_inline
+def _symbols_of(
     x: Any, keys: Any, rows: Any, columns: Any, start: int, cell: int, lookup: Any, centers: Any, previous: Any,
     estimates: Any, estimate_keys: Any, ratios: Any, patterns: Any, places: Any, out: Any, sums: Any, counts: Any,
 ) -> None:  # fmt: skip
@@ -341,8 +341,8 @@ def _lookup(eighths: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return table
 
 
-@njit_in_place
-def _values(symbols: Any, rows: Any, columns: Any, start: int, table: Any, estimates: Any, out: Any) -> None:
+@njit_inline
+def _values_of(symbols: Any, rows: Any, columns: Any, start: int, table: Any, estimates: Any, out: Any) -> None:
     i, j = start // columns.size, start % columns.size
     for at in range(0, symbols.size, estimates.size):
         n = min(estimates.size, symbols.size - at)
@@ -354,33 +354,6 @@ def _values(symbols: Any, rows: Any, columns: Any, start: int, table: Any, estim
 
 _STEP = 1 << 12
 """Estimates per block, which stay in the first-level cache."""
-
-
-def residual_symbols(
-    x: Array, rows: Factors, columns: Factors, start: int, eighths: int, previous: Array | None = None
-) -> tuple[Array, Any, Any]:
-    """See `shrinkpoint.kernels.scales`."""
-    values = to_numpy(x)
-    out = np.empty(values.size, np.uint8)
-    sums, counts = np.zeros((256, 4)), np.zeros((256, 4), np.int64)
-    estimates, ratios = np.empty(_STEP, np.float32), np.empty(_STEP, np.float32)
-    if values.size:
-        old = np.empty(0, np.uint8) if previous is None else to_numpy(previous)
-        _symbols(
-            values, values.view(np.uint32), rows, columns, start, eighths << 20, _lookup(eighths),
-            cell_centers(eighths), old, estimates, estimates.view(np.uint32), ratios, ratios.view(np.uint32),
-            np.empty(_STEP, np.int32), out, sums.reshape(-1), counts.reshape(-1),
-        )  # fmt: skip
-    return like(out, x), sums.sum(axis=1), counts.sum(axis=1).astype(np.float64)
-
-
-def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:
-    """See `shrinkpoint.kernels.scales`."""
-    own = to_numpy(symbols)
-    out = np.empty(own.size, np.float32)
-    if own.size:
-        _values(own, rows, columns, start, table, np.empty(_STEP, np.float32), out)
-    return like(out, symbols)
 
 
 @njit
@@ -413,30 +386,35 @@ def _factors(x: Any, shapes: Any, rows: Any, columns: Any, lanes: Any) -> None:
 
 
 @njit_in_place
-def _symbols_many(
-    x: Any, keys: Any, rows: Any, columns: Any, shapes: Any, cell: int, lookup: Any, centers: Any, previous: Any,
-    estimates: Any, estimate_keys: Any, ratios: Any, patterns: Any, places: Any, out: Any, sums: Any, counts: Any,
+def _symbols(
+    x: Any, keys: Any, rows: Any, columns: Any, shapes: Any, start: int, cell: int, lookup: Any, centers: Any,
+    previous: Any, estimates: Any, estimate_keys: Any, ratios: Any, patterns: Any, places: Any, out: Any, sums: Any,
+    counts: Any,
 ) -> None:  # fmt: skip
+    """Symbols and sums of one matrix after another, of the first from element `start` on."""
     at = i = j = 0
     for m in range(shapes.shape[0]):
         height, width = shapes[m, 0], shapes[m, 1]
-        end = at + height * width
+        end = min(at + height * width - start, x.size)
         old = previous[at:end] if previous.size else previous
-        _symbols(
-            x[at:end], keys[at:end], rows[i : i + height], columns[j : j + width], 0, cell, lookup, centers, old,
+        _symbols_of(
+            x[at:end], keys[at:end], rows[i : i + height], columns[j : j + width], start, cell, lookup, centers, old,
             estimates, estimate_keys, ratios, patterns, places, out[at:end], sums, counts,
         )  # fmt: skip
-        at, i, j = end, i + height, j + width
+        at, i, j, start = end, i + height, j + width, 0
 
 
 @njit_in_place
-def _values_many(symbols: Any, rows: Any, columns: Any, shapes: Any, table: Any, estimates: Any, out: Any) -> None:
+def _values(
+    symbols: Any, rows: Any, columns: Any, shapes: Any, start: int, table: Any, estimates: Any, out: Any
+) -> None:
+    """Values of one matrix after another, of the first from element `start` on."""
     at = i = j = 0
     for m in range(shapes.shape[0]):
         height, width = shapes[m, 0], shapes[m, 1]
-        end = at + height * width
-        _values(symbols[at:end], rows[i : i + height], columns[j : j + width], 0, table, estimates, out[at:end])
-        at, i, j = end, i + height, j + width
+        end = min(at + height * width - start, symbols.size)
+        _values_of(symbols[at:end], rows[i : i + height], columns[j : j + width], start, table, estimates, out[at:end])
+        at, i, j, start = end, i + height, j + width, 0
 
 
 def factors_many(x: Array, shapes: Shapes) -> tuple[Factors, Factors]:
@@ -446,8 +424,8 @@ def factors_many(x: Array, shapes: Shapes) -> tuple[Factors, Factors]:
     return rows, columns
 
 
-def residual_symbols_many(
-    x: Array, rows: Factors, columns: Factors, shapes: Shapes, eighths: int, previous: Array | None
+def residual_symbols(
+    x: Array, rows: Factors, columns: Factors, shapes: Shapes, start: int, eighths: int, previous: Array | None
 ) -> tuple[Array, Any, Any]:
     """See `shrinkpoint.kernels.scales`."""
     values = to_numpy(x)
@@ -455,17 +433,21 @@ def residual_symbols_many(
     sums, counts = np.zeros((256, 4)), np.zeros((256, 4), np.int64)
     estimates, ratios = np.empty(_STEP, np.float32), np.empty(_STEP, np.float32)
     old = np.empty(0, np.uint8) if previous is None else to_numpy(previous)
-    _symbols_many(
-        values, values.view(np.uint32), rows, columns, shapes, eighths << 20, _lookup(eighths), cell_centers(eighths),
-        old, estimates, estimates.view(np.uint32), ratios, ratios.view(np.uint32), np.empty(_STEP, np.int32), out,
-        sums.reshape(-1), counts.reshape(-1),
-    )  # fmt: skip
+    if values.size:
+        _symbols(
+            values, values.view(np.uint32), rows, columns, shapes, start, eighths << 20, _lookup(eighths),
+            cell_centers(eighths), old, estimates, estimates.view(np.uint32), ratios, ratios.view(np.uint32),
+            np.empty(_STEP, np.int32), out, sums.reshape(-1), counts.reshape(-1),
+        )  # fmt: skip
     return like(out, x), sums.sum(axis=1), counts.sum(axis=1).astype(np.float64)
 
 
-def residual_values_many(symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, table: Factors) -> Array:
+def residual_values(
+    symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, start: int, table: Factors
+) -> Array:
     """See `shrinkpoint.kernels.scales`."""
     own = to_numpy(symbols)
     out = np.empty(own.size, np.float32)
-    _values_many(own, rows, columns, shapes, table, np.empty(_STEP, np.float32), out)
+    if own.size:
+        _values(own, rows, columns, shapes, start, table, np.empty(_STEP, np.float32), out)
     return like(out, symbols)

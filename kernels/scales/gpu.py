@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 
 from ..backend.gpu_bits import rounded
-from ..backend.launch import Launch, like, on, tensor
-from ..backend.tally import tally, totals
+from ..backend.launch import Launch, like, on_device, tensor
+from ..backend.tally import tables, tally, totals
 from ..backend.transfer import to_cpu
 from . import FARTHEST, FIRST, MAX_OCTAVES, SCALE, Octaves, cell_centers, check_counts
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
-    from . import Factors
+    from . import Factors, Shapes
 
 SPLIT = Launch(block=2048, warps=8)
 JOIN = Launch(block=2048, warps=4)
@@ -106,18 +106,7 @@ def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
         nothing = np.empty(0, np.uint8)
         return Octaves(0, 0, nothing, nothing, nothing.reshape(planes, 0), np.empty(0, np.int64))
     found = torch.empty((4, blocks), dtype=torch.int32, device=t.device)
-    with on(t):
-        range_kernel[(blocks,)](
-            # inputs
-            t,
-            n,
-            blocks,
-            buckets,
-            # outputs
-            found,
-            # constants
-            **SPLIT.constants(n),
-        )
+    SPLIT.run(range_kernel, n, t, n, blocks, buckets, found)
     ends = found[:2].cumsum(1, dtype=torch.int64)
     numbers = torch.stack([*ends[:, -1], found[2].min().to(torch.int64), found[3].max().to(torch.int64)])
     nonzero, not_finite, smallest, largest = numbers.tolist()
@@ -127,26 +116,8 @@ def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:
     symbols = torch.empty(n, dtype=torch.uint8, device=t.device)
     streams = torch.empty((1 + planes, nonzero), dtype=torch.uint8, device=t.device)
     odd = torch.empty(not_finite, dtype=torch.int64, device=t.device)
-    with on(t):
-        split_kernel[(blocks,)](
-            # inputs
-            t,
-            ends,
-            found,
-            n,
-            blocks,
-            nonzero,
-            bits,
-            buckets,
-            low,
-            # outputs
-            symbols,
-            streams,
-            odd,
-            # constants
-            PLANES=planes,
-            **SPLIT.constants(n),
-        )
+    inputs = t, ends, found, n, blocks, nonzero, bits, buckets, low
+    SPLIT.run(split_kernel, n, *inputs, symbols, streams, odd, PLANES=planes)
     parts = to_cpu(streams).numpy()
     return Octaves(low, high, to_cpu(symbols).numpy(), parts[0], parts[1:], to_cpu(odd).numpy())
 
@@ -198,40 +169,12 @@ def join_octaves(octaves: Octaves, bits: int, buckets: int) -> Array:
     n, blocks = symbols.numel(), JOIN.programs(symbols.numel())
     index = torch.empty(n, dtype=torch.int32, device=symbols.device)
     counts = torch.empty(blocks, dtype=torch.int32, device=symbols.device)
-    if n:
-        with on(symbols):
-            count_kernel[(blocks,)](
-                # inputs
-                symbols,
-                n,
-                # outputs
-                counts,
-                # constants
-                **JOIN.constants(n),
-            )
+    JOIN.run(count_kernel, n, symbols, n, counts)
     ends = counts.cumsum(0, dtype=torch.int64)
     nonzero = int(ends[-1]) if n else 0
     check_counts(octaves, nonzero)
-    if n:
-        with on(symbols):
-            join_kernel[(blocks,)](
-                # inputs
-                symbols,
-                negative,
-                fraction,
-                ends,
-                counts,
-                n,
-                nonzero,
-                bits,
-                buckets,
-                octaves.low,
-                # outputs
-                index,
-                # constants
-                PLANES=fraction.shape[0],
-                **JOIN.constants(n),
-            )
+    inputs = symbols, negative, fraction, ends, counts, n, nonzero, bits, buckets, octaves.low
+    JOIN.run(join_kernel, n, *inputs, index, PLANES=fraction.shape[0])
     return like(index, octaves.symbols)
 
 
@@ -321,39 +264,17 @@ def symbols_kernel(
 
 
 def residual_symbols(
-    x: Array, rows: Factors, columns: Factors, start: int, eighths: int, previous: Array | None = None
+    x: Array, rows: Factors, columns: Factors, shapes: Shapes, start: int, eighths: int, previous: Array | None
 ) -> tuple[Array, Any, Any]:
     """See `shrinkpoint.kernels.scales.residual_symbols`."""
     t = tensor(x)
-    programs = SYMBOLS.programs(t.numel())
     symbols = torch.empty(t.numel(), dtype=torch.uint8, device=t.device)
-    counts = torch.empty((programs, 256), dtype=torch.int32, device=t.device)
-    sums = torch.empty((programs, 256), dtype=torch.float64, device=t.device)
-    if programs:
-        with on(t):
-            symbols_kernel[(programs,)](
-                # inputs
-                t,
-                _on_device(rows, t),
-                _on_device(columns, t),
-                t.numel(),
-                start,
-                columns.size,
-                eighths,
-                _on_device(cell_centers(eighths), t),
-                symbols if previous is None else tensor(previous),
-                # outputs
-                symbols,
-                counts,
-                sums,
-                # constants
-                FIRST=FIRST,
-                FARTHEST=FARTHEST,
-                SCALE=SCALE,
-                SETTLED=previous is not None,
-                WIDE=columns.size > NARROW,
-                **SYMBOLS.constants(t.numel()),
-            )
+    counts, sums = tables(SYMBOLS.programs(t.numel()), t.device)
+    old = symbols if previous is None else tensor(previous)
+    matrix = on_device(rows, t), on_device(columns, t), t.numel(), start, columns.size
+    inputs = t, *matrix, eighths, on_device(cell_centers(eighths), t), old
+    constants = {"FIRST": FIRST, "FARTHEST": FARTHEST, "SCALE": SCALE, "SETTLED": previous is not None}
+    SYMBOLS.run(symbols_kernel, t.numel(), *inputs, symbols, counts, sums, **constants, WIDE=columns.size > NARROW)
     count, total = totals(counts, sums).numpy()
     return like(symbols, x), total, count
 
@@ -380,29 +301,12 @@ def values_kernel(
     tl.store(out_ptr + offsets, estimate * tl.load(table_ptr + symbol), mask=inside)
 
 
-def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:
+def residual_values(
+    symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, start: int, table: Factors
+) -> Array:
     """See `shrinkpoint.kernels.scales.residual_values`."""
     t = tensor(symbols)
     out = torch.empty(t.numel(), dtype=torch.float32, device=t.device)
-    if t.numel():
-        with on(t):
-            values_kernel[VALUES.grid(t.numel())](
-                # inputs
-                t,
-                _on_device(rows, t),
-                _on_device(columns, t),
-                _on_device(table, t),
-                t.numel(),
-                start,
-                columns.size,
-                # outputs
-                out,
-                # constants
-                WIDE=columns.size > NARROW,
-                **VALUES.constants(t.numel()),
-            )
+    inputs = t, on_device(rows, t), on_device(columns, t), on_device(table, t), t.numel(), start, columns.size
+    VALUES.run(values_kernel, t.numel(), *inputs, out, WIDE=columns.size > NARROW)
     return like(out, symbols)
-
-
-def _on_device(values: np.ndarray[Any, Any], t: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(t.device)

@@ -95,10 +95,9 @@ def factor_sums(x: Array, columns: int) -> tuple[Any, Any]:
     return rows, below
 
 
-def residual_symbols(
-    x: Array, rows: Factors, columns: Factors, start: int, eighths: int, previous: Array | None = None
+def _symbols(
+    x: Array, rows: Factors, columns: Factors, start: int, eighths: int, previous: Array | None
 ) -> tuple[Array, Any, Any]:
-    """See `shrinkpoint.kernels.scales`."""
     xp = array_namespace(x)
     estimate = _estimates(xp, x, rows, columns, start)
     one = xp.ones_like(x)
@@ -139,25 +138,19 @@ def _root(xp: Any, x: Array) -> Array:
     return xp.astype(xp.sqrt(xp.astype(x, xp.float64)), xp.float32)
 
 
-def residual_values(symbols: Array, rows: Factors, columns: Factors, start: int, table: Factors) -> Array:
-    """See `shrinkpoint.kernels.scales`."""
-    xp = array_namespace(symbols)
-    factors = xp.take(xp.asarray(table, device=device(symbols)), xp.astype(symbols, xp.int64))
-    return _estimates(xp, symbols, rows, columns, start) * factors
-
-
-def _matrices(shapes: Shapes) -> Iterator[tuple[slice, slice, slice]]:
-    """Elements, rows and columns of each of several matrices that stand one after another."""
+def _matrices(shapes: Shapes, n: int, start: int = 0) -> Iterator[tuple[slice, slice, slice, int]]:
+    """Elements, rows, columns and first element of each of several joined matrices."""
     at = i = j = 0
     for height, width in shapes.tolist():
-        yield slice(at, at + height * width), slice(i, i + height), slice(j, j + width)
-        at, i, j = at + height * width, i + height, j + width
+        end = min(at + height * width - start, n)
+        yield slice(at, end), slice(i, i + height), slice(j, j + width), start
+        at, i, j, start = end, i + height, j + width, 0
 
 
 def factors_many(x: Array, shapes: Shapes) -> tuple[Factors, Factors]:
     """See `shrinkpoint.kernels.scales`."""
     rows, columns = (np.empty(int(shapes[:, k].sum()), np.float32) for k in range(2))
-    for part, of_rows, of_columns in _matrices(shapes):
+    for part, of_rows, of_columns, _ in _matrices(shapes, x.shape[0]):
         height, width = of_rows.stop - of_rows.start, of_columns.stop - of_columns.start
         across, down = factor_sums(x[part], width)
         mean = across.sum() / (height * width)
@@ -166,13 +159,13 @@ def factors_many(x: Array, shapes: Shapes) -> tuple[Factors, Factors]:
     return rows, columns
 
 
-def residual_symbols_many(
-    x: Array, rows: Factors, columns: Factors, shapes: Shapes, eighths: int, previous: Array | None
+def residual_symbols(
+    x: Array, rows: Factors, columns: Factors, shapes: Shapes, start: int, eighths: int, previous: Array | None
 ) -> tuple[Array, Any, Any]:
     """See `shrinkpoint.kernels.scales`."""
     found = [
-        residual_symbols(x[part], rows[i], columns[j], 0, eighths, None if previous is None else previous[part])
-        for part, i, j in _matrices(shapes)
+        _symbols(x[part], rows[i], columns[j], first, eighths, None if previous is None else previous[part])
+        for part, i, j, first in _matrices(shapes, x.shape[0], start)
     ]
     xp = array_namespace(x)
     empty = [xp.zeros(0, dtype=xp.uint8)]
@@ -183,8 +176,14 @@ def residual_symbols_many(
     )
 
 
-def residual_values_many(symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, table: Factors) -> Array:
+def residual_values(
+    symbols: Array, rows: Factors, columns: Factors, shapes: Shapes, start: int, table: Factors
+) -> Array:
     """See `shrinkpoint.kernels.scales`."""
     xp = array_namespace(symbols)
-    parts = [residual_values(symbols[part], rows[i], columns[j], 0, table) for part, i, j in _matrices(shapes)]
+    factors = xp.take(xp.asarray(table, device=device(symbols)), xp.astype(symbols, xp.int64))
+    parts = [
+        _estimates(xp, symbols[part], rows[i], columns[j], first) * factors[part]
+        for part, i, j, first in _matrices(shapes, symbols.shape[0], start)
+    ]
     return xp.concat([xp.zeros(0, dtype=xp.float32), *parts])

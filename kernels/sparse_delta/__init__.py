@@ -42,17 +42,10 @@ class BackEnd(Protocol):
     """Functions that every back end of this subject has."""
 
     def collect_changes(
-        self,
-        current: Array,
-        previous: Array,
-        edges: tuple[int, ...],
-        limit: int,
-        method: str,
-        copy_to: Array | None,
-        dtype: str,
+        self, current: Array, previous: Array, edges: tuple[int, ...], limit: int, copy_to: Array | None, dtype: str
     ) -> SparseDelta | None: ...
     def collect_and_locate(
-        self, current: Array, previous: Array, edges: tuple[int, ...], limit: int, method: str, dtype: str
+        self, current: Array, previous: Array, edges: tuple[int, ...], limit: int, dtype: str
     ) -> tuple[SparseDelta, Array, Array] | None: ...
     def locate_changes(
         self, previous: Array, delta: SparseDelta, edges: tuple[int, ...], method: str, dtype: str
@@ -108,7 +101,6 @@ def collect_changes(
     edges: Sequence[int] = (),
     *,
     limit: int | None = None,
-    method: Method = "arithmetic",
     copy_to: Array | None = None,
     dtype: str | None = None,
 ) -> SparseDelta | None:
@@ -123,7 +115,6 @@ def collect_changes(
         edges: at most 7 patterns without sign, ascending, of a float dtype; default (): one class, where a rank is the
             position.
         limit: largest number of changes to collect; default: no limit.
-        method: "arithmetic" (default) or "xor", as in `planes.difference`.
         copy_to: flat contiguous array of the same dtype and size, which receives `current` in the same pass. The
             changes are those of this copy, even if `current` is written at the same time. Without changes it is not
             written. Default: no copy.
@@ -145,10 +136,10 @@ def collect_changes(
         >>> apply_changes(before, found, edges=[int(np.float32(4).view(np.uint32))]).tolist()
         [1.0, 8.5, -2.0, 9.5]
     """
-    name, checked, most = _pair(current, previous, edges, limit, method, dtype)
+    name, checked, most = _pair(current, previous, edges, limit, dtype)
     if copy_to is not None:
         _out(copy_to, current, "copy_to")
-    return back_end(current).collect_changes(current, previous, checked, most, method, copy_to, name)
+    return back_end(current).collect_changes(current, previous, checked, most, copy_to, name)
 
 
 def collect_and_locate(
@@ -157,7 +148,6 @@ def collect_and_locate(
     edges: Sequence[int] = (),
     *,
     limit: int | None = None,
-    method: Method = "arithmetic",
     dtype: str | None = None,
 ) -> tuple[SparseDelta, Array, Array] | None:
     """Do the work of `collect_changes` and `locate_changes` in one pass on the CPU.
@@ -167,7 +157,6 @@ def collect_and_locate(
         previous: the same.
         edges: the same.
         limit: the same.
-        method: the same.
         dtype: the same.
 
     Returns:
@@ -184,8 +173,8 @@ def collect_and_locate(
         >>> delta.changes.tolist(), positions.tolist(), values.tolist()
         ([10], [1], [9])
     """
-    name, checked, most = _pair(current, previous, edges, limit, method, dtype)
-    return back_end(current).collect_and_locate(current, previous, checked, most, method, name)
+    name, checked, most = _pair(current, previous, edges, limit, dtype)
+    return back_end(current).collect_and_locate(current, previous, checked, most, name)
 
 
 def locate_changes(
@@ -202,7 +191,8 @@ def locate_changes(
         previous: as given to `collect_changes`.
         delta: its result.
         edges: the same.
-        method: the same.
+        method: of the changes, "arithmetic" (default) or "xor", as in `planes.difference`; those of `collect_changes`
+            are arithmetic.
         dtype: the same.
 
     Returns:
@@ -239,7 +229,7 @@ def apply_changes(
         previous: as given to `collect_changes`.
         delta: its result.
         edges: the same.
-        method: the same.
+        method: as for `locate_changes`.
         out: flat contiguous array of the same dtype and size to write to. If it is `previous` itself, only the changes
             are written, in place. Default: a new array.
         dtype: the same.
@@ -377,7 +367,7 @@ def wrong_changes(what: str) -> CorruptDataError:
 
 
 def _pair(
-    current: Array, previous: Array, edges: Sequence[int], limit: int | None, method: str, dtype: str | None
+    current: Array, previous: Array, edges: Sequence[int], limit: int | None, dtype: str | None
 ) -> tuple[str, tuple[int, ...], int]:
     """Check two arrays and the settings of their comparison; return dtype, edges and limit."""
     check_arrays(current=current, previous=previous)
@@ -388,7 +378,6 @@ def _pair(
         )
     name = _pattern_dtype(dtype, previous)
     checked = _edges(edges, name)
-    choice("method", method, ("arithmetic", "xor"))
     n = math.prod(previous.shape)
     return name, checked, n if limit is None else min(integer("limit", limit, 0), n)
 

@@ -113,21 +113,9 @@ def _marked(bits: Any, first: Any, last: Any, rank: Any, count: Any) -> Any:
 
 @njit_in_place
 def put_classes(
-    previous: Any,
-    edges: Any,
-    starts: Any,
-    firsts: Any,
-    lasts: Any,
-    bits: Any,
-    changes: Any,
-    signed: Any,
-    xor: Any,
-    out: Any,
-    copy: Any,
-    streams: Any,
-    positions: Any,
-    values: Any,
-) -> Any:
+    previous: Any, edges: Any, starts: Any, firsts: Any, lasts: Any, bits: Any, changes: Any, signed: Any, xor: Any,
+    out: Any, copy: Any, streams: Any, positions: Any, values: Any,
+) -> Any:  # fmt: skip
     """Apply changes of several classes; return their number.
 
     The marked ranks of a class are deposited in the lanes of a word that are of the class. Each word of elements is

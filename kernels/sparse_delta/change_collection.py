@@ -20,21 +20,9 @@ def _begin(copy: Any, current: Any, previous: Any, start: Any, i: Any, stop: Any
 
 @njit_in_place
 def compact(
-    current: Any,
-    previous: Any,
-    copy: Any,
-    copies: Any,
-    edges: Any,
-    limit: Any,
-    signed: Any,
-    xor: Any,
-    ranks: Any,
-    changes: Any,
-    classes: Any,
-    counts: Any,
-    positions: Any,
-    values: Any,
-) -> Any:
+    current: Any, previous: Any, copy: Any, copies: Any, edges: Any, limit: Any, signed: Any,
+    ranks: Any, changes: Any, classes: Any, counts: Any, positions: Any, values: Any,
+) -> Any:  # fmt: skip
     """Collect changes in the order of positions, with their classes; return their number.
 
     It is -1 above the limit. `counts` returns the number of each class.
@@ -94,14 +82,11 @@ def compact(
                     members = reach[j] & ~reach[j + 1] & ((one << b) - one)
                     positions[k] = at
                     values[k] = x
-                    if xor:
-                        z = kind(x ^ y)
-                    else:
-                        if signed:
-                            x = kind(x ^ (low if x >= half else none))
-                            y = kind(y ^ (low if y >= half else none))
-                        z = kind(x - y)
-                        z = kind(kind(z << bit) ^ (whole if z >= half else none))
+                    if signed:
+                        x = kind(x ^ (low if x >= half else none))
+                        y = kind(y ^ (low if y >= half else none))
+                    z = kind(x - y)
+                    z = kind(kind(z << bit) ^ (whole if z >= half else none))
                     ranks[k] = before[j] - before[j + 1] + np.int64(ones(members))
                     changes[k] = z
                     classes[k] = np.uint8(j)

@@ -57,17 +57,9 @@ def split(counts: Any, shifts: Any, ranks: Any, changes: Any, symbols: Any, word
 
 @njit_in_place
 def join(
-    counts: Any,
-    shifts: Any,
-    n: Any,
-    symbols: Any,
-    words: Any,
-    bits_given: Any,
-    large: Any,
-    ranks: Any,
-    changes: Any,
+    counts: Any, shifts: Any, n: Any, symbols: Any, words: Any, bits_given: Any, large: Any, ranks: Any, changes: Any,
     state: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Read ranks and changes; return 0, or the number of the fault.
     `state` returns the numbers of open bits and large changes that were used.
     """

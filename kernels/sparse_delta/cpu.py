@@ -21,28 +21,21 @@ if TYPE_CHECKING:
 
 MUCH = 1 << 20
 """Bytes that do not stay in the cache anyway."""
-UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def collect_changes(
-    current: Array,
-    previous: Array,
-    edges: tuple[int, ...],
-    limit: int,
-    method: str,
-    copy_to: Array | None,
-    dtype: str,
+    current: Array, previous: Array, edges: tuple[int, ...], limit: int, copy_to: Array | None, dtype: str
 ) -> SparseDelta | None:
     """See `shrinkpoint.kernels.sparse_delta.collect_changes`."""
-    found = _collect(current, previous, edges, limit, method, copy_to, dtype)
+    found = _collect(current, previous, edges, limit, copy_to, dtype)
     return None if found is None else found[0]
 
 
 def collect_and_locate(
-    current: Array, previous: Array, edges: tuple[int, ...], limit: int, method: str, dtype: str
+    current: Array, previous: Array, edges: tuple[int, ...], limit: int, dtype: str
 ) -> tuple[SparseDelta, Array, Array] | None:
     """See `shrinkpoint.kernels.sparse_delta.collect_and_locate`."""
-    found = _collect(current, previous, edges, limit, method, None, dtype)
+    found = _collect(current, previous, edges, limit, None, dtype)
     if found is None:
         return None
     delta, positions, values = found
@@ -50,49 +43,26 @@ def collect_and_locate(
 
 
 def _collect(
-    current: Array,
-    previous: Array,
-    edges: tuple[int, ...],
-    limit: int,
-    method: str,
-    copy_to: Array | None,
-    dtype: str,
+    current: Array, previous: Array, edges: tuple[int, ...], limit: int, copy_to: Array | None, dtype: str
 ) -> tuple[SparseDelta, np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
     """Return the changes, and buffers that begin with their positions and new patterns."""
     c, p = _readable(current), _readable(previous)
     copy = c[:0] if copy_to is None else _writable(copy_to)
-    signed, xor = ordered_by_sign(dtype), method == "xor"
     positions, changes = np.empty(limit + LANES, np.int64), np.empty(limit + LANES, p.dtype)
     values = np.empty(limit + LANES, p.dtype)
     classes, counts = np.empty(limit + LANES, np.uint8), np.zeros(len(edges) + 1, np.int64)
     ranks, given = np.empty(limit + LANES, np.int64), _padded(edges, p.dtype)
-    m = int(
-        compact(
-            c,
-            p,
-            copy,
-            copy_to is not None,
-            given,
-            limit,
-            signed,
-            xor,
-            ranks,
-            changes,
-            classes,
-            counts,
-            positions,
-            values,
-        )
-    )
+    found = ranks, changes, classes, counts, positions, values
+    m = int(compact(c, p, copy, copy_to is not None, given, limit, ordered_by_sign(dtype), *found))
     if m < 0:
         return None
     if not edges:  # copied: the buffer for many changes is not kept for a few
-        found = SparseDelta(counts, like(positions[:m].copy(), current), like(changes[:m].copy(), current))
-        return found, positions[:m], values[:m]
+        delta = SparseDelta(counts, like(positions[:m].copy(), current), like(changes[:m].copy(), current))
+        return delta, positions[:m], values[:m]
     grouped_ranks, grouped = np.empty(m, np.int64), np.empty(m, p.dtype)
     group(classes[:m], ranks, changes, np.cumsum(counts) - counts, grouped_ranks, grouped)
-    found = SparseDelta(counts, like(grouped_ranks, current), like(grouped, current))
-    return found, positions[:m], values[:m]
+    delta = SparseDelta(counts, like(grouped_ranks, current), like(grouped, current))
+    return delta, positions[:m], values[:m]
 
 
 def locate_changes(
@@ -166,7 +136,7 @@ def _writable(x: Array) -> np.ndarray[Any, Any]:
     if is_torch(x):
         return patterns(x)
     flat: np.ndarray[Any, Any] = to_numpy(x)
-    return flat.view(UNSIGNED[flat.itemsize])
+    return flat.view(f"uint{8 * flat.itemsize}")
 
 
 def _padded(edges: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:

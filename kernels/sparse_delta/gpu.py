@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..backend.gpu_bits import order_key
-from ..backend.launch import INTEGERS, Launch, bit_view, like, on, tensor
+from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, tensor
 from ..planes import ordered_by_sign, width_of
 from ..planes.gpu import UNSIGNED, sign_extended
 from . import SparseDelta, wrong_rank
@@ -52,19 +52,15 @@ def class_of(pattern, edges_ptr, WIDTH: tl.constexpr, EDGES: tl.constexpr):
 
 
 @triton.jit
-def step_of(x, y, WIDTH: tl.constexpr, FLOAT: tl.constexpr, XOR: tl.constexpr):
+def step_of(x, y, WIDTH: tl.constexpr, FLOAT: tl.constexpr):
     """Return the change from pattern y to x; bits above WIDTH are dropped."""
     s = sign_extended(x, WIDTH)
     t = sign_extended(y, WIDTH)
-    if XOR:
-        z = s ^ t
-    else:
-        if FLOAT:
-            s = order_key(s, WIDTH)
-            t = order_key(t, WIDTH)
-        d = sign_extended(s - t, WIDTH)
-        z = (d << 1) ^ tl.where(d < 0, -1, 0)
-    return z
+    if FLOAT:
+        s = order_key(s, WIDTH)
+        t = order_key(t, WIDTH)
+    d = sign_extended(s - t, WIDTH)
+    return (d << 1) ^ tl.where(d < 0, -1, 0)
 
 
 @triton.jit
@@ -132,7 +128,6 @@ def collect_kernel(
     changes_ptr,
     WIDTH: tl.constexpr,
     FLOAT: tl.constexpr,
-    XOR: tl.constexpr,
     EDGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -147,7 +142,7 @@ def collect_kernel(
     y = tl.load(previous_ptr + offsets, mask=inside, other=0)
     number = class_of(y, edges_ptr, WIDTH, EDGES)
     changed = inside & (x != y)
-    z = step_of(x, y, WIDTH, FLOAT, XOR).to(changes_ptr.dtype.element_ty)
+    z = step_of(x, y, WIDTH, FLOAT).to(changes_ptr.dtype.element_ty)
     for c in range(EDGES + 1):  # not unrolled, because predicates of all classes at once would spill
         own = (inside & (number == c)).to(tl.int32)
         hit = own * changed.to(tl.int32)
@@ -280,13 +275,7 @@ def _before(counts: torch.Tensor) -> torch.Tensor:
 
 
 def collect_changes(
-    current: Array,
-    previous: Array,
-    edges: tuple[int, ...],
-    limit: int,
-    method: str,
-    copy_to: Array | None,
-    dtype: str,
+    current: Array, previous: Array, edges: tuple[int, ...], limit: int, copy_to: Array | None, dtype: str
 ) -> SparseDelta | None:
     """See `shrinkpoint.kernels.sparse_delta.collect_changes`."""
     new, old = tensor(current).reshape(-1), tensor(previous).reshape(-1)
@@ -296,23 +285,8 @@ def collect_changes(
     x, y, bounds = bit_view(new), bit_view(old), _edges(edges, old)
     blocks = COLLECT.programs(n)
     counts = torch.zeros((2 * classes, blocks), dtype=torch.int32, device=old.device)
-    if n:
-        with on(old):
-            count_kernel[(blocks,)](
-                # inputs
-                x,
-                y,
-                bounds,
-                n,
-                blocks,
-                # outputs
-                counts,
-                # constants
-                WIDTH=width,
-                EDGES=len(edges),
-                COMPARE=True,
-                **COLLECT.constants(n),
-            )
+    shared = {"WIDTH": width, "EDGES": len(edges)}
+    COLLECT.run(count_kernel, n, x, y, bounds, n, blocks, counts, COMPARE=True, **shared)
     found = counts[classes:].sum(1, dtype=torch.int64).tolist()
     total = sum(found)
     if total > limit:
@@ -322,26 +296,9 @@ def collect_changes(
     if total:
         starts = _before(counts)
         ends = np.cumsum(found) - found
-        starts[classes:] += torch.from_numpy(ends).to(old.device)[:, None]
-        with on(old):
-            collect_kernel[(blocks,)](
-                # inputs
-                x,
-                y,
-                bounds,
-                starts,
-                n,
-                blocks,
-                # outputs
-                ranks,
-                changes,
-                # constants
-                WIDTH=width,
-                FLOAT=ordered_by_sign(dtype),
-                XOR=method == "xor",
-                EDGES=len(edges),
-                **COLLECT.constants(n),
-            )
+        starts[classes:] += on_device(ends, old)[:, None]
+        inputs = x, y, bounds, starts, n, blocks
+        COLLECT.run(collect_kernel, n, *inputs, ranks, changes, FLOAT=ordered_by_sign(dtype), **shared)
     own = changes.view(UNSIGNED[width // 8])
     return SparseDelta(np.asarray(found, np.int64), like(ranks, current), like(own, current))
 
@@ -367,63 +324,31 @@ def _placed(
     marks = torch.zeros(n, dtype=torch.uint8, device=old.device)
     bad = torch.zeros(1, dtype=torch.int32, device=old.device)
     flags = torch.zeros((classes + 1, blocks), dtype=torch.int32, device=old.device)
-    options = APPLY.constants(n)
     shared = {"WIDTH": width, "EDGES": len(edges)}
-    lists = torch.from_numpy(np.concatenate([[0], np.cumsum(delta.counts)])).to(old.device)
-    with on(old):
-        count_kernel[(blocks,)](y, y, bounds, n, blocks, counts, COMPARE=False, **shared, **options)
-        tops = counts.sum(1, dtype=torch.int64)
-        bases = tops.cumsum(0) - tops
-        starts = _before(counts) + bases[:, None]
-        mark_kernel[APPLY.grid(m)](
-            # inputs
-            ranks,
-            bases,
-            tops,
-            lists,
-            m,
-            # outputs
-            marks,
-            bad,
-            # constants
-            CLASSES=classes,
-            **APPLY.constants(m),
-        )
-        if int(bad):
-            raise wrong_rank()
-        flag_count_kernel[(blocks,)](y, bounds, marks, starts, n, blocks, flags, **shared, **options)
-        firsts = _before(flags)
-        firsts[:classes] += lists[:-1, None]
-        apply_kernel[(blocks,)](
-            # inputs
-            y,
-            bounds,
-            marks,
-            starts,
-            firsts,
-            changes,
-            n,
-            blocks,
-            # outputs
-            out,
-            firsts if positions is None else positions,
-            # constants
-            FLOAT=ordered_by_sign(dtype),
-            XOR=method == "xor",
-            EMIT=positions is not None,
-            **shared,
-            **options,
-        )
+    lists = on_device(np.concatenate([[0], np.cumsum(delta.counts)]), old)
+    APPLY.run(count_kernel, n, y, y, bounds, n, blocks, counts, COMPARE=False, **shared)
+    tops = counts.sum(1, dtype=torch.int64)
+    bases = tops.cumsum(0) - tops
+    starts = _before(counts) + bases[:, None]
+    APPLY.run(mark_kernel, m, ranks, bases, tops, lists, m, marks, bad, CLASSES=classes)
+    if int(bad):
+        raise wrong_rank()
+    APPLY.run(flag_count_kernel, n, y, bounds, marks, starts, n, blocks, flags, **shared)
+    firsts = _before(flags)
+    firsts[:classes] += lists[:-1, None]
+    inputs = y, bounds, marks, starts, firsts, changes, n, blocks
+    constants = {"FLOAT": ordered_by_sign(dtype), "XOR": method == "xor", "EMIT": positions is not None, **shared}
+    APPLY.run(apply_kernel, n, *inputs, out, firsts if positions is None else positions, **constants)
 
 
 def collect_and_locate(
-    current: Array, previous: Array, edges: tuple[int, ...], limit: int, method: str, dtype: str
+    current: Array, previous: Array, edges: tuple[int, ...], limit: int, dtype: str
 ) -> tuple[SparseDelta, Array, Array] | None:
     """See `shrinkpoint.kernels.sparse_delta.collect_and_locate`."""
-    delta = collect_changes(current, previous, edges, limit, method, None, dtype)
+    delta = collect_changes(current, previous, edges, limit, None, dtype)
     if delta is None:
         return None
-    return delta, *locate_changes(previous, delta, edges, method, dtype)
+    return delta, *locate_changes(previous, delta, edges, "arithmetic", dtype)
 
 
 def locate_changes(

@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 
 
 def collect_changes(
-    current: Array,
-    previous: Array,
-    edges: tuple[int, ...],
-    limit: int,
-    method: str,
-    copy_to: Array | None,
-    dtype: str,
+    current: Array, previous: Array, edges: tuple[int, ...], limit: int, copy_to: Array | None, dtype: str
 ) -> SparseDelta | None:
     """See `shrinkpoint.kernels.sparse_delta.collect_changes`."""
     xp = array_namespace(current)
@@ -35,7 +29,7 @@ def collect_changes(
         copy_to[:] = xp.reshape(current, (-1,))
     if int(xp.sum(xp.astype(changed, xp.int64))) > limit:
         return None
-    steps = planes.patterns(planes.difference(current, previous, method, dtype=dtype))
+    steps = planes.patterns(planes.difference(current, previous, "arithmetic", dtype=dtype))
     steps = xp.reshape(steps, (-1,))
     counts, ranks, changes = [], [], []
     for members in _classes(p, edges, dtype):
@@ -91,13 +85,13 @@ def _placed(
 
 
 def collect_and_locate(
-    current: Array, previous: Array, edges: tuple[int, ...], limit: int, method: str, dtype: str
+    current: Array, previous: Array, edges: tuple[int, ...], limit: int, dtype: str
 ) -> tuple[SparseDelta, Array, Array] | None:
     """See `shrinkpoint.kernels.sparse_delta.collect_and_locate`."""
-    delta = collect_changes(current, previous, edges, limit, method, None, dtype)
+    delta = collect_changes(current, previous, edges, limit, None, dtype)
     if delta is None:
         return None
-    return delta, *locate_changes(previous, delta, edges, method, dtype)
+    return delta, *locate_changes(previous, delta, edges, "arithmetic", dtype)
 
 
 def locate_changes(

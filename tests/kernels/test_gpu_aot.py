@@ -65,15 +65,24 @@ def test_every_kernel_is_listed() -> None:
 
 
 def test_only_functions_named_kernels_are_launched() -> None:
-    """The test above finds kernels by their names: a function launched as NAME[grid](...)."""
+    """The test above finds kernels by their names: launched by run(NAME, ...) or NAME[grid](...)."""
     launched = 0
     for module in MODULES:
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                assert isinstance(node.func.value, ast.Name)
-                assert node.func.value.id.split("_")[-1] == "kernel", ast.unparse(node.func)
+            kernel = _launched(node) if isinstance(node, ast.Call) else None
+            if kernel is not None:
+                assert isinstance(kernel, ast.Name)
+                assert kernel.id.split("_")[-1] == "kernel", ast.unparse(node)
                 launched += 1
     assert launched >= len({build.kernel for build in aot.builds()}) - 3  # some are launched through a variable
+
+
+def _launched(call: ast.Call) -> ast.expr | None:
+    """Return the kernel that a call launches."""
+    if isinstance(call.func, ast.Subscript):
+        return call.func.value
+    written = ast.unparse(call.func)
+    return call.args[0] if written.split(".")[-1] == "run" and written != "subprocess.run" else None
 
 
 @pytest.mark.slow
@@ -299,7 +308,7 @@ def _call_everything(rng: np.random.Generator) -> None:
         for edges in ((), (1, 2, 3, 4, 5, 6, 7)):
             for kind, method in (("float8_e5m2" if width == 8 else f"float{width}", "arithmetic"), ("uint8", "xor")):
                 name = kind if method == "arithmetic" else f"uint{width}"
-                found = back_end("sparse_delta").collect_changes(new, old, edges, 600, method, None, name)
+                found = back_end("sparse_delta").collect_changes(new, old, edges, 600, None, name)
                 back_end("sparse_delta").apply_changes(old, found, edges, method, None, name)
                 back_end("sparse_delta").locate_changes(old, found, edges, method, name)
     for size in (5, 40):
@@ -315,12 +324,11 @@ def _call_everything(rng: np.random.Generator) -> None:
             data = back_end("rans").rans_encode(zeros, contexts, table, 12, lanes)
             back_end("rans").rans_decode(data, contexts, table, 12, 5, lanes)
     points, weights = torch.sort(wide[:20]).values, torch.ones(20, dtype=torch.float64)
-    back_end("kmeans").weighted_kmeans(points, weights, 3)
-    back_end("kmeans").weighted_kmeans(points, weights, 3, method="kmeans++")
+    back_end("kmeans").weighted_kmeans_many([(points, weights)], [3], "exact", [None], 0, 50)
     square = (wide * wide).float()
     symbols, _, _ = back_end("moment_grid").grid_symbols(wide.float(), square, 0.5)
     back_end("moment_grid").grid_values(symbols, square, np.ones(256, np.float32))
     back_end("moment_grid").grid_products(wide.float(), square, symbols, np.ones(256, np.float32))
-    r, c = np.ones(3, np.float32), np.ones(200, np.float32)
-    symbols, _, _ = back_end("scales").residual_symbols(square, r, c, 0, 24)
-    back_end("scales").residual_values(symbols, r, c, 0, np.ones(256, np.float32))
+    r, c, whole = np.ones(3, np.float32), np.ones(200, np.float32), np.array([[3, 200]])
+    symbols, _, _ = back_end("scales").residual_symbols(square, r, c, whole, 0, 24, None)
+    back_end("scales").residual_values(symbols, r, c, whole, 0, np.ones(256, np.float32))

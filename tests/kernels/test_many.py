@@ -59,13 +59,13 @@ def test_rank_one_of_several_matrices_is_that_of_each(shapes: list[tuple[int, in
     previous = np.random.default_rng(seed).integers(0, 256, n).astype(np.uint8)
     for old in (None, previous):
         ours = k.residual_symbols_many(x, rows, columns, of, 0.5, old)
-        theirs = rank_one_oracle.residual_symbols_many(x, rows, columns, of, 4, old)
+        theirs = rank_one_oracle.residual_symbols(x, rows, columns, of, 0, 4, old)
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(a, b)
     table = np.linspace(0.5, 2, 256, dtype=np.float32)
     values = k.residual_values_many(ours[0], rows, columns, of, table)
     with np.errstate(all="ignore"):
-        expected = rank_one_oracle.residual_values_many(ours[0], rows, columns, of, table)
+        expected = rank_one_oracle.residual_values(ours[0], rows, columns, of, 0, table)
     np.testing.assert_array_equal(values, expected)
 
 

@@ -50,8 +50,8 @@ def test_residual_agrees_with_the_oracle(
         near = np.exp2(fresh.normal(size=n)).astype(np.float32) * estimate
         x = np.where(fresh.random(n) < 0.5, near, x)  # half of them within reach of fine cells
         ratio = x / estimate
-    module = back_end.module("scales")
-    symbols, sums, counts = module.residual_symbols(back_end.array(x), r, c, start, eighths)
+    module, whole = back_end.module("scales"), np.array([[rows, columns]])
+    symbols, sums, counts = module.residual_symbols(back_end.array(x), r, c, whole, start, eighths, None)
     patterns = [y.view(np.uint32).astype(np.int64) for y in (x, estimate, ratio)]
     distance = patterns[2] - (127 << 23)
     cell = eighths << 20
@@ -72,12 +72,12 @@ def test_residual_agrees_with_the_oracle(
     previous = previous.astype(np.uint8)
     beyond = np.abs(distance - (previous.astype(np.int64) - 128) * cell) - cell // 2
     settled = np.where((expected >= 2) & (previous >= 2) & (beyond <= cell // 4), previous, expected)
-    again, moved, _ = module.residual_symbols(back_end.array(x), r, c, start, eighths, back_end.array(previous))
+    again, moved, _ = module.residual_symbols(back_end.array(x), r, c, whole, start, eighths, back_end.array(previous))
     np.testing.assert_array_equal(back_end.numpy(again), settled)
     np.testing.assert_array_equal(moved, sums_of(settled))
     table = fresh.random(256).astype(np.float32)
     with np.errstate(all="ignore"):
-        values = back_end.numpy(module.residual_values(symbols, r, c, start, table))
+        values = back_end.numpy(module.residual_values(symbols, r, c, whole, start, table))
         np.testing.assert_array_equal(values, estimate * table[expected])
 
 
