@@ -8,23 +8,18 @@ A checkpoint holds dicts, lists and tuples alone: to rebuild another class takes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..codec.extras import install
 from ..kernels.errors import BadArgumentError
+from .requirements import required
 from .state_mismatch import listed
 
-if TYPE_CHECKING:
+with required("this adapter needs JAX", install("jax")):
     import jax
     from jax.experimental import multihost_utils
-else:
-    try:
-        import jax
-        from jax.experimental import multihost_utils
-    except ImportError:
-        raise ImportError(f"this adapter needs JAX: {install('jax')}") from None
 
 _ORDER = (jax.numpy.bool_, jax.numpy.unsignedinteger, jax.numpy.signedinteger, jax.numpy.floating)
 """Kinds of numbers. A number is never converted to an earlier kind, because that may lose its value."""
@@ -200,6 +195,3 @@ def _placed(saved: Any, wanted: Any) -> Any:
     if wanted.sharding is None:
         return jax.numpy.asarray(host)
     return jax.make_array_from_callback(host.shape, wanted.sharding, lambda index: host[index])
-
-
-__all__ = ["fitted", "names", "nested"]

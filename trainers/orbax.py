@@ -15,7 +15,7 @@ import os
 import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fsspec
 
@@ -28,16 +28,11 @@ from ..store.store import Store
 from .background import refuse_keep
 from .jax import fitted, names, nested
 from .pointers import Pointer, drop, load_at, next_step, points_to, read_pointer, store_of, write_pointer
+from .requirements import required
 
-if TYPE_CHECKING:
+with required("this adapter needs Orbax", install("orbax")):
     import jax
     import orbax.checkpoint as ocp
-else:
-    try:
-        import jax
-        import orbax.checkpoint as ocp
-    except ImportError:
-        raise ImportError(f"this adapter needs Orbax: {install('orbax')}") from None
 
 POINTER = "shrinkpoint.json"
 _STEP_FILE = "_CHECKPOINT_METADATA"

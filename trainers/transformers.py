@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -43,16 +43,12 @@ from .pointers import (
     wait_for_files,
 )
 from .preemption import Choice, Preemption
+from .requirements import required
 from .state import plain
 from .state_mismatch import differences, load_states
 
-if TYPE_CHECKING:
+with required("this adapter needs Transformers", install("transformers")):
     from transformers import TrainerCallback
-else:
-    try:
-        from transformers import TrainerCallback
-    except ImportError:
-        raise ImportError(f"this adapter needs Transformers: {install('transformers')}") from None
 
 FOLDER = "shrinkpoint"
 POINTER = "shrinkpoint.json"
