@@ -8,8 +8,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, overload
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
@@ -19,8 +18,7 @@ from ..codec.evidence.module_names import bare
 from ..kernels.errors import BadArgumentError
 from ..store.frozen_sets import Frozen
 from ..store.manifest import check_step, lacking
-from ..store.saver.saver import Saver, SaveResult
-from ..store.session import Saved
+from ..store.saver.saver import Saver
 from ..store.store import Store
 from . import model_state as models
 from . import optimizer_state
@@ -34,6 +32,22 @@ from .state import Generator, Stateful, restore
 from .training_state import Optimizers, TrainingState, is_training_tree
 
 LOG = logging.getLogger("shrinkpoint.trainers")
+Result = TypeVar("Result", covariant=True)
+
+
+class Saves(Protocol[Result]):
+    """A `Saver` or a `Store`, by what its `save` returns."""
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        grads: Any = None,
+        kinds: Mapping[str, Any] | None = None,
+        metric: float | None = None,
+        cfg: Config | str | None = None,
+    ) -> Result: ...
 
 
 class RanksChangedWarning(ShrinkpointWarning):
@@ -44,9 +58,8 @@ class PartNotRestoredWarning(ShrinkpointWarning):
     """The checkpoint holds a part, such as the optimizer, that `resume` was not given."""
 
 
-@overload
 def save(
-    saver: Saver,
+    saver: Saves[Result],
     step: int,
     model: nn.Module | TrainingState,
     optimizer: Optimizers | None = None,
@@ -63,66 +76,7 @@ def save(
     grads: Mapping[str, Any] | None = None,
     metric: float | None = None,
     cfg: Config | str | None = None,
-) -> Future[SaveResult] | None: ...
-@overload
-def save(
-    saver: Store,
-    step: int,
-    model: nn.Module | TrainingState,
-    optimizer: Optimizers | None = None,
-    *,
-    scheduler: Stateful | None = None,
-    scaler: Stateful | None = None,
-    ema: Stateful | None = None,
-    loader: Stateful | None = None,
-    generators: Mapping[str, Generator] | None = None,
-    more: Mapping[str, Stateful] | None = None,
-    frozen: str | None = None,
-    tracker: RowTracker | None = None,
-    sensitivity: SensitivityTracker | None = None,
-    grads: Mapping[str, Any] | None = None,
-    metric: float | None = None,
-    cfg: Config | str | None = None,
-) -> Saved | None: ...
-@overload
-def save(
-    saver: Saver | Store,
-    step: int,
-    model: nn.Module | TrainingState,
-    optimizer: Optimizers | None = None,
-    *,
-    scheduler: Stateful | None = None,
-    scaler: Stateful | None = None,
-    ema: Stateful | None = None,
-    loader: Stateful | None = None,
-    generators: Mapping[str, Generator] | None = None,
-    more: Mapping[str, Stateful] | None = None,
-    frozen: str | None = None,
-    tracker: RowTracker | None = None,
-    sensitivity: SensitivityTracker | None = None,
-    grads: Mapping[str, Any] | None = None,
-    metric: float | None = None,
-    cfg: Config | str | None = None,
-) -> Future[SaveResult] | Saved | None: ...
-def save(
-    saver: Saver | Store,
-    step: int,
-    model: nn.Module | TrainingState,
-    optimizer: Optimizers | None = None,
-    *,
-    scheduler: Stateful | None = None,
-    scaler: Stateful | None = None,
-    ema: Stateful | None = None,
-    loader: Stateful | None = None,
-    generators: Mapping[str, Generator] | None = None,
-    more: Mapping[str, Stateful] | None = None,
-    frozen: str | None = None,
-    tracker: RowTracker | None = None,
-    sensitivity: SensitivityTracker | None = None,
-    grads: Mapping[str, Any] | None = None,
-    metric: float | None = None,
-    cfg: Config | str | None = None,
-) -> Future[SaveResult] | Saved | None:
+) -> Result | None:
     """Save the whole state of a training run, for `resume`.
 
     With several processes (DDP, FSDP2, tensor parallelism) all of them must call it; rank 0 saves, after the state was
@@ -181,24 +135,23 @@ def save(
         if state.frozen == ONCE:
             store_once(_store_of(saver), state.model, on_rank_0(lambda: Frozen.of_tree(tree), lambda f: f, "nothing"))
 
-    def write() -> Future[SaveResult] | Saved:
+    def write() -> Result:
         marked = None if tracker is None else tracker.kinds(state.optimizers or None)
         kinds = state.kinds(tree) | (marked or {})
         averaged = None if found is None else {"model": dict(found)}
         number = tree["step"]
-        result = timed(
+        result: Any = timed(
             _store_of(saver).url,
             number,
             lambda: saver.save(number, tree, grads=averaged, kinds=kinds, metric=metric, cfg=cfg),
         )
         if tracker is not None:
             tracker.follow(result, kinds=marked)
-        return result
+        saved: Result = result
+        return saved
 
     # An error of rank 0 is raised on all: a process that tries again must not do so alone.
-    result: Future[SaveResult] | Saved | None = on_rank_0(
-        write, lambda _: None, f"the result of saving step {step} could not be sent"
-    )
+    result: Result | None = on_rank_0(write, lambda _: None, f"the result of saving step {step} could not be sent")
     return result
 
 
