@@ -18,7 +18,6 @@ import posixpath
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Protocol
 
 from .files import Files
 from .local import make_folder
@@ -51,16 +50,6 @@ class Lease:
         """Show that the holder is alive; TimeoutError if the lock was taken away meanwhile."""
 
 
-class Lock(Protocol):
-    """A lock with two modes; both raise InUseError if it cannot be acquired in time."""
-
-    def shared(self) -> contextlib.AbstractContextManager[Lease]:
-        """Hold the lock together with other shared holders."""
-
-    def alone(self, timeout: float) -> contextlib.AbstractContextManager[Lease]:
-        """Hold the lock alone."""
-
-
 _descriptors: set[int] = set()
 """Descriptors of this process's locks. A forked process (a data loader's worker) inherits them and would hold the locks
 as long as it lives, even after this process was killed."""
@@ -77,7 +66,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_inherited)
 
 
-def open_lock(files: Files) -> Lock:
+def open_lock(files: Files) -> FileLock | ObjectLock:
     """Return the lock of a store."""
     return FileLock(files) if files.local and fcntl is not None else ObjectLock(files)
 

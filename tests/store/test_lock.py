@@ -19,11 +19,12 @@ import pytest
 import shrinkpoint as sp
 from shrinkpoint.store import lock as lock_module
 from shrinkpoint.store.files import Files
-from shrinkpoint.store.lock import FileLock, Lock, ObjectLock
+from shrinkpoint.store.lock import FileLock, ObjectLock
 from shrinkpoint.store.urls import open_files
 from tests.store.common import fill, lossless, same, state
 
 ROOT = Path(__file__).resolve().parents[2]
+Lock = FileLock | ObjectLock
 
 
 def locks(kind: str, tmp_path: Path) -> tuple[Lock, Lock, Files]:
