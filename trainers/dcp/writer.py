@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from ...codec.checkpoint import Checkpoint
 from ...codec.compress import compress_inputs
-from ...codec.config import ChainPolicy, Config
+from ...codec.config import Config
 from ...codec.errors import (
     BadArgumentError,
     ShrinkpointError,
@@ -32,11 +32,10 @@ from ...codec.evidence.kind import check_kinds
 from ...codec.inputs import Inputs
 from ...codec.named_presets import check_config
 from ...store.chain import Size, carried_by, smaller, wants_base
-from ...store.manifest import Manifest
 from ...store.retention import Retention
 from ...store.store import Store
 from ...store.weight_average import WeightAverage, needs_average
-from .chain import open_folder, resolve
+from .chain import is_place, resolve
 from .entry_paths import VALUES, Place, check_named, insert, kinds_of, numbered, place
 from .metadata import FOLDER, Offsets, RankFile, build
 from .target import Folders, StoreSteps, Target
@@ -72,17 +71,18 @@ class _Parent:
     @property
     def base_size(self) -> Size:
         """Return the approximate size of a base."""
-        return self.whole or Size(self.file.chain[-1][1], self.checkpoint.raw_nbytes)
+        return self.whole or Size(self.file.base_nbytes, self.checkpoint.raw_nbytes)
 
+    @property
+    def carried(self) -> int:
+        """Bytes of the arrays that must be decoded before a delta against this parent."""
+        return self.file.carried + carried_by(self.checkpoint)
 
-@dataclass(frozen=True, slots=True)
-class _Together:
-    """Message of the coordinator to all ranks: the number of ranks that save together.
-
-    It must be the same for all saves of a run: if torch caches plans, some ranks get the message of an earlier save.
-    """
-
-    ranks: int
+    @property
+    def restore_cost(self) -> float:
+        """Bytes decoded to restore a delta against this parent, in multiples of a base."""
+        raw = self.checkpoint.raw_nbytes
+        return 1.0 + (self.carried / raw if raw else 0.0)
 
 
 _TORCH, _SAVES = "torch.distributed.checkpoint.", {"save", "_save_state_dict"}
@@ -178,11 +178,7 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this is a path, or a URL of an installed file system."""
-        try:
-            open_folder(checkpoint_id)
-        except BadArgumentError:
-            return False
-        return True
+        return is_place(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
@@ -230,7 +226,8 @@ class Writer(StorageWriter):
         if self._collective and all(getattr(plan, "usable", True) for plan in plans):
             items = (item for plan in plans for item in plan.items)
             check_named(self.kinds, {i.index.fqn: None for i in items if i.type != WriteItemType.BYTE_IO})
-        return [dataclasses.replace(plan, storage_data=_Together(len(plans))) for plan in plans]
+        # The number is the same for all saves of a run: if torch caches plans, some ranks get that of an earlier save.
+        return [dataclasses.replace(plan, storage_data=len(plans)) for plan in plans]
 
     def _agrees(self, plan: SavePlan) -> bool:
         """Return whether all ranks compute common thresholds before they compress.
@@ -241,8 +238,7 @@ class Writer(StorageWriter):
             return False
         if self.process_group is None and threading.current_thread() is not threading.main_thread():
             return False
-        together = plan.storage_data
-        ranks = together.ranks if isinstance(together, _Together) else 1
+        ranks = plan.storage_data if isinstance(plan.storage_data, int) else 1
         return ranks > 1 and dist.get_world_size(self.process_group) == ranks
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -371,7 +367,7 @@ class Writer(StorageWriter):
             head = self._stored_parent()
         if head is None:
             return None
-        if _wants_base(self.cfg.chain, head):
+        if wants_base(self.cfg.chain, head.last, head.restore_cost):
             return None
         if not _fits(head.shards, shards):
             if asked:
@@ -481,29 +477,10 @@ def _describe(rank: int, name: str, ckpt: Checkpoint, head: _Parent | None) -> R
         rank,
         (own, *head.file.chain),
         ckpt.raw_nbytes,
-        head.file.carried + carried_by(head.checkpoint),
+        head.carried,
         head.last.since_base + 1,
         head.last.spent + ckpt.nbytes,
     )
-
-
-def _wants_base(policy: ChainPolicy, head: _Parent) -> bool:
-    """Return whether the next save of this rank is a base, by the policy of stores."""
-    last, raw = head.last, head.checkpoint.raw_nbytes
-    known = Manifest(
-        last.rank,
-        file="",
-        id="",
-        identity="",
-        nbytes=last.nbytes,
-        raw_nbytes=last.raw_nbytes,
-        parents=(),
-        carried=last.carried,
-        since_base=last.since_base,
-        base_nbytes=head.file.chain[-1][1],
-        spent=last.spent,
-    )
-    return wants_base(policy, known, 1.0 + ((head.file.carried + carried_by(head.checkpoint)) / raw if raw else 0.0))
 
 
 def _fits(parent: Mapping[tuple[str, Offsets], Offsets], shards: Mapping[tuple[str, Offsets], Offsets]) -> bool:
