@@ -96,9 +96,7 @@ class HostCopy(Subscriber):
             One entry for each tensor that changed; None where everything may be different: at first, from a base, and
             after an update that failed.
         """
-        with self._updating:
-            self._turn += 1
-            self._prepared = None
+        with self._update():
             before = self.version
             found = self._stage(version, verify=True)
             if found is None:

@@ -76,6 +76,10 @@ class Staged:
         return self.fetch_seconds + self.stage_seconds
 
 
+Ready = tuple[Version, list[Patch], Staged]
+"""A version to reach, the changes to it, and a report."""
+
+
 class Subscriber:
     """Bring a model to the newest published version, in place, again and again.
 
@@ -114,7 +118,7 @@ class Subscriber:
         self._files: Files = opened(url)
         self._keys = key if isinstance(key, signing.Keys) else signing.public(key)
         self._known: dict[int, tuple[bytes, Version]] = {}
-        self._prepared: tuple[Version, list[Patch], Staged] | None = None
+        self._prepared: Ready | None = None
         self._model, self._select = model, select
         self._updating = threading.Lock()
         self._turn = 0
@@ -163,9 +167,7 @@ class Subscriber:
             MissingParentError: versions are there, but no base that they lead to; the model is as it was.
             NewerFormatError: only a newer release can read the version; the model is as it was.
         """
-        with self._updating:
-            self._turn += 1
-            self._prepared = None
+        with self._update():
             found = self._stage(version, verify)
             if found is not None:
                 self._commit(*found, lock)
@@ -183,9 +185,7 @@ class Subscriber:
 
         Raises: what `update` raises.
         """
-        with self._updating:
-            self._turn += 1
-            self._prepared = None
+        with self._update():
             self._prepared = self._stage(version, verify)
             return self.version if self._prepared is None else self._prepared[0].version
 
@@ -203,13 +203,19 @@ class Subscriber:
         Raises:
             BadArgumentError: the model has changed since; it stays as it is.
         """
+        with self._update() as prepared:
+            if prepared is not None:
+                self._check_unchanged()
+                self._commit(*prepared, lock)
+            return self.version
+
+    @contextlib.contextmanager
+    def _update(self) -> Iterator[Ready | None]:
+        """Let one update run at a time; yield the version that was prepared before, which is forgotten."""
         with self._updating:
             self._turn += 1
-            found, self._prepared = self._prepared, None
-            if found is not None:
-                self._check_unchanged()
-                self._commit(*found, lock)
-            return self.version
+            prepared, self._prepared = self._prepared, None
+            yield prepared
 
     def _check_unchanged(self) -> None:
         if _places(self._bound()) != _places(self._parts) or self._versions_of_tensors() != self._marks:
@@ -233,9 +239,7 @@ class Subscriber:
 
         Raises: what `update` raises.
         """
-        with self._updating:
-            self._turn += 1
-            self._prepared = None
+        with self._update():
             turn, found = self._turn, self._stage(version, verify)
             if found is None:
                 return
@@ -371,7 +375,7 @@ class Subscriber:
             self._held = self._hash_if_needed(self._at)
         self._marks = marks
 
-    def _stage(self, wanted: int | None, verify: bool) -> tuple[Version, list[Patch], Staged] | None:
+    def _stage(self, wanted: int | None, verify: bool) -> Ready | None:
         """Return the version to reach and its patches; None if the model already holds it."""
         wanted = None if wanted is None else integer("version", wanted, 0, LARGEST)
         self._find_changes(verify=False)
@@ -444,7 +448,7 @@ class Subscriber:
                 found.append((file, kind, file.nbytes(kind)))
         return found
 
-    def _staged(self, chain: list[Link]) -> tuple[Version, list[Patch], Staged]:
+    def _staged(self, chain: list[Link]) -> Ready:
         begin = time.perf_counter()
         before, nbytes = self._at, 0
         links: dict[str, list[list[Stored]]] = {name: [] for name in self._parts}
