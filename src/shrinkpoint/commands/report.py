@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
+from .files import check_apart, check_free, write_file
 from .options import AsJson, Force
 from .output import emit, line, note, size, steps_done
+from .sources import is_store, open_store, parse_step
 
 
 def report(
@@ -33,8 +35,6 @@ def report(
     """
     from ..report.collect import collect
     from ..report.page import page
-    from .files import check_apart, check_free, write_file
-    from .sources import is_store, open_store, parse_step
 
     folder = Path(run)
     inside = folder / "store"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import __version__
-from .options import AsJson
+from .options import AsJson, config
 from .output import count_done, emit, line
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ def _compile(preset: list[str] | None, as_json: bool) -> None:
 
     from ..kernels.backend import cache, first_calls, warmed
     from ..kernels.backend.compile_notice import LOG
-    from .configs import config
 
     class Counter(event.Listener):
         """Shows the number of kernels that are compiled or loaded."""
