@@ -32,6 +32,7 @@ import xxhash
 from ...codec.errors import CorruptDataError, NewerFormatError
 from ...codec.format.bounded_json import loads
 from ...codec.state.leaves import LeafSpec
+from ...store.checksummed_json import seal
 from .signing import Keys
 
 FORMAT = 2
@@ -288,7 +289,7 @@ def sealed(fields: dict[str, Any], keys: Keys) -> bytes:
     """Return JSON with a checksum of the fields, signed if there is a private key."""
     if keys.sign is not None:
         fields = {**fields, "signature": keys.sign(_plain(fields)).hex()}
-    return _plain({**fields, "checksum": xxhash.xxh3_128_hexdigest(_plain(fields))})
+    return seal(fields, _plain)
 
 
 def unsealed(data: bytes, what: str, keys: Keys) -> dict[str, Any]:

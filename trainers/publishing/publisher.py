@@ -489,6 +489,18 @@ class Publisher:
             return
 
 
+def publisher_of_all(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Publisher:
+    """Return the publisher of all ranks of the default process group, or of this process without one.
+
+    Args:
+        url: of the `Publisher`.
+        options: further arguments of it.
+    """
+    distributed = torch.distributed
+    group = distributed.group.WORLD if distributed.is_available() and distributed.is_initialized() else None
+    return Publisher(url, **{"ranks": group, **(options or {})})
+
+
 def _divided(plain: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, int]:
     """Return the rank that publishes each plain tensor: of its holders the least loaded one.
 

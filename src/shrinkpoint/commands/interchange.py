@@ -73,14 +73,9 @@ def load_state(path: Path) -> Any:
 
 
 def _load_safetensors(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
+    from ..trainers.model_folder import read_safetensors
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a dict
-    except SafetensorError as error:
-        raise CorruptDataError(f"{path}: {error}") from None
+    metadata, arrays = read_safetensors(path)
     own = {key: text for key, text in metadata.items() if key != _TREE and (key, text) != ("format", "pt")}
     if _TREE not in metadata:
         return arrays | {METADATA: own} if own else arrays
