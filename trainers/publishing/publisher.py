@@ -329,7 +329,7 @@ class Publisher:
     def _check_repeated(self, version: int, own: list[Shard]) -> None:
         """Raise BadArgumentError unless exactly this version exists; make its files durable."""
         there = self._version(version)
-        if there is None or not (set(own) <= set(there.shards) if there.shards else state_hash(own) == there.state):
+        if there is None or not set(own) <= set(there.shards):
             raise self._not_above(version, version)
         for file in there.files:  # its publisher may have been killed before they were durable
             for kind in ("d", "b"):
@@ -454,8 +454,6 @@ class Publisher:
 
     def _agrees(self, version: Version, own: list[Shard]) -> bool:
         """Return whether shards are those of a version, as far as it has their hashes."""
-        if not version.shards:
-            return state_hash(own) == version.state
         there = {(s.name, s.where): s for s in version.shards}
         shapes = {s.name: (s.dtype, s.shape) for s in version.shards}
         return all(there.get((s.name, s.where), s) == s and shapes.get(s.name) == (s.dtype, s.shape) for s in own)

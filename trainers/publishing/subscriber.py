@@ -307,8 +307,6 @@ class Subscriber:
 
     def _covered(self, version: Version) -> bool:
         """Return whether all shards of a version that meet the model are inside its tensors."""
-        if not version.shards:
-            return not self._is_partial()
         return all(is_inside(shard.where, part.region) for shard, part in self._meeting(version.shards))
 
     def _meeting(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, Part]]:
@@ -328,12 +326,8 @@ class Subscriber:
             version: what to compare with.
             hashes: of parts of the model, kept between calls.
         """
-        if not version.shards:
-            if () not in hashes:
-                hashes[()] = self._hash()
-            return version.state == hashes[()]
         try:
-            self._check_fits(version, version.shards)
+            self._check_fits(version)
         except BadArgumentError:
             return False
         for shard, part in self._meeting(version.shards):
@@ -443,7 +437,7 @@ class Subscriber:
         version, base = link
         found = []
         for file in version.files:
-            if not file.shards or any(True for _ in self._meeting(file.shards)):
+            if any(True for _ in self._meeting(file.shards)):
                 kind = "b" if base else file.kind
                 found.append((file, kind, file.nbytes(kind)))
         return found
@@ -453,7 +447,7 @@ class Subscriber:
         before, nbytes = self._at, 0
         links: dict[str, list[list[Stored]]] = {name: [] for name in self._parts}
         for link in chain:
-            self._check_fits(link[0], link[0].shards)
+            self._check_fits(link[0])
             stored: dict[str, list[Stored]] = {name: [] for name in self._parts}
             for file, kind, _ in self._needed(link):
                 read, found = self._opened(link[0], file, kind, before)
@@ -494,17 +488,12 @@ class Subscriber:
                 raise CorruptDataError("not a delta against the version before it")
             if (kind == "d") != ckpt.is_delta:
                 raise CorruptDataError(f"not what version {version.version} says of it")
-            shards = file.shards or tuple(
-                Shard(r.path, r.spec.dtype, r.spec.shape, whole(r.spec.shape), "") for r in ckpt.records
-            )
-            if [shard.spec for shard in shards] != [record.spec for record in ckpt.records]:
+            if [shard.spec for shard in file.shards] != [record.spec for record in ckpt.records]:
                 raise CorruptDataError(f"its arrays are not the shards of version {version.version}")
-            if not file.shards:
-                self._check_fits(version, shards)
-            records = {(s.name, s.where): record for s, record in zip(shards, ckpt.records, strict=True)}
+            records = {(s.name, s.where): record for s, record in zip(file.shards, ckpt.records, strict=True)}
             found = [
                 (part.name, part, Stored(ckpt, records[shard.name, shard.where], shard.where))
-                for shard, part in self._meeting(shards)
+                for shard, part in self._meeting(file.shards)
             ]
             ckpt.fetch((stored.record, stored.needed(part.region)) for _, part, stored in found)
         except (CorruptDataError, NewerFormatError) as e:
@@ -512,11 +501,9 @@ class Subscriber:
         read = data.fetched if isinstance(data, Ranged) else len(data)
         return read, [(part_name, stored) for part_name, _, stored in found]
 
-    def _check_fits(self, version: Version, shards: Sequence[Shard]) -> None:
+    def _check_fits(self, version: Version) -> None:
         """Raise BadArgumentError where the tensors of a version are not the model's."""
-        if not shards:
-            return
-        published = {shard.name: (shard.dtype, shard.shape) for shard in shards}
+        published = {shard.name: (shard.dtype, shard.shape) for shard in version.shards}
         lines = []
         for name, part in self._parts.items():
             own, (dtype, shape) = spec_of(part.tensor), published.get(part.source, ("", ()))
@@ -524,7 +511,7 @@ class Subscriber:
                 lines.append(f"{part.source}: not published")
             elif dtype != own.dtype or not _fits(part, shape):
                 lines.append(f"{name}: {dtype} {shape} is published, {own.dtype} {own.shape} is here")
-        for shard, part in self._meeting(shards) if not version.sliced and not lines else ():
+        for shard, part in self._meeting(version.shards) if not version.sliced and not lines else ():
             if not is_inside(shard.where, part.region):
                 lines.append(
                     f"{part.name}: a slice of {shard.label} is here, and version {version.version} was not published "
