@@ -544,8 +544,4 @@ def _moved(tree: Any, map_location: Any) -> Any:
     if map_location is None or callable(map_location):
         return tree
     device = map_location.get("cpu", "cpu") if isinstance(map_location, dict) else map_location
-    if isinstance(tree, dict):
-        return {key: _moved(value, device) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_moved(value, device) for value in tree)
-    return tree.to(device) if isinstance(tree, torch.Tensor) else tree
+    return plain(tree, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)

@@ -110,14 +110,14 @@ def whole(tree: Any) -> Any:
 
     Under several processes a collective, which all call with the same tree; what other ranks get is of no use.
     """
-    if isinstance(tree, DTensor):
-        value = tree.full_tensor()
-        return value.cpu() if rank() == 0 else None
-    if isinstance(tree, Mapping):
-        return {key: whole(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map(whole, tree))
-    return tree
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        gathered = value.full_tensor()
+        return gathered.cpu() if rank() == 0 else None
+
+    return plain(tree, leaf)
 
 
 def plain_tensors(model: nn.Module, place: tuple[str, ...]) -> dict[tuple[str, ...], torch.Tensor]:
