@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -170,9 +170,7 @@ class Preemption:
     def __enter__(self) -> Preemption:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         # While a preempted process exits, a further signal must not kill it in the middle of a save.
         if not isinstance(error, Preempted):
             self.close()

@@ -18,7 +18,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -253,9 +252,7 @@ class SensitivityTracker:
     def __enter__(self) -> SensitivityTracker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _read(self, which: str, shards_only: bool = False) -> dict[str, Tensor] | None:
