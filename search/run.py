@@ -124,7 +124,7 @@ def _search(trials: Trials, arguments: SearchArguments) -> SearchResult:
         trials.without_drift()
         space.notes.append(f"no extrapolated weights keep {trials.allowed:.3%}: weights are coded where they are")
         choice, method, fell_back = _chosen(space, arguments)
-    if choice.trial is not None and not space.can_tell(last):
+    if choice.trial is not None and not space.depends_on_state(last):
         trials.note(
             "evaluate returns the same number for the state itself, for every trial, and for a state compressed beyond "
             "use: every choice passes. Does it load the state that it is given?"

@@ -145,7 +145,7 @@ class Compaction:
         """Compact every tree that has a step over the bound; return the moved steps, ascending."""
         roots = []
         entries = self._entries()
-        self._continue(entries)
+        self._update_parents(entries)
         for root in forest(entries.values()):
             costs = [n.entry.manifest.restore_cost for n in root.below() if n.entry is not None]
             if max(costs) > self._max_cost:
@@ -183,7 +183,7 @@ class Compaction:
                 self._tree(root, set(nodes), None)
         return sorted(self._changed)
 
-    def _continue(self, entries: dict[int, Entry]) -> None:
+    def _update_parents(self, entries: dict[int, Entry]) -> None:
         """Update the parents of steps whose parent was moved; only headers are read."""
         for step in sorted(entries):
             m = entries[step].manifest

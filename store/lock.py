@@ -35,7 +35,7 @@ _NO_FLOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.
 _SHORT_OF_LOCKS = 1.0
 """Seconds for which ENOLCK counts as a temporary lack of memory, not as a file system without locks: if only one of two
 processes used lock files instead, they would not see each other."""
-_without: set[int] = set()
+_devices_without_locks: set[int] = set()
 """Devices that still answered ENOLCK after this time."""
 
 
@@ -130,7 +130,7 @@ def _flock(fd: int, mode: int, timeout: float | None, path: str) -> bool:
 
 def _flock_once(fd: int, mode: int) -> None:
     device = os.fstat(fd).st_dev
-    end = time.monotonic() + (0.0 if device in _without else _SHORT_OF_LOCKS)
+    end = time.monotonic() + (0.0 if device in _devices_without_locks else _SHORT_OF_LOCKS)
     while True:
         try:
             fcntl.flock(fd, mode)
@@ -138,11 +138,11 @@ def _flock_once(fd: int, mode: int) -> None:
             if e.errno != errno.ENOLCK:
                 raise
             if time.monotonic() >= end:
-                _without.add(device)
+                _devices_without_locks.add(device)
                 raise
             time.sleep(0.05)
         else:
-            _without.discard(device)
+            _devices_without_locks.discard(device)
             return
 
 

@@ -115,7 +115,9 @@ class Background:
             self.store.url, step, lambda: self._saver.save(step, state, grads=averages, kinds=known, cfg=cfg)
         )
         self._pending = pending = PendingPointer(path, self.store.url)
-        future.add_done_callback(lambda saved: pending.finish(lambda: self._point(saved.result(), path, before)))
+        future.add_done_callback(
+            lambda saved: pending.finish(lambda: self._write_pointer(saved.result(), path, before))
+        )
 
     def then(self, work: Callable[[], object]) -> None:
         """Call `work` when the save in flight is durable, or at once; never if the save fails.
@@ -149,7 +151,7 @@ class Background:
             if self._own:
                 self._saver.close()
 
-    def _point(self, result: SaveResult, path: PathLike, before: Pointer | None) -> None:
+    def _write_pointer(self, result: SaveResult, path: PathLike, before: Pointer | None) -> None:
         if result.status != "saved":
             raise ShrinkpointError(f"{os.fspath(path)}: the save of step {result.step} was {result.status}")
         # Another object than training uses in its thread.

@@ -58,7 +58,7 @@ class ShardedSaves:
         before = read_pointer(path) if rank() == 0 else None
         if not self.background:
             save(state, storage_writer=self._writer, checkpoint_id=str(step))
-            self._on_rank_0(lambda: self._point(path, step, before))
+            self._on_rank_0(lambda: self._write_pointer(path, step, before))
             return
         self._future = async_save(
             state, storage_writer=self._writer, checkpoint_id=str(step), process_group=self._group
@@ -68,7 +68,7 @@ class ShardedSaves:
         def write(saved: Any) -> None:
             saved.result()
             if rank() == 0:
-                self._point(path, step, before)
+                self._write_pointer(path, step, before)
 
         self._future.add_done_callback(lambda saved: pending.finish(lambda: write(saved)))
 
@@ -98,7 +98,7 @@ class ShardedSaves:
         """Do something on rank 0, and raise its error on all ranks."""
         on_rank_0(work, lambda _: None, "the result of the save could not be sent")
 
-    def _point(self, path: PathLike, step: int, before: Pointer | None) -> None:
+    def _write_pointer(self, path: PathLike, step: int, before: Pointer | None) -> None:
         # Another object than training uses in its thread.
         store = Store(self.store.url, self.store.cfg)
         point_to(path, store, step, store.describe(step).identity, before)

@@ -159,7 +159,7 @@ def load_pretrained(
     if model is None:
         return source.all()
     if isinstance(model, torch.nn.Module):
-        return _into(model, source)
+        return _load_into(model, source)
     if not hasattr(model, "from_pretrained"):
         raise BadArgumentError(f"model is {model!r:.80}; it must be a torch.nn.Module or have from_pretrained")
     with tempfile.TemporaryDirectory(prefix="shrinkpoint-") as scratch:
@@ -236,7 +236,7 @@ def _folder_of(model_or_folder: Any, scratch: Path) -> ModelFolder:
     return ModelFolder(scratch)
 
 
-def _into(model: torch.nn.Module, source: ModelFolder) -> torch.nn.Module:
+def _load_into(model: torch.nn.Module, source: ModelFolder) -> torch.nn.Module:
     """Load tensors into a module; tied weights are in the file once."""
     tensors = source.all()
     state = model.state_dict()

@@ -164,7 +164,7 @@ def _problem(saved: Any, wanted: Any, what: str) -> str:
         return "" if held == wanted.dtype else f"{held} in the checkpoint, a key of {wanted.dtype} in {what}"
     if _rank(held) > _rank(wanted.dtype):
         return f"{held} in the checkpoint, {wanted.dtype} in {what}"
-    if getattr(wanted, "sharding", None) is not None and not _has(wanted.dtype):
+    if getattr(wanted, "sharding", None) is not None and not _has_dtype(wanted.dtype):
         return f"{wanted.dtype} with a sharding in {what}: JAX has no such array without jax_enable_x64"
     return ""
 
@@ -174,7 +174,7 @@ def _rank(dtype: Any) -> int:
     return next(kinds, len(_ORDER))
 
 
-def _has(dtype: Any) -> bool:
+def _has_dtype(dtype: Any) -> bool:
     """Return whether JAX, as configured, has arrays of a dtype."""
     return bool(jax.dtypes.canonicalize_dtype(dtype) == dtype)
 
@@ -190,7 +190,7 @@ def _placed(saved: Any, wanted: Any) -> Any:
         keys = jax.random.wrap_key_data(data, impl=found[0])
         return keys if wanted.sharding is None else jax.device_put(keys, wanted.sharding)
     host = np.asarray(saved).astype(wanted.dtype, copy=False)
-    if isinstance(wanted, (np.ndarray, np.generic)) or not _has(wanted.dtype):
+    if isinstance(wanted, (np.ndarray, np.generic)) or not _has_dtype(wanted.dtype):
         return host
     if wanted.sharding is None:
         return jax.numpy.asarray(host)

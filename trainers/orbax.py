@@ -98,7 +98,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         if jax.process_index():
             return []
         self._wrote, self._pending = True, None
-        self._follow()
+        self._drop_unreferenced()
         step = max([next_step(self.store), *(step + 1 for step in self._steps_in_flight())])
         more = {"grads": grads, "kinds": args.kinds}
         if isinstance(self.saver, Saver):
@@ -116,9 +116,9 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
                 f"{directory}: not the folder of the last save; a handler and its store must belong to one item"
             )
         commit, self._pending = self._pending, None
-        self._point(directory, commit)
+        self._write_pointer(directory, commit)
 
-    def _point(self, directory: Any, commit: _Commit) -> None:
+    def _write_pointer(self, directory: Any, commit: _Commit) -> None:
         """Write the pointer file of a save into its folder."""
         result, store = commit.future.result(), Store(self.store.url)
         if store.describe(result.step).identity != result.id:
@@ -193,12 +193,12 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         """Remove unreferenced steps when Orbax closes the manager."""
         # A job that only reads leaves alone what another is writing.
         if self._wrote and not jax.process_index():
-            self._follow()
+            self._drop_unreferenced()
 
     def _steps_in_flight(self) -> set[int]:
         return {save.step for save in self._in_flight if not save.is_over}
 
-    def _follow(self) -> None:
+    def _drop_unreferenced(self) -> None:
         """Remove the steps from the store that no step folder points to."""
         gone = set(self.store.steps()) - self._steps_in_flight()
         if not gone:
@@ -251,7 +251,7 @@ class _Checkpointable:
         for commit in commits:
             try:
                 commit.result()
-                self.handler._point(place, commit)
+                self.handler._write_pointer(place, commit)
             finally:
                 commit.is_over = True  # not discarded: the other thread may be looking through them
 

@@ -57,7 +57,7 @@ class _Parent:
         shards: sizes of its shards by name and offsets.
         last: file of this rank's last save: the parent itself, or a delta against it.
         whole: size of a base of its last state; None: no base was made since the base of the chain.
-        trail: average of its weights, if they are extrapolated by their drift.
+        average: average of its weights, if they are extrapolated by their drift.
     """
 
     checkpoint: Checkpoint
@@ -66,7 +66,7 @@ class _Parent:
     shards: Mapping[tuple[str, Offsets], Offsets]
     last: RankFile
     whole: Size | None = None
-    trail: WeightAverage | None = None
+    average: WeightAverage | None = None
 
     @property
     def base_size(self) -> Size:
@@ -261,11 +261,11 @@ class Writer(StorageWriter):
                 # The others wait for this rank.
                 agree(e, self.process_group)
             raise
-        prepare = None if weights is None else weights.under(agree(weights.summaries, self.process_group))
+        prepare = None if weights is None else weights.prepared_by(agree(weights.summaries, self.process_group))
         results = []
         if state:
-            trail = self._trail(head, shards)
-            earlier = None if trail is None else trail.earlier(state)
+            average = self._average(head, shards)
+            earlier = None if average is None else average.earlier(state)
 
             def against(prev: Checkpoint | None) -> Checkpoint:
                 inputs = Inputs.of(state, prev, kinds, earlier=earlier)
@@ -278,9 +278,9 @@ class Writer(StorageWriter):
                 head = head if ckpt.is_delta else None
             written = _describe(self._rank, self.target.file_name(self._rank, ckpt), ckpt, head)
             self.target.files().write(f"{FOLDER}/{written.chain[0][0]}", ckpt.to_bytes())
-            if trail is not None:
-                trail.follow(state, ckpt)
-            self._advance(ckpt, written, shards, head, whole, trail)
+            if average is not None:
+                average.follow(state, ckpt)
+            self._advance(ckpt, written, shards, head, whole, average)
             names = tuple(i.index.fqn for i in plan.items if i.type == WriteItemType.BYTE_IO)
             record = dataclasses.replace(written, shards=tuple(shards), values=names)
             results = [WriteResult(MetadataIndex(written.chain[0][0]), written.nbytes, record)]
@@ -382,13 +382,13 @@ class Writer(StorageWriter):
         """Return the result of this writer's last save, also if another process made it."""
         return _kept.get(self._token) if self._travelled else self._head
 
-    def _trail(self, head: _Parent | None, shards: Mapping[tuple[str, Offsets], Offsets]) -> WeightAverage | None:
+    def _average(self, head: _Parent | None, shards: Mapping[tuple[str, Offsets], Offsets]) -> WeightAverage | None:
         """Return the slow average of the weights, from the last save or the parent, or None."""
         if not needs_average(self.cfg):
             return None
         last = self._last()
-        if last is not None and last.trail is not None and _fits(last.shards, shards):
-            return last.trail
+        if last is not None and last.average is not None and _fits(last.shards, shards):
+            return last.average
         return WeightAverage(None if head is None else head.checkpoint)
 
     def _stored_parent(self) -> _Parent | None:
@@ -423,15 +423,15 @@ class Writer(StorageWriter):
         shards: Mapping[tuple[str, Offsets], Offsets],
         head: _Parent | None,
         whole: Size | None,
-        trail: WeightAverage | None,
+        average: WeightAverage | None,
     ) -> None:
         """Make the new checkpoint, or its base, the parent of the next delta."""
         place = str(self.target.place)
         whole = whole or (None if head is None else head.whole)
         if head is not None and self.cfg.chain.against == "base":
-            new = dataclasses.replace(head, place=place, last=written, whole=whole, trail=trail)
+            new = dataclasses.replace(head, place=place, last=written, whole=whole, average=average)
         else:
-            new = _Parent(ckpt, written, place, dict(shards), written, whole, trail)
+            new = _Parent(ckpt, written, place, dict(shards), written, whole, average)
         if not self._travelled:
             self._head = new
             return

@@ -240,19 +240,19 @@ class Publisher:
     # ------------------------------------------------------------------ the part of this rank
 
     def _bytes(self, own: Own) -> NpArray:
-        return host_bytes(own.tensor.to(self._as(own)))
+        return host_bytes(own.tensor.to(self._dtype_of(own)))
 
-    def _as(self, own: Own) -> torch.dtype:
+    def _dtype_of(self, own: Own) -> torch.dtype:
         return self._dtype if self._dtype is not None and own.tensor.is_floating_point() else own.tensor.dtype
 
     def _specs_of(self, own: list[Own]) -> dict[Key, tuple[tuple[int, ...], str]]:
-        return {o.key: (o.shape, str(self._as(o))) for o in own}
+        return {o.key: (o.shape, str(self._dtype_of(o))) for o in own}
 
     def _nbytes(self, own: Own) -> int:
-        return own.tensor.numel() * self._as(own).itemsize
+        return own.tensor.numel() * self._dtype_of(own).itemsize
 
     def _shard(self, own: Own, data: NpArray) -> Shard:
-        made = Shard(own.name, str(self._as(own)).removeprefix("torch."), own.shape, own.where, "")
+        made = Shard(own.name, str(self._dtype_of(own)).removeprefix("torch."), own.shape, own.where, "")
         return replace(made, hash=hash_of(made.spec, data))
 
     def _part(self, version: int, own: list[Own], newest: int | None) -> dict[str, Any]:
@@ -429,7 +429,7 @@ class Publisher:
     def _read_back(self, own: list[Own], newest: int) -> None:
         """Continue from the newest version if it can be read and has the same tensors."""
         self._may_read_back = False
-        read = {o.key: torch.empty(o.tensor.shape, dtype=self._as(o)) for o in own}
+        read = {o.key: torch.empty(o.tensor.shape, dtype=self._dtype_of(o)) for o in own}
         names = {str(i): key for i, key in enumerate(read)}
         select = {i: (name, [slice(at, at + n) for at, n in where]) for i, (name, where) in names.items()}
         chain: list[Version] = []
