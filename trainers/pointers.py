@@ -44,7 +44,7 @@ _LARGEST_PLACEHOLDER = 1 << 12
 
 
 class PendingPointer:
-    """A pointer file whose checkpoint is being saved in the background, and the calls that wait for it.
+    """A pointer file whose checkpoint is being saved, and the calls that wait for it.
 
     Args:
         path: of the file.

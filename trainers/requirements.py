@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def required(need: str, command: str) -> Iterator[None]:
-    """Let imports that fail say what is needed, and the command that installs it."""
+    """Let a failing import name its package and the command that installs it."""
     try:
         yield
     except ImportError:

@@ -39,7 +39,7 @@ Named: TypeAlias = Sequence[tuple[str, torch.optim.Optimizer]]
 Bits: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 _MOST_PENDING = 8
 _EVERY = 64
-"""Gradients of a single process are read at the first step after a snapshot, and at every step whose number is a multiple of this."""
+"""Steps from one reading of the gradients of a single process to the next, the first one after a snapshot."""
 
 
 class _Table:

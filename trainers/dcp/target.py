@@ -30,7 +30,9 @@ _INDEX = "index"
 
 
 class Folders:
-    """The folders or URLs that a writer saves to: one for each checkpoint, or one that each save replaces.
+    """The folders or URLs that a writer saves to.
+
+    There is one for each checkpoint, or one that each save replaces.
 
     A *place* is one checkpoint: here the path of a folder.
     """

@@ -488,7 +488,7 @@ class Publisher:
 
 
 def publisher_of_all(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Publisher:
-    """Return the publisher of all ranks of the default process group, or of this process without one.
+    """Return the publisher of all ranks of the default group; without one, of this process.
 
     Args:
         url: of the `Publisher`.

@@ -211,7 +211,7 @@ class Subscriber:
 
     @contextlib.contextmanager
     def _update(self) -> Iterator[Ready | None]:
-        """Let one update run at a time; yield the version that was prepared before, which is forgotten."""
+        """Let one update run at a time; forget and yield the version that was prepared before."""
         with self._updating:
             self._turn += 1
             prepared, self._prepared = self._prepared, None

@@ -1,4 +1,4 @@
-"""Measure a state at one level, or with a lossless compressor of another package: sizes, seconds, memory."""
+"""Sizes, seconds and memory of a state at one level, or with another package."""
 
 from __future__ import annotations
 
