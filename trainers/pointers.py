@@ -353,11 +353,7 @@ def _is_near(place: str, folder: str) -> bool:
 
 
 def load_at(
-    path: PathLike,
-    paths: str | Sequence[str] | None = None,
-    *,
-    store: Store | None = None,
-    first: bool | None = None,
+    path: PathLike, paths: str | Sequence[str] | None = None, *, store: Store | None = None, first: bool | None = None
 ) -> Any:
     """Load the state that a file points to.
 

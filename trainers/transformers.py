@@ -32,16 +32,7 @@ from .background import Background, check_compact
 from .frozen_parameters import digest_of, load_frozen, record, store_once, without
 from .fully_sharded import ShardedSaves, check_version, load_sharded, pointer_to_shards, sharded_state
 from .optimizer_dtypes import load_optimizer
-from .pointers import (
-    PathLike,
-    Pointer,
-    drop_unreferenced,
-    load_at,
-    read_pointer,
-    save_at,
-    store_of,
-    wait_for_files,
-)
+from .pointers import PathLike, Pointer, drop_unreferenced, load_at, read_pointer, save_at, store_of, wait_for_files
 from .preemption import Choice, Preemption
 from .requirements import required
 from .state import plain

@@ -22,12 +22,7 @@ from torch.futures import Future
 from ...codec.checkpoint import Checkpoint
 from ...codec.compress import compress_inputs
 from ...codec.config import Config
-from ...codec.errors import (
-    BadArgumentError,
-    ShrinkpointError,
-    ShrinkpointWarning,
-    UnsupportedLeafError,
-)
+from ...codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning, UnsupportedLeafError
 from ...codec.evidence.kind import check_kinds
 from ...codec.inputs import Inputs
 from ...codec.named_presets import check_config

@@ -142,11 +142,7 @@ class Subscriber:
         return max(self._versions(), default=None)
 
     def update(
-        self,
-        *,
-        version: int | None = None,
-        lock: AbstractContextManager[Any] | None = None,
-        verify: bool = True,
+        self, *, version: int | None = None, lock: AbstractContextManager[Any] | None = None, verify: bool = True
     ) -> int | None:
         """Bring the model to the newest version, or to a given one.
 

@@ -241,11 +241,7 @@ def _to_file(state: Any, target: Path, parents: list[Path], cfg: Config, force: 
 
 
 def _to_store(
-    sources: dict[int, Path],
-    load: Callable[[Path], Any],
-    url: str,
-    asked: InStore,
-    cfg: Config,
+    sources: dict[int, Path], load: Callable[[Path], Any], url: str, asked: InStore, cfg: Config
 ) -> Iterator[tuple[int, Checkpoint]]:
     """Save each source under its step, each as a delta against the one before.
 

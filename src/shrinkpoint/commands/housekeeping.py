@@ -168,9 +168,7 @@ def tag(
 
 
 def untag(
-    store: StoreUrl,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The tag.")],
-    as_json: AsJson = False,
+    store: StoreUrl, name: Annotated[str, typer.Argument(metavar="NAME", help="The tag.")], as_json: AsJson = False
 ) -> None:
     """Remove a tag; the step stays."""
 

@@ -22,8 +22,7 @@ def report(
         str | None, typer.Option(help="Step or tag whose histograms are shown; by default the newest intact one.")
     ] = None,
     search: Annotated[
-        list[Path] | None,
-        typer.Option("--search", help="JSON of SearchResult.to_json to show; repeatable."),
+        list[Path] | None, typer.Option("--search", help="JSON of SearchResult.to_json to show; repeatable.")
     ] = None,
     force: Force = False,
     as_json: AsJson = False,

@@ -20,7 +20,6 @@ from .output import listed, nearest, note
 
 if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint
-    from ..codec.config import Config
     from ..store.files import Files
     from ..store.manifest import Manifest
     from ..store.store import Store
@@ -41,12 +40,11 @@ def is_store(text: str) -> bool:
     return is_url(text) or os.path.isdir(os.path.join(text, "steps"))
 
 
-def open_store(url: str, cfg: Config | None = None, *, empty: bool = False) -> Store:
+def open_store(url: str, *, empty: bool = False) -> Store:
     """Open an existing store that has checkpoints.
 
     Args:
         url: folder or URL.
-        cfg: its configuration, or None.
         empty: also accept a store without steps that has files to remove; default False.
 
     Raises:
@@ -56,7 +54,7 @@ def open_store(url: str, cfg: Config | None = None, *, empty: bool = False) -> S
     from ..store.store import Store
 
     _check_store(url)
-    store = Store(url, cfg)
+    store = Store(url)
     if not store.steps() and not (empty and store.gc(dry_run=True)):
         raise CorruptDataError(f"{url}: holds no checkpoint")
     return store

@@ -92,10 +92,7 @@ def _compile(preset: list[str] | None, as_json: bool) -> None:
         cfgs += [config("default", None, rate=0.002), config("default", None, max_rel_error=0.01)]
     LOG.disabled = True  # the notice that kernels are compiled, and that this command compiles them
     try:
-        with (
-            count_done("kernels", quiet=as_json) as show,
-            event.install_listener("numba:compile", Counter()),
-        ):
+        with count_done("kernels", quiet=as_json) as show, event.install_listener("numba:compile", Counter()):
             for cfg, dtype in itertools.product(cfgs, DTYPES):
                 save_and_load(cfg, dtype)
             if not preset:

@@ -166,13 +166,7 @@ def _save(training: Training, store: Any, send: Send) -> None:
         part[0] += row.raw_bytes
         part[1] += row.stored_bytes
     send(
-        "saved",
-        step=training.step,
-        delta=saved.is_delta,
-        raw=saved.raw_nbytes,
-        stored=saved.nbytes,
-        ms=ms,
-        parts=parts,
+        "saved", step=training.step, delta=saved.is_delta, raw=saved.raw_nbytes, stored=saved.nbytes, ms=ms, parts=parts
     )
 
 
