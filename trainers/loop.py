@@ -22,8 +22,8 @@ from ..store.saver.saver import Saver
 from ..store.store import Store
 from . import model_state as models
 from . import optimizer_state
-from .auxiliary_state import at, label
 from .frozen_parameters import ONCE, digest_of, load_frozen, store_once
+from .places import MORE, at, label, put
 from .processes import explaining, on_all, on_rank_0, rank, world
 from .rows import RowTracker
 from .save_timing import timed
@@ -209,6 +209,7 @@ def resume(
     """
     into = _state_of(model, optimizer, scheduler, scaler, ema, loader, generators, more)
     optimizers, auxiliary = into.optimizers, into.auxiliary
+    modules = into.modules
     into.check()
     _check_trackers(into.model, tracker, sensitivity, None)
     optimizer_state.check_keep(keep, optimizers)
@@ -219,7 +220,7 @@ def resume(
         kept_out = Frozen.of_tree(tree)
         kept = {} if kept_out is None else dict.fromkeys(kept_out.names)
         lines, doubts = models.mismatches(into.model, kept | tree["model"])
-        for place, module in auxiliary.modules:
+        for place, module in modules:
             for found, more in zip((lines, doubts), models.mismatches(module, at(tree, place)), strict=True):
                 found += [f"{label(place)}: {line}" for line in more]
         if optimizers:
@@ -233,7 +234,7 @@ def resume(
         if into.missing(tree) or any(differences(tree)):
             return {}
         found = models.plain_tensors(into.model, ("model",)) | optimizer_state.plain_entries(into.model, optimizers)
-        for place, module in auxiliary.modules:
+        for place, module in modules:
             found |= models.plain_tensors(module, place)
         return models.nested(found)
 
@@ -253,7 +254,11 @@ def resume(
 
     def light(state: dict[str, Any]) -> dict[str, Any]:
         """Return the state without the parts that modules and optimizers distribute themselves."""
-        return {k: v for k, v in auxiliary.without_modules(state).items() if k not in ("model", "optimizer")}
+        sent = {key: value for key, value in state.items() if key not in ("model", "optimizer")}
+        sent |= {MORE: dict(state[MORE])} if MORE in state else {}
+        for place, _ in modules:
+            put(sent, place, {})
+        return sent
 
     state = on_rank_0(load, light, "nothing was resumed")
     if state is None:
@@ -277,7 +282,7 @@ def resume(
         return doubts, where
 
     doubts, where = on_rank_0(compare, lambda found: found, "nothing was resumed")
-    parts = [(module, at(state, place)) for place, module in auxiliary.modules]
+    parts = [(module, at(state, place)) for place, module in modules]
     parts.insert(0, (into.model, state.get("model", {})))
     models.set_models(parts, doubts, where, strict=strict, keep=kept)
     if not strict and rank() == 0:
@@ -287,7 +292,7 @@ def resume(
         resized = models.resized(into.model, state.get("model", {}))
         saved = state.get("optimizer", {})
         optimizer_state.set_optimizers(into.model, optimizers, saved, state["optimizers"], without=resized, keep=keep)
-    for place, part in auxiliary.parts.items():
+    for place, part in auxiliary.items():
         held = at(state, place)
         # A disabled scaler has an empty state, which an enabled one refuses.
         if not isinstance(part, nn.Module) and (place != ("scaler",) or held):
