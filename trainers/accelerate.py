@@ -18,7 +18,7 @@ from ..kernels.errors import BadArgumentError
 from ..store.frozen_sets import Frozen
 from ..store.saver.saver import Saver
 from ..store.store import Store
-from .background import Background
+from .background import Background, store_behind
 from .frozen_parameters import check_frozen, digest_of, load_frozen, record, store_once, without
 from .fully_sharded import ShardedSaves, check_version, load_sharded, pointer_to_shards, sharded_state
 from .optimizer_dtypes import load_optimizer
@@ -37,7 +37,7 @@ class CompressedStates:
 
     def __init__(self, accelerator: Any, saver: Saver | Store, frozen: str | None = None) -> None:
         self.accelerator = accelerator
-        self.store = saver.store if isinstance(saver, Saver) else saver
+        self.store = store_behind(saver)
         self._background = Background(saver.store, saver) if isinstance(saver, Saver) else None
         self.frozen = check_frozen(frozen)
         self._shards: ShardedSaves | None = None
@@ -353,8 +353,7 @@ def compress_states(accelerator: Any, saver: Saver | Store, *, frozen: str | Non
         raise BadArgumentError(f"accelerator must be an accelerate.Accelerator, not {type(accelerator).__qualname__}")
     if isinstance(getattr(accelerator.save_state, "__self__", None), CompressedStates):
         raise BadArgumentError("this accelerator's states are compressed already; say remove() to the hooks before")
-    if not isinstance(saver, (Saver, Store)):
-        raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
+    store_behind(saver)  # refuses other objects before the accelerator is changed
     project = accelerator.project_configuration
     if isinstance(saver, Saver) and project.automatic_checkpoint_naming and project.total_limit == 1:
         raise BadArgumentError("total_limit is 1; with a Saver it must be at least 2, for the old folder goes first")

@@ -29,6 +29,15 @@ from .pointers import (
 from .save_timing import timed
 
 
+def store_behind(saver: Any) -> Store:
+    """Return a store, or the one of a Saver; BadArgumentError for other objects."""
+    if isinstance(saver, Saver):
+        return saver.store
+    if isinstance(saver, Store):
+        return saver
+    raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
+
+
 def refuse_keep(saver: Saver) -> Saver:
     """Refuse a Saver that removes steps by itself.
 

@@ -22,6 +22,7 @@ from ..store.saver.saver import Saver
 from ..store.store import Store
 from . import model_state as models
 from . import optimizer_state
+from .background import store_behind
 from .frozen_parameters import ONCE, digest_of, load_frozen, store_once
 from .places import MORE, at, label, put
 from .processes import explaining, on_all, on_rank_0, rank, world
@@ -120,7 +121,7 @@ def save(
     state = _state_of(model, optimizer, scheduler, scaler, ema, loader, generators, more, frozen)
 
     def averages() -> Mapping[str, Any] | None:
-        _store_of(saver)
+        store_behind(saver)
         number = check_step(step)
         _check_trackers(state.model, tracker, sensitivity, grads)
         if sensitivity is None:
@@ -133,7 +134,9 @@ def save(
         found = models.gathered(found)
         tree: Any = state.tree(step)
         if state.frozen == ONCE:
-            store_once(_store_of(saver), state.model, on_rank_0(lambda: Frozen.of_tree(tree), lambda f: f, "nothing"))
+            store_once(
+                store_behind(saver), state.model, on_rank_0(lambda: Frozen.of_tree(tree), lambda f: f, "nothing")
+            )
 
     def write() -> Result:
         marked = None if tracker is None else tracker.kinds(state.optimizers or None)
@@ -141,7 +144,7 @@ def save(
         averaged = None if found is None else {"model": dict(found)}
         number = tree["step"]
         result: Any = timed(
-            _store_of(saver).url,
+            store_behind(saver).url,
             number,
             lambda: saver.save(number, tree, grads=averaged, kinds=kinds, metric=metric, cfg=cfg),
         )
@@ -229,7 +232,7 @@ def resume(
 
     def existing(tree: Any) -> dict[str, Any]:
         """Return the live tensors to decode into: none if the checkpoint might be refused."""
-        if _store_of(saver).lacks or not is_training_tree(tree) or Frozen.of_tree(tree) is not None:
+        if store_behind(saver).lacks or not is_training_tree(tree) or Frozen.of_tree(tree) is not None:
             return {}
         if into.missing(tree) or any(differences(tree)):
             return {}
@@ -240,7 +243,7 @@ def resume(
 
     def load() -> dict[str, Any] | None:
         """Read on rank 0, and check that no part is missing."""
-        store = _store_of(saver)
+        store = store_behind(saver)
         if step is None and not store.steps():
             store.wait_for_saves()
         if step is None and not store.steps():
@@ -270,9 +273,9 @@ def resume(
 
     def compare() -> tuple[list[str], str]:
         """Compare on rank 0, before anything is changed anywhere."""
-        where = _where(_store_of(saver), state)
+        where = _where(store_behind(saver), state)
         if kept_out is not None and digest != kept_out.digest:
-            state["model"] = state["model"] | load_frozen(_store_of(saver), kept_out)
+            state["model"] = state["model"] | load_frozen(store_behind(saver), kept_out)
         lines, doubts = differences(state)
         if lines and strict:
             models.refuse(lines + doubts, where)
@@ -378,14 +381,6 @@ def _has_checkpoints(folder: str) -> bool:
         return os.path.isdir(folder) and bool(Store(folder).steps())
     except Exception:  # an unreadable folder cannot be used; it must not stop a run that does not use it
         return False
-
-
-def _store_of(saver: Any) -> Store:
-    if isinstance(saver, Saver):
-        return saver.store
-    if isinstance(saver, Store):
-        return saver
-    raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
 
 
 def _check_trackers(model: Any, tracker: Any, sensitivity: Any, grads: Any) -> None:

@@ -25,7 +25,7 @@ from ..codec.state import tree
 from ..kernels.errors import BadArgumentError
 from ..store.saver.saver import Saver, SaveResult
 from ..store.store import Store
-from .background import refuse_keep
+from .background import refuse_keep, store_behind
 from .jax import fitted, names, nested
 from .pointers import Pointer, drop, load_at, next_step, points_to, read_pointer, store_of, write_pointer
 from .requirements import required
@@ -71,10 +71,8 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
     """
 
     def __init__(self, saver: Saver | Store) -> None:
-        if not isinstance(saver, (Saver, Store)):
-            raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
+        self.store = store_behind(saver)
         self.saver = refuse_keep(saver) if isinstance(saver, Saver) else saver
-        self.store = saver.store if isinstance(saver, Saver) else saver
         self._home = os.path.dirname(self.store.url)
         self._pending: _Commit | None = None
         self._in_flight: weakref.WeakSet[_Commit] = weakref.WeakSet()

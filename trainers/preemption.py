@@ -21,6 +21,7 @@ from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..kernels.backend.arguments import integer, number
 from ..store.saver.saver import Saver
 from ..store.store import Store
+from .background import store_behind
 from .loop import save
 from .processes import explaining, on_rank_0, rank, world
 from .rows import RowTracker
@@ -231,9 +232,8 @@ class Preemption:
                 _quietly(saver.wait)
             return save(saver, step, model, optimizer, tracker=tracker, sensitivity=sensitivity, grads=grads)
 
-        store = saver.store if isinstance(saver, Saver) else saver
         wait = saver.wait if isinstance(saver, Saver) else lambda: None
-        self.finish(store, step, write, wait, same=True)
+        self.finish(store_behind(saver), step, write, wait, same=True)
 
     def finish(
         self, store: Store, step: int, save: Callable[[], object], wait: Callable[[], object], *, same: bool = False
