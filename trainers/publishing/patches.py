@@ -54,7 +54,6 @@ def encode(data: NpArray, before: NpArray | None, spec: LeafSpec, sliced: bool) 
         spec: of the tensor.
         sliced: use only what can be decoded where the receiver has a part of the tensor.
     """
-
     if before is data:
         unchanged = Writer()
         unchanged.byte(UNCHANGED)

@@ -90,7 +90,6 @@ def compress(
 
     Nothing in a source is executed: a .pt file or DCP folder that holds more than tensors and plain values is refused.
     """
-
     if not sources:
         raise BadArgumentError(
             f"the destination is missing: shrinkpoint compress {target} DESTINATION, a file ending in .spt or a store"
@@ -132,7 +131,6 @@ def _placed(
     Raises:
         BadArgumentError: options that contradict each other or the target.
     """
-
     single = target.endswith(ENDING)
     misplaced = {
         "--step": single and in_store.step is not None,
@@ -176,7 +174,6 @@ def steps_from_names(paths: Sequence[Path]) -> dict[int, Path]:
         >>> list(steps_from_names([Path("epoch=3-step=900.ckpt"), Path("epoch=0-step=300.ckpt")]))
         [300, 900]
     """
-
     found: dict[int, Path] = {}
     for path in paths:
         name = path.name.removesuffix(path.suffix) if path.suffix in SUFFIXES else path.name
@@ -283,7 +280,6 @@ def restore(
     Without --step the newest intact step of a store is restored, and damaged newer steps are reported. This does not
     count as a restore of the run.
     """
-
     kind = format_of(target, to)
     check_target(target, kind, force, [source, *map(str, parents or [])])
     with busy(f"reading {source}"):

@@ -84,7 +84,6 @@ def diff(
 
     A file is a .spt, .pt or safetensors file, or a DCP folder. The restored values are compared.
     """
-
     with busy("reading"):
         if len(things) == 3:
             if parents:
@@ -160,7 +159,6 @@ def _json(value: Any) -> Any:
 
 def _of_step(store: Store, step: int | str) -> Side:
     """Return a step of a store; the shards of a sharded one are joined."""
-
     manifest = store.describe(step)
     if not manifest.shards:
         return _of_checkpoint(store.read(step))
@@ -168,12 +166,10 @@ def _of_step(store: Store, step: int | str) -> Side:
 
 
 def _of_path(path: Path, parents: list[Path]) -> Side:
-
     return _of_checkpoint(resolved(path, parents)) if is_spt(path) else side_of(load_state(path))
 
 
 def _of_checkpoint(ckpt: Checkpoint) -> Side:
-
     skeleton = tree.unflatten(ckpt.header["tree"], lambda _number, _place: _ARRAY)
     values = dict(_plain_values(skeleton))
     arrays: dict[str, tuple[LeafSpec, int | None, Callable[[], Any]]] = {}
@@ -192,7 +188,6 @@ def _itself(flat: Any) -> Any:
 
 def side_of(state: Any) -> Side:
     """Return the arrays and plain values of a state."""
-
     _, found = tree.flatten(state, is_array)
     seen: set[Any] = set()
     unique = []
@@ -210,7 +205,6 @@ def side_of(state: Any) -> Side:
 
 def _named(items: Any, names: Callable[[Any], tuple[str, str]]) -> Iterator[tuple[str, Any]]:
     """Yield each item under its path, or under its unique key if its path is not unique."""
-
     times = Counter(names(item)[0] for item in items)
     for item in items:
         path, key = names(item)
@@ -222,7 +216,6 @@ _ARRAY = object()
 
 def _plain_values(state: Any) -> Iterator[tuple[str, Any]]:
     """The leaves that are not arrays, by path."""
-
     stack: list[tuple[str, Any]] = [("", state)]
     while stack:
         path, value = stack.pop()

@@ -122,7 +122,6 @@ def _temporary(target: Path) -> Path:
 
 def is_spt(path: Path) -> bool:
     """Return whether a file is a shrinkpoint checkpoint file."""
-
     from ..codec.format.container import MAGIC
 
     if not os.path.isfile(path):

@@ -123,7 +123,6 @@ def drop(
     as_json: AsJson = False,
 ) -> None:
     """Remove steps, intact or not; deltas against them stay readable. `gc` removes the files."""
-
     if bool(steps) == (after is not None):
         raise BadArgumentError("give either steps, or --after STEP")
     opened = open_store(store)
@@ -136,7 +135,6 @@ def drop(
 
 def pin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:
     """Protect a step from `gc`."""
-
     opened = open_store(store)
     opened.pin(parse_step(step))
     _print(as_json, f"pinned: {', '.join(map(str, opened.pins()))}", store=store, pins=opened.pins())
@@ -144,7 +142,6 @@ def pin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:
 
 def unpin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:
     """Remove the pin of a step."""
-
     opened = open_store(store)
     asked = parse_step(step)
     number = opened.tags().get(asked) if isinstance(asked, str) else asked
@@ -161,7 +158,6 @@ def tag(
     as_json: AsJson = False,
 ) -> None:
     """Give a step a name, which also protects it from `gc`; an existing name moves to it."""
-
     opened = open_store(store)
     opened.tag(name, parse_step(step))
     _print(as_json, f"{name}: step {opened.tags()[name]}", store=store, tags=opened.tags())
@@ -171,7 +167,6 @@ def untag(
     store: StoreUrl, name: Annotated[str, typer.Argument(metavar="NAME", help="The tag.")], as_json: AsJson = False
 ) -> None:
     """Remove a tag; the step stays."""
-
     opened = open_store(store)
     if not opened.untag(name):
         raise BadArgumentError(f"{store} has no tag {name!r}")
@@ -188,7 +183,6 @@ def rate(
     as_json: AsJson = False,
 ) -> None:
     """Record the quality of the model at a step, for `gc --keep-best` and the report."""
-
     opened = open_store(store)
     opened.rate(parse_step(step), metric)
     number = opened.describe(parse_step(step)).step
@@ -207,7 +201,6 @@ def copy(
     as_json: AsJson = False,
 ) -> None:
     """Copy steps with their parents, pins and tags to another store; every file is verified."""
-
     opened = open_store(store)
     asked = sorted({opened.describe(parse_step(step)).step for step in steps or []})
     before = opened.steps()

@@ -70,7 +70,6 @@ def info(
     of its elements where the codec bounds that. "why" is the rule or evidence that chose the codec. Only the header is
     read; the content hash of a file is not computed. A sharded checkpoint has a header for each rank.
     """
-
     if sort not in ORDERS:
         raise BadArgumentError(f"--sort is {sort!r}; it must be one of {', '.join(ORDERS)}")
     ckpts, about = _open(source, step)
@@ -181,7 +180,6 @@ def _open(source: str, step: str | None) -> tuple[Ranks, dict[str, Any]]:
 
 
 def _matching(rows: list[RankRow], paths: list[str] | None) -> list[RankRow]:
-
     if not paths:
         return rows
     for pattern in paths:
@@ -221,7 +219,6 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
     holds files that only removed steps or older generations need. `compact` and `gc` free these. In between it names
     the bytes of frozen parameters that the steps share, if there are any.
     """
-
     files = open_listing(store)
     pins, tags = labels.pins(files), labels.tags(files)
     found: list[dict[str, Any]] = []
@@ -314,7 +311,6 @@ def verify(
     otherwise only its checksums are checked, and this is reported. In a sealed folder, every file that is torn,
     missing, altered or added is reported. --json has the content hash of each checkpoint file.
     """
-
     if newest:
         _print_newest(sources, as_json)
         return
@@ -353,13 +349,11 @@ def verify(
 
 def _is_checkpoint_file(source: str) -> bool:
     """Return whether a path is a checkpoint file, or has the name of one."""
-
     path = Path(source)
     return is_spt(path) or (path.suffix == ".spt" and not is_sealed(path))
 
 
 def _verify_sealed(source: str, quiet: bool) -> list[dict[str, Any]]:
-
     path = Path(source)
     if not is_sealed(path):
         check_exists(source)
@@ -375,7 +369,6 @@ def _verify_sealed(source: str, quiet: bool) -> list[dict[str, Any]]:
 
 def _print_newest(sources: list[str], as_json: bool) -> None:
     """Print the newest intact checkpoint of a run folder, or the newest intact step of a store."""
-
     if len(sources) != 1:
         raise BadArgumentError(f"--newest takes one run folder, not {len(sources)}")
     run = sources[0]
@@ -396,7 +389,6 @@ def _print_newest(sources: list[str], as_json: bool) -> None:
 
 
 def _verify_store(url: str, quiet: bool) -> tuple[dict[int, str], list[int], dict[str, str]]:
-
     store = open_store(url)
     steps = store.steps()
     with steps_done("verify", quiet=quiet) as progress:

@@ -32,7 +32,6 @@ def seal(
     The seal of a folder is the file shrinkpoint-seal.json in it; that of a file NAME is NAME.shrinkpoint-seal.json next
     to it. Files are read as bytes and nothing in them is executed. A store needs no seal: `verify` checks it by itself.
     """
-
     for path in paths:
         check_exists(str(path))
         if is_store(str(path)):
@@ -62,7 +61,6 @@ def verify_sealed(path: Path, quiet: bool) -> list[Difference]:
     Raises:
         CorruptDataError: the seal is damaged.
     """
-
     made = read_seal(path)
     with bytes_done(f"verify {path}", quiet=quiet) as progress:
         return differences(path, made, progress)
@@ -77,7 +75,6 @@ def newest_sealed(run: Path, quiet: bool) -> Path:
     Raises:
         CorruptDataError: no checkpoint is intact.
     """
-
     skipped = 0
     for path in _newest_first(run):
         try:
@@ -95,7 +92,6 @@ def newest_sealed(run: Path, quiet: bool) -> Path:
 
 def _problem(path: Path, quiet: bool) -> str:
     """The reason why a checkpoint is not intact, or ""."""
-
     if not is_sealed(path):
         read_file(path)
         return ""
@@ -105,7 +101,6 @@ def _problem(path: Path, quiet: bool) -> str:
 
 
 def _newest_first(run: Path) -> list[Path]:
-
     found = list(_candidates(run))
     numbers = [re.findall(r"\d+", path.name.removesuffix(path.suffix) or path.name) for path in found]
     if found and all(numbers):
@@ -120,7 +115,6 @@ def _newest_first(run: Path) -> list[Path]:
 
 
 def _candidates(run: Path) -> Iterator[Path]:
-
     unsealed = []
     names = set()
     for path in sorted(run.iterdir()):

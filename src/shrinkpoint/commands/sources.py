@@ -87,7 +87,6 @@ def _check_store(url: str) -> None:
 
 def _advice(folder: Path) -> str:
     """Return what a folder that is not a store is instead, for an error message."""
-
     if not folder.is_dir():
         return ""
     if is_sharded(folder):

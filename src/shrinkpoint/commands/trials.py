@@ -104,7 +104,6 @@ def try_level(
 
 def _errors(state: Any, restored: Any) -> dict[str, float]:
     """Return the relative L2 error of each array that changed; infinite if undefined."""
-
     changes = compare(side_of(state), side_of(restored))
     return {
         c.path: float("inf") if c.relative_l2 is None or c.relative_l2 != c.relative_l2 else c.relative_l2
@@ -140,7 +139,6 @@ def try_package(name: str, state: Any) -> Trial:
 
 def _pieces(state: Any) -> Iterator[tuple[str, bytes]]:
     """Yield the bytes of all arrays, joined by dtype and cut into pieces."""
-
     of_dtype: dict[str, list[Any]] = {}
     for spec, _, values in side_of(state).arrays.values():
         of_dtype.setdefault(spec.dtype, []).append(values)

@@ -68,7 +68,6 @@ def reasons(rows: Sequence[Row]) -> list[Reason]:
     Args:
         rows: `summary()` at the default level.
     """
-
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row.measure == "exact" and row.raw_bytes:
@@ -95,7 +94,6 @@ def advice(lossless: Trial, default: Trial, exact: Sequence[Reason], sources: Se
         exact: see `reasons`.
         sources: the checkpoint, and perhaps a later one.
     """
-
     unknown = [reason for reason in exact if reason.is_unknown]
     share = sum(reason.share for reason in unknown)
     is_lossy = any(row.measure != "exact" for row in default.rows)
@@ -168,7 +166,6 @@ def recommended(trials: Sequence[Trial]) -> str:
 
 def _have_steps(paths: Sequence[Path]) -> bool:
     """Return whether the names of checkpoints give their steps."""
-
     try:
         steps_from_names(paths)
     except BadArgumentError:

@@ -126,7 +126,6 @@ def read_source(path: Path) -> try_advice.Source:
     Raises:
         BadArgumentError, CorruptDataError, OSError, UnsupportedLeafError: it cannot be read; see `load_state`.
     """
-
     kind = "file"
     if path.is_dir() and not is_dcp(path) and any(path.glob("*.safetensors")):
         from ..trainers.model_folder import ModelFolder
@@ -143,7 +142,6 @@ def read_source(path: Path) -> try_advice.Source:
 
 def _storable(state: Any) -> tuple[Any, list[str]]:
     """Return the part of a state that can be stored without pickle, and why the rest cannot."""
-
     try:
         tree.flatten(state, is_array)
     except UnsupportedLeafError:
@@ -177,7 +175,6 @@ def _storable(state: Any) -> tuple[Any, list[str]]:
 
 def _nbytes(state: Any) -> int:
     """Return the bytes of all arrays, each once, after every page of them was read."""
-
     total = 0
     for spec, _, values in side_of(state).arrays.values():
         # Pages of a mapped file would otherwise count as memory of the first level.
