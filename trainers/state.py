@@ -22,6 +22,7 @@ Generator: TypeAlias = torch.Generator | np.random.Generator | random.Random
 
 class Stateful(Protocol):
     """Objects with `state_dict` and `load_state_dict`, such as modules and schedulers."""
+
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
