@@ -195,7 +195,7 @@ def main() -> None:
         def send(event: str, **values: Any) -> None:
             pipe.write(json.dumps({"event": event, **values}) + "\n")
 
-        train(Job.from_json(sys.argv[1]), send)
+        train(Job(**json.loads(sys.argv[1])), send)
 
 
 if __name__ == "__main__":
