@@ -222,7 +222,7 @@ def test_a_moment_without_locks_is_waited_for(tmp_path: Path, monkeypatch: pytes
         flock(fd, mode)
 
     monkeypatch.setattr(fcntl, "flock", short)
-    monkeypatch.setattr(lock_module, "_without", set())
+    monkeypatch.setattr(lock_module, "_devices_without_locks", set())
     with FileLock(open_files(tmp_path)).shared(), pytest.raises(TimeoutError):
         store.gc(timeout=0.05)
     assert left == [0]

@@ -215,8 +215,6 @@ class Version:
             raise ValueError("version or sliced")
         if not isinstance(self.state, str) or not _HASH.fullmatch(self.state) or not isinstance(self.publisher, str):
             raise ValueError("state or publisher")
-        if not self.files or not all(file.shards for file in self.files):
-            raise ValueError("a file without shards")
         if not any(file.delta for file in self.files):
             if self.parent is not None or not self.has_base:
                 raise ValueError("neither a delta nor a base")
