@@ -70,7 +70,7 @@ class TrainingState:
 
     @property
     def auxiliary(self) -> dict[Place, Stateful]:
-        """Return scheduler, scaler, ema and more by place; refuse `more` that is no mapping."""
+        """Return scheduler, scaler, ema and more by place; refuse `more` that is not a mapping."""
         more = {} if self.more is None else self.more
         if not isinstance(more, Mapping):
             raise BadArgumentError(f"more must map names to objects with a state, not be a {type(more).__qualname__}")
