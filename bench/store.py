@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import shrinkpoint as sp
-from shrinkpoint.commands.measurement import peak
+from shrinkpoint.commands.trials import peak
 
 from . import data
 from .data import Pair

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..codec.checkpoint import Checkpoint
 from ..codec.errors import BadArgumentError, ShrinkpointWarning
 from ..kernels.backend.arguments import check_field, choice, flag, instance, integer, number, or_none
 from .cube import Cube
 from .process_group import ProcessGroup
 from .progress import Progress
 from .result import DIRECTIONS, SearchResult, Trial, essence, outcome
-from .search_state import SearchInputs, WatchedInputs
+from .search_state import ARRAYS, SearchInputs, WatchedInputs
 
 _NEGLIGIBLE = 1e-3
 """Share of the threshold below which a search is not worth its evaluations."""
@@ -123,17 +121,6 @@ class SearchArguments:
 
 
 @dataclass(frozen=True, slots=True)
-class StateArguments:
-    """The arguments of a search that hold arrays, as the caller passes them; see `compress`."""
-
-    state: Any
-    prev: Checkpoint | None
-    grads: Any
-    kinds: Mapping[str, Any] | None
-    earlier: Any
-
-
-@dataclass(frozen=True, slots=True)
 class CheckedInputs:
     """The checked arrays of a search.
 
@@ -148,8 +135,15 @@ class CheckedInputs:
     fingerprint: str
 
 
-def check_arguments(processes: ProcessGroup, arguments: SearchArguments, arrays: StateArguments) -> CheckedInputs:
+def check_arguments(
+    processes: ProcessGroup, arguments: SearchArguments, take: Callable[[], SearchInputs]
+) -> CheckedInputs:
     """Check all arguments on every process, before any process enters a collective operation.
+
+    Args:
+        processes: of the search.
+        arguments: those without arrays.
+        take: flattens and checks the arguments with arrays, once the others are checked.
 
     Raises:
         BadArgumentError: an argument is unusable, here or on another process, or differs between processes.
@@ -158,7 +152,7 @@ def check_arguments(processes: ProcessGroup, arguments: SearchArguments, arrays:
 
     def check() -> dict[str, Any] | None:
         _check(arguments)
-        inputs = SearchInputs.of(arrays.state, arrays.prev, arrays.grads, arrays.kinds, arrays.earlier)
+        inputs = take()
         if arguments.evaluate is None and processes.size == 1:
             taken.append((inputs, None))
             return None
@@ -179,8 +173,7 @@ def check_arguments(processes: ProcessGroup, arguments: SearchArguments, arrays:
             )
     # Each process has its own values of a sharded array, but a trial belongs to all processes.
     point = next(iter(arguments.cube))
-    names = [f.name for f in dataclasses.fields(StateArguments)]
-    common = [reports[0]["same"][n] for n in names] + [r["own"] for r in reports if inputs.is_sharded]
+    common = [reports[0]["same"][name] for name in ARRAYS] + [r["own"] for r in reports if inputs.is_sharded]
     return CheckedInputs(inputs, watched, hashed(json.dumps([common, point.config().to_json()])))
 
 

@@ -40,10 +40,10 @@ _LOCAL, _NOISE = 0.3, 0.15
 """Standard deviations of the last two terms."""
 _STALE = 0.5
 """Additional noise of trials on an earlier checkpoint."""
-_SWINGS = (0.001, 0.003, 0.006, 0.0125, 0.025, 0.05, 0.1, 0.2)
-_USUAL = 0.03
+_SIGNED_SCALES = (0.001, 0.003, 0.006, 0.0125, 0.025, 0.05, 0.1, 0.2)
+_USUAL_SCALE = 0.03
 """Candidate values of s; ln s is normal around the usual one with deviation 1."""
-_OWN = 0.02
+_INDEPENDENT = 0.02
 """Share of the signed part's variance that is independent between points."""
 _REFERENCE = math.log(0.01)
 _LARGEST = math.log(100.0)
@@ -146,13 +146,13 @@ class _Fit:
     """The most likely parameters of the model for one value of s.
 
     Args:
-        swing: s.
+        signed_scale: s.
         log_weight: logarithm of its probability, but for a constant.
         level: [n] ln L of the trials.
         root: [n, n] root of the covariance of `level`.
     """
 
-    swing: float
+    signed_scale: float
     log_weight: float
     level: Floats
     root: Floats
@@ -175,7 +175,7 @@ def _products(a: Sequence[Candidate], b: Sequence[Candidate]) -> Floats:
 def _signed(candidates: Sequence[Candidate]) -> Floats:
     """Return the covariance [n, n] of the signed part for s = 1."""
     covariance = _products(candidates, candidates)
-    own = [c.error if c.pattern is None else _OWN * covariance[i, i] for i, c in enumerate(candidates)]
+    own = [c.error if c.pattern is None else _INDEPENDENT * covariance[i, i] for i, c in enumerate(candidates)]
     covariance[np.diag_indices(len(candidates))] += np.array(own) + 1e-12
     return covariance
 
@@ -194,13 +194,13 @@ def _prior(known: Sequence[Known], floor: float) -> _Prior:
     return _Prior(_mean(seen), _inverse(steady), _signed(apart), np.array(found), floor)
 
 
-def _fitted(prior: _Prior, swing: float) -> _Fit:
+def _fitted(prior: _Prior, signed_scale: float) -> _Fit:
     """Fit ln L of the trials by Laplace's approximation, with D - L normally distributed.
 
     Source: Rasmussen and Williams, "Gaussian Processes for Machine Learning" (2006), section 3.4.
     """
     n = prior.found.size
-    covariance = swing**2 * prior.signed + prior.floor**2 * np.eye(n)
+    covariance = signed_scale**2 * prior.signed + prior.floor**2 * np.eye(n)
     inverse = _inverse(covariance)
 
     def cost(x: Floats) -> float:
@@ -220,9 +220,9 @@ def _fitted(prior: _Prior, swing: float) -> _Fit:
             break
         x, least = x - length * step, better
         hessian = _curvature(prior, inverse, x)
-    likely = -0.5 * math.log(swing / _USUAL) ** 2
+    likely = -0.5 * math.log(signed_scale / _USUAL_SCALE) ** 2
     volumes = float(np.linalg.slogdet(hessian)[1] + np.linalg.slogdet(covariance)[1])
-    return _Fit(swing, likely - least - 0.5 * volumes, x, _inverse(np.linalg.cholesky(hessian)).T)
+    return _Fit(signed_scale, likely - least - 0.5 * volumes, x, _inverse(np.linalg.cholesky(hessian)).T)
 
 
 def _curvature(prior: _Prior, inverse: Floats, x: Floats) -> Floats:
@@ -239,13 +239,13 @@ def _exp(x: Floats) -> Floats:
 def _fits(known: Sequence[Known], floor: float) -> tuple[list[_Fit], Floats]:
     """Return the fit of the model to the trials for each s, with its probability."""
     prior = _prior(known, floor)
-    fits = [_fitted(prior, s) for s in _SWINGS]
+    fits = [_fitted(prior, s) for s in _SIGNED_SCALES]
     logs = np.array([f.log_weight for f in fits])
     weights = np.exp(logs - logs.max())
     return fits, weights / weights.sum()
 
 
-def swing(known: Sequence[Known], floor: float) -> float:
+def signed_scale(known: Sequence[Known], floor: float) -> float:
     """Return the expected s: the signed part of a degradation deviates by about s sqrt(E).
 
     Args:
@@ -253,7 +253,7 @@ def swing(known: Sequence[Known], floor: float) -> float:
         floor: the smallest degradation that `evaluate` can distinguish from zero, > 0.
     """
     _, weights = _fits(known, floor)
-    return float(weights @ np.array(_SWINGS))
+    return float(weights @ np.array(_SIGNED_SCALES))
 
 
 _TURN = threading.RLock()
@@ -311,7 +311,7 @@ def draws(candidates: Sequence[Candidate], known: Sequence[Known], floor: float)
         levels = fit.level + rng.standard_normal((count, len(known))) @ fit.root.T
         steady = _mean(candidates) + (levels - prior.mean) @ gain.T + rng.standard_normal((count, n)) @ root.T
         # The part of the trials that L does not explain is their signed part.
-        variance = fit.swing**2
+        variance = fit.signed_scale**2
         pull = variance * np.linalg.solve(variance * among + floor**2 * np.eye(fresh.size), shared.T).T
         rest = np.linalg.cholesky(variance * (signed - pull @ shared.T))
         off = (prior.found - _exp(levels))[:, fresh]

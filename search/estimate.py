@@ -24,14 +24,7 @@ from ..codec.weights.codebook import Cells, Fit
 from ..codec.weights.importance import weights_of
 from ..codec.weights.levels import MAX_BINS, LevelsReference, compatible_parent
 from ..codec.weights.partition import kept, upper_threshold
-from ..codec.weights.planning import (
-    Limits,
-    protection_limits,
-    pruning_limits,
-    sketched,
-    spreads,
-    thresholds_before,
-)
+from ..codec.weights.planning import Limits, protection_limits, pruning_limits, sketched, spreads, thresholds_before
 from ..codec.weights.quantize import Quantize
 from ..codec.weights.ratedistortion import Trade, cheapest_levels, mean_roots, trades
 from ..codec.weights.sketch_refinement import few_values, fit_closely, held_codebook
@@ -190,11 +183,7 @@ class Estimator:
         return trades(codec.rate, sizes, self._spreads[thresholds], self._roots)
 
     def _of_unit(
-        self,
-        unit: Unit,
-        codecs: Sequence[Quantize],
-        limits: Sequence[Limits],
-        slopes: Sequence[Sequence[Trade]],
+        self, unit: Unit, codecs: Sequence[Quantize], limits: Sequence[Limits], slopes: Sequence[Sequence[Trade]]
     ) -> tuple[NpArray, NpArray]:
         """Return bytes, error and error by pruning of a unit, [codecs, 3], and error patterns.
 

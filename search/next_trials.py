@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .cube import Point, normal
-from .degradation_model import Candidate, Floats, Known, draws, swing
+from .degradation_model import Candidate, Floats, Known, draws, signed_scale
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -72,7 +72,7 @@ def open_points(
     """
     n = len(candidates)
     fresh = [k for k in known if not k.stale]
-    s = swing(known, floor)
+    s = signed_scale(known, floor)
     failed = [
         k.candidate
         for k in fresh

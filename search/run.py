@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import Any
 
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import ShrinkpointError
-from .arguments import SearchArguments, SearchOptions, StateArguments, check_arguments, hashed
+from .arguments import SearchArguments, SearchOptions, check_arguments, hashed
 from .conclusion import budget_spent, conclude, error_target_result, nothing_to_choose, with_costs
 from .exhaustive import search_exhaustively
 from .neighbourhood import search_neighbourhood
@@ -18,7 +19,7 @@ from .progress import ProgressReport
 from .published import search_published
 from .quality import Evaluate
 from .result import LEVELS, SearchResult, outcome
-from .search_state import SearchState
+from .search_state import SearchInputs, SearchState
 from .space import Choice, Space
 from .trials import Trials
 
@@ -89,8 +90,9 @@ def search(
     try:
         chosen = SearchOptions() if options is None else options
         arguments = SearchArguments(evaluate, threshold, last, chosen)
-        arrays = StateArguments(state, prev, grads, kinds, getattr(chosen, "earlier", None))
-        checked = check_arguments(processes, arguments, arrays)
+        earlier = getattr(chosen, "earlier", None)
+        take = functools.partial(SearchInputs.of, state, prev, grads, kinds, earlier)
+        checked = check_arguments(processes, arguments, take)
         inputs = checked.inputs
         cube, allowed = arguments.cube, arguments.allowed
         if last is not None and arguments.is_spent:
@@ -98,7 +100,7 @@ def search(
         if evaluate is None:
             if not inputs.is_sharded:
                 SearchState.made(inputs, next(iter(cube)))
-            return with_costs(error_target_result(allowed, cube, ahead=arrays.earlier is not None), last, begin)
+            return with_costs(error_target_result(allowed, cube, ahead=earlier is not None), last, begin)
         search_state = SearchState.made(inputs, next(iter(cube)), rated=any(cube.rate))
         if not search_state.leaves:
             return with_costs(nothing_to_choose(allowed, cube, search_state), last, begin)
@@ -122,7 +124,7 @@ def _search(trials: Trials, arguments: SearchArguments) -> SearchResult:
         trials.without_drift()
         space.notes.append(f"no extrapolated weights keep {trials.allowed:.3%}: weights are coded where they are")
         choice, method, fell_back = _chosen(space, arguments)
-    if choice.trial is not None and not space.can_tell(last):
+    if choice.trial is not None and not space.depends_on_state(last):
         trials.note(
             "evaluate returns the same number for the state itself, for every trial, and for a state compressed beyond "
             "use: every choice passes. Does it load the state that it is given?"

@@ -42,6 +42,10 @@ _RECORD = 20
 """Bytes of an array's record in a header."""
 
 
+ARRAYS = ("state", "prev", "grads", "kinds", "earlier")
+"""Arguments of a search that hold arrays."""
+
+
 @dataclass(frozen=True)
 class SearchInputs:
     """The arrays given to a search, checked without collective operations.
@@ -79,13 +83,14 @@ class SearchInputs:
         """
         prev, earlier, kinds = self.opened.prev, self.opened.past_weights, self.opened.kinds or {}
         layers = {path: kind if isinstance(kind, str) else _of_kind(kind) for path, kind in kinds.items()}
-        return {
-            "state": _hashed(watched.state.shared),
-            "prev": "" if prev is None else prev.id,
-            "grads": "" if watched.grads is None else _hashed(watched.grads.shared),
-            "kinds": _hashed(sorted(layers.items())),
-            "earlier": "" if earlier is None else _hashed(_of_past(earlier)),
-        }
+        hashes = (
+            _hashed(watched.state.shared),
+            "" if prev is None else prev.id,
+            "" if watched.grads is None else _hashed(watched.grads.shared),
+            _hashed(sorted(layers.items())),
+            "" if earlier is None else _hashed(_of_past(earlier)),
+        )
+        return dict(zip(ARRAYS, hashes, strict=True))
 
 
 @dataclass(frozen=True)

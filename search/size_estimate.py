@@ -22,8 +22,8 @@ from .sample import Sample, Unit, held_of
 
 _FEW = 1 << 13
 """Number of elements up to which levels are coded instead of counted, because tables then dominate their size."""
-_NOTHING = np.empty(0, np.uint8)
-_ANY = Thresholds(np.inf, np.inf, 0.0, 0.0)
+_NO_BYTES = np.empty(0, np.uint8)
+_NO_THRESHOLDS = Thresholds(np.inf, np.inf, 0.0, 0.0)
 _PRIME = 7919
 
 
@@ -67,8 +67,8 @@ def nbytes_of_header(
 
 def nbytes_of_codebook(codebook: NpArray, before: LevelsReference | None, spec: LeafSpec) -> int:
     """Return the bytes of the codebook part, which precedes protected values and levels."""
-    parents = None if before is None else [LevelsReference(_NOTHING, before.codebook, _NOTHING, _ANY)]
-    return len(head_piece([spec], [LevelsReference(_NOTHING, codebook, _NOTHING, _ANY)], parents))
+    parents = None if before is None else [LevelsReference(_NO_BYTES, before.codebook, _NO_BYTES, _NO_THRESHOLDS)]
+    return len(head_piece([spec], [LevelsReference(_NO_BYTES, codebook, _NO_BYTES, _NO_THRESHOLDS)], parents))
 
 
 def nbytes_of_protected(levels: NpArray, part: Sample, spec: LeafSpec) -> float:
@@ -79,7 +79,7 @@ def nbytes_of_protected(levels: NpArray, part: Sample, spec: LeafSpec) -> float:
         own = np.ascontiguousarray(levels[at])
         held = held_values(part.x[at][own == 1], spec)
         befores = None if part.before is None else [held_of(part.before, at, spec)]
-        return len(head_piece([spec], [LevelsReference(own, np.empty(0), held, _ANY)], befores)) - none
+        return len(head_piece([spec], [LevelsReference(own, np.empty(0), held, _NO_THRESHOLDS)], befores)) - none
 
     return _extrapolated(one, part)
 
@@ -92,7 +92,7 @@ def sampled_levels(levels: NpArray, codebook: NpArray, part: Sample, spec: LeafS
     """Return a sample's levels, codebook and protected values, as the codec stores them."""
     held = held_values(part.x[levels == 1], spec)
     whole = spec if part.scale == 1.0 else LeafSpec(spec.library, spec.dtype, (levels.size,))
-    return whole, LevelsReference(levels, codebook, held, _ANY)
+    return whole, LevelsReference(levels, codebook, held, _NO_THRESHOLDS)
 
 
 def nbytes_of_group(samples: Sequence[SampledLevels], parts: Sequence[Sample], unit: Unit) -> float:

@@ -112,7 +112,7 @@ class Space:
         while self.left > reserve and (point := self.trials.next_beyond_use) is not None:
             self.trials.round([point], [None])
 
-    def can_tell(self, last: SearchResult | None) -> bool:
+    def depends_on_state(self, last: SearchResult | None) -> bool:
         """Return whether the result of `evaluate` depends on the state.
 
         If no trial shows it, a state compressed beyond use is tried.

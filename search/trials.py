@@ -123,7 +123,7 @@ class Trials:
         # Each process compares its own result with the given baseline.
         self.evaluate_itself(calls - (given is not None and (self.at_once == 1 or before is not None)))
         now = self.scale.baseline
-        if self.direction.is_given or before is None or _apart(before, now) <= _FAR:
+        if self.direction.is_given or before is None or _ratio(before, now) <= _FAR:
             return
         if self.direction.doubt() is not None:
             self.note(
@@ -287,7 +287,7 @@ class Trials:
         """
         before = [*self.found, *(() if last is None else last.trials)]
         asked = sorted({t.rank for t in self.tried})
-        if self.at_once == 1 or not self.can_be_destroyed or not any(_is_silent(before, rank) for rank in asked):
+        if self.at_once == 1 or not self.can_be_destroyed or not any(_is_constant(before, rank) for rank in asked):
             return []
         worst = normal(self.direction.worst)
         done = {t.rank: t for t in self._done if t.point == worst}
@@ -296,7 +296,7 @@ class Trials:
         for trial in found:
             self._add(self._scored(trial, None, self.rounds), replayed=replayed)
         self.rounds += 1
-        return [rank for rank in asked if _is_silent([*before, *found], rank)]
+        return [rank for rank in asked if _is_constant([*before, *found], rank)]
 
     @property
     def is_inherited(self) -> bool:
@@ -373,12 +373,12 @@ class Trials:
             self._report.trial(trial)
 
 
-def _is_silent(trials: Sequence[Trial], rank: int) -> bool:
+def _is_constant(trials: Sequence[Trial], rank: int) -> bool:
     """Return whether the process got the same number for all states."""
     return len({t.quality for t in trials if t.rank == rank}) == 1
 
 
-def _apart(a: float, b: float) -> float:
+def _ratio(a: float, b: float) -> float:
     """Return the ratio of larger to smaller magnitude; infinite for different signs."""
     low, high = sorted((abs(a), abs(b)))
     return math.inf if a * b <= 0 else high / low

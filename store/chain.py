@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ..codec.checkpoint import Checkpoint, content_hash
 from ..codec.config import ChainPolicy
@@ -242,7 +242,20 @@ _LEAST = 1 << 16
 _WORTH = 0.99
 
 
-def wants_base(policy: ChainPolicy, last: Manifest, restore_cost: float) -> bool:
+class ChainSizes(Protocol):
+    """The sizes of the checkpoint saved last, by which `wants_base` decides; see `Manifest`."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def since_base(self) -> int: ...
+    @property
+    def base_nbytes(self) -> int: ...
+    @property
+    def spent(self) -> int: ...
+
+
+def wants_base(policy: ChainPolicy, last: ChainSizes, restore_cost: float) -> bool:
     """Return whether the checkpoint after `last` must be a base.
 
     The size predictor compares two sums for the next i + 1 checkpoints, in multiples of the base. If the first is a

@@ -13,17 +13,32 @@ from ..codec.format.bounded_json import loads
 from .files import Files, is_damage
 
 T = TypeVar("T")
+Fields = dict[str, Any]
 _CHECKSUM = b',\n "checksum": "'
 
 
-def seal(fields: dict[str, Any]) -> bytes:
-    """Return the JSON of some fields and its XXH3-128."""
-    checksum = xxhash.xxh3_128_hexdigest(json.dumps(fields, indent=1).encode("ascii"))
-    return json.dumps({**fields, "checksum": checksum}, indent=1).encode("ascii")
+def indented(fields: Fields) -> bytes:
+    """Return the JSON of some fields, an entry a line."""
+    return json.dumps(fields, indent=1).encode("ascii")
 
 
-def unseal(data: bytes) -> dict[str, Any]:
-    """Return the fields.
+def seal(
+    fields: Fields,
+    dump: Callable[[Fields], bytes] = indented,
+    digest: Callable[[bytes], str] = xxhash.xxh3_128_hexdigest,
+) -> bytes:
+    """Return the JSON of some fields and of its checksum, the last one.
+
+    Args:
+        fields: plain values.
+        dump: makes JSON of fields.
+        digest: makes the checksum of JSON.
+    """
+    return dump({**fields, "checksum": digest(dump(fields))})
+
+
+def unseal(data: bytes) -> Fields:
+    """Return the fields of what `seal` made by its defaults.
 
     Raises:
         ValueError: the bytes were not made by `seal`, or were altered.
@@ -43,7 +58,7 @@ def check_sum(data: bytes) -> None:
         raise ValueError("the checksum does not match")
 
 
-def read_sealed(files: Files, name: str, parse: Callable[[dict[str, Any]], T], what: str, remedy: str) -> T | None:
+def read_sealed(files: Files, name: str, parse: Callable[[Fields], T], what: str, remedy: str) -> T | None:
     """Return the contents of a file that `seal` made; None if it does not exist.
 
     Args:

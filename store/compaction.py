@@ -26,6 +26,7 @@ from ..codec.rebase import rebase
 from ..codec.state.leaves import as_bytes
 from .catalog import Catalog, Entry
 from .chain import FOLDER, Node, carried_by, forest, opener, reason, walk
+from .files import Files
 from .lock import Lease
 from .manifest import Manifest, data_name
 
@@ -70,16 +71,53 @@ def digit_base(steps: int, depth: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Live:
-    """A step that was visited: its number in the chain, its checkpoint, and its new manifest."""
+class Parent:
+    """A step that others may become deltas over: its checkpoint, and its new manifest."""
 
-    number: int
     checkpoint: Checkpoint
     manifest: Manifest
 
     @property
     def carried(self) -> int:
+        """Bytes of the arrays that must be decoded before a delta over this step."""
         return self.manifest.carried + carried_by(self.checkpoint)
+
+
+def placed_over(manifest: Manifest, parent: Parent | None) -> Manifest:
+    """Return the manifest of a step that is a delta over another one; None: a base."""
+    if parent is None:
+        return replace(manifest, parents=(), carried=0)
+    return replace(manifest, parents=parent.manifest.chain, carried=parent.carried)
+
+
+def rewritten(
+    files: Files, manifest: Manifest, ckpt: Checkpoint, parent: Parent | None, without: Collection[int] = ()
+) -> Parent:
+    """Write a step as a delta over another one (None: as a base), and read it back.
+
+    Args:
+        files: of the store; the new data file is durable when this returns.
+        manifest: of the step.
+        ckpt: its checkpoint.
+        parent: the step below it.
+        without: numbers of arrays to leave out.
+    """
+    below = None if parent is None else parent.checkpoint
+    new = Checkpoint.from_bytes(rebase(ckpt, below, without).to_bytes(), below)
+    check_same(ckpt, new, without)
+    file = data_name(manifest.step, new.id)
+    files.write(f"{FOLDER}/{file}", new.to_bytes())
+    made = replace(manifest, file=file, id=new.id, identity=new.identity, nbytes=new.nbytes)
+    if parent is None:
+        made = replace(made, since_base=0, base_nbytes=new.nbytes, spent=0)
+    return Parent(new, placed_over(made, parent))
+
+
+@dataclass(frozen=True, slots=True)
+class _Live(Parent):
+    """A step that was visited, and its number in the chain."""
+
+    number: int
 
 
 class Compaction:
@@ -107,7 +145,7 @@ class Compaction:
         """Compact every tree that has a step over the bound; return the moved steps, ascending."""
         roots = []
         entries = self._entries()
-        self._continue(entries)
+        self._update_parents(entries)
         for root in forest(entries.values()):
             costs = [n.entry.manifest.restore_cost for n in root.below() if n.entry is not None]
             if max(costs) > self._max_cost:
@@ -145,7 +183,7 @@ class Compaction:
                 self._tree(root, set(nodes), None)
         return sorted(self._changed)
 
-    def _continue(self, entries: dict[int, Entry]) -> None:
+    def _update_parents(self, entries: dict[int, Entry]) -> None:
         """Update the parents of steps whose parent was moved; only headers are read."""
         for step in sorted(entries):
             m = entries[step].manifest
@@ -216,28 +254,15 @@ class Compaction:
             raw = ckpt.raw_nbytes
             if raw and 1 + parent.carried / raw > self._max_cost:
                 parent = None
-        manifest = self._rebased(entry.manifest, ckpt, parent)
+        if ckpt.parent_id == (None if parent is None else parent.checkpoint.identity):
+            manifest = placed_over(entry.manifest, parent)
+        else:
+            manifest = rewritten(self._files, entry.manifest, ckpt, parent).manifest
         if manifest != entry.manifest and self._catalog.replace(entry, manifest) is not None:
             self._changed.add(manifest.step)
         # The next step may need this one, and those whose number is this one's with digits cleared.
         kept = [known for known in live if base is not None and _is_prefix(known.number, number, base)]
-        return (*kept, _Live(number, ckpt, manifest))
-
-    def _rebased(self, manifest: Manifest, ckpt: Checkpoint, parent: _Live | None) -> Manifest:
-        """Rebase a step on another parent, make its data file durable, and return its manifest."""
-        below, chain, carried = None, tuple[str, ...](), 0
-        if parent is not None:
-            below, chain, carried = parent.checkpoint, parent.manifest.chain, parent.carried
-        if ckpt.parent_id == (None if below is None else below.identity):
-            return replace(manifest, parents=chain, carried=carried)
-        new = rebase(ckpt, below)
-        check_same(ckpt, Checkpoint.from_bytes(new.to_bytes(), below))
-        file = data_name(manifest.step, new.id)
-        self._files.write(f"{FOLDER}/{file}", new.to_bytes())
-        manifest = replace(manifest, file=file, id=new.id, identity=new.identity, nbytes=new.nbytes)
-        if parent is None:
-            manifest = replace(manifest, since_base=0, base_nbytes=new.nbytes, spent=0)
-        return replace(manifest, parents=chain, carried=carried)
+        return (*kept, _Live(ckpt, manifest, number))
 
 
 def _is_prefix(low: int, number: int, base: int) -> bool:

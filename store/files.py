@@ -18,7 +18,7 @@ from ..codec.format.fields import Bytes
 
 TEMPORARY = ".tmp-"
 """Prefix of the name of a file that is being written; after a crash such a file is garbage."""
-_OF_THE_FILE = {
+_DAMAGE = {
     getattr(errno, name)
     for name in ("EIO", "EINVAL", "ELOOP", "ENXIO", "EBADMSG", "ENODATA", "EUCLEAN", "EOVERFLOW", "EFBIG")
     if hasattr(errno, name)
@@ -106,4 +106,4 @@ def is_damage(error: OSError, *, local: bool) -> bool:
         error: not a FileNotFoundError.
         local: whether it comes from a disk.
     """
-    return isinstance(error, (IsADirectoryError, NotADirectoryError)) or (local and error.errno in _OF_THE_FILE)
+    return isinstance(error, (IsADirectoryError, NotADirectoryError)) or (local and error.errno in _DAMAGE)

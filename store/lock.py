@@ -18,7 +18,6 @@ import posixpath
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Protocol
 
 from .files import Files
 from .local import make_folder
@@ -36,7 +35,7 @@ _NO_FLOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.
 _SHORT_OF_LOCKS = 1.0
 """Seconds for which ENOLCK counts as a temporary lack of memory, not as a file system without locks: if only one of two
 processes used lock files instead, they would not see each other."""
-_without: set[int] = set()
+_devices_without_locks: set[int] = set()
 """Devices that still answered ENOLCK after this time."""
 
 
@@ -49,16 +48,6 @@ class Lease:
 
     def renew(self) -> None:
         """Show that the holder is alive; TimeoutError if the lock was taken away meanwhile."""
-
-
-class Lock(Protocol):
-    """A lock with two modes; both raise InUseError if it cannot be acquired in time."""
-
-    def shared(self) -> contextlib.AbstractContextManager[Lease]:
-        """Hold the lock together with other shared holders."""
-
-    def alone(self, timeout: float) -> contextlib.AbstractContextManager[Lease]:
-        """Hold the lock alone."""
 
 
 _descriptors: set[int] = set()
@@ -77,7 +66,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_inherited)
 
 
-def open_lock(files: Files) -> Lock:
+def open_lock(files: Files) -> FileLock | ObjectLock:
     """Return the lock of a store."""
     return FileLock(files) if files.local and fcntl is not None else ObjectLock(files)
 
@@ -141,7 +130,7 @@ def _flock(fd: int, mode: int, timeout: float | None, path: str) -> bool:
 
 def _flock_once(fd: int, mode: int) -> None:
     device = os.fstat(fd).st_dev
-    end = time.monotonic() + (0.0 if device in _without else _SHORT_OF_LOCKS)
+    end = time.monotonic() + (0.0 if device in _devices_without_locks else _SHORT_OF_LOCKS)
     while True:
         try:
             fcntl.flock(fd, mode)
@@ -149,11 +138,11 @@ def _flock_once(fd: int, mode: int) -> None:
             if e.errno != errno.ENOLCK:
                 raise
             if time.monotonic() >= end:
-                _without.add(device)
+                _devices_without_locks.add(device)
                 raise
             time.sleep(0.05)
         else:
-            _without.discard(device)
+            _devices_without_locks.discard(device)
             return
 
 

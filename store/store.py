@@ -304,7 +304,6 @@ class Store:
         Raises:
             MissingParentError: the step was replaced and has another identity. Otherwise as `load`; the head stays.
         """
-
         number = self._step(step)
 
         def follow(entry: Entry) -> None:

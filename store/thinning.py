@@ -18,14 +18,13 @@ from dataclasses import dataclass, replace
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import ShrinkpointError
 from ..codec.parallel import give_way
-from ..codec.rebase import rebase
 from ..codec.thinning import has_moments, moments
 from . import labels, rewinds
 from .catalog import Catalog, Entry
-from .chain import FOLDER, Node, carried_by, forest, opener, resolve, walk
-from .compaction import check_same
+from .chain import FOLDER, Node, forest, opener, resolve, walk
+from .compaction import Parent, rewritten
 from .lock import Lease
-from .manifest import Manifest, data_name
+from .manifest import Manifest
 from .retention import Retention, kept
 
 
@@ -149,18 +148,10 @@ class Thinning:
             self._without_moments.add(manifest.file)
             return None
         below = None if parent is None else self._checkpoint(parent)
-        chain, carried = tuple[str, ...](), 0
-        if parent is not None and below is not None:
-            chain, carried = parent.manifest.chain, parent.manifest.carried + carried_by(below)
-        new = Checkpoint.from_bytes(rebase(ckpt, below, dropped).to_bytes(), below)
-        check_same(ckpt, new, dropped)
-        file = data_name(manifest.step, new.id)
-        self._files.write(f"{FOLDER}/{file}", new.to_bytes())
+        base = None if parent is None or below is None else Parent(below, parent.manifest)
+        new = rewritten(self._files, manifest, ckpt, base, dropped)
         lacks = tuple(sorted(Counter(dropped.values()).items()))
-        made = replace(manifest, file=file, id=new.id, nbytes=new.nbytes, raw_nbytes=new.raw_nbytes, lacks=lacks)
-        if below is None:
-            made = replace(made, since_base=0, base_nbytes=new.nbytes, spent=0)
-        return _Step(replace(made, parents=chain, carried=carried), new)
+        return _Step(replace(new.manifest, raw_nbytes=new.checkpoint.raw_nbytes, lacks=lacks), new.checkpoint)
 
     def commit(self, prepared: Prepared, steps: Collection[int]) -> list[int]:
         """Move steps to their thinned files; return them. The store is held alone.

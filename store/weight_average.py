@@ -210,9 +210,9 @@ def _moved(mean: Array, flat: Array) -> Array:
     return mean
 
 
-_BESIDE = ("step", "count")
+_COUNTS = ("step", "count")
 """Names of the step count next to a second moment: PyTorch's, Optax's."""
-_BELOW = ("iteration", "iterations")
+_COUNTS_OF_KERAS = ("iteration", "iterations")
 """Anywhere below an optimizer: Keras's."""
 
 
@@ -234,9 +234,9 @@ def counting(paths: Iterable[str]) -> list[str]:
     places = {entry.owner for entry in moments} | {(entry.above, "") for entry in moments}
 
     def counts(entry: Entry) -> bool:
-        if entry.name in _BELOW and "optimizer" in entry.above.split("/"):
+        if entry.name in _COUNTS_OF_KERAS and "optimizer" in entry.above.split("/"):
             return True
-        return entry.name in _BESIDE and entry.owner in places
+        return entry.name in _COUNTS and entry.owner in places
 
     return [path for path, entry in named if counts(entry)]
 

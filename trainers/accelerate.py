@@ -18,7 +18,7 @@ from ..kernels.errors import BadArgumentError
 from ..store.frozen_sets import Frozen
 from ..store.saver.saver import Saver
 from ..store.store import Store
-from .background import Background
+from .background import Background, store_behind
 from .frozen_parameters import check_frozen, digest_of, load_frozen, record, store_once, without
 from .fully_sharded import ShardedSaves, check_version, load_sharded, pointer_to_shards, sharded_state
 from .optimizer_dtypes import load_optimizer
@@ -37,7 +37,7 @@ class CompressedStates:
 
     def __init__(self, accelerator: Any, saver: Saver | Store, frozen: str | None = None) -> None:
         self.accelerator = accelerator
-        self.store = saver.store if isinstance(saver, Saver) else saver
+        self.store = store_behind(saver)
         self._background = Background(saver.store, saver) if isinstance(saver, Saver) else None
         self.frozen = check_frozen(frozen)
         self._shards: ShardedSaves | None = None
@@ -153,7 +153,7 @@ class CompressedStates:
         self.wait()
         project = self.accelerator.project_configuration
         if project.automatic_checkpoint_naming and project.total_limit and self.accelerator.is_main_process:
-            _remove_cut_off(os.path.join(self.accelerator.project_dir, "checkpoints"))
+            _remove_interrupted(os.path.join(self.accelerator.project_dir, "checkpoints"))
         self.accelerator.wait_for_everyone()  # each process looks whether the new folder exists
         files = self._engine_files()
         try:
@@ -212,7 +212,7 @@ class CompressedStates:
         """
         preemption.finish(self.store, step, lambda: self.accelerator.save_state(output_dir), self.wait)
 
-    def _once(self, thing: Any, name: str, replacement: Callable[..., Any]) -> None:
+    def _replace_once(self, thing: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Replace the next call of a method, because Accelerate's hooks cover models only."""
 
         def stand_in(*args: Any, **keywords: Any) -> Any:
@@ -265,7 +265,7 @@ class CompressedStates:
         # Accelerate does not write weights that are removed from this list.
         weights.clear()
         for one in optimizers:
-            self._once(one, "state_dict", lambda: {"shrinkpoint": POINTER})
+            self._replace_once(one, "state_dict", lambda: {"shrinkpoint": POINTER})
 
     def _rotate(self, store: Store, output_dir: str) -> None:
         """Remove steps whose folders Accelerate's `total_limit` has removed."""
@@ -282,11 +282,11 @@ class CompressedStates:
         if self._files is not None:  # the engine has loaded it
             return
         path = os.path.join(input_dir, POINTER)
-        if self._is_sharded and (read_pointer(path) is not None or not _is_cut_off(input_dir)):
+        if self._is_sharded and (read_pointer(path) is not None or not _is_interrupted(input_dir)):
             self._load_shards(models, input_dir)
             return
         if read_pointer(path) is None:
-            if _is_cut_off(input_dir):
+            if _is_interrupted(input_dir):
                 raise MissingParentError(f"{input_dir}: no {POINTER} in it: its save was cut off; load the one before")
             return
         optimizers = self.accelerator._optimizers
@@ -294,7 +294,7 @@ class CompressedStates:
             load_sharded(path, self.store, self._pairs(models, optimizers))
             models.clear()
             for one in optimizers:
-                self._once(one, "load_state_dict", lambda _file: None)
+                self._replace_once(one, "load_state_dict", lambda _file: None)
             return
         state = load_at(path, store=self.store)
         for name, mine in (("models", models), ("optimizers", optimizers)):
@@ -315,7 +315,7 @@ class CompressedStates:
         load_states(parts, lines, path, strict=self._strict)
         models.clear()
         for one, saved in zip(optimizers, state["optimizers"], strict=True):
-            self._once(one, "load_state_dict", lambda _file, one=one, saved=saved: load_optimizer(one, saved))
+            self._replace_once(one, "load_state_dict", lambda _file, one=one, saved=saved: load_optimizer(one, saved))
 
 
 def compress_states(accelerator: Any, saver: Saver | Store, *, frozen: str | None = None) -> CompressedStates:
@@ -353,8 +353,7 @@ def compress_states(accelerator: Any, saver: Saver | Store, *, frozen: str | Non
         raise BadArgumentError(f"accelerator must be an accelerate.Accelerator, not {type(accelerator).__qualname__}")
     if isinstance(getattr(accelerator.save_state, "__self__", None), CompressedStates):
         raise BadArgumentError("this accelerator's states are compressed already; say remove() to the hooks before")
-    if not isinstance(saver, (Saver, Store)):
-        raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
+    store_behind(saver)  # refuses other objects before the accelerator is changed
     project = accelerator.project_configuration
     if isinstance(saver, Saver) and project.automatic_checkpoint_naming and project.total_limit == 1:
         raise BadArgumentError("total_limit is 1; with a Saver it must be at least 2, for the old folder goes first")
@@ -366,15 +365,15 @@ def _folders(home: str) -> list[str]:
     return [name for name in os.listdir(home) if re.fullmatch(r"checkpoint_[0-9]+", name)]
 
 
-def _remove_cut_off(home: str) -> None:
+def _remove_interrupted(home: str) -> None:
     """Remove folders of interrupted saves, which Accelerate would count as checkpoints."""
     for name in _folders(home) if os.path.isdir(home) else ():
         folder = os.path.join(home, name)
-        if read_pointer(os.path.join(folder, POINTER)) is None and _is_cut_off(folder):
+        if read_pointer(os.path.join(folder, POINTER)) is None and _is_interrupted(folder):
             shutil.rmtree(folder)
 
 
-def _is_cut_off(folder: str) -> bool:
+def _is_interrupted(folder: str) -> bool:
     """Return whether a folder without a pointer file comes from an interrupted save."""
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     return not files or any(is_placeholder(path, POINTER) for path in files if path.suffix in (".bin", ".pt"))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import Any
 
 import fsspec
@@ -18,19 +16,26 @@ from ..kernels.backend.arguments import number, or_none
 from ..store.saver.saver import Saver, SaveResult
 from ..store.store import Store
 from .pointers import (
-    Coming,
     PathLike,
+    PendingPointer,
     Pointer,
     drop,
     grads_within,
-    in_flight,
-    key_of,
     kinds_within,
     next_step,
     point_to,
     read_pointer,
 )
 from .save_timing import timed
+
+
+def store_behind(saver: Any) -> Store:
+    """Return a store, or the one of a Saver; BadArgumentError for other objects."""
+    if isinstance(saver, Saver):
+        return saver.store
+    if isinstance(saver, Store):
+        return saver
+    raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
 
 
 def refuse_keep(saver: Saver) -> Saver:
@@ -76,10 +81,7 @@ class Background:
         self.store = store
         self._own = saver is None
         self._saver = Saver(store, compact=compact) if saver is None else refuse_keep(saver)
-        self._lock = threading.Lock()
-        self._coming: Coming | None = None
-        self._after: list[Callable[[], object]] = []
-        self._busy = False
+        self._pending: PendingPointer | None = None
 
     def parent(self) -> Checkpoint | None:
         """Parent of the next save, as `Store.parent`, once nothing is in flight.
@@ -121,9 +123,10 @@ class Background:
         future: Any = timed(
             self.store.url, step, lambda: self._saver.save(step, state, grads=averages, kinds=known, cfg=cfg)
         )
-        self._coming, self._busy = Coming(self.store.url, Future()), True
-        in_flight[key_of(name)] = self._coming
-        future.add_done_callback(lambda saved: self._finish(saved, path, before))
+        self._pending = pending = PendingPointer(path, self.store.url)
+        future.add_done_callback(
+            lambda saved: pending.finish(lambda: self._write_pointer(saved.result(), path, before))
+        )
 
     def then(self, work: Callable[[], object]) -> None:
         """Call `work` when the save in flight is durable, or at once; never if the save fails.
@@ -131,12 +134,9 @@ class Background:
         The saver's maintenance between saves starts after the call, or is stopped for it: otherwise a call that removes
         steps would wait for a compaction.
         """
-        with self._lock:
-            if self._busy:
-                self._after.append(work)
-                return
-        self._saver.rest()
-        work()
+        if self._pending is None or not self._pending.then(work):
+            self._saver.rest()
+            work()
 
     def wait(self) -> None:
         """Wait until nothing is in flight.
@@ -145,12 +145,12 @@ class Background:
             ChildProcessError: the saver's worker is stopped, see `Saver`; the save is still in flight.
             Exception: what the save raised.
         """
-        coming = self._coming
-        if coming is not None:
-            coming.wait()
-            self._coming = None
+        pending = self._pending
+        if pending is not None:
+            pending.wait()
+            self._pending = None
             self._saver.wait()
-            coming.done.result()
+            pending.done.result()
 
     def close(self) -> None:
         """Wait, and end the worker."""
@@ -160,32 +160,7 @@ class Background:
             if self._own:
                 self._saver.close()
 
-    def _finish(self, future: Future[SaveResult], path: PathLike, before: Pointer | None) -> None:
-        """Write the pointer file of a finished save, then make the waiting calls."""
-        key, error = key_of(fsspec.core.url_to_fs(os.fspath(path))[1]), None
-        done = in_flight[key].done
-        try:
-            self._point(future.result(), path, before)
-            del in_flight[key]  # what comes after it may read the file
-            while work := self._next():
-                work()
-        except BaseException as e:
-            error = e
-        with self._lock:
-            self._busy, self._after = False, []
-        in_flight.pop(key, None)
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
-
-    def _next(self) -> Callable[[], object] | None:
-        """Return the next waiting call, or None; later calls are then made at once."""
-        with self._lock:
-            self._busy = bool(self._after)
-            return self._after.pop(0) if self._after else None
-
-    def _point(self, result: SaveResult, path: PathLike, before: Pointer | None) -> None:
+    def _write_pointer(self, result: SaveResult, path: PathLike, before: Pointer | None) -> None:
         if result.status != "saved":
             raise ShrinkpointError(f"{os.fspath(path)}: the save of step {result.step} was {result.status}")
         # Another object than training uses in its thread.

@@ -16,7 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -32,14 +32,10 @@ from .dcp.entry_paths import insert, place
 from .fully_sharded import ShardedSaves, pointer_to_shards
 from .pointers import PathLike, is_placeholder, load_at, read_pointer, store_of
 from .processes import on_all
+from .requirements import required
 
-if TYPE_CHECKING:
+with required("this adapter needs DeepSpeed", "pip install deepspeed"):
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-else:
-    try:
-        from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-    except ImportError:
-        raise ImportError("this adapter needs DeepSpeed: pip install deepspeed") from None
 
 POINTER = "shrinkpoint.json"
 _REST = "rest"

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
@@ -24,11 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from ..codec.errors import ShrinkpointError
 from ..kernels.errors import BadArgumentError
 from ..store.store import Store
 from .dcp import Reader, Writer
-from .pointers import Coming, PathLike, Pointer, in_flight, key_of, next_step, point_to, read_pointer
+from .pointers import PathLike, PendingPointer, Pointer, next_step, point_to, read_pointer
+from .processes import on_rank_0, rank
 
 
 class ShardedSaves:
@@ -45,10 +43,8 @@ class ShardedSaves:
         # Collectives of a save must not meet those of training, which run in another thread.
         self._group = dist.new_group(backend="gloo") if background else None
         self._writer = Writer(store, process_group=self._group)
-        self._lock = threading.Lock()
         self._future: Any = None
-        self._done: Future[None] | None = None
-        self._after: list[Callable[[], object]] = []
+        self._pending: PendingPointer | None = None
 
     def save(self, path: PathLike, state: Any, kinds: Mapping[str, Any] | None = None) -> None:
         """Save a state as the store's next step, and let a file point to that.
@@ -57,36 +53,29 @@ class ShardedSaves:
             Exception: what this save raised, on all ranks; in the background, what the save before this one raised.
         """
         self.wait()
-        first = [next_step(self.store) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(first, src=0)
-        step = int(first[0] or 0)
+        step: int = on_rank_0(lambda: next_step(self.store), lambda step: step, "nothing was saved")
         self._writer.kinds = kinds
-        before = read_pointer(path) if dist.get_rank() == 0 else None
+        before = read_pointer(path) if rank() == 0 else None
         if not self.background:
             save(state, storage_writer=self._writer, checkpoint_id=str(step))
-            self._agree(lambda: self._point(path, step, before))
+            self._on_rank_0(lambda: self._write_pointer(path, step, before))
             return
-        self._done = Future()
-        key = key_of(os.fspath(path))
-        if dist.get_rank() == 0:
-            in_flight[key] = Coming(self.store.url, self._done)
-        try:
-            self._future = async_save(
-                state, storage_writer=self._writer, checkpoint_id=str(step), process_group=self._group
-            )
-        except BaseException as e:  # not begun: nothing may wait for its file
-            in_flight.pop(key, None)
-            self._done.set_exception(e)
-            raise
-        self._future.add_done_callback(lambda saved: self._finish(saved, key, path, step, before))
+        self._future = async_save(
+            state, storage_writer=self._writer, checkpoint_id=str(step), process_group=self._group
+        )
+        self._pending = pending = PendingPointer(path, self.store.url, is_read=rank() == 0)
+
+        def write(saved: Any) -> None:
+            saved.result()
+            if rank() == 0:
+                self._write_pointer(path, step, before)
+
+        self._future.add_done_callback(lambda saved: pending.finish(lambda: write(saved)))
 
     def then(self, work: Callable[[], object]) -> None:
         """Call `work` when the save in flight is durable, or at once; never if the save fails."""
-        with self._lock:
-            if self._done is not None and not self._done.done():
-                self._after.append(work)
-                return
-        work()
+        if self._pending is None or not self._pending.then(work):
+            work()
 
     def wait(self) -> None:
         """Wait until nothing is in flight.
@@ -94,56 +83,22 @@ class ShardedSaves:
         Raises:
             Exception: what the save raised.
         """
-        future, done, self._future = self._future, self._done, None
-        if future is not None and done is not None:
-            concurrent.futures.wait([done])
+        future, pending, self._future = self._future, self._pending, None
+        if future is not None and pending is not None:
+            concurrent.futures.wait([pending.done])
             future.result()
-            self._agree(done.result)
+            self._on_rank_0(pending.done.result)
 
     def close(self) -> None:
         """Wait for the save in flight."""
         self.wait()
 
-    def _agree(self, work: Callable[[], object]) -> None:
+    @staticmethod
+    def _on_rank_0(work: Callable[[], object]) -> None:
         """Do something on rank 0, and raise its error on all ranks."""
-        error: list[Any] = [None]
-        if dist.get_rank() == 0:
-            try:
-                work()
-            except Exception as e:
-                error[0] = e
-        message = [None if error[0] is None else f"{type(error[0]).__name__}: {error[0]}"]
-        dist.broadcast_object_list(message, src=0)
-        if error[0] is not None:
-            raise error[0]
-        if message[0] is not None:
-            raise ShrinkpointError(f"rank 0: {message[0]}")
+        on_rank_0(work, lambda _: None, "the result of the save could not be sent")
 
-    def _finish(self, saved: Any, key: str, path: PathLike, step: int, before: Pointer | None) -> None:
-        """Write the pointer file of a finished save, then make the waiting calls."""
-        done = self._done
-        assert done is not None
-        try:
-            saved.result()
-            if dist.get_rank() == 0:
-                self._point(path, step, before)
-                in_flight.pop(key, None)  # what comes after it may read the file
-            while not self._is_done(done):
-                self._after.pop(0)()
-        except BaseException as e:
-            in_flight.pop(key, None)
-            with self._lock:
-                self._after = []
-                done.set_exception(e)
-
-    def _is_done(self, done: Future[None]) -> bool:
-        """Return whether no call waits; later calls are then made at once."""
-        with self._lock:
-            if not self._after:
-                done.set_result(None)
-            return not self._after
-
-    def _point(self, path: PathLike, step: int, before: Pointer | None) -> None:
+    def _write_pointer(self, path: PathLike, step: int, before: Pointer | None) -> None:
         # Another object than training uses in its thread.
         store = Store(self.store.url, self.store.cfg)
         point_to(path, store, step, store.describe(step).identity, before)

@@ -111,7 +111,7 @@ class Transfer:
             work = [self._copy(d, on_gpu, scale, skipped) for d in dict.fromkeys(g.device for _, g in on_gpu)]
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="sensitivity")
-            future = self._thread.submit(self._fold_copied, work, beta, batch)
+            future = self._thread.submit(self._average_copied, work, beta, batch)
             for average, _ in on_gpu:
                 average.pending = future
             self._futures = [*(one for one in self._futures if not one.done() or one.exception()), future]
@@ -149,7 +149,7 @@ class Transfer:
             torch.cuda.current_stream(device).wait_event(done)
         self._copied.clear()
 
-    def _fold_copied(self, work: Sequence[tuple[Any, ...]], beta: float, batch: int) -> None:
+    def _average_copied(self, work: Sequence[tuple[Any, ...]], beta: float, batch: int) -> None:
         """Wait for the copies in the thread, then average."""
         with torch.no_grad():
             for done, copied, scale, skipped in work:

@@ -6,9 +6,11 @@ checkpoint, `NAME.safetensors.spt`; everything else is copied as it is. The mode
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,22 +99,22 @@ def save_pretrained(
     read = [Path(model_or_folder)] if isinstance(model_or_folder, (str, os.PathLike)) else []
     refuse_within(dir, *read, *([] if against is None else [against.folder]))
     target = new_folder(dir)
+    with _work_folder(target) as (work, result):
+        return _compress_folder(_folder_of(model_or_folder, work / "source"), result, against, cfg, target)
+
+
+@contextlib.contextmanager
+def _work_folder(target: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield a temporary folder, and the one in it that durably becomes the target at the end."""
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    result = work / "result"
     try:
-        source = _folder_of(model_or_folder, work / "source")
-        result = _compress_folder(source, work / "result", against, cfg, target)
-        shutil.rmtree(work / "source", ignore_errors=True)
-        _name(work / "result", target)
+        yield work, result
+        sync_folder(str(result))
+        os.replace(result, target)
+        sync_folder(str(target.parent))
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return result
-
-
-def _name(made: Path, target: Path) -> None:
-    """Rename a folder durably."""
-    sync_folder(str(made))
-    os.replace(made, target)
-    sync_folder(str(target.parent))
 
 
 def load_pretrained(
@@ -151,17 +153,13 @@ def load_pretrained(
     if to is not None:
         refuse_within(to, source.folder, *([] if source.base is None else [source.base.folder]))
         target = new_folder(to)
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
-            _restore_folder(source, work / "result")
-            _name(work / "result", target)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+        with _work_folder(target) as (_, result):
+            _restore_folder(source, result)
         return target
     if model is None:
         return source.all()
     if isinstance(model, torch.nn.Module):
-        return _into(model, source)
+        return _load_into(model, source)
     if not hasattr(model, "from_pretrained"):
         raise BadArgumentError(f"model is {model!r:.80}; it must be a torch.nn.Module or have from_pretrained")
     with tempfile.TemporaryDirectory(prefix="shrinkpoint-") as scratch:
@@ -181,9 +179,8 @@ def _compress_folder(
     for file in source.raw:
         metadata, tensors = source.read(file)
         state = {"metadata": metadata, "tensors": tensors}
-        parent = (
-            None if base is None else base_parent(base.some(tensors, file), {n: sort_of(t) for n, t in tensors.items()})
-        )
+        sorts = {name: sort_of(tensor) for name, tensor in tensors.items()}
+        parent = None if base is None else base_parent(base.some(tensors, file), sorts)
         ckpt = compress(state, parent, cfg)
         write_file(result / f"{file}{SUFFIX}", ckpt.to_bytes())
         nbytes, raw = nbytes + ckpt.nbytes, raw + ckpt.raw_nbytes
@@ -239,15 +236,14 @@ def _folder_of(model_or_folder: Any, scratch: Path) -> ModelFolder:
     return ModelFolder(scratch)
 
 
-def _into(model: torch.nn.Module, source: ModelFolder) -> torch.nn.Module:
+def _load_into(model: torch.nn.Module, source: ModelFolder) -> torch.nn.Module:
     """Load tensors into a module; tied weights are in the file once."""
     tensors = source.all()
     state = model.state_dict()
     places: dict[Any, list[str]] = {}
     for name, tensor in state.items():
-        places.setdefault((tensor.data_ptr(), sort_of(tensor), tensor.stride()) if tensor.numel() else name, []).append(
-            name
-        )
+        place = (tensor.data_ptr(), sort_of(tensor), tensor.stride()) if tensor.numel() else name
+        places.setdefault(place, []).append(name)
     for names in places.values():
         present = next((name for name in names if name in tensors), None)
         if present is not None:

@@ -8,23 +8,18 @@ A checkpoint holds dicts, lists and tuples alone: to rebuild another class takes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..codec.extras import install
 from ..kernels.errors import BadArgumentError
+from .requirements import required
 from .state_mismatch import listed
 
-if TYPE_CHECKING:
+with required("this adapter needs JAX", install("jax")):
     import jax
     from jax.experimental import multihost_utils
-else:
-    try:
-        import jax
-        from jax.experimental import multihost_utils
-    except ImportError:
-        raise ImportError(f"this adapter needs JAX: {install('jax')}") from None
 
 _ORDER = (jax.numpy.bool_, jax.numpy.unsignedinteger, jax.numpy.signedinteger, jax.numpy.floating)
 """Kinds of numbers. A number is never converted to an earlier kind, because that may lose its value."""
@@ -169,7 +164,7 @@ def _problem(saved: Any, wanted: Any, what: str) -> str:
         return "" if held == wanted.dtype else f"{held} in the checkpoint, a key of {wanted.dtype} in {what}"
     if _rank(held) > _rank(wanted.dtype):
         return f"{held} in the checkpoint, {wanted.dtype} in {what}"
-    if getattr(wanted, "sharding", None) is not None and not _has(wanted.dtype):
+    if getattr(wanted, "sharding", None) is not None and not _has_dtype(wanted.dtype):
         return f"{wanted.dtype} with a sharding in {what}: JAX has no such array without jax_enable_x64"
     return ""
 
@@ -179,7 +174,7 @@ def _rank(dtype: Any) -> int:
     return next(kinds, len(_ORDER))
 
 
-def _has(dtype: Any) -> bool:
+def _has_dtype(dtype: Any) -> bool:
     """Return whether JAX, as configured, has arrays of a dtype."""
     return bool(jax.dtypes.canonicalize_dtype(dtype) == dtype)
 
@@ -195,11 +190,8 @@ def _placed(saved: Any, wanted: Any) -> Any:
         keys = jax.random.wrap_key_data(data, impl=found[0])
         return keys if wanted.sharding is None else jax.device_put(keys, wanted.sharding)
     host = np.asarray(saved).astype(wanted.dtype, copy=False)
-    if isinstance(wanted, (np.ndarray, np.generic)) or not _has(wanted.dtype):
+    if isinstance(wanted, (np.ndarray, np.generic)) or not _has_dtype(wanted.dtype):
         return host
     if wanted.sharding is None:
         return jax.numpy.asarray(host)
     return jax.make_array_from_callback(host.shape, wanted.sharding, lambda index: host[index])
-
-
-__all__ = ["fitted", "names", "nested"]

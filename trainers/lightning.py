@@ -38,7 +38,7 @@ from ..store.store import Store
 from ..store.weight_average import needs_average
 from .background import Background, check_compact
 from .hyperparameters import plain_form
-from .lightning_strategies import of_both, plugins, watch
+from .lightning_strategies import installed_classes, plugins, wrap_strategies
 from .loop import RanksChangedWarning
 from .model_state import gathered
 from .pointers import (
@@ -65,8 +65,8 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins.io import CheckpointIO
     from lightning.pytorch.callbacks import Callback
 else:
-    CheckpointIO = new_class("CheckpointIO", of_both("lightning.fabric", "plugins.io", "CheckpointIO"))
-    Callback = new_class("Callback", of_both("lightning.pytorch", "callbacks", "Callback"))
+    CheckpointIO = new_class("CheckpointIO", installed_classes("lightning.fabric", "plugins.io", "CheckpointIO"))
+    Callback = new_class("Callback", installed_classes("lightning.pytorch", "callbacks", "Callback"))
 
 FOLDER = "shrinkpoint"
 PREEMPTED = "last-preempted.ckpt"
@@ -117,7 +117,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         self, cfg: Config | str | None = None, *, background: bool = False, compact: float | None = None
     ) -> None:
         super().__init__()
-        watch(CompressedIO)
+        wrap_strategies(CompressedIO)
         self.cfg = Config() if cfg is None else check_config(cfg)
         self.background = background
         self.compact = check_compact(compact, background=background)
@@ -325,7 +325,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the plugins, and give them the kinds and the search; called by Lightning."""
         self._failed = False
-        threads = of_both("lightning.pytorch", "plugins.io", "AsyncCheckpointIO")
+        threads = installed_classes("lightning.pytorch", "plugins.io", "AsyncCheckpointIO")
         if self.search is not None and any(isinstance(p, threads) for p in plugins(trainer.strategy)):
             # It would search in a thread, and put the generators back by which training draws meanwhile.
             raise BadArgumentError("search: not within AsyncCheckpointIO; take CompressedIO(background=True) instead")
@@ -533,7 +533,7 @@ def _remove(path: PathLike, store: Store, root: str) -> None:
 
 
 def _torch_load(path: PathLike, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    from_torch: Any = of_both("lightning.fabric", "plugins.io", "TorchCheckpointIO")[0]()
+    from_torch: Any = installed_classes("lightning.fabric", "plugins.io", "TorchCheckpointIO")[0]()
     keywords = {} if map_location is None else {"map_location": map_location}
     found: dict[str, Any] = from_torch.load_checkpoint(path, weights_only=weights_only, **keywords)
     return found
@@ -544,8 +544,4 @@ def _moved(tree: Any, map_location: Any) -> Any:
     if map_location is None or callable(map_location):
         return tree
     device = map_location.get("cpu", "cpu") if isinstance(map_location, dict) else map_location
-    if isinstance(tree, dict):
-        return {key: _moved(value, device) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_moved(value, device) for value in tree)
-    return tree.to(device) if isinstance(tree, torch.Tensor) else tree
+    return plain(tree, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)

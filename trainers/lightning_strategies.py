@@ -21,7 +21,7 @@ _OTHER = {"lightning.fabric": "lightning_fabric", "lightning.pytorch": "pytorch_
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
-def of_both(folder: str, module: str, name: str) -> tuple[type, ...]:
+def installed_classes(folder: str, module: str, name: str) -> tuple[type, ...]:
     """Return a class of Lightning from each installed copy of Lightning.
 
     `lightning.pytorch` and `pytorch_lightning` are two copies of one library. The package `lightning` brings both, and
@@ -45,7 +45,7 @@ def plugins(strategy: Any) -> list[Any]:
 
 
 @functools.cache
-def watch(plugin: type) -> None:
+def wrap_strategies(plugin: type) -> None:
     """Wrap the strategies so that they use such a plugin, or are refused when fitting begins.
 
     A plugin knows neither the strategy nor what that saves without it, so the strategies' own methods are wrapped;
@@ -73,11 +73,11 @@ def watch(plugin: type) -> None:
 
         setattr(cls, name, method)
 
-    for cls in of_both("lightning.pytorch", "strategies", "Strategy"):
+    for cls in installed_classes("lightning.pytorch", "strategies", "Strategy"):
         wrap(cls, "connect", _connect)
         wrap(cls, "load_optimizer_state_dict", _load_optimizers)
     for name in _SHARDED:
-        for cls in of_both("lightning.pytorch", "strategies", name):
+        for cls in installed_classes("lightning.pytorch", "strategies", name):
             wrap(cls, "setup", _setup)
             if name == "ModelParallelStrategy":
                 wrap(cls, "load_checkpoint", _load)
@@ -122,12 +122,12 @@ def _load(
     load: Callable[..., dict[str, Any]], strategy: Any, checkpoint_path: PathLike, weights_only: bool | None = None
 ) -> dict[str, Any]:
     """Let the strategy load a raw file, which is written for the time of the call."""
-    with _raw(strategy, strategy.broadcast(checkpoint_path)) as raw:
+    with _raw_file(strategy, strategy.broadcast(checkpoint_path)) as raw:
         return load(checkpoint_path, weights_only) if raw is None else load(raw, False)
 
 
 @contextlib.contextmanager
-def _raw(strategy: Any, path: PathLike) -> Iterator[str | None]:
+def _raw_file(strategy: Any, path: PathLike) -> Iterator[str | None]:
     """Write a checkpoint as `torch.save` does, for the time of the context; None if it is raw."""
     raw, error, written = os.fspath(path) + ".raw", None, ""
     try:

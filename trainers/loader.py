@@ -24,7 +24,7 @@ from ..kernels.errors import BadArgumentError
 from .state import capture_rng, restore_rng
 
 _INDEPENDENT = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-_AHEAD = 64
+_DRAWN_AT_ONCE = 64
 Streams: TypeAlias = tuple[torch.Tensor, Any, Any]
 
 
@@ -98,7 +98,7 @@ class Loader:
         self._resumed = False
         self._number += 1
         _set_epoch(self.batches, self.epoch)
-        iterator = self._passed_over() if self._order is None else self._ordered(self._order)
+        iterator = self._replayed() if self._order is None else self._ordered(self._order)
         return self._counted(iterator, self._number)
 
     def _counted(self, iterator: Iterator[Any], number: int) -> Iterator[Any]:
@@ -137,7 +137,7 @@ class Loader:
         order.begin(start["seed"], self.batch)
         return iter(self._inner)
 
-    def _passed_over(self) -> Iterator[Any]:
+    def _replayed(self) -> Iterator[Any]:
         now = capture_rng() if self._start is not None else None
         start = self._begin()
         if now is None:
@@ -196,7 +196,7 @@ class _Order:
         # Several items are drawn at once, because swapping generators takes far longer than drawing an index. But a
         # sampler that may depend on the progress of the training must draw one item at a time.
         inner = sampler.sampler if type(sampler) is BatchSampler else sampler
-        self._ahead = _AHEAD if type(inner) in _INDEPENDENT else 1
+        self._at_once = _DRAWN_AT_ONCE if type(inner) in _INDEPENDENT else 1
 
     def begin(self, seed: int, skip: int) -> None:
         """Seed the next iteration, and skip this many items."""
@@ -209,9 +209,9 @@ class _Order:
 
     def __iter__(self) -> Iterator[Any]:
         skip, self._skip = self._skip, 0
-        iterator = self._within(lambda: iter(self.sampler))
+        iterator = self._with_own_streams(lambda: iter(self.sampler))
         passed = 0
-        while items := self._within(lambda: list(islice(iterator, self._ahead))):
+        while items := self._with_own_streams(lambda: list(islice(iterator, self._at_once))):
             for item in items:
                 if passed < skip:
                     passed += 1
@@ -219,7 +219,7 @@ class _Order:
                     yield item
         _check_passed(passed, skip)
 
-    def _within(self, work: Any) -> Any:
+    def _with_own_streams(self, work: Any) -> Any:
         outside = _streams()
         if self._streams is not None:
             _set_streams(self._streams)

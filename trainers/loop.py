@@ -8,8 +8,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, overload
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
@@ -19,13 +18,13 @@ from ..codec.evidence.module_names import bare
 from ..kernels.errors import BadArgumentError
 from ..store.frozen_sets import Frozen
 from ..store.manifest import check_step, lacking
-from ..store.saver.saver import Saver, SaveResult
-from ..store.session import Saved
+from ..store.saver.saver import Saver
 from ..store.store import Store
 from . import model_state as models
 from . import optimizer_state
-from .auxiliary_state import at, label
+from .background import store_behind
 from .frozen_parameters import ONCE, digest_of, load_frozen, store_once
+from .places import MORE, at, label, put
 from .processes import explaining, on_all, on_rank_0, rank, world
 from .rows import RowTracker
 from .save_timing import timed
@@ -34,6 +33,22 @@ from .state import Generator, Stateful, restore
 from .training_state import Optimizers, TrainingState, is_training_tree
 
 LOG = logging.getLogger("shrinkpoint.trainers")
+Result = TypeVar("Result", covariant=True)
+
+
+class Saves(Protocol[Result]):
+    """A `Saver` or a `Store`, by what its `save` returns."""
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        grads: Any = None,
+        kinds: Mapping[str, Any] | None = None,
+        metric: float | None = None,
+        cfg: Config | str | None = None,
+    ) -> Result: ...
 
 
 class RanksChangedWarning(ShrinkpointWarning):
@@ -44,9 +59,8 @@ class PartNotRestoredWarning(ShrinkpointWarning):
     """The checkpoint holds a part, such as the optimizer, that `resume` was not given."""
 
 
-@overload
 def save(
-    saver: Saver,
+    saver: Saves[Result],
     step: int,
     model: nn.Module | TrainingState,
     optimizer: Optimizers | None = None,
@@ -63,66 +77,7 @@ def save(
     grads: Mapping[str, Any] | None = None,
     metric: float | None = None,
     cfg: Config | str | None = None,
-) -> Future[SaveResult] | None: ...
-@overload
-def save(
-    saver: Store,
-    step: int,
-    model: nn.Module | TrainingState,
-    optimizer: Optimizers | None = None,
-    *,
-    scheduler: Stateful | None = None,
-    scaler: Stateful | None = None,
-    ema: Stateful | None = None,
-    loader: Stateful | None = None,
-    generators: Mapping[str, Generator] | None = None,
-    more: Mapping[str, Stateful] | None = None,
-    frozen: str | None = None,
-    tracker: RowTracker | None = None,
-    sensitivity: SensitivityTracker | None = None,
-    grads: Mapping[str, Any] | None = None,
-    metric: float | None = None,
-    cfg: Config | str | None = None,
-) -> Saved | None: ...
-@overload
-def save(
-    saver: Saver | Store,
-    step: int,
-    model: nn.Module | TrainingState,
-    optimizer: Optimizers | None = None,
-    *,
-    scheduler: Stateful | None = None,
-    scaler: Stateful | None = None,
-    ema: Stateful | None = None,
-    loader: Stateful | None = None,
-    generators: Mapping[str, Generator] | None = None,
-    more: Mapping[str, Stateful] | None = None,
-    frozen: str | None = None,
-    tracker: RowTracker | None = None,
-    sensitivity: SensitivityTracker | None = None,
-    grads: Mapping[str, Any] | None = None,
-    metric: float | None = None,
-    cfg: Config | str | None = None,
-) -> Future[SaveResult] | Saved | None: ...
-def save(
-    saver: Saver | Store,
-    step: int,
-    model: nn.Module | TrainingState,
-    optimizer: Optimizers | None = None,
-    *,
-    scheduler: Stateful | None = None,
-    scaler: Stateful | None = None,
-    ema: Stateful | None = None,
-    loader: Stateful | None = None,
-    generators: Mapping[str, Generator] | None = None,
-    more: Mapping[str, Stateful] | None = None,
-    frozen: str | None = None,
-    tracker: RowTracker | None = None,
-    sensitivity: SensitivityTracker | None = None,
-    grads: Mapping[str, Any] | None = None,
-    metric: float | None = None,
-    cfg: Config | str | None = None,
-) -> Future[SaveResult] | Saved | None:
+) -> Result | None:
     """Save the whole state of a training run, for `resume`.
 
     With several processes (DDP, FSDP2, tensor parallelism) all of them must call it; rank 0 saves, after the state was
@@ -166,7 +121,7 @@ def save(
     state = _state_of(model, optimizer, scheduler, scaler, ema, loader, generators, more, frozen)
 
     def averages() -> Mapping[str, Any] | None:
-        _store_of(saver)
+        store_behind(saver)
         number = check_step(step)
         _check_trackers(state.model, tracker, sensitivity, grads)
         if sensitivity is None:
@@ -179,26 +134,27 @@ def save(
         found = models.gathered(found)
         tree: Any = state.tree(step)
         if state.frozen == ONCE:
-            store_once(_store_of(saver), state.model, on_rank_0(lambda: Frozen.of_tree(tree), lambda f: f, "nothing"))
+            store_once(
+                store_behind(saver), state.model, on_rank_0(lambda: Frozen.of_tree(tree), lambda f: f, "nothing")
+            )
 
-    def write() -> Future[SaveResult] | Saved:
+    def write() -> Result:
         marked = None if tracker is None else tracker.kinds(state.optimizers or None)
         kinds = state.kinds(tree) | (marked or {})
         averaged = None if found is None else {"model": dict(found)}
         number = tree["step"]
-        result = timed(
-            _store_of(saver).url,
+        result: Any = timed(
+            store_behind(saver).url,
             number,
             lambda: saver.save(number, tree, grads=averaged, kinds=kinds, metric=metric, cfg=cfg),
         )
         if tracker is not None:
             tracker.follow(result, kinds=marked)
-        return result
+        saved: Result = result
+        return saved
 
     # An error of rank 0 is raised on all: a process that tries again must not do so alone.
-    result: Future[SaveResult] | Saved | None = on_rank_0(
-        write, lambda _: None, f"the result of saving step {step} could not be sent"
-    )
+    result: Result | None = on_rank_0(write, lambda _: None, f"the result of saving step {step} could not be sent")
     return result
 
 
@@ -256,6 +212,7 @@ def resume(
     """
     into = _state_of(model, optimizer, scheduler, scaler, ema, loader, generators, more)
     optimizers, auxiliary = into.optimizers, into.auxiliary
+    modules = into.modules
     into.check()
     _check_trackers(into.model, tracker, sensitivity, None)
     optimizer_state.check_keep(keep, optimizers)
@@ -266,7 +223,7 @@ def resume(
         kept_out = Frozen.of_tree(tree)
         kept = {} if kept_out is None else dict.fromkeys(kept_out.names)
         lines, doubts = models.mismatches(into.model, kept | tree["model"])
-        for place, module in auxiliary.modules:
+        for place, module in modules:
             for found, more in zip((lines, doubts), models.mismatches(module, at(tree, place)), strict=True):
                 found += [f"{label(place)}: {line}" for line in more]
         if optimizers:
@@ -275,18 +232,18 @@ def resume(
 
     def existing(tree: Any) -> dict[str, Any]:
         """Return the live tensors to decode into: none if the checkpoint might be refused."""
-        if _store_of(saver).lacks or not is_training_tree(tree) or Frozen.of_tree(tree) is not None:
+        if store_behind(saver).lacks or not is_training_tree(tree) or Frozen.of_tree(tree) is not None:
             return {}
         if into.missing(tree) or any(differences(tree)):
             return {}
         found = models.plain_tensors(into.model, ("model",)) | optimizer_state.plain_entries(into.model, optimizers)
-        for place, module in auxiliary.modules:
+        for place, module in modules:
             found |= models.plain_tensors(module, place)
         return models.nested(found)
 
     def load() -> dict[str, Any] | None:
         """Read on rank 0, and check that no part is missing."""
-        store = _store_of(saver)
+        store = store_behind(saver)
         if step is None and not store.steps():
             store.wait_for_saves()
         if step is None and not store.steps():
@@ -300,7 +257,11 @@ def resume(
 
     def light(state: dict[str, Any]) -> dict[str, Any]:
         """Return the state without the parts that modules and optimizers distribute themselves."""
-        return {k: v for k, v in auxiliary.without_modules(state).items() if k not in ("model", "optimizer")}
+        sent = {key: value for key, value in state.items() if key not in ("model", "optimizer")}
+        sent |= {MORE: dict(state[MORE])} if MORE in state else {}
+        for place, _ in modules:
+            put(sent, place, {})
+        return sent
 
     state = on_rank_0(load, light, "nothing was resumed")
     if state is None:
@@ -312,9 +273,9 @@ def resume(
 
     def compare() -> tuple[list[str], str]:
         """Compare on rank 0, before anything is changed anywhere."""
-        where = _where(_store_of(saver), state)
+        where = _where(store_behind(saver), state)
         if kept_out is not None and digest != kept_out.digest:
-            state["model"] = state["model"] | load_frozen(_store_of(saver), kept_out)
+            state["model"] = state["model"] | load_frozen(store_behind(saver), kept_out)
         lines, doubts = differences(state)
         if lines and strict:
             models.refuse(lines + doubts, where)
@@ -324,7 +285,7 @@ def resume(
         return doubts, where
 
     doubts, where = on_rank_0(compare, lambda found: found, "nothing was resumed")
-    parts = [(module, at(state, place)) for place, module in auxiliary.modules]
+    parts = [(module, at(state, place)) for place, module in modules]
     parts.insert(0, (into.model, state.get("model", {})))
     models.set_models(parts, doubts, where, strict=strict, keep=kept)
     if not strict and rank() == 0:
@@ -334,7 +295,7 @@ def resume(
         resized = models.resized(into.model, state.get("model", {}))
         saved = state.get("optimizer", {})
         optimizer_state.set_optimizers(into.model, optimizers, saved, state["optimizers"], without=resized, keep=keep)
-    for place, part in auxiliary.parts.items():
+    for place, part in auxiliary.items():
         held = at(state, place)
         # A disabled scaler has an empty state, which an enabled one refuses.
         if not isinstance(part, nn.Module) and (place != ("scaler",) or held):
@@ -420,14 +381,6 @@ def _has_checkpoints(folder: str) -> bool:
         return os.path.isdir(folder) and bool(Store(folder).steps())
     except Exception:  # an unreadable folder cannot be used; it must not stop a run that does not use it
         return False
-
-
-def _store_of(saver: Any) -> Store:
-    if isinstance(saver, Saver):
-        return saver.store
-    if isinstance(saver, Store):
-        return saver
-    raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
 
 
 def _check_trackers(model: Any, tracker: Any, sensitivity: Any, grads: Any) -> None:

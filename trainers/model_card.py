@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from ..codec.summary import Row
+if TYPE_CHECKING:
+    from .hub import Transfer
 
 NAME = "README.md"
 _BEGIN, _END = "\n<!-- shrinkpoint: begin -->\n", "<!-- shrinkpoint: end -->\n"
-
-
-class Stored(Protocol):
-    """The parts of `hub.Transfer` that a card reports."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def raw_nbytes(self) -> int: ...
-    @property
-    def ratio(self) -> float: ...
-    @property
-    def rows(self) -> Sequence[Row]: ...
 
 
 def has_section(card: bytes) -> bool:
@@ -38,7 +22,7 @@ def without_section(card: bytes) -> bytes:
     return card[:begin] + card[end + len(_END) :] if 0 <= begin < end else card
 
 
-def section(done: Stored, base: str | None) -> str:
+def section(done: Transfer, base: str | None) -> str:
     """Return the section of the model card: the stored bytes and the error of each weight."""
     lines = [
         "## Compressed weights",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -50,7 +51,7 @@ class ModelFolder:
         """Return metadata and tensors of one file."""
         path = self.folder / file
         if file in self.raw:
-            return _read_safetensors(path)
+            return read_safetensors(path)
         ckpt = _read_checkpoint(path)
         if ckpt.is_delta:
             if self.base is None:
@@ -107,7 +108,11 @@ class ModelFolder:
             self._names = {}
             for file in self.compressed or self.raw:
                 path = self.folder / file
-                names = _keys(_read_checkpoint(path)) if file in self.compressed else _safetensors_names(path)
+                if file in self.compressed:
+                    names = list(_keys(_read_checkpoint(path)))
+                else:
+                    with open_safetensors(path) as opened:
+                        names = list(opened.keys())
                 for name in names:
                     self._names.setdefault(name, []).append(file)
             if not self._names:
@@ -164,24 +169,26 @@ def _read_checkpoint(path: Path) -> Checkpoint:
         raise CorruptDataError(f"{path}: {e}") from None
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, str], Tensors]:
+@contextlib.contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; CorruptDataError if it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            yield file
     except SafetensorError as e:
         raise CorruptDataError(f"{path}: {e}") from None
 
 
-def _safetensors_names(path: Path) -> list[str]:
-    from safetensors import SafetensorError, safe_open
+def read_safetensors(path: Path) -> tuple[dict[str, str], Tensors]:
+    """Return metadata and tensors of a safetensors file.
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except SafetensorError as e:
-        raise CorruptDataError(f"{path}: {e}") from None
+    Raises:
+        CorruptDataError: it is damaged.
+    """
+    with open_safetensors(path) as file:
+        return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _walk(folder: Path, top: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:

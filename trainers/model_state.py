@@ -67,7 +67,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {canonical_name(model, n): p for n, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _held(model: nn.Module) -> dict[str, Any]:
+def _state_by_name(model: nn.Module) -> dict[str, Any]:
     """Return what the model's `state_dict` gives, by canonical name."""
     model = bare(model)
     return {canonical_name(model, name): value for name, value in model.state_dict().items()}
@@ -80,7 +80,7 @@ def model_state(model: nn.Module, *, without: Collection[str] = ()) -> dict[str,
         model: wrapped or not.
         without: names to leave out.
     """
-    state = plain({name: value for name, value in _held(model).items() if name not in without})
+    state = plain({name: value for name, value in _state_by_name(model).items() if name not in without})
     found: dict[str, Any] = whole(state) if world() > 1 else state
     return found
 
@@ -110,14 +110,14 @@ def whole(tree: Any) -> Any:
 
     Under several processes a collective, which all call with the same tree; what other ranks get is of no use.
     """
-    if isinstance(tree, DTensor):
-        value = tree.full_tensor()
-        return value.cpu() if rank() == 0 else None
-    if isinstance(tree, Mapping):
-        return {key: whole(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map(whole, tree))
-    return tree
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        gathered = value.full_tensor()
+        return gathered.cpu() if rank() == 0 else None
+
+    return plain(tree, leaf)
 
 
 def plain_tensors(model: nn.Module, place: tuple[str, ...]) -> dict[tuple[str, ...], torch.Tensor]:
@@ -170,7 +170,7 @@ def mismatches(model: nn.Module, saved: Mapping[str, Any]) -> tuple[list[str], l
 
     A model may load other names and shapes, by hooks or by methods of its modules. Whether it does, only loading shows.
     """
-    mine = _held(model)
+    mine = _state_by_name(model)
     attributes = parameters_of(model).keys() | {canonical_name(bare(model), n) for n, _ in bare(model).named_buffers()}
     other = [name for name in mine.keys() & saved.keys() - attributes if not is_extra(name)]
     unlike = [f"{n}: other values, which the model does not load" for n in other if not is_same(saved[n], mine[n])]
@@ -215,7 +215,7 @@ def set_models(
     """
     states = []
     for model, saved in parts:
-        mine = _held(model)
+        mine = _state_by_name(model)
         sent, _ = broadcast_entries(saved, None, mine)
         state = {name: value for name, value in mine.items() if name in keep or not strict} | sent
         states.append((bare(model), {state_name(bare(model), name): value for name, value in state.items()}))

@@ -8,20 +8,15 @@ numcodecs finds the codecs by the entry points of this package.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ..codec.extras import install
 from .array_codecs import ExactSettings, LogBucketsSettings, QuantizeSettings, decode_array, encode_array
+from .requirements import required
 
-if TYPE_CHECKING:
+with required("these codecs need numcodecs", install("numcodecs")):
     from numcodecs.abc import Codec
     from numcodecs.compat import ensure_ndarray, ndarray_copy
-else:
-    try:
-        from numcodecs.abc import Codec
-        from numcodecs.compat import ensure_ndarray, ndarray_copy
-    except ImportError:
-        raise ImportError(f"these codecs need numcodecs: {install('numcodecs')}") from None
 
 
 class _Arrays(Codec):  # type: ignore[misc]

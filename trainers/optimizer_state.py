@@ -21,7 +21,7 @@ from .processes import rank, world
 from .state import plain
 
 _LOAD = torch.optim.Optimizer.load_state_dict
-_HOW = {"foreach", "fused", "capturable", "differentiable"}
+_DEVICE_SETTINGS = {"foreach", "fused", "capturable", "differentiable"}
 """Settings that depend on the device, which may be another one than before."""
 
 
@@ -49,7 +49,7 @@ def kinds_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> d
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class _NamedOptimizer:
     """An optimizer with the names of its parameters.
 
     Args:
@@ -72,7 +72,7 @@ class _Names:
         return dict(zip(self.flat, (p for g in self.optimizer.param_groups for p in g["params"]), strict=True))
 
 
-def _named(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[_Names]:
+def _named(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[_NamedOptimizer]:
     """Return the names of the optimizers' parameters.
 
     Raises:
@@ -89,7 +89,7 @@ def _named(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> lis
                         "model's"
                     )
         groups = [[table[id(p)] for p in group["params"]] for group in one.param_groups]
-        found.append(_Names(one, groups, next((name for group in groups for name in group), str(place))))
+        found.append(_NamedOptimizer(one, groups, next((name for group in groups for name in group), str(place))))
     return found
 
 
@@ -133,7 +133,7 @@ def plain_entries(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
     return found
 
 
-def _split(state: Mapping[Any, Any], one: _Names) -> tuple[dict[str, Any], dict[Any, Any]]:
+def _split(state: Mapping[Any, Any], one: _NamedOptimizer) -> tuple[dict[str, Any], dict[Any, Any]]:
     """Return the entries of numbered parameters by name, and those under other keys."""
     names = dict(enumerate(one.flat))
     entries = {names[k]: v for k, v in state.items() if k in names}
@@ -180,7 +180,7 @@ def set_optimizers(
         without: names of the parameters of another shape.
         keep: settings of the groups whose present values are kept; "lr" is left to `LearningRates`.
     """
-    kept = _HOW | set(keep) - {"lr"}
+    kept = _DEVICE_SETTINGS | set(keep) - {"lr"}
     before = saved.get("param_groups", [])
     by_name = {name: group for group in before for name in group["params"]}
     known, at = set(classes), 0
@@ -206,7 +206,7 @@ def set_optimizers(
 
 
 def _load(
-    one: _Names,
+    one: _NamedOptimizer,
     entries: Mapping[str, Any],
     kept: Collection[str],
     settings: Sequence[Mapping[str, Any]],

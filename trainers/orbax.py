@@ -15,7 +15,7 @@ import os
 import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fsspec
 
@@ -25,19 +25,14 @@ from ..codec.state import tree
 from ..kernels.errors import BadArgumentError
 from ..store.saver.saver import Saver, SaveResult
 from ..store.store import Store
-from .background import refuse_keep
+from .background import refuse_keep, store_behind
 from .jax import fitted, names, nested
 from .pointers import Pointer, drop, load_at, next_step, points_to, read_pointer, store_of, write_pointer
+from .requirements import required
 
-if TYPE_CHECKING:
+with required("this adapter needs Orbax", install("orbax")):
     import jax
     import orbax.checkpoint as ocp
-else:
-    try:
-        import jax
-        import orbax.checkpoint as ocp
-    except ImportError:
-        raise ImportError(f"this adapter needs Orbax: {install('orbax')}") from None
 
 POINTER = "shrinkpoint.json"
 _STEP_FILE = "_CHECKPOINT_METADATA"
@@ -76,10 +71,8 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
     """
 
     def __init__(self, saver: Saver | Store) -> None:
-        if not isinstance(saver, (Saver, Store)):
-            raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
+        self.store = store_behind(saver)
         self.saver = refuse_keep(saver) if isinstance(saver, Saver) else saver
-        self.store = saver.store if isinstance(saver, Saver) else saver
         self._home = os.path.dirname(self.store.url)
         self._pending: _Commit | None = None
         self._in_flight: weakref.WeakSet[_Commit] = weakref.WeakSet()
@@ -103,7 +96,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         if jax.process_index():
             return []
         self._wrote, self._pending = True, None
-        self._follow()
+        self._drop_unreferenced()
         step = max([next_step(self.store), *(step + 1 for step in self._steps_in_flight())])
         more = {"grads": grads, "kinds": args.kinds}
         if isinstance(self.saver, Saver):
@@ -121,9 +114,9 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
                 f"{directory}: not the folder of the last save; a handler and its store must belong to one item"
             )
         commit, self._pending = self._pending, None
-        self._point(directory, commit)
+        self._write_pointer(directory, commit)
 
-    def _point(self, directory: Any, commit: _Commit) -> None:
+    def _write_pointer(self, directory: Any, commit: _Commit) -> None:
         """Write the pointer file of a save into its folder."""
         result, store = commit.future.result(), Store(self.store.url)
         if store.describe(result.step).identity != result.id:
@@ -198,12 +191,12 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         """Remove unreferenced steps when Orbax closes the manager."""
         # A job that only reads leaves alone what another is writing.
         if self._wrote and not jax.process_index():
-            self._follow()
+            self._drop_unreferenced()
 
     def _steps_in_flight(self) -> set[int]:
         return {save.step for save in self._in_flight if not save.is_over}
 
-    def _follow(self) -> None:
+    def _drop_unreferenced(self) -> None:
         """Remove the steps from the store that no step folder points to."""
         gone = set(self.store.steps()) - self._steps_in_flight()
         if not gone:
@@ -256,7 +249,7 @@ class _Checkpointable:
         for commit in commits:
             try:
                 commit.result()
-                self.handler._point(place, commit)
+                self.handler._write_pointer(place, commit)
             finally:
                 commit.is_over = True  # not discarded: the other thread may be looking through them
 

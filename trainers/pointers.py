@@ -12,7 +12,8 @@ import contextlib
 import json
 import os
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -42,17 +43,24 @@ _LARGEST = 1 << 16
 _LARGEST_PLACEHOLDER = 1 << 12
 
 
-@dataclass(frozen=True, slots=True)
-class Coming:
-    """A pointer file whose checkpoint is being saved in the background.
+class PendingPointer:
+    """A pointer file whose checkpoint is being saved, and the calls that wait for it.
 
     Args:
+        path: of the file.
         url: of the store.
-        done: when the file is written, or the save has failed.
+        is_read: whether `read_pointer` in this process waits for the file; default True.
     """
 
-    url: str
-    done: Future[None]
+    def __init__(self, path: PathLike, url: str, *, is_read: bool = True) -> None:
+        self.url = url
+        self.done: Future[None] = Future()
+        """Done when the file is written and the waiting calls are made, or the save has failed."""
+        self._key = key_of(fsspec.core.url_to_fs(os.fspath(path))[1])
+        self._calls: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+        if is_read:
+            in_flight[self._key] = self
 
     def wait(self) -> None:
         """Wait until the save is done.
@@ -63,8 +71,37 @@ class Coming:
         EXIT_CLEANUP.wait_for(one_name(self.url))
         concurrent.futures.wait([self.done])
 
+    def then(self, call: Callable[[], object]) -> bool:
+        """Make a call once the file is written, never if the save fails; False: the save has ended."""
+        with self._lock:
+            if self.done.done():
+                return False
+            self._calls.append(call)
+            return True
 
-in_flight: dict[str, Coming] = {}
+    def finish(self, write: Callable[[], object]) -> None:
+        """Write the file, then make the waiting calls."""
+        try:
+            write()
+            in_flight.pop(self._key, None)  # the waiting calls may read the file
+            while (call := self._next()) is not None:
+                call()
+        except BaseException as e:
+            in_flight.pop(self._key, None)
+            with self._lock:
+                self._calls = []
+                self.done.set_exception(e)
+
+    def _next(self) -> Callable[[], object] | None:
+        """Return the next waiting call; without one, end the save."""
+        with self._lock:
+            if not self._calls:
+                self.done.set_result(None)
+                return None
+            return self._calls.pop(0)
+
+
+in_flight: dict[str, PendingPointer] = {}
 """Pointer files of this process whose checkpoints are being saved, by `key_of` their names."""
 
 
@@ -99,9 +136,9 @@ def wait_for_files() -> None:
     Raises:
         Exception: the error of such a save.
     """
-    for coming in list(in_flight.values()):
-        coming.wait()
-        coming.done.result()
+    for pending in list(in_flight.values()):
+        pending.wait()
+        pending.done.result()
 
 
 def read_pointer(path: PathLike) -> Pointer | None:
@@ -110,9 +147,9 @@ def read_pointer(path: PathLike) -> Pointer | None:
     The call waits for a pointer file that this process is saving in the background.
     """
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
-    coming = in_flight.get(key_of(name)) if in_flight else None
-    if coming is not None:
-        coming.wait()
+    pending = in_flight.get(key_of(name)) if in_flight else None
+    if pending is not None:
+        pending.wait()
     return _read(fs, name, path)
 
 
@@ -316,11 +353,7 @@ def _is_near(place: str, folder: str) -> bool:
 
 
 def load_at(
-    path: PathLike,
-    paths: str | Sequence[str] | None = None,
-    *,
-    store: Store | None = None,
-    first: bool | None = None,
+    path: PathLike, paths: str | Sequence[str] | None = None, *, store: Store | None = None, first: bool | None = None
 ) -> Any:
     """Load the state that a file points to.
 

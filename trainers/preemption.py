@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..kernels.backend.arguments import integer, number
 from ..store.saver.saver import Saver
 from ..store.store import Store
+from .background import store_behind
 from .loop import save
 from .processes import explaining, on_rank_0, rank, world
 from .rows import RowTracker
@@ -170,9 +171,7 @@ class Preemption:
     def __enter__(self) -> Preemption:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         # While a preempted process exits, a further signal must not kill it in the middle of a save.
         if not isinstance(error, Preempted):
             self.close()
@@ -233,9 +232,8 @@ class Preemption:
                 _quietly(saver.wait)
             return save(saver, step, model, optimizer, tracker=tracker, sensitivity=sensitivity, grads=grads)
 
-        store = saver.store if isinstance(saver, Saver) else saver
         wait = saver.wait if isinstance(saver, Saver) else lambda: None
-        self.finish(store, step, write, wait, same=True)
+        self.finish(store_behind(saver), step, write, wait, same=True)
 
     def finish(
         self, store: Store, step: int, save: Callable[[], object], wait: Callable[[], object], *, same: bool = False

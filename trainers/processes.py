@@ -38,7 +38,7 @@ def on_all(work: Callable[[], A], brief: Callable[[A], B]) -> tuple[A, list[B]]:
     except BaseException as e:  # an interrupt of one, too, or the others would wait for it
         error = e
     everyone: list[Any] = [None] * world()
-    with _unless(error):
+    with _preferring(error):
         dist.all_gather_object(everyone, (short, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error
@@ -69,7 +69,7 @@ def explaining(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unless(error: BaseException | None) -> Iterator[None]:
+def _preferring(error: BaseException | None) -> Iterator[None]:
     """Raise the local error, rather than the failure to send it to lost processes."""
     try:
         yield
@@ -96,16 +96,16 @@ def on_rank_0(work: Callable[[], Any], light: Callable[[Any], Any], otherwise: s
         None if found is None else light(found),
         None if error is None else (type(error).__name__, str(error), getattr(error, "errno", None)),
     ]
-    with _unless(error), explaining(otherwise):
+    with _preferring(error), explaining(otherwise):
         dist.broadcast_object_list(sent)
     if error is not None:
         raise error
     if sent[1] is not None:
-        raise _as_told(*sent[1])
+        raise _received_error(*sent[1])
     return found if rank() == 0 else sent[0]
 
 
-def _as_told(name: str, text: str, errno: int | None) -> Exception:
+def _received_error(name: str, text: str, errno: int | None) -> Exception:
     """Return an error of another process, with its class if that is known here.
 
     The error itself is not sent: errors of storage libraries may not be picklable, or need more arguments than a text.

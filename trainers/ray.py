@@ -12,20 +12,16 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..codec.config import Config
 from ..kernels.errors import BadArgumentError
 from ..store.store import Store
 from .pointers import drop_unreferenced, load_at, save_at
+from .requirements import required
 
-if TYPE_CHECKING:
+with required("this adapter needs Ray Train", 'pip install "ray[train]"'):
     from ray import train
-else:
-    try:
-        from ray import train
-    except ImportError:
-        raise ImportError('this adapter needs Ray Train: pip install "ray[train]"') from None
 
 POINTER, FOLDER = "shrinkpoint.json", "shrinkpoint"
 _PROTOCOLS = {"local": "", "s3": "s3://", "gcs": "gs://"}

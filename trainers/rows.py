@@ -39,7 +39,7 @@ Named: TypeAlias = Sequence[tuple[str, torch.optim.Optimizer]]
 Bits: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 _MOST_PENDING = 8
 _EVERY = 64
-"""Gradients of a single process are read at the first step after a snapshot and at every so manieth after."""
+"""Steps from one reading of the gradients of a single process to the next, the first one after a snapshot."""
 
 
 class _Table:
@@ -61,11 +61,11 @@ class _Table:
         self.base: Bits | None = None
         self.last: Bits | None = None
         self.pending: list[Bits | None] = [None] * snapshots
-        self.never: int | None = None
+        self.padding_row: int | None = None
         self.renormed = False
         self.stepped = False
         self.steps = 0
-        self.past = False
+        self.is_bypassed = False
 
     def mark(self, ids: torch.Tensor) -> None:
         if self.flags is not None and ids.is_cpu and not torch.compiler.is_compiling():
@@ -92,14 +92,14 @@ class _Table:
         if gradient.shape[0] != self.rows:
             self.forget()
             return
-        look = everywhere or self.past
+        look = everywhere or self.is_bypassed
         if look and gradient.is_sparse:
             self._mark_moved(gradient._indices()[0])
         elif look or self.steps % _EVERY == 0:
             rows = self._rows_of(gradient._indices()[0]) if gradient.is_sparse else _with_gradient(gradient)
             if not look and self._unknown(rows):
                 # Code that looked up these rows bypassed the hook, and may have done so before.
-                self.past = True
+                self.is_bypassed = True
                 self.forget()
             self._add_moved(rows)
         self.steps += 1
@@ -110,8 +110,8 @@ class _Table:
     def _unknown(self, rows: torch.Tensor) -> bool:
         """Return whether some of these rows are not marked."""
         unknown = rows & ~self.recent.to(rows.device)
-        if self.never is not None:
-            unknown[self.never] = rows[self.never]
+        if self.padding_row is not None:
+            unknown[self.padding_row] = rows[self.padding_row]
         if self.moved is not None:
             unknown &= ~self.moved.to(rows.device)
         return bool(unknown.any())
@@ -130,10 +130,10 @@ class _Table:
         if self.all_recent:
             return None
         marks = self.recent
-        if self.never is not None and not self.renormed:
+        if self.padding_row is not None and not self.renormed:
             # Looked up, but not trained.
             marks = marks.clone()
-            marks[self.never] = False
+            marks[self.padding_row] = False
         if self.moved is not None:
             marks = marks | self.moved.to(marks.device)
         packed: Bits = pack_mask(marks).cpu().numpy()
@@ -160,11 +160,11 @@ class _Table:
 
     def settle(self, snapshot: int, base: bool) -> None:
         """Record that all marks up to a snapshot are in a checkpoint."""
-        covered = self._nothing()
+        covered = self._no_rows()
         for bits in self.pending[: snapshot + 1]:
-            covered = _either(covered, bits)
-        self.base = self._nothing() if base else _either(self.base, covered)
-        self.last = self._nothing()
+            covered = _union(covered, bits)
+        self.base = self._no_rows() if base else _union(self.base, covered)
+        self.last = self._no_rows()
         del self.pending[: snapshot + 1]
 
     def touched(self) -> tuple[Bits, Bits]:
@@ -173,14 +173,14 @@ class _Table:
 
     def _since(self, bits: Bits | None) -> Bits:
         for more in (*self.pending, self.since_snapshot()):
-            bits = _either(bits, more)
+            bits = _union(bits, more)
         return np.packbits(np.ones(self.rows, np.uint8), bitorder="little") if bits is None else bits
 
-    def _nothing(self) -> Bits | None:
+    def _no_rows(self) -> Bits | None:
         return np.zeros((self.rows + 7) // 8, np.uint8)
 
 
-def _either(a: Bits | None, b: Bits | None) -> Bits | None:
+def _union(a: Bits | None, b: Bits | None) -> Bits | None:
     return None if a is None or b is None else a | b
 
 
@@ -335,12 +335,12 @@ class RowTracker:
         if table is None:
             table = known.get(id(weight)) or _Table(name, weight, len(self._pending))
             self._tables[id(weight)] = table
-            table.never, table.renormed = module.padding_idx, False
+            table.padding_row, table.renormed = module.padding_idx, False
             if not self._optimizers and weight.requires_grad:
                 accumulated: Any = _Accumulated(table)
                 self._handles.append(weight.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
-        elif table.never != module.padding_idx:
-            table.never = None
+        elif table.padding_row != module.padding_idx:
+            table.padding_row = None
         table.renormed |= module.max_norm is not None
         self._names[name] = table
         self._handles.append(module.register_forward_hook(_LookUp(table), with_kwargs=True))

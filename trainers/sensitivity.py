@@ -18,7 +18,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from ..kernels.backend.arguments import integer, number, or_none
 from .gradient_averages import Average, Transfer, gradient_of
 from .optimizer_hooks import Nesting, after_closure, closure_of, remove, weak
 
-_NOTHING, _FEWEST = 40, 12
+_NEGLIGIBLE, _FEWEST_BATCHES = 40, 12
 
 
 class SensitivityWarning(ShrinkpointWarning):
@@ -77,7 +76,7 @@ def batches_that_count(window: int, beta: float) -> int:
         (13, 50, 5)
     """
     forgotten = math.inf if beta == 1 else -math.log1p(-beta) / math.log(2)  # bits a batch
-    return math.ceil(min(window, max(_FEWEST, _NOTHING / forgotten)))
+    return math.ceil(min(window, max(_FEWEST_BATCHES, _NEGLIGIBLE / forgotten)))
 
 
 class SensitivityTracker:
@@ -253,22 +252,20 @@ class SensitivityTracker:
     def __enter__(self) -> SensitivityTracker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _read(self, which: str, shards_only: bool = False) -> dict[str, Tensor] | None:
         self._transfer.wait()
         found = {n: a for n in self._names.values() if (a := self._averages.get(n)) is not None and a.batches}
         read = {n: a.read(which) for n, a in found.items() if a.is_sharded or not shards_only}
-        for why in (self._why_old(found), self._why_mended()):
+        for why in (self._outdated(found), self._reset_elements()):
             if why is not None and why[0] not in self._said:
                 self._said.add(why[0])
                 warnings.warn(why[1], SensitivityWarning, stacklevel=3)
         return read or None
 
-    def _why_old(self, found: dict[str, Average]) -> tuple[str, str] | None:
+    def _outdated(self, found: dict[str, Average]) -> tuple[str, str] | None:
         """Return the warnings about averages that are outdated, by name."""
         now, every, window = self.batch, self._every, self._window
         newest = max((a.newest for a in found.values()), default=None)
@@ -286,7 +283,7 @@ class SensitivityTracker:
             "optimizer steps (AMP skips some), or is at another one, say tracker.at(batches done) in each batch"
         )
 
-    def _why_mended(self) -> tuple[str, str] | None:
+    def _reset_elements(self) -> tuple[str, str] | None:
         count = self.not_finite
         return ("mended", f"{count} elements of gradient averages were not finite, and were reset") if count else None
 

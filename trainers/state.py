@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -24,7 +24,6 @@ class Stateful(Protocol):
     """Objects with `state_dict` and `load_state_dict`, such as modules and schedulers."""
 
     def state_dict(self) -> Any: ...
-
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
@@ -165,15 +164,15 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         torch.mps.set_rng_state(_byte_tensor(state["mps"]))
 
 
-def plain(tree: Any) -> Any:
-    """Convert a tree to dicts, lists and tuples only."""
+def plain(tree: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Convert a tree to dicts, lists and tuples only, and its leaves by a function."""
     if isinstance(tree, Mapping):
-        return {key: plain(value) for key, value in tree.items()}
+        return {key: plain(value, leaf) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [plain(value) for value in tree]
+        return [plain(value, leaf) for value in tree]
     if isinstance(tree, tuple):
-        return tuple(plain(value) for value in tree)
-    return tree
+        return tuple(plain(value, leaf) for value in tree)
+    return leaf(tree)
 
 
 def _python_state(state: tuple[Any, ...]) -> dict[str, Any]:
@@ -191,9 +190,7 @@ def _byte_tensor(array: Any) -> torch.Tensor:
 
 def _numpy_state(tree: Any) -> Any:
     """Return the state with NumPy arrays, from any type of array."""
-    if isinstance(tree, Mapping):
-        return {key: _numpy_state(value) for key, value in tree.items()}
-    return tree if isinstance(tree, str | int | float) else np.asarray(tree)
+    return plain(tree, lambda leaf: leaf if isinstance(leaf, str | int | float) else np.asarray(leaf))
 
 
 def _generator_state(name: str, generator: Generator) -> Any:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,14 +30,10 @@ from ..codec.format.container import MAGIC
 from ..codec.inputs import Inputs
 from ..codec.named_presets import check_config
 from .dcp.entry_paths import Place, insert, kinds_of, place
+from .requirements import required
 
-if TYPE_CHECKING:
+with required("this adapter needs torch-checkpointing", "pip install torch-checkpointing"):
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorage, LocalFileSystemStorageConfig
-else:
-    try:
-        from torch_checkpointing.storage.filesystem import LocalFileSystemStorage, LocalFileSystemStorageConfig
-    except ImportError:
-        raise ImportError("this adapter needs torch-checkpointing: pip install torch-checkpointing") from None
 
 TORCH, STATE = "torch", "state"
 

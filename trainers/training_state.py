@@ -15,12 +15,12 @@ from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError
 from ..store.manifest import check_step
-from .auxiliary_state import AuxiliaryState, Place, has, put
 from .frozen_parameters import check_frozen, record
 from .model_state import model_state, parameters_of, refuse_flat, sharded, whole
 from .optimizer_state import kinds_of, optimizer_state, optimizers_of
+from .places import MORE, Place, has, label, put
 from .processes import from_all, on_all, rank, world
-from .state import Generator, Stateful, capture
+from .state import Generator, Stateful, capture, plain
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -69,19 +69,29 @@ class TrainingState:
         return optimizers_of(self.optimizer)
 
     @property
-    def auxiliary(self) -> AuxiliaryState:
-        """Return scheduler, scaler, ema and more; BadArgumentError if `more` is not a mapping."""
-        return AuxiliaryState.of(self.scheduler, self.scaler, self.ema, self.more)
+    def auxiliary(self) -> dict[Place, Stateful]:
+        """Return scheduler, scaler, ema and more by place; refuse `more` that is not a mapping."""
+        more = {} if self.more is None else self.more
+        if not isinstance(more, Mapping):
+            raise BadArgumentError(f"more must map names to objects with a state, not be a {type(more).__qualname__}")
+        given = {("scheduler",): self.scheduler, ("scaler",): self.scaler, ("ema",): self.ema}
+        found: dict[Place, Stateful] = {place: part for place, part in given.items() if part is not None}
+        return found | {(MORE, name): part for name, part in more.items()}
+
+    @property
+    def modules(self) -> list[tuple[Place, nn.Module]]:
+        """Return the auxiliary parts that are modules, which all processes save and load together."""
+        return [(place, part) for place, part in self.auxiliary.items() if isinstance(part, nn.Module)]
 
     def check(self) -> None:
         """Raise BadArgumentError if a part has the wrong type."""
         if not isinstance(self.model, nn.Module):
             raise BadArgumentError(f"model must be a torch.nn.Module, not {type(self.model).__qualname__}")
         check_frozen(self.frozen)
-        auxiliary = self.auxiliary
-        for module in (self.model, *(module for _, module in auxiliary.modules)):
+        parts = {label(place): part for place, part in self.auxiliary.items()}
+        for module in (self.model, *(module for _, module in self.modules)):
             refuse_flat(module)
-        parts = auxiliary.named() | ({} if self.loader is None else {"loader": self.loader})
+        parts |= {} if self.loader is None else {"loader": self.loader}
         for name, part in parts.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise BadArgumentError(f"{name} is a {type(part).__qualname__}, without state_dict and load_state_dict")
@@ -100,19 +110,21 @@ class TrainingState:
             ShrinkpointError: another process could not give its part of the state; the message says why.
         """
 
-        def local() -> tuple[int, Sequence[torch.optim.Optimizer], AuxiliaryState, dict[str, Any], Any]:
+        def local() -> tuple[int, Sequence[torch.optim.Optimizer], dict[str, Any], Any]:
             """Return the part of the state that this process has without communication."""
-            optimizers, auxiliary = self.optimizers, self.auxiliary
+            optimizers = self.optimizers
             self.check()
-            own = auxiliary.states()
+            own: dict[str, Any] = {} if self.more is None else {MORE: {}}
+            for place, part in self.auxiliary.items():
+                put(own, place, None if isinstance(part, nn.Module) else plain(part.state_dict()))
             position = None if self.loader is None else self.loader.state_dict()
             mine = capture(generators=self.generators, position=position)
             # An unsupported value is refused here, with its path, because it may not even be sent.
             flatten({"ranks": mine, **own}, is_array)
-            return check_step(step), optimizers, auxiliary, own, mine
+            return check_step(step), optimizers, own, mine
 
         # Before the first collective: a process that cannot join one would leave the others waiting.
-        (number, optimizers, auxiliary, own, mine), paths = on_all(local, lambda found: list(sharded(found[3], "")))
+        (number, optimizers, own, mine), paths = on_all(local, lambda found: list(sharded(found[2], "")))
         if any(other != paths[0] for other in paths):
             raise ShrinkpointError(
                 "nothing was saved: the ranks have different sharded tensors in scheduler, scaler, ema or more"
@@ -126,7 +138,7 @@ class TrainingState:
             state["optimizers"] = [type(one).__qualname__ for one in optimizers]
             state["optimizer"] = optimizer_state(self.model, optimizers)
         state |= whole(own) if world() > 1 else own
-        for place, module in auxiliary.modules:
+        for place, module in self.modules:
             put(state, place, model_state(module))
         state["ranks"] = from_all(mine)
         return state if rank() == 0 else None
@@ -147,7 +159,7 @@ class TrainingState:
 
     def missing(self, tree: Mapping[str, Any]) -> list[str]:
         """Return the names of the parts of this state that a stored tree does not hold."""
-        places: list[Place] = [("model",), *[("optimizer",)] * bool(self.optimizers), *self.auxiliary.parts]
+        places: list[Place] = [("model",), *[("optimizer",)] * bool(self.optimizers), *self.auxiliary]
         names = ["/".join(map(str, place)) for place in places if not has(tree, place)]
         names += [f"generators/{n}" for n in self.generators or {} if not has(tree["ranks"][0], ("generators", n))]
         if self.loader is not None and any(mine.get("position") is None for mine in tree["ranks"]):
@@ -156,9 +168,9 @@ class TrainingState:
 
     def unused(self, tree: Mapping[str, Any]) -> list[str]:
         """Return the names of stored parts that `resume` skips because this state lacks them."""
-        mine = {"model", *(place[0] for place in self.auxiliary.parts), *["optimizer"] * bool(self.optimizers)}
+        mine = {"model", *(place[0] for place in self.auxiliary), *["optimizer"] * bool(self.optimizers)}
         names = [name for name in ("optimizer", "scheduler", "scaler", "ema") if name in tree and name not in mine]
-        names += [f"more[{name!r}]" for name in tree.get("more", {}) if ("more", name) not in self.auxiliary.parts]
+        names += [f"more[{name!r}]" for name in tree.get("more", {}) if (MORE, name) not in self.auxiliary]
         held = tree["ranks"][0]
         if self.loader is None and held.get("position") is not None:
             names.append("loader")

@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -32,27 +32,14 @@ from .background import Background, check_compact
 from .frozen_parameters import digest_of, load_frozen, record, store_once, without
 from .fully_sharded import ShardedSaves, check_version, load_sharded, pointer_to_shards, sharded_state
 from .optimizer_dtypes import load_optimizer
-from .pointers import (
-    PathLike,
-    Pointer,
-    drop_unreferenced,
-    load_at,
-    read_pointer,
-    save_at,
-    store_of,
-    wait_for_files,
-)
+from .pointers import PathLike, Pointer, drop_unreferenced, load_at, read_pointer, save_at, store_of, wait_for_files
 from .preemption import Choice, Preemption
+from .requirements import required
 from .state import plain
 from .state_mismatch import differences, load_states
 
-if TYPE_CHECKING:
+with required("this adapter needs Transformers", install("transformers")):
     from transformers import TrainerCallback
-else:
-    try:
-        from transformers import TrainerCallback
-    except ImportError:
-        raise ImportError(f"this adapter needs Transformers: {install('transformers')}") from None
 
 FOLDER = "shrinkpoint"
 POINTER = "shrinkpoint.json"
@@ -322,16 +309,21 @@ class CompressedCheckpoints:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of a checkpoint folder; called by Trainer."""
-        pointer = os.path.join(resume_from_checkpoint, POINTER)
-        if read_pointer(pointer) is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-            return
         target = self._bare() if model is None else self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        store = self._the_store(resume_from_checkpoint)
+        if not self._load_compressed(resume_from_checkpoint, target):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_compressed(self, folder: str, model: Any) -> bool:
+        """Load the weights of a checkpoint folder; False: it is not compressed."""
+        pointer = os.path.join(folder, POINTER)
+        if read_pointer(pointer) is None:
+            return False
+        store = self._the_store(folder)
         if self._has_shards(pointer, store):
-            load_sharded(pointer, store, [(target, None)])
-            return
-        self._load_weights(target, load_at(pointer, _MODEL, store=store), pointer, store)
+            load_sharded(pointer, store, [(model, None)])
+        else:
+            self._load_weights(model, load_at(pointer, _MODEL, store=store), pointer, store)
+        return True
 
     def _has_shards(self, pointer: str, store: Store) -> bool:
         """Return whether a checkpoint is sharded; refuse one that is not for a sharded model."""
@@ -362,15 +354,8 @@ class CompressedCheckpoints:
         self._settle()
         if self.background:
             self.accelerator.wait_for_everyone()
-        pointer = os.path.join(self.state.best_model_checkpoint, POINTER)
-        if self._is_deepspeed or read_pointer(pointer) is None:
+        if self._is_deepspeed or not self._load_compressed(self.state.best_model_checkpoint, self._bare()):
             super()._load_best_model()  # type: ignore[misc]
-            return
-        store = self._the_store(self.state.best_model_checkpoint)
-        if self._has_shards(pointer, store):
-            load_sharded(pointer, store, [(self._bare(), None)])
-            return
-        self._load_weights(self._bare(), load_at(pointer, _MODEL, store=store), pointer, store)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer and the scheduler; called by Trainer."""

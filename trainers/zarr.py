@@ -11,22 +11,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from ..codec.extras import install
 from .array_codecs import ExactSettings, LogBucketsSettings, QuantizeSettings, decode_array, encode_array
+from .requirements import required
 
-if TYPE_CHECKING:
+with required("these codecs need Zarr 3", install("zarr")):
     from zarr.abc.codec import ArrayBytesCodec
     from zarr.core.common import parse_named_configuration
-else:
-    try:
-        from zarr.abc.codec import ArrayBytesCodec
-        from zarr.core.common import parse_named_configuration
-    except ImportError:
-        raise ImportError(f"these codecs need Zarr 3: {install('zarr')}") from None
 
 
 class _Chunks(ArrayBytesCodec):  # type: ignore[misc]

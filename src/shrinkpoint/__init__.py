@@ -31,58 +31,63 @@ if TYPE_CHECKING:
     from . import presets as presets
     from . import store as store
     from . import trainers as trainers
-    from .codec.base import Codec
-    from .codec.checkpoint import Checkpoint, decompress
-    from .codec.compress import compress
-    from .codec.config import ChainPolicy, Config, Rule, UnmatchedRuleWarning
-    from .codec.embeddings.rows import Rows
-    from .codec.errors import (
-        BadArgumentError,
-        CorruptDataError,
-        MissingCodecError,
-        MissingParentError,
-        NewerFormatError,
-        ShrinkpointError,
-        ShrinkpointWarning,
-        UnsupportedLeafError,
-    )
-    from .codec.evidence.gather import Evidence
-    from .codec.evidence.kind import Kind
-    from .codec.evidence.module import kinds
-    from .codec.lossless.changed import Changed
-    from .codec.lossless.exact import Exact
-    from .codec.moments.clusters import Clusters
-    from .codec.moments.firstmoment import FirstMoment
-    from .codec.moments.logbuckets import LogBuckets
-    from .codec.moments.secondmoment import SecondMoment
-    from .codec.parallel import set_threads, threads
-    from .codec.plan import UnknownArraysWarning
-    from .codec.weights.exponent import ExponentDelta
-    from .codec.weights.past_weights import PastWeights
-    from .codec.weights.quantize import Quantize
-    from .searching.arguments import SearchOptions
-    from .searching.result import SearchResult
-    from .searching.run import search
-    from .store.files import StoreWarning
-    from .store.memory_copies import InMemoryWarning
-    from .store.ranks import newest_common_step
-    from .store.retention import Retention
-    from .store.saver.saver import Saver, SaveResult, SaverWarning
-    from .store.store import (
-        NotCompactedWarning,
-        RestoreNotCountedWarning,
-        SkippedCheckpointWarning,
-        Store,
-        ThinnedCheckpointWarning,
-    )
-    from .store.weight_average import WeightAverage
-    from .trainers.hub import load_pretrained, save_pretrained
-    from .trainers.publishing.publisher import Published, Publisher
-    from .trainers.publishing.ranks import PublishConflictError
-    from .trainers.publishing.subscriber import Subscriber
-    from .trainers.rows import RowTracker
-    from .trainers.run import Run
-    from .trainers.sensitivity import SensitivityTracker
+    from .codec.base import Codec as Codec
+    from .codec.checkpoint import Checkpoint as Checkpoint
+    from .codec.checkpoint import decompress as decompress
+    from .codec.compress import compress as compress
+    from .codec.config import ChainPolicy as ChainPolicy
+    from .codec.config import Config as Config
+    from .codec.config import Rule as Rule
+    from .codec.config import UnmatchedRuleWarning as UnmatchedRuleWarning
+    from .codec.embeddings.rows import Rows as Rows
+    from .codec.errors import BadArgumentError as BadArgumentError
+    from .codec.errors import CorruptDataError as CorruptDataError
+    from .codec.errors import MissingCodecError as MissingCodecError
+    from .codec.errors import MissingParentError as MissingParentError
+    from .codec.errors import NewerFormatError as NewerFormatError
+    from .codec.errors import ShrinkpointError as ShrinkpointError
+    from .codec.errors import ShrinkpointWarning as ShrinkpointWarning
+    from .codec.errors import UnsupportedLeafError as UnsupportedLeafError
+    from .codec.evidence.gather import Evidence as Evidence
+    from .codec.evidence.kind import Kind as Kind
+    from .codec.evidence.module import kinds as kinds
+    from .codec.lossless.changed import Changed as Changed
+    from .codec.lossless.exact import Exact as Exact
+    from .codec.moments.clusters import Clusters as Clusters
+    from .codec.moments.firstmoment import FirstMoment as FirstMoment
+    from .codec.moments.logbuckets import LogBuckets as LogBuckets
+    from .codec.moments.secondmoment import SecondMoment as SecondMoment
+    from .codec.parallel import set_threads as set_threads
+    from .codec.parallel import threads as threads
+    from .codec.plan import UnknownArraysWarning as UnknownArraysWarning
+    from .codec.weights.exponent import ExponentDelta as ExponentDelta
+    from .codec.weights.past_weights import PastWeights as PastWeights
+    from .codec.weights.quantize import Quantize as Quantize
+    from .searching.arguments import SearchOptions as SearchOptions
+    from .searching.result import SearchResult as SearchResult
+    from .searching.run import search as search
+    from .store.files import StoreWarning as StoreWarning
+    from .store.memory_copies import InMemoryWarning as InMemoryWarning
+    from .store.ranks import newest_common_step as newest_common_step
+    from .store.retention import Retention as Retention
+    from .store.saver.saver import Saver as Saver
+    from .store.saver.saver import SaveResult as SaveResult
+    from .store.saver.saver import SaverWarning as SaverWarning
+    from .store.store import NotCompactedWarning as NotCompactedWarning
+    from .store.store import RestoreNotCountedWarning as RestoreNotCountedWarning
+    from .store.store import SkippedCheckpointWarning as SkippedCheckpointWarning
+    from .store.store import Store as Store
+    from .store.store import ThinnedCheckpointWarning as ThinnedCheckpointWarning
+    from .store.weight_average import WeightAverage as WeightAverage
+    from .trainers.hub import load_pretrained as load_pretrained
+    from .trainers.hub import save_pretrained as save_pretrained
+    from .trainers.publishing.publisher import Published as Published
+    from .trainers.publishing.publisher import Publisher as Publisher
+    from .trainers.publishing.ranks import PublishConflictError as PublishConflictError
+    from .trainers.publishing.subscriber import Subscriber as Subscriber
+    from .trainers.rows import RowTracker as RowTracker
+    from .trainers.run import Run as Run
+    from .trainers.sensitivity import SensitivityTracker as SensitivityTracker
 
 __version__ = "0.2.0.dev0"
 
@@ -152,66 +157,7 @@ _MEANT = {
 _MODULES = ("codec", "kernels", "presets", "searching", "store", "trainers")
 """Names that are modules; `searching` is the package of the function `search`."""
 
-__all__ = [
-    "BadArgumentError",
-    "ChainPolicy",
-    "Changed",
-    "Checkpoint",
-    "Clusters",
-    "Codec",
-    "Config",
-    "CorruptDataError",
-    "Evidence",
-    "Exact",
-    "ExponentDelta",
-    "FirstMoment",
-    "InMemoryWarning",
-    "Kind",
-    "LogBuckets",
-    "MissingCodecError",
-    "MissingParentError",
-    "NewerFormatError",
-    "NotCompactedWarning",
-    "PastWeights",
-    "PublishConflictError",
-    "Published",
-    "Publisher",
-    "Quantize",
-    "RestoreNotCountedWarning",
-    "Retention",
-    "RowTracker",
-    "Rows",
-    "Rule",
-    "Run",
-    "SaveResult",
-    "Saver",
-    "SaverWarning",
-    "SearchOptions",
-    "SearchResult",
-    "SecondMoment",
-    "SensitivityTracker",
-    "ShrinkpointError",
-    "ShrinkpointWarning",
-    "SkippedCheckpointWarning",
-    "Store",
-    "StoreWarning",
-    "Subscriber",
-    "ThinnedCheckpointWarning",
-    "UnknownArraysWarning",
-    "UnmatchedRuleWarning",
-    "UnsupportedLeafError",
-    "WeightAverage",
-    "compress",
-    "decompress",
-    "kinds",
-    "load_pretrained",
-    "newest_common_step",
-    "presets",
-    "save_pretrained",
-    "search",
-    "set_threads",
-    "threads",
-]
+__all__ = sorted([*_MODULE_OF, "presets"])
 
 
 def __dir__() -> list[str]:

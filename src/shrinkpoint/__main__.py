@@ -11,7 +11,6 @@ import typer
 
 from .commands import convert, diff, housekeeping, inspect, report, seal, try_levels, warm
 from .commands.exit_codes import FAULT, Guarded, fault
-from .commands.options import grouped
 
 app = typer.Typer(
     name="shrinkpoint",
@@ -101,7 +100,7 @@ for command in (
     inspect.verify,
     seal.seal,
     diff.diff,
-    grouped(convert.compress),
+    convert.compress,
     convert.restore,
     report.report,
     housekeeping.compact,

@@ -9,7 +9,6 @@ executed. The seal has a checksum of its own.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -22,6 +21,7 @@ import blake3
 
 from .codec.format.bounded_json import loads
 from .kernels.errors import BadArgumentError, CorruptDataError
+from .store.checksummed_json import indented, seal
 from .store.regular_files import MOST_JSON, check_link, read_file, regular
 
 SEAL = "shrinkpoint-seal.json"
@@ -129,7 +129,7 @@ def to_bytes(seal: Seal) -> bytes:
         "sealed_at": seal.sealed_at,
         "files": {name: {"size": f.size, "blake3": f.blake3} for name, f in sorted(seal.files.items())},
     }
-    return _plain(fields | {"checksum": blake3.blake3(_plain(fields)).hexdigest()})
+    return _sealed(fields)
 
 
 def from_bytes(data: bytes) -> Seal:
@@ -144,8 +144,8 @@ def from_bytes(data: bytes) -> Seal:
             raise ValueError("it is not a seal")
         if fields["version"] != VERSION:
             raise ValueError(f"it has version {fields['version']!r}; this release reads version {VERSION}")
-        checksum = fields.pop("checksum", None)
-        if _plain(fields | {"checksum": blake3.blake3(_plain(fields)).hexdigest()}) != data or checksum is None:
+        fields.pop("checksum", None)
+        if _sealed(fields) != data:
             raise ValueError("its checksum does not match")
         files = {str(name): Sealed(f["size"], f["blake3"]) for name, f in fields["files"].items()}
         if not all(type(f.size) is int and f.size >= 0 and _DIGEST.fullmatch(f.blake3) for f in files.values()):
@@ -265,5 +265,5 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _plain(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, indent=1, ensure_ascii=True).encode("ascii") + b"\n"
+def _sealed(fields: dict[str, Any]) -> bytes:
+    return seal(fields, lambda found: indented(found) + b"\n", lambda data: blake3.blake3(data).hexdigest())

@@ -107,11 +107,11 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """
     descriptors: list[int] = []
     try:
-        head = _exactly(sock, _HEAD.size, descriptors)
+        head = _receive_bytes(sock, _HEAD.size, descriptors)
         length, count = _HEAD.unpack(head)
         if length > _MOST or count > _MOST_DESCRIPTORS:
             raise ProtocolError(f"a message of {length} bytes with {count} descriptors")
-        data = _exactly(sock, length, descriptors)
+        data = _receive_bytes(sock, length, descriptors)
         if len(descriptors) != count:
             raise ProtocolError(f"{len(descriptors)} descriptors received, not {count}")
         try:
@@ -133,7 +133,7 @@ def close_all(descriptors: Sequence[int]) -> None:
             os.close(fd)
 
 
-def _exactly(sock: socket.socket, size: int, descriptors: list[int]) -> bytes:
+def _receive_bytes(sock: socket.socket, size: int, descriptors: list[int]) -> bytes:
     parts: list[bytes] = []
     flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
     while size:
@@ -146,7 +146,7 @@ def _exactly(sock: socket.socket, size: int, descriptors: list[int]) -> bytes:
     return b"".join(parts)
 
 
-def high(fd: int) -> int:
+def above_standard_streams(fd: int) -> int:
     """Return a descriptor above 2; a lower one could become a standard stream."""
     if fd > 2:
         return fd

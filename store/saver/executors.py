@@ -29,7 +29,7 @@ from ..retention import Retention
 from ..rewinds import Loaded
 from ..session import Begun, Saved, Session
 from ..store import Store
-from .channel import close_all, high, receive, send, start_worker
+from .channel import above_standard_streams, close_all, receive, send, start_worker
 from .snapshot import Arena, Plan, Snapshot, anonymous, rebuild, take
 
 Warned = tuple[str, str]
@@ -251,8 +251,8 @@ class ProcessExecutor(Executor):
         self._number = 0
         self._begun = self._handed = False
         self._sending = threading.Lock()
-        self._log = high(anonymous("shrinkpoint-log"))
-        ours, theirs = (socket.socket(fileno=high(s.detach())) for s in socket.socketpair())
+        self._log = above_standard_streams(anonymous("shrinkpoint-log"))
+        ours, theirs = (socket.socket(fileno=above_standard_streams(s.detach())) for s in socket.socketpair())
         self._sock = ours
         try:
             with theirs:

@@ -35,11 +35,11 @@ from typer.testing import CliRunner
 
 import shrinkpoint as sp
 from shrinkpoint.__main__ import app
-from shrinkpoint.commands.configs import config
+from shrinkpoint.commands.convert import compress
 from shrinkpoint.commands.files import write_file, write_folder
 from shrinkpoint.commands.interchange import load_state, save_state
-from shrinkpoint.commands.options import Coding
-from shrinkpoint.commands.text import printable, size
+from shrinkpoint.commands.options import config
+from shrinkpoint.commands.output import printable, size
 from shrinkpoint.demo.config import presets
 from shrinkpoint.store.files import StoreWarning
 from tests.codec.common import difference
@@ -430,7 +430,7 @@ def test_compress_files_along_a_chain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", sorted(presets()))
 def test_every_preset(preset: str, tmp_path: Path) -> None:
-    option = typing.get_type_hints(Coding, include_extras=True)["preset"].__metadata__[0]
+    option = typing.get_type_hints(compress, include_extras=True)["preset"].__metadata__[0]
     assert preset in option.help
     good("compress", save_pt(state(), tmp_path / "a.pt"), tmp_path / "a.spt", "--preset", preset)
     assert (tmp_path / "a.spt").read_bytes() == sp.compress(state(), cfg=presets()[preset]()).to_bytes()

@@ -18,9 +18,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import shrinkpoint as sp
-from shrinkpoint.commands import measurement
-from shrinkpoint.commands.measurement import measure
-from shrinkpoint.commands.text import size
+from shrinkpoint.commands import trials
+from shrinkpoint.commands.output import size
+from shrinkpoint.commands.trials import measure
 from shrinkpoint.kernels.backend import first_calls
 
 from .test_cli import bad, good, on_terminal, parsed, run, state, weights
@@ -321,6 +321,6 @@ def test_the_peak_counts_memory_that_was_freed() -> None:
 
 
 def test_no_peak_where_the_system_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "_RESET", "/proc/none")
+    monkeypatch.setattr(trials, "_RESET", "/proc/none")
     assert rows("step_1.pt")["default"]["peak_nbytes"] is None
     assert "n/a" in good("try", "step_1.pt")

@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.searching.cube import Cube, Point, normal
-from shrinkpoint.searching.degradation_model import SAMPLES, Candidate, Known, chances, degradations, draws, swing
+from shrinkpoint.searching.degradation_model import (
+    SAMPLES,
+    Candidate,
+    Known,
+    chances,
+    degradations,
+    draws,
+    signed_scale,
+)
 from shrinkpoint.searching.next_trials import distinct, milder, next_trials, open_points, undominated
 
 
@@ -188,8 +196,8 @@ def test_the_size_of_the_signed_part_is_learned(size: float) -> None:
     for c, pattern in zip(candidates, patterns, strict=True):
         loss = 0.1 * c.error + size * float(gradient @ pattern)
         known.append(Known(c, loss, loss <= 0.01))
-    assert swing(known, 1e-5) == pytest.approx(size, rel=0.7)
-    assert swing([], 1e-5) == pytest.approx(0.04, rel=0.5)
+    assert signed_scale(known, 1e-5) == pytest.approx(size, rel=0.7)
+    assert signed_scale([], 1e-5) == pytest.approx(0.04, rel=0.5)
 
 
 def test_a_failure_by_chance_rules_out_nothing() -> None:
@@ -199,7 +207,7 @@ def test_a_failure_by_chance_rules_out_nothing() -> None:
     smooth = [Known(target, 0.03, False), *(Known(c, 0.5 * c.error, True) for c in CANDIDATES[-8:])]
     assert open_points([worse], smooth, 0.01, 0.01, 1e-4).ruled_out.all()
     gained = [Known(target, 0.03, False), Known(near, -0.03, True)]
-    assert swing(gained, 1e-4) > 2 * swing(smooth, 1e-4)
+    assert signed_scale(gained, 1e-4) > 2 * signed_scale(smooth, 1e-4)
     assert not open_points([worse], gained, 0.01, 0.01, 1e-4).ruled_out.any()
     assert chances([worse], gained, 0.01, 1e-4)[0] > 2 * chances([worse], smooth, 0.01, 1e-4)[0]
 

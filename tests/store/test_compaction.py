@@ -237,7 +237,7 @@ def test_a_restated_file_that_is_not_the_same_is_refused(tmp_path: Path, monkeyp
     store = fill(sp.Store(tmp_path, lossless()), *range(8))
     before = listing(tmp_path)
     other = sp.compress(state(77), cfg=lossless())
-    monkeypatch.setattr(compaction, "rebase", lambda ckpt, prev: other)
+    monkeypatch.setattr(compaction, "rebase", lambda ckpt, prev, without: other)
     with pytest.raises(sp.CorruptDataError, match="other values"):
         store.compact(1.0)
     assert listing(tmp_path) == before

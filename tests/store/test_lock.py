@@ -19,11 +19,12 @@ import pytest
 import shrinkpoint as sp
 from shrinkpoint.store import lock as lock_module
 from shrinkpoint.store.files import Files
-from shrinkpoint.store.lock import FileLock, Lock, ObjectLock
+from shrinkpoint.store.lock import FileLock, ObjectLock
 from shrinkpoint.store.urls import open_files
 from tests.store.common import fill, lossless, same, state
 
 ROOT = Path(__file__).resolve().parents[2]
+Lock = FileLock | ObjectLock
 
 
 def locks(kind: str, tmp_path: Path) -> tuple[Lock, Lock, Files]:
@@ -221,7 +222,7 @@ def test_a_moment_without_locks_is_waited_for(tmp_path: Path, monkeypatch: pytes
         flock(fd, mode)
 
     monkeypatch.setattr(fcntl, "flock", short)
-    monkeypatch.setattr(lock_module, "_without", set())
+    monkeypatch.setattr(lock_module, "_devices_without_locks", set())
     with FileLock(open_files(tmp_path)).shared(), pytest.raises(TimeoutError):
         store.gc(timeout=0.05)
     assert left == [0]

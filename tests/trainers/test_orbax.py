@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import shrinkpoint as sp
-from shrinkpoint.commands.sources import header_of
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed; `make frameworks` has it")
 
@@ -175,7 +174,7 @@ def test_lossy_by_default_and_smaller_than_what_orbax_writes(tmp_path: Path) -> 
     with ocp.CheckpointManager(tmp_path / "raw") as manager:
         manager.save(30, args=ocp.args.StandardSave(state))
     store = sp.Store(tmp_path / "small" / "shrinkpoint")
-    rows = {row.path: row for row in header_of(store, store.steps()[-1]).summary()}
+    rows = {row.path: row for row in store.header(store.describe(store.steps()[-1])).summary()}
     codecs = {path: row.stream for path, row in rows.items()}
     assert codecs["params/first/kernel"] == "levels"
     assert codecs["opt/1/mu/first/kernel"] in ("grid", "log-buckets")

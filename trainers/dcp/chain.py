@@ -31,6 +31,15 @@ def open_folder(path: str | os.PathLike[str] | None) -> Files:
         raise BadArgumentError(f"{os.fspath(path)!r}: {e}") from None
 
 
+def is_place(path: str | os.PathLike[str]) -> bool:
+    """Return whether this is a path, or a URL of an installed file system."""
+    try:
+        open_folder(path)
+    except BadArgumentError:
+        return False
+    return True
+
+
 def read_index(files: Files, rank: int | None = None) -> Index:
     """Read the metadata of a checkpoint.
 

@@ -127,6 +127,3 @@ def check_named(given: Mapping[str, Any] | None, names: Iterable[str]) -> None:
 
 def _of_shard(kind: Any) -> Any:
     return replace(kind, shape=None) if isinstance(kind, Kind) else kind
-
-
-__all__ = ["VALUES", "Place", "check_named", "insert", "key_of", "kinds_of", "numbered", "place"]

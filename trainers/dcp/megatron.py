@@ -17,28 +17,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ...codec.config import Config
+from ..requirements import required
 from .metadata import Index
 from .reader import Reader
 from .target import Folders
 from .writer import Writer
 
-if TYPE_CHECKING:
+with required("this adapter needs Megatron-Core", "pip install megatron-core"):
     from megatron.core.dist_checkpointing.strategies import torch as theirs
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
     from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
-else:
-    try:
-        from megatron.core.dist_checkpointing.strategies import torch as theirs
-        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-        from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
-    except ImportError:
-        raise ImportError("this adapter needs Megatron-Core: pip install megatron-core") from None
 
 BACKEND, VERSION = "torch_dist", 1
 

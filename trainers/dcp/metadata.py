@@ -101,6 +101,11 @@ class RankFile:
         """Stored bytes."""
         return self.chain[0][1]
 
+    @property
+    def base_nbytes(self) -> int:
+        """Stored bytes of the base."""
+        return self.chain[-1][1]
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:

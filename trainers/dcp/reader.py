@@ -21,7 +21,7 @@ from ...codec.state.tree import unflatten
 from ...store.files import Files
 from ...store.manifest import check_step
 from ...store.store import Store
-from .chain import open_folder, opener, read_index
+from .chain import is_place, open_folder, opener, read_index
 from .entry_paths import VALUES, key_of, numbered, place
 from .metadata import FOLDER, Index, RankFile, Shard
 from .target import StoreSteps, newest_step, read_step
@@ -64,11 +64,7 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this is a path, or a URL of an installed file system."""
-        try:
-            open_folder(checkpoint_id)
-        except BadArgumentError:
-            return False
-        return True
+        return is_place(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:

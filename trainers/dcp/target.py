@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -29,56 +29,13 @@ _INDEX = "index"
 """Path of the metadata in the container that a sharded step's manifest names."""
 
 
-class Target(Protocol):
-    """Interface of a writer's target, which also has the parents of deltas.
-
-    A *place* is one checkpoint: the path of a folder, or the number of a step as text.
-    """
-
-    place: str | None
-
-    def move(self, place: Any) -> None:
-        """Let the next save go to this place."""
-        ...
-
-    def begin(self, *, is_coordinator: bool, alone: int | None) -> None:
-        """Begin a save; `alone` is the rank if it saves without the others, else None."""
-        ...
-
-    def files(self, place: str | None = None) -> Files:
-        """Return the files of a place; None: of the next save."""
-        ...
-
-    def file_name(self, rank: int, ckpt: Checkpoint) -> str:
-        """Return the name of a rank's container."""
-        ...
-
-    def parent(self) -> str | None:
-        """Return the place whose checkpoint the first save continues, if there is one there."""
-        ...
-
-    def exists(self, place: str, alone: int | None) -> bool:
-        """Return whether a place has a checkpoint."""
-        ...
-
-    def index(self, place: str, alone: int | None) -> Index:
-        """Return the metadata of a place."""
-        ...
-
-    def provide(self, place: str, file: RankFile) -> bool:
-        """Provide the next save with the containers that a delta over `file` needs.
-
-        Returns False if one is missing.
-        """
-        ...
-
-    def commit(self, index: Index, alone: int | None) -> None:
-        """Write the metadata, which makes the checkpoint exist."""
-        ...
-
-
 class Folders:
-    """A folder or URL for each checkpoint, or one that each save replaces."""
+    """The folders or URLs that a writer saves to.
+
+    There is one for each checkpoint, or one that each save replaces.
+
+    A *place* is one checkpoint: here the path of a folder.
+    """
 
     def __init__(self, place: str | os.PathLike[str] | None) -> None:
         self.place: str | None = None
@@ -86,40 +43,43 @@ class Folders:
             self.move(place)
 
     def move(self, place: Any) -> None:
-        """See Target."""
+        """Let the next save go to this place."""
         open_folder(place)
         self.place = os.fspath(place)
 
     def begin(self, *, is_coordinator: bool, alone: int | None) -> None:
-        """See Target."""
+        """Begin a save; `alone` is the rank if it saves without the others, else None."""
         self.files()
 
     def files(self, place: str | None = None) -> Files:
-        """See Target."""
+        """Return the files of a place; None: of the next save."""
         return open_folder(self.place if place is None else place)
 
     def file_name(self, rank: int, ckpt: Checkpoint) -> str:
-        """See Target."""
+        """Return the name of a rank's container."""
         return data_name(rank, ckpt.id)
 
     def parent(self) -> str | None:
-        """See Target."""
+        """Return the place whose checkpoint the first save continues, if there is one there."""
         return self.place
 
     def exists(self, place: str, alone: int | None) -> bool:
-        """See Target."""
+        """Return whether a place has a checkpoint."""
         return open_folder(place).exists(metadata_name(alone))
 
     def index(self, place: str, alone: int | None) -> Index:
-        """See Target."""
+        """Return the metadata of a place."""
         return read_index(open_folder(place), alone)
 
     def provide(self, place: str, file: RankFile) -> bool:
-        """See Target."""
+        """Provide the next save with the containers that a delta over `file` needs.
+
+        Returns False if one is missing.
+        """
         return carry(open_folder(place), self.files(), file)
 
     def commit(self, index: Index, alone: int | None) -> None:
-        """See Target; then remove the containers of former checkpoints in this folder."""
+        """Write the metadata, which makes the checkpoint exist; then remove former containers here."""
         files, name = self.files(), metadata_name(alone)
         needed, there = {file for rank in index.files for file, _ in rank.chain}, files.list(FOLDER)
         if gone := missing(files, needed.difference(there)):
@@ -141,7 +101,9 @@ because its session remembers which steps were left behind."""
 
 
 class StoreSteps:
-    """The steps of a store, which all ranks share.
+    """The steps of a store, which all ranks share; has the methods of `Folders`.
+
+    A place is the number of a step as text.
 
     Args:
         store: of this rank.
@@ -159,7 +121,7 @@ class StoreSteps:
         return _received, (self._token, store_options(self.store), self.keep, loaded, self.place)
 
     def move(self, place: Any) -> None:
-        """See Target."""
+        """See Folders."""
         text = os.fspath(place) if isinstance(place, (str, os.PathLike)) else str(place)
         if not text.isdecimal() or not text.isascii() or int(text) > MAX_STEP:
             raise BadArgumentError(f"checkpoint_id is {text!r:.80}; with a store it must be a step: 0 to {MAX_STEP}")
@@ -172,7 +134,7 @@ class StoreSteps:
         return int(self.place)
 
     def begin(self, *, is_coordinator: bool, alone: int | None) -> None:
-        """See Target. The coordinator takes the store's lock before other ranks get their plans."""
+        """See Folders. The coordinator takes the store's lock before other ranks get their plans."""
         _ = self._step
         if alone is not None:
             raise BadArgumentError("use_collectives=False: a step of a store is one commit for all ranks")
@@ -187,31 +149,31 @@ class StoreSteps:
             self._save = None
 
     def files(self, place: str | None = None) -> Files:
-        """See Target."""
+        """See Folders."""
         return self.store.session.catalog.files
 
     def file_name(self, rank: int, ckpt: Checkpoint) -> str:
-        """See Target."""
+        """See Folders."""
         return step_data_name(self._step, ckpt.id)
 
     def parent(self) -> str | None:
-        """See Target: the step that the store object has loaded."""
+        """See Folders: the step that the store object has loaded."""
         return None if self.store.loaded is None else str(self.store.loaded)
 
     def exists(self, place: str, alone: int | None) -> bool:
-        """See Target."""
+        """See Folders."""
         return int(place) in self.store.steps()
 
     def index(self, place: str, alone: int | None) -> Index:
-        """See Target."""
+        """See Folders."""
         return read_step(self.store, int(place))
 
     def provide(self, place: str, file: RankFile) -> bool:
-        """See Target."""
+        """See Folders."""
         return not missing(self.files(), [name for name, _ in file.chain])
 
     def commit(self, index: Index, alone: int | None) -> None:
-        """See Target; then remove the steps that are not kept, unless others are writing."""
+        """See Folders; then remove the steps that are not kept, unless others are writing."""
         if self._save is None or not index.files:
             raise BadArgumentError(f"step {self.place}: {'nothing was saved' if self._save else 'not the coordinator'}")
         table = compress({_INDEX: np.frombuffer(index.to_bytes(), np.uint8)})
@@ -226,6 +188,10 @@ class StoreSteps:
             except (OSError, ShrinkpointError) as e:
                 message = f"{self.store.url}: step {self.place} is saved, but older steps were not removed: {e}"
                 warnings.warn(message, StoreWarning, stacklevel=3)
+
+
+Target: TypeAlias = Folders | StoreSteps
+"""Where a writer saves, which also has the parents of deltas."""
 
 
 def _received(
@@ -310,6 +276,3 @@ def newest_step(store: Store) -> tuple[int, Index]:
     if not skipped:
         raise BadArgumentError(f"{store.url} holds no checkpoint")
     raise CorruptDataError(f"{store.url}: no checkpoint is intact: {'; '.join(skipped)}")
-
-
-__all__ = ["Folders", "StoreSteps", "Target", "newest_step", "read_step"]

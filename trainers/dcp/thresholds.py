@@ -70,7 +70,7 @@ class Weights:
             self.sketches[codec] = {leaf.key: sketch for leaf, sketch in zip(group, found, strict=True)}
             self.summaries[codec] = Summary(_by_layer(found), thresholds_before([one.parent for one in plans_of_codec]))
 
-    def under(self, decided: Mapping[Quantize, Limits]) -> dict[Codec, Prepare]:
+    def prepared_by(self, decided: Mapping[Quantize, Limits]) -> dict[Codec, Prepare]:
         """Return functions that plan these weights under the given thresholds, by codec."""
         return {codec: partial(self._plans, codec, decided[codec]) for codec in self.sketches}
 

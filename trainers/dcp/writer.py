@@ -21,22 +21,16 @@ from torch.futures import Future
 
 from ...codec.checkpoint import Checkpoint
 from ...codec.compress import compress_inputs
-from ...codec.config import ChainPolicy, Config
-from ...codec.errors import (
-    BadArgumentError,
-    ShrinkpointError,
-    ShrinkpointWarning,
-    UnsupportedLeafError,
-)
+from ...codec.config import Config
+from ...codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning, UnsupportedLeafError
 from ...codec.evidence.kind import check_kinds
 from ...codec.inputs import Inputs
 from ...codec.named_presets import check_config
 from ...store.chain import Size, carried_by, smaller, wants_base
-from ...store.manifest import Manifest
 from ...store.retention import Retention
 from ...store.store import Store
 from ...store.weight_average import WeightAverage, needs_average
-from .chain import open_folder, resolve
+from .chain import is_place, resolve
 from .entry_paths import VALUES, Place, check_named, insert, kinds_of, numbered, place
 from .metadata import FOLDER, Offsets, RankFile, build
 from .target import Folders, StoreSteps, Target
@@ -58,7 +52,7 @@ class _Parent:
         shards: sizes of its shards by name and offsets.
         last: file of this rank's last save: the parent itself, or a delta against it.
         whole: size of a base of its last state; None: no base was made since the base of the chain.
-        trail: average of its weights, if they are extrapolated by their drift.
+        average: average of its weights, if they are extrapolated by their drift.
     """
 
     checkpoint: Checkpoint
@@ -67,22 +61,23 @@ class _Parent:
     shards: Mapping[tuple[str, Offsets], Offsets]
     last: RankFile
     whole: Size | None = None
-    trail: WeightAverage | None = None
+    average: WeightAverage | None = None
 
     @property
     def base_size(self) -> Size:
         """Return the approximate size of a base."""
-        return self.whole or Size(self.file.chain[-1][1], self.checkpoint.raw_nbytes)
+        return self.whole or Size(self.file.base_nbytes, self.checkpoint.raw_nbytes)
 
+    @property
+    def carried(self) -> int:
+        """Bytes of the arrays that must be decoded before a delta against this parent."""
+        return self.file.carried + carried_by(self.checkpoint)
 
-@dataclass(frozen=True, slots=True)
-class _Together:
-    """Message of the coordinator to all ranks: the number of ranks that save together.
-
-    It must be the same for all saves of a run: if torch caches plans, some ranks get the message of an earlier save.
-    """
-
-    ranks: int
+    @property
+    def restore_cost(self) -> float:
+        """Bytes decoded to restore a delta against this parent, in multiples of a base."""
+        raw = self.checkpoint.raw_nbytes
+        return 1.0 + (self.carried / raw if raw else 0.0)
 
 
 _TORCH, _SAVES = "torch.distributed.checkpoint.", {"save", "_save_state_dict"}
@@ -178,11 +173,7 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this is a path, or a URL of an installed file system."""
-        try:
-            open_folder(checkpoint_id)
-        except BadArgumentError:
-            return False
-        return True
+        return is_place(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
@@ -230,7 +221,8 @@ class Writer(StorageWriter):
         if self._collective and all(getattr(plan, "usable", True) for plan in plans):
             items = (item for plan in plans for item in plan.items)
             check_named(self.kinds, {i.index.fqn: None for i in items if i.type != WriteItemType.BYTE_IO})
-        return [dataclasses.replace(plan, storage_data=_Together(len(plans))) for plan in plans]
+        # The number is the same for all saves of a run: if torch caches plans, some ranks get that of an earlier save.
+        return [dataclasses.replace(plan, storage_data=len(plans)) for plan in plans]
 
     def _agrees(self, plan: SavePlan) -> bool:
         """Return whether all ranks compute common thresholds before they compress.
@@ -241,8 +233,7 @@ class Writer(StorageWriter):
             return False
         if self.process_group is None and threading.current_thread() is not threading.main_thread():
             return False
-        together = plan.storage_data
-        ranks = together.ranks if isinstance(together, _Together) else 1
+        ranks = plan.storage_data if isinstance(plan.storage_data, int) else 1
         return ranks > 1 and dist.get_world_size(self.process_group) == ranks
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -265,11 +256,11 @@ class Writer(StorageWriter):
                 # The others wait for this rank.
                 agree(e, self.process_group)
             raise
-        prepare = None if weights is None else weights.under(agree(weights.summaries, self.process_group))
+        prepare = None if weights is None else weights.prepared_by(agree(weights.summaries, self.process_group))
         results = []
         if state:
-            trail = self._trail(head, shards)
-            earlier = None if trail is None else trail.earlier(state)
+            average = self._average(head, shards)
+            earlier = None if average is None else average.earlier(state)
 
             def against(prev: Checkpoint | None) -> Checkpoint:
                 inputs = Inputs.of(state, prev, kinds, earlier=earlier)
@@ -282,9 +273,9 @@ class Writer(StorageWriter):
                 head = head if ckpt.is_delta else None
             written = _describe(self._rank, self.target.file_name(self._rank, ckpt), ckpt, head)
             self.target.files().write(f"{FOLDER}/{written.chain[0][0]}", ckpt.to_bytes())
-            if trail is not None:
-                trail.follow(state, ckpt)
-            self._advance(ckpt, written, shards, head, whole, trail)
+            if average is not None:
+                average.follow(state, ckpt)
+            self._advance(ckpt, written, shards, head, whole, average)
             names = tuple(i.index.fqn for i in plan.items if i.type == WriteItemType.BYTE_IO)
             record = dataclasses.replace(written, shards=tuple(shards), values=names)
             results = [WriteResult(MetadataIndex(written.chain[0][0]), written.nbytes, record)]
@@ -371,7 +362,7 @@ class Writer(StorageWriter):
             head = self._stored_parent()
         if head is None:
             return None
-        if _wants_base(self.cfg.chain, head):
+        if wants_base(self.cfg.chain, head.last, head.restore_cost):
             return None
         if not _fits(head.shards, shards):
             if asked:
@@ -386,13 +377,13 @@ class Writer(StorageWriter):
         """Return the result of this writer's last save, also if another process made it."""
         return _kept.get(self._token) if self._travelled else self._head
 
-    def _trail(self, head: _Parent | None, shards: Mapping[tuple[str, Offsets], Offsets]) -> WeightAverage | None:
+    def _average(self, head: _Parent | None, shards: Mapping[tuple[str, Offsets], Offsets]) -> WeightAverage | None:
         """Return the slow average of the weights, from the last save or the parent, or None."""
         if not needs_average(self.cfg):
             return None
         last = self._last()
-        if last is not None and last.trail is not None and _fits(last.shards, shards):
-            return last.trail
+        if last is not None and last.average is not None and _fits(last.shards, shards):
+            return last.average
         return WeightAverage(None if head is None else head.checkpoint)
 
     def _stored_parent(self) -> _Parent | None:
@@ -427,15 +418,15 @@ class Writer(StorageWriter):
         shards: Mapping[tuple[str, Offsets], Offsets],
         head: _Parent | None,
         whole: Size | None,
-        trail: WeightAverage | None,
+        average: WeightAverage | None,
     ) -> None:
         """Make the new checkpoint, or its base, the parent of the next delta."""
         place = str(self.target.place)
         whole = whole or (None if head is None else head.whole)
         if head is not None and self.cfg.chain.against == "base":
-            new = dataclasses.replace(head, place=place, last=written, whole=whole, trail=trail)
+            new = dataclasses.replace(head, place=place, last=written, whole=whole, average=average)
         else:
-            new = _Parent(ckpt, written, place, dict(shards), written, whole, trail)
+            new = _Parent(ckpt, written, place, dict(shards), written, whole, average)
         if not self._travelled:
             self._head = new
             return
@@ -481,29 +472,10 @@ def _describe(rank: int, name: str, ckpt: Checkpoint, head: _Parent | None) -> R
         rank,
         (own, *head.file.chain),
         ckpt.raw_nbytes,
-        head.file.carried + carried_by(head.checkpoint),
+        head.carried,
         head.last.since_base + 1,
         head.last.spent + ckpt.nbytes,
     )
-
-
-def _wants_base(policy: ChainPolicy, head: _Parent) -> bool:
-    """Return whether the next save of this rank is a base, by the policy of stores."""
-    last, raw = head.last, head.checkpoint.raw_nbytes
-    known = Manifest(
-        last.rank,
-        file="",
-        id="",
-        identity="",
-        nbytes=last.nbytes,
-        raw_nbytes=last.raw_nbytes,
-        parents=(),
-        carried=last.carried,
-        since_base=last.since_base,
-        base_nbytes=head.file.chain[-1][1],
-        spent=last.spent,
-    )
-    return wants_base(policy, known, 1.0 + ((head.file.carried + carried_by(head.checkpoint)) / raw if raw else 0.0))
 
 
 def _fits(parent: Mapping[tuple[str, Offsets], Offsets], shards: Mapping[tuple[str, Offsets], Offsets]) -> bool:

@@ -5,11 +5,13 @@ SGLang loads such a folder when `/update_weights_from_disk` is called with its p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from safetensors.torch import save_file
 
 from ...codec.errors import BadArgumentError, CorruptDataError
 from ...codec.format.bounded_json import loads
+from ...store.local import LocalFiles
 from ...store.regular_files import check_link, regular
 from ..model_folder import PathLike
 from .host_copy import published_tensors
@@ -63,6 +66,7 @@ class CheckpointFolder:
     def __init__(self, url: str | os.PathLike[str], folder: PathLike, *, key: Any = None) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._files = LocalFiles(os.path.abspath(self.folder))
         if not any(self.folder.glob("*.safetensors")):
             _write_new(self.folder / "model.safetensors", published_tensors(url, key))
         self._maps: list[mmap.mmap] = []
@@ -92,38 +96,18 @@ class CheckpointFolder:
 
         Raises: what `Subscriber.update` raises; the folder is as it was.
         """
-        marker, held = self.folder / MARKER, self._subscriber
-        reached = held.update(version=version, lock=_Removed(marker))
-        if reached is not None and not marker.exists():
+        reached = self._subscriber.update(version=version, lock=self._without_marker())
+        if reached is not None and not (self.folder / MARKER).exists():
             for mapped in self._maps:
                 mapped.flush()
-            _write_marker(marker, reached)
+            self._files.write(MARKER, json.dumps({"version": reached}).encode())
         return reached
 
-
-class _Removed:
-    """A lock that removes a file durably before the commit."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        self._path.unlink(missing_ok=True)
-        _sync(self._path.parent)
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-
-def _write_marker(path: Path, version: int) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)  # it may be a link
-    with temporary.open("w") as file:
-        json.dump({"version": version}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync(path.parent)
+    @contextlib.contextmanager
+    def _without_marker(self) -> Iterator[None]:
+        """Remove the marker durably before the files are written."""
+        self._files.remove([MARKER])
+        yield
 
 
 def _write_new(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -131,14 +115,6 @@ def _write_new(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     temporary.unlink(missing_ok=True)  # it may be a link
     save_file(tensors, temporary, metadata={"format": "pt"})
     os.replace(temporary, path)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _mapped(path: Path) -> tuple[mmap.mmap, dict[str, torch.Tensor]]:

@@ -34,6 +34,7 @@ from ...codec.errors import BadArgumentError, CorruptDataError
 from ...codec.format.bounded_json import loads
 from ...codec.state.leaves import NpArray
 from ...kernels.backend.arguments import choice, integer
+from ...store.local import LocalFiles, sync_folder
 from ...store.regular_files import check_link
 from ..model_folder import PathLike
 from .host_copy import Change, HostCopy
@@ -123,11 +124,9 @@ class DeltaFolders:
             save_file(self._copy.tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         else:
             self._write_changes(temporary, changes, number)
-        for path in temporary.iterdir():
-            _sync(path)
-        _sync(temporary)
+        LocalFiles(os.path.abspath(temporary)).sync(os.listdir(temporary))
         os.rename(temporary, target)
-        _sync(self.folder)
+        sync_folder(str(self.folder))
         self.number = number
 
     def _write_changes(self, folder: Path, changes: Sequence[Change], number: int) -> None:
@@ -273,11 +272,3 @@ def _checksum(kind: str, data: NpArray) -> str:
 
 def _bytes(values: torch.Tensor, size: int) -> NpArray:
     return host_bytes(values).reshape(-1, size)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

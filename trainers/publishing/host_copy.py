@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...codec.checkpoint import Checkpoint
 from ...codec.errors import CorruptDataError, MissingParentError, NewerFormatError
 from ...codec.state.leaves import LeafSpec, NpArray, check_memory
-from ...store.files import Files
 from ...store.urls import opened
 from . import signing
-from .layout import Version, data_name, version_name, versions_in
+from .layout import Version, version_name, versions_in
 from .patches import Patch, of_one
 from .subscriber import Subscriber
 
@@ -37,28 +35,16 @@ def published_tensors(url: str | os.PathLike[str], key: Any = None) -> dict[str,
     for number in versions_in(files.list("versions"))[::-1]:
         try:
             version = Version.from_bytes(files.read(version_name(number)), number, keys)
-            specs = _specs(files, version)
         except (OSError, CorruptDataError, NewerFormatError) as e:
             problem = e
             continue
+        specs = {shard.name: LeafSpec("torch", shard.dtype, shard.shape) for shard in version.shards}
         check_memory(sum(spec.nbytes for spec in specs.values()), f"version {number}")
         return {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
     if problem is not None:
         kind = NewerFormatError if isinstance(problem, NewerFormatError) else CorruptDataError
         raise kind(f"{files.path('versions')}: no version can be read: {problem}")
     raise MissingParentError(f"{files.path('versions')}: nothing has been published")
-
-
-def _specs(files: Files, version: Version) -> dict[str, LeafSpec]:
-    """Return the whole tensors of a version; of format 1, as its file says."""
-    specs = {shard.name: LeafSpec("torch", shard.dtype, shard.shape) for shard in version.shards}
-    if not specs:
-        file = version.files[0]
-        name = data_name(version.version, file.kind, file.id(file.kind) or "")
-        specs = {record.path: record.spec for record in Checkpoint.from_bytes(files.read(name)).records}
-    if any(spec.library != "torch" for spec in specs.values()):
-        raise CorruptDataError(f"version {version.version}: arrays that are not tensors")
-    return specs
 
 
 class Change(NamedTuple):
@@ -96,9 +82,7 @@ class HostCopy(Subscriber):
             One entry for each tensor that changed; None where everything may be different: at first, from a base, and
             after an update that failed.
         """
-        with self._updating:
-            self._turn += 1
-            self._prepared = None
+        with self._update():
             before = self.version
             found = self._stage(version, verify=True)
             if found is None:

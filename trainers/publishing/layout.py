@@ -32,16 +32,15 @@ import xxhash
 from ...codec.errors import CorruptDataError, NewerFormatError
 from ...codec.format.bounded_json import loads
 from ...codec.state.leaves import LeafSpec
+from ...store.checksummed_json import seal
 from .signing import Keys
 
 FORMAT = 2
-"""1 for versions of release 0.1, which have whole tensors in one file and no hash of each."""
 LARGEST = 10**12 - 1
 Where = tuple[tuple[int, int], ...]
 """Of each axis the first index and the length."""
 _NAME = re.compile(r"versions/(\d{12})\.json")
-_OLD_DATA = re.compile(r"data/\d{12}-([bd])-([0-9a-f]{16})\.spt")
-_ID = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
+_ID = re.compile(r"[0-9a-f]{64}")
 _HASH = re.compile(r"[0-9a-f]{32}")
 
 
@@ -110,14 +109,14 @@ class ShardFile:
         delta_bytes: its size.
         base: content hash of the file with everything, or None.
         base_bytes: its size.
-        shards: those in the files, in order; empty in format 1, where the file itself says it.
+        shards: those in the files, in order.
     """
 
     delta: str | None
     delta_bytes: int
     base: str | None
     base_bytes: int
-    shards: tuple[Shard, ...] = ()
+    shards: tuple[Shard, ...]
 
     @property
     def kind(self) -> str:
@@ -175,7 +174,7 @@ class Version:
 
     @property
     def shards(self) -> list[Shard]:
-        """All shards; empty in format 1."""
+        """All shards."""
         return [shard for file in self.files for shard in file.shards]
 
     def nbytes(self) -> int:
@@ -202,9 +201,8 @@ class Version:
         """
         fields = unsealed(data, f"version {version}", keys)
         try:
-            number = fields.pop("format")
-            files = fields.pop("files") if number == FORMAT else [_old_file(fields)]
-            made = Version(**{**fields, "files": tuple(map(ShardFile.of, files))})
+            del fields["format"]
+            made = Version(**{**fields, "files": tuple(map(ShardFile.of, fields["files"]))})
             made._check()
             if made.version != version:
                 raise ValueError(f"it is of version {made.version}")
@@ -223,18 +221,6 @@ class Version:
         elif type(self.parent) is not int or not 0 <= self.parent < self.version:
             raise ValueError("a delta without a parent")
         check_layout(self.shards)
-
-
-def _old_file(fields: dict[str, Any]) -> list[Any]:
-    """Return the row of the one file of a version of format 1."""
-    found: list[Any] = []
-    for kind, what in (("d", "delta"), ("b", "base")):
-        name = fields.pop(what)
-        match = None if name is None else _OLD_DATA.fullmatch(name)
-        if name is not None and (match is None or match[1] != kind):
-            raise ValueError(f"{name!r:.60} is not the name of a {what}")
-        found += [match and match[2], fields.pop(f"{what}_bytes")]
-    return [*found, []]
 
 
 def check_layout(shards: Sequence[Shard]) -> None:
@@ -288,7 +274,7 @@ def sealed(fields: dict[str, Any], keys: Keys) -> bytes:
     """Return JSON with a checksum of the fields, signed if there is a private key."""
     if keys.sign is not None:
         fields = {**fields, "signature": keys.sign(_plain(fields)).hex()}
-    return _plain({**fields, "checksum": xxhash.xxh3_128_hexdigest(_plain(fields))})
+    return seal(fields, _plain)
 
 
 def unsealed(data: bytes, what: str, keys: Keys) -> dict[str, Any]:
@@ -303,7 +289,7 @@ def unsealed(data: bytes, what: str, keys: Keys) -> dict[str, Any]:
         number = fields["format"]
         if type(number) is int and number > FORMAT:
             raise NewerFormatError(f"{what}: its file has format {str(number)[:20]}; this reader knows up to {FORMAT}")
-        if fields.pop("checksum") != xxhash.xxh3_128_hexdigest(_plain(fields)) or number not in (1, FORMAT):
+        if fields.pop("checksum") != xxhash.xxh3_128_hexdigest(_plain(fields)) or number != FORMAT:
             raise ValueError("the checksum or the format number does not match")
         signature = fields.pop("signature", None)
         signed = b"" if signature is None else bytes.fromhex(signature)

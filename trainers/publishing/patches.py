@@ -54,7 +54,6 @@ def encode(data: NpArray, before: NpArray | None, spec: LeafSpec, sliced: bool) 
         spec: of the tensor.
         sliced: use only what can be decoded where the receiver has a part of the tensor.
     """
-
     if before is data:
         unchanged = Writer()
         unchanged.byte(UNCHANGED)
@@ -101,7 +100,7 @@ class Stored:
         step = STEP // spec.itemsize
         return [i for i in range(len(self.record.group.lengths)) if _meets(spec.shape, box, i * step, step)]
 
-    def pieces(self, region: Where) -> dict[int, _Piece]:
+    def pieces(self, region: Where) -> dict[int, memoryview]:
         """Return the pieces that may have elements of a region, by number.
 
         Raises:
@@ -113,10 +112,9 @@ class Stored:
             raise CorruptDataError(
                 f"{record.path}: {len(record.group.lengths)} pieces of {record.stream} for {expected}"
             )
-        found = {
-            i: _Piece.of(data, record.path) for i, data in self.ckpt.some_pieces(record, self.needed(region)).items()
-        }
-        if not self.ckpt.is_delta and any(piece.method in (UNCHANGED, SPARSE) for piece in found.values()):
+        stored = self.ckpt.some_pieces(record, self.needed(region))
+        found = {i: _checked(data, record.path) for i, data in stored.items()}
+        if not self.ckpt.is_delta and any(piece[0] in (UNCHANGED, SPARSE) for piece in found.values()):
             raise CorruptDataError(f"{record.path}: changes in a base")
         return found
 
@@ -148,38 +146,30 @@ def stage(part: Part, links: Sequence[Sequence[Stored]]) -> list[Patch]:
     return [patch for own in found for patch in own]
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A piece and its method, the first byte."""
-
-    method: int
-    data: memoryview
-
-    @staticmethod
-    def of(data: memoryview, path: str) -> _Piece:
-        """Check that the piece is not empty."""
-        if not data or (data[0] == UNCHANGED and len(data) > 1):
-            raise CorruptDataError(f"{path}: a malformed piece of {len(data)} bytes")
-        return _Piece(data[0], data)
+def _checked(data: memoryview, path: str) -> memoryview:
+    """Return a piece, whose first byte is its method, if it is not malformed."""
+    if not data or (data[0] == UNCHANGED and len(data) > 1):
+        raise CorruptDataError(f"{path}: a malformed piece of {len(data)} bytes")
+    return data
 
 
 def _whole(
-    name: str, spec: LeafSpec, data: NpArray, pieces: Sequence[_Piece], start: int, offset: int, base: bool
+    name: str, spec: LeafSpec, data: NpArray, pieces: Sequence[memoryview], start: int, offset: int, base: bool
 ) -> list[Patch]:
     """Return the patch of one part of a shard that stands at an offset in the receiver's tensor."""
     item, before = spec.itemsize, data[start : start + STEP]
-    changed = [p for p in pieces if p.method != UNCHANGED]
+    changed = [piece for piece in pieces if piece[0] != UNCHANGED]
     if not changed:
         return []
     offset += start // item
-    sparse = len(changed) == 1 and changed[0].method == SPARSE
+    sparse = len(changed) == 1 and changed[0][0] == SPARSE
     if sparse and item in (1, 2, 4, 8) and not spec.dtype.startswith("complex"):
-        positions, values = read_sparse(Reader(changed[0].data[1:], "patch"), before.size, spec).positions(before)
+        positions, values = read_sparse(Reader(changed[0][1:], "patch"), before.size, spec).positions(before)
         return [Patch(name, positions + offset, values)]
     scratch = before.copy()
     for number, piece in enumerate(changed):
-        old = scratch.copy() if piece.method != SPARSE else scratch
-        decode_chunk(piece.data, scratch, spec, None if base and not number else old)
+        old = scratch.copy() if piece[0] != SPARSE else scratch
+        decode_chunk(piece, scratch, spec, None if base and not number else old)
     new, old = scratch.view(_kind(item)), before.view(_kind(item))
     at = np.flatnonzero(new != old)
     if at.size * _DENSE > new.size:
@@ -204,7 +194,7 @@ def _scattered(part: Part, data: NpArray, links: Sequence[Sequence[Stored]]) -> 
             for number, piece in shard.pieces(region).items():
                 first = number * STEP // width
                 count = min(STEP, spec.nbytes - number * STEP) // width
-                if piece.method != UNCHANGED:
+                if piece[0] != UNCHANGED:
                     _scatter(piece, spec, local, _Places(shape, box, first, count), not shard.ckpt.is_delta)
     rows = (-1, item)
     new = local.view(np.uint8).reshape(rows)
@@ -233,12 +223,11 @@ class _Places:
         return _local_positions(self.shape, self.box, positions + self.first)
 
 
-def _scatter(piece: _Piece, spec: LeafSpec, local: NpArray, places: _Places, base: bool) -> None:
+def _scatter(piece: memoryview, spec: LeafSpec, local: NpArray, places: _Places, base: bool) -> None:
     """Apply a piece to the elements that are here."""
     count, kind = places.count, local.dtype
-    changes = (
-        read_sparse(Reader(piece.data[1:], "patch"), count * kind.itemsize, spec) if piece.method == SPARSE else None
-    )
+    is_sparse = piece[0] == SPARSE
+    changes = read_sparse(Reader(piece[1:], "patch"), count * kind.itemsize, spec) if is_sparse else None
     own = np.zeros(count, kind)
     if changes is not None and not changes.edges:
         positions = changes.delta.ranks
@@ -254,7 +243,7 @@ def _scatter(piece: _Piece, spec: LeafSpec, local: NpArray, places: _Places, bas
     if before is None and changes is not None:
         raise CorruptDataError("published without sliced=True; a slice cannot be updated")
     out = own.view(np.uint8).copy()
-    decode_chunk(piece.data, out, spec, before)
+    decode_chunk(piece, out, spec, before)
     local[at] = out.view(kind)[inside]
 
 

@@ -240,19 +240,19 @@ class Publisher:
     # ------------------------------------------------------------------ the part of this rank
 
     def _bytes(self, own: Own) -> NpArray:
-        return host_bytes(own.tensor.to(self._as(own)))
+        return host_bytes(own.tensor.to(self._dtype_of(own)))
 
-    def _as(self, own: Own) -> torch.dtype:
+    def _dtype_of(self, own: Own) -> torch.dtype:
         return self._dtype if self._dtype is not None and own.tensor.is_floating_point() else own.tensor.dtype
 
     def _specs_of(self, own: list[Own]) -> dict[Key, tuple[tuple[int, ...], str]]:
-        return {o.key: (o.shape, str(self._as(o))) for o in own}
+        return {o.key: (o.shape, str(self._dtype_of(o))) for o in own}
 
     def _nbytes(self, own: Own) -> int:
-        return own.tensor.numel() * self._as(own).itemsize
+        return own.tensor.numel() * self._dtype_of(own).itemsize
 
     def _shard(self, own: Own, data: NpArray) -> Shard:
-        made = Shard(own.name, str(self._as(own)).removeprefix("torch."), own.shape, own.where, "")
+        made = Shard(own.name, str(self._dtype_of(own)).removeprefix("torch."), own.shape, own.where, "")
         return replace(made, hash=hash_of(made.spec, data))
 
     def _part(self, version: int, own: list[Own], newest: int | None) -> dict[str, Any]:
@@ -329,7 +329,7 @@ class Publisher:
     def _check_repeated(self, version: int, own: list[Shard]) -> None:
         """Raise BadArgumentError unless exactly this version exists; make its files durable."""
         there = self._version(version)
-        if there is None or not (set(own) <= set(there.shards) if there.shards else state_hash(own) == there.state):
+        if there is None or not set(own) <= set(there.shards):
             raise self._not_above(version, version)
         for file in there.files:  # its publisher may have been killed before they were durable
             for kind in ("d", "b"):
@@ -429,7 +429,7 @@ class Publisher:
     def _read_back(self, own: list[Own], newest: int) -> None:
         """Continue from the newest version if it can be read and has the same tensors."""
         self._may_read_back = False
-        read = {o.key: torch.empty(o.tensor.shape, dtype=self._as(o)) for o in own}
+        read = {o.key: torch.empty(o.tensor.shape, dtype=self._dtype_of(o)) for o in own}
         names = {str(i): key for i, key in enumerate(read)}
         select = {i: (name, [slice(at, at + n) for at, n in where]) for i, (name, where) in names.items()}
         chain: list[Version] = []
@@ -454,8 +454,6 @@ class Publisher:
 
     def _agrees(self, version: Version, own: list[Shard]) -> bool:
         """Return whether shards are those of a version, as far as it has their hashes."""
-        if not version.shards:
-            return state_hash(own) == version.state
         there = {(s.name, s.where): s for s in version.shards}
         shapes = {s.name: (s.dtype, s.shape) for s in version.shards}
         return all(there.get((s.name, s.where), s) == s and shapes.get(s.name) == (s.dtype, s.shape) for s in own)
@@ -487,6 +485,18 @@ class Publisher:
                 self._files.remove([f"{folder}/{name}" for name in old])
         except OSError:
             return
+
+
+def publisher_of_all(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Publisher:
+    """Return the publisher of all ranks of the default group; without one, of this process.
+
+    Args:
+        url: of the `Publisher`.
+        options: further arguments of it.
+    """
+    distributed = torch.distributed
+    group = distributed.group.WORLD if distributed.is_available() and distributed.is_initialized() else None
+    return Publisher(url, **{"ranks": group, **(options or {})})
 
 
 def _divided(plain: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, int]:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,7 +17,6 @@ from ...store.files import Files
 from .layout import FORMAT, sealed, unsealed
 from .signing import Keys
 
-T = TypeVar("T")
 FOLDER = "parts"
 _RUN = re.compile(r"[A-Za-z0-9_.]{1,64}")
 _PART = re.compile(r"(\d{12})-(\d+)-of-(\d+)-([A-Za-z0-9_.]{1,64})\.json")
@@ -52,27 +51,17 @@ class Counted:
             raise BadArgumentError(f"run is {self.run!r:.80}; it must be 1 to 64 letters, digits, '_' and '.'")
 
 
-class Ranks(Protocol):
-    """Exchange between the processes of a trainer that publish together."""
-
-    index: int
-    collective: bool
-    """Whether all ranks meet at every call of `share`; else only for their parts of a version."""
-    commits: bool
-    """Whether this process creates the file of a version."""
-
-    def share(self, version: int, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what every rank shares of a version, in their order."""
-        ...
-
-
 class Alone:
-    """One process that publishes everything."""
+    """One process that publishes everything.
+
+    `collective`: whether all ranks meet at every call of `share`; else only for their parts of a version. `commits`:
+    whether this process creates the file of a version.
+    """
 
     index, collective, commits = 0, True, True
 
     def share(self, version: int, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return its own."""
+        """Return what every rank shares of a version, in their order: here its own alone."""
         return [mine]
 
 
@@ -151,6 +140,10 @@ class InStore:
         old, self._written = self._written[:-1], self._written[-1:]
         with contextlib.suppress(OSError):  # `Publisher` removes them with their versions
             self._files.remove(old)
+
+
+Ranks: TypeAlias = Alone | Grouped | InStore
+"""The processes of a trainer that publish together."""
 
 
 def together(ranks: Ranks, version: int, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:

@@ -76,6 +76,10 @@ class Staged:
         return self.fetch_seconds + self.stage_seconds
 
 
+Ready = tuple[Version, list[Patch], Staged]
+"""A version to reach, the changes to it, and a report."""
+
+
 class Subscriber:
     """Bring a model to the newest published version, in place, again and again.
 
@@ -114,7 +118,7 @@ class Subscriber:
         self._files: Files = opened(url)
         self._keys = key if isinstance(key, signing.Keys) else signing.public(key)
         self._known: dict[int, tuple[bytes, Version]] = {}
-        self._prepared: tuple[Version, list[Patch], Staged] | None = None
+        self._prepared: Ready | None = None
         self._model, self._select = model, select
         self._updating = threading.Lock()
         self._turn = 0
@@ -138,11 +142,7 @@ class Subscriber:
         return max(self._versions(), default=None)
 
     def update(
-        self,
-        *,
-        version: int | None = None,
-        lock: AbstractContextManager[Any] | None = None,
-        verify: bool = True,
+        self, *, version: int | None = None, lock: AbstractContextManager[Any] | None = None, verify: bool = True
     ) -> int | None:
         """Bring the model to the newest version, or to a given one.
 
@@ -163,9 +163,7 @@ class Subscriber:
             MissingParentError: versions are there, but no base that they lead to; the model is as it was.
             NewerFormatError: only a newer release can read the version; the model is as it was.
         """
-        with self._updating:
-            self._turn += 1
-            self._prepared = None
+        with self._update():
             found = self._stage(version, verify)
             if found is not None:
                 self._commit(*found, lock)
@@ -183,9 +181,7 @@ class Subscriber:
 
         Raises: what `update` raises.
         """
-        with self._updating:
-            self._turn += 1
-            self._prepared = None
+        with self._update():
             self._prepared = self._stage(version, verify)
             return self.version if self._prepared is None else self._prepared[0].version
 
@@ -203,13 +199,19 @@ class Subscriber:
         Raises:
             BadArgumentError: the model has changed since; it stays as it is.
         """
+        with self._update() as prepared:
+            if prepared is not None:
+                self._check_unchanged()
+                self._commit(*prepared, lock)
+            return self.version
+
+    @contextlib.contextmanager
+    def _update(self) -> Iterator[Ready | None]:
+        """Let one update run at a time; forget and yield the version that was prepared before."""
         with self._updating:
             self._turn += 1
-            found, self._prepared = self._prepared, None
-            if found is not None:
-                self._check_unchanged()
-                self._commit(*found, lock)
-            return self.version
+            prepared, self._prepared = self._prepared, None
+            yield prepared
 
     def _check_unchanged(self) -> None:
         if _places(self._bound()) != _places(self._parts) or self._versions_of_tensors() != self._marks:
@@ -233,9 +235,7 @@ class Subscriber:
 
         Raises: what `update` raises.
         """
-        with self._updating:
-            self._turn += 1
-            self._prepared = None
+        with self._update():
             turn, found = self._turn, self._stage(version, verify)
             if found is None:
                 return
@@ -303,8 +303,6 @@ class Subscriber:
 
     def _covered(self, version: Version) -> bool:
         """Return whether all shards of a version that meet the model are inside its tensors."""
-        if not version.shards:
-            return not self._is_partial()
         return all(is_inside(shard.where, part.region) for shard, part in self._meeting(version.shards))
 
     def _meeting(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, Part]]:
@@ -324,12 +322,8 @@ class Subscriber:
             version: what to compare with.
             hashes: of parts of the model, kept between calls.
         """
-        if not version.shards:
-            if () not in hashes:
-                hashes[()] = self._hash()
-            return version.state == hashes[()]
         try:
-            self._check_fits(version, version.shards)
+            self._check_fits(version)
         except BadArgumentError:
             return False
         for shard, part in self._meeting(version.shards):
@@ -371,7 +365,7 @@ class Subscriber:
             self._held = self._hash_if_needed(self._at)
         self._marks = marks
 
-    def _stage(self, wanted: int | None, verify: bool) -> tuple[Version, list[Patch], Staged] | None:
+    def _stage(self, wanted: int | None, verify: bool) -> Ready | None:
         """Return the version to reach and its patches; None if the model already holds it."""
         wanted = None if wanted is None else integer("version", wanted, 0, LARGEST)
         self._find_changes(verify=False)
@@ -439,17 +433,17 @@ class Subscriber:
         version, base = link
         found = []
         for file in version.files:
-            if not file.shards or any(True for _ in self._meeting(file.shards)):
+            if any(True for _ in self._meeting(file.shards)):
                 kind = "b" if base else file.kind
                 found.append((file, kind, file.nbytes(kind)))
         return found
 
-    def _staged(self, chain: list[Link]) -> tuple[Version, list[Patch], Staged]:
+    def _staged(self, chain: list[Link]) -> Ready:
         begin = time.perf_counter()
         before, nbytes = self._at, 0
         links: dict[str, list[list[Stored]]] = {name: [] for name in self._parts}
         for link in chain:
-            self._check_fits(link[0], link[0].shards)
+            self._check_fits(link[0])
             stored: dict[str, list[Stored]] = {name: [] for name in self._parts}
             for file, kind, _ in self._needed(link):
                 read, found = self._opened(link[0], file, kind, before)
@@ -490,17 +484,12 @@ class Subscriber:
                 raise CorruptDataError("not a delta against the version before it")
             if (kind == "d") != ckpt.is_delta:
                 raise CorruptDataError(f"not what version {version.version} says of it")
-            shards = file.shards or tuple(
-                Shard(r.path, r.spec.dtype, r.spec.shape, whole(r.spec.shape), "") for r in ckpt.records
-            )
-            if [shard.spec for shard in shards] != [record.spec for record in ckpt.records]:
+            if [shard.spec for shard in file.shards] != [record.spec for record in ckpt.records]:
                 raise CorruptDataError(f"its arrays are not the shards of version {version.version}")
-            if not file.shards:
-                self._check_fits(version, shards)
-            records = {(s.name, s.where): record for s, record in zip(shards, ckpt.records, strict=True)}
+            records = {(s.name, s.where): record for s, record in zip(file.shards, ckpt.records, strict=True)}
             found = [
                 (part.name, part, Stored(ckpt, records[shard.name, shard.where], shard.where))
-                for shard, part in self._meeting(shards)
+                for shard, part in self._meeting(file.shards)
             ]
             ckpt.fetch((stored.record, stored.needed(part.region)) for _, part, stored in found)
         except (CorruptDataError, NewerFormatError) as e:
@@ -508,11 +497,9 @@ class Subscriber:
         read = data.fetched if isinstance(data, Ranged) else len(data)
         return read, [(part_name, stored) for part_name, _, stored in found]
 
-    def _check_fits(self, version: Version, shards: Sequence[Shard]) -> None:
+    def _check_fits(self, version: Version) -> None:
         """Raise BadArgumentError where the tensors of a version are not the model's."""
-        if not shards:
-            return
-        published = {shard.name: (shard.dtype, shard.shape) for shard in shards}
+        published = {shard.name: (shard.dtype, shard.shape) for shard in version.shards}
         lines = []
         for name, part in self._parts.items():
             own, (dtype, shape) = spec_of(part.tensor), published.get(part.source, ("", ()))
@@ -520,7 +507,7 @@ class Subscriber:
                 lines.append(f"{part.source}: not published")
             elif dtype != own.dtype or not _fits(part, shape):
                 lines.append(f"{name}: {dtype} {shape} is published, {own.dtype} {own.shape} is here")
-        for shard, part in self._meeting(shards) if not version.sliced and not lines else ():
+        for shard, part in self._meeting(version.shards) if not version.sliced and not lines else ():
             if not is_inside(shard.where, part.region):
                 lines.append(
                     f"{part.name}: a slice of {shard.label} is here, and version {version.version} was not published "

@@ -20,8 +20,9 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from ...codec.errors import ShrinkpointError
+from ..processes import rank, world
 from .host_copy import HostCopy
-from .publisher import Publisher
+from .publisher import Publisher, publisher_of_all
 from .vllm_plugin import BACKEND
 
 
@@ -75,14 +76,10 @@ class PublishedCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
         """Publish the version `global_steps`; None: the next one. All ranks call this."""
-        distributed = torch.distributed
-        together = distributed.is_available() and distributed.is_initialized()
-        rank, count = (distributed.get_rank(), distributed.get_world_size()) if together else (0, 1)
         if self._publisher is None:
-            options = {"ranks": distributed.group.WORLD if together else None, **self._options}
-            self._publisher = Publisher(self._url, **options)
+            self._publisher = publisher_of_all(self._url, self._options)
         # All ranks run the generator, which gathers each tensor; its memory may be used again for the next.
-        mine = {name: tensor.to("cpu", copy=True) for i, (name, tensor) in enumerate(weights) if i % count == rank}
+        mine = {name: tensor.to("cpu", copy=True) for i, (name, tensor) in enumerate(weights) if i % world() == rank()}
         version = (self._publisher.newest or 0) + 1 if global_steps is None else global_steps
         self._publisher.publish(version, mine)
 

@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer import base
 
 from ...codec.errors import ShrinkpointError
 from .host_copy import Change, HostCopy
-from .publisher import Publisher
+from .publisher import publisher_of_all
 from .vllm_plugin import BACKEND, register
 
 _PATCHED = (torch.bfloat16, torch.float16, torch.float32)
@@ -167,10 +167,8 @@ if hasattr(base, "TrainerInitInfo"):  # older versions have no trainer's side, o
         def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> PublisherEngine:
             """Open the URL on all ranks; the sender passes it to the workers."""
             made = cls(client=client, source=source, is_sender=init_info.is_sender)
-            distributed = torch.distributed
-            together = distributed.is_available() and distributed.is_initialized()
-            options = {"ranks": distributed.group.WORLD if together else None, **(init_info.options or {})}
-            made._publisher, made._index = Publisher(init_info.url, **options), init_info.rank
+            made._publisher = publisher_of_all(init_info.url, init_info.options)
+            made._index = init_info.rank
             made._version = made._publisher.newest or 0
             if made.is_sender:
                 client.init_weight_transfer_engine({"url": init_info.url, "key": init_info.public})

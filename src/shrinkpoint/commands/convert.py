@@ -5,34 +5,62 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import AsJson, Coding, Force, InStore, Parents, Step
+from ..codec.errors import BadArgumentError
+from . import options
+from .files import check_free, write_file
+from .interchange import SUFFIXES, check_target, format_of, load_state, save_state
+from .options import AsJson, Force, Parents, Step
 from .output import busy, emit, line, listed, note, size
+from .sources import check_exists, is_url, newest_intact, open_store, parse_step, resolved, subtree
 
 if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint
     from ..codec.config import Config
 
 ENDING = ".spt"
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 STEP_WORDS = ("step", "iter(?:ation)?", "checkpoint|ckpt", "epoch")
 """Words before the step in the name of a checkpoint; the first word of this list that the name contains is used."""
 
 
+@dataclass(frozen=True, slots=True)
+class InStore:
+    """The options of a checkpoint that is saved to a store; see `compress`."""
+
+    step: int | None
+    step_from_name: bool
+    against: str | None
+    base: bool
+    metric: float | None
+
+
 def compress(
+    *,
     sources: Annotated[
         list[Path] | None,
         typer.Argument(metavar="SOURCE", help="A .pt or safetensors file, or a DCP folder; or several of them."),
     ] = None,
     target: Annotated[
         str, typer.Argument(metavar="FILE.spt|STORE", help="A single file if it ends in .spt, otherwise a store.")
-    ] = ...,  # type: ignore[assignment]  # typer's mark of a required argument
-    *,
-    in_store: InStore,
+    ],
+    step: Annotated[int | None, typer.Option(help="The step in the store; required for a store.")] = None,
+    step_from_name: Annotated[
+        bool,
+        typer.Option(
+            "--step-from-name", help="For a store: take the steps from the names, and save the sources in that order."
+        ),
+    ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(help="For a store: step or tag to store a delta against; by default the newest intact one."),
+    ] = None,
+    base: Annotated[bool, typer.Option("--base", help="For a store: store a base, not a delta.")] = False,
+    metric: Annotated[float | None, typer.Option(help="For a store: the quality of the model.")] = None,
     parents: Annotated[
         list[Path] | None,
         typer.Option(
@@ -40,7 +68,20 @@ def compress(
             help="For a file: the .spt file to store a delta against; then the rest of its chain, in any order.",
         ),
     ] = None,
-    coding: Coding,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="default, lossless, exact-weights, precise, compact, inshrinkerator, lc-checkpoint, check-n-run or "
+            "bitsnap."
+        ),
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Lambda of the rate-distortion encoder, 0 or more.")] = None,
+    max_rel_error: Annotated[
+        float | None, typer.Option(help="Relative L2 error that no array may exceed, between 0 and 1.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="A configuration as Config.to_json writes it.")
+    ] = None,
     under: Annotated[str, typer.Option(help="Only the part of the state at this path.")] = "",
     force: Force = False,
     as_json: AsJson = False,
@@ -49,16 +90,12 @@ def compress(
 
     Nothing in a source is executed: a .pt file or DCP folder that holds more than tensors and plain values is refused.
     """
-    from ..kernels.errors import BadArgumentError
-    from .configs import config
-    from .interchange import load_state
-    from .sources import check_exists, subtree
-
     if not sources:
         raise BadArgumentError(
             f"the destination is missing: shrinkpoint compress {target} DESTINATION, a file ending in .spt or a store"
         )
-    cfg = config(coding.preset, coding.config, coding.rate, coding.max_rel_error)
+    in_store = InStore(step, step_from_name, against, base, metric)
+    cfg = options.config(preset, config, rate, max_rel_error)
     numbered = _placed(sources, target, in_store, parents)
     for source in sources:
         check_exists(str(source))
@@ -69,8 +106,6 @@ def compress(
             return _root(subtree(state, under), under) if under else state
 
     if numbered is None:
-        from .files import check_free
-
         check_free(Path(target), force)
         state = load(sources[0])
         with busy("compressing"):
@@ -96,8 +131,6 @@ def _placed(
     Raises:
         BadArgumentError: options that contradict each other or the target.
     """
-    from ..codec.errors import BadArgumentError
-
     single = target.endswith(ENDING)
     misplaced = {
         "--step": single and in_store.step is not None,
@@ -141,8 +174,6 @@ def steps_from_names(paths: Sequence[Path]) -> dict[int, Path]:
         >>> list(steps_from_names([Path("epoch=3-step=900.ckpt"), Path("epoch=0-step=300.ckpt")]))
         [300, 900]
     """
-    from ..codec.errors import BadArgumentError
-
     found: dict[int, Path] = {}
     for path in paths:
         name = path.name.removesuffix(path.suffix) if path.suffix in SUFFIXES else path.name
@@ -184,7 +215,6 @@ def _print_saved(ckpt: Checkpoint, where: dict[str, Any], as_json: bool) -> None
 
 
 def _check_steps(url: str, steps: Iterable[int], force: bool) -> None:
-    from ..codec.errors import BadArgumentError
     from ..store.store import Store
 
     taken = sorted(set(Store(url).steps()) & set(steps))
@@ -200,8 +230,6 @@ def _root(state: Any, under: str) -> Any:
 
 def _to_file(state: Any, target: Path, parents: list[Path], cfg: Config, force: bool) -> Checkpoint:
     from ..codec.compress import compress as encode
-    from .files import write_file
-    from .sources import resolved
 
     ckpt = encode(state, resolved(parents[0], parents[1:]) if parents else None, cfg)
     data = ckpt.to_bytes()
@@ -210,18 +238,13 @@ def _to_file(state: Any, target: Path, parents: list[Path], cfg: Config, force: 
 
 
 def _to_store(
-    sources: dict[int, Path],
-    load: Callable[[Path], Any],
-    url: str,
-    options: InStore,
-    cfg: Config,
+    sources: dict[int, Path], load: Callable[[Path], Any], url: str, asked: InStore, cfg: Config
 ) -> Iterator[tuple[int, Checkpoint]]:
     """Save each source under its step, each as a delta against the one before.
 
     The options choose the parent of the first one.
     """
     from ..store.store import Store
-    from .sources import newest_intact, parse_step
 
     store = Store(url, cfg)
     first = True
@@ -229,12 +252,12 @@ def _to_store(
         state = load(source)
         with busy(f"compressing {source}"):
             if first:  # loading a step makes it the parent of the next save
-                if options.against is not None:
-                    store.load(parse_step(options.against), count=False)
-                elif not options.base and store.steps():
+                if asked.against is not None:
+                    store.load(parse_step(asked.against), count=False)
+                elif not asked.base and store.steps():
                     newest_intact(store, lambda s: store.load(s, count=False))
                 first = False
-            saved = store.save(step, state, metric=options.metric)
+            saved = store.save(step, state, metric=asked.metric)
         yield step, saved.checkpoint
 
 
@@ -257,9 +280,6 @@ def restore(
     Without --step the newest intact step of a store is restored, and damaged newer steps are reported. This does not
     count as a restore of the run.
     """
-    from .interchange import check_target, format_of, save_state
-    from .sources import subtree
-
     kind = format_of(target, to)
     check_target(target, kind, force, [source, *map(str, parents or [])])
     with busy(f"reading {source}"):
@@ -278,8 +298,6 @@ def _state(
     source: str, step: str | None, parents: list[Path] | None, paths: list[str] | None
 ) -> tuple[Any, dict[str, Any]]:
     from ..codec.checkpoint import decompress
-    from ..codec.errors import BadArgumentError
-    from .sources import is_url, newest_intact, open_store, parse_step, resolved
 
     if Path(source).is_file():
         for option, given in (("--step", step), ("--paths", paths)):

@@ -71,7 +71,7 @@ class _Unpickler(pickle._Unpickler):
             if isinstance(found, torch.dtype):
                 return found
         elif module == "pathlib" and name in _ALLOWED[module]:
-            return _nowhere
+            return _ignored_path
         elif module == "collections" and name in _ALLOWED[module]:
             return _empty
         elif name in _ALLOWED.get(module, ()):
@@ -102,7 +102,7 @@ def _empty() -> OrderedDict[Any, Any]:
     return OrderedDict()
 
 
-def _nowhere(*_parts: object) -> None:
+def _ignored_path(*_parts: object) -> None:
     """Replace the former path of the checkpoint, which is not used.
 
     A Windows path could not be created on another system.
@@ -125,7 +125,9 @@ def load_dcp(folder: Path) -> dict[str, Any]:
     """
     from ..trainers.dcp import Reader
 
-    return _load(*(_ours(Reader(folder), f"{folder / METADATA}") if is_ours(folder) else _theirs(folder)), folder)
+    return _load(
+        *(_own_reader(Reader(folder), f"{folder / METADATA}") if is_ours(folder) else _torch_reader(folder)), folder
+    )
 
 
 def load_step(store: Store, step: int) -> dict[str, Any]:
@@ -137,7 +139,7 @@ def load_step(store: Store, step: int) -> dict[str, Any]:
     from ..trainers.dcp import Reader
 
     where = f"{store.url}: step {step}"
-    return _load(*_ours(Reader(store, step), where), where)
+    return _load(*_own_reader(Reader(store, step), where), where)
 
 
 def _load(reader: Any, metadata: Any, where: Path | str) -> dict[str, Any]:
@@ -202,7 +204,7 @@ def is_ours(folder: Path) -> bool:
         return file.read(len(_OURS)) == _OURS
 
 
-def _ours(reader: Any, where: str) -> tuple[Any, Any]:
+def _own_reader(reader: Any, where: str) -> tuple[Any, Any]:
     """Return reader and metadata of a checkpoint that shrinkpoint's storage writer wrote."""
     metadata = reader.read_metadata()
     if metadata.storage_data.partial:
@@ -210,7 +212,7 @@ def _ours(reader: Any, where: str) -> tuple[Any, Any]:
     return reader, metadata
 
 
-def _theirs(folder: Path) -> tuple[Any, Any]:
+def _torch_reader(folder: Path) -> tuple[Any, Any]:
     """Return reader and metadata of a folder that torch's storage writer wrote."""
     from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,8 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..codec.errors import BadArgumentError
+from ..codec.state import tree
+from ..codec.state.leaves import as_bytes, is_array, read_leaf, same_storage_key
+from .dcp import load_step
+from .files import is_spt
+from .interchange import load_state
 from .options import AsJson, Parents
 from .output import busy, emit, line, size, table
+from .sources import open_store, parse_step, resolved
 
 if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint
@@ -75,10 +84,6 @@ def diff(
 
     A file is a .spt, .pt or safetensors file, or a DCP folder. The restored values are compared.
     """
-    from ..codec.errors import BadArgumentError
-    from .files import is_spt
-    from .sources import open_store, parse_step
-
     with busy("reading"):
         if len(things) == 3:
             if parents:
@@ -95,8 +100,6 @@ def diff(
         changes = compare(old, new)
         values = list(_value_changes(old.values, new.values))
     if as_json:
-        import dataclasses
-
         emit(
             {
                 "old_nbytes": old.nbytes,
@@ -156,8 +159,6 @@ def _json(value: Any) -> Any:
 
 def _of_step(store: Store, step: int | str) -> Side:
     """Return a step of a store; the shards of a sharded one are joined."""
-    from .dcp import load_step
-
     manifest = store.describe(step)
     if not manifest.shards:
         return _of_checkpoint(store.read(step))
@@ -165,16 +166,10 @@ def _of_step(store: Store, step: int | str) -> Side:
 
 
 def _of_path(path: Path, parents: list[Path]) -> Side:
-    from .files import is_spt
-    from .interchange import load_state
-    from .sources import resolved
-
     return _of_checkpoint(resolved(path, parents)) if is_spt(path) else side_of(load_state(path))
 
 
 def _of_checkpoint(ckpt: Checkpoint) -> Side:
-    from ..codec.state import tree
-
     skeleton = tree.unflatten(ckpt.header["tree"], lambda _number, _place: _ARRAY)
     values = dict(_plain_values(skeleton))
     arrays: dict[str, tuple[LeafSpec, int | None, Callable[[], Any]]] = {}
@@ -193,9 +188,6 @@ def _itself(flat: Any) -> Any:
 
 def side_of(state: Any) -> Side:
     """Return the arrays and plain values of a state."""
-    from ..codec.state import tree
-    from ..codec.state.leaves import is_array, read_leaf, same_storage_key
-
     _, found = tree.flatten(state, is_array)
     seen: set[Any] = set()
     unique = []
@@ -213,8 +205,6 @@ def side_of(state: Any) -> Side:
 
 def _named(items: Any, names: Callable[[Any], tuple[str, str]]) -> Iterator[tuple[str, Any]]:
     """Yield each item under its path, or under its unique key if its path is not unique."""
-    from collections import Counter
-
     times = Counter(names(item)[0] for item in items)
     for item in items:
         path, key = names(item)
@@ -226,8 +216,6 @@ _ARRAY = object()
 
 def _plain_values(state: Any) -> Iterator[tuple[str, Any]]:
     """The leaves that are not arrays, by path."""
-    from ..codec.state.leaves import is_array
-
     stack: list[tuple[str, Any]] = [("", state)]
     while stack:
         path, value = stack.pop()
@@ -286,7 +274,6 @@ def distance(old: Any, new: Any, spec: LeafSpec) -> tuple[float | None, float]:
 
     from ..codec.base import CHUNK
     from ..codec.parallel import map_chunks
-    from ..codec.state.leaves import as_bytes
     from ..report.histogram import widened
 
     if not spec.size:

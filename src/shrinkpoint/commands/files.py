@@ -14,7 +14,6 @@ from ..store import local
 from ..store.files import TEMPORARY
 from ..store.local import follow_umask
 from ..store.regular_files import regular
-from ..store.urls import one_name
 
 
 def check_free(target: Path, force: bool) -> None:
@@ -32,6 +31,8 @@ def check_apart(target: Path, read: Iterable[str]) -> None:
         target: the output.
         read: the inputs: files, folders and URLs.
     """
+    from ..store.urls import one_name  # which imports fsspec
+
     own = Path(os.path.realpath(target))
     for name in map(one_name, read):
         path = Path(name)

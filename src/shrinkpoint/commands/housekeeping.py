@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..codec.errors import BadArgumentError
+from ..store.catalog import FOLDER, Catalog
+from ..store.manifest import manifest_name
 from .options import AsJson, StoreUrl
 from .output import busy, emit, line, note, steps_done
+from .sources import open_store, parse_step
 
 if TYPE_CHECKING:
     from ..store.catalog import Catalog
@@ -30,7 +34,6 @@ def compact(
     Exit code 1 if steps are left unchanged because they are not intact.
     """
     from ..store.store import NotCompactedWarning
-    from .sources import open_store
 
     opened = open_store(store)
     with warnings.catch_warnings(record=True) as caught, steps_done("compact", quiet=as_json) as progress:
@@ -68,13 +71,9 @@ def gc(
     With --thin-after, kept steps lose the moments of optimizers: they can be loaded, and training cannot continue from
     them. Pinned and tagged steps stay whole.
     """
-    from ..codec.errors import BadArgumentError
-    from ..store.catalog import FOLDER, Catalog
-    from ..store.manifest import manifest_name
     from ..store.retention import Retention
     from ..store.thinning import steps_to_thin
     from ..store.urls import open_files
-    from .sources import open_store
 
     retention = None
     if any(option is not None for option in (keep_last, keep_every, keep_best)):
@@ -124,9 +123,6 @@ def drop(
     as_json: AsJson = False,
 ) -> None:
     """Remove steps, intact or not; deltas against them stay readable. `gc` removes the files."""
-    from ..codec.errors import BadArgumentError
-    from .sources import open_store, parse_step
-
     if bool(steps) == (after is not None):
         raise BadArgumentError("give either steps, or --after STEP")
     opened = open_store(store)
@@ -139,8 +135,6 @@ def drop(
 
 def pin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:
     """Protect a step from `gc`."""
-    from .sources import open_store, parse_step
-
     opened = open_store(store)
     opened.pin(parse_step(step))
     _print(as_json, f"pinned: {', '.join(map(str, opened.pins()))}", store=store, pins=opened.pins())
@@ -148,9 +142,6 @@ def pin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:
 
 def unpin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:
     """Remove the pin of a step."""
-    from ..codec.errors import BadArgumentError
-    from .sources import open_store, parse_step
-
     opened = open_store(store)
     asked = parse_step(step)
     number = opened.tags().get(asked) if isinstance(asked, str) else asked
@@ -167,22 +158,15 @@ def tag(
     as_json: AsJson = False,
 ) -> None:
     """Give a step a name, which also protects it from `gc`; an existing name moves to it."""
-    from .sources import open_store, parse_step
-
     opened = open_store(store)
     opened.tag(name, parse_step(step))
     _print(as_json, f"{name}: step {opened.tags()[name]}", store=store, tags=opened.tags())
 
 
 def untag(
-    store: StoreUrl,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The tag.")],
-    as_json: AsJson = False,
+    store: StoreUrl, name: Annotated[str, typer.Argument(metavar="NAME", help="The tag.")], as_json: AsJson = False
 ) -> None:
     """Remove a tag; the step stays."""
-    from ..codec.errors import BadArgumentError
-    from .sources import open_store
-
     opened = open_store(store)
     if not opened.untag(name):
         raise BadArgumentError(f"{store} has no tag {name!r}")
@@ -199,8 +183,6 @@ def rate(
     as_json: AsJson = False,
 ) -> None:
     """Record the quality of the model at a step, for `gc --keep-best` and the report."""
-    from .sources import open_store, parse_step
-
     opened = open_store(store)
     opened.rate(parse_step(step), metric)
     number = opened.describe(parse_step(step)).step
@@ -219,8 +201,6 @@ def copy(
     as_json: AsJson = False,
 ) -> None:
     """Copy steps with their parents, pins and tags to another store; every file is verified."""
-    from .sources import open_store, parse_step
-
     opened = open_store(store)
     asked = sorted({opened.describe(parse_step(step)).step for step in steps or []})
     before = opened.steps()

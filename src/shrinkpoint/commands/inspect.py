@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
+from ..integrity import is_sealed
+from ..store import labels, restore_counter
+from ..store.catalog import FROZEN, Catalog
+from ..store.manifest import lacking
+from .files import is_spt
 from .options import AsJson, Parents, Step, StoreUrl
-from .output import busy, emit, line, listed, note, size, steps_done, table
+from .output import busy, emit, line, listed, nearest, note, size, steps_done, table
+from .seal import newest_sealed, report_differences, verify_sealed
+from .sources import (
+    chain_of,
+    check_exists,
+    header_of_file,
+    headers_of_folder,
+    headers_of_step,
+    is_sharded,
+    is_store,
+    newest_intact,
+    open_listing,
+    open_store,
+    parse_step,
+    read_file,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from ..codec.checkpoint import Checkpoint
     from ..codec.summary import Row
@@ -48,9 +70,6 @@ def info(
     of its elements where the codec bounds that. "why" is the rule or evidence that chose the codec. Only the header is
     read; the content hash of a file is not computed. A sharded checkpoint has a header for each rank.
     """
-    from ..codec.errors import BadArgumentError
-    from ..store.manifest import lacking
-
     if sort not in ORDERS:
         raise BadArgumentError(f"--sort is {sort!r}; it must be one of {', '.join(ORDERS)}")
     ckpts, about = _open(source, step)
@@ -131,12 +150,9 @@ def _open(source: str, step: str | None) -> tuple[Ranks, dict[str, Any]]:
     """Read the header of a checkpoint, or of each rank of a sharded one.
 
     Its origin is named for --json."""
-    from ..codec.errors import BadArgumentError
-    from .sharded import headers_of_folder, headers_of_step, is_sharded
-    from .sources import header_of, header_of_file, is_store, newest_intact, open_store, parse_step
 
     def headers(number: int) -> Ranks:
-        return headers_of_step(store, number) if store.describe(number).shards else {None: header_of(store, number)}
+        return headers_of_step(store, store.describe(number))
 
     path = Path(source)
     if path.is_file() or (not is_store(source) and is_sharded(path)):
@@ -164,11 +180,6 @@ def _open(source: str, step: str | None) -> tuple[Ranks, dict[str, Any]]:
 
 
 def _matching(rows: list[RankRow], paths: list[str] | None) -> list[RankRow]:
-    import fnmatch
-
-    from ..codec.errors import BadArgumentError
-    from .text import nearest, parts_of
-
     if not paths:
         return rows
     for pattern in paths:
@@ -176,6 +187,20 @@ def _matching(rows: list[RankRow], paths: list[str] | None) -> list[RankRow]:
             near = nearest(pattern, parts_of(row.path for _, row in rows))
             raise BadArgumentError(f"--paths {pattern!r}: no array matches{near}")
     return [(at, row) for at, row in rows if any(fnmatch.fnmatchcase(row.path, pattern) for pattern in paths)]
+
+
+def parts_of(paths: Iterable[str]) -> list[str]:
+    """Return all paths and their parents, each once.
+
+    Example:
+        >>> parts_of(["model/a", "model/b"])
+        ['model/a', 'model', 'model/b']
+    """
+    found: dict[str, None] = {}
+    for path in paths:
+        keys = path.split("/")
+        found |= dict.fromkeys("/".join(keys[:n]) for n in range(len(keys), 0, -1))
+    return list(found)
 
 
 def _ordered(rows: list[RankRow], sort: str) -> list[RankRow]:
@@ -194,10 +219,6 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
     holds files that only removed steps or older generations need. `compact` and `gc` free these. In between it names
     the bytes of frozen parameters that the steps share, if there are any.
     """
-    from ..store import labels, restore_counter
-    from ..store.catalog import FROZEN, Catalog
-    from .sources import open_listing
-
     files = open_listing(store)
     pins, tags = labels.pins(files), labels.tags(files)
     found: list[dict[str, Any]] = []
@@ -290,8 +311,6 @@ def verify(
     otherwise only its checksums are checked, and this is reported. In a sealed folder, every file that is torn,
     missing, altered or added is reported. --json has the content hash of each checkpoint file.
     """
-    from .sources import is_store
-
     if newest:
         _print_newest(sources, as_json)
         return
@@ -330,19 +349,11 @@ def verify(
 
 def _is_checkpoint_file(source: str) -> bool:
     """Return whether a path is a checkpoint file, or has the name of one."""
-    from ..integrity import is_sealed
-    from .files import is_spt
-
     path = Path(source)
     return is_spt(path) or (path.suffix == ".spt" and not is_sealed(path))
 
 
 def _verify_sealed(source: str, quiet: bool) -> list[dict[str, Any]]:
-    from ..codec.errors import CorruptDataError
-    from ..integrity import is_sealed
-    from .seal import report_differences, verify_sealed
-    from .sources import check_exists
-
     path = Path(source)
     if not is_sealed(path):
         check_exists(source)
@@ -358,10 +369,6 @@ def _verify_sealed(source: str, quiet: bool) -> list[dict[str, Any]]:
 
 def _print_newest(sources: list[str], as_json: bool) -> None:
     """Print the newest intact checkpoint of a run folder, or the newest intact step of a store."""
-    from ..codec.errors import BadArgumentError
-    from .seal import newest_sealed
-    from .sources import check_exists, is_store, newest_intact, open_store
-
     if len(sources) != 1:
         raise BadArgumentError(f"--newest takes one run folder, not {len(sources)}")
     run = sources[0]
@@ -382,8 +389,6 @@ def _print_newest(sources: list[str], as_json: bool) -> None:
 
 
 def _verify_store(url: str, quiet: bool) -> tuple[dict[int, str], list[int], dict[str, str]]:
-    from .sources import open_store
-
     store = open_store(url)
     steps = store.steps()
     with steps_done("verify", quiet=quiet) as progress:
@@ -392,8 +397,6 @@ def _verify_store(url: str, quiet: bool) -> tuple[dict[int, str], list[int], dic
 
 def _verify_files(files: list[Path], parents: list[Path]) -> list[dict[str, Any]]:
     from ..codec.checkpoint import decompress
-    from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError
-    from .sources import chain_of, read_file
 
     found: dict[Path, Any] = {}
     problems: dict[Path, str] = {}

@@ -25,7 +25,8 @@ FORMATS = ("pt", "safetensors", "dcp")
 _TREE = "shrinkpoint.tree"
 METADATA = "__metadata__"
 """Key of a state that holds the texts in the header of a safetensors file; safetensors reserves the name for them."""
-_ENDINGS = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "pt", ".safetensors": "safetensors"}
+SUFFIXES = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "pt", ".safetensors": "safetensors"}
+"""Ends of the names of files, and their formats."""
 
 
 def format_of(target: Path, requested: str | None) -> str:
@@ -34,9 +35,9 @@ def format_of(target: Path, requested: str | None) -> str:
         if requested not in FORMATS:
             raise BadArgumentError(f"--to is {requested!r}; it must be one of {', '.join(FORMATS)}")
         return requested
-    found = _ENDINGS.get(target.suffix)
+    found = SUFFIXES.get(target.suffix)
     if found is None:
-        raise BadArgumentError(f"{target} must end in one of {', '.join(_ENDINGS)}; or use --to {'|'.join(FORMATS)}")
+        raise BadArgumentError(f"{target} must end in one of {', '.join(SUFFIXES)}; or use --to {'|'.join(FORMATS)}")
     return found
 
 
@@ -72,14 +73,9 @@ def load_state(path: Path) -> Any:
 
 
 def _load_safetensors(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
+    from ..trainers.model_folder import read_safetensors
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a dict
-    except SafetensorError as error:
-        raise CorruptDataError(f"{path}: {error}") from None
+    metadata, arrays = read_safetensors(path)
     own = {key: text for key, text in metadata.items() if key != _TREE and (key, text) != ("format", "pt")}
     if _TREE not in metadata:
         return arrays | {METADATA: own} if own else arrays
@@ -335,10 +331,7 @@ def unreadable(path: Path) -> str | None:
 
 def folder_contents(folder: Path) -> str:
     """Name the files in a folder that `compress` could read, for messages; "" without any."""
-    endings = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-    names = sorted(p.name for p in folder.iterdir() if p.suffix in endings)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return listed(sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES), 3)
 
 
 def _unreadable_zip(path: Path) -> str | None:

@@ -1,15 +1,20 @@
-"""Options that several commands have, and groups of options of one command."""
+"""Options that several commands have, and the configuration that options choose."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ..codec.errors import BadArgumentError
+from ..codec.format.bounded_json import loads
+from ..demo.config import presets
+from .output import nearest
+
+if TYPE_CHECKING:
+    from ..codec.config import Config
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
@@ -21,74 +26,46 @@ Parents = Annotated[
 StoreUrl = Annotated[str, typer.Argument(metavar="STORE", help="A folder or fsspec URL.")]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Coding:
-    """The options that choose a configuration."""
-
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help="default, lossless, exact-weights, precise, compact, inshrinkerator, lc-checkpoint, check-n-run or "
-            "bitsnap."
-        ),
-    ] = None
-    rate: Annotated[float | None, typer.Option(help="Lambda of the rate-distortion encoder, 0 or more.")] = None
-    max_rel_error: Annotated[
-        float | None, typer.Option(help="Relative L2 error that no array may exceed, between 0 and 1.")
-    ] = None
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="A configuration as Config.to_json writes it.")
-    ] = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class InStore:
-    """The options of a checkpoint that is saved to a store."""
-
-    step: Annotated[int | None, typer.Option(help="The step in the store; required for a store.")] = None
-    step_from_name: Annotated[
-        bool,
-        typer.Option(
-            "--step-from-name", help="For a store: take the steps from the names, and save the sources in that order."
-        ),
-    ] = False
-    against: Annotated[
-        str | None,
-        typer.Option(help="For a store: step or tag to store a delta against; by default the newest intact one."),
-    ] = None
-    base: Annotated[bool, typer.Option("--base", help="For a store: store a base, not a delta.")] = False
-    metric: Annotated[float | None, typer.Option(help="For a store: the quality of the model.")] = None
-
-
-def grouped(function: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter that is a dataclass of options by its fields, as Typer needs them.
+def config(
+    preset: str | None, file: Path | None, rate: float | None = None, max_rel_error: float | None = None
+) -> Config:
+    """Return the configuration that the options of a command choose.
 
     Args:
-        function: a command; its groups are keyword parameters without defaults.
+        preset: a name of `demo.config.presets`; None: the configuration in `file`, else "default".
+        file: JSON of `Config.to_json`, or None.
+        rate: replaces the rate of the configuration, unless None.
+        max_rel_error: replaces the error limit of the configuration, unless None.
+
+    Raises:
+        BadArgumentError: both a preset and a file; an unknown preset; a file that is not a configuration; out of range.
+        OSError: the file cannot be read.
     """
-    hints = get_type_hints(function, include_extras=True)
-    groups = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
-    shown: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name not in groups:
-            shown.append(parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY))
-            continue
-        types = get_type_hints(groups[name], include_extras=True)
-        shown += [
-            inspect.Parameter(f.name, parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name])
-            for f in dataclasses.fields(groups[name])
-        ]
+    if preset is not None and file is not None:
+        raise BadArgumentError("--preset and --config are both given; use one of them")
+    if file is not None:
+        found = _read(file)
+    else:
+        known = presets()
+        if (preset or "default") not in known:
+            near = nearest(str(preset), known)
+            raise BadArgumentError(f"--preset is {preset!r}; it must be one of {', '.join(known)}{near}")
+        found = known[preset or "default"]()
+    return replace(
+        found,
+        max_rel_error=found.max_rel_error if max_rel_error is None else max_rel_error,
+        rate=found.rate if rate is None else rate,
+    )
 
-    def make(kind: Any, values: dict[str, Any]) -> Any:
-        return kind(**{f.name: values.pop(f.name) for f in dataclasses.fields(kind)})
 
-    @functools.wraps(function)
-    def command(**values: Any) -> None:
-        for name, kind in groups.items():
-            values[name] = make(kind, values)
-        function(**values)
+def _read(file: Path) -> Config:
+    from ..codec.config import Config
 
-    command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in shown}
-    del command.__wrapped__  # inspect would use its signature
-    return command
+    try:
+        data = loads(file.read_bytes())
+    except ValueError as error:
+        raise BadArgumentError(f"{file}: not JSON: {str(error)[:200]}") from None
+    try:
+        return Config.from_json(data)
+    except BadArgumentError as error:
+        raise BadArgumentError(f"{file}: {error}") from None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
+import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import typer
 
-from .text import printable as printable
-from .text import size as size
+from ..codec.display import printable as printable
+from ..codec.display import size as size
 
 LINES = 20
 """Maximum number of lines of progress where standard error is not a terminal."""
@@ -53,6 +56,19 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + more
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the known name most similar to a mistyped one.
+
+    The hint is for the end of a message. It is "" if no name is similar.
+
+    Example:
+        >>> nearest("modle/*", ["model", "optimizer"]), nearest("x", ["model"])
+        ("; did you mean 'model'?", '')
+    """
+    found = difflib.get_close_matches(name.rstrip("*").rstrip("/"), list(known), n=1)
+    return f"; did you mean {printable(found[0])!r}?" if found else ""
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print rows in aligned columns; a column whose name begins with ">" is aligned right."""
     cells = [[printable(c) for c in row] for row in rows]
@@ -74,6 +90,29 @@ def _is_terminal() -> bool:
 
 
 @contextlib.contextmanager
+def _bar(what: str, total: int | None, *numbers: str) -> Iterator[Callable[..., None]]:
+    """Show a bar on standard error.
+
+    The function it yields is called with the fields of the bar's task that change (`completed`, `description`).
+
+    Args:
+        what: description at the beginning.
+        total: at which the bar is full; None: it comes with an update.
+        numbers: classes of rich's columns behind the bar.
+    """
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        *(getattr(progress, n)() for n in numbers),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield functools.partial(bar.update, bar.add_task(what, total=total))
+
+
+@contextlib.contextmanager
 def count_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
     """Show how many of a number of things are done, on standard error.
 
@@ -90,16 +129,10 @@ def count_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, str], 
 
         yield show_line
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=None)
+    with _bar(what, None, "MofNCompleteColumn", "TimeRemainingColumn") as update:
 
         def show(done: int, total: int, last: str) -> None:
-            description = f"{what}: {last}" if last else what
-            progress.update(task, completed=done, total=total, description=description)
+            update(completed=done, total=total, description=f"{what}: {last}" if last else what)
 
         yield show
 
@@ -123,17 +156,8 @@ def bytes_done(what: str, *, quiet: bool) -> Iterator[Callable[[str, int, int], 
     if quiet or not _is_terminal():
         yield None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=None)
-
-        def show(_file: str, done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        yield show
+    with _bar(what, None, "DownloadColumn", "TimeRemainingColumn") as update:
+        yield lambda _file, done, total: update(completed=done, total=total)
 
 
 @contextlib.contextmanager
@@ -157,17 +181,6 @@ def stages_done(total: int) -> Iterator[Callable[[str], None]]:
     if not _is_terminal():
         yield lambda _: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-        begun = 0
-
-        def show(stage: str) -> None:
-            nonlocal begun
-            progress.update(task, completed=begun, description=stage)
-            begun += 1
-
-        yield show
+    with _bar("", total, "MofNCompleteColumn", "TimeElapsedColumn") as update:
+        begun = itertools.count()
+        yield lambda stage: update(completed=next(begun), description=stage)

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
+from .files import check_apart, check_free, write_file
 from .options import AsJson, Force
 from .output import emit, line, note, size, steps_done
+from .sources import is_store, open_store, parse_step
 
 
 def report(
@@ -20,8 +22,7 @@ def report(
         str | None, typer.Option(help="Step or tag whose histograms are shown; by default the newest intact one.")
     ] = None,
     search: Annotated[
-        list[Path] | None,
-        typer.Option("--search", help="JSON of SearchResult.to_json to show; repeatable."),
+        list[Path] | None, typer.Option("--search", help="JSON of SearchResult.to_json to show; repeatable.")
     ] = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -33,8 +34,6 @@ def report(
     """
     from ..report.collect import collect
     from ..report.page import page
-    from .files import check_apart, check_free, write_file
-    from .sources import is_store, open_store, parse_step
 
     folder = Path(run)
     inside = folder / "store"

@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..integrity import SEAL, differences, is_sealed, make_seal, read_seal, seal_path, to_bytes
+from ..kernels.errors import BadArgumentError, CorruptDataError, ShrinkpointError
+from .files import check_free, is_spt, write_file
 from .options import AsJson, Force
 from .output import bytes_done, emit, line, note, size
+from .sources import check_exists, is_store, read_file
 
 if TYPE_CHECKING:
     from ..integrity import Difference
@@ -28,11 +32,6 @@ def seal(
     The seal of a folder is the file shrinkpoint-seal.json in it; that of a file NAME is NAME.shrinkpoint-seal.json next
     to it. Files are read as bytes and nothing in them is executed. A store needs no seal: `verify` checks it by itself.
     """
-    from ..integrity import make_seal, seal_path, to_bytes
-    from ..kernels.errors import BadArgumentError
-    from .files import check_free, write_file
-    from .sources import check_exists, is_store
-
     for path in paths:
         check_exists(str(path))
         if is_store(str(path)):
@@ -62,8 +61,6 @@ def verify_sealed(path: Path, quiet: bool) -> list[Difference]:
     Raises:
         CorruptDataError: the seal is damaged.
     """
-    from ..integrity import differences, read_seal
-
     made = read_seal(path)
     with bytes_done(f"verify {path}", quiet=quiet) as progress:
         return differences(path, made, progress)
@@ -78,8 +75,6 @@ def newest_sealed(run: Path, quiet: bool) -> Path:
     Raises:
         CorruptDataError: no checkpoint is intact.
     """
-    from ..kernels.errors import CorruptDataError, ShrinkpointError
-
     skipped = 0
     for path in _newest_first(run):
         try:
@@ -97,9 +92,6 @@ def newest_sealed(run: Path, quiet: bool) -> Path:
 
 def _problem(path: Path, quiet: bool) -> str:
     """The reason why a checkpoint is not intact, or ""."""
-    from ..integrity import is_sealed
-    from .sources import read_file
-
     if not is_sealed(path):
         read_file(path)
         return ""
@@ -109,8 +101,6 @@ def _problem(path: Path, quiet: bool) -> str:
 
 
 def _newest_first(run: Path) -> list[Path]:
-    from ..integrity import seal_path
-
     found = list(_candidates(run))
     numbers = [re.findall(r"\d+", path.name.removesuffix(path.suffix) or path.name) for path in found]
     if found and all(numbers):
@@ -125,9 +115,6 @@ def _newest_first(run: Path) -> list[Path]:
 
 
 def _candidates(run: Path) -> Iterator[Path]:
-    from ..integrity import SEAL, is_sealed
-    from .files import is_spt
-
     unsealed = []
     names = set()
     for path in sorted(run.iterdir()):

@@ -1,27 +1,33 @@
-"""Inputs of commands: stores (folders or URLs), and checkpoint files."""
+"""Inputs of commands: stores (folders or URLs), sharded checkpoints, and checkpoint files."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
+from ..codec.format.ranged import Ranged
+from ..store.catalog import Catalog
 from ..store.regular_files import read_file as read_bytes
 from ..store.regular_files import regular
+from .dcp import METADATA, is_dcp, is_ours
 from .files import is_spt
-from .output import listed, note
-from .text import nearest
+from .output import listed, nearest, note
 
 if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint
-    from ..codec.config import Config
     from ..store.files import Files
+    from ..store.manifest import Manifest
     from ..store.store import Store
+    from ..trainers.dcp.metadata import RankFile
 
 T = TypeVar("T")
+_ALONE = re.compile(r"__(\d{1,6})\.metadata")
+"""Metadata of a rank that saved without the others (`use_collectives=False`)."""
 
 
 def is_url(text: str) -> bool:
@@ -34,12 +40,11 @@ def is_store(text: str) -> bool:
     return is_url(text) or os.path.isdir(os.path.join(text, "steps"))
 
 
-def open_store(url: str, cfg: Config | None = None, *, empty: bool = False) -> Store:
+def open_store(url: str, *, empty: bool = False) -> Store:
     """Open an existing store that has checkpoints.
 
     Args:
         url: folder or URL.
-        cfg: its configuration, or None.
         empty: also accept a store without steps that has files to remove; default False.
 
     Raises:
@@ -49,7 +54,7 @@ def open_store(url: str, cfg: Config | None = None, *, empty: bool = False) -> S
     from ..store.store import Store
 
     _check_store(url)
-    store = Store(url, cfg)
+    store = Store(url)
     if not store.steps() and not (empty and store.gc(dry_run=True)):
         raise CorruptDataError(f"{url}: holds no checkpoint")
     return store
@@ -62,7 +67,6 @@ def open_listing(url: str) -> Files:
         OSError: the path does not exist.
         CorruptDataError: it is not a store, or is empty.
     """
-    from ..store.catalog import Catalog
     from ..store.urls import opened
 
     _check_store(url)
@@ -83,9 +87,6 @@ def _check_store(url: str) -> None:
 
 def _advice(folder: Path) -> str:
     """Return what a folder that is not a store is instead, for an error message."""
-    from .dcp import is_dcp
-    from .sharded import is_sharded
-
     if not folder.is_dir():
         return ""
     if is_sharded(folder):
@@ -136,11 +137,6 @@ def newest_intact(store: Store, read: Callable[[int], T]) -> tuple[int, T]:
     raise CorruptDataError(f"{store.url}: no checkpoint is intact: {'; '.join(skipped)}")
 
 
-def header_of(store: Store, step: int | str) -> Checkpoint:
-    """Read only the header of a step's checkpoint, which is enough for `summary`."""
-    return store.header(store.describe(step))
-
-
 def header_of_file(path: Path) -> Checkpoint:
     """Read only the header of a checkpoint file; its content hash is not computed and is "".
 
@@ -148,7 +144,6 @@ def header_of_file(path: Path) -> Checkpoint:
         OSError, CorruptDataError, NewerFormatError: with the path.
     """
     from ..codec.checkpoint import Checkpoint
-    from ..codec.format.ranged import Ranged
 
     if not is_spt(path):
         path.stat()  # a missing file is an OSError
@@ -163,6 +158,48 @@ def header_of_file(path: Path) -> Checkpoint:
             return Checkpoint(Ranged(os.fstat(file.fileno()).st_size, fetch), None)
         except (CorruptDataError, NewerFormatError) as error:
             raise type(error)(f"{path}: {error}") from None
+
+
+def is_sharded(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint that the storage writer of shrinkpoint wrote."""
+    return folder.is_dir() and (_own_ranks(folder) != [] or ((folder / METADATA).is_file() and is_ours(folder)))
+
+
+def headers_of_folder(folder: Path) -> dict[int | None, Checkpoint]:
+    """Read the header of each rank's container.
+
+    Raises:
+        CorruptDataError, MissingParentError, NewerFormatError: one cannot be read.
+    """
+    from ..trainers.dcp.chain import open_folder, read_index
+
+    files = open_folder(folder)
+    alone = [None] if (folder / METADATA).is_file() else _own_ranks(folder)
+    return _headers(files, [file for rank in alone for file in read_index(files, rank).files])
+
+
+def headers_of_step(store: Store, manifest: Manifest) -> dict[int | None, Checkpoint]:
+    """Read the header of a step, under None, or that of each rank's container of a sharded one.
+
+    Raises:
+        CorruptDataError, MissingParentError, NewerFormatError: one cannot be read.
+    """
+    if not manifest.shards:
+        return {None: store.header(manifest)}
+    from ..trainers.dcp.target import read_step
+
+    return _headers(store.session.catalog.files, read_step(store, manifest.step).files)
+
+
+def _own_ranks(folder: Path) -> list[int]:
+    """Return the ranks that saved to a folder without the others."""
+    return sorted(int(found[1]) for path in folder.iterdir() if (found := _ALONE.fullmatch(path.name)))
+
+
+def _headers(files: Files, ranks: Iterable[RankFile]) -> dict[int | None, Checkpoint]:
+    from ..trainers.dcp.chain import opener
+
+    return {file.rank: opener(files, file)(None) for file in ranks}
 
 
 def read_file(path: Path) -> Checkpoint:

@@ -7,20 +7,40 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..codec.errors import BadArgumentError
+from ..codec.evidence.reasons import NOTHING, UNMATCHED
+from .convert import steps_from_names
 from .output import listed
 
 if TYPE_CHECKING:
     from ..codec.summary import Row
     from .trials import Trial
-    from .try_source import Source
 
 _IMPORT = "import shrinkpoint as sp"
 _LITTLE = 1.1
 """Ratio of two sizes below which the smaller one gains little."""
 _MUCH = 0.2
 """Share of the bytes in arrays of unknown role from which `advice` has a remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint that was read.
+
+    Args:
+        path: as given.
+        kind: "file" (also a DCP folder), "model" (a folder of safetensors files), or "trainer" (the same with the
+            optimizer's state).
+        state: its arrays and plain values.
+        refused: why other values are left out, one reason a value.
+    """
+
+    path: Path
+    kind: str
+    state: Any
+    refused: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +68,6 @@ def reasons(rows: Sequence[Row]) -> list[Reason]:
     Args:
         rows: `summary()` at the default level.
     """
-    from ..codec.evidence.reasons import NOTHING, UNMATCHED
-
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row.measure == "exact" and row.raw_bytes:
@@ -76,8 +94,6 @@ def advice(lossless: Trial, default: Trial, exact: Sequence[Reason], sources: Se
         exact: see `reasons`.
         sources: the checkpoint, and perhaps a later one.
     """
-    from ..codec.evidence.reasons import UNMATCHED
-
     unknown = [reason for reason in exact if reason.is_unknown]
     share = sum(reason.share for reason in unknown)
     is_lossy = any(row.measure != "exact" for row in default.rows)
@@ -150,9 +166,6 @@ def recommended(trials: Sequence[Trial]) -> str:
 
 def _have_steps(paths: Sequence[Path]) -> bool:
     """Return whether the names of checkpoints give their steps."""
-    from ..codec.errors import BadArgumentError
-    from .convert import steps_from_names
-
     try:
         steps_from_names(paths)
     except BadArgumentError:

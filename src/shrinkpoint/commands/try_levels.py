@@ -17,14 +17,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..codec.errors import UnsupportedLeafError
+from ..codec.state import tree
+from ..codec.state.leaves import as_bytes, is_array
 from ..kernels.errors import BadArgumentError
-from .options import AsJson
+from . import try_advice
+from .dcp import is_dcp
+from .diff import side_of
+from .interchange import load_state
+from .options import AsJson, config
 from .output import busy, emit, line, size, stages_done, table
+from .sources import check_exists
+from .trials import packages, try_level, try_package
 
 if TYPE_CHECKING:
     from .trials import Trial
     from .try_advice import Reason
 
+OPTIMIZER = "optimizer.pt"
+"""File of the optimizer's state in a folder that Transformers' Trainer saves."""
 LEVELS = ("lossless", "exact_weights", "precise", "default", "compact")
 _LINES = 3
 """Maximum number of lines about exact arrays."""
@@ -60,12 +71,6 @@ def try_levels(
     weights, and of an array of an optimizer's moments. Memory is the peak while compressing, in addition to the state.
     Where nothing is gained, the lines below the table say why.
     """
-    from ..codec.errors import BadArgumentError
-    from . import try_advice
-    from .sources import check_exists
-    from .try_levels import load_function
-    from .try_source import read_source
-
     function = None if evaluate is None else load_function("--eval", evaluate)
     paths = [path for path in (checkpoint, following) if path is not None]
     for path in paths:
@@ -115,11 +120,61 @@ def try_levels(
             line(f"{name + ':' if text is lines[0] else '':13} {text}")
 
 
+def read_source(path: Path) -> try_advice.Source:
+    """Read a checkpoint, executing nothing in it.
+
+    Raises:
+        BadArgumentError, CorruptDataError, OSError, UnsupportedLeafError: it cannot be read; see `load_state`.
+    """
+    kind = "file"
+    if path.is_dir() and not is_dcp(path) and any(path.glob("*.safetensors")):
+        from ..trainers.model_folder import ModelFolder
+
+        kind = "model"
+        state: Any = ModelFolder(path).all()
+        if (path / OPTIMIZER).is_file():
+            kind, state = "trainer", {"model": state, "optimizer": load_state(path / OPTIMIZER)}
+    else:
+        state = load_state(path)
+    found, refused = _storable(state)
+    return try_advice.Source(path, kind, found, refused)
+
+
+def _storable(state: Any) -> tuple[Any, list[str]]:
+    """Return the part of a state that can be stored without pickle, and why the rest cannot."""
+    try:
+        tree.flatten(state, is_array)
+    except UnsupportedLeafError:
+        pass
+    else:
+        return state, []
+    root: list[Any] = []
+    refused = []
+    stack: list[tuple[Any, Any, tuple[Any, ...]]] = [([state], root, ())]
+    while stack:
+        source, target, keys = stack.pop()
+        for key, value in source.items() if isinstance(source, dict) else enumerate(source):
+            if isinstance(value, (dict, list)):
+                kept: Any = type(value)()
+                stack.append((value, kept, (*keys, key)))
+            else:
+                try:
+                    tree.flatten([value], is_array)
+                except UnsupportedLeafError as error:
+                    refused.append(
+                        "/".join(map(str, (*keys[1:], key))) + str(error).removeprefix("0").partition(";")[0]
+                    )
+                    continue
+                kept = value
+            if isinstance(target, dict):
+                target[key] = kept
+            else:
+                target.append(kept)
+    return root[0], refused
+
+
 def _nbytes(state: Any) -> int:
     """Return the bytes of all arrays, each once, after every page of them was read."""
-    from ..codec.state.leaves import as_bytes
-    from .diff import side_of
-
     total = 0
     for spec, _, values in side_of(state).arrays.values():
         # Pages of a mapped file would otherwise count as memory of the first level.
@@ -130,8 +185,6 @@ def _nbytes(state: Any) -> int:
 
 def _trials(states: Sequence[Any], function: Callable[[Any, str], float] | None) -> list[Trial]:
     from ..kernels.backend import first_calls
-    from .configs import config
-    from .trials import packages, try_level, try_package
 
     first_calls.compile_at_once()  # otherwise the first seconds would be those of kernels that are not compiled yet
     found = []

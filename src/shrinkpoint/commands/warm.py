@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import __version__
-from .options import AsJson
+from .options import AsJson, config
 from .output import count_done, emit, line
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ def _compile(preset: list[str] | None, as_json: bool) -> None:
 
     from ..kernels.backend import cache, first_calls, warmed
     from ..kernels.backend.compile_notice import LOG
-    from .configs import config
 
     class Counter(event.Listener):
         """Shows the number of kernels that are compiled or loaded."""
@@ -93,10 +92,7 @@ def _compile(preset: list[str] | None, as_json: bool) -> None:
         cfgs += [config("default", None, rate=0.002), config("default", None, max_rel_error=0.01)]
     LOG.disabled = True  # the notice that kernels are compiled, and that this command compiles them
     try:
-        with (
-            count_done("kernels", quiet=as_json) as show,
-            event.install_listener("numba:compile", Counter()),
-        ):
+        with count_done("kernels", quiet=as_json) as show, event.install_listener("numba:compile", Counter()):
             for cfg, dtype in itertools.product(cfgs, DTYPES):
                 save_and_load(cfg, dtype)
             if not preset:

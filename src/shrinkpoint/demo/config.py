@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,13 +78,6 @@ class Job:
     def with_store(self, store: Path, preset: str) -> Job:
         """Return the job with a store, so that it saves its checkpoints."""
         return replace(self, store=str(store), preset=preset)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Job:
-        return Job(**json.loads(text))
 
 
 def demo_config(

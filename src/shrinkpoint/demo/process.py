@@ -8,6 +8,7 @@ import queue
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from ..store.saver.channel import module_folders
@@ -36,7 +37,7 @@ class TrainerProcess:
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 # Not with the modules of the current folder.
-                [sys.executable, "-P", "-m", "shrinkpoint.demo.trainer", job.to_json()],
+                [sys.executable, "-P", "-m", "shrinkpoint.demo.trainer", json.dumps(asdict(job))],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,

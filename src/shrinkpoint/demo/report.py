@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import statistics
+from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -30,23 +31,12 @@ def summarize(config: DemoConfig, run: History, baseline: History) -> dict[str, 
     saved = [run.checkpoints[step] for step in sorted(run.checkpoints)]
     late = [event for event in saved if event["delta"] and event["step"] > LATE * config.steps]
     probes = [
-        {
-            "step": probe["step"],
-            "exact": probe["exact"],
-            "restored": probe["restored"],
-            "change_percent": _percent(probe["restored"], probe["exact"]),
-        }
+        {key: probe[key] for key in ("step", "exact", "restored")}
+        | {"change_percent": _percent(probe["restored"], probe["exact"])}
         for probe in run.probes
     ]
     return {
-        "config": {
-            "steps": config.steps,
-            "every": config.every,
-            "kills": config.kills,
-            "seed": config.seed,
-            "preset": config.preset,
-            "size": config.size,
-        },
+        "config": {name: value for name, value in asdict(config).items() if name != "out"},
         "commit": commit(),
         "machine": {
             "processor": platform.machine(),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..codec.extras import install
 from .config import SIZES, DemoError, Job, threads
@@ -18,7 +17,6 @@ from .view import View
 if TYPE_CHECKING:
     from pathlib import Path
 
-if TYPE_CHECKING:
     from rich.console import Console
 
     from .config import DemoConfig
@@ -66,27 +64,13 @@ def run_demo(config: DemoConfig, console: Console) -> dict[str, Any]:
 _MARK = ".shrinkpoint-demo"
 
 
-@dataclass(frozen=True)
-class Folder:
+class Folder(NamedTuple):
     """The files of a demo run."""
 
-    root: Path
-
-    @property
-    def store(self) -> Path:
-        return self.root / "store"
-
-    @property
-    def log(self) -> Path:
-        return self.root / "trainer.log"
-
-    @property
-    def results(self) -> Path:
-        return self.root / "results.json"
-
-    @property
-    def picture(self) -> Path:
-        return self.root / "demo.png"
+    store: Path
+    log: Path
+    results: Path
+    picture: Path
 
     @staticmethod
     def fresh(root: Path) -> Folder:
@@ -95,14 +79,13 @@ class Folder:
         Raises:
             DemoError: `root` is not a folder, or holds other files; nothing is removed then.
         """
-        folder = Folder(root)
-        own = (folder.store, folder.log, folder.results, folder.picture)
+        folder = Folder(root / "store", root / "trainer.log", root / "results.json", root / "demo.png")
         mark = root / _MARK
         if root.exists() and not root.is_dir():
             raise DemoError(f"{root} is a file; use --out with the name of a folder")
         if root.is_dir():
             found = sorted(root.iterdir())
-            others = [path for path in found if path not in (*own, mark)] if mark in found else found
+            others = [path for path in found if path not in (*folder, mark)] if mark in found else found
             if others:
                 raise DemoError(
                     f"{root} holds {others[0].name!r}, which is not from this demo and is not removed; "
@@ -110,7 +93,7 @@ class Folder:
                 )
         root.mkdir(parents=True, exist_ok=True)
         mark.touch()
-        for path in own:
+        for path in folder:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

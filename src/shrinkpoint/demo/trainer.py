@@ -166,13 +166,7 @@ def _save(training: Training, store: Any, send: Send) -> None:
         part[0] += row.raw_bytes
         part[1] += row.stored_bytes
     send(
-        "saved",
-        step=training.step,
-        delta=saved.is_delta,
-        raw=saved.raw_nbytes,
-        stored=saved.nbytes,
-        ms=ms,
-        parts=parts,
+        "saved", step=training.step, delta=saved.is_delta, raw=saved.raw_nbytes, stored=saved.nbytes, ms=ms, parts=parts
     )
 
 
@@ -201,7 +195,7 @@ def main() -> None:
         def send(event: str, **values: Any) -> None:
             pipe.write(json.dumps({"event": event, **values}) + "\n")
 
-        train(Job.from_json(sys.argv[1]), send)
+        train(Job(**json.loads(sys.argv[1])), send)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
+from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.evidence.moments import guess
 from ..codec.format.bounded_json import loads
 from ..codec.parallel import map_chunks
 from ..codec.records import ArrayRecord
-from ..codec.state.leaves import LeafSpec
+from ..codec.state.leaves import LeafSpec, is_array
+from ..codec.state.tree import flatten
+from ..commands.dcp import load_step
+from ..commands.sources import headers_of_step
 from ..store import restore_counter
 from ..store.regular_files import MOST_JSON, read_file
 from ..store.urls import open_files
@@ -235,11 +238,7 @@ def category(record: ArrayRecord) -> str:
 
 def _records(store: Store, manifest: Manifest) -> list[ArrayRecord]:
     """Return the records of a step, of a sharded one those of all ranks."""
-    if not manifest.shards:
-        return list(store.header(manifest).records)
-    from ..commands.sharded import headers_of_step
-
-    return [record for ckpt in headers_of_step(store, manifest.step).values() for record in ckpt.records]
+    return [record for ckpt in headers_of_step(store, manifest).values() for record in ckpt.records]
 
 
 def _row(manifest: Manifest, records: Sequence[ArrayRecord], labels: tuple[str, ...]) -> StepRow:
@@ -290,9 +289,6 @@ def _arrays_of(store: Store, manifest: Manifest) -> list[Decoded]:
         ckpt = store.read(manifest.step)
         return [Decoded(record, partial(ckpt.reference_of, record)) for record in ckpt.records]
     from ..codec.moments.logbuckets import ValuesReference
-    from ..codec.state.leaves import is_array
-    from ..codec.state.tree import flatten
-    from ..commands.dcp import load_step
 
     # One record stands for all shards of a tensor.
     shards = {record.path: record for record in _records(store, manifest)}
@@ -329,7 +325,6 @@ def _curves(results: Path | None) -> dict[str, list[tuple[float, float]]]:
 
 
 def _search(path: Path) -> Any:
-    from ..codec.errors import BadArgumentError
     from ..searching.result import SearchResult
 
     try:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..commands.text import printable, size
+from ..codec.display import printable, size
 from . import charts
 from .collect import MAX_NOTES, MAX_STEPS, MAX_TENSORS, Choice, Run, Tensor
 from .histogram import BINS
