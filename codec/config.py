@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Never
 
@@ -14,7 +13,7 @@ from ..kernels.backend.floats import FORMATS
 from .base import Codec, from_json, to_json
 from .display import html_fields
 from .embeddings.rows import Rows
-from .errors import BadArgumentError, ShrinkpointWarning
+from .errors import BadArgumentError
 from .evidence.gather import Evidence
 from .evidence.kind import LAYERS, ROLES, Kind
 from .lossless.changed import Changed
@@ -31,10 +30,6 @@ from .weights.quantize import Quantize
 CODECS.update(
     {c.id: c for c in (Exact, Quantize, LogBuckets, FirstMoment, SecondMoment, ExponentDelta, Changed, Clusters, Rows)}
 )
-
-
-class UnmatchedRuleWarning(ShrinkpointWarning):
-    """A rule matches no array of a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,33 +70,6 @@ class Rule:
         if self.match in LAYERS:
             return kind.layer == self.match and kind.role == "weight"
         return fnmatch.fnmatchcase(path, self.match)
-
-
-def warn_of_unmatched(rules: Sequence[Rule], paths: Sequence[str]) -> None:
-    """Warn of each rule that matches no array, with the nearest path or kind.
-
-    Rules for kinds, and globs that begin with `*` ("*/exp_avg"), cause no warning.
-    """
-    known = {*ROLES, *LAYERS, *(rule.match.removeprefix("*/") for rule in rules if rule.match.startswith("*/"))}
-    for rule in rules if paths else ():
-        if rule.match in known or rule.match.startswith("*"):
-            continue
-        if any(fnmatch.fnmatchcase(path, rule.match) for path in paths):
-            continue
-        if (meant := next((path for path in paths if fnmatch.fnmatchcase(path, f"*/{rule.match}")), None)) is not None:
-            hint = f"globs are for whole paths, such as {meant}; '*/{rule.match}' matches it"
-        elif "." not in rule.match and (
-            kind := next(iter(difflib.get_close_matches(rule.match.lower(), (*ROLES, *LAYERS), 1, 0.8)), None)
-        ):
-            hint = f"did you mean the kind {kind!r}?"
-        else:
-            nearest = difflib.get_close_matches(rule.match, paths[:_GLANCE], 1, 0.0)[0]
-            hint = f"the nearest path is {nearest}"
-        warnings.warn(f"rule {rule.match!r} matches no array of this state: {hint}", UnmatchedRuleWarning, stacklevel=2)
-
-
-_GLANCE = 2000
-"""Number of paths that are compared with a rule without a match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +184,9 @@ class Config:
         rule = next((r for r in self.rules if r.matches(path, spec, evidence.kind)), None)
         if rule is not None and (is_lossless(rule.codec) or not evidence.is_bound):
             return rule.codec, f"rule {rule.match!r}"
-        if not evidence.may_be_lossy:
-            return _EXACT, evidence.why
         role = evidence.kind.role
+        if not evidence.source or evidence.is_bound or role == "state":
+            return _EXACT, evidence.why
         return _WEIGHTS if role == "weight" else _FIRST if role == "first moment" else _SECOND, evidence.why
 
     def for_restores(self, restores: int) -> Config:

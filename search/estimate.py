@@ -16,18 +16,16 @@ from typing import Any
 import numpy as np
 
 from ..codec.base import Leaf, Reference
-from ..codec.entropy.row_column_classes import columns_of
-from ..codec.grouping import grouped
+from ..codec.encode import grouped
 from ..codec.parallel import map_chunks
 from ..codec.state.leaves import NpArray
 from ..codec.weights.codebook import Cells, Fit
 from ..codec.weights.importance import weights_of
 from ..codec.weights.levels import MAX_BINS, LevelsReference, compatible_parent
-from ..codec.weights.partition import kept, upper_threshold
+from ..codec.weights.partition import kept, pruning, upper_threshold
 from ..codec.weights.planning import (
     Limits,
     protection_limits,
-    pruning_limits,
     sketched,
     spreads,
     thresholds_before,
@@ -174,7 +172,7 @@ class Estimator:
             self._protect[codec.protect] = protection_limits(codec, self._sketches, thresholds_before(self._parents))
         key = codec.prune, codec.prune_metric
         if key not in self._prune:
-            self._prune[key] = pruning_limits(codec, self._sketches)
+            self._prune[key] = pruning(self._sketches, *key) if codec.prune else {}
         return Limits(self._protect[codec.protect], self._prune[key])
 
     def _trades(self, codec: Quantize, decided: Limits) -> list[Trade]:
@@ -253,7 +251,7 @@ class Estimator:
         if (shares := (limit.protect_magnitude, limit.protect_sensitivity)) not in member.protected:
             member.protected[shares] = nbytes_of_protected(quantized.levels, member.part, spec)
         nbytes = member.protected[shares] + nbytes_of_codebook(quantized.codebook, member.before, spec)
-        size, columns = quantized.codebook.size + 2, columns_of(spec.shape)
+        size, columns = quantized.codebook.size + 2, spec.columns
         return unit.scale * (nbytes + nbytes_of_levels(quantized.levels, size, member.part, codec.coder, columns))
 
     def _all_values(self, i: int, histogram: Histogram, most: int) -> NpArray | None:

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from . import store as store
     from . import trainers as trainers
     from .codec.base import Codec
-    from .codec.checkpoint import Checkpoint, decompress
+    from .codec.checkpoint import Checkpoint
     from .codec.compress import compress
-    from .codec.config import ChainPolicy, Config, Rule, UnmatchedRuleWarning
+    from .codec.config import ChainPolicy, Config, Rule
+    from .codec.decompress import decompress
     from .codec.embeddings.rows import Rows
     from .codec.errors import (
         BadArgumentError,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .codec.evidence.gather import Evidence
     from .codec.evidence.kind import Kind
     from .codec.evidence.module import kinds
+    from .codec.inputs import PastWeights
     from .codec.lossless.changed import Changed
     from .codec.lossless.exact import Exact
     from .codec.moments.clusters import Clusters
@@ -56,9 +58,8 @@ if TYPE_CHECKING:
     from .codec.moments.logbuckets import LogBuckets
     from .codec.moments.secondmoment import SecondMoment
     from .codec.parallel import set_threads, threads
-    from .codec.plan import UnknownArraysWarning
+    from .codec.plan import UnknownArraysWarning, UnmatchedRuleWarning
     from .codec.weights.exponent import ExponentDelta
-    from .codec.weights.past_weights import PastWeights
     from .codec.weights.quantize import Quantize
     from .searching.arguments import SearchOptions
     from .searching.result import SearchResult
@@ -88,12 +89,14 @@ __version__ = "0.2.0.dev0"
 
 _SUBJECTS = {
     "codec.base": "Codec",
-    "codec.checkpoint": "Checkpoint decompress",
+    "codec.checkpoint": "Checkpoint",
+    "codec.decompress": "decompress",
     "codec.compress": "compress",
-    "codec.config": "ChainPolicy Config Rule UnmatchedRuleWarning",
+    "codec.config": "ChainPolicy Config Rule",
     "codec.embeddings.rows": "Rows",
     "codec.errors": "BadArgumentError CorruptDataError MissingCodecError MissingParentError NewerFormatError "
     "ShrinkpointError ShrinkpointWarning UnsupportedLeafError",
+    "codec.inputs": "PastWeights",
     "codec.lossless.changed": "Changed",
     "codec.lossless.exact": "Exact",
     "codec.moments.clusters": "Clusters",
@@ -104,8 +107,7 @@ _SUBJECTS = {
     "codec.evidence.gather": "Evidence",
     "codec.evidence.kind": "Kind",
     "codec.evidence.module": "kinds",
-    "codec.plan": "UnknownArraysWarning",
-    "codec.weights.past_weights": "PastWeights",
+    "codec.plan": "UnknownArraysWarning UnmatchedRuleWarning",
     "codec.weights.exponent": "ExponentDelta",
     "codec.weights.quantize": "Quantize",
     "searching.arguments": "SearchOptions",
