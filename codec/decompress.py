@@ -1,4 +1,4 @@
-"""`decompress`: the state of a checkpoint, decoded into new arrays or into those of the caller."""
+"""`decompress`: decoding of a state into new arrays, or into those of the caller."""
 
 from __future__ import annotations
 

@@ -150,7 +150,10 @@ def _read(inputs: Inputs) -> Arrays:
 
 
 def _notes(leaves: Sequence[Leaf], codecs: Sequence[Codec], cfg: Config, kinds: Mapping[str, Any] | None) -> list[str]:
-    """Return a remark for each array that is exact although it may be a table that rules quantize by rows, or ""."""
+    """Return a remark for each exact array that may be an embedding, or "".
+
+    There are remarks only under rules that quantize embeddings by rows.
+    """
     if not any(r.match == "embedding" and isinstance(r.codec, Rows) and not r.codec.lossless for r in cfg.rules):
         return [""] * len(leaves)
     notes = []

@@ -1,6 +1,6 @@
-"""First and second moments among optimizer entries: those that are updates, and those that stay exact.
+"""Moments among optimizer entries: those that are updates, and those that stay exact.
 
-They stay exact where their values, shapes or neighbours contradict their names.
+A moment stays exact where its values, its shape or its neighbours contradict its name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names: what path and shape say of an array by themselves, and the names of moments and optimizers."""
+"""Names: what path and shape alone say of an array; names of moments and optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of a state (dicts, lists, tuples, tensor subclasses) to a list of nodes and back, without pickle.
+"""Conversion of a state, a tree of containers, to a list of nodes and back, without pickle.
 
 The tree is written in preorder, one JSON value a node, so nesting has no depth limit in either direction:
 

@@ -1,4 +1,4 @@
-"""What the moments of a weight say for its encoder: the importance of its error, and the lead of its drift.
+"""Importance of a weight's error, and lead of its drift, by the moments of the weight.
 
 The importance is the root of the second moment, if the state has one.
 
