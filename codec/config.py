@@ -184,9 +184,9 @@ class Config:
         rule = next((r for r in self.rules if r.matches(path, spec, evidence.kind)), None)
         if rule is not None and (is_lossless(rule.codec) or not evidence.is_bound):
             return rule.codec, f"rule {rule.match!r}"
-        role = evidence.kind.role
-        if not evidence.source or evidence.is_bound or role == "state":
+        if not evidence.may_be_lossy:
             return _EXACT, evidence.why
+        role = evidence.kind.role
         return _WEIGHTS if role == "weight" else _FIRST if role == "first moment" else _SECOND, evidence.why
 
     def for_restores(self, restores: int) -> Config:

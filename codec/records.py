@@ -186,7 +186,7 @@ def records_of(header: Mapping[str, Any], keys: Sequence[tuple[str, str]]) -> Re
 
 
 def _check(group: Group, specs: Sequence[LeafSpec], path: str) -> None:
-    """Refuse several arrays that are not of one kind or are too large, and deltas of a format without them.
+    """Refuse several arrays that do not belong together, and deltas of a format without them.
 
     Reading one array decodes its group, so that `MOST_BYTES` bounds the cost.
     """

@@ -46,6 +46,11 @@ class Evidence:
     is_unknown: bool = False
     entry: Entry | None = None
 
+    @property
+    def may_be_lossy(self) -> bool:
+        """Return whether the array may change without a rule that names it by path."""
+        return bool(self.source) and not self.is_bound and self.kind.role != "state"
+
 
 def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) -> list[Evidence]:
     """Return the evidence of each array.

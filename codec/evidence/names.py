@@ -58,7 +58,7 @@ _KNOWN = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What the path and the shape of an array say of it.
+    """Properties of an array by its path and its shape alone.
 
     Args:
         layer: layer type.

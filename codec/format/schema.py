@@ -164,7 +164,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 def _as_json(record: StoredArray | StoredGroup, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields that do not have their default value, by their short names, checked as a reader does."""
+    """Return the fields without a default value, by short names, checked as a reader does."""
     found = {}
     for name, short in names.items():
         value = getattr(record, name)

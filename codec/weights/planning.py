@@ -162,7 +162,7 @@ class Plan:
     @cached_property
     def cells(self) -> Cells:
         """Return the counts of the elements that are neither pruned nor protected."""
-        return _cells_of(self.sketch, self.thresholds) if self.kept is None else self.kept
+        return Cells.of(kept(self.sketch.signed, self.thresholds)) if self.kept is None else self.kept
 
 
 def check_gradients(codec: QuantizeSettings, leaves: Sequence[Leaf]) -> None:
@@ -280,10 +280,6 @@ def plans(
         return found
     codes = _codes(codec, leaves, parents, found)
     return [replace(plan, codes=own) for plan, own in zip(found, codes, strict=True)]
-
-
-def _cells_of(sketch: Sketch, thresholds: Thresholds) -> Cells:
-    return Cells.of(kept(sketch.signed, thresholds))
 
 
 def _kept(codec: QuantizeSettings, leaves: Sequence[Leaf], thresholds: Sequence[Thresholds]) -> list[Cells | None]:
