@@ -13,7 +13,7 @@ from ..kernels.backend.floats import FORMATS
 from .base import Codec, from_json, to_json
 from .display import html_fields
 from .embeddings.rows import Rows
-from .errors import BadArgumentError
+from .errors import BadArgumentError, ShrinkpointWarning
 from .evidence.gather import Evidence
 from .evidence.kind import LAYERS, ROLES, Kind
 from .lossless.changed import Changed
@@ -30,6 +30,10 @@ from .weights.quantize import Quantize
 CODECS.update(
     {c.id: c for c in (Exact, Quantize, LogBuckets, FirstMoment, SecondMoment, ExponentDelta, Changed, Clusters, Rows)}
 )
+
+
+class UnmatchedRuleWarning(ShrinkpointWarning):
+    """A rule matches no array of a state."""
 
 
 @dataclass(frozen=True, slots=True)

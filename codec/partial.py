@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from .arithmetic import own_arithmetic
-from .checkpoint import Checkpoint
-from .decompress import Reader
+from .checkpoint import Checkpoint, Reader
 from .device_coding import decoding_near
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .outputs import outputs_of

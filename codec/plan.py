@@ -19,7 +19,7 @@ from typing import Any
 from ..kernels.backend.arrays import to_place_of
 from ..kernels.backend.floats import FORMATS
 from .base import Codec, Leaf, Reference
-from .config import Config, Rule, is_lossless
+from .config import Config, Rule, UnmatchedRuleWarning, is_lossless
 from .deduplication import copies
 from .embeddings.rows import DTYPES, Rows
 from .errors import BadArgumentError, ShrinkpointWarning
@@ -43,10 +43,6 @@ _MUCH = 0.2
 """Share of the float bytes that may stay exact for want of evidence without a warning."""
 _GLANCE = 2000
 """Number of paths that are compared with a rule without a match."""
-
-
-class UnmatchedRuleWarning(ShrinkpointWarning):
-    """A rule matches no array of a state."""
 
 
 class UnknownArraysWarning(ShrinkpointWarning):

@@ -22,10 +22,11 @@ from ..codec.state.leaves import NpArray
 from ..codec.weights.codebook import Cells, Fit
 from ..codec.weights.importance import weights_of
 from ..codec.weights.levels import MAX_BINS, LevelsReference, compatible_parent
-from ..codec.weights.partition import kept, pruning, upper_threshold
+from ..codec.weights.partition import kept, upper_threshold
 from ..codec.weights.planning import (
     Limits,
     protection_limits,
+    pruning_limits,
     sketched,
     spreads,
     thresholds_before,
@@ -172,7 +173,7 @@ class Estimator:
             self._protect[codec.protect] = protection_limits(codec, self._sketches, thresholds_before(self._parents))
         key = codec.prune, codec.prune_metric
         if key not in self._prune:
-            self._prune[key] = pruning(self._sketches, *key) if codec.prune else {}
+            self._prune[key] = pruning_limits(codec, self._sketches)
         return Limits(self._protect[codec.protect], self._prune[key])
 
     def _trades(self, codec: Quantize, decided: Limits) -> list[Trade]:

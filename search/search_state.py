@@ -13,10 +13,9 @@ import numpy as np
 import xxhash
 
 from ..codec.base import Array, Leaf, Reference
-from ..codec.checkpoint import Checkpoint
+from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress_inputs
 from ..codec.config import Config
-from ..codec.decompress import decompress
 from ..codec.inputs import Inputs, PastWeights
 from ..codec.parallel import map_chunks
 from ..codec.plan import gathered, plan

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..codec.checkpoint import Checkpoint
-from ..codec.decompress import decompress
+from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.errors import CorruptDataError, MissingParentError, ShrinkpointError
 from ..codec.state import tree
 from . import labels

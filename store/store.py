@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Never
 
-from ..codec.checkpoint import Checkpoint
+from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.config import Config
-from ..codec.decompress import decompress
 from ..codec.display import html_fields
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.inputs import PastWeights

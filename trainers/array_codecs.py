@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..codec.base import Codec
-from ..codec.checkpoint import Checkpoint
+from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress
 from ..codec.config import Config
-from ..codec.decompress import decompress
 from ..codec.errors import CorruptDataError
 from ..codec.lossless.exact import Exact
 from ..codec.moments.logbuckets import FINEST, LogBuckets

@@ -21,10 +21,9 @@ import fsspec
 import torch
 import torch.distributed as dist
 
-from ..codec.checkpoint import Checkpoint
+from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress
 from ..codec.config import Config
-from ..codec.decompress import decompress
 from ..codec.errors import BadArgumentError, MissingParentError, ShrinkpointError
 from ..codec.evidence.module import kinds, state_name
 from ..codec.format.bounded_json import loads

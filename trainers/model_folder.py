@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from blake3 import blake3
 
-from ..codec.checkpoint import Checkpoint
-from ..codec.decompress import decompress
+from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.errors import CorruptDataError, MissingParentError
 from ..codec.format import container
 from ..codec.format.schema import StoredArray, StoredGroup, groups_to_json

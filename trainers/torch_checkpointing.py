@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..codec.checkpoint import Checkpoint
+from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress_inputs
 from ..codec.config import Config
-from ..codec.decompress import decompress
 from ..codec.errors import CorruptDataError, ShrinkpointWarning
 from ..codec.evidence.kind import check_kinds
 from ..codec.format.container import MAGIC

@@ -17,10 +17,10 @@ from ...kernels.backend.floats import FORMATS
 from ..state import tree
 from ..state.leaves import SCALARS, SEQUENCES, LeafSpec
 from . import reasons
-from .entries import Entry, Matches, Outline, entries_of, match, parse
+from .entries import Entry, Matches, Outline, entries_of, match
 from .kind import TINY, TINY_MOMENT, Kind, Match, by_path, unwrapped
 from .moments import Arrays, contradicted, updates
-from .names import Named, is_model, layer_of, named
+from .names import Named, is_model, named
 
 _RANKS = re.compile(r"(^|/)ranks/\d+/")
 """The part of a path that names a rank."""
@@ -98,12 +98,6 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
         evidence = dataclasses.replace(evidence, entry=entries.get(i))
         found.append(_bound(evidence, spec, "part of a tensor subclass" if arrays.held[i] else spoilt.get(i, "")))
     return found
-
-
-def guess(path: str, spec: LeafSpec) -> Kind:
-    """Return the kind of an array by its name and shape, for display only."""
-    entry = parse(path)
-    return Kind(layer_of(path, spec), "weight" if entry is None else entry.role)
 
 
 def _given(

@@ -17,7 +17,9 @@ from ...kernels.backend.arrays import is_torch, on_gpu, to_host, wide
 from ...kernels.backend.floats import FORMATS
 from ..parallel import map_arrays
 from ..state.leaves import LeafSpec
-from .entries import KNOWN, Entry, Matches
+from .entries import KNOWN, Entry, Matches, parse
+from .kind import Kind
+from .names import layer_of
 
 _SUBTRACTED = {"grad_avg", "average_gradient", "average_grad", "mean_grad", "mg"}
 """Averages of the gradient whose square an update subtracts from the second moment, before it takes a root."""
@@ -58,6 +60,12 @@ class Arrays:
     specs: Sequence[LeafSpec]
     flats: Sequence[Any]
     held: Sequence[bool]
+
+
+def guess(path: str, spec: LeafSpec) -> Kind:
+    """Return the kind of an array by its name and shape, for display only."""
+    entry = parse(path)
+    return Kind(layer_of(path, spec), "weight" if entry is None else entry.role)
 
 
 def updates(

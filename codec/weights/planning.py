@@ -224,13 +224,17 @@ def _bits(codec: QuantizeSettings) -> int:
 
 def limits(codec: QuantizeSettings, sketches: Sequence[Sketch], before: Thresholds | None) -> Limits:
     """Return the thresholds over all arrays, from their sketches and the parent's thresholds."""
-    protect = protection_limits(codec, sketches, before)
-    return Limits(protect, pruning(sketches, codec.prune, codec.prune_metric) if codec.prune else {})
+    return Limits(protection_limits(codec, sketches, before), pruning_limits(codec, sketches))
 
 
 def thresholds_before(parents: Sequence[Reference | None]) -> Thresholds | None:
     """Return the parent's thresholds from its first quantized array, or None."""
     return next((p.thresholds for p in parents if isinstance(p, LevelsReference)), None)
+
+
+def pruning_limits(codec: QuantizeSettings, sketches: Sequence[Sketch]) -> dict[str, tuple[float, float]]:
+    """Return pruning thresholds by layer type."""
+    return pruning(sketches, codec.prune, codec.prune_metric) if codec.prune else {}
 
 
 def protection_limits(

@@ -139,20 +139,6 @@ def placed_with(x: Array, other: Array) -> Array:
     return to_device(torch.as_tensor(x if is_torch(x) else np.require(x, requirements="W")), other.device)
 
 
-def to_place_of(values: Array, flat: Array) -> Array:
-    """Return values of torch or NumPy in the library of another such array and on its device."""
-    if is_torch(flat):
-        return (values if is_torch(values) else like(np.require(values, requirements="W"), flat)).to(flat.device)
-    if is_torch(values):
-        return values.float().cpu().numpy() if str(values.dtype) == "torch.bfloat16" else values.cpu().numpy()
-    return values
-
-
-def wide(x: Array) -> Array:
-    """Return a torch tensor or NumPy array as float64, where it is."""
-    return x.double() if is_torch(x) else x.astype(np.float64)
-
-
 def bit_view(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """View a contiguous NumPy array as unsigned integers of the same width, without a copy."""
     return x.reshape(-1).view(np.dtype(f"uint{8 * x.dtype.itemsize}"))
@@ -209,6 +195,20 @@ def like(result: np.ndarray[Any, Any], x: Array, dtype: str | None = None, *, ro
     if dtype_name(out) != dtype_name(result) and not (rounded and result.dtype == np.float64):
         _check_same_values(result, out)
     return out
+
+
+def to_place_of(values: Array, flat: Array) -> Array:
+    """Return values of torch or NumPy in the library of another such array and on its device."""
+    if is_torch(flat):
+        return (values if is_torch(values) else like(np.require(values, requirements="W"), flat)).to(flat.device)
+    if is_torch(values):
+        return values.float().cpu().numpy() if str(values.dtype) == "torch.bfloat16" else values.cpu().numpy()
+    return values
+
+
+def wide(x: Array) -> Array:
+    """Return a torch tensor or NumPy array as float64, where it is."""
+    return x.double() if is_torch(x) else x.astype(np.float64)
 
 
 def _check_same_values(result: np.ndarray[Any, Any], out: Array) -> None:

@@ -32,10 +32,9 @@ if TYPE_CHECKING:
     from . import store as store
     from . import trainers as trainers
     from .codec.base import Codec
-    from .codec.checkpoint import Checkpoint
+    from .codec.checkpoint import Checkpoint, decompress
     from .codec.compress import compress
-    from .codec.config import ChainPolicy, Config, Rule
-    from .codec.decompress import decompress
+    from .codec.config import ChainPolicy, Config, Rule, UnmatchedRuleWarning
     from .codec.embeddings.rows import Rows
     from .codec.errors import (
         BadArgumentError,
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
     from .codec.moments.logbuckets import LogBuckets
     from .codec.moments.secondmoment import SecondMoment
     from .codec.parallel import set_threads, threads
-    from .codec.plan import UnknownArraysWarning, UnmatchedRuleWarning
+    from .codec.plan import UnknownArraysWarning
     from .codec.weights.exponent import ExponentDelta
     from .codec.weights.quantize import Quantize
     from .searching.arguments import SearchOptions
@@ -89,10 +88,9 @@ __version__ = "0.2.0.dev0"
 
 _SUBJECTS = {
     "codec.base": "Codec",
-    "codec.checkpoint": "Checkpoint",
-    "codec.decompress": "decompress",
+    "codec.checkpoint": "Checkpoint decompress",
     "codec.compress": "compress",
-    "codec.config": "ChainPolicy Config Rule",
+    "codec.config": "ChainPolicy Config Rule UnmatchedRuleWarning",
     "codec.embeddings.rows": "Rows",
     "codec.errors": "BadArgumentError CorruptDataError MissingCodecError MissingParentError NewerFormatError "
     "ShrinkpointError ShrinkpointWarning UnsupportedLeafError",
@@ -107,7 +105,7 @@ _SUBJECTS = {
     "codec.evidence.gather": "Evidence",
     "codec.evidence.kind": "Kind",
     "codec.evidence.module": "kinds",
-    "codec.plan": "UnknownArraysWarning UnmatchedRuleWarning",
+    "codec.plan": "UnknownArraysWarning",
     "codec.weights.exponent": "ExponentDelta",
     "codec.weights.quantize": "Quantize",
     "searching.arguments": "SearchOptions",

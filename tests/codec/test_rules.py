@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec.plan import UnmatchedRuleWarning
+from shrinkpoint.codec.config import UnmatchedRuleWarning
 
 X = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
 

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...codec.checkpoint import Checkpoint
+from ...codec.checkpoint import Checkpoint, decompress
 from ...codec.compress import compress
-from ...codec.decompress import decompress
 from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
 from ...store.chain import check, missing, read
 from ...store.files import TEMPORARY, Files, StoreWarning

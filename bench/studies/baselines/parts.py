@@ -18,8 +18,8 @@ import xxhash
 import zstandard
 
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, MissingParentError
-from shrinkpoint.codec.evidence.gather import guess
 from shrinkpoint.codec.evidence.kind import TINY
+from shrinkpoint.codec.evidence.moments import guess
 from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.state import tree
 from shrinkpoint.codec.state.leaves import (

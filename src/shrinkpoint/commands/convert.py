@@ -277,7 +277,7 @@ def restore(
 def _state(
     source: str, step: str | None, parents: list[Path] | None, paths: list[str] | None
 ) -> tuple[Any, dict[str, Any]]:
-    from ..codec.decompress import decompress
+    from ..codec.checkpoint import decompress
     from ..codec.errors import BadArgumentError
     from .sources import is_url, newest_intact, open_store, parse_step, resolved
 

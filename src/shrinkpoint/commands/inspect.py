@@ -391,7 +391,7 @@ def _verify_store(url: str, quiet: bool) -> tuple[dict[int, str], list[int], dic
 
 
 def _verify_files(files: list[Path], parents: list[Path]) -> list[dict[str, Any]]:
-    from ..codec.decompress import decompress
+    from ..codec.checkpoint import decompress
     from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError
     from .sources import chain_of, read_file
 

@@ -62,9 +62,8 @@ def try_level(
         following: a later state of the same run, or None.
         evaluate: called with the restored state and the name, or None.
     """
-    from ..codec.checkpoint import Checkpoint
+    from ..codec.checkpoint import Checkpoint, decompress
     from ..codec.compress import compress
-    from ..codec.decompress import decompress
     from ..codec.plan import UnknownArraysWarning
 
     with warnings.catch_warnings():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
-from ..codec.evidence.gather import guess
+from ..codec.evidence.moments import guess
 from ..codec.format.bounded_json import loads
 from ..codec.parallel import map_chunks
 from ..codec.records import ArrayRecord
