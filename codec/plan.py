@@ -115,12 +115,12 @@ def plan(inputs: Inputs, cfg: Config) -> list[ArrayPlan]:
             targeted[codec] = _with_targets(codec, cfg)
         codecs.append(targeted[codec])
         whys.append(why)
-    if inputs.prev is None and inputs.is_whole:
-        _warn_of_unmatched(cfg.rules, arrays.paths)
-        _warn_of_unknown(leaves, evidence, whys, cfg)
     notes = _notes(leaves, codecs, cfg, inputs.kinds)
     leaves = _with_companions(inputs, leaves, codecs)
     pairs = _moment_pairs(leaves)
+    if inputs.prev is None and inputs.is_whole:
+        _warn_of_unmatched(cfg.rules, arrays.paths)
+        _warn_of_unknown(leaves, evidence, whys, cfg)
     leaves = with_lead(leaves, codecs, pairs, None if inputs.past_weights is None else inputs.past_weights.steps)
     leaves = with_importance(leaves, [isinstance(codec, Quantize) and bool(codec.rate) for codec in codecs])
     copied = copies(leaves, codecs)

@@ -138,6 +138,7 @@ class Records:
         for number, one in enumerate(groups):
             members = tuple(one.members)
             group = Group(number, members, one.stream, one.meta, offset, tuple(one.lengths), one.is_delta)
+            _check(group, [specs[i] for i in members], keys[members[0]][0])
             made.append(group)
             group_of |= dict.fromkeys(members, group)
             shares |= _shares(group, specs)
@@ -150,8 +151,6 @@ class Records:
             said = array.error, array.measure, array.note, array.pair
             codec, why = array.codec or group_of[i].format.codec, "" if array.reason is None else reasons[array.reason]
             records.append(ArrayRecord(path, key, specs[i], group_of[i], shares[i], *said, codec, why))
-        for group in made:
-            _check(group, [specs[i] for i in group.members], keys[group.members[0]][0])
         return Records(tuple(records), tuple(made), offset)
 
 
