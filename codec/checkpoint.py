@@ -19,8 +19,7 @@ from .display import html_fields, size
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .format import container
 from .format.fields import Bytes, Piece, parts_of
-from .format.ranged import Ranged
-from .format.spool import ranged_over
+from .format.ranged import Ranged, ranged_over
 from .groups import Coded, FilledReference, joined_bytes, joined_spec
 from .lossless.reference import BytesReference
 from .outputs import device_memory, host_memory, new_outputs, outputs_of, write_to
@@ -147,7 +146,7 @@ class Checkpoint:
     @staticmethod
     def written(
         header: dict[str, Any],
-        keys: list[tuple[str, str]],
+        records: Records,
         pieces: Sequence[Piece],
         references: dict[str, Reference],
         *,
@@ -158,7 +157,7 @@ class Checkpoint:
 
         Args:
             header: as `docs/format.md` has it.
-            keys: path and key of each array.
+            records: of its arrays and groups.
             pieces: of all arrays, in order.
             references: what later deltas need, by key.
             arrays: the caller's, which may change; pieces in their memory are copied.
@@ -168,15 +167,10 @@ class Checkpoint:
         front, where = container.write_front(header, pieces)
         if not is_spooled:
             parts = itertools.chain.from_iterable(map(parts_of, pieces))
-            made._set(
-                container.Buffers([front, *container.apart_from(parts, arrays)]),
-                where,
-                records_of(header, keys),
-                references,
-            )
+            made._set(container.Buffers([front, *container.apart_from(parts, arrays)]), where, records, references)
             return made
         file = ranged_over(front, pieces)
-        made._set(file, where, records_of(header, keys), references, content_hash(file.blocks()))
+        made._set(file, where, records, references, content_hash(file.blocks()))
         return made
 
     @staticmethod
@@ -358,7 +352,7 @@ class Checkpoint:
             for record, parent in zip(members, parents, strict=True):
                 if parent is None:
                     raise MissingParentError(f"{record.path}: a delta, and the parent has no such array")
-        pair = None
+        pieces, pair = self._pieces(group), None
         if group.format.pair is not None:
             others = [self._pair_of(record) for record in members]
             values = [
@@ -370,7 +364,7 @@ class Checkpoint:
                 raise CorruptDataError(f"header: {members[0].path}: the pairs of its group have several dtypes")
             joined = values[0] if len(values) == 1 else from_bytes(joined_bytes(values), spec)
             pair = group.format.pair(joined, spec)
-        return Coded([r.spec for r in members], group.meta, self._pieces(group), parents, pair)
+        return Coded([r.spec for r in members], group.meta, pieces, parents, pair)
 
     def _pair_of(self, record: ArrayRecord) -> ArrayRecord:
         other = self._records[record.pair or 0]

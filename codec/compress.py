@@ -10,12 +10,15 @@ from .base import Codec, Prepare, Stored, rounded_error
 from .checkpoint import Checkpoint
 from .config import Config
 from .encode import Economy, encode
-from .evidence.reasons import numbered
+from .evidence.reasons import REASONS
 from .format.schema import StoredArray, StoredGroup, groups_to_json
 from .inputs import Inputs
 from .named_presets import check_config
-from .plan import ArrayPlan, plan, remark
+from .plan import ArrayPlan, plan
+from .records import Records
 from .streams import STREAMS
+
+_NUMBERS = {reason: number for number, reason in enumerate(REASONS)}
 
 
 def compress(
@@ -90,36 +93,51 @@ def compress_inputs(
     planned = plan(inputs, cfg) if planned is None else planned
     encoded = encode(planned, prepare or {}, economy)
     stored = [encoded.arrays[i] for i in range(len(planned))]
-    notes = [own.note or remark(one, cfg, inputs.kinds) for one, own in zip(planned, stored, strict=True)]
-    numbers, others = numbered([one.why for one in planned])
-    groups = sorted(encoded.groups, key=lambda group: group.members[0])
+    parent = None if inputs.prev is None else inputs.prev.identity
+    numbers, texts = numbered([one.why for one in planned])
+    arrays = [record_of(*one) for one in zip(planned, stored, numbers, strict=True)]
+    coded = sorted(encoded.groups, key=lambda group: group.members[0])
+    groups = [StoredGroup(g.members, g.stream, [len(p) for p in g.pieces], g.meta, g.is_delta) for g in coded]
     header = {
-        "parent": None if inputs.prev is None else inputs.prev.identity,
+        "parent": parent,
         "raw": sum(one.leaf.spec.nbytes for one in planned),
         "tree": inputs.nodes,
-        "arrays": [record_of(*one).to_json() for one in zip(planned, stored, notes, numbers, strict=True)],
-        "groups": groups_to_json(
-            [StoredGroup(g.members, g.stream, [len(p) for p in g.pieces], g.meta, g.is_delta) for g in groups]
-        ),
+        "arrays": [one.to_json() for one in arrays],
+        "groups": groups_to_json(groups),
     }
-    if others:
-        header["why"] = others
+    if texts:
+        header["why"] = texts
+    keys = [(one.leaf.path, one.leaf.key) for one in planned]
+    records = Records.of(keys, [one.leaf.spec for one in planned], arrays, groups, texts)
+    pieces = [piece for group in coded for piece in group.pieces]
     reference = {
         one.leaf.key: own.reference
         for one, own in zip(planned, stored, strict=True)
         if own.reference is not None and STREAMS[own.stream].has_deltas
     }
-    keys = [(one.leaf.path, one.leaf.key) for one in planned]
-    pieces = [piece for group in groups for piece in group.pieces]
-    arrays = [one.leaf.flat for one in planned]
+    flats = [one.leaf.flat for one in planned]
     is_spooled = economy is not None and economy.spool is not None
-    return Checkpoint.written(header, keys, pieces, reference, arrays=arrays, is_spooled=is_spooled)
+    return Checkpoint.written(header, records, pieces, reference, arrays=flats, is_spooled=is_spooled)
 
 
-def record_of(planned: ArrayPlan, stored: Stored, note: str, reason: int) -> StoredArray:
+def numbered(reasons: list[str]) -> tuple[list[int], list[str]]:
+    """Return the number of each reason, and the texts that have no fixed number.
+
+    A number of `len(REASONS)` or more counts into the texts.
+
+    Example:
+        >>> numbered(["exact: norm", "rule 'head.*'", "rule 'head.*'"])
+        ([20, 39, 39], ["rule 'head.*'"])
+    """
+    others = list(dict.fromkeys(reason for reason in reasons if reason not in _NUMBERS))
+    table = _NUMBERS | {reason: len(REASONS) + at for at, reason in enumerate(others)}
+    return [table[reason] for reason in reasons], others
+
+
+def record_of(planned: ArrayPlan, stored: Stored, reason: int) -> StoredArray:
     """Return the header record of an array."""
     spec, stream = planned.leaf.spec, STREAMS[stored.stream]
     codec = None if planned.codec.id == stream.codec else planned.codec.id
     error = 0.0 if stored.measure == "exact" else rounded_error(stored.error, up=True)
-    layout = spec.dtype, spec.shape, spec.order, spec.library
+    layout, note = (spec.dtype, spec.shape, spec.order, spec.library), stored.note or planned.note
     return StoredArray(*layout, codec, measure=stored.measure, error=error, note=note, reason=reason, pair=stored.pair)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Never
 
@@ -75,33 +74,6 @@ class Rule:
         if self.match in LAYERS:
             return kind.layer == self.match and kind.role == "weight"
         return fnmatch.fnmatchcase(path, self.match)
-
-
-def warn_of_unmatched(rules: Sequence[Rule], paths: Sequence[str]) -> None:
-    """Warn of each rule that matches no array, with the nearest path or kind.
-
-    Rules for kinds, and globs that begin with `*` ("*/exp_avg"), cause no warning.
-    """
-    known = {*ROLES, *LAYERS, *(rule.match.removeprefix("*/") for rule in rules if rule.match.startswith("*/"))}
-    for rule in rules if paths else ():
-        if rule.match in known or rule.match.startswith("*"):
-            continue
-        if any(fnmatch.fnmatchcase(path, rule.match) for path in paths):
-            continue
-        if (meant := next((path for path in paths if fnmatch.fnmatchcase(path, f"*/{rule.match}")), None)) is not None:
-            hint = f"globs are for whole paths, such as {meant}; '*/{rule.match}' matches it"
-        elif "." not in rule.match and (
-            kind := next(iter(difflib.get_close_matches(rule.match.lower(), (*ROLES, *LAYERS), 1, 0.8)), None)
-        ):
-            hint = f"did you mean the kind {kind!r}?"
-        else:
-            nearest = difflib.get_close_matches(rule.match, paths[:_GLANCE], 1, 0.0)[0]
-            hint = f"the nearest path is {nearest}"
-        warnings.warn(f"rule {rule.match!r} matches no array of this state: {hint}", UnmatchedRuleWarning, stacklevel=2)
-
-
-_GLANCE = 2000
-"""Number of paths that are compared with a rule without a match."""
 
 
 @dataclass(frozen=True, slots=True)

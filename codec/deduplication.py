@@ -19,8 +19,8 @@ from .errors import CorruptDataError
 from .groups import Coded
 from .lossless.exact import Exact
 from .moments.logbuckets import LogBuckets, ValuesReference
-from .state.casting import scaled_distortion, unit
-from .state.leaves import Array, LeafSpec, NpArray, as_bytes, largest
+from .state.casting import largest, scaled_distortion, unit
+from .state.leaves import Array, LeafSpec, NpArray, as_bytes
 
 _HALVES = {"float32": ("float32", "bfloat16", "float16"), "float64": ("float64", "float32", "bfloat16", "float16")}
 _GLANCE = 64

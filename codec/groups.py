@@ -16,7 +16,6 @@ import numpy as np
 from ..kernels.backend.arrays import is_torch, on_gpu, placed_with
 from . import entropy
 from .base import Leaf, Parents, Reference
-from .entropy.row_column_classes import columns_of
 from .format.fields import Piece
 from .state.leaves import SCALARS, Array, LeafSpec, NpArray, as_bytes, from_bytes
 
@@ -149,8 +148,8 @@ def joined_spec(specs: Sequence[LeafSpec]) -> LeafSpec:
     if len(specs) == 1:
         return first
     size = sum(spec.size for spec in specs)
-    columns = columns_of(first.shape)
-    if columns and all(columns_of(spec.shape) == columns for spec in specs[1:]):
+    columns = first.columns
+    if columns and all(spec.columns == columns for spec in specs[1:]):
         shape: tuple[int, ...] = (size // columns, columns)
     else:
         shape = (size,)
@@ -160,7 +159,7 @@ def joined_spec(specs: Sequence[LeafSpec]) -> LeafSpec:
 
 def matrix_of(specs: Sequence[LeafSpec], start: int = 0, numbers: entropy.Numbers | None = None) -> entropy.Matrix:
     """Return the place of the elements of joined arrays, from element `start` on."""
-    columns = columns_of(joined_spec(specs).shape)
+    columns = joined_spec(specs).columns
     if not columns:
         return entropy.ALONE
     heights = [spec.size // columns for spec in specs] if len(specs) > 1 else ()

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .base import Array, Leaf, Reference
+from ..kernels.backend.arguments import check_field, number, or_none
+from .base import Array
 from .checkpoint import Checkpoint, check_resolved
 from .errors import BadArgumentError, UnsupportedLeafError
 from .evidence.gather import Evidence
-from .evidence.kind import by_path, check_kinds, check_used, kinds_for
+from .evidence.kind import Match, by_path, check_kinds, check_used, kinds_for
 from .state import tree
-from .state.leaves import is_array, is_stored_as_array, same_storage_key
-from .weights.past_weights import PastWeights
+from .state.leaves import is_array, is_stored_as_array, tie
+
+
+@dataclass(frozen=True, slots=True)
+class PastWeights:
+    """Weights of an earlier time and their distance in steps, for `compress(earlier=)`.
+
+    Args:
+        weights: a tree with the keys of the weights (or the tails of their paths), any float dtype.
+        steps: optimizer steps from these weights to those of the state, > 0; for a slow average, their mean. None
+            (default): unknown, so that the loss of first moments is not compensated.
+
+    Raises:
+        BadArgumentError: `steps` is out of range.
+
+    Example:
+        >>> import numpy as np
+        >>> PastWeights({"w": np.zeros((64, 64))}, steps=100).steps
+        100.0
+    """
+
+    weights: Any
+    steps: float | None = None
+
+    @staticmethod
+    def of(given: Any) -> PastWeights:
+        """Return the argument `earlier` as `PastWeights`; a tree of weights gets no steps."""
+        return given if isinstance(given, PastWeights) else PastWeights(given)
+
+    def __post_init__(self) -> None:
+        check_field(self, "steps", or_none, number, 0, math.inf, open_low=True, open_high=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +82,13 @@ class Inputs:
             check_resolved(prev)
         check_kinds(kinds)
         nodes, found = tree.flatten(state, is_stored_as_array)
+        tied, arrays = tie(nodes, found)
         check_used(kinds, [node.path for node in found])
         gradients = by_weights(grads, found, "grads")
         if earlier is not None:
             before = PastWeights.of(earlier)
             earlier = PastWeights(by_weights(before.weights, found, "earlier"), before.steps)
-        return Inputs(*tie(nodes, found), prev, kinds, gradients, earlier, found)
-
-    def parents(self, leaves: Sequence[Leaf]) -> list[Reference | None]:
-        """Return the reference that a delta of each array is coded against, or None."""
-        return [None if self.prev is None else self.prev.parent_reference(leaf.key, leaf.spec) for leaf in leaves]
+        return Inputs(tied, arrays, prev, kinds, gradients, earlier, found)
 
     def part(self, numbers: Sequence[int]) -> Inputs:
         """Return the inputs with only some of the arrays; evidence is that of the whole state.
@@ -82,24 +110,6 @@ def _renumbered(node: Any, place: Mapping[int, int]) -> Any:
     return {"a": place[node["a"]]} if node["a"] in place else None
 
 
-def tie(nodes: list[Any], found: list[tree.ArrayNode]) -> tuple[list[Any], list[tree.ArrayNode]]:
-    """Return tree and arrays with each array once; nodes with one memory refer to one array."""
-    first: dict[Any, int] = {}
-    number: list[int] = []
-    unique: list[tree.ArrayNode] = []
-    for node in found:
-        key = same_storage_key(node.value)
-        if key is not None and key in first:
-            number.append(first[key])
-            continue
-        if key is not None:
-            first[key] = len(unique)
-        number.append(len(unique))
-        unique.append(node)
-    renumbered = [{"a": number[n["a"]]} if isinstance(n, dict) and "a" in n else n for n in nodes]
-    return renumbered, unique
-
-
 def by_weights(given: Any, found: list[tree.ArrayNode], name: str) -> dict[str, Any]:
     """Return the arrays of a tree that is given along with the weights, by path.
 
@@ -119,17 +129,17 @@ def by_weights(given: Any, found: list[tree.ArrayNode], name: str) -> dict[str, 
         raise UnsupportedLeafError(f"{name}/{e}") from None
     table = {a.path: a.value for a in arrays}
     entry = entries(table, found)
-    used = {match[0] for match in (entry(node.path) for node in found) if match is not None}
+    used = {match.key for match in (entry(node.path) for node in found) if match is not None}
     for path in table:
         if path not in used:
             raise BadArgumentError(f"{name}/{path}: the state has no such weight")
     return table
 
 
-def entries(table: dict[str, Any], found: list[tree.ArrayNode]) -> Callable[[str], tuple[str, Any] | None]:
+def entries(table: dict[str, Any], found: list[tree.ArrayNode]) -> Callable[[str], Match | None]:
     """Return a look-up by path.
 
     It finds the entry of the path, else that of the path's longest tail that is not the path of an array.
     """
     others = {path: table[path] for path in table.keys() - {node.path for node in found}}
-    return lambda path: (path, table[path]) if path in table else by_path(others, path) if others else None
+    return lambda path: Match(path, table[path], "") if path in table else by_path(others, path) if others else None

@@ -7,6 +7,8 @@ copies are found here and nowhere else.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import fnmatch
 import glob
 import json
 import warnings
@@ -14,21 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ..kernels.backend.arrays import is_torch, like
+from ..kernels.backend.arrays import to_place_of
 from ..kernels.backend.floats import FORMATS
 from .base import Codec, Leaf, Reference
-from .config import Config, Rule, is_lossless, warn_of_unmatched
+from .config import Config, Rule, UnmatchedRuleWarning, is_lossless
 from .deduplication import copies
 from .embeddings.rows import DTYPES, Rows
 from .errors import BadArgumentError, ShrinkpointWarning
 from .evidence.gather import Evidence, gather
-from .evidence.kind import TINY, by_path, touched_rows
-from .evidence.moments import moment_pairs
-from .evidence.names import layer_of
+from .evidence.kind import LAYERS, ROLES, TINY, Match, by_path, touched_rows
+from .evidence.moments import Arrays
 from .evidence.reasons import SEVERAL_TREES
-from .evidence.values import Arrays
 from .inputs import Inputs, entries
 from .lossless.exact import Exact
 from .moments.clusters import Clusters
@@ -37,13 +35,14 @@ from .moments.logbuckets import LogBuckets
 from .moments.secondmoment import SecondMoment
 from .state.leaves import SEQUENCES, read_leaf
 from .weights.exponent import ExponentDelta
-from .weights.importance import second_moments, squared
-from .weights.past_weights import with_lead
+from .weights.importance import with_importance, with_lead
 from .weights.quantize import Quantize
 
 _TARGETED = (Clusters, ExponentDelta, FirstMoment, LogBuckets, Rows, SecondMoment)
 _MUCH = 0.2
 """Share of the float bytes that may stay exact for want of evidence without a warning."""
+_GLANCE = 2000
+"""Number of paths that are compared with a rule without a match."""
 
 
 class UnknownArraysWarning(ShrinkpointWarning):
@@ -75,6 +74,7 @@ class ArrayPlan:
         parent: reference that a delta is coded against; None for a base.
         pair: of a first moment, the number of its second moment; else None.
         original: number of the array that this one is a copy of; None: not a copy.
+        note: remark for the summary if it may surprise that the array is exact, or "".
     """
 
     leaf: Leaf
@@ -84,6 +84,7 @@ class ArrayPlan:
     parent: Reference | None = None
     pair: int | None = None
     original: int | None = None
+    note: str = ""
 
 
 def plan(inputs: Inputs, cfg: Config) -> list[ArrayPlan]:
@@ -97,35 +98,38 @@ def plan(inputs: Inputs, cfg: Config) -> list[ArrayPlan]:
         BadArgumentError: a gradient or earlier values of another shape than their weight, or not of a float dtype.
         UnsupportedLeafError: an array that cannot be stored.
     """
-    found = inputs.arrays
     arrays = _read(inputs)
-    paths = arrays.paths
     evidence = gather(inputs.nodes, arrays, inputs.kinds) if inputs.evidence is None else inputs.evidence
     # For a parent that is a base, the rows touched since the base count.
-    touched = touched_rows(paths, inputs.kinds, inputs.prev is None or not inputs.prev.is_delta)
+    touched = touched_rows(arrays.paths, inputs.kinds, inputs.prev is None or not inputs.prev.is_delta)
     leaves: list[Leaf] = []
     codecs: list[Codec] = []
     whys: list[str] = []
     targeted: dict[Codec, Codec] = {}
-    for node, spec, flat, known in zip(found, arrays.specs, arrays.flats, evidence, strict=True):
+    for node, spec, flat, known in zip(inputs.arrays, arrays.specs, arrays.flats, evidence, strict=True):
         codec, why = cfg.codec_for(node.path, spec, known)
-        leaf = Leaf(node.path, node.key, spec, known.kind, flat, touched=touched.get(node.path), entry=known.entry)
-        leaves.append(leaf)
+        leaves.append(
+            Leaf(node.path, node.key, spec, known.kind, flat, touched=touched.get(node.path), entry=known.entry)
+        )
         if codec not in targeted:
-            targeted[codec] = with_targets(codec, cfg)
+            targeted[codec] = _with_targets(codec, cfg)
         codecs.append(targeted[codec])
         whys.append(why)
-    if inputs.prev is None and inputs.is_whole:
-        warn_of_unmatched(cfg.rules, paths)
-        _warn_of_unknown(leaves, evidence, whys, cfg)
+    notes = _notes(leaves, codecs, cfg, inputs.kinds)
     leaves = _with_companions(inputs, leaves, codecs)
-    pairs = moment_pairs(leaves)
-    leaves = with_lead(leaves, codecs, inputs.past_weights)
+    pairs = _moment_pairs(leaves)
+    if inputs.prev is None and inputs.is_whole:
+        _warn_of_unmatched(cfg.rules, arrays.paths)
+        _warn_of_unknown(leaves, evidence, whys, cfg)
+    leaves = with_lead(leaves, codecs, pairs, None if inputs.past_weights is None else inputs.past_weights.steps)
     leaves = with_importance(leaves, [isinstance(codec, Quantize) and bool(codec.rate) for codec in codecs])
     copied = copies(leaves, codecs)
+    prev = inputs.prev
+    parents = [None if prev is None else prev.parent_reference(leaf.key, leaf.spec) for leaf in leaves]
+    columns = zip(leaves, evidence, codecs, whys, parents, notes, strict=True)
     return [
-        ArrayPlan(leaf, evidence[i], codec, why, parent, pairs.get(i), copied.get(i))
-        for i, (leaf, codec, why, parent) in enumerate(zip(leaves, codecs, whys, inputs.parents(leaves), strict=True))
+        ArrayPlan(leaf, known, codec, why, parent, pairs.get(i), copied.get(i), note)
+        for i, (leaf, known, codec, why, parent, note) in enumerate(columns)
     ]
 
 
@@ -141,6 +145,23 @@ def _read(inputs: Inputs) -> Arrays:
     return Arrays(paths, specs, [flat for _, flat in read], held)
 
 
+def _notes(leaves: Sequence[Leaf], codecs: Sequence[Codec], cfg: Config, kinds: Mapping[str, Any] | None) -> list[str]:
+    """Return a remark for each exact array that may be an embedding, or "".
+
+    There are remarks only under rules that quantize embeddings by rows.
+    """
+    if not any(r.match == "embedding" and isinstance(r.codec, Rows) and not r.codec.lossless for r in cfg.rules):
+        return [""] * len(leaves)
+    notes = []
+    for leaf, codec in zip(leaves, codecs, strict=True):
+        shape = leaf.spec.shape
+        tall = len(shape) == 2 and shape[0] > shape[1] and leaf.spec.size >= TINY and leaf.spec.dtype in DTYPES
+        exact = isinstance(codec, Exact) and leaf.entry is None and leaf.kind.layer == "linear"
+        unknown = tall and exact and not (kinds and by_path(kinds, leaf.path))
+        notes.append("exact: not known for an embedding, by its name or by kinds" if unknown else "")
+    return notes
+
+
 def _with_companions(inputs: Inputs, leaves: list[Leaf], codecs: Sequence[Codec]) -> list[Leaf]:
     """Add gradient and earlier values to the leaf of each weight that is quantized."""
     gradient_of = entries(inputs.grads, inputs.arrays)
@@ -154,7 +175,7 @@ def _with_companions(inputs: Inputs, leaves: list[Leaf], codecs: Sequence[Codec]
     return found
 
 
-def _companion(leaf: Leaf, entry: Callable[[str], tuple[str, Any] | None], name: str) -> Any:
+def _companion(leaf: Leaf, entry: Callable[[str], Match | None], name: str) -> Any:
     """Return the array of an argument that belongs to a weight, or None.
 
     It is flat and on the weight's device.
@@ -162,13 +183,36 @@ def _companion(leaf: Leaf, entry: Callable[[str], tuple[str, Any] | None], name:
     match = entry(leaf.path) if leaf.entry is None else None
     if match is None:
         return None
-    path = f"{name}/{match[0]}"
-    spec, values = read_leaf(match[1], path)
+    path = f"{name}/{match.key}"
+    spec, values = read_leaf(match.value, path)
     if spec.shape != leaf.spec.shape:
         raise BadArgumentError(f"{leaf.path}: {path} has shape {spec.shape}, not {leaf.spec.shape}")
     if spec.dtype not in FORMATS:
         raise BadArgumentError(f"{leaf.path}: {path} has dtype {spec.dtype}; one of {', '.join(FORMATS)} is needed")
     return to_place_of(values, leaf.flat)
+
+
+def _warn_of_unmatched(rules: Sequence[Rule], paths: Sequence[str]) -> None:
+    """Warn of each rule that matches no array, with the nearest path or kind.
+
+    Rules for kinds, and globs that begin with `*` ("*/exp_avg"), cause no warning.
+    """
+    known = {*ROLES, *LAYERS, *(rule.match.removeprefix("*/") for rule in rules if rule.match.startswith("*/"))}
+    for rule in rules if paths else ():
+        if rule.match in known or rule.match.startswith("*"):
+            continue
+        if any(fnmatch.fnmatchcase(path, rule.match) for path in paths):
+            continue
+        if (meant := next((path for path in paths if fnmatch.fnmatchcase(path, f"*/{rule.match}")), None)) is not None:
+            hint = f"globs are for whole paths, such as {meant}; '*/{rule.match}' matches it"
+        elif "." not in rule.match and (
+            kind := next(iter(difflib.get_close_matches(rule.match.lower(), (*ROLES, *LAYERS), 1, 0.8)), None)
+        ):
+            hint = f"did you mean the kind {kind!r}?"
+        else:
+            nearest = difflib.get_close_matches(rule.match, paths[:_GLANCE], 1, 0.0)[0]
+            hint = f"the nearest path is {nearest}"
+        warnings.warn(f"rule {rule.match!r} matches no array of this state: {hint}", UnmatchedRuleWarning, stacklevel=2)
 
 
 def _warn_of_unknown(leaves: Sequence[Leaf], evidence: Sequence[Evidence], whys: Sequence[str], cfg: Config) -> None:
@@ -210,23 +254,21 @@ def _warn_of_unknown(leaves: Sequence[Leaf], evidence: Sequence[Evidence], whys:
     )
 
 
-def remark(planned: ArrayPlan, cfg: Config, kinds: Mapping[str, Any] | None) -> str:
-    """Return a note if it may surprise that an array is exact, else "".
-
-    A table may be an embedding, under rules that quantize embeddings by rows.
-    """
-    leaf, shape = planned.leaf, planned.leaf.spec.shape
-    tall = len(shape) == 2 and shape[0] > shape[1] and leaf.spec.size >= TINY and leaf.spec.dtype in DTYPES
-    layer = layer_of(leaf.path, leaf.spec)
-    if not (tall and isinstance(planned.codec, Exact) and planned.leaf.entry is None and layer == "linear"):
-        return ""
-    by_rows = any(r.match == "embedding" and isinstance(r.codec, Rows) and not r.codec.lossless for r in cfg.rules)
-    if not by_rows or (kinds and by_path(kinds, leaf.path)):
-        return ""
-    return "exact: not known for an embedding, by its name or by kinds"
+def _moment_pairs(leaves: Sequence[Leaf]) -> dict[int, int]:
+    """Return for each first moment the number of its second moment, if grids take its dtype."""
+    seconds = {
+        (leaf.entry.owner, leaf.spec): j
+        for j, leaf in enumerate(leaves)
+        if leaf.kind.role == "second moment" and leaf.entry is not None
+    }
+    pairs = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.entry is not None and leaf.entry.is_update and leaf.spec.dtype in ("float32", "bfloat16"):
+            pairs[i] = seconds.get((leaf.entry.owner, leaf.spec))
+    return {i: j for i, j in pairs.items() if j is not None}
 
 
-def with_targets(codec: Codec, cfg: Config) -> Codec:
+def _with_targets(codec: Codec, cfg: Config) -> Codec:
     """Return the codec with the configuration's error target and rate unless it has its own."""
     if isinstance(codec, Quantize):
         max_error = cfg.max_rel_error if codec.max_error is None else codec.max_error
@@ -236,37 +278,3 @@ def with_targets(codec: Codec, cfg: Config) -> Codec:
     if isinstance(codec, _TARGETED) and codec.max_error is None:
         return dataclasses.replace(codec, max_error=cfg.max_rel_error)
     return codec
-
-
-def with_importance(leaves: list[Leaf], wanted: Sequence[bool]) -> list[Leaf]:
-    """Return the leaves, with the second moment of each weight that is coded at a rate.
-
-    If no weight has one, the squares of the given gradients replace them: an estimate of second moments from few
-    batches.
-
-    Args:
-        leaves: all arrays of a state.
-        wanted: which of them the encoder will code.
-    """
-    if not any(wanted):
-        return leaves
-    pairs = {i: j for i, j in second_moments(leaves).items() if wanted[i] and leaves[j].spec.dtype in FORMATS}
-    if not pairs:
-        squares = squared([leaf.gradient if want else None for leaf, want in zip(leaves, wanted, strict=True)])
-        return [
-            leaf if square is None else dataclasses.replace(leaf, importance=square)
-            for leaf, square in zip(leaves, squares, strict=True)
-        ]
-    return [
-        dataclasses.replace(leaf, importance=to_place_of(leaves[pairs[i]].flat, leaf.flat)) if i in pairs else leaf
-        for i, leaf in enumerate(leaves)
-    ]
-
-
-def to_place_of(values: Any, flat: Any) -> Any:
-    """Return values in the library of a weight and on its device."""
-    if is_torch(flat):
-        return (values if is_torch(values) else like(np.require(values, requirements="W"), flat)).to(flat.device)
-    if is_torch(values):
-        return values.float().cpu().numpy() if str(values.dtype) == "torch.bfloat16" else values.cpu().numpy()
-    return values

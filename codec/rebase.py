@@ -13,7 +13,7 @@ from .format.fields import Piece
 from .format.schema import StoredArray, StoredGroup, groups_to_json
 from .parallel import map_chunks
 from .partial import without_arrays
-from .records import Group
+from .records import Group, Records
 from .state.leaves import import_libraries
 
 
@@ -58,24 +58,26 @@ def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None, without: Collection
     place = {number: at for at, number in enumerate(kept)}
     parts = [(group, [i for i in group.members if i in place]) for group in ckpt.groups]
     made = map_chunks(lambda part: _group(ckpt, *part, prev), [part for part in parts if part[1]])
-    rows = []
+    arrays = []
     for record, row in ((ckpt.records[i], ckpt.header["arrays"][i]) for i in kept):
         stored = StoredArray.from_json(row, record.path)
-        rows.append(dataclasses.replace(stored, pair=None if stored.pair is None else place[stored.pair]).to_json())
+        arrays.append(dataclasses.replace(stored, pair=None if stored.pair is None else place[stored.pair]))
     groups = [dataclasses.replace(one.record, members=[place[i] for i in one.record.members]) for one in made]
     header = {
         "parent": None if prev is None else prev.identity,
         "as": ckpt.identity,
         "raw": sum(ckpt.records[i].spec.nbytes for i in kept),
         "tree": without_arrays(ckpt.header["tree"], without) if without else ckpt.header["tree"],
-        "arrays": rows,
+        "arrays": [one.to_json() for one in arrays],
         "groups": groups_to_json(groups),
     }
-    if "why" in ckpt.header:
-        header["why"] = ckpt.header["why"]
+    texts = ckpt.header.get("why", [])
+    if texts:
+        header["why"] = texts
     references = {key: reference for one in made for key, reference in one.references.items()}
-    keys = [(ckpt.records[i].path, ckpt.records[i].key) for i in kept]
-    return Checkpoint.written(header, keys, [piece for one in made for piece in one.pieces], references)
+    keys, specs = [(ckpt.records[i].path, ckpt.records[i].key) for i in kept], [ckpt.records[i].spec for i in kept]
+    records = Records.of(keys, specs, arrays, groups, texts)
+    return Checkpoint.written(header, records, [piece for one in made for piece in one.pieces], references)
 
 
 @dataclass(frozen=True, slots=True)

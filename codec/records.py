@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import CorruptDataError
 from .evidence.reasons import REASONS
-from .format.schema import StoredArray, groups_from_json
+from .format.schema import StoredArray, StoredGroup, groups_from_json
 from .groups import MOST_BYTES
 from .other_packages import missing, package_of
 from .state.leaves import LeafSpec, spec_from_header
@@ -114,6 +114,45 @@ class Records:
     groups: tuple[Group, ...]
     nbytes: int
 
+    @staticmethod
+    def of(
+        keys: Sequence[tuple[str, str]],
+        specs: Sequence[LeafSpec],
+        arrays: Sequence[StoredArray],
+        groups: Sequence[StoredGroup],
+        texts: Sequence[str],
+    ) -> Records:
+        """Join the records of arrays and groups that a header holds.
+
+        Args:
+            keys: (path, key) of each array, in order.
+            specs: of each array.
+            arrays: record of each array.
+            groups: records of the groups, of known stream formats; each array is in one.
+            texts: reasons that have no fixed number.
+
+        Raises:
+            CorruptDataError: the records do not fit each other.
+        """
+        made, group_of, shares, offset = [], dict[int, Group](), dict[int, int](), 0
+        for number, one in enumerate(groups):
+            members = tuple(one.members)
+            group = Group(number, members, one.stream, one.meta, offset, tuple(one.lengths), one.is_delta)
+            _check(group, [specs[i] for i in members], keys[members[0]][0])
+            made.append(group)
+            group_of |= dict.fromkeys(members, group)
+            shares |= _shares(group, specs)
+            offset += group.nbytes
+        reasons = [*REASONS, *texts]
+        records = []
+        for i, (array, (path, key)) in enumerate(zip(arrays, keys, strict=True)):
+            if (array.reason or 0) >= len(reasons) or not _pair_fits(array.pair, group_of[i], group_of):
+                raise CorruptDataError(f"header: {path}: its record is malformed")
+            said = array.error, array.measure, array.note, array.pair
+            codec, why = array.codec or group_of[i].format.codec, "" if array.reason is None else reasons[array.reason]
+            records.append(ArrayRecord(path, key, specs[i], group_of[i], shares[i], *said, codec, why))
+        return Records(tuple(records), tuple(made), offset)
+
 
 def records_of(header: Mapping[str, Any], keys: Sequence[tuple[str, str]]) -> Records:
     """Read the records of a header.
@@ -124,9 +163,10 @@ def records_of(header: Mapping[str, Any], keys: Sequence[tuple[str, str]]) -> Re
 
     Raises:
         CorruptDataError: a record is malformed.
+        MissingCodecError: a stream is that of another package, which does not provide it here.
     """
-    rows, others = header.get("arrays"), header.get("why", [])
-    if not isinstance(others, list) or not all(isinstance(reason, str) for reason in others):
+    rows, texts = header.get("arrays"), header.get("why", [])
+    if not isinstance(texts, list) or not all(isinstance(reason, str) for reason in texts):
         raise CorruptDataError("header: its reasons are malformed")
     if not isinstance(rows, list) or len(rows) != len(keys) or not all(isinstance(row, dict) for row in rows):
         raise CorruptDataError("header: arrays and tree do not fit")
@@ -134,35 +174,21 @@ def records_of(header: Mapping[str, Any], keys: Sequence[tuple[str, str]]) -> Re
     specs = [
         spec_from_header(a.library, a.dtype, a.shape, a.order, path) for a, (path, _) in zip(arrays, keys, strict=True)
     ]
-    groups, group_of, shares, offset = [], dict[int, Group](), dict[int, int](), 0
-    for number, stored in enumerate(groups_from_json(header.get("groups", []), len(rows))):
-        members = tuple(stored.members)
-        group = Group(number, members, stored.stream, stored.meta, offset, tuple(stored.lengths), stored.is_delta)
-        _check(group, [specs[i] for i in members], keys[members[0]][0])
-        groups.append(group)
-        group_of |= dict.fromkeys(members, group)
-        shares |= _shares(group, specs)
-        offset += group.nbytes
-    reasons = [*REASONS, *others]
-    records = []
-    for i, (array, (path, key)) in enumerate(zip(arrays, keys, strict=True)):
-        if (array.reason or 0) >= len(reasons) or not _pair_fits(array.pair, group_of[i], group_of):
+    groups = groups_from_json(header.get("groups", []), len(rows))
+    for group in groups:
+        if group.stream not in STREAMS:
+            path = keys[group.members[0]][0]
+            if package_of(group.stream):
+                raise missing(group.stream, path)
             raise CorruptDataError(f"header: {path}: its record is malformed")
-        said = array.error, array.measure, array.note, array.pair
-        codec, why = array.codec or group_of[i].format.codec, "" if array.reason is None else reasons[array.reason]
-        records.append(ArrayRecord(path, key, specs[i], group_of[i], shares[i], *said, codec, why))
-    return Records(tuple(records), tuple(groups), offset)
+    return Records.of(keys, specs, arrays, groups, texts)
 
 
 def _check(group: Group, specs: Sequence[LeafSpec], path: str) -> None:
-    """Refuse an unknown stream, and several arrays that are not of one kind or are too large.
+    """Refuse several arrays that do not belong together, and deltas of a format without them.
 
     Reading one array decodes its group, so that `MOST_BYTES` bounds the cost.
     """
-    if group.stream not in STREAMS:
-        if package_of(group.stream):
-            raise missing(group.stream, path)
-        raise CorruptDataError(f"header: {path}: its record is malformed")
     kinds = {(spec.library, spec.dtype) for spec in specs}
     total = sum(spec.nbytes for spec in specs)
     if len(specs) > 1 and (

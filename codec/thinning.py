@@ -8,12 +8,11 @@ it does in `compress`. An array whose role is unknown is kept.
 from __future__ import annotations
 
 from .checkpoint import Checkpoint
-from .evidence.entries import ARRAY, Outline, entries_of
+from .evidence.entries import Outline, entries_of
 from .evidence.gather import gather
 from .evidence.kind import TINY_MOMENT
-from .evidence.moments import role_of
+from .evidence.moments import Arrays
 from .evidence.reasons import FIRST, SECOND
-from .evidence.values import Arrays
 from .records import ArrayRecord
 from .state import tree
 from .state.leaves import SEQUENCES
@@ -62,13 +61,13 @@ def _named(ckpt: Checkpoint) -> dict[int, str]:
 
     By the recorded reason; where the file records no role, by place and name.
     """
-    outline = Outline.of(tree.unflatten(ckpt.header["tree"], lambda _, place: ARRAY))
+    outline = Outline.of(tree.unflatten(ckpt.header["tree"], lambda _, place: None))
     found = {}
     for i, entry in enumerate(entries_of([record.path for record in ckpt.records], outline)):
         record = ckpt.records[i]
         role = _RECORDED.get(record.why, "state")
         if entry is not None and (record.why == _TINY or _is_by_path(record)):
-            role = role_of(entry)
+            role = entry.role
         if role in ROLES:
             found[i] = role
     return found

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..codec.base import Leaf, Reference
-from ..codec.entropy.row_column_classes import columns_of
-from ..codec.grouping import grouped
+from ..codec.encode import grouped
 from ..codec.parallel import map_chunks
 from ..codec.state.leaves import NpArray
 from ..codec.weights.codebook import Cells, Fit
@@ -242,7 +241,7 @@ class Estimator:
         if (shares := (limit.protect_magnitude, limit.protect_sensitivity)) not in member.protected:
             member.protected[shares] = nbytes_of_protected(quantized.levels, member.part, spec)
         nbytes = member.protected[shares] + nbytes_of_codebook(quantized.codebook, member.before, spec)
-        size, columns = quantized.codebook.size + 2, columns_of(spec.shape)
+        size, columns = quantized.codebook.size + 2, spec.columns
         return unit.scale * (nbytes + nbytes_of_levels(quantized.levels, size, member.part, codec.coder, columns))
 
     def _all_values(self, i: int, histogram: Histogram, most: int) -> NpArray | None:

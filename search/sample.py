@@ -10,7 +10,8 @@ import numpy as np
 
 from ..codec.base import Array, Leaf
 from ..codec.state.casting import float_values, unit
-from ..codec.state.leaves import LeafSpec, NpArray, as_bytes, blocks, taken
+from ..codec.state.leaves import LeafSpec, NpArray, as_bytes
+from ..codec.weights.error_targets import blocks, taken
 from ..codec.weights.levels import LevelsReference
 from ..kernels.rate_distortion import extrapolate
 

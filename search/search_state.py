@@ -16,9 +16,9 @@ from ..codec.base import Array, Leaf, Reference
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress_inputs
 from ..codec.config import Config
-from ..codec.inputs import Inputs, tie
+from ..codec.inputs import Inputs, PastWeights
 from ..codec.parallel import map_chunks
-from ..codec.plan import gathered, plan, with_importance
+from ..codec.plan import gathered, plan
 from ..codec.state import tree
 from ..codec.state.leaves import (
     as_bytes,
@@ -29,9 +29,10 @@ from ..codec.state.leaves import (
     is_stored_as_array,
     local_part,
     read_leaf,
+    tie,
 )
+from ..codec.weights.importance import with_importance
 from ..codec.weights.levels import compatible_parent
-from ..codec.weights.past_weights import PastWeights
 from ..codec.weights.quantize import Quantize
 from ..kernels.backend.arrays import is_torch
 from .cube import Point

@@ -19,13 +19,11 @@ from ..codec.compress import compress_inputs
 from ..codec.config import Config
 from ..codec.encode import Economy
 from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
-from ..codec.format.ranged import Ranged
-from ..codec.format.spool import Spool
-from ..codec.inputs import Inputs
+from ..codec.format.ranged import Ranged, Spool
+from ..codec.inputs import Inputs, PastWeights
 from ..codec.named_presets import check_config
 from ..codec.plan import plan
 from ..codec.summary import Summary
-from ..codec.weights.past_weights import PastWeights
 from . import restore_counter, rewinds
 from .catalog import Catalog, Entry
 from .chain import FOLDER, ChainHead, Size, manifest_over, missing, resolve, smaller

@@ -14,9 +14,9 @@ from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.config import Config
 from ..codec.display import html_fields
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
+from ..codec.inputs import PastWeights
 from ..codec.named_presets import check_config
 from ..codec.partial import check_patterns, decompress_into, decompress_only
-from ..codec.weights.past_weights import PastWeights
 from ..kernels.backend.arguments import flag, function, instance, no_device, number, or_none, sequence
 from . import labels, rewinds
 from .catalog import Catalog, Entry, manifest_path, named, unknown

@@ -19,15 +19,12 @@ from ..codec.base import CHUNK
 from ..codec.checkpoint import Checkpoint, check_resolved
 from ..codec.config import Config
 from ..codec.evidence.entries import Entry, Outline, entries_of
-from ..codec.evidence.moments import role_of
-from ..codec.inputs import Inputs
-from ..codec.plan import to_place_of
+from ..codec.inputs import Inputs, PastWeights
 from ..codec.state.leaves import is_array, is_sharded, read_leaf
 from ..codec.state.tree import flatten
-from ..codec.weights.past_weights import PastWeights
 from ..codec.weights.quantize import Quantize
 from ..kernels.backend import arguments
-from ..kernels.backend.arrays import is_torch, on_gpu
+from ..kernels.backend.arrays import is_torch, on_gpu, to_place_of
 
 Array = Any
 _SHARE = 0.1
@@ -230,7 +227,7 @@ def counting(paths: Iterable[str]) -> list[str]:
     """
     paths = list(paths)
     named = [(path, entry) for path, entry in zip(paths, entries_of(paths, Outline()), strict=True) if entry]
-    moments = [entry for _, entry in named if role_of(entry) == "second moment"]
+    moments = [entry for _, entry in named if entry.role == "second moment"]
     places = {entry.owner for entry in moments} | {(entry.above, "") for entry in moments}
 
     def counts(entry: Entry) -> bool:

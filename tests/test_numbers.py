@@ -14,9 +14,9 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.config import CODECS
+from shrinkpoint.codec.inputs import PastWeights
 from shrinkpoint.codec.parallel import set_threads, threads
 from shrinkpoint.codec.presets import expected_failures
-from shrinkpoint.codec.weights.past_weights import PastWeights
 from shrinkpoint.searching.cube import Cube, Point
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.trainers.sensitivity import SensitivityTracker

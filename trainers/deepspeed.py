@@ -25,7 +25,6 @@ from ..codec.errors import BadArgumentError, MissingParentError, UnsupportedLeaf
 from ..codec.evidence.entries import Entry
 from ..codec.evidence.kind import Kind
 from ..codec.evidence.module import class_of, kinds
-from ..codec.evidence.moments import role_of
 from ..store.store import Store
 from .dcp import Reader
 from .dcp.entry_paths import insert, place
@@ -334,7 +333,7 @@ def _kind(keys: Keys, of_names: Mapping[str, Kind], matrices: Mapping[str, Kind]
     of = matrices.get(keys[1], _EXACT) if keys[0] == "state" and len(keys) == 3 else _EXACT
     if of.role != "weight":
         return _EXACT
-    return Kind(of.layer, role_of(Entry("", "state", keys[1], keys[2])), of.parameter, optimizer)
+    return Kind(of.layer, Entry("", "state", keys[1], keys[2]).role, of.parameter, optimizer)
 
 
 def _read(pointer: str, store: Store, root: str) -> Any:

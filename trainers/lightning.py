@@ -25,12 +25,11 @@ from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress
 from ..codec.config import Config
 from ..codec.errors import BadArgumentError, MissingParentError, ShrinkpointError
-from ..codec.evidence.module import kinds
-from ..codec.evidence.module_names import state_name
+from ..codec.evidence.module import kinds, state_name
 from ..codec.format.bounded_json import loads
+from ..codec.inputs import PastWeights
 from ..codec.named_presets import check_config
 from ..codec.presets import lossless
-from ..codec.weights.past_weights import PastWeights
 from ..searching.arguments import SearchOptions
 from ..searching.process_group import ProcessGroup
 from ..searching.result import SearchResult

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..codec.config import Config
 from ..codec.errors import ShrinkpointWarning
-from ..codec.evidence.module_names import bare
+from ..codec.evidence.module import bare
 from ..kernels.errors import BadArgumentError
 from ..store.frozen_sets import Frozen
 from ..store.manifest import check_step, lacking

@@ -1,7 +1,7 @@
 """State of a model by canonical names, under any parallelism.
 
 The state is what the model's own `state_dict` gives, and its own `load_state_dict` loads it: modules may save and load
-what no attribute shows. Names are those of the model without wrappers (`codec.evidence.module_names`). Under several
+what no attribute shows. Names are those of the model without wrappers (`codec.evidence.module`). Under several
 processes the whole state comes together on rank 0.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ..codec.evidence.module_names import bare, canonical_name, state_name
+from ..codec.evidence.module import bare, canonical_name, state_name
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from .broadcast import broadcast_entries
 from .processes import rank, world

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ..codec.evidence.kind import Kind
-from ..codec.evidence.module import kinds
-from ..codec.evidence.module_names import bare
+from ..codec.evidence.module import bare, kinds
 from ..kernels.errors import BadArgumentError
 from .broadcast import broadcast_entries
 from .model_state import is_plain, parameters_of, whole

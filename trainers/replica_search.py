@@ -9,8 +9,7 @@ import torch.distributed as dist
 import xxhash
 
 from ..codec.errors import BadArgumentError, ShrinkpointError
-from ..codec.inputs import tie
-from ..codec.state.leaves import LeafSpec, as_bytes, build_leaf, from_bytes, is_array, is_sharded, read_leaf
+from ..codec.state.leaves import LeafSpec, as_bytes, build_leaf, from_bytes, is_array, is_sharded, read_leaf, tie
 from ..codec.state.tree import ArrayNode, flatten, unflatten
 from ..searching.process_group import ProcessGroup
 from ..searching.result import SearchResult

@@ -23,8 +23,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..codec.evidence.kind import Kind
+from ..codec.evidence.module import canonical_name
 from ..codec.evidence.module import kinds as kinds_of
-from ..codec.evidence.module_names import canonical_name
 from ..kernels.errors import BadArgumentError
 from ..kernels.packing import pack_mask
 from .optimizer_hooks import Nesting, closure_of, remove, weak

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..codec.errors import BadArgumentError, ShrinkpointWarning
-from ..codec.evidence.module_names import canonical_name
+from ..codec.evidence.module import canonical_name
 from ..kernels.backend.arguments import integer, number, or_none
 from .gradient_averages import Average, Transfer, gradient_of
 from .optimizer_hooks import Nesting, after_closure, closure_of, remove, weak

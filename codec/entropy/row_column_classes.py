@@ -9,7 +9,6 @@ the distribution of the symbol at each position in advance.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,21 +66,6 @@ class Places:
         """Return the classes of n positions."""
         found: U8 = class_sums(self.rows, self.columns, n, self.phase, base=self.base, classes=self.classes)
         return found
-
-
-def columns_of(shape: Sequence[int], parts: int = 1) -> int:
-    """Return the columns of an array as a matrix with its first axis as rows, else 0.
-
-    Args:
-        shape: of the array.
-        parts: numbers an element, 2 for complex dtypes.
-    """
-    if len(shape) < 2 or shape[0] < 2:
-        return 0
-    columns = parts
-    for length in shape[1:]:
-        columns *= length
-    return columns
 
 
 def classes_of(symbols: U8, columns: int, start: int) -> Places | None:

@@ -4,10 +4,8 @@ An array may be stored with loss only if there is evidence of its role (`Evidenc
 
     kind         `Kind`, the answer in one word; look-up of what the caller gave as `kinds=`
     module       `kinds(module, optimizer)`: what a torch module and its optimizers say
-    names        roles and layer types by path alone, and places that never hold weights
-    entries      entries of optimizers, in every layout that occurs
+    names        what path and shape alone say, such as the layer type and places that never hold weights
+    entries      entries of optimizers, in every layout that occurs, and the arrays that they belong to
     moments      which entries are first and second moments, and which of them must stay exact
-    values       moments whose values or neighbours contradict their names
-    parameters   which parameters the entries belong to
     gather       all of these together, for `compress`
 """

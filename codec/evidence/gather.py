@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...kernels.backend.floats import FORMATS
 from ..state import tree
-from ..state.leaves import SCALARS, SEQUENCES, LeafSpec, build_leaf
-from . import names, reasons
-from .entries import ARRAY, Entry, Outline, entries_of
-from .kind import TINY, TINY_MOMENT, Kind, by_path, tree_of
-from .moments import role_of, updates
-from .parameters import Matches, match
-from .values import Arrays, contradicted
+from ..state.leaves import SCALARS, SEQUENCES, LeafSpec
+from . import reasons
+from .entries import Entry, Matches, Outline, entries_of, match
+from .kind import TINY, TINY_MOMENT, Kind, Match, by_path, unwrapped
+from .moments import Arrays, contradicted, updates
+from .names import Named, is_model, named
 
 _RANKS = re.compile(r"(^|/)ranks/\d+/")
 """The part of a path that names a rank."""
@@ -62,55 +61,51 @@ def gather(nodes: list[Any], arrays: Arrays, kinds: Mapping[str, Any] | None) ->
         kinds: as given to `compress`.
     """
     lists = {i for i, spec in enumerate(arrays.specs) if spec.library in SEQUENCES}
-    outline = Outline.of(
-        tree.unflatten(nodes, lambda i, _: build_leaf(arrays.flats[i], arrays.specs[i]) if i in lists else ARRAY)
-    )
-    outline.averages = names.averaged_prefixes(arrays.paths)
+    said = named(arrays.paths, arrays.specs)
+    outline = Outline.of(tree.unflatten(nodes, lambda i, _: arrays.flats[i].tolist() if i in lists else None))
     entries = {
         i: entry for i, entry in enumerate(entries_of(arrays.paths, outline)) if entry is not None and i not in lists
     }
-    given, others = _given(arrays, entries, kinds, outline)
+    shapes = [spec.shape for spec in arrays.specs]
+    roles = {i: entry.role if shapes[i] else "state" for i, entry in entries.items()}
+    given, others = _given(arrays, said, entries, kinds, outline)
     for i, kind in enumerate(given):
         if kind is not None and kind.role == "weight":
-            entries.pop(i, None)
-        elif kind is not None and kind.role.endswith("moment") and i not in entries:
+            entries.pop(i, None), roles.pop(i, None)
+        elif kind is not None and (i in entries or kind.role.endswith("moment")):
             above, _, name = arrays.paths[i].rpartition("/")
-            entries[i] = Entry("", above, "", name)
-    shapes = [spec.shape for spec in arrays.specs]
-    roles = {i: _role(entry, shapes[i], given[i]) for i, entry in entries.items()}
+            entries.setdefault(i, Entry("", above, "", name))
+            roles[i] = kind.role
     declared = {i for i, kind in enumerate(given) if kind is not None and kind.declared}
-    parameters = {i: p for i, p in _parameters(arrays, entries, outline).items() if i not in declared}
-    matches = match(parameters, {i: (entry, shapes[i]) for i, entry in sorted(entries.items())}, outline)
+    matches = _matches(arrays, said, entries, outline, declared)
     classes = {i: None if (kind := given[i]) is None else kind.optimizer for i in entries}
     for i in updates(entries, roles, shapes, classes, outline.settings):
         entries[i] = entries[i]._replace(is_update=True)
     spoilt = contradicted(arrays, entries, roles, matches)
     has_optimizer = any(shapes[i] for i in entries)
     found = []
-    for i, (path, spec) in enumerate(zip(arrays.paths, arrays.specs, strict=True)):
+    for i, spec in enumerate(arrays.specs):
         kind = given[i]
         if i in others:
             evidence = others[i]
         elif i in entries:
-            evidence = _of_entry(path, spec, entries[i], roles[i], kind)
+            evidence = _of_entry(said[i].layer, entries[i], roles[i], kind)
         elif kind is not None and (kind.role == "state" or kind.layer != "other"):
             what = kind.declared or (kind.layer if kind.role == "weight" else kind.role)
             evidence = Evidence(kind, "kinds", f"kinds: {what}")
         else:
-            evidence = _of_parameter(i, path, spec, matches, has_optimizer, outline)
+            evidence = _of_parameter(i, said[i], matches, has_optimizer)
         evidence = dataclasses.replace(evidence, entry=entries.get(i))
         found.append(_bound(evidence, spec, "part of a tensor subclass" if arrays.held[i] else spoilt.get(i, "")))
     return found
 
 
-def _role(entry: Entry, shape: tuple[int, ...], kind: Kind | None) -> str:
-    if kind is not None:
-        return kind.role
-    return role_of(entry) if shape else "state"
-
-
 def _given(
-    arrays: Arrays, entries: Mapping[int, Entry], kinds: Mapping[str, Any] | None, outline: Outline
+    arrays: Arrays,
+    said: Sequence[Named],
+    entries: Mapping[int, Entry],
+    kinds: Mapping[str, Any] | None,
+    outline: Outline,
 ) -> tuple[list[Kind | None], dict[int, Evidence]]:
     """Return the kind that `kinds=` gives each array, and the evidence of other trees' arrays.
 
@@ -125,66 +120,43 @@ def _given(
         # A flattened entry's path has no tail of the form that `kinds` uses.
         nested = f"state/{entry.parameter}/{entry.name}"
         if found[i] is None and nested in kinds:
-            found[i] = nested, kinds[nested]
+            found[i] = Match(nested, kinds[nested], unwrapped(arrays.paths[i]))
     axes: dict[str, set[int]] = {}
-    for match_, spec in zip(found, arrays.specs, strict=True):
-        if match_ is not None and getattr(match_[1], "shape", None) is None:
-            axes.setdefault(match_[0], set()).add(len(spec.shape))
+    for m, spec in zip(found, arrays.specs, strict=True):
+        if m is not None and getattr(m.value, "shape", None) is None:
+            axes.setdefault(m.key, set()).add(len(spec.shape))
     given = [
-        None if m is None or (len(axes.get(m[0], ())) > 1 and m[0] != path) else _fitting(m, path, spec, outline)
-        for m, path, spec in zip(found, arrays.paths, arrays.specs, strict=True)
+        None if m is None or (len(axes.get(m.key, ())) > 1 and m.key != path) else _fitting(m, path, spec, one)
+        for m, path, spec, one in zip(found, arrays.paths, arrays.specs, said, strict=True)
     ]
     weights = {
-        i: m[0]
+        i: m
         for i, (m, kind) in enumerate(zip(found, given, strict=True))
         if m is not None and kind is not None and kind.role == "weight" and not kind.declared and i not in entries
     }
-    others = _of_other_trees(weights, arrays, entries, outline) | _ambiguous(found, given, arrays)
-    others |= _of_other_shapes(found, arrays)
+    others = _of_other_trees(weights, arrays, said, entries, outline) | _ambiguous(found, given, arrays.paths, said)
+    others |= _of_other_shapes(found, arrays.specs, said)
     return [None if i in others else kind for i, kind in enumerate(given)], others
 
 
-def _ambiguous(
-    found: Sequence[tuple[str, Any] | None], given: Sequence[Kind | None], arrays: Arrays
-) -> dict[int, Evidence]:
-    """Return the evidence of arrays that share the key of an average, a master or an iterate."""
-    of_key: dict[str, list[int]] = {}
-    for i, (m, kind) in enumerate(zip(found, given, strict=True)):
-        if m is not None and kind is not None and kind.declared and arrays.paths[i] != m[0]:
-            of_key.setdefault(m[0], []).append(i)
-    whole = {m[0] for i, m in enumerate(found) if m is not None and arrays.paths[i] == m[0]}
-    return {
-        i: Evidence(
-            Kind(names.layer_of(arrays.paths[i], arrays.specs[i]), "state"),
-            "",
-            reasons.SEVERAL_TREES + ", ".join(sorted(tree_of(arrays.paths[j], key) for j in numbers)),
-            is_unknown=True,
-        )
-        for key, numbers in of_key.items()
-        if len(numbers) > 1 or key in whole
-        for i in numbers
-    }
-
-
-def _of_other_shapes(found: Sequence[tuple[str, Any] | None], arrays: Arrays) -> dict[int, Evidence]:
-    """Return the evidence of moments, averages and masters of another shape than in `kinds`."""
-    fitting = {m[0] for m, spec in zip(found, arrays.specs, strict=True) if m is not None and _has_shape(m[1], spec)}
-    others = {}
-    for i, (m, spec) in enumerate(zip(found, arrays.specs, strict=True)):
-        if m is None or m[0] in fitting or not spec.shape or not isinstance(m[1], Kind):
-            continue
-        if m[1].declared or m[1].role.endswith("moment"):
-            layer = names.layer_of(arrays.paths[i], spec)
-            others[i] = Evidence(Kind(layer, "state"), "", f"kinds: its shape was {m[1].shape}")
-    return others
-
-
-def _has_shape(kind: Any, spec: LeafSpec) -> bool:
-    return not isinstance(kind, Kind) or kind.shape is None or kind.shape == spec.shape
+def _fitting(found: Match, path: str, spec: LeafSpec, said: Named) -> Kind | None:
+    kind = found.value
+    if not isinstance(kind, Kind):
+        (entry,) = entries_of([path], Outline())
+        return Kind(kind, "weight" if entry is None else entry.role)
+    if kind.shape is not None and kind.shape != spec.shape:
+        return None
+    # A tail of a path is not the path: elsewhere in the state the same name may be that of another thing.
+    elsewhere = said.is_other_part or (kind.role == "weight" and not kind.declared and said.is_average)
+    return None if elsewhere and found.key != path else kind
 
 
 def _of_other_trees(
-    weights: Mapping[int, str], arrays: Arrays, entries: Mapping[int, Entry], outline: Outline
+    weights: Mapping[int, Match],
+    arrays: Arrays,
+    said: Sequence[Named],
+    entries: Mapping[int, Entry],
+    outline: Outline,
 ) -> dict[int, Evidence]:
     """Return the evidence of arrays with a weight's name that are not in the tree of `kinds=`.
 
@@ -194,36 +166,33 @@ def _of_other_trees(
     exact.
 
     Args:
-        weights: key in the kinds of each weight that they name, by number.
+        weights: match in the kinds of each weight that they name, by number.
         arrays: of the state.
+        said: by their names.
         entries: of optimizers, by number.
         outline: of the state.
     """
-    trees = {i: _RANKS.sub(r"\1", tree_of(arrays.paths[i], key)) for i, key in weights.items()}
+    trees = {i: _RANKS.sub(r"\1", m.above) for i, m in weights.items()}
     of_key: dict[str, set[str]] = {}
-    for i, key in weights.items():
-        of_key.setdefault(key, set()).add(trees[i])
+    for i, m in weights.items():
+        of_key.setdefault(m.key, set()).add(trees[i])
     if all(len(found) == 1 for found in of_key.values()):
         return {}
-    shapes = [spec.shape for spec in arrays.specs]
-    parameters = _parameters(arrays, entries, outline)
-    trained = match(parameters, {i: (entry, shapes[i]) for i, entry in sorted(entries.items())}, outline).trained
-    supported = {trees[i] for i in weights.keys() & trained.keys()}
+    supported = {trees[i] for i in weights.keys() & _matches(arrays, said, entries, outline).trained.keys()}
     kept_of = {key: _kept(found, supported) for key, found in of_key.items()}
     kept_of_any = set[str]().union(*kept_of.values())
     # Another tree stays one for the names that it alone has.
     other = set[str]().union(*of_key.values()) - kept_of_any
     others = {}
-    for i, key in weights.items():
+    for i, (key, *_) in weights.items():
         if trees[i] in kept_of[key] or (len(of_key[key]) == 1 and trees[i] not in other):
             continue
-        state = Kind(names.layer_of(arrays.paths[i], arrays.specs[i]), "state")
         kept = kept_of[key] if len(of_key[key]) > 1 else kept_of_any
         if kept:
             why = f"kinds are those of {' and '.join(sorted(kept))}"
         else:
             why = reasons.SEVERAL_TREES + ", ".join(sorted(of_key[key]))
-        others[i] = Evidence(state, "", why, is_unknown=not kept)
+        others[i] = Evidence(Kind(said[i].layer, "state"), "", why, is_unknown=not kept)
     return others
 
 
@@ -231,76 +200,92 @@ def _kept(found: set[str], supported: set[str]) -> set[str]:
     """Return which of several trees with one name the kinds are of; empty if unknown or one."""
     if len(found) == 1:
         return set()
-    models = {tree for tree in found if names.is_model(tree)}
+    models = {tree for tree in found if is_model(tree)}
     return found & {""} or found & supported or (models if len(models) == 1 else set())
 
 
-def _fitting(found: tuple[str, Any], path: str, spec: LeafSpec, outline: Outline) -> Kind | None:
-    key, value = found
-    if not isinstance(value, Kind):
-        (entry,) = entries_of([path], Outline())
-        return Kind(value, "weight" if entry is None else role_of(entry))
-    if value.shape is not None and value.shape != spec.shape:
-        return None
-    # A tail of a path is not the path: elsewhere in the state the same name may be that of another thing.
-    elsewhere = key != path and (
-        names.is_other_part(path) or (value.role == "weight" and not value.declared and _is_average(path, outline))
-    )
-    return None if elsewhere else value
+def _ambiguous(
+    found: Sequence[Match | None], given: Sequence[Kind | None], paths: Sequence[str], said: Sequence[Named]
+) -> dict[int, Evidence]:
+    """Return the evidence of arrays that share the key of an average, a master or an iterate."""
+    of_key: dict[str, dict[int, str]] = {}
+    for i, (m, kind) in enumerate(zip(found, given, strict=True)):
+        if m is not None and kind is not None and kind.declared and paths[i] != m.key:
+            of_key.setdefault(m.key, {})[i] = m.above
+    whole = {m.key for m, path in zip(found, paths, strict=True) if m is not None and path == m.key}
+    return {
+        i: Evidence(
+            Kind(said[i].layer, "state"),
+            "",
+            reasons.SEVERAL_TREES + ", ".join(sorted(trees.values())),
+            is_unknown=True,
+        )
+        for key, trees in of_key.items()
+        if len(trees) > 1 or key in whole
+        for i in trees
+    }
 
 
-def _is_average(path: str, outline: Outline) -> bool:
-    return names.is_average(path) or path.startswith(outline.averages)
+def _of_other_shapes(
+    found: Sequence[Match | None], specs: Sequence[LeafSpec], said: Sequence[Named]
+) -> dict[int, Evidence]:
+    """Return the evidence of moments, averages and masters of another shape than in `kinds`."""
+    shapes = [m.value.shape if m is not None and isinstance(m.value, Kind) else None for m in found]
+    fitting = {
+        m.key
+        for m, shape, spec in zip(found, shapes, specs, strict=True)
+        if m is not None and shape in (None, spec.shape)
+    }
+    others = {}
+    for i, (m, spec) in enumerate(zip(found, specs, strict=True)):
+        if m is None or m.key in fitting or not spec.shape or not isinstance(m.value, Kind):
+            continue
+        if m.value.declared or m.value.role.endswith("moment"):
+            others[i] = Evidence(Kind(said[i].layer, "state"), "", f"kinds: its shape was {m.value.shape}")
+    return others
 
 
-def _parameters(
-    arrays: Arrays, entries: Mapping[int, Entry], outline: Outline
-) -> dict[int, tuple[str, tuple[int, ...]]]:
-    """Return path and shape of each array that may be a parameter, by number."""
-    found = {}
-    for i, (path, spec) in enumerate(zip(arrays.paths, arrays.specs, strict=True)):
-        statistics = names.last_name(path) in ("running_mean", "running_var")
-        elsewhere = names.is_other_part(path) or _is_average(path, outline)
-        if not (i in entries or spec.dtype not in FORMATS or statistics or elsewhere or arrays.held[i]):
-            found[i] = path, spec.shape
-    return found
+def _matches(
+    arrays: Arrays,
+    said: Sequence[Named],
+    entries: Mapping[int, Entry],
+    outline: Outline,
+    without: Collection[int] = (),
+) -> Matches:
+    """Return the parameters that the entries belong to, among all arrays that may be parameters."""
+    candidates = {}
+    for i, (path, spec, one) in enumerate(zip(arrays.paths, arrays.specs, said, strict=True)):
+        elsewhere = one.is_statistic or one.is_other_part or one.is_average
+        if not (i in entries or i in without or arrays.held[i] or elsewhere or spec.dtype not in FORMATS):
+            candidates[i] = path, spec.shape
+    return match(candidates, {i: (entry, arrays.specs[i].shape) for i, entry in sorted(entries.items())}, outline)
 
 
-def _of_entry(path: str, spec: LeafSpec, entry: Entry, role: str, kind: Kind | None) -> Evidence:
+def _of_entry(layer: str, entry: Entry, role: str, kind: Kind | None) -> Evidence:
     if kind is not None:
         return Evidence(dataclasses.replace(kind, shape=None), "kinds", f"kinds: {role}")
-    layer = names.layer_of(path, spec)
     if role == "state":
         return Evidence(Kind(layer, role, entry.parameter or None), "", reasons.UNKNOWN_ENTRY)
-    why = reasons.FIRST if role == "first moment" else reasons.SECOND
-    return Evidence(Kind(layer, role, _name(entry)), "structure", why)
+    name = None if entry.parameter.isdigit() or not entry.parameter else entry.parameter
+    return Evidence(Kind(layer, role, name), "structure", reasons.FIRST if role == "first moment" else reasons.SECOND)
 
 
-def _name(entry: Entry) -> str | None:
-    return None if entry.parameter.isdigit() or not entry.parameter else entry.parameter
-
-
-def _of_parameter(
-    i: int, path: str, spec: LeafSpec, matches: Matches, has_optimizer: bool, outline: Outline
-) -> Evidence:
-    layer = names.layer_of(path, spec)
-    state = Kind(layer, "state")
+def _of_parameter(i: int, said: Named, matches: Matches, has_optimizer: bool) -> Evidence:
+    state = Kind(said.layer, "state")
     if i in matches.trained:
-        if not (names.has_weight_name(path) or names.could_be_matrix(spec)):
+        if not said.may_be_weight:
             return Evidence(state, "", reasons.SHORT_RECORDS)
-        if names.is_codebook(path):
+        if said.is_codebook:
             return Evidence(state, "", reasons.CODEBOOK)
         owner = matches.trained[i][1]
-        name = None if owner.isdigit() else owner
-        return Evidence(Kind(layer, "weight", name), "structure", reasons.TRAINED)
+        return Evidence(Kind(said.layer, "weight", None if owner.isdigit() else owner), "structure", reasons.TRAINED)
     if has_optimizer:
         return (
             Evidence(state, "", reasons.FROZEN)
             if matches.complete
             else Evidence(state, "", reasons.UNMATCHED, is_unknown=True)
         )
-    elsewhere = names.is_other_part(path) or _is_average(path, outline)
-    return Evidence(state, "", reasons.NOTHING, is_unknown=not elsewhere)
+    return Evidence(state, "", reasons.NOTHING, is_unknown=not (said.is_other_part or said.is_average))
 
 
 def _bound(evidence: Evidence, spec: LeafSpec, spoilt: str) -> Evidence:

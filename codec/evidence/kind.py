@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...kernels.backend.arguments import shown
 from ..errors import BadArgumentError
-from .module_names import unwrapped
 
 LAYERS = ("linear", "convolution", "attention", "embedding", "norm", "bias", "other")
 DECLARED = ("", "average", "master", "iterate")
@@ -20,6 +20,21 @@ TINY = 1024
 """Arrays with fewer elements are always exact."""
 TINY_MOMENT = 64
 """Moments with fewer elements are always exact."""
+WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "lightning.fabric.wrappers._FabricModule": "_forward_module",
+    "lightning_fabric.wrappers._FabricModule": "_forward_module",
+}
+"""Class -> the attribute that holds the wrapped module. By name, since most of them are never imported.
+
+A wrapper holds another module and changes how it runs: `torch.compile`, data parallelism, activation checkpointing. Its
+attribute may stand in the names of parameters and of the state dict; in a canonical name it never does.
+"""
+_PREFIX = re.compile(rf"(^|[./])(?:(?:{'|'.join(sorted(set(WRAPPERS.values())))})\.)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +83,38 @@ class Kind:
                 raise BadArgumentError(f"{name} is {str(bits)[:60]}; it must be packed bits, uint8 NumPy of one axis")
 
 
-def by_path(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
+def unwrapped(path: str) -> str:
+    """Return a path without the attributes of wrappers, where only the names are known.
+
+    Example:
+        >>> unwrapped("model/module._orig_mod.0.weight"), unwrapped("module/0.weight")
+        ('model/0.weight', 'module/0.weight')
+    """
+    return _PREFIX.sub(r"\1", path)
+
+
+class Match(NamedTuple):
+    """The entry of a table for a path.
+
+    Args:
+        key: the whole path, or its tail.
+        value: the entry.
+        above: what stands above the key in the path.
+    """
+
+    key: str
+    value: Any
+    above: str
+
+
+def by_path(table: Mapping[str, Any], path: str) -> Match | None:
     """Return the entry for `path` or its longest tail, at last without wrappers' attributes.
 
     `model/fc.weight` and `model/module.fc.weight` find `fc.weight`.
+
+    Example:
+        >>> by_path({"fc.weight": "linear"}, "best/module.fc.weight")
+        Match(key='fc.weight', value='linear', above='best/')
     """
     found = _by_tail(table, path)
     if found is None and (bare := unwrapped(path)) != path:
@@ -79,25 +122,16 @@ def by_path(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
     return found
 
 
-def tree_of(path: str, key: str) -> str:
-    """Return what stands above the key that `by_path` found for a path.
-
-    Example:
-        >>> tree_of("best/module.fc.weight", "fc.weight")
-        'best/'
-    """
-    return (path if f"/{path}".endswith(f"/{key}") else unwrapped(path)).removesuffix(key)
-
-
-def _by_tail(table: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
-    tail = path
+def _by_tail(table: Mapping[str, Any], path: str) -> Match | None:
+    start = 0
     while True:
+        tail = path[start:]
         if tail in table:
-            return tail, table[tail]
-        cut = tail.find("/")
+            return Match(tail, table[tail], path[:start])
+        cut = path.find("/", start)
         if cut < 0:
             return None
-        tail = tail[cut + 1 :]
+        start = cut + 1
 
 
 def touched_rows(paths: Iterable[str], kinds: Mapping[str, Any] | None, over_base: bool) -> dict[str, Any]:
@@ -112,12 +146,12 @@ def touched_rows(paths: Iterable[str], kinds: Mapping[str, Any] | None, over_bas
         over_base: whether the parent is a base.
     """
     found = [(path, by_path(kinds, path)) for path in paths] if kinds else []
-    matches = Counter(match[0] for _, match in found if match is not None)
+    matches = Counter(match.key for _, match in found if match is not None)
     table = {}
     for path, match in found:
-        if match is None or matches[match[0]] > 1 or not isinstance(match[1], Kind):
+        if match is None or matches[match.key] > 1 or not isinstance(match.value, Kind):
             continue
-        kind = match[1]
+        kind = match.value
         bits = kind.rows_since_base if over_base and kind.rows_since_base is not None else kind.rows
         if bits is not None:
             table[path] = bits
@@ -154,7 +188,7 @@ def kinds_for(kinds: Mapping[str, Any] | None, paths: Iterable[str]) -> dict[str
     if kinds is None:
         return None
     matches = (by_path(kinds, path) for path in paths)
-    return {match[0]: match[1] for match in matches if match is not None}
+    return {match.key: match.value for match in matches if match is not None}
 
 
 def _some(names: Iterable[str]) -> str:

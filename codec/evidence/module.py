@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..errors import BadArgumentError
 from .entries import Entry
-from .kind import TINY, Kind
-from .module_names import canonical_name, state_name, unwrapped
-from .moments import role_of
+from .kind import TINY, WRAPPERS, Kind, unwrapped
 from .names import has_weight_name, is_attention, is_bias, is_norm
 
 
@@ -93,7 +92,7 @@ def _add_entries(table: dict[str, Kind], optimizer: Any, names: dict[int, str], 
             for entry, value in optimizer.state.get(parameter, {}).items():
                 shape = tuple(getattr(value, "shape", ()))
                 belongs = shape and shape == tuple(parameter.shape)
-                role = role_of(Entry("", "state", str(number), entry)) if belongs else "state"
+                role = Entry("", "state", str(number), entry).role if belongs else "state"
                 kind = Kind(layer, role, name, owner, shape=shape)
                 if entry == masters:
                     kind = master_kind(f"masters: state/{number}/{entry}", value, parameter, table.get(name or ""))
@@ -307,3 +306,65 @@ def _check_shape(what: str, value: Any, kind: Kind) -> None:
         raise BadArgumentError(f"{what} is a {type(value).__qualname__}, not an array")
     if kind.shape is not None and tuple(shape) != kind.shape:
         raise BadArgumentError(f"{what} has shape {tuple(shape)}; {kind.parameter or 'its parameter'} has {kind.shape}")
+
+
+_HIDDEN = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
+"""Attributes that the wrappers leave out of the names of their state dicts."""
+
+
+@functools.lru_cache(1024)
+def _attribute(cls: Hashable) -> str | None:
+    bases = (f"{base.__module__}.{base.__qualname__}" for base in getattr(cls, "__mro__", ()))
+    return next((WRAPPERS[base] for base in bases if base in WRAPPERS), None)
+
+
+def _attribute_of(module: Any) -> str | None:
+    """Return the attribute of a wrapper that holds the wrapped module; None: not a wrapper."""
+    cls: Any = type(module)
+    return _attribute(cls)
+
+
+def bare(module: Any) -> Any:
+    """Return the module within all wrappers around it."""
+    while (attribute := _attribute_of(module)) is not None:
+        module = getattr(module, attribute)
+    return module
+
+
+def canonical_name(module: Any, name: str) -> str:
+    """Return the name of a parameter or entry of a state dict without wrappers' attributes.
+
+    Wrappers may stand at every level. The last parts may be those of an entry that is not an attribute of a module.
+
+    Example:
+        >>> from torch import nn
+        >>> canonical_name(nn.DataParallel(nn.Sequential(nn.Linear(2, 2))), "module.0.weight")
+        '0.weight'
+    """
+    kept = []
+    for part in name.split("."):
+        while (attribute := _attribute_of(module)) not in (None, part):
+            module = getattr(module, str(attribute))
+        if attribute is None:
+            kept.append(part)
+        module = getattr(module, "_modules", {}).get(part)
+    return ".".join(kept)
+
+
+def state_name(module: Any, name: str) -> str:
+    """Return the name that the module's own state dict has for a canonical name.
+
+    Example:
+        >>> from torch import nn
+        >>> state_name(nn.DataParallel(nn.Sequential(nn.Linear(2, 2))), "0.weight")
+        'module.0.weight'
+    """
+    parts = []
+    for part in name.split("."):
+        while (attribute := _attribute_of(module)) is not None:
+            if attribute not in _HIDDEN:
+                parts.append(attribute)
+            module = getattr(module, attribute)
+        parts.append(part)
+        module = getattr(module, "_modules", {}).get(part)
+    return ".".join(parts)

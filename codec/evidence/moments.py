@@ -1,18 +1,25 @@
-"""First and second moments among optimizer entries, their pairs, and those that stay exact."""
+"""Moments among optimizer entries: those that are updates, and those that stay exact.
+
+A moment stays exact where its values, its shape or its neighbours contradict its name.
+"""
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from ..base import Leaf
-from .entries import KNOWN, Entry, parse
+import numpy as np
+
+from ...kernels.backend.arrays import is_torch, on_gpu, to_host, wide
+from ...kernels.backend.floats import FORMATS
+from ..parallel import map_arrays
+from ..state.leaves import LeafSpec
+from .entries import KNOWN, Entry, Matches, parse
 from .kind import Kind
-from .names import FIRST, SECOND, layer_of
-
-if TYPE_CHECKING:
-    from ..state.leaves import LeafSpec
+from .names import layer_of
 
 _SUBTRACTED = {"grad_avg", "average_gradient", "average_grad", "mean_grad", "mg"}
 """Averages of the gradient whose square an update subtracts from the second moment, before it takes a root."""
@@ -32,33 +39,33 @@ _SLOW = "exp_avg_slow"
 _MAXIMA = {"max_exp_avg_sq", "nu_max"}
 _SUMS = {"sum"}
 """Sums of squares (Adagrad), which no update squares."""
-_OPTAX = {"mu", "nu", "trace"}
-"""Optax's moments. Its other trees have names that other optimizers use with another meaning."""
-_LETTERS = 2
-"""A name with at most this number of letters is a moment's only below the number or the name of a parameter."""
-_NUMBERED = re.compile(r"(^|/)(\d+|state/.+|state)$")
+_CHUNK = 1 << 20
+_SAMPLE = 1 << 14
+_ALIKE = 0.9
+"""Cosine of a first moment and its parameter above which it is an average of the weights, if their norms agree, too."""
 
 
-def role_of(entry: Entry) -> str:
-    """Return the role of an optimizer's entry by its name: a moment, or "state".
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """The arrays of a state, as the input of `gather`.
 
-    Example:
-        >>> role_of(parse("optimizer/state/0/exp_avg_sq"))
-        'second moment'
-        >>> role_of(parse("optimizer/state/0/momentum_of_another_kind"))
-        'state'
+    Args:
+        paths: of all arrays.
+        specs: library, dtype and shape of each.
+        flats: the values of each, flat.
+        held: whether an array is part of a tensor subclass, which stays exact, or a list of numbers.
     """
-    if entry.is_tree and entry.name not in _OPTAX:
-        return "state"
-    role = "first moment" if entry.name in FIRST else "second moment" if entry.name in SECOND else "state"
-    short = len(entry.name) <= _LETTERS and not entry.parameter and not _NUMBERED.search(entry.above)
-    return "state" if short else role
+
+    paths: Sequence[str]
+    specs: Sequence[LeafSpec]
+    flats: Sequence[Any]
+    held: Sequence[bool]
 
 
 def guess(path: str, spec: LeafSpec) -> Kind:
     """Return the kind of an array by its name and shape, for display only."""
     entry = parse(path)
-    return Kind(layer_of(path, spec), "weight" if entry is None else role_of(entry))
+    return Kind(layer_of(path, spec), "weight" if entry is None else entry.role)
 
 
 def updates(
@@ -188,15 +195,78 @@ def possible_maxima(entries: Mapping[int, Entry], bounds: Callable[[int, int], b
     return {pair[name]: "it may be a maximum of gradients" for pair in maxima for name in ("mu", "nu")}
 
 
-def moment_pairs(leaves: Sequence[Leaf]) -> dict[int, int]:
-    """Return for each first moment the number of its second moment, if grids take its dtype."""
-    seconds = {
-        (leaf.entry.owner, leaf.spec): j
-        for j, leaf in enumerate(leaves)
-        if leaf.kind.role == "second moment" and leaf.entry is not None
-    }
-    pairs = {}
-    for i, leaf in enumerate(leaves):
-        if leaf.entry is not None and leaf.entry.is_update and leaf.spec.dtype in ("float32", "bfloat16"):
-            pairs[i] = seconds.get((leaf.entry.owner, leaf.spec))
-    return {i: j for i, j in pairs.items() if j is not None}
+def contradicted(
+    arrays: Arrays, entries: Mapping[int, Entry], roles: Mapping[int, str], matches: Matches
+) -> dict[int, str]:
+    """Return the moments whose values or entries contradict their names, with the reason.
+
+    Args:
+        arrays: of the state.
+        entries: of optimizers, by number.
+        roles: of the same arrays.
+        matches: parameters that the entries belong to.
+    """
+    spoilt = unpaired_roots(entries, roles, partial(_bounds, arrays, power=2))
+    spoilt |= possible_maxima(entries, partial(_bounds, arrays, power=1))
+    other_bases = in_other_bases(entries, roles, [spec.shape for spec in arrays.specs])
+    moments = [i for i, role in roles.items() if role.endswith("moment") and arrays.specs[i].dtype in FORMATS]
+    unlike = _unlike_parameters({i: entries[i].owner for i in moments}, arrays, roles, matches)
+
+    def wrong(i: int) -> str:
+        return _wrong_values(arrays.flats[i], roles[i]) if i not in spoilt else ""
+
+    values = map_arrays(wrong, moments, lambda i: arrays.specs[i].size)
+    spoilt |= {i: why for i, why in zip(moments, values, strict=True) if why}
+    seconds = {entries[i].owner: why for i, why in spoilt.items() if roles[i] == "second moment"}
+    next_to = {i: f"{seconds[entries[i].owner]} (next to it)" for i in moments if entries[i].owner in seconds}
+    return next_to | other_bases | spoilt | unlike
+
+
+def _unlike_parameters(
+    owners: Mapping[int, tuple[str, str]], arrays: Arrays, roles: Mapping[int, str], matches: Matches
+) -> dict[int, str]:
+    """Return the moments that cannot be those of their parameters, with the reason."""
+    parameters = {owner: i for i, owner in matches.trained.items()}
+    found = {}
+    for i, owner in owners.items():
+        parameter = parameters.get(owner, i)
+        if owner in matches.contradicted or arrays.specs[parameter].shape != arrays.specs[i].shape:
+            found[i] = "its parameter has another shape"
+        elif parameter != i and roles[i] == "first moment" and _follows(arrays.flats[i], arrays.flats[parameter]):
+            found[i] = "it follows the weights, not their gradients"
+    return found
+
+
+def _wrong_values(flat: Any, role: str) -> str:
+    if not flat.shape[0]:
+        return ""
+    # NumPy's reductions, unlike torch's, start no threads, which wait for each other on a busy machine.
+    numbers = flat.numpy() if is_torch(flat) and not on_gpu(flat) and flat.dtype.itemsize > 2 else flat
+    with np.errstate(invalid="ignore"):
+        least = float(numbers.min())  # NaN if any element is
+    if math.isnan(least):
+        return "it holds NaN"
+    return "a second moment is never negative" if role == "second moment" and least < 0 else ""
+
+
+def _follows(moment: Any, parameter: Any) -> bool:
+    """Return whether a moment has about the length and direction of its parameter."""
+    stride = max(1, moment.shape[0] // _SAMPLE)
+    m, w = (to_host(wide(x[::stride])) for x in (moment, parameter))
+    norms = math.sqrt(float(np.square(m).sum())), math.sqrt(float(np.square(w).sum()))
+    return 0.5 * norms[1] < norms[0] < 2 * norms[1] and float((m * w).sum()) > _ALIKE * norms[0] * norms[1]
+
+
+def _bounds(arrays: Arrays, second: int, first: int, power: int) -> bool:
+    """Return whether `v >= abs(m)**power` for all elements, within the rounding of bfloat16."""
+    specs = arrays.specs[second], arrays.specs[first]
+    if specs[0].shape != specs[1].shape or {spec.dtype for spec in specs} - FORMATS.keys():
+        return False
+    for start in range(0, specs[0].size, _CHUNK):
+        v, m = (wide(arrays.flats[i][start : start + _CHUNK]) for i in (second, first))
+        bounded = abs(m) ** power
+        if is_torch(v) != is_torch(bounded):
+            bounded = v.new_tensor(bounded) if is_torch(v) else bounded.cpu().numpy()
+        if bool((bounded > (1 + 2.0**-6) * v + 1e-30).any()):
+            return False
+    return True

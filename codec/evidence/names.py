@@ -1,9 +1,10 @@
-"""Names: layer types, names of weights and moments, places that never hold weights."""
+"""Names: what path and shape alone say of an array; names of moments and optimizers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,54 @@ _KNOWN = 1 << 16
 """Paths whose answers are kept: the saves of a training ask for the same ones."""
 
 
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Properties of an array by its path and its shape alone.
+
+    Args:
+        layer: layer type.
+        is_statistic: whether it is a running statistic of a norm.
+        is_other_part: whether it is in a part of the state without weights, such as a loader or scheduler.
+        is_average: whether it is in an average or a delayed copy of the model.
+        may_be_weight: whether it has the name or the shape of a layer's weights.
+        is_codebook: whether it belongs to a vector quantizer.
+    """
+
+    layer: str
+    is_statistic: bool
+    is_other_part: bool
+    is_average: bool
+    may_be_weight: bool
+    is_codebook: bool
+
+
+def named(paths: Sequence[str], specs: Sequence[LeafSpec]) -> list[Named]:
+    """Return what paths and shapes say of the arrays of a state.
+
+    torch's `AveragedModel` counts its updates next to its weights: they are an average by any key.
+    """
+    found = [_named(path, spec) for path, spec in zip(paths, specs, strict=True)]
+    counts = [path for path in paths if path.endswith("n_averaged") and last_name(path) == "n_averaged"]
+    averages = tuple(path.removesuffix("n_averaged") + "module." for path in counts)
+    return [
+        replace(one, is_average=True) if path.startswith(averages) else one
+        for path, one in zip(paths, found, strict=True)
+    ]
+
+
 @lru_cache(_KNOWN)
+def _named(path: str, spec: LeafSpec) -> Named:
+    last = last_name(path)
+    return Named(
+        layer_of(path, spec),
+        last in ("running_mean", "running_var"),
+        is_other_part(path),
+        is_average(path),
+        has_weight_name(path) or could_be_matrix(spec),
+        is_codebook(path),
+    )
+
+
 def last_name(path: str) -> str:
     """Return the last name of a path.
 
@@ -66,7 +114,6 @@ def last_name(path: str) -> str:
     return re.split(r"[./]", path)[-1]
 
 
-@lru_cache(_KNOWN)
 def layer_of(path: str, spec: LeafSpec) -> str:
     """Return the layer type of an array by its name and shape."""
     dims = len(spec.shape)
@@ -101,7 +148,6 @@ def is_attention(name: str) -> bool:
     return _ATTENTION.search(name) is not None
 
 
-@lru_cache(_KNOWN)
 def has_weight_name(path: str) -> bool:
     """Return whether the last name is one that only weights of layers have.
 
@@ -113,13 +159,11 @@ def has_weight_name(path: str) -> bool:
     return named is not None and not is_codebook(path)
 
 
-@lru_cache(_KNOWN)
 def is_codebook(path: str) -> bool:
     """Return whether a path is that of a vector quantizer's array."""
     return _CODEBOOK.search(path) is not None
 
 
-@lru_cache(_KNOWN)
 def is_other_part(path: str) -> bool:
     """Return whether a path is in a part without weights, such as a loader or scheduler.
 
@@ -140,7 +184,6 @@ def is_model(tree: str) -> bool:
     return tree.rstrip("/") in _MODELS
 
 
-@lru_cache(_KNOWN)
 def is_average(path: str) -> bool:
     """Return whether a path is in an average or a delayed copy of the model, by its key.
 
@@ -149,18 +192,6 @@ def is_average(path: str) -> bool:
         (True, False)
     """
     return _near_root(_AVERAGE, path)
-
-
-def averaged_prefixes(paths: Iterable[str]) -> tuple[str, ...]:
-    """Return the beginnings of the paths in averages of a model.
-
-    torch's `AveragedModel` counts its updates next to them.
-
-    Example:
-        >>> averaged_prefixes(["late/n_averaged", "late/module.fc.weight"])
-        ('late/module.',)
-    """
-    return tuple(p.removesuffix("n_averaged") + "module." for p in paths if last_name(p) == "n_averaged")
 
 
 def _near_root(pattern: re.Pattern[str], path: str) -> bool:

@@ -60,18 +60,3 @@ REASONS = (
     "rule 'embedding'",
 )
 """The standard reasons; a file names one by its number here."""
-_NUMBERS = {reason: number for number, reason in enumerate(REASONS)}
-
-
-def numbered(reasons: list[str]) -> tuple[list[int], list[str]]:
-    """Return the number of each reason, and the texts that have no fixed number.
-
-    A number of `len(REASONS)` or more counts into the texts.
-
-    Example:
-        >>> numbered(["exact: norm", "rule 'head.*'", "rule 'head.*'"])
-        ([20, 39, 39], ["rule 'head.*'"])
-    """
-    others = list(dict.fromkeys(reason for reason in reasons if reason not in _NUMBERS))
-    table = _NUMBERS | {reason: len(REASONS) + at for at, reason in enumerate(others)}
-    return [table[reason] for reason in reasons], others

@@ -1,11 +1,21 @@
-"""A file that is fetched in parts: it can be sliced like bytes and caches fetched parts."""
+"""Files that are read in parts: remote ones, and the coded bytes of a checkpoint in a file.
+
+The header stands first in a checkpoint and needs the length of every piece. With a spool, the pieces of an array leave
+memory as soon as they are coded, and wait in a file until the header is known.
+"""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO
 
 from ..errors import CorruptDataError
+from .fields import Piece, parts_of
 
 FRONT = 1 << 16
 """Bytes fetched at once at the beginning: prefix and header of most files."""
@@ -87,3 +97,66 @@ class Ranged:
                 joined.append([start, stop])
         for start, stop in joined:
             self._get(start, stop)
+
+
+class Spool:
+    """A file of pieces.
+
+    Args:
+        file: empty, opened to read and write without a buffer; best one without a name, which no crash leaves behind.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._end, self._lock = file, 0, threading.Lock()
+
+    def add(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Append pieces, from any thread; return what replaces them in memory."""
+        added: list[Piece] = []
+        for piece in pieces:
+            with self._lock:
+                start, self._end = self._end, self._end + len(piece)
+            at = start
+            for part in parts_of(piece):
+                rest = memoryview(part)
+                while rest:
+                    written = os.pwrite(self._file.fileno(), rest, at)
+                    rest, at = rest[written:], at + written
+            added.append(SpooledPiece(self, start, at - start))
+        return added
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes start..stop."""
+        return os.pread(self._file.fileno(), stop - start, start)
+
+
+@dataclass(frozen=True, slots=True)
+class SpooledPiece:
+    """A piece in a spool; its bytes are read each time they are needed."""
+
+    spool: Spool
+    offset: int
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def parts(self) -> tuple[bytes, ...]:
+        """Return the bytes of the piece, as `Writer.parts`."""
+        return (self.spool.read(self.offset, self.offset + self.length),)
+
+
+def ranged_over(front: bytes, pieces: Sequence[Piece]) -> Ranged:
+    """Return the bytes of a file that begins with `front`, followed by pieces."""
+    ends = list(itertools.accumulate((len(piece) for piece in pieces), initial=len(front)))
+
+    def fetch(start: int, stop: int) -> bytes:
+        found = [front[start:stop]] if start < len(front) else []
+        for number in range(max(0, bisect.bisect_right(ends, start) - 1), len(pieces)):
+            begin, end = ends[number], ends[number + 1]
+            if begin >= stop:
+                break
+            data = b"".join(parts_of(pieces[number]))
+            found.append(data[max(0, start - begin) : min(end, stop) - begin])
+        return b"".join(found)
+
+    return Ranged(ends[-1], fetch)

@@ -118,7 +118,7 @@ def groups_to_json(groups: Sequence[StoredGroup]) -> list[dict[str, Any]]:
     """
     before, rows = -1, []
     for group in groups:
-        row = {**_as_json(group, _GROUP), "b": list(group.lengths), "a": _gaps(group.members, before)}
+        row = {**_as_json(group, _GROUP), "a": _gaps(group.members, before)}
         before = group.members[0]
         if row["a"] == _NEXT:
             del row["a"]
@@ -164,13 +164,19 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 def _as_json(record: StoredArray | StoredGroup, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields that do not have their default value, by their short names."""
+    """Return the fields without a default value, by short names, checked as a reader does."""
     found = {}
     for name, short in names.items():
         value = getattr(record, name)
         if value != _DEFAULTS.get(name, MISSING) and (value or name != "meta"):
-            found[short] = list(value) if name in ("shape", "order") else value
+            found[short] = list(value) if isinstance(value, tuple) else value
+            _check(name, found[short], "an array or group")
     return found
+
+
+def _check(name: str, value: Any, where: str) -> None:
+    if name in _CHECKS and not _CHECKS[name](value):
+        raise CorruptDataError(f"header: {where}: its record is malformed")
 
 
 _DEFAULTS = {
@@ -181,8 +187,7 @@ _DEFAULTS = {
 def _from_json(kind: type[Record], names: Mapping[str, str], row: Mapping[str, Any], where: str) -> Record:
     given = {name: row[short] for name, short in names.items() if short in row}
     for name, value in given.items():
-        if name in _CHECKS and not _CHECKS[name](value):
-            raise CorruptDataError(f"header: {where}: its record is malformed")
+        _check(name, value, where)
     if kind is StoredGroup and not given.keys() >= {"stream", "lengths"}:
         raise CorruptDataError(f"header: {where}: its record is malformed")
     return kind(**given)

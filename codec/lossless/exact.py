@@ -29,7 +29,6 @@ from ...kernels.levels import joint_counts
 from ...kernels.planes import Method, difference, merge_planes, split_planes, undifference
 from .. import entropy
 from ..base import CHUNK, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored
-from ..entropy.row_column_classes import columns_of
 from ..errors import CorruptDataError
 from ..format.fields import Chunk, Reader, Writer, chunks_of
 from ..groups import Coded, joined_bytes, joined_spec
@@ -323,7 +322,7 @@ def _encode_floats(
     layout = LAYOUTS[spec.dtype]
     parts = 8 * spec.itemsize // layout.width
     u = data.view(f"<u{layout.width // 8}")
-    columns = 0 if start is None else columns_of(spec.shape, parts)
+    columns = 0 if start is None else parts * spec.columns
     x: Array = u if there is None else Patterns(u.itemsize, "", None).view(there)
     old: Array = None if before is None else before.view(u.dtype)
     chosen, kind = [SCALED], 0

@@ -33,8 +33,8 @@ from ..groups import Coded, own_parts
 from ..lossless.addends import blocks
 from ..lossless.exact import Exact
 from ..parallel import map_chunks
-from ..state.casting import float_values, rounded
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, largest, on_host
+from ..state.casting import float_values, largest, rounded
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
 from .logbuckets import ValuesReference
 from .symbolvalues import put, sent
 

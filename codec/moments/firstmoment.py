@@ -34,12 +34,11 @@ from ..errors import CorruptDataError
 from ..format.fields import Piece, Reader, Writer, chunks_of, parts_of
 from ..groups import Coded, ends_of, joined_leaf, matrix_of, own_parts, parts
 from ..parallel import map_chunks
-from ..state.casting import to_bfloat16
+from ..state.casting import as_float32, to_bfloat16
 from ..state.leaves import Array, LeafSpec, NpArray
 from .logbuckets import LogBuckets, ValuesReference, check_alpha
 from .secondmoment import FACTOR_BITS, factor_values, factors, matrix_shape, pack_factors, read_factors
 from .symbolvalues import (
-    as_float32,
     as_stored,
     escapes_of,
     pack_chunk,

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...kernels.backend.arguments import check_field, number, or_none
-from ...kernels.backend.arrays import is_torch, on_gpu, placed_with
+from ...kernels.backend.arrays import is_torch, on_gpu, placed_with, wide
 from ...kernels.backend.floats import FORMATS, bits_for
 from ...kernels.error_sums import Distortion, distortion_many
 from ...kernels.histogram import bucket_index, bucket_value
@@ -34,7 +34,7 @@ from ..groups import Coded, FilledReference, ends_of, joined_leaf, own_parts, pa
 from ..lossless.exact import Exact
 from ..parallel import map_chunks
 from ..state.casting import scaled_distortion, unit
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, on_host, wide
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, on_host
 from .symbolvalues import put, sent
 
 _SIGNS, _NOT_FINITE = 1, 2

@@ -54,11 +54,10 @@ from ..groups import (
     values_of_each,
 )
 from ..parallel import map_chunks
-from ..state.casting import to_bfloat16
+from ..state.casting import as_float32, to_bfloat16
 from ..state.leaves import Array, LeafSpec, NpArray, on_host
 from .logbuckets import LogBuckets, check_limits, given
 from .symbolvalues import (
-    as_float32,
     as_stored,
     escapes_of,
     pack_chunk,

@@ -13,13 +13,8 @@ from ..device_coding import decoding_device, is_block
 from ..errors import CorruptDataError
 from ..format.fields import Chunk, Piece, Reader, Writer, parts_of
 from ..groups import sent_values
-from ..state.casting import float_values, rounded
+from ..state.casting import rounded
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
-
-
-def as_float32(flat: Array, spec: LeafSpec) -> Array:
-    """Return values as float32, on their GPU or as NumPy."""
-    return flat.float() if on_gpu(flat) else float_values(as_bytes(flat), spec)
 
 
 def room_like(flat: Array, spec: LeafSpec) -> Array:

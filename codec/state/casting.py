@@ -9,8 +9,14 @@ import math
 
 import numpy as np
 
+from ...kernels.backend.arrays import on_gpu
 from ...kernels.error_sums import Distortion, distortion
-from .leaves import Array, LeafSpec, NpArray
+from .leaves import Array, LeafSpec, NpArray, as_bytes
+
+
+def as_float32(flat: Array, spec: LeafSpec) -> Array:
+    """Return values as float32, on their GPU or as NumPy."""
+    return flat.float() if on_gpu(flat) else float_values(as_bytes(flat), spec)
 
 
 def float_values(data: NpArray, spec: LeafSpec) -> NpArray:
@@ -53,6 +59,11 @@ def from_bfloat16(patterns: NpArray, spec: LeafSpec) -> NpArray:
 
 def _from_patterns(patterns: NpArray) -> NpArray:
     return (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def largest(flat: Array) -> float:
+    """Return the largest magnitude; 0 for an empty array, NaN if the array contains NaN."""
+    return max(float(flat.max()), -float(flat.min())) if flat.shape[0] else 0.0
 
 
 def unit(largest: float) -> float:

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from ...kernels.backend.imported import imported
 from ...kernels.backend.transfer import to_cpu
 from ..errors import CorruptDataError, UnsupportedLeafError
 from ..memory_limit import NEVER_TOO_LARGE, total_memory
+
+if TYPE_CHECKING:
+    from .tree import ArrayNode
 
 Array = Any
 NpArray = np.ndarray[Any, Any]
@@ -55,6 +58,9 @@ _UNKNOWN_MEMORY = 1 << 46
 """Bytes that a system may have which does not say how many it has."""
 
 
+_COMPUTED = ("size", "itemsize", "nbytes", "columns")
+
+
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
     """Library, dtype, shape and order in memory of an array.
@@ -68,20 +74,19 @@ class LeafSpec:
     order: tuple[int, ...] = field(default=(), compare=False, repr=False)
     """Its dimensions from the outermost in memory to the innermost (`memory_order`); a delta may change it."""
     size: int = field(init=False, repr=False, compare=False)
-    """Number of elements; computed once, because every step asks for it."""
+    """Number of elements; computed once, because every step asks for it, as for `itemsize` and `nbytes`."""
+    itemsize: int = field(init=False, repr=False, compare=False)
+    """Bytes an element."""
+    nbytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of all elements."""
+    columns: int = field(init=False, repr=False, compare=False)
+    """Length of the rows of a matrix, with all further axes joined to the second; 0 for a vector, and for one row."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", math.prod(self.shape))
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes an element."""
-        return _item_size(self.library, self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.size * self.itemsize
+        size, itemsize = math.prod(self.shape), _item_size(self.library, self.dtype)
+        columns = math.prod(self.shape[1:]) if len(self.shape) > 1 and self.shape[0] > 1 else 0
+        for name, value in zip(_COMPUTED, (size, itemsize, size * itemsize, columns), strict=True):
+            object.__setattr__(self, name, value)
 
     @property
     def memory(self) -> int:
@@ -373,36 +378,6 @@ def on_host(x: Array) -> NpArray:
     return host
 
 
-def wide(x: Any) -> Any:
-    """Return an array as float64, where it is."""
-    return x.double() if is_torch(x) else x.astype(np.float64)
-
-
-def blocks(size: int, wanted: int, length: int = 1024) -> Any:
-    """Return positions of about `wanted` elements out of `size`, in blocks at even distances.
-
-    They are int64 and ascending; a slice if that is all of them.
-    """
-    if wanted >= size:
-        return slice(None)
-    starts = np.linspace(0, size - length, -(-wanted // length)).astype(np.int64)
-    return np.unique((starts[:, None] + np.arange(length)).reshape(-1))
-
-
-def taken(flat: Array, at: Any) -> Array:
-    """Return the elements at some positions (int64 or a slice), on the host."""
-    if not is_torch(flat):
-        return np.ascontiguousarray(flat[at])
-    if isinstance(at, slice):
-        return to_cpu(flat)
-    return to_cpu(flat[_torch().from_numpy(at).to(flat.device)])
-
-
-def largest(flat: Array) -> float:
-    """Return the largest magnitude; 0 for an empty array, NaN if the array contains NaN."""
-    return max(float(flat.max()), -float(flat.min())) if flat.shape[0] else 0.0
-
-
 def from_bytes(data: NpArray, spec: LeafSpec) -> Array:
     """Return a flat tensor or NumPy array that shares these bytes (uint8, `spec.nbytes`)."""
     if spec.library == "torch":
@@ -508,3 +483,21 @@ def same_storage_key(value: Array) -> tuple[Any, ...] | None:
     if isinstance(value, np.ndarray) and value.size:
         return ("numpy", value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str)
     return None if isinstance(value, np.ndarray | np.generic) else ("object", id(value))
+
+
+def tie(nodes: list[Any], found: list[ArrayNode]) -> tuple[list[Any], list[ArrayNode]]:
+    """Return tree and arrays with each array once; nodes with one memory refer to one array."""
+    first: dict[Any, int] = {}
+    number: list[int] = []
+    unique: list[ArrayNode] = []
+    for node in found:
+        key = same_storage_key(node.value)
+        if key is not None and key in first:
+            number.append(first[key])
+            continue
+        if key is not None:
+            first[key] = len(unique)
+        number.append(len(unique))
+        unique.append(node)
+    renumbered = [{"a": number[n["a"]]} if isinstance(n, dict) and "a" in n else n for n in nodes]
+    return renumbered, unique

@@ -1,4 +1,4 @@
-"""Conversion of a state (dicts, lists, tuples) to a list of nodes and back, without pickle.
+"""Conversion of a state, a tree of containers, to a list of nodes and back, without pickle.
 
 The tree is written in preorder, one JSON value a node, so nesting has no depth limit in either direction:
 
@@ -8,6 +8,12 @@ The tree is written in preorder, one JSON value a node, so nesting has no depth 
     {"b": "..."}   bytes, base64                           {"k": [..]}    a tuple used as a key
     {"s": "..."}   text with surrogates, base64 of UTF-8 that lets them pass
     anything else  itself: a finite float (always with '.' or 'e'), an int, a bool, a str, null
+
+A tensor subclass (quantized weights, low-bit moments) that PyTorch can trace describes its own parts:
+`__tensor_flatten__` gives the names of its inner tensors and a context, `__tensor_unflatten__` builds it from them. The
+inner tensors are stored exactly under all rules: they are codes and scales, not weights. A file names the class but
+never imports it: only a class whose module this process has imported already is used, and only if it is a tensor with
+that method.
 """
 
 from __future__ import annotations
@@ -25,12 +31,20 @@ from functools import partial
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any
 
+from ...kernels.backend.arrays import is_torch
+from ...kernels.backend.imported import imported
 from ..errors import BadArgumentError, CorruptDataError, UnsupportedLeafError
-from .hash_collision_guard import is_crowded
-from .subclass import PARTS, Wrapper, is_wrapper, put_together, taken_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+CLASS, TENSORS, CONTEXT, SIZE, STRIDE = "class", "tensors", "context", "size", "stride"
+PARTS = {CLASS, TENSORS, CONTEXT, SIZE, STRIDE}
+
+
+class Wrapper(dict[str, Any]):
+    """Parts of a tensor subclass: class, inner tensors by name, context, size and stride."""
+
 
 Json = Any
 _DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c", Wrapper: "w"}
@@ -40,6 +54,12 @@ _EXACT_INT = 1 << 53
 _SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_PATHS = 1 << 27
 """Characters of all arrays' paths and keys together."""
+MOST_STEPS = 100
+"""Taken slots met for each key, on average, beyond which keys are refused. Numbers at random meet 2, multiples of a
+large power of two 40, the worst honest family tried (20,000 floats of 900 powers of two) 80."""
+FEW_KEYS = 1024
+"""This number of keys is never checked: at worst they take half a million steps."""
+_SHIFT, _WORD = 5, (1 << 64) - 1
 CROWDED = "the keys of a dict have hashes that collide; it would take quadratic time to build"
 
 
@@ -265,6 +285,99 @@ def _opened(value: Any, place: Place) -> tuple[Json, Iterator[tuple[Any, Json, A
     return None
 
 
+def is_crowded(keys: Sequence[Any], *, few: int = FEW_KEYS, most: int = MOST_STEPS) -> bool:
+    """Return whether a dict with these keys takes more than `most` steps per key.
+
+    Hashes of text and bytes are secret in each process; those of numbers, and of tuples of them, are not. Integers that
+    differ by multiples of 2**61 - 1 have one hash, tuples with one hash are easily found, and of integers of 64 bits
+    some walk through all slots that the others hold. A dict of n such keys takes n**2 / 2 steps to build, and a file of
+    some kilobytes hours. So before a dict is built its insertions are counted, by numbers that are not used as keys.
+
+    The table of CPython's dict is walked as it does: slot `h mod 2**k` first, then `i -> 5 i + p + 1` with the hash's
+    higher bits shifted into p; it grows when two thirds are taken.
+
+    Args:
+        keys: what can be hashed, all different.
+        few: fewer keys, text and bytes not counted, are not looked at. Default 1024.
+        most: steps a key. Default 100.
+
+    Example:
+        >>> is_crowded(range(5000)), is_crowded([i * (2**61 - 1) for i in range(5000)])
+        (False, True)
+    """
+    hashes = [hash(key) for key in keys if type(key) is not str and type(key) is not bytes]
+    if len(hashes) < max(1, few):
+        return False
+    if min(hashes) >= 0 and max(hashes) < 4 * len(hashes) and len(set(hashes)) == len(hashes):
+        # Small numbers, all different: near to slots of their own.
+        return False
+    left = most * len(hashes)
+    # Every size of the table on the way, each filled to two thirds; the last with the remaining keys.
+    bits = 3
+    while left >= 0:
+        slots, mask = bytearray(1 << bits), (1 << bits) - 1
+        for h in hashes[: (2 << bits) // 3]:
+            at, rest = h & mask, h & _WORD
+            while slots[at]:
+                rest >>= _SHIFT
+                at = (5 * at + rest + 1) & mask
+                left -= 1
+                if left < 0:
+                    return True
+            slots[at] = 1
+        if len(hashes) <= (2 << bits) // 3:
+            return False
+        bits += 1
+    return True
+
+
+def is_wrapper(value: Any) -> bool:
+    """Return whether a value is a tensor subclass from outside PyTorch."""
+    kind = type(value)
+    return not kind.__module__.startswith("torch.") and is_torch(value) and hasattr(kind, "__tensor_flatten__")
+
+
+def taken_apart(value: Any, path: str) -> Wrapper:
+    """Return a tensor subclass as a tree of plain tensors and scalars.
+
+    Raises:
+        UnsupportedLeafError: its context holds what cannot be stored without pickle.
+    """
+    kind = type(value)
+    names, context = value.__tensor_flatten__()
+    return Wrapper(
+        {
+            CLASS: f"{kind.__module__}:{kind.__qualname__}",
+            TENSORS: {name: getattr(value, name) for name in names},
+            CONTEXT: _plain(context, path, kind),
+            SIZE: list(value.shape),
+            STRIDE: list(value.stride()),
+        }
+    )
+
+
+def _plain(value: Any, path: str, owner: type) -> Any:
+    """Convert a context to lists, dicts and scalars; other values become a dict with their kind."""
+    import torch
+
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if type(value) is list:
+        return [_plain(v, path, owner) for v in value]
+    if type(value) in (tuple, torch.Size):
+        return {"size" if type(value) is torch.Size else "tuple": [_plain(v, path, owner) for v in value]}
+    if type(value) is dict:
+        return {"dict": [[_plain(k, path, owner), _plain(v, path, owner)] for k, v in value.items()]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    raise UnsupportedLeafError(
+        f"{path}: the context of the tensor subclass {owner.__qualname__} holds a {type(value).__qualname__}, "
+        "which cannot be stored without pickle"
+    )
+
+
 def _decode_scalar(node: Json) -> Any:
     if node is None or isinstance(node, (bool, int, float, str)):
         return node
@@ -379,3 +492,60 @@ def unflatten(
     if len(root) != 1:
         raise CorruptDataError("header: the tree is empty")
     return root[0]
+
+
+def put_together(parts: Wrapper, path: str) -> Any:
+    """Rebuild a tensor subclass from its `PARTS`.
+
+    Raises:
+        UnsupportedLeafError: its class is not imported here, or refuses the stored parts.
+        CorruptDataError: the parts are not what `taken_apart` gives.
+    """
+    name = parts[CLASS]
+    if not isinstance(name, str):
+        raise CorruptDataError(f"{path}: a tensor subclass without a name")
+    module, _, qualified = name.partition(":")
+    kind: Any = imported(module)
+    for step in qualified.split("."):
+        kind = getattr(kind, step, None)
+    import torch
+
+    if not (isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__")):
+        raise UnsupportedLeafError(
+            f"{path}: the tensor subclass {qualified} of {module} is not known here; import it before loading"
+        )
+    tensors, size, stride = parts[TENSORS], parts[SIZE], parts[STRIDE]
+    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        raise CorruptDataError(f"{path}: a tensor subclass without inner tensors")
+    if not all(isinstance(s, list) and all(type(n) is int for n in s) for s in (size, stride)):
+        raise CorruptDataError(f"{path}: a tensor subclass without size and stride")
+    context = _from_plain(parts[CONTEXT], path)
+    try:
+        return kind.__tensor_unflatten__(tensors, context, torch.Size(size), tuple(stride))
+    except Exception as error:
+        # The class's own code may raise any error for parts that it did not make.
+        raise UnsupportedLeafError(f"{path}: {qualified} cannot be built from its parts: {error}") from error
+
+
+def _from_plain(value: Any, path: str) -> Any:
+    import torch
+
+    if type(value) is list:
+        return [_from_plain(v, path) for v in value]
+    if type(value) is not dict:
+        return value
+    tag: str
+    body: Any
+    tag, body = next(iter(value.items())) if len(value) == 1 else ("", None)
+    try:
+        if tag == "dict":
+            return {_from_plain(k, path): _from_plain(v, path) for k, v in body}
+        if tag in ("size", "tuple"):
+            return (torch.Size if tag == "size" else tuple)([_from_plain(v, path) for v in body])
+        if tag == "dtype" and isinstance(getattr(torch, body), torch.dtype):
+            return getattr(torch, body)
+        if tag == "device":
+            return torch.device(body)
+    except (TypeError, ValueError, AttributeError, RuntimeError, RecursionError):
+        pass
+    raise CorruptDataError(f"{path}: {str(value)[:60]} is not a valid part of a tensor subclass's context")

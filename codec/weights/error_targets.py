@@ -14,20 +14,23 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from ...kernels.backend.arrays import is_torch, like
+from ...kernels.backend.transfer import to_cpu
 from ...kernels.error_sums import Distortion
 from ...kernels.histogram import Histogram
 from ...kernels.quantizer import Thresholds
 from ..base import Leaf
-from ..state.leaves import NpArray, blocks, taken
+from ..state.leaves import Array, NpArray
 from .codebook import MOST, Cells, Fit, Floats, multiples, predicted_error, to_8_bits
 from .level_assignment import assigned
 from .levels import LevelsReference, rounded_codebook
 from .partition import upper_threshold
+from .planning import QuantizeSettings
 from .ratedistortion import Trade, dearest_price
-from .settings import QuantizeSettings
 from .sketch_refinement import fit_closely, held_codebook
 from .uniform_quantizer import MULTIPLES_OF
 
@@ -308,3 +311,23 @@ def spent(
             return held, error, price / mean
         price /= 2
     return reference, met, 0.0
+
+
+def blocks(size: int, wanted: int, length: int = 1024) -> Any:
+    """Return positions of about `wanted` elements out of `size`, in blocks at even distances.
+
+    They are int64 and ascending; a slice if that is all of them.
+    """
+    if wanted >= size:
+        return slice(None)
+    starts = np.linspace(0, size - length, -(-wanted // length)).astype(np.int64)
+    return np.unique((starts[:, None] + np.arange(length)).reshape(-1))
+
+
+def taken(flat: Array, at: Any) -> Array:
+    """Return the elements at some positions (int64 or a slice), on the host."""
+    if not is_torch(flat):
+        return np.ascontiguousarray(flat[at])
+    if isinstance(at, slice):
+        return to_cpu(flat)
+    return to_cpu(flat[like(at, flat).to(flat.device)])

@@ -1,4 +1,6 @@
-"""Importance of each weight's error: the root of its second moment, if the state has one.
+"""Importance of a weight's error, and lead of its drift, by the moments of the weight.
+
+The importance is the root of the second moment, if the state has one.
 
 Adam's steps measure distance by `sum sqrt(v_i) d_i**2`. In the trainings that were tried, this weighting was better
 than `v` (the diagonal of the empirical Fisher matrix) and than no weighting. Without second moments, the squares of the
@@ -8,20 +10,76 @@ costs bytes or error, but never gives a wrong value.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch, like, on_gpu, to_numpy
+from ...kernels.backend.arrays import is_torch, like, on_gpu, to_numpy, to_place_of
+from ...kernels.backend.floats import FORMATS
 from ...kernels.histogram import log_histogram
-from ..base import Array, Leaf
+from ..base import Array, Codec, Leaf
+from ..moments.firstmoment import FirstMoment
 
 FLOOR = 0.05
 """Least importance, as a multiple of the array's mean, which bounds the error of weights with small gradients."""
 _SKETCH = 2
 _BLOCK = 1 << 14
 """Elements at a time whose float64 values stay in the cache."""
+_COASTING = 9.0
+"""Steps of the drift that a first moment holds: beta1 / (1 - beta1) at 0.9."""
+_MOST = 0.2
+"""Largest part of the way that is added to it: most of a short way is noise."""
+
+
+def with_lead(leaves: list[Leaf], codecs: Sequence[Codec], pairs: Mapping[int, int], steps: float | None) -> list[Leaf]:
+    """Add to weights with a known drift the part that their first moments lose.
+
+    A first moment that is restored as zero would still have moved its weight by about nine steps. A grid of step s (in
+    units of sqrt(v)) loses about s**2 / (1 + s**2) of that movement (measured, docs/decisions/drift.md).
+
+    Args:
+        leaves: all arrays of a state.
+        codecs: the codec of each.
+        pairs: of each first moment, the number of its second moment.
+        steps: optimizer steps from the earlier values of weights to these; None: not known.
+    """
+    if steps is None or all(leaf.earlier is None for leaf in leaves):
+        return leaves
+    firsts = {second: first for first, second in pairs.items()}
+    found = list(leaves)
+    for weight, second in second_moments(leaves).items():
+        codec = codecs[firsts[second]] if second in firsts else None
+        if isinstance(codec, FirstMoment) and leaves[weight].earlier is not None:
+            lost = codec.step**2 / (1 + codec.step**2)
+            found[weight] = dataclasses.replace(leaves[weight], lead=min(_MOST, _COASTING * lost / steps))
+    return found
+
+
+def with_importance(leaves: list[Leaf], wanted: Sequence[bool]) -> list[Leaf]:
+    """Return the leaves, with the second moment of each weight that is coded at a rate.
+
+    If no weight has one, the squares of the given gradients replace them: an estimate of second moments from few
+    batches.
+
+    Args:
+        leaves: all arrays of a state.
+        wanted: which of them the encoder will code.
+    """
+    if not any(wanted):
+        return leaves
+    pairs = {i: j for i, j in second_moments(leaves).items() if wanted[i] and leaves[j].spec.dtype in FORMATS}
+    if not pairs:
+        squares = squared([leaf.gradient if want else None for leaf, want in zip(leaves, wanted, strict=True)])
+        return [
+            leaf if square is None else dataclasses.replace(leaf, importance=square)
+            for leaf, square in zip(leaves, squares, strict=True)
+        ]
+    return [
+        dataclasses.replace(leaf, importance=to_place_of(leaves[pairs[i]].flat, leaf.flat)) if i in pairs else leaf
+        for i, leaf in enumerate(leaves)
+    ]
 
 
 def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
@@ -58,6 +116,12 @@ def second_moments(leaves: Sequence[Leaf]) -> dict[int, int]:
     return found
 
 
+def _name(folder: str) -> str:
+    """Return a parameter's name from the path of its optimizer entry; "" for a number."""
+    last = folder.rpartition("/")[2]
+    return "" if last.isdigit() else last
+
+
 def squared(gradients: Sequence[Array | None]) -> list[Array | None]:
     """Return squares of gradients in a common float32 scale; only their ratios are used.
 
@@ -80,12 +144,6 @@ def _square(gradient: Array, scale: float) -> Array:
         return (gradient.double() * scale).square().float()
     with np.errstate(invalid="ignore", over="ignore"):
         return ((gradient.astype(np.float64) * scale) ** 2).astype(np.float32)
-
-
-def _name(folder: str) -> str:
-    """Return a parameter's name from the path of its optimizer entry; "" for a number."""
-    last = folder.rpartition("/")[2]
-    return "" if last.isdigit() else last
 
 
 def mean_root(square: Array) -> float:

@@ -22,10 +22,9 @@ from .error_targets import LADDER, choices, spent
 from .level_assignment import Quantized, assigned
 from .levels import MAX_BINS, LevelsReference, compatible_parent, compatible_parents, level_pieces, metadata
 from .partition import share_at_or_above
-from .planning import Plan, check_gradients, limits, plans, sketched, thresholds_before
+from .planning import Plan, QuantizeSettings, check_gradients, limits, plans, sketched, thresholds_before
 from .quantize_many import quantized_many
 from .ratedistortion import Trade
-from .settings import QuantizeSettings
 from .sketch_refinement import few_values, fit_closely, held_codebook
 from .uniform_quantizer import store_multiples
 
@@ -199,8 +198,10 @@ class Quantize(QuantizeSettings):
             )
             if self.max_error is not None and predicted_error(cells, codebook) > 1.1 * self.max_error:
                 continue
-            if reason == "frozen" and (grown := self.outgrown(_protected_share(plan), before, leaf.spec)):
-                codebook, reason = fit(cells, how, None)[0], grown
+            if reason == "frozen":
+                protected = share_at_or_above(plan.sketch.signed.magnitude(), plan.thresholds.protect_magnitude)
+                if grown := self.outgrown(protected, before, leaf.spec):
+                    codebook, reason = fit(cells, how, None)[0], grown
             if reason != "frozen":
                 codebook = held_codebook(codebook, cells, how, leaf.spec)
             yield plan.thresholds, codebook, reason, np.inf
@@ -212,8 +213,3 @@ def _are_larger(pieces: Sequence[Piece], nbytes: int) -> bool:
     Where their upper limit decides, pieces that wait to be coded go on waiting.
     """
     return sum(map(entropy.most_bytes, pieces)) > nbytes and sum(map(len, pieces)) > nbytes
-
-
-def _protected_share(plan: Plan) -> float:
-    """Return the share of an array's finite elements protected for their magnitude."""
-    return share_at_or_above(plan.sketch.signed.magnitude(), plan.thresholds.protect_magnitude)

@@ -25,9 +25,8 @@ from .codebook import BLURRED, FEW_BINS, FINER, MOST, NEGLIGIBLE
 from .level_assignment import Quantized
 from .levels import LevelsReference, compatible_parent
 from .partition import Filled
-from .planning import Plan
+from .planning import Plan, QuantizeSettings
 from .protected import held_values
-from .settings import QuantizeSettings
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]

@@ -197,6 +197,20 @@ def like(result: np.ndarray[Any, Any], x: Array, dtype: str | None = None, *, ro
     return out
 
 
+def to_place_of(values: Array, flat: Array) -> Array:
+    """Return values of torch or NumPy in the library of another such array and on its device."""
+    if is_torch(flat):
+        return (values if is_torch(values) else like(np.require(values, requirements="W"), flat)).to(flat.device)
+    if is_torch(values):
+        return values.float().cpu().numpy() if str(values.dtype) == "torch.bfloat16" else values.cpu().numpy()
+    return values
+
+
+def wide(x: Array) -> Array:
+    """Return a torch tensor or NumPy array as float64, where it is."""
+    return x.double() if is_torch(x) else x.astype(np.float64)
+
+
 def _check_same_values(result: np.ndarray[Any, Any], out: Array) -> None:
     """Raise BadArgumentError unless a library's int32 version of int64 holds the same numbers."""
     if result.dtype == np.int64 and dtype_name(out) == "int32" and (result == result.astype(np.int32)).all():

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .codec.evidence.gather import Evidence as Evidence
     from .codec.evidence.kind import Kind as Kind
     from .codec.evidence.module import kinds as kinds
+    from .codec.inputs import PastWeights as PastWeights
     from .codec.lossless.changed import Changed as Changed
     from .codec.lossless.exact import Exact as Exact
     from .codec.moments.clusters import Clusters as Clusters
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
     from .codec.parallel import threads as threads
     from .codec.plan import UnknownArraysWarning as UnknownArraysWarning
     from .codec.weights.exponent import ExponentDelta as ExponentDelta
-    from .codec.weights.past_weights import PastWeights as PastWeights
     from .codec.weights.quantize import Quantize as Quantize
     from .searching.arguments import SearchOptions as SearchOptions
     from .searching.result import SearchResult as SearchResult

@@ -19,7 +19,7 @@ import shrinkpoint as sp
 from shrinkpoint import codec
 from shrinkpoint.codec.format.container import from_columns, to_columns
 from shrinkpoint.codec.format.schema import COLUMNS
-from shrinkpoint.codec.state.subclass import is_wrapper, taken_apart
+from shrinkpoint.codec.state.tree import is_wrapper, taken_apart
 
 _PREFIX = struct.Struct("<8sIIQQII")
 

@@ -17,7 +17,7 @@ from blake3 import blake3
 import shrinkpoint as sp
 from shrinkpoint.codec.evidence.reasons import REASONS
 from shrinkpoint.codec.rebase import rebase
-from shrinkpoint.codec.state.subclass import taken_apart
+from shrinkpoint.codec.state.tree import taken_apart
 
 from .. import second_reader
 from ..golden.make import FILES, INDEX, KINDS, cases

@@ -193,6 +193,11 @@ def _member(header: dict[str, Any], **fields: Any) -> None:
     header["arrays"][_numbers(header, "levels")[0]] |= fields
 
 
+def _empty(header: dict[str, Any]) -> None:
+    for number in _numbers(header, "levels"):
+        header["arrays"][number]["s"] = [0, 5]
+
+
 HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "no list": lambda h: h.update(groups={}),
     "no groups": lambda h: h.pop("groups"),
@@ -215,6 +220,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "a member of another dtype": lambda h: _member(h, d="float64"),
     "a member of another library": lambda h: _member(h, l="numpy"),
     "a member that is empty": lambda h: _member(h, s=[0, 5]),
+    "all members empty": _empty,
     "a member that is too large": lambda h: _member(h, s=[1 << 22]),
     "a member that has a pair": lambda h: _member(h, v=0),
     "stream unknown": lambda h: _group(h, "levels").update(f="unknown"),

@@ -11,7 +11,7 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.codec.state import tree
-from shrinkpoint.codec.state.hash_collision_guard import FEW, is_crowded
+from shrinkpoint.codec.state.tree import FEW_KEYS, is_crowded
 
 PERIOD = (1 << 61) - 1
 """What CPython takes the remainder of integers by for their hash."""
@@ -124,7 +124,7 @@ HONEST: dict[str, list[Any]] = {
     "pairs": [(i // 200, i % 200) for i in range(20_000)],
     "pairs with text": [(str(i // 200), i % 200) for i in range(20_000)],
     "text": [str(i) for i in range(20_000)],
-    "few with one hash": [i * PERIOD for i in range(1, FEW)],
+    "few with one hash": [i * PERIOD for i in range(1, FEW_KEYS)],
 }
 
 

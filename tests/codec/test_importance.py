@@ -11,7 +11,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.codec.base import Leaf
 from shrinkpoint.codec.evidence.gather import gather
-from shrinkpoint.codec.evidence.values import Arrays
+from shrinkpoint.codec.evidence.moments import Arrays
 from shrinkpoint.codec.state.leaves import LeafSpec, is_array
 from shrinkpoint.codec.state.tree import flatten
 from shrinkpoint.codec.weights.importance import FLOOR, mean_root, second_moments, weights_of

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
+from shrinkpoint.codec.state.leaves import LeafSpec
 
 from .common import bits, difference, known, round_trip, through_bytes
 
@@ -411,3 +412,8 @@ def test_arrays_whose_values_are_gone_or_not_there_yet() -> None:
 def test_tensors_of_zeros_without_memory() -> None:
     zeros = torch._efficientzerotensor(64)
     assert torch.equal(sp.decompress(sp.compress({"x": zeros}))["x"], torch.zeros(64))
+
+
+def test_the_rows_of_a_matrix_have_a_length() -> None:
+    shapes = ((), (5,), (1, 9), (4, 9), (4, 3, 2, 2), (4, 0), (0, 4))
+    assert [LeafSpec("numpy", "float32", shape).columns for shape in shapes] == [0, 0, 0, 9, 12, 0, 0]

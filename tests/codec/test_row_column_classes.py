@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shrinkpoint.codec.entropy.row_column_classes import Places, classes_of, columns_of, off_mean, populations
+from shrinkpoint.codec.entropy.row_column_classes import Places, classes_of, off_mean, populations
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -104,11 +104,6 @@ def test_the_class_of_a_place(fresh: np.random.Generator) -> None:
     for i, own in enumerate(Places(rows, columns, 17, 9, 11).of(555).tolist()):
         r, c = divmod(17 + i, 30)
         assert own == min(max(int(rows[r]) + int(columns[c]) - 9, 0), 10)
-
-
-def test_columns_of_a_shape() -> None:
-    assert [columns_of(shape) for shape in ((), (5,), (1, 9), (4, 9), (4, 3, 2, 2))] == [0, 0, 0, 9, 12]
-    assert columns_of((4, 9), 2) == 18
 
 
 def test_a_line_is_as_far_off_the_mean_as_its_own_elements_say(fresh: np.random.Generator) -> None:

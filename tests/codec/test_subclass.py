@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec.state.subclass import Wrapper
+from shrinkpoint.codec.state.tree import Wrapper
 
 from ..golden.subclass import Coded, coded
 from .common import difference

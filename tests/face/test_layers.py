@@ -110,8 +110,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     for name, path in known.items():
         back_ends = {(*name, end) for end in ("reference", "cpu", "gpu")}
         open_ends[name] -= back_ends - set(imports(name, path, known))
-    # The plans of a codec name its class as a type.
-    open_ends["codec", "weights", "planning"].discard(("codec", "weights", "quantize"))
     while free := {name for name, targets in open_ends.items() if not targets & open_ends.keys()}:
         for name in free:
             del open_ends[name]

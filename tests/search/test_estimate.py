@@ -11,7 +11,7 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
-from shrinkpoint.codec.state.leaves import blocks
+from shrinkpoint.codec.weights.error_targets import blocks
 from shrinkpoint.codec.weights.levels import LevelsReference, head_piece
 from shrinkpoint.kernels.quantizer import Thresholds
 from shrinkpoint.searching import sample as sampling

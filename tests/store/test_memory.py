@@ -20,7 +20,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec import memory_limit
 from shrinkpoint.codec.compress import compress_inputs
 from shrinkpoint.codec.encode import Economy
-from shrinkpoint.codec.format.spool import Spool
+from shrinkpoint.codec.format.ranged import Spool
 from shrinkpoint.codec.inputs import Inputs
 from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.store.objects import ObjectFiles
