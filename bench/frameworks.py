@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -475,74 +476,16 @@ class Framework:
     drawn: str = "no dropout, no shuffling"
 
 
-FRAMEWORKS = {
-    "plain loop": Framework(
-        plain,
-        "torch.save",
-        """import shrinkpoint as sp
-from shrinkpoint import trainers
-saver = sp.Saver(sp.Store("run"))
-step = trainers.resume(saver, model, optimizer)
-trainers.save(saver, step, model, optimizer)
-saver.close()""",
-        """state = torch.load(path, weights_only=True)
-model.load_state_dict(state["model"])
-optimizer.load_state_dict(state["optimizer"])
-step = state["step"]
-torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)""",
-        "dropout, shuffled data, stopped within an epoch",
-    ),
-    "DCP": Framework(
-        dcp,
-        "FileSystemWriter",
-        """from shrinkpoint.trainers.dcp import Reader, Writer
-writer = Writer()
-dcp.load(state, storage_reader=Reader(path))
-dcp.save(state, storage_writer=writer, checkpoint_id=path)""",
-        """dcp.load(state, checkpoint_id=path)
-dcp.save(state, checkpoint_id=path)""",
-        "dropout",
-    ),
-    "Lightning": Framework(
-        lightning,
-        "ModelCheckpoint",
-        """from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO
-trainer = Trainer(callbacks=[ModelCheckpoint("run"), CompressedCheckpoints()], plugins=[CompressedIO()])""",
-        """trainer = Trainer(callbacks=[ModelCheckpoint("run")])""",
-        "dropout, stopped at the end of an epoch",
-    ),
-    "Transformers": Framework(
-        transformers,
-        "Trainer",
-        """from shrinkpoint.trainers.transformers import CompressedCheckpoints
-class MyTrainer(CompressedCheckpoints, Trainer): ...
-trainer = MyTrainer(model, arguments)""",
-        """trainer = Trainer(model, arguments)""",
-        "dropout, shuffled data, stopped within an epoch",
-    ),
-    "Accelerate": Framework(
-        accelerate,
-        "save_state",
-        """from shrinkpoint.trainers.accelerate import compress_states
-compress_states(accelerator, sp.Store("store"))
-accelerator.save_state()
-accelerator.load_state(path)""",
-        """accelerator.save_state()
-accelerator.load_state(path)""",
-        "dropout",
-    ),
-    "Orbax": Framework(
-        orbax,
-        "StandardSave",
-        """from shrinkpoint.trainers.orbax import CompressedHandler, CompressedRestore, CompressedSave
-manager = ocp.CheckpointManager(folder, item_handlers=CompressedHandler(sp.Store(folder / "shrinkpoint")))
-manager.save(step, args=CompressedSave(state))
-state = manager.restore(step, args=CompressedRestore(state))""",
-        """manager = ocp.CheckpointManager(folder)
-manager.save(step, args=ocp.args.StandardSave(state))
-state = manager.restore(step, args=ocp.args.StandardRestore(state))""",
-    ),
+TRAININGS: dict[str, Callable[[Job], Outcome]] = {
+    "plain loop": plain,
+    "DCP": dcp,
+    "Lightning": lightning,
+    "Transformers": transformers,
+    "Accelerate": accelerate,
+    "Orbax": orbax,
 }
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+FRAMEWORKS = {name: Framework(train, **_TEXTS[name]) for name, train in TRAININGS.items()}
 
 
 def run(name: str, job: Job) -> Outcome:

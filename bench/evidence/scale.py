@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cells import NONE, Json, figure, markdown, number
+from .cells import NONE, figure, markdown, number
 from .results import by_place, rows_of
 
 _SHARD = "175 M shard, "
@@ -10,21 +10,12 @@ _SHARD = "175 M shard, "
 
 def shard() -> str:
     """Seconds, extra memory and ratio of one rank's shard, by level."""
-    found: dict[str, dict[str, Json]] = {}
-    for place, rows in by_place(rows_of("scale.json"), _SHARD).items():
-        level, _, what = place.rpartition(", ")
-        for label, row in rows.items():
-            found.setdefault(level, {})[f"{what}: {label}"] = row
     lines = []
-    for level, rows in found.items():
-        for what in ("compress base", "compress delta", "restore base"):
-            cells = []
-            for label in ("seconds", "extra memory", "ratio"):
-                measured = rows.get(f"{what}: {label}")
-                cells.append("" if measured is None else figure(measured))
-            ratio = rows.get(f"{what}: ratio")
-            every = "" if ratio is None else ratio["note"].split(";")[0].rpartition(": ")[2].partition(" for ")[0]
-            lines.append([level, what, *cells, every])
+    for place, rows in by_place(rows_of("scale.json"), _SHARD).items():
+        cells = [figure(rows[label]) if label in rows else "" for label in ("seconds", "extra memory", "ratio")]
+        note = rows["ratio"]["note"] if "ratio" in rows else ""
+        every = note.split(";")[0].rpartition(": ")[2].partition(" for ")[0]
+        lines.append([*place.rsplit(", ", 1), *cells, every])
     return markdown(["", "", "seconds", "extra memory", "ratio", "1,000 ranks"], lines)
 
 
@@ -46,12 +37,8 @@ _STATE, _INTERVAL = 12, 1800.0
 
 def _rate(name: str, device: str) -> float | None:
     """Return bytes a second of the codec on a large state."""
-    found = [
-        row["value"]
-        for row in rows_of("codec.json")
-        if row["row"] == name and row["device"] == device and row["size"] > 2e7 and row["value"] is not None
-    ]
-    return 1e6 * found[0] if found else None
+    rows = (row for row in rows_of("codec.json") if (row["row"], row["device"]) == (name, device))
+    return next((1e6 * row["value"] for row in rows if row["size"] > 2e7 and row["value"] is not None), None)
 
 
 def computed() -> str:
@@ -59,9 +46,8 @@ def computed() -> str:
 
     These were not run: seconds are bytes over the measured rates of one thread, without evaluations.
     """
-    compress, decompress = (
-        _rate(f"{what} delta, default, GPT", "cpu, 1 thread") for what in ("compress", "decompress")
-    )
+    rates = (_rate(f"{what} delta, default, GPT", "cpu, 1 thread") for what in ("compress", "decompress"))
+    compress, decompress = rates
     lines = []
     for name, parameters in PAPER_MODELS.items():
         if compress is None or decompress is None:

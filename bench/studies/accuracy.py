@@ -21,8 +21,8 @@ from shrinkpoint.searching.cube import Cube
 
 from ..harness import Options, Row
 from . import workloads
-from .baselines import Baseline, State
 from .baselines.adaptive import Adaptive
+from .baselines.base import Baseline, State
 from .baselines.parts import parts
 from .baselines.qd import QDCompressor, wanted_bins
 from .faults import End, InStore, Outcome, Peer, Reshuffled, Searching, Size, System, quality

@@ -17,7 +17,6 @@ from functools import lru_cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from torch import nn
 import shrinkpoint as sp
 
 from ..harness import Options, Row
-from ..plot import Bars, draw
 
 TITLE = "optimizers: the next update from restored entries, against that from the entries themselves"
 STEPS = 40
@@ -415,11 +413,3 @@ def _row(name: str, found: dict[str, Any] | str) -> Row:
     exact = [entry for entry, x in found["entries"].items() if not x["lossy"]]
     note = f"changed: {', '.join(changed) or 'none'}; exact: {', '.join(exact) or 'none'}; weights: {found['weights']}"
     return Row(name, "cpu", 12448, found["update"], unit, note=note)
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw the difference of the next update of each optimizer."""
-    draw(
-        path,
-        [Bars("next update", "relative difference", [(r.row, r.value, None) for r in rows if r.value is not None])],
-    )

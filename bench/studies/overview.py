@@ -23,7 +23,6 @@ from shrinkpoint.demo.corpus import Corpus
 from shrinkpoint.demo.trainer import Training
 
 from ..harness import Options, Row
-from ..plot import pyplot
 
 TITLE = "size, waiting and restore of the demo's checkpoints by level, next to torch.save"
 SAVED = "torch.save"
@@ -97,14 +96,3 @@ def _timed(call: Any, arguments: Any) -> Iterator[float]:
         begin = time.perf_counter()
         call(argument)
         yield time.perf_counter() - begin
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw the sizes."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(7, 3.5))
-    sizes = [(row.row.partition(":")[0], row.value) for row in rows if row.row.endswith(": size")]
-    axes.barh([name for name, _ in sizes][::-1], [value for _, value in sizes][::-1], color="#2a6f97")
-    axes.set_xlabel("MB a checkpoint, mean")
-    figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)

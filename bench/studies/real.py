@@ -28,7 +28,6 @@ import shrinkpoint as sp
 from ..data import arrays
 from ..devices import threads
 from ..harness import Options, Row
-from ..plot import Bars, draw
 from ..whole_states import check_errors
 from . import continued
 from .harm.settings import LEVELS
@@ -258,9 +257,3 @@ def _of_file(file: File, wanted: list[str]) -> list[Row]:
         whole = {row.row: row.value for row in found}
         found += by_peer(file, state, before, whole.get(f"{file.name}, lossless: whole state"))
     return found
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw the ratio of each file by each level."""
-    bars = [(row.row.partition(":")[0], row.value, None) for row in rows if row.row.endswith(": whole state")]
-    draw(path, [Bars("whole state", "raw / stored bytes", [(a, b, c) for a, b, c in bars if b is not None])])

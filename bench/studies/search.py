@@ -21,7 +21,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from shrinkpoint.trainers.sensitivity import batches_that_count
 
 from ..devices import threads
 from ..harness import Options, Row, at_most, held
-from ..plot import Bars, draw
 from . import overhead, workloads
 from .workloads import Run, State, Workload
 
@@ -314,18 +312,6 @@ def run(options: Options) -> list[Row]:
                 every = workload.steps // (4 if options.quick else CHECKPOINTS)
                 rows += options.done(tracker_cost(workload, every, options))
     return rows
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Evaluations of each search, and its size against the least possible."""
-    calls = [
-        (r.row, r.value, 12.0 if "first" in r.row else 2.0) for r in rows if r.unit == "calls" and r.value is not None
-    ]
-    sizes = [(r.row, r.ratio, 1.03) for r in rows if r.peer and r.peer.startswith("the least") and r.ratio is not None]
-    panels = [Bars("calls of evaluate", "calls", calls)]
-    if sizes:
-        panels.append(Bars("size against brute force", "times the least", sizes))
-    draw(path, panels)
 
 
 def searched(

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.state.leaves import LeafSpec
+from shrinkpoint.kernels.packing import pack_bits, unpack_bits
 
 from ..systems.quantizers import Sketch, greedy_ranges
 from .base import Saved, State
@@ -32,9 +32,6 @@ class Adaptive:
         steps: that the search cuts a range into.
         walked: largest share of the range that the search walks through, in (0, 1).
 
-    Raises:
-        BadArgumentError: they are not.
-
     Example:
         >>> Adaptive(16).name
         'Adaptive'
@@ -45,16 +42,10 @@ class Adaptive:
     walked: float = 0.5
     name: str = "Adaptive"
 
-    def __post_init__(self) -> None:
-        if self.bins not in (8, 16, 32, 64, 128, 256):
-            raise BadArgumentError(f"bins is {self.bins}; it must be a power of two from 8 to 256")
-        if self.steps < 1 or not 0 < self.walked < 1:
-            raise BadArgumentError(f"steps is {self.steps}, walked {self.walked}; they must be >= 1 and in (0, 1)")
-
     def encode(self, state: State, previous: State | None) -> Saved:
         """See `Baseline.encode`; the previous state is not used."""
         found = parts(state)
-        return save(found, each(found.of("weight"), self._encode), {}, None)
+        return save(found, each(found.of("weight"), self._encode))
 
     def decode(self, saved: Saved, previous: State | None) -> State:
         """See `Baseline.decode`."""
@@ -63,12 +54,10 @@ class Adaptive:
     def _encode(self, part: Part) -> bytes:
         ((low, high),) = greedy_ranges(Sketch.of(part.values), self.bins, self.steps, (self.walked,))
         width = self.bins.bit_length() - 1
-        levels = Grid(low, high, self.bins).levels(part.values)
         out = Writer()
         out.varint(width)
         out.raw(np.array([low, high], "<f4"))
-        bits = np.unpackbits(levels[:, None], axis=1, bitorder="little")[:, :width]
-        out.raw(np.packbits(bits, bitorder="little"))
+        out.raw(pack_bits(Grid(low, high, self.bins).levels(part.values), width))
         return out.done()
 
 
@@ -76,11 +65,5 @@ def _decode(piece: Bytes, spec: LeafSpec, _: Floats | None) -> Floats:
     data = Reader(piece, "Adaptive")
     width = data.varint()
     low, high = data.array("<f4", 2)
-    if not 3 <= width <= 8:
-        raise CorruptDataError(f"Adaptive: {width} bits a level")
-    packed = np.frombuffer(data.rest(), np.uint8)
-    if packed.size != (spec.size * width + 7) // 8:
-        raise CorruptDataError(f"Adaptive: {packed.size} bytes for {spec.size} levels of {width} bits")
-    bits = np.unpackbits(packed, count=spec.size * width, bitorder="little").reshape(-1, width)
-    levels = np.packbits(bits, axis=1, bitorder="little")[:, 0]
+    levels = unpack_bits(np.frombuffer(data.rest(), np.uint8), width, spec.size)
     return Grid(float(low), float(high), 1 << width).values(levels)

@@ -57,5 +57,4 @@ class Baseline(Protocol):
 
         Raises:
             MissingParentError: `previous` is another state, or missing.
-            CorruptDataError: the bytes are not a saved state.
         """

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import zstandard
 
-from shrinkpoint.codec.errors import CorruptDataError
 from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.state.leaves import LeafSpec
 
@@ -47,8 +46,8 @@ class Naive8Bit:
     def encode(self, state: State, previous: State | None) -> Saved:
         """See `Baseline.encode`; the previous state is of no use to it."""
         found = parts(state)
-        moments = [*found.of("first moment"), *found.of("second moment")] if self.moments else []
-        return save(found, each(found.of("weight"), self._encode), each(moments, self._encode), None)
+        roles = ("weight", "first moment", "second moment") if self.moments else ("weight",)
+        return save(found, each((part for role in roles for part in found.of(role)), self._encode))
 
     def decode(self, saved: Saved, previous: State | None) -> State:
         """See `Baseline.decode`."""
@@ -65,8 +64,5 @@ class Naive8Bit:
 def _decode(piece: Bytes, spec: LeafSpec, _: Floats | None) -> Floats:
     data = Reader(piece, "naive 8-bit")
     low, high = data.array("<f4", 2)
-    try:
-        plain = zstandard.ZstdDecompressor().decompress(data.rest(), max_output_size=spec.size)
-    except zstandard.ZstdError as error:
-        raise CorruptDataError(f"naive 8-bit: {error}") from None
+    plain = zstandard.ZstdDecompressor().decompress(data.rest(), max_output_size=spec.size)
     return Grid(float(low), float(high), 256).values(np.frombuffer(plain, np.uint8))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import zstandard
 
@@ -17,9 +17,9 @@ from shrinkpoint.kernels.packing import pack_bits
 from ...devices import threads
 from ...harness import CheckFailed, Options, Row
 from .. import workloads
-from ..baselines.excp import ZSTD_LEVEL, ExCP, paired
+from ..baselines.excp import ZSTD_LEVEL, ExCP
 from ..baselines.kimbelyaev import KimBelyaev, Restored, coded_size
-from ..baselines.parts import Parts, parts
+from ..baselines.parts import parts
 from ..workloads import Run, State
 from .table import Experiment, Rows, l2_errors, stored_bytes
 
@@ -117,29 +117,24 @@ def _coders(name: str, states: list[State], where: str) -> list[Row]:
     """Bits of ExCP's codes by each coder, with the residuals' codes before as contexts."""
     how, size, bits = ExCP(), 0, dict.fromkeys(("packed, zstandard", "Kim and Belyaev", "ours"), 0)
     last: dict[str, Any] = {}
-    for before, state in ((states[-3], states[-2]), (states[-2], states[-1])):
-        old, now = _weights(parts(before)), parts(state)
-        for weight, _, second in paired(now):
-            residual = weight.values - old[weight.key]
-            kept = np.ones(residual.size, np.bool_) if second is None else how.kept_residual(residual, second.values)
-            _, codes = how.quantized(residual, kept)
-            if weight.key in last:
+    for before, state in itertools.pairwise(states[-3:]):
+        for part, quantized in how.shrunk(parts(state), parts(before)):
+            if quantized is None or part.role != "weight":
+                continue
+            codes = quantized[1]
+            if part.key in last:
                 size += codes.size
                 packed = zstandard.ZstdCompressor(ZSTD_LEVEL).compress(pack_bits(codes, how.bits).tobytes())
                 bits["packed, zstandard"] += 8 * len(packed)
-                bits["Kim and Belyaev"] += 8 * coded_size(codes, last[weight.key], weight.spec)
-                columns = codes.size // weight.spec.shape[0]
-                bits["ours"] += 8 * len(in_context(codes, last[weight.key], 16, 1.0, Matrix(columns))[0].done())
-            last[weight.key] = codes
+                bits["Kim and Belyaev"] += 8 * coded_size(codes, last[part.key], part.spec)
+                columns = codes.size // part.spec.shape[0]
+                bits["ours"] += 8 * len(in_context(codes, last[part.key], 16, 1.0, Matrix(columns))[0].done())
+            last[part.key] = codes
     note = f"{where}; ExCP's 4-bit codes of exact residuals, in the context of the residuals' codes before them"
     rows = Rows(name)
     for coder, count in bits.items():
         rows.add(f"coder of the same codes, {coder}", count / size, "bits", note=note, size=size)
     return rows
-
-
-def _weights(found: Parts) -> dict[str, Any]:
-    return {part.key: part.values for part in found.arrays if part.role == "weight"}
 
 
 EXPERIMENTS = (Experiment("Prior art", compared),)
