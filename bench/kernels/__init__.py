@@ -1,6 +1,6 @@
 """The bench `kernels`: every kernel against its floor and peers, on a CPU thread and a GPU.
 
-A module for each subject of `shrinkpoint.kernels` lists the subject's cases; a case says if it is of one kind of device
+A module lists the cases of a few subjects of `shrinkpoint.kernels`; a case says if it is of one kind of device
 only. First one size with all peers, then sizes from 10,000 up (not with --quick), then the GPU. Without a GPU its rows
 are open.
 """
@@ -14,38 +14,11 @@ from ..devices import FLOORS, Device, cpu, threads
 from ..devices import gpu as gpu_device
 from ..harness import Case, Options, Row, run_cases
 from ..plot import Bar, Bars, Lines, draw, limit
-from . import (
-    cluster,
-    error_sums,
-    exponent,
-    histogram,
-    huffman,
-    kmeans,
-    levels,
-    memory,
-    moment_grid,
-    multiples,
-    packing,
-    planes,
-    prediction,
-    quantizer,
-    rans,
-    rate_distortion,
-    rows,
-    runlength,
-    scales,
-    sparse_changes,
-    sparse_delta,
-    states,
-)
+from . import bits, entropy, histogram, kmeans, levels, moments, published, quantizer, sparse_delta, states
 from .place import Place
 
 TITLE = "each kernel against memcpy and its peers, on one CPU thread and on the GPU"
-SUBJECTS = (
-    *(memory, histogram, quantizer, levels, rate_distortion, error_sums, planes, packing, rows, cluster, exponent),
-    *(moment_grid, multiples, scales, prediction, sparse_changes, huffman, rans, runlength, states, kmeans),
-    *(sparse_delta,),
-)
+SUBJECTS = (histogram, quantizer, levels, bits, published, moments, entropy, states, kmeans, sparse_delta)
 SWEPT = (
     *("copy to new memory", "log_histogram", "assign", "split_by_level", "merge_by_level", "difference"),
     *("huffman_encode", "huffman_decode", "rans_encode conditional", "rans_decode conditional"),
