@@ -19,11 +19,10 @@ from shrinkpoint.kernels.cluster import cluster_quantize
 from shrinkpoint.kernels.packing import changed_mask, gather
 
 from ...devices import threads
-from ...harness import Call, CheckFailed, Options, Row, interleave, one_thread_clock
+from ...harness import Call, CheckFailed, Options, Row, Rows, interleave, one_thread_clock, times_smaller
 from .. import workloads
 from ..workloads import Run, State, Workload
-from .states import States, slowed, states
-from .table import Experiment, Rows, l2_errors, mean, raw_bytes, stored_bytes, times
+from .table import Experiment, States, l2_errors, mean, raw_bytes, slowed, states, stored_bytes
 
 Array = npt.NDArray[Any]
 _ELEMENTS = 1 << 20
@@ -296,7 +295,9 @@ def stages(name: str, options: Options) -> list[Row]:
                     "processor time; one kernel clusters and quantizes, where the paper times them apart; its figures "
                     "have no numbers in the text: both fall with parallelism"
                 )
-                rows.add(f"{parallel}, {stage}", value, "ms", peer, note, ratio=times(value, peer[1]), size=size)
+                rows.add(
+                    f"{parallel}, {stage}", value, "ms", peer, note, ratio=times_smaller(value, peer[1]), size=size
+                )
     return rows
 
 

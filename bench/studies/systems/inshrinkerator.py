@@ -22,13 +22,13 @@ from shrinkpoint.kernels.levels import delta
 from shrinkpoint.searching.cube import Cube
 
 from ...devices import threads
-from ...harness import Options, Row
+from ...harness import Options, Row, Rows
 from .. import workloads
 from ..search import Training, chain, trained
 from ..workloads import Run, State, Workload
 from .quantizers import Floats, Sketch, clustered, even, greedy_ranges, weights_of, with_weights
 from .spaces import Adaptive, Candidate, Kinds, KMeans, Published, Space, Uniform, kinds_of, ladder
-from .table import Experiment, Rows
+from .table import Experiment
 
 THRESHOLDS = (0.001, 0.01, 0.05)
 CHECKPOINTS = 10

@@ -17,10 +17,9 @@ from shrinkpoint.kernels.planes import difference
 
 from ... import coders
 from ...devices import threads
-from ...harness import CheckFailed, Options, Row
+from ...harness import CheckFailed, Options, Row, Rows
 from ...peers import library
-from .states import states
-from .table import DEVICE, Experiment, Rows
+from .table import DEVICE, Experiment, states
 
 Array = npt.NDArray[Any]
 Model = dict[str, torch.Tensor]

@@ -24,10 +24,10 @@ import shrinkpoint as sp
 from shrinkpoint.kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 
 from ...devices import threads
-from ...harness import Options, Row, interleave, one_thread_clock
+from ...harness import Options, Row, Rows, interleave, one_thread_clock, times_smaller
 from .. import overhead, workloads
 from ..workloads import Run, State
-from .table import Experiment, Rows, mean, times
+from .table import Experiment, mean
 
 Floats = npt.NDArray[np.float32]
 METHODS = ("symmetric", "asymmetric", "adaptive", "k-means")
@@ -114,7 +114,9 @@ def methods(name: str, options: Options) -> list[Row]:
         peer = "asymmetric", errors["asymmetric"]
         for method, value in errors.items():
             said = f"{note}; figure 9 has no numbers in its text"
-            rows.add(f"{bits} bits, {method}", value, "mean l2", peer, said, ratio=times(value, peer[1]), size=x.size)
+            rows.add(
+                f"{bits} bits, {method}", value, "mean l2", peer, said, ratio=times_smaller(value, peer[1]), size=x.size
+            )
     return rows
 
 
@@ -145,7 +147,7 @@ def search(name: str, options: Options) -> list[Row]:
     )
     peer = "asymmetric", timings["asymmetric"].median
     for label, timing in timings.items():
-        ratio_ = times(timing.median, peer[1])
+        ratio_ = times_smaller(timing.median, peer[1])
         rows.add(f"seconds, 4 bits, {label}", timing.median, "s", peer, said, ratio=ratio_, size=x.size)
     return rows
 
