@@ -24,7 +24,7 @@ from shrinkpoint.bench.__main__ import main
 from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import pages, provenance, results
 from shrinkpoint.bench.evidence import systems as papers
-from shrinkpoint.bench.harness import Options, Row
+from shrinkpoint.bench.harness import Options, Row, times_smaller
 from shrinkpoint.bench.studies import merge, systems, workloads
 from shrinkpoint.bench.studies.baselines.partial import Scar
 from shrinkpoint.bench.studies.baselines.qd import QDCompressor
@@ -36,7 +36,6 @@ from shrinkpoint.bench.studies.systems import (
     lossless,
     quantizers,
     rows,
-    short,
     spaces,
     table,
 )
@@ -130,8 +129,8 @@ def test_mean_and_its_interval() -> None:
     assert found.half == pytest.approx(3.182 * np.std([1, 2, 3, 6], ddof=1) / 2)
     assert str(table.mean([2.0])) == "2 (one run)"
     assert table.mean([1.0] * 25).half == 0.0
-    assert table.times(2.0, 6.0) == 3.0
-    assert table.times(0.0, 6.0) is None
+    assert times_smaller(2.0, 6.0) == 3.0
+    assert times_smaller(0.0, 6.0) is None
 
 
 # ---------------------------------------------------------------------------------------------------- exact coding
@@ -206,12 +205,12 @@ def test_all_systems_count_the_same_arrays() -> None:
     with threads(1):
         run = lc.Training(lc.TASKS["LeNet"](), 0)
         first = run.state()
-        ours, scar = lc.OurChain(sp.presets.lc_checkpoint(2)), lc.BaselineChain(Scar(1.0))
+        ours, scar = table.Chain(sp.presets.lc_checkpoint(2)), table.Chain(Scar(1.0))
         for chain in (ours, scar):
-            chain.save(first)
+            chain.save(first, lc._kinds(first))
         run.advance()
         for chain in (ours, scar):
-            chain.save(run.state())
+            chain.save(run.state(), lc._kinds(first))
     exact = sum(x.numel() for x in first["model"].values() if x.ndim == 1 or x.numel() < 1024)
     assert exact == 1226
     raw = lc.coded_bytes(first)
@@ -238,11 +237,11 @@ def test_a_bucket_set_to_zero_changes_the_loss() -> None:
 
 def test_chains_restore_what_they_saved() -> None:
     run = lc.Training(lc.TASKS["matrix factorization"](), 0)
-    ours, theirs = lc.OurChain(sp.presets.lc_checkpoint(3)), lc.BaselineChain(Scar(0.25))
+    ours, theirs = table.Chain(sp.presets.lc_checkpoint(3)), table.Chain(Scar(0.25))
     with threads(1):
         for _ in range(5):
             for chain in (ours, theirs):
-                chain.save(run.state())
+                chain.save(run.state(), lc._kinds(run.state()))
             run.advance()
     assert len(ours.sizes) == len(theirs.sizes) == 4
     exact = run.state()["model"]["users"]
@@ -628,8 +627,8 @@ def test_the_committed_results_have_every_experiment() -> None:
 
 
 def test_the_short_form_has_a_line_for_each_system() -> None:
-    found = short.table(papers.measured(), lambda value: f"{value:.4g}")
-    assert len(found) == len(short.LINES), "a line has no row"
+    found = papers.figures(papers.measured())
+    assert len(found) == len(papers.LINES), "a line has no row"
     titles = " ".join(line[0] for line in found)
     assert all(system in titles for system in ("Inshrinkerator", "LC-Checkpoint", "Check-N-Run", "BitSnap"))
     cells = {title: (theirs, ours) for title, theirs, ours in found}

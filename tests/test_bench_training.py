@@ -19,8 +19,7 @@ from shrinkpoint.bench.evidence import __main__ as command
 from shrinkpoint.bench.evidence import pages, results
 from shrinkpoint.bench.harness import Options, Row
 from shrinkpoint.bench.studies import accuracy, faults, transfer, workloads
-from shrinkpoint.bench.studies.faults import InStore, Peer, Uncompressed, end_of, endure, kills
-from shrinkpoint.bench.studies.seeds import Trainings
+from shrinkpoint.bench.studies.faults import InStore, Peer, Trainings, Uncompressed, end_of, endure, kills
 from shrinkpoint.bench.studies.workloads import Run, State, Workload
 from shrinkpoint.codec.compress import compress_inputs
 from shrinkpoint.codec.errors import BadArgumentError

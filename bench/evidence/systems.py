@@ -115,21 +115,24 @@ LINES = (
 """Of each paper the figures that its abstract or its conclusion rests on: title, pattern of the rows' names, unit."""
 
 
-def papers(rows: Sequence[Json] | None = None) -> str:
+def papers() -> str:
     """Table of the central figures of the published systems' papers, and ours."""
+    return markdown(["", "published", "measured here"], figures(measured()))
+
+
+def figures(rows: Sequence[Json]) -> list[list[str]]:
+    """Return title, published and measured figures of the lines that were measured."""
     found = []
     for title, pattern, unit in LINES:
         own = [
-            row
-            for row in (measured() if rows is None else rows)
-            if re.fullmatch(pattern, row["row"]) and None not in (row["value"], row["peer_value"])
+            row for row in rows if re.fullmatch(pattern, row["row"]) and None not in (row["value"], row["peer_value"])
         ]
         if own:
             # Where a paper has a range, its row is held against the lower end and names both.
             named = _RANGE.search(own[0]["peer"])
             theirs = [float(end) for end in named.groups()] if named else [row["peer_value"] for row in own]
             found.append([title, _span(theirs) + unit, _span([row["value"] for row in own]) + unit])
-    return markdown(["", "published", "measured here"], found)
+    return found
 
 
 def _span(values: Sequence[float]) -> str:

@@ -22,11 +22,9 @@ from shrinkpoint.searching.cube import Cube
 from ..harness import Options, Row
 from . import workloads
 from .baselines.adaptive import Adaptive
-from .baselines.base import Baseline, State
-from .baselines.parts import parts
+from .baselines.parts import Baseline, State, parts
 from .baselines.qd import QDCompressor, wanted_bins
-from .faults import End, InStore, Outcome, Peer, Reshuffled, Searching, Size, System, quality
-from .seeds import Trainings, of_seeds
+from .faults import End, InStore, Outcome, Peer, Reshuffled, Searching, Size, System, Trainings, of_seeds, quality
 from .systems.spaces import Adaptive as AdaptiveSpace
 from .systems.spaces import Uniform as UniformSpace
 from .workloads import Run, Workload

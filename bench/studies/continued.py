@@ -24,9 +24,8 @@ import shrinkpoint as sp
 
 from ..data import arrays
 from ..harness import Options, Row
-from .faults import through_kills
+from .faults import of_seeds, through_kills
 from .harm.settings import LEVELS
-from .seeds import of_seeds
 
 STEPS, SPACING, KILLS = 200, 20, 2
 OTHER_BATCHES = "no compression, other batches"

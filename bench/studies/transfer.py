@@ -34,7 +34,7 @@ from ..data import layers_kinds
 from ..harness import CheckFailed, Options, Row, at_least, held, lacking
 from . import workloads
 from .accuracy import Ladder, adaptive_ladder, uniform_ladder
-from .seeds import of_seeds, over_seeds
+from .faults import of_seeds, over_seeds
 from .workloads import Run
 
 Weights = dict[str, Tensor]

@@ -11,9 +11,7 @@ from shrinkpoint.codec.state.leaves import LeafSpec
 from shrinkpoint.kernels.packing import pack_bits, unpack_bits
 
 from ..systems.quantizers import Sketch, greedy_ranges
-from .base import Saved, State
-from .parts import Bytes, Floats, Part, each, load, parts, save
-from .uniform import Grid
+from .parts import Bytes, Floats, Grid, Part, Saved, State, each, load, parts, save
 
 
 @dataclass(frozen=True)

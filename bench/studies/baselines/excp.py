@@ -19,8 +19,7 @@ from shrinkpoint.kernels.kmeans import weighted_kmeans
 from shrinkpoint.kernels.packing import pack_bits, unpack_bits
 from shrinkpoint.kernels.quantizer import Thresholds, assign
 
-from .base import Saved, State
-from .parts import Bytes, Floats, Part, Parts, before, load, parts, save, to_float32
+from .parts import Bytes, Floats, Part, Parts, Saved, State, before, load, parts, save, to_float32
 
 Mask = npt.NDArray[np.bool_]
 Quantized = tuple[Floats, npt.NDArray[np.uint8]]

@@ -10,9 +10,7 @@ import zstandard
 from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.state.leaves import LeafSpec
 
-from .base import Saved, State
-from .parts import Bytes, Floats, Part, each, load, parts, save
-from .uniform import Grid
+from .parts import Bytes, Floats, Grid, Part, Saved, State, each, load, parts, save
 
 _ZSTD_LEVEL = 9
 

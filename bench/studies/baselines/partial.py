@@ -12,8 +12,7 @@ from shrinkpoint.codec.errors import BadArgumentError
 from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.state.leaves import LeafSpec
 
-from .base import Saved, State
-from .parts import Bytes, Floats, Part, Parts, before, each, load, parts, save, to_float32
+from .parts import Bytes, Floats, Part, Parts, Saved, State, before, each, load, parts, save, to_float32
 
 _FULL, _UPDATE = 0, 1
 Places = npt.NDArray[np.int64]

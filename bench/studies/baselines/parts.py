@@ -1,4 +1,4 @@
-"""Parts of a state that the baselines share: weights to code, moments, exact rest.
+"""What the baselines share: their interface, even grids, and states in parts: weights, moments, exact rest.
 
 The tree and the exact arrays are one zstandard frame. A weight is coded if it is a 16 or 32-bit float of two or more
 axes and 1024 or more finite elements; its moments go with it. All else is exact.
@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +32,108 @@ from shrinkpoint.codec.state.leaves import (
     spec_from_header,
 )
 
-from .base import Saved, State
-
 Floats = npt.NDArray[np.float32]
 Bytes = bytes | memoryview
 LEVEL = 3
 """Level of zstandard for exact data."""
 _LOSSY = ("float16", "bfloat16", "float32")
+
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The bytes of one checkpoint.
+
+    Args:
+        weights: the model's weights, coded by the system under comparison.
+        rest: everything else: the tree, exact arrays (zstandard), and moments.
+    """
+
+    weights: bytes
+    rest: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes together."""
+        return len(self.weights) + len(self.rest)
+
+
+class Baseline(Protocol):
+    """A published system. Pure: the same state and parent give the same bytes.
+
+    Its docstring cites the source, and names the choices that the source leaves open and those made here.
+    Implementations are frozen dataclasses.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+
+    def encode(self, state: State, previous: State | None) -> Saved:
+        """Encode a state `{"model": state_dict, "optimizer": optimizer's, ...}`.
+
+        Args:
+            state: the exact state.
+            previous: the *restored* checkpoint before it (the result of `decode`), or None for a base.
+
+        Raises:
+            BadArgumentError: `previous` is a state of another model.
+        """
+
+    def decode(self, saved: Saved, previous: State | None) -> State:
+        """Restore the state as far as it was kept.
+
+        Args:
+            saved: the result of `encode`.
+            previous: the same restored state that `encode` had; ignored for a base.
+
+        Raises:
+            MissingParentError: `previous` is another state, or missing.
+        """
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`bins` even values from low to high, including both.
+
+    Args:
+        low, high: range; low <= high.
+        bins: 2 to 256.
+
+    Example:
+        >>> grid = Grid(0.0, 3.0, 4)
+        >>> grid.levels(np.array([0.2, 2.9], np.float32)).tolist(), grid.values(np.array([1, 3], np.uint8)).tolist()
+        ([0, 3], [1.0, 3.0])
+    """
+
+    low: float
+    high: float
+    bins: int
+
+    @staticmethod
+    def over(x: Floats, bins: int) -> Grid:
+        """Return the grid over the range of x."""
+        return Grid(float(x.min()), float(x.max()), bins)
+
+    @property
+    def step(self) -> float:
+        """Distance of two values; 0 if all are equal."""
+        return (self.high - self.low) / (self.bins - 1)
+
+    def levels(self, x: Floats) -> npt.NDArray[np.uint8]:
+        """Return the number of the nearest grid value, uint8; values outside take the nearest end."""
+        if self.step == 0.0:
+            return np.zeros(x.size, np.uint8)
+        places = np.rint((x.astype(np.float64) - self.low) / self.step)
+        found: npt.NDArray[np.uint8] = np.clip(places, 0, self.bins - 1).astype(np.uint8)
+        return found
+
+    def values(self, levels: npt.NDArray[np.uint8]) -> Floats:
+        """Return the grid values of levels."""
+        table: Floats = (self.low + self.step * np.arange(self.bins)).astype(np.float32)
+        return table[levels]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,7 @@ from shrinkpoint.codec.state.leaves import LeafSpec
 from shrinkpoint.kernels.levels import delta, undelta
 from shrinkpoint.kernels.rans import entropy_bits
 
-from .base import Saved, State
-from .parts import Bytes, Floats, Part, Parts, before, each, load, parts, save
-from .uniform import Grid
+from .parts import Bytes, Floats, Grid, Part, Parts, Saved, State, before, each, load, parts, save
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def with_weights(state: State, values: Mapping[str, Floats]) -> State:
 
 def even(x: Floats, bins: int, within: Range | None = None) -> Floats:
     """The nearest of `bins` even values in a range, by default that of x."""
-    from ..baselines.uniform import Grid
+    from ..baselines.parts import Grid
 
     low, high = (float(x.min()), float(x.max())) if within is None else within
     grid = Grid(low, high, bins)
