@@ -5,8 +5,8 @@
 
 In a result of `bench ratio`, for one model, the rows of a newly measured system replace the old ones. All rows name the
 commit they were measured at, and rows of systems that `bench ratio` does not have are removed. Rows that compare
-systems (the targets, our weights next to the published ones') are computed again from all rows. In any other result an experiment (the part of a row's name before the colon) is
-replaced as a whole, and its rows name their commit.
+systems (the targets, our weights next to the published ones') are computed again from all rows. In any other result an
+experiment (the part of a row's name before the colon) is replaced as a whole, and its rows name their commit.
 """
 
 from __future__ import annotations

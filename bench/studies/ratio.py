@@ -8,8 +8,8 @@ further steps, against the training that was never interrupted, on the same batc
 
 Weights are compared with the published pipeline's next to equal moments ("weights, ..."), and coded alone, with no
 parent ("alone, ..."). Other libraries code the checkpoint at the restart, alone and over the one 10 steps before: bit
-for bit on the first seed, with a loss on all of them. Rows are made in `outcomes.py`; `python -m bench.studies.merge` puts
-those of some systems into a result.
+for bit on the first seed, with a loss on all of them. Rows are made in `outcomes.py`; `merge.py` puts those
+of some systems into a result.
 """
 
 from __future__ import annotations
