@@ -37,10 +37,10 @@ from .harness import (
     Options,
     Peer,
     Row,
+    Rows,
     Target,
     absent,
     at_least,
-    held,
     one_thread_clock,
     run_cases,
     same,
@@ -147,14 +147,14 @@ class Plan:
             if name in FILES:
                 yield Peer(name, partial(_through_files, name, state, decode), note="exact, through files")
 
-    def ratios(self, wanted: Callable[[str], bool]) -> Iterator[Row]:
+    def ratios(self, wanted: Callable[[str], bool]) -> list[Row]:
         """Rows of the sizes of each kind, next to those of the exact peers of the same arrays."""
-        work = Work(self.pair, CONFIGS[self.config]())
+        work, rows = Work(self.pair, CONFIGS[self.config]()), Rows(device=self.device)
         for kind in self.kinds:
             name = self.name(f"size of the {kind}")
             if not wanted(name):
                 continue
-            stored = work.stored(kind)
+            stored, rows.size = work.stored(kind), work.pair.parameters
             ours = stored.raw_nbytes / stored.nbytes
             peers = [peer for peer in self.peers.get(kind, ()) if peer in (*CODERS, *FILES)]
             for peer in (*peers,) or (None,):
@@ -163,8 +163,8 @@ class Plan:
                     theirs = None if peer is None else _ratio(peer, work.state(kind))
                 except ImportError as error:
                     note = f"{absent(error)}; {note}"
-                ratio = None if theirs is None else ours / theirs
-                yield Row(name, self.device, work.pair.parameters, ours, "x", peer, theirs, ratio, note=note)
+                rows.add(name, ours, "x", (peer, theirs), note, ratio=None if theirs is None else ours / theirs)
+        return rows
 
 
 def _flat(state: Any) -> list[Any]:
@@ -258,7 +258,7 @@ def plans(gpt: Callable[[], Pair], others: Mapping[str, Callable[[], Pair]], *, 
 
 def scaling(real: Callable[[], Pair], options: Options) -> list[Row]:
     """Return rows of bases on one and two threads, of many and of few arrays."""
-    rows: list[Row] = []
+    rows = Rows(device="cpu, 2 threads")
     for width, count in ((512, 38), (2048, 4)):
         label = f"{width} x {width}"
         name = f"2 threads over 1, compress base, {label}"
@@ -277,7 +277,7 @@ def scaling(real: Callable[[], Pair], options: Options) -> list[Row]:
         if None not in speeds:
             value = float(speeds[1] or 0) / float(speeds[0] or 1)
             note = f"{speeds[0]:.0f} and {speeds[1]:.0f} MB/s"
-            rows.append(held(Row(name, "cpu, 2 threads", pair.parameters, value, "x", note=note), SCALED[width]))
+            rows.add(name, value, "x", note=note, size=pair.parameters, target=SCALED[width])
     return rows
 
 
@@ -383,7 +383,7 @@ def run(options: Options) -> list[Row]:
             clock = one_thread_clock() if plan.threads == 1 else wall_clock
             rows += run_cases(plan.cases(options.wanted), options, clock)
             if plan.threads == 1:
-                rows += options.done(list(plan.ratios(options.wanted)))
+                rows += options.done(plan.ratios(options.wanted))
     rows += scaling(gpt, options)
     with threads(1):
         n = CHUNK if options.quick else 25_000_000

@@ -69,7 +69,8 @@ def training() -> Training:
 def states() -> dict[int, State]:
     """Return the state of the same training every ten steps, by a plain loop."""
     with threads(1):
-        return dict(workloads.chain(workload(), 0, list(range(SPACING, STEPS + 1, SPACING))))
+        run = Run(workload(), 0)
+        return {step: run.train(step).state() for step in range(SPACING, STEPS + 1, SPACING)}
 
 
 def loss(state: State, until: int) -> float:

@@ -22,7 +22,7 @@ from shrinkpoint.demo.config import SIZES
 from shrinkpoint.demo.corpus import Corpus
 from shrinkpoint.demo.trainer import Training
 
-from ..harness import Options, Row
+from ..harness import Options, Row, Rows
 
 TITLE = "size, waiting and restore of the demo's checkpoints by level, next to torch.save"
 SAVED = "torch.save"
@@ -37,7 +37,7 @@ def run(options: Options) -> list[Row]:
     """Measure all levels; two of them on a small model with `--quick`."""
     size, first, count = ("tiny", 20, 4) if options.quick else ("small", _FIRST, CHECKPOINTS)
     states, kinds, parameters = _states(size, first, count)
-    rows = []
+    rows = Rows(size=parameters, device="cpu")
     for level in (SAVED, *(("lossless", "default") if options.quick else LEVELS)):
         if not options.wanted(level):
             continue
@@ -45,8 +45,9 @@ def run(options: Options) -> list[Row]:
         with tempfile.TemporaryDirectory() as folder:
             found = _plain(states, Path(folder)) if level == SAVED else _stored(states, kinds, level, folder)
         note = f"mean of {count} checkpoints, {_SPACING} steps apart" if level != SAVED else "each in a file of its own"
+        rows.start = level
         for (what, unit), value in zip(WHAT.items(), found, strict=True):
-            rows.append(Row(f"{level}: {what}", "cpu", parameters, value, unit, note=note))
+            rows.add(what, value, unit, note=note)
     return options.done(rows)
 
 
@@ -57,13 +58,11 @@ def _states(size: str, first: int, count: int) -> tuple[list[Any], dict[str, Any
     while len(states) < count:
         training.advance()
         if training.step >= first and training.step % _SPACING == 0:
-            states.append(torch.utils._pytree.tree_map(_copy, training.state()))
+            states.append(
+                torch.utils._pytree.tree_map(lambda x: x.clone() if torch.is_tensor(x) else x, training.state())
+            )
     parameters = sum(p.numel() for p in training.model.parameters())
     return states, dict(sp.kinds(training.model, training.optimizer)), parameters
-
-
-def _copy(x: Any) -> Any:
-    return x.clone() if isinstance(x, torch.Tensor) else x
 
 
 def _plain(states: list[Any], folder: Path) -> tuple[float, float, float, float]:

@@ -304,14 +304,16 @@ def _corpus() -> Corpus:
     return Corpus()
 
 
-def _text_batch(rng: np.random.Generator, context: int, batch: int) -> Tensor:
+def text_batch(rng: np.random.Generator, context: int, batch: int) -> Tensor:
+    """Draw windows of the standard library's sources, as bytes."""
     text = _corpus().train
     starts = rng.integers(0, len(text) - context - 1, batch)
     return torch.from_numpy(text[starts[:, None] + np.arange(context + 1)].astype(np.int64))
 
 
 @cache
-def _text_held_out(context: int, windows: int, batch: int) -> list[Tensor]:
+def text_held_out(context: int, windows: int, batch: int) -> list[Tensor]:
+    """Return held-out windows in batches."""
     return list(torch.split(_corpus().held_out_windows(windows, context), batch))
 
 
@@ -324,16 +326,12 @@ def gpt(layers: int = 4, width: int = 128, heads: int = 4, steps: int = 900) -> 
 
     The held-out set is 204,800 tokens.
     """
-    return Workload(
-        "GPT",
-        lambda: GPT(layers, width, heads, _CONTEXT, dropout=0.0, bias=False),
-        lambda rng: _text_batch(rng, _CONTEXT, _BATCH),
-        lambda model, batch: text_loss(model, batch),  # type: ignore[arg-type]
-        lambda: _text_held_out(_CONTEXT, _WINDOWS, 64),
-        steps,
-        2e-3,
-        right=_right_byte,
+    make = partial(GPT, layers, width, heads, _CONTEXT, dropout=0.0, bias=False)
+    batch, held_out = (
+        partial(text_batch, context=_CONTEXT, batch=_BATCH),
+        partial(text_held_out, _CONTEXT, _WINDOWS, 64),
     )
+    return Workload("GPT", make, batch, text_loss, held_out, steps, 2e-3, right=_right_byte)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------- digits
@@ -399,6 +397,13 @@ def _mlp() -> nn.Module:
     )
 
 
+def encoder(width: int, heads: int, inner: int, layers: int) -> nn.Module:
+    """Return the blocks of a transformer without dropout, each behind a norm."""
+    how: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+    block = nn.TransformerEncoderLayer(width, heads, inner, **how)
+    return nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+
+
 class SmallViT(nn.Module):
     """A vision transformer on patches of 2 x 2 pixels: 16 of them and a class token, no dropout."""
 
@@ -407,18 +412,14 @@ class SmallViT(nn.Module):
         self.patches = nn.Conv2d(1, width, 2, stride=2)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.places = nn.Parameter(0.02 * torch.randn(1, 17, width))
-        block = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.blocks = encoder(width, heads, 4 * width, layers)
         self.head = nn.Linear(width, 10)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Any:
         """float32 [batch, 1, 8, 8] -> logits [batch, 10]."""
         patches = self.patches(images).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.token.expand(len(images), -1, -1), patches], dim=1) + self.places
-        logits: Tensor = self.head(self.blocks(tokens)[:, 0])
-        return logits
+        return self.head(self.blocks(tokens)[:, 0])
 
 
 def cnn(steps: int = 900) -> Workload:
@@ -451,11 +452,10 @@ class Embedded(nn.Module):
             nn.init.normal_(table.weight, std=0.1)  # type: ignore[arg-type]
         self.top = nn.Sequential(nn.Linear(fields * width, 128), nn.ReLU(), nn.Linear(128, outputs))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         """int64 [batch, fields] -> logits [batch, outputs]."""
         vectors = [table(ids[:, i]) for i, table in enumerate(self.tables)]
-        logits: Tensor = self.top(torch.cat(vectors, dim=1))
-        return logits
+        return self.top(torch.cat(vectors, dim=1))
 
 
 @cache
@@ -484,16 +484,15 @@ def _click_held_out() -> list[tuple[Tensor, Tensor]]:
 
 def embedding(steps: int = 900) -> Workload:
     """Four tables of 10,000 x 32 and a perceptron (1.3 M parameters), ids by a power law."""
-    return Workload(
-        "embedding",
-        lambda: Embedded(_FIELDS, _IDS, _WIDTH, 1),
-        lambda rng: _clicks(rng, 1024),
-        lambda model, batch: F.binary_cross_entropy_with_logits(model(batch[0]).squeeze(1), batch[1]),
-        _click_held_out,
-        steps,
-        5e-3,
-        right=lambda model, batch: torch.eq(model(batch[0]).squeeze(1) > 0, batch[1] > 0),
-    )
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(batch[0]).squeeze(1), batch[1])
+
+    def right(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.eq(model(batch[0]).squeeze(1) > 0, batch[1] > 0)
+
+    make, batch = partial(Embedded, _FIELDS, _IDS, _WIDTH, 1), partial(_clicks, count=1024)
+    return Workload("embedding", make, batch, loss, _click_held_out, steps, 5e-3, right=right)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {"GPT": gpt, "CNN": cnn, "MLP": mlp, "embedding": embedding, "ViT": vit}

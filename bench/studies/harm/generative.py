@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -33,14 +34,13 @@ class _Denoiser(nn.Module):
         self.out = nn.Conv2d(2 * width, 1, 3, padding=1)
         self.norm = nn.GroupNorm(8, 2 * width)
 
-    def forward(self, images: Tensor, times: Tensor) -> Tensor:
+    def forward(self, images: Tensor, times: Tensor) -> Any:
         angles = times[:, None].float() / _TIMES * math.pi * torch.arange(1, 9)
         moment = self.time(torch.cat([angles.sin(), angles.cos()], dim=1))
         wide = F.silu(self.into(images))
         low = F.silu(self.down(wide) + moment[..., None, None])
         low = low + F.silu(self.norm(self.middle(low)))
-        noise: Tensor = self.out(torch.cat([wide, F.silu(self.back(low))], dim=1))
-        return noise
+        return self.out(torch.cat([wide, F.silu(self.back(low))], dim=1))
 
 
 def _noised(rng: np.random.Generator, images: Tensor) -> _Example:
@@ -59,28 +59,14 @@ def diffusion() -> Family:
         rng = np.random.default_rng(29)
         return [_noised(rng, digit_images(None, 500)) for _ in range(4)]
 
-    def outputs(model: nn.Module, given: Any) -> Tensor:
-        noise: Tensor = model(given[0], given[1])
-        return noise
+    def outputs(model: nn.Module, given: Any) -> Any:
+        return model(given[0], given[1])
 
-    def noise_of(given: Any) -> Tensor:
-        noise: Tensor = given[2]
-        return noise
-
-    workload = Workload(
-        "diffusion, EMA",
-        _Denoiser,
-        lambda rng: _noised(rng, digit_images(rng, 64)),
-        lambda model, given: F.mse_loss(outputs(model, given), given[2]),
-        held_out,
-        500,
-        2e-3,
-        optimizer=partial(torch.optim.AdamW, betas=BETAS),
-        decay=0.01,
-        end=NEAR_ZERO,
-        average=0.98,
-    )
-    return Family(workload, outputs, noise_of, classifies=False)
+    batch = lambda rng: _noised(rng, digit_images(rng, 64))  # noqa: E731
+    loss = lambda model, given: F.mse_loss(outputs(model, given), given[2])  # noqa: E731
+    more: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, betas=BETAS), "decay": 0.01, "average": 0.98}
+    workload = Workload("diffusion, EMA", _Denoiser, batch, loss, held_out, 500, 2e-3, end=NEAR_ZERO, **more)
+    return Family(workload, outputs, itemgetter(2), classifies=False)
 
 
 # ---------------------------------------------------------------------------------------------------------- adapters
@@ -99,9 +85,8 @@ class _Adapted(nn.Module):
         self.lora_b = nn.Linear(_RANK, base.out_features, bias=False)
         nn.init.zeros_(self.lora_b.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.base(x) + 2 * self.lora_b(self.lora_a(x))
-        return found
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + 2 * self.lora_b(self.lora_a(x))
 
 
 @cache
@@ -118,15 +103,11 @@ def _adapted() -> nn.Module:
     if not next(model.parameters()).is_meta:
         model.load_state_dict(_pretrained())
     model.requires_grad_(False)
-    layers = [(module, name) for module in model.modules() for name, layer in module.named_children() if _is(layer)]
-    for module, name in layers:
-        if name != "head":  # its matrix is that of the embedding
-            setattr(module, name, _Adapted(getattr(module, name)))
+    for module in list(model.modules()):
+        for name, layer in list(module.named_children()):
+            if type(layer) is nn.Linear and name != "head":  # the head's matrix is that of the embedding
+                setattr(module, name, _Adapted(layer))
     return model
-
-
-def _is(layer: nn.Module) -> bool:
-    return type(layer) is nn.Linear
 
 
 def lora() -> Family:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -10,19 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..workloads import Embedded, Workload
-from .families import (
-    CLICK_FIELDS,
-    NEAR_ZERO,
-    Family,
-    click_held_out,
-    clicks,
-    digit_images,
-    first,
-    losses,
-    on_digits,
-    second,
-)
+from ..workloads import Workload
+from .families import NEAR_ZERO, Family, digit_images, first, on_clicks, on_digits
 
 
 class _Autoencoder(nn.Module):
@@ -40,10 +30,9 @@ class _Autoencoder(nn.Module):
             nn.ReLU(), nn.ConvTranspose2d(32, 1, 4, 2, 1),
         )  # fmt: skip
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Any:
         """Return the means of the images, decoded from the means of their codes."""
-        means: Tensor = self.decoder(self.encoder(images)[:, : self.hidden])
-        return means
+        return self.decoder(self.encoder(images)[:, : self.hidden])
 
     def bound(self, images: Tensor, noise: Tensor) -> Tensor:
         """Return the negative evidence bound of images of variance 0.1, a pixel."""
@@ -67,19 +56,10 @@ def vae() -> Family:
         images = digit_images(None, 500)
         return [(images, torch.from_numpy(rng.standard_normal((500, 16), dtype=np.float32))) for _ in range(4)]
 
-    def loss(model: Any, given: Any) -> Tensor:
-        found: Tensor = model.bound(*given)
-        return found
-
+    loss: Any = lambda model, given: model.bound(*given)  # noqa: E731
     adam = partial(torch.optim.Adam, amsgrad=True)
     workload = Workload("VAE", _Autoencoder, batch, loss, held_out, 500, 2e-3, optimizer=adam, decay=0.0, end=NEAR_ZERO)
-    return Family(workload, first, first_of, classifies=False)
-
-
-def first_of(given: Any) -> Tensor:
-    """Return the images of a batch, which an autoencoder is to give back."""
-    found: Tensor = given[0]
-    return found
+    return Family(workload, first, itemgetter(0), classifies=False)
 
 
 class _Experts(nn.Module):
@@ -92,14 +72,13 @@ class _Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
         self.head = nn.Linear(width, classes)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Any:
         x = images.flatten(1)
         shares, chosen = self.router(x).softmax(-1).topk(2)
         hidden = torch.einsum("bi,eiw->bew", x, self.up).relu()
         values = torch.einsum("bew,ewv->bev", hidden, self.down)
         picked = values.gather(1, chosen[..., None].expand(-1, -1, values.shape[-1]))
-        logits: Tensor = self.head((shares[..., None] * picked).sum(1).relu())
-        return logits
+        return self.head((shares[..., None] * picked).sum(1).relu())
 
 
 def experts() -> Family:
@@ -109,17 +88,4 @@ def experts() -> Family:
 
 def recommender() -> Family:
     """The click predictor with tables of 1,500 x 24, 0.16 M parameters, trained by RMSprop."""
-    make = lambda: Embedded(CLICK_FIELDS, 1500, 24, 2)  # noqa: E731
-    workload = Workload(
-        "recommender",
-        make,
-        lambda rng: clicks(rng, 512),
-        losses(first, second),
-        click_held_out,
-        500,
-        1e-3,
-        optimizer=torch.optim.RMSprop,
-        decay=0.0,
-        end=NEAR_ZERO,
-    )
-    return Family(workload, first, second, classifies=True)
+    return on_clicks("recommender", 1e-3, optimizer=torch.optim.RMSprop, decay=0.0, end=NEAR_ZERO)
