@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from shrinkpoint.codec.device_coding import set_device_coding
 from . import kernels, trained_models
 from .data import Pair
 from .devices import Device, gpu, threads
-from .harness import ROUNDS, Case, CheckFailed, Job, Options, Peer, Row, run_cases, wall_clock
+from .harness import ROUNDS, Case, CheckFailed, Job, Options, Peer, Row, Rows, run_cases, wall_clock
 from .whole_states import check_errors
 
 TITLE = "the GPU's rows: each kernel against a copy on the device, and whole states compressed from it"
@@ -105,7 +105,8 @@ def cases(card: Device, pair: Pair, label: str, configs: tuple[str, ...] = ("def
     return [
         Case(name(kind, config, label), size, "MB/s", make, card.name, peers=peers, missing=missing)
         for config in configs
-        for kind, make in (("base", _Coded(work, config).base), ("delta", _Coded(work, config).delta))
+        for kind in ("base", "delta")
+        for make in [partial(work.job, config, kind)]
     ]
 
 
@@ -117,10 +118,10 @@ def stall(pair: Pair, label: str, options: Options) -> list[Row]:
     if not options.wanted(row):
         return []
     options.say(row)
+    rows = Rows("", pair.parameters, card.name)
     if missing:
-        return options.done(
-            [Row(row, card.name, pair.parameters, None, "ms", TO_HOST, note=f"not measured: {missing}")]
-        )
+        rows.add(row, None, "ms", (TO_HOST, None), f"not measured: {missing}")
+        return options.done(rows)
     work = _Work(card, pair)
     copy = work.to_host(work.after).make()
     waits, copies, durable = [], [], []
@@ -138,8 +139,8 @@ def stall(pair: Pair, label: str, options: Options) -> list[Row]:
     value, peer = (1e3 * statistics.median(times) for times in (waits, copies))
     note = f"median of {ROUNDS}, {min(waits) * 1e3:.1f} to {max(waits) * 1e3:.1f} ms; durable after "
     note += f"{statistics.median(durable):.2f} s; {pair.nbytes / 1e6:.0f} MB; {pair.origin}"
-    found = Row(row, card.name, pair.parameters, value, "ms", TO_HOST, peer, peer / value, note=note)
-    return options.done([found])
+    rows.add(row, value, "ms", (TO_HOST, peer), note, ratio=peer / value)
+    return options.done(rows)
 
 
 def no_room(card: Device, parameters: int) -> str:
@@ -156,6 +157,7 @@ class _Work:
 
     def __init__(self, card: Device, pair: Pair) -> None:
         self.card, self.pair = card, pair
+        self.parent = cache(partial(self.compressed, kind="base"))
 
     @cached_property
     def before(self) -> Any:
@@ -190,48 +192,33 @@ class _Work:
 
         return Peer(TO_HOST, make)
 
-
-class _Coded:
-    """Cases of one configuration."""
-
-    def __init__(self, work: _Work, config: str) -> None:
-        self.work, self.cfg, self.there = work, CONFIGS[config](), config in CODED_THERE
-
-    @cached_property
-    def parent(self) -> sp.Checkpoint:
-        return self._compressed(self.work.before, None)
-
-    def _compressed(self, state: Any, parent: sp.Checkpoint | None) -> sp.Checkpoint:
-        set_device_coding(self.there)
+    def compressed(self, config: str, kind: str) -> sp.Checkpoint:
+        """Compress a state, for a delta after the base."""
+        parent = self.parent(config) if kind == "delta" else None
+        set_device_coding(config in CODED_THERE)
         try:
-            return sp.compress(state, parent, self.cfg)
+            return sp.compress(self.before if parent is None else self.after, parent, CONFIGS[config]())
         finally:
             set_device_coding(None)
 
-    def base(self) -> Job:
-        return self._job(self.work.pair.before, self.work.before, None)
-
-    def delta(self) -> Job:
-        return self._job(self.work.pair.after, self.work.after, self.parent)
-
-    def _job(self, on_host: Any, state: Any, parent: sp.Checkpoint | None) -> Job:
-        def call() -> sp.Checkpoint:
-            return self._compressed(state, parent)
-
-        stored = call()
+    def job(self, config: str, kind: str) -> Job:
+        """Return the job of a base or a delta."""
+        stored = self.compressed(config, kind)
         with _crossed() as copies:
-            again = call()
+            again = self.compressed(config, kind)
+        on_host, there = (self.pair.before, self.before) if kind == "base" else (self.pair.after, self.after)
 
         def check() -> str:
             if again.to_bytes() != stored.to_bytes():
                 raise CheckFailed("the same state gives other bytes the second time")
-            return check_errors(on_host, sp.decompress(stored, parent), stored)
+            back = sp.decompress(stored, self.parent(config) if kind == "delta" else None)
+            return check_errors(on_host, back, stored)
 
-        crossed = sum(copies) / self.work.pair.parameters
+        crossed = sum(copies) / self.pair.parameters
         note = f"ratio {stored.ratio:.2f}, {stored.raw_nbytes / 1e6:.1f} MB raw; to the host {crossed:.2f} bytes a "
-        note += f"parameter in {len(copies)} copies; {self.work.pair.origin}"
-        floors = [self.work.card.copy(stored.raw_nbytes), self.work.to_host(state)]
-        return Job(call, check, float(stored.raw_nbytes), floors, note)
+        note += f"parameter in {len(copies)} copies; {self.pair.origin}"
+        floors = [self.card.copy(stored.raw_nbytes), self.to_host(there)]
+        return Job(partial(self.compressed, config, kind), check, float(stored.raw_nbytes), floors, note)
 
 
 @contextmanager

@@ -442,31 +442,27 @@ def test_what_restores_the_same_is_evaluated_once() -> None:
 
 
 def test_the_spaces_are_those_of_tables_9_to_12() -> None:
-    powers = (8, 16, 32, 64, 128, 256)
-    cube = spaces.Published().cube
-    assert (cube.bins, cube.embedding_bins, cube.protect) == ((4, 6, 8, 12, 16, 32), (16, 32), (0.0005, 0.005, 0.01))
-    assert cube.prune == (0.0,)
-    assert spaces.Uniform() == spaces.Uniform(powers, powers)
-    assert spaces.Adaptive() == spaces.Adaptive(powers, (10, 25, 50, 100), (0.1, 0.2, 0.3, 0.4, 0.5))
-    assert spaces.KMeans() == spaces.KMeans(powers, (16, 32), -4.0, 1000)
-    assert {name: type(one.space).__name__ for name, one in inshrinkerator.IN_THEIR_SPACES.items()} == {
-        inshrinkerator.PUBLISHED: "Published",
-        inshrinkerator.UNIFORM: "Uniform",
-        inshrinkerator.ADAPTIVE: "Adaptive",
-        inshrinkerator.KMEANS: "KMeans",
+    assert spaces.POWERS == (8, 16, 32, 64, 128, 256)
+    assert (spaces.STEPS, spaces.RATIOS) == ((10, 25, 50, 100), (0.1, 0.2, 0.3, 0.4, 0.5))
+    assert {name: one.space for name, one in inshrinkerator.IN_THEIR_SPACES.items()} == {
+        inshrinkerator.PUBLISHED: spaces.published,
+        inshrinkerator.UNIFORM: spaces.uniform,
+        inshrinkerator.ADAPTIVE: spaces.adaptive,
+        inshrinkerator.KMEANS: spaces.kmeans,
     }
     state, kinds = weights(wte=(64, 32), fc=(64, 96))
     # Every configuration of the tables: for uniform bins those whose limits are in order.
-    numbers = {"Published": 6 * 2 * 3, "Uniform": 21, "Adaptive": 6 * 4 * 5, "KMeans": 6 * 2}
-    for one in inshrinkerator.IN_THEIR_SPACES.values():
+    numbers = {inshrinkerator.PUBLISHED: 6 * 2 * 3, inshrinkerator.UNIFORM: 21}
+    numbers |= {inshrinkerator.ADAPTIVE: 6 * 4 * 5, inshrinkerator.KMEANS: 6 * 2}
+    for name, one in inshrinkerator.IN_THEIR_SPACES.items():
         found = list(one.space(state, kinds))
-        assert len(found) == numbers[type(one.space).__name__]
+        assert len(found) == numbers[name]
         assert [c.bins for c in found] == sorted(c.bins for c in found)
 
 
 def test_bins_are_a_mean_over_elements() -> None:
     state, kinds = weights(wte=(64, 32), fc=(64, 96))
-    for space, least in ((spaces.Published(), 4), (spaces.KMeans(), 8)):
+    for space, least in ((spaces.published, 4), (spaces.kmeans, 8)):
         assert next(iter(space(state, kinds))).bins == (16 * 1 + least * 3) / 4
         # Without an embedding there is nothing to choose for it.
         own = list(space({"model": {"fc": state["model"]["fc"]}}, kinds))
@@ -488,7 +484,7 @@ def test_uniform_bins_follow_the_entropy_within_the_limits() -> None:
     normal, peaked = (QDCompressor(2, 256).bins(x) for x in quantizers.weights_of(state).values())
     assert normal == 128
     assert peaked == 2
-    found = {one.same: one for one in spaces.Uniform()(state, kinds)}
+    found = {one.same: one for one in spaces.uniform(state, kinds)}
     assert {(128, 8), (8, 8), (128, 16), (256, 256)} < set(found)
     assert (8, 128) not in found
     restored = found[128, 8].restore()["model"]
@@ -542,9 +538,8 @@ def test_the_greedy_range_leaves_an_outlier_out() -> None:
 
 def test_one_walk_gives_the_range_of_each_ratio() -> None:
     sketch = quantizers.Sketch.of(np.random.default_rng(0).standard_normal(20_000).astype(np.float32))
-    ratios = spaces.Adaptive().ratios
-    together = quantizers.greedy_ranges(sketch, 8, 50, ratios)
-    assert together == [quantizers.greedy_ranges(sketch, 8, 50, (ratio,))[0] for ratio in ratios]
+    together = quantizers.greedy_ranges(sketch, 8, 50, spaces.RATIOS)
+    assert together == [quantizers.greedy_ranges(sketch, 8, 50, (ratio,))[0] for ratio in spaces.RATIOS]
     losses = [sketch.loss(*found, 8) for found in together]
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > 1.5 * losses[-1]

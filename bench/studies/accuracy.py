@@ -25,8 +25,7 @@ from .baselines.adaptive import Adaptive
 from .baselines.parts import Baseline, State, parts
 from .baselines.qd import QDCompressor, wanted_bins
 from .faults import End, InStore, Outcome, Peer, Reshuffled, Searching, Size, System, Trainings, of_seeds, quality
-from .systems.spaces import Adaptive as AdaptiveSpace
-from .systems.spaces import Uniform as UniformSpace
+from .systems.spaces import POWERS, RATIOS, STEPS
 from .workloads import Run, Workload
 
 OWN_CUBE = Cube(
@@ -55,18 +54,16 @@ Ladder = Callable[[State], Iterator[Rung]]
 
 def adaptive_ladder(_: State) -> Iterator[Rung]:
     """Table 11: even bins in a range narrowed by a greedy search."""
-    space = AdaptiveSpace()
-    for place in itertools.product(space.bins, space.steps, space.ratios):
+    for place in itertools.product(POWERS, STEPS, RATIOS):
         yield place, Adaptive(*place)
 
 
 def uniform_ladder(state: State) -> Iterator[Rung]:
     """Table 10: even bins by a layer's entropy, between two limits."""
-    space = UniformSpace()
     weights = parts(state).of("weight")
     wanted = [(wanted_bins(part.values), part.values.size) for part in weights]
     found: dict[tuple[int, ...], Rung] = {}
-    for least, most in itertools.product(space.least, space.most):
+    for least, most in itertools.product(POWERS, POWERS):
         if least <= most:
             system = QDCompressor(least, most)
             bins = [system.within(count) for count, _ in wanted]

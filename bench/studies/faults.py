@@ -58,17 +58,19 @@ def ratio(sizes: Sequence[Size], part: str = "whole") -> float:
     return sum(getattr(size, f"raw_{part}") for size in sizes) / stored if stored else math.nan
 
 
-class System(Protocol):
-    """Storage for the checkpoints of one training."""
+class System:
+    """Storage for the checkpoints of one training; what needs nothing does nothing."""
 
     def begin(self, run: Run) -> None:
         """Notify the system that a process begins to train `run`."""
 
-    def save(self, run: Run) -> Size:
-        """Store the run's state."""
+    def save(self, run: Run) -> Size | None:
+        """Store the run's state, and return its size."""
+        raise NotImplementedError
 
     def restore(self) -> State:
         """Return the newest state from stored bytes alone."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """Release what the system holds."""
@@ -131,7 +133,7 @@ def quality(run: Run, batches: int, by: str) -> Callable[[State], float]:
 _numbers = itertools.count()
 
 
-class InStore:
+class InStore(System):
     """Checkpoints of a `Config` in an `sp.Store` in memory; a restore decodes the chain.
 
     Args:
@@ -171,8 +173,7 @@ class InStore:
     def _search(self, run: Run, state: State, grads: Any, kinds: Any) -> sp.Config:
         """Return the configuration for the next checkpoints."""
         how = self.searching
-        if how is None:
-            return self.store.cfg
+        assert how is not None
         evaluate = quality(run, how.batches, how.by)
         earlier = self.store.earlier(state, run.step) if how.ahead else None
         direction = "higher" if how.by == "accuracy" else "lower"
@@ -207,13 +208,10 @@ class InStore:
             files.rm(root, recursive=True)
 
 
-class Uncompressed:
+class Uncompressed(System):
     """`torch.save` of the whole state."""
 
     blob = b""
-
-    def begin(self, run: Run) -> None:
-        pass
 
     def save(self, run: Run) -> Size:
         state, buffer = run.state(), io.BytesIO()
@@ -226,9 +224,6 @@ class Uncompressed:
         state: State = torch.load(io.BytesIO(self.blob), weights_only=True)
         return state
 
-    def end(self) -> None:
-        self.blob = b""
-
 
 class Reshuffled(Uncompressed):
     """Uncompressed checkpoints with other batches after each restore, as the noise of training."""
@@ -240,7 +235,7 @@ class Reshuffled(Uncompressed):
         self.begun += 1
 
 
-class Peer:
+class Peer(System):
     """A published system from `bench/studies/baselines`, with a base every few checkpoints.
 
     Args:
@@ -253,9 +248,6 @@ class Peer:
         self.baseline, self.base_every = baseline, base_every
         self.chain: list[Any] = []
         self.previous: State | None = None
-
-    def begin(self, run: Run) -> None:
-        pass
 
     def save(self, run: Run) -> Size:
         state = run.state()
@@ -274,9 +266,6 @@ class Peer:
         self.previous = previous
         state: State = previous
         return state
-
-    def end(self) -> None:
-        self.chain, self.previous = [], None
 
 
 @dataclass(frozen=True)
@@ -459,7 +448,8 @@ def endure(
 
     def save(run: Run) -> None:
         with clock.on("save"):
-            sizes.append(system.save(run))
+            size = system.save(run)
+        sizes.extend([] if size is None else [size])
         if run.step in restores:
             stored[run.step] = End(probe(run, batches), run.accuracy(batches))
 

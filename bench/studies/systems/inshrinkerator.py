@@ -26,8 +26,9 @@ from ...harness import Options, Row, Rows
 from .. import workloads
 from ..search import Training, chain, trained
 from ..workloads import Run, State, Workload
+from . import spaces
 from .quantizers import Floats, Sketch, clustered, even, greedy_ranges, weights_of, with_weights
-from .spaces import Adaptive, Candidate, Kinds, KMeans, Published, Space, Uniform, kinds_of, ladder
+from .spaces import Candidate, Kinds, Space, kinds_of, ladder
 from .table import Experiment
 
 THRESHOLDS = (0.001, 0.01, 0.05)
@@ -108,10 +109,12 @@ ON_THE_LADDER: dict[str, System] = {
 }
 """The same numbers of bins for all, and nothing else to choose."""
 IN_THEIR_SPACES: dict[str, System] = {
-    PUBLISHED: System(Published(), "table 9: bins, bins of embeddings, protected share; k-means++ with sigma 0.2"),
-    UNIFORM: System(Uniform(), "table 10: limits of the bins that a layer's entropy asks for, as in QD-compressor"),
-    ADAPTIVE: System(Adaptive(), "table 11: bins, step bins and range of Check-N-Run's greedy search"),
-    KMEANS: System(KMeans(), "table 12: bins, bins of embeddings, outliers below -4, as in GOBO"),
+    PUBLISHED: System(spaces.published, "table 9: bins, bins of embeddings, protected share; k-means++ with sigma 0.2"),
+    UNIFORM: System(
+        spaces.uniform, "table 10: limits of the bins that a layer's entropy asks for, as in QD-compressor"
+    ),
+    ADAPTIVE: System(spaces.adaptive, "table 11: bins, step bins and range of Check-N-Run's greedy search"),
+    KMEANS: System(spaces.kmeans, "table 12: bins, bins of embeddings, outliers below -4, as in GOBO"),
 }
 """What each system's search has to choose from in the paper."""
 

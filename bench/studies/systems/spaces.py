@@ -22,7 +22,7 @@ from .quantizers import Floats, Range, Sketch, clustered, even, greedy_ranges, w
 
 Kinds = Mapping[str, Any]
 LADDER = (4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 254)
-_POWERS = (8, 16, 32, 64, 128, 256)
+POWERS = (8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -75,118 +75,68 @@ def _apart(weights: Mapping[str, Floats], kinds: Kinds, bins: int, embedding_bin
     return {name: embedding_bins if kinds[name].layer == "embedding" else bins for name in weights}
 
 
-@dataclass(frozen=True)
-class Published:
-    """Table 9, for `presets.inshrinkerator`.
+def published(state: State, kinds: Kinds) -> Iterator[Candidate]:
+    """Table 9, for `presets.inshrinkerator`: bins, protected shares, bins of embeddings; as table 7 without pruning."""
+    weights, cube = weights_of(state), Cube(prune=(0.0,), metric=("magnitude",), system="inshrinkerator")
 
-    Args:
-        cube: bins, protected shares, bins of embeddings; by default without pruning, as table 7 has it.
-    """
+    def restored(config: sp.Config) -> Any:
+        return sp.decompress(sp.compress(state, cfg=config, kinds=kinds))
 
-    cube: Cube = field(default_factory=lambda: Cube(prune=(0.0,), metric=("magnitude",), system="inshrinkerator"))
-
-    def __call__(self, state: State, kinds: Kinds) -> Iterator[Candidate]:
-        """Yield the candidates of a state."""
-        weights = weights_of(state)
-
-        def restored(config: sp.Config) -> State:
-            found: State = sp.decompress(sp.compress(state, cfg=config, kinds=kinds))
-            return found
-
-        found = []
-        for point, embedding_bins in itertools.product(self.cube, self.cube.embedding_bins):
-            bins = _apart(weights, kinds, point.bins, embedding_bins)
-            config = point.config(embedding_bins=embedding_bins)
-            found.append(Candidate(_mean(weights, bins), (*bins.values(), point.protect), partial(restored, config)))
-        return iter(sorted(found, key=lambda one: one.bins))
+    found = []
+    for point, embedding_bins in itertools.product(cube, cube.embedding_bins):
+        bins = _apart(weights, kinds, point.bins, embedding_bins)
+        config = point.config(embedding_bins=embedding_bins)
+        found.append(Candidate(_mean(weights, bins), (*bins.values(), point.protect), partial(restored, config)))
+    return iter(sorted(found, key=lambda one: one.bins))
 
 
-@dataclass(frozen=True)
-class Uniform:
-    """Table 10, for QD-compressor: even bins by a layer's entropy, between two limits.
+def uniform(state: State, _: Kinds) -> Iterator[Candidate]:
+    """Table 10, for QD-compressor: even bins by a layer's entropy, between two limits."""
+    from ..baselines.qd import QDCompressor, wanted_bins
 
-    Args:
-        least, most: the limits.
-    """
+    weights = weights_of(state)
+    wanted = {name: wanted_bins(x) for name, x in weights.items()}
 
-    least: tuple[int, ...] = _POWERS
-    most: tuple[int, ...] = _POWERS
+    def restored(bins: Mapping[str, int]) -> State:
+        return with_weights(state, {name: even(x, bins[name]) for name, x in weights.items()})
 
-    def __call__(self, state: State, _: Kinds) -> Iterator[Candidate]:
-        """Yield the candidates of a state."""
-        from ..baselines.qd import QDCompressor, wanted_bins
-
-        weights = weights_of(state)
-        wanted = {name: wanted_bins(x) for name, x in weights.items()}
-
-        def restored(bins: Mapping[str, int]) -> State:
-            return with_weights(state, {name: even(x, bins[name]) for name, x in weights.items()})
-
-        found = []
-        for least, most in itertools.product(self.least, self.most):
-            if least <= most:
-                system = QDCompressor(least, most)
-                bins = {name: system.within(count) for name, count in wanted.items()}
-                found.append(Candidate(_mean(weights, bins), tuple(bins.values()), partial(restored, bins)))
-        return iter(sorted(found, key=lambda one: one.bins))
-
-
-@dataclass(frozen=True)
-class Adaptive:
-    """Table 11, for Check-N-Run: even bins in a range narrowed by a layer's greedy search.
-
-    Args:
-        bins: of a layer.
-        steps: that the search cuts a range into.
-        ratios: shares of the range that it walks through, ascending.
-    """
-
-    bins: tuple[int, ...] = _POWERS
-    steps: tuple[int, ...] = (10, 25, 50, 100)
-    ratios: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
-
-    def __call__(self, state: State, _: Kinds) -> Iterator[Candidate]:
-        """Yield the candidates of a state; ranges are searched for only when they are reached."""
-        weights = weights_of(state)
-        sketches = {name: Sketch.of(x) for name, x in weights.items()}
-
-        def restored(bins: int, ranges: Mapping[str, Range]) -> State:
-            return with_weights(state, {name: even(x, bins, ranges[name]) for name, x in weights.items()})
-
-        for bins, steps in itertools.product(self.bins, self.steps):
-            ranges = {name: greedy_ranges(one, bins, steps, self.ratios) for name, one in sketches.items()}
-            for place in range(len(self.ratios)):
-                own = {name: found[place] for name, found in ranges.items()}
-                yield Candidate(bins, (bins, *own.values()), partial(restored, bins, own))
-
-
-@dataclass(frozen=True)
-class KMeans:
-    """Table 12, for GOBO: clusters of least L1 distance, outliers apart.
-
-    Args:
-        bins: of a layer.
-        embedding_bins: of an embedding.
-        outlier: log density of an outlier.
-        rounds: most rounds of the clustering.
-    """
-
-    bins: tuple[int, ...] = _POWERS
-    embedding_bins: tuple[int, ...] = (16, 32)
-    outlier: float = -4.0
-    rounds: int = 1000
-
-    def __call__(self, state: State, kinds: Kinds) -> Iterator[Candidate]:
-        """Yield the candidates of a state."""
-        weights = weights_of(state)
-
-        def restored(bins: Mapping[str, int]) -> State:
-            return with_weights(
-                state, {name: clustered(x, bins[name], self.outlier, self.rounds) for name, x in weights.items()}
-            )
-
-        found = []
-        for count, embedding_bins in itertools.product(self.bins, self.embedding_bins):
-            bins = _apart(weights, kinds, count, embedding_bins)
+    found = []
+    for least, most in itertools.product(POWERS, POWERS):
+        if least <= most:
+            system = QDCompressor(least, most)
+            bins = {name: system.within(count) for name, count in wanted.items()}
             found.append(Candidate(_mean(weights, bins), tuple(bins.values()), partial(restored, bins)))
-        return iter(sorted(found, key=lambda one: one.bins))
+    return iter(sorted(found, key=lambda one: one.bins))
+
+
+STEPS, RATIOS = (10, 25, 50, 100), (0.1, 0.2, 0.3, 0.4, 0.5)
+"""Of Check-N-Run's greedy search: parts that a range is cut into, and shares of it that are walked through."""
+
+
+def adaptive(state: State, _: Kinds) -> Iterator[Candidate]:
+    """Table 11, for Check-N-Run: even bins in a range narrowed by a layer's greedy search, when it is reached."""
+    weights = weights_of(state)
+    sketches = {name: Sketch.of(x) for name, x in weights.items()}
+
+    def restored(bins: int, ranges: Mapping[str, Range]) -> State:
+        return with_weights(state, {name: even(x, bins, ranges[name]) for name, x in weights.items()})
+
+    for bins, steps in itertools.product(POWERS, STEPS):
+        ranges = {name: greedy_ranges(one, bins, steps, RATIOS) for name, one in sketches.items()}
+        for place in range(len(RATIOS)):
+            own = {name: found[place] for name, found in ranges.items()}
+            yield Candidate(bins, (bins, *own.values()), partial(restored, bins, own))
+
+
+def kmeans(state: State, kinds: Kinds) -> Iterator[Candidate]:
+    """Table 12, for GOBO: clusters of least L1 distance, outliers apart."""
+    weights = weights_of(state)
+
+    def restored(bins: Mapping[str, int]) -> State:
+        return with_weights(state, {name: clustered(x, bins[name]) for name, x in weights.items()})
+
+    found = []
+    for count, embedding_bins in itertools.product(POWERS, (16, 32)):
+        bins = _apart(weights, kinds, count, embedding_bins)
+        found.append(Candidate(_mean(weights, bins), tuple(bins.values()), partial(restored, bins)))
+    return iter(sorted(found, key=lambda one: one.bins))
