@@ -81,6 +81,22 @@ class Outcome:
         yield
         self.seconds += time.perf_counter() - begin
 
+    def train(
+        self, job: Job, step: int, descend: Callable[[int], object], save: Callable[[int], object],
+        finish: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Train a job on from a step, with a save at each interval; `finish` waits until all is saved."""
+        with self.loop():
+            while step < job.steps:
+                descend(step)
+                step += 1
+                if step % job.every == 0 and job.how != "none":
+                    with self.stall():
+                        save(step)
+            begin = time.perf_counter()
+            finish()
+            self.closing = time.perf_counter() - begin
+
     @contextlib.contextmanager
     def stall(self) -> Iterator[None]:
         """Context that times one save."""
@@ -184,8 +200,9 @@ def plain(job: Job) -> Outcome:
     loader, done, step = trainers.Loader(data), Outcome(), 0
     futures: list[Any] = []
     job.folder.mkdir(parents=True, exist_ok=True)
+    ours = job.how == "ours"
     with contextlib.ExitStack() as stack:
-        if job.how == "ours":
+        if ours:
             mode = "process" if job.timed else "thread"
             saver = stack.enter_context(sp.Saver(sp.Store(job.folder, job.cfg), mode=mode))
             step = trainers.resume(saver, model, optimizer, loader=loader)
@@ -204,23 +221,17 @@ def plain(job: Job) -> Outcome:
                 torch.set_rng_state(state["rng"])
                 step = state["step"]
         batches = _endless(loader)
-        with done.loop():
-            while step < job.steps:
-                _descend(model, optimizer, next(batches))
-                step += 1
-                if step % job.every or job.how == "none":
-                    continue
-                with done.stall():
-                    if job.how == "ours":
-                        futures.append(trainers.save(saver, step, model, optimizer, loader=loader))
-                    else:
-                        state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                        state |= {"loader": loader.state_dict(), "rng": torch.get_rng_state()}
-                        torch.save(state, job.folder / f"{step:06d}.pt")
-            if job.how == "ours":
-                begin = time.perf_counter()
-                saver.wait()
-                done.closing = time.perf_counter() - begin
+
+        def save(step: int) -> None:
+            if ours:
+                futures.append(trainers.save(saver, step, model, optimizer, loader=loader))
+            else:
+                state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                state |= {"loader": loader.state_dict(), "rng": torch.get_rng_state()}
+                torch.save(state, job.folder / f"{step:06d}.pt")
+
+        finish = saver.wait if ours else lambda: None
+        done.train(job, step, lambda _: _descend(model, optimizer, next(batches)), save, finish)
     done.waited = [future.result().waited for future in futures]
     done.weights = _weights(model)
     return done
@@ -248,18 +259,15 @@ def dcp(job: Job) -> Outcome:
         torch.set_rng_state(state["rng"])
         step = state["step"]
     writer = Writer(cfg=job.cfg, parent=newest if job.how == "ours" else None)
-    with done.loop():
-        while step < job.steps:
-            _descend(model, optimizer, batch_of(data, step))
-            step += 1
-            if step % job.every or job.how == "none":
-                continue
-            with done.stall():
-                weights, moments = get_state_dict(model, optimizer)
-                where = job.folder / f"step-{step:06d}"
-                storage = writer if job.how == "ours" else FileSystemWriter(where)
-                state = {"model": weights, "optim": moments, "step": step, "rng": torch.get_rng_state()}
-                save(state, storage_writer=storage, checkpoint_id=where, no_dist=True)
+
+    def checkpoint(step: int) -> None:
+        weights, moments = get_state_dict(model, optimizer)
+        where = job.folder / f"step-{step:06d}"
+        storage = writer if job.how == "ours" else FileSystemWriter(where)
+        state = {"model": weights, "optim": moments, "step": step, "rng": torch.get_rng_state()}
+        save(state, storage_writer=storage, checkpoint_id=where, no_dist=True)
+
+    done.train(job, step, lambda step: _descend(model, optimizer, batch_of(data, step)), checkpoint)
     done.weights = _weights(model)
     return done
 
@@ -380,15 +388,13 @@ def accelerate(job: Job) -> Outcome:
         project.iteration = len(names)
         step = len(names) * job.every
     data = epoch_of(job)
-    with done.loop():
-        while step < job.steps:
-            optimizer.zero_grad()
-            accelerator.backward(model(*batch_of(data, step))["loss"])
-            optimizer.step()
-            step += 1
-            if step % job.every == 0 and job.how != "none":
-                with done.stall():
-                    accelerator.save_state()
+
+    def descend(step: int) -> None:
+        optimizer.zero_grad()
+        accelerator.backward(model(*batch_of(data, step))["loss"])
+        optimizer.step()
+
+    done.train(job, step, descend, lambda _: accelerator.save_state())
     done.weights = _weights(model)
     return done
 
@@ -441,17 +447,14 @@ def orbax(job: Job) -> Outcome:
             manager.wait_until_finished()
             done.before = 1
         ready(descend(state, *(part.numpy() for part in batch_of(data, 0))))
-        with done.loop():
-            while step < job.steps:
-                state = descend(state, *(part.numpy() for part in batch_of(data, step)))
-                step += 1
-                if step % job.every or job.how == "none":
-                    continue
+
+        def advance(step: int) -> None:
+            nonlocal state
+            state = descend(state, *(part.numpy() for part in batch_of(data, step)))
+            if (step + 1) % job.every == 0:
                 ready(state)
-                with done.stall():
-                    manager.save(step, args=save(state))
-            ready(state)
-            manager.wait_until_finished()
+
+        done.train(job, step, advance, lambda step: manager.save(step, args=save(state)), manager.wait_until_finished)
     # JAX has sorted the names.
     done.weights = [torch.from_numpy(np.array(state["params"][name])) for name in params]
     return done

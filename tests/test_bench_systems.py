@@ -623,7 +623,7 @@ def test_the_committed_results_have_every_experiment() -> None:
 
 def test_the_short_form_has_a_line_for_each_system() -> None:
     found = papers.figures(papers.measured())
-    assert len(found) == len(papers.LINES), "a line has no row"
+    assert len(found) == len(papers.FIGURES), "a line has no row"
     titles = " ".join(line[0] for line in found)
     assert all(system in titles for system in ("Inshrinkerator", "LC-Checkpoint", "Check-N-Run", "BitSnap"))
     cells = {title: (theirs, ours) for title, theirs, ours in found}

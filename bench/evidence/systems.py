@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from .cells import NONE, Json, crossed, markdown, number
@@ -92,26 +94,9 @@ def exact() -> str:
     return crossed([*((what, "ours", number(row["value"])) for what, row in rows), *cells], missing=NONE)
 
 
-_FIRST, _LAST = "(?P<column>.*?), (?P<line>.*)", "(?P<line>.*), (?P<column>.*?)"
-"""Labels that begin or end with their column."""
 _RANGE = re.compile(r": ([\d.]+) to ([\d.]+) ")
-LINES = (
-    ("Inshrinkerator, table 7: its bins for 1 %", "Inshrinkerator spaces on .*: 1 % .*, Inshrinkerator", ""),
-    ("table 7: adaptive uniform bins for 1 %", "Inshrinkerator spaces on .*: 1 % .*, adaptive uniform", ""),
-    ("table 7: uniform bins for 1 %", "Inshrinkerator spaces on .*: 1 % .*, uniform", ""),
-    ("figure 12: deltas, rearranged", "Inshrinkerator delta coder: .*, rearranged, overall", " x"),
-    ("LC-Checkpoint, figure 3: SCAR's rework over its, 2 bits", "LC-.*: SCAR over LC-Checkpoint, 2 bits", " x"),
-    ("figure 3: TOPN's rework over its, 2 bits", "LC-.*: TOPN over LC-Checkpoint, 2 bits", " x"),
-    ("figure 4: size, 2 bits", r"LC-.*, 2 bits, E\+P\+H", " %"),
-    ("figure 6: iterations that a failure costs", "LC-.* cost of a failure: .*, LC-Checkpoint, .*", ""),
-    ("Check-N-Run, figure 17: bandwidth, one restore", "Check.*: 2 bits, intermittent: bandwidth .*", " x less"),
-    ("figure 17: capacity, one restore", "Check.*: 2 bits, intermittent: capacity .*", " x less"),
-    ("figure 17: bandwidth, over 20 restores", "Check.*: 8 bits, intermittent: bandwidth .*", " x less"),
-    ("figure 17: capacity, over 20 restores", "Check.*: 8 bits, intermittent: capacity .*", " x less"),
-    ("BitSnap, section 3.3: ratio at 15 % of changes", "BitSnap ratio by changed values: 15 % changed", " x"),
-    ("section 3.4: ratio of the moments", "BitSnap error of the moments: ratio of the moments", " x"),
-    ("figure 13: loss some time after a restore", "BitSnap loss after a restore: .*, loss after 60 steps", " %"),
-)
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+FIGURES: list[Json] = _DATA["figures"]
 """Of each paper the figures that its abstract or its conclusion rests on: title, pattern of the rows' names, unit."""
 
 
@@ -123,15 +108,18 @@ def papers() -> str:
 def figures(rows: Sequence[Json]) -> list[list[str]]:
     """Return title, published and measured figures of the lines that were measured."""
     found = []
-    for title, pattern, unit in LINES:
+    for figure in FIGURES:
         own = [
-            row for row in rows if re.fullmatch(pattern, row["row"]) and None not in (row["value"], row["peer_value"])
+            row
+            for row in rows
+            if re.fullmatch(figure["pattern"], row["row"]) and None not in (row["value"], row["peer_value"])
         ]
         if own:
             # Where a paper has a range, its row is held against the lower end and names both.
             named = _RANGE.search(own[0]["peer"])
             theirs = [float(end) for end in named.groups()] if named else [row["peer_value"] for row in own]
-            found.append([title, _span(theirs) + unit, _span([row["value"] for row in own]) + unit])
+            spans = (_span(values) for values in (theirs, [row["value"] for row in own]))
+            found.append([figure["title"], *(span + figure.get("unit", "") for span in spans)])
     return found
 
 
@@ -144,29 +132,7 @@ def _span(values: Sequence[float]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "bins": partial(bins, "Inshrinkerator bins"),
     "spaces": partial(bins, "Inshrinkerator spaces"),
-    "coders": partial(pivot, "Inshrinkerator delta coder", "(?P<column>[^,]*, [^,]*), (?P<line>.*)", peers=True),
-    "rankings": partial(beside, "Inshrinkerator rankings"),
     "rework": rework,
-    "steps": partial(pivot, "LC-Checkpoint sizes of its steps", _LAST, peers=True),
-    "buckets": partial(beside, "LC-Checkpoint weight of a bucket"),
-    "failure": partial(beside, "LC-Checkpoint cost of a failure"),
-    "overhead": partial(beside, "LC-Checkpoint overhead"),
-    "exponents": partial(beside, "LC-Checkpoint exponents"),
-    "quantizers": partial(pivot, "Check-N-Run error of the quantizers", _FIRST),
-    "greedy": partial(pivot, "Check-N-Run greedy search", "(?!seconds)(?P<column>.*?), (?P<line>.*?):.*", "{}, % less"),
-    "latency": partial(pivot, "Check-N-Run greedy search", "(?P<column>seconds, 4 bits), (?P<line>.*)"),
-    "modified": partial(beside, "Check-N-Run modified rows"),
-    "restores": partial(pivot, "Check-N-Run restores", _FIRST),
-    "policies": partial(beside, "Check-N-Run policies"),
-    "changed": partial(beside, "BitSnap ratio by changed values"),
-    "iterations": partial(beside, "BitSnap ratio by iterations"),
-    "moments": partial(pivot, "BitSnap error of the moments", _LAST, peers=True),
-    "moments by size": partial(pivot, "BitSnap error by model size", _LAST, peers=True),
-    "sparsified": partial(beside, "BitSnap loss of sparsified states"),
-    "resumed": partial(beside, "BitSnap loss after a restore"),
-    "stages": partial(beside, "BitSnap stages by parallelism"),
-    "score": partial(pivot, "BitSnap quality score", _FIRST),
-    "prior art": partial(pivot, "Prior art", "(?!coder)(?P<line>.*?), (?P<column>.*), late delta", "{}, x"),
-    "same codes": partial(pivot, "Prior art", "coder of the same codes, (?P<line>.*)", "bits a code"),
     "exact": exact,
+    **{name: partial(pivot if "pattern" in how else beside, **how) for name, how in _DATA["tables"].items()},
 }

@@ -13,9 +13,8 @@ from shrinkpoint.codec.errors import MissingParentError
 from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.state.leaves import LeafSpec
 
-from .base import Saved, State
 from .excp import ExCP, paired
-from .parts import Bytes, Floats, load, parts, save, to_float32
+from .parts import Bytes, Floats, Saved, State, load, parts, save, to_float32
 
 Codes = npt.NDArray[np.uint8]
 _TOP, _ONE, _RATE = 1 << 24, 1 << 12, 5
