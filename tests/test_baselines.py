@@ -26,7 +26,7 @@ from shrinkpoint.bench.studies.baselines.naive import Naive8Bit
 from shrinkpoint.bench.studies.baselines.partial import Scar, TopN, affordable
 from shrinkpoint.bench.studies.baselines.parts import Baseline, Saved, State
 from shrinkpoint.bench.studies.baselines.qd import QDCompressor
-from shrinkpoint.bench.studies.systems.quantizers import clustered
+from shrinkpoint.bench.studies.systems.spaces import clustered
 from shrinkpoint.codec.errors import BadArgumentError, MissingParentError
 
 BASELINES: dict[str, Callable[[], Baseline]] = {

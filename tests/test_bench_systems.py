@@ -34,7 +34,6 @@ from shrinkpoint.bench.studies.systems import (
     inshrinkerator,
     lc,
     lossless,
-    quantizers,
     rows,
     spaces,
     table,
@@ -481,7 +480,7 @@ def test_uniform_bins_follow_the_entropy_within_the_limits() -> None:
     state, kinds = weights(fc=(64, 96), peak=(64, 96))
     # One value far off leaves the rest within a few of 256 bins: a small entropy.
     state["model"]["peak"][0, 0] = 1e4
-    normal, peaked = (QDCompressor(2, 256).bins(x) for x in quantizers.weights_of(state).values())
+    normal, peaked = (QDCompressor(2, 256).bins(x) for x in spaces.weights_of(state).values())
     assert normal == 128
     assert peaked == 2
     found = {one.same: one for one in spaces.uniform(state, kinds)}
@@ -528,18 +527,18 @@ def test_candidates_restore_what_they_say(system: str) -> None:
 
 
 def test_the_greedy_range_leaves_an_outlier_out() -> None:
-    sketch = quantizers.Sketch.of(np.append(np.linspace(-1, 1, 4001), 2.0).astype(np.float32))
-    ((low, high),) = quantizers.greedy_ranges(sketch, 8, 25, (0.5,))
+    sketch = spaces.Sketch.of(np.append(np.linspace(-1, 1, 4001), 2.0).astype(np.float32))
+    ((low, high),) = spaces.greedy_ranges(sketch, 8, 25, (0.5,))
     assert low == pytest.approx(-1, abs=0.13)
     assert 0.9 < high < 1.6
-    even = quantizers.Sketch.of(np.linspace(-1, 1, 4001).astype(np.float32))
-    assert quantizers.greedy_ranges(even, 64, 25, (0.5,)) == [(-1.0, 1.0)]
+    even = spaces.Sketch.of(np.linspace(-1, 1, 4001).astype(np.float32))
+    assert spaces.greedy_ranges(even, 64, 25, (0.5,)) == [(-1.0, 1.0)]
 
 
 def test_one_walk_gives_the_range_of_each_ratio() -> None:
-    sketch = quantizers.Sketch.of(np.random.default_rng(0).standard_normal(20_000).astype(np.float32))
-    together = quantizers.greedy_ranges(sketch, 8, 50, spaces.RATIOS)
-    assert together == [quantizers.greedy_ranges(sketch, 8, 50, (ratio,))[0] for ratio in spaces.RATIOS]
+    sketch = spaces.Sketch.of(np.random.default_rng(0).standard_normal(20_000).astype(np.float32))
+    together = spaces.greedy_ranges(sketch, 8, 50, spaces.RATIOS)
+    assert together == [spaces.greedy_ranges(sketch, 8, 50, (ratio,))[0] for ratio in spaces.RATIOS]
     losses = [sketch.loss(*found, 8) for found in together]
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > 1.5 * losses[-1]

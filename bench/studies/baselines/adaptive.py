@@ -10,7 +10,7 @@ from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.state.leaves import LeafSpec
 from shrinkpoint.kernels.packing import pack_bits, unpack_bits
 
-from ..systems.quantizers import Sketch, greedy_ranges
+from ..systems.spaces import Sketch, greedy_ranges
 from .parts import Bytes, Floats, Grid, Part, Saved, State, each, load, parts, save
 
 

@@ -1,7 +1,9 @@
-"""Three of the families that never chose a setting: they judge the levels."""
+"""Families that never chose a setting and judge the levels, with diffusion and adapters of a frozen model."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cache, partial
 from operator import itemgetter
 from typing import Any
@@ -11,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..workloads import Workload
-from .families import NEAR_ZERO, Family, digit_images, first, on_clicks, on_digits
+from ..workloads import BETAS, Run, Workload
+from .families import NEAR_ZERO, Family, digit_images, first, gpt, on_clicks, on_digits, on_text
 
 
 class _Autoencoder(nn.Module):
@@ -89,3 +91,119 @@ def experts() -> Family:
 def recommender() -> Family:
     """The click predictor with tables of 1,500 x 24, 0.16 M parameters, trained by RMSprop."""
     return on_clicks("recommender", 1e-3, optimizer=torch.optim.RMSprop, decay=0.0, end=NEAR_ZERO)
+
+
+# ------------------------------------------------------------------------------------------------------------ diffusion
+
+_TIMES = 100
+_Example = tuple[Tensor, Tensor, Tensor]
+
+
+class _Denoiser(nn.Module):
+    """A convolutional network that predicts the noise in an image, given the time."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 2 * width))
+        self.into, self.down = nn.Conv2d(1, width, 3, padding=1), nn.Conv2d(width, 2 * width, 3, 2, 1)
+        self.middle = nn.Conv2d(2 * width, 2 * width, 3, padding=1)
+        self.back = nn.ConvTranspose2d(2 * width, width, 4, 2, 1)
+        self.out = nn.Conv2d(2 * width, 1, 3, padding=1)
+        self.norm = nn.GroupNorm(8, 2 * width)
+
+    def forward(self, images: Tensor, times: Tensor) -> Any:
+        angles = times[:, None].float() / _TIMES * math.pi * torch.arange(1, 9)
+        moment = self.time(torch.cat([angles.sin(), angles.cos()], dim=1))
+        wide = F.silu(self.into(images))
+        low = F.silu(self.down(wide) + moment[..., None, None])
+        low = low + F.silu(self.norm(self.middle(low)))
+        return self.out(torch.cat([wide, F.silu(self.back(low))], dim=1))
+
+
+def _noised(rng: np.random.Generator, images: Tensor) -> _Example:
+    """Return images with noise of random times, the times, and the noise."""
+    times = torch.from_numpy(rng.integers(0, _TIMES, len(images)))
+    left = torch.cumprod(1 - torch.linspace(1e-3, 0.1, _TIMES), 0)[times].view(-1, 1, 1, 1)
+    noise = torch.from_numpy(rng.standard_normal(tuple(images.shape), dtype=np.float32))
+    return left.sqrt() * (2 * images - 1) + (1 - left).sqrt() * noise, times, noise
+
+
+def diffusion() -> Family:
+    """A diffusion model of digits, 0.1 M parameters, judged by its average of decay 0.98."""
+
+    @cache
+    def held_out() -> list[_Example]:
+        rng = np.random.default_rng(29)
+        return [_noised(rng, digit_images(None, 500)) for _ in range(4)]
+
+    def outputs(model: nn.Module, given: Any) -> Any:
+        return model(given[0], given[1])
+
+    batch = lambda rng: _noised(rng, digit_images(rng, 64))  # noqa: E731
+    loss = lambda model, given: F.mse_loss(outputs(model, given), given[2])  # noqa: E731
+    more: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, betas=BETAS), "decay": 0.01, "average": 0.98}
+    workload = Workload("diffusion, EMA", _Denoiser, batch, loss, held_out, 500, 2e-3, end=NEAR_ZERO, **more)
+    return Family(workload, outputs, itemgetter(2), classifies=False)
+
+
+# ------------------------------------------------------------------------------------------------------------- adapters
+
+_RANK = 16
+"""Smallest rank at which an adapter of this model's matrices is not too small to change."""
+
+
+class _Adapted(nn.Module):
+    """A frozen linear layer, and the product of two small matrices that is added to it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_a = nn.Linear(base.in_features, _RANK, bias=False)
+        self.lora_b = nn.Linear(_RANK, base.out_features, bias=False)
+        nn.init.zeros_(self.lora_b.weight)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + 2 * self.lora_b(self.lora_a(x))
+
+
+@cache
+def _pretrained() -> dict[str, Tensor]:
+    """Return the weights of the GPT, trained for 300 steps on the text as it is."""
+    before = torch.get_rng_state()
+    weights = Run(gpt().workload, 100, until=300).model.state_dict()
+    torch.set_rng_state(before)  # the caller draws its adapters from its own seed
+    return weights
+
+
+def _adapted() -> nn.Module:
+    model = gpt().workload.model()
+    if not next(model.parameters()).is_meta:
+        model.load_state_dict(_pretrained())
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for name, layer in list(module.named_children()):
+            if type(layer) is nn.Linear and name != "head":  # the head's matrix is that of the embedding
+                setattr(module, name, _Adapted(layer))
+    return model
+
+
+def lora() -> Family:
+    """Adapters of rank 16 in a frozen GPT of 0.1 M parameters, trained by NAdam.
+
+    The GPT was trained on the text; the adapters learn it with upper and lower case exchanged.
+    """
+    nadam = partial(torch.optim.NAdam, betas=BETAS)
+    made = on_text("LoRA", _adapted, 300, 5e-3, optimizer=nadam, decay=0.0, end=NEAR_ZERO)
+    plain = made.workload
+
+    @cache
+    def held_out() -> list[Tensor]:
+        return [_exchanged(text) for text in plain.held_out()]
+
+    return replace(made, workload=replace(plain, batch=lambda rng: _exchanged(plain.batch(rng)), held_out=held_out))
+
+
+def _exchanged(text: Tensor) -> Tensor:
+    """Return bytes with the cases of letters exchanged."""
+    letters = text | 32
+    return torch.where((letters >= 97) & (letters <= 122), text ^ 32, text)

@@ -22,7 +22,7 @@ from ...devices import threads
 from ...harness import Call, CheckFailed, Options, Row, Rows, interleave, one_thread_clock, times_smaller
 from .. import workloads
 from ..workloads import Run, State, Workload
-from .table import Experiment, States, l2_errors, mean, raw_bytes, slowed, states, stored_bytes
+from .table import FIGURES, Experiment, States, l2_errors, mean, raw_bytes, slowed, states, stored_bytes
 
 Array = npt.NDArray[Any]
 _ELEMENTS = 1 << 20
@@ -123,13 +123,6 @@ def errors(x: Array, y: Array) -> tuple[float, float]:
     return float((np.abs(a - b)[met] / np.abs(a[met])).mean()), float(np.square(a - b).mean())
 
 
-_PUBLISHED = {
-    ("exp_avg", "MRE"): (9.86, 401188.01), ("exp_avg", "MSE"): (1.57e-9, 3.90e-8),
-    ("exp_avg_sq", "MRE"): (0.18, 0.11), ("exp_avg_sq", "MSE"): (1.51e-14, 6.43e-13),
-}  # fmt: skip
-"""Table 4, GPT-2 Medium: BitSnap, naive 8-bit."""
-
-
 def clustered(name: str, options: Options) -> list[Row]:
     """Tables 3 and 4: errors of the moments, next to naive 8-bit; and the ratio of section 3.4."""
     from ..baselines.naive import Naive8Bit
@@ -146,7 +139,7 @@ def clustered(name: str, options: Options) -> list[Row]:
     )
     for place, (system, other) in enumerate(restored.items()):
         for (moment, measure), value in _errors(state, other).items():
-            figure = paper, _PUBLISHED[moment, measure][place]
+            figure = paper, FIGURES["bitsnap table 4"][f"{moment}, {measure}"][place]
             rows.add(f"{moment}, {measure}, {system}", value, "", figure, note, size=_moments(state, moment).size)
     ends = ("exp_avg", "exp_avg_sq")
     ratio = raw_bytes(found, *ends) / stored_bytes(found, *ends)
@@ -154,13 +147,6 @@ def clustered(name: str, options: Options) -> list[Row]:
     return rows
 
 
-_BY_SIZE = {
-    ("exp_avg", "MRE"): (9.86, 9.89, 10.30, 10.32),
-    ("exp_avg", "MSE"): (1.57e-9, 1.68e-9, 1.78e-9, 1.82e-9),
-    ("exp_avg_sq", "MRE"): (0.18, 0.20, 0.24, 0.25),
-    ("exp_avg_sq", "MSE"): (1.51e-14, 1.53e-14, 1.56e-14, 1.60e-14),
-}
-"""Table 3, models of 345 million, 0.5, 1 and 3 billion parameters."""
 _SIZES = ((1, 32, 2), (2, 64, 2), (4, 128, 4), (6, 192, 6))
 """Layers, width and heads of ours."""
 
@@ -181,7 +167,8 @@ def by_size(name: str, options: Options) -> list[Row]:
                 "gradients, relative ones how close to zero a moment comes"
             )
             for (moment, measure), value in _errors(state, restored).items():
-                what, figure = f"{moment}, {measure}, {size / 1e6:.2g} M parameters", _BY_SIZE[moment, measure][place]
+                figure = FIGURES["bitsnap table 3"][f"{moment}, {measure}"][place]
+                what = f"{moment}, {measure}, {size / 1e6:.2g} M parameters"
                 rows.add(what, value, "", (paper, figure), note, size=size)
     return rows
 

@@ -27,26 +27,27 @@ from .. import workloads
 from ..search import Training, chain, trained
 from ..workloads import Run, State, Workload
 from . import spaces
-from .quantizers import Floats, Sketch, clustered, even, greedy_ranges, weights_of, with_weights
-from .spaces import Candidate, Kinds, Space, kinds_of, ladder
-from .table import Experiment
+from .spaces import (
+    Candidate,
+    Floats,
+    Kinds,
+    Sketch,
+    Space,
+    clustered,
+    even,
+    greedy_ranges,
+    kinds_of,
+    ladder,
+    weights_of,
+    with_weights,
+)
+from .table import FIGURES, Experiment
 
 THRESHOLDS = (0.001, 0.01, 0.05)
 CHECKPOINTS = 10
 OURS, TAILS, BARE, PUBLISHED = "ours, exact", "ours, sigma 0.2", "ours, nothing protected", "Inshrinkerator"
 UNIFORM, ADAPTIVE, KMEANS = "uniform", "adaptive uniform", "k-means, outliers kept"
-_PAPER: dict[str, tuple[str, dict[str, tuple[float | None, float | None, float | None]]]] = {
-    "GPT": ("GPT-2 Medium", {
-        ADAPTIVE: (106.86, 47.71, 24.60), UNIFORM: (None, 60.17, 31.14), PUBLISHED: (54.71, 16.19, 9.08),
-    }),
-    "CNN": ("ResNet18", {
-        ADAPTIVE: (42.84, 33.75, 23.55), UNIFORM: (None, 35.51, 23.25),
-        KMEANS: (None, 33.12, 17.50), PUBLISHED: (21.25, 16.85, 10.19),
-    }),
-    "ViT": ("ViT-B/32", {
-        ADAPTIVE: (37.01, 28.37, 20.85), UNIFORM: (None, 38.43, 28.79), PUBLISHED: (19.88, 14.33, 9.75),
-    }),
-}  # fmt: skip
+_PAPER: dict[str, Any] = FIGURES["inshrinkerator table 7"]
 """Table 7. Its text drops cells without a result: of four columns ResNet18 has two figures at 0.1 % and all four at 1
 and 5 %. GPT-2 and ViT have eight figures, two, three and three, and none of k-means, which the paper says took over
 half an hour for models of their size."""
@@ -186,17 +187,18 @@ def bins(label: str, systems: Mapping[str, System]) -> Callable[[str, Options], 
 def _bins_rows(
     name: str, label: str, column: str, system: System, training: Training, found: list[dict[float, float | None]]
 ) -> list[Row]:
-    paper, figures = _PAPER.get(label, ("", {}))
+    figures = _PAPER.get(label, {})
     rows, steps = Rows(name), ", ".join(str(checkpoint.step) for checkpoint in training.checkpoints)
-    for place, threshold in enumerate(THRESHOLDS):
+    for threshold in THRESHOLDS:
         values = [bins[threshold] for bins in found]
         got = [value for value in values if value is not None]
-        figure = figures.get(PUBLISHED if column in (OURS, TAILS, BARE) else column, (None, None, None))[place]
+        of_paper = figures.get(PUBLISHED if column in (OURS, TAILS, BARE) else column, {})
+        figure = of_paper.get(f"{100 * threshold:g} %")
         missing = f"; {len(values) - len(got)} checkpoints find none" if len(got) < len(values) else ""
         said = ", ".join("-" if value is None else f"{value:.4g}" for value in values)
         note = f"steps {steps}: {said}{missing}; {system.note}; without pruning, the fewest bins"
         note += " that pass on held-out loss"
-        source = f"Inshrinkerator, table 7, {paper}" if figure else None
+        source = f"Inshrinkerator, table 7, {figures['model']}" if figure else None
         mean = statistics.fmean(got) if len(got) == len(values) else None
         what = f"{100 * threshold:g} % degradation, {column}"
         rows.add(what, mean, "bins", (source, figure), note, size=training.size)

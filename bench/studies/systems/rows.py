@@ -27,7 +27,7 @@ from ...devices import threads
 from ...harness import Options, Row, Rows, interleave, one_thread_clock, times_smaller
 from .. import overhead, workloads
 from ..workloads import Run, State
-from .table import Experiment, mean
+from .table import FIGURES, Experiment, mean
 
 Floats = npt.NDArray[np.float32]
 METHODS = ("symmetric", "asymmetric", "adaptive", "k-means")
@@ -261,11 +261,7 @@ def _chain(bits: int, policy: str, intervals: Sequence[Interval]) -> list[tuple[
     return [(done.is_delta, done.nbytes, done.raw_nbytes) for done in saved]
 
 
-_PAPER_POLICIES: dict[str, dict[str, float]] = {
-    "one_shot": {"first difference": 25.0, "largest difference": 50.0},
-    "intermittent": {"first difference": 25.0, "first full one again": 8.0},
-    "consecutive": {"first difference": 25.0, "capacity at the end": 400.0},
-}
+_PAPER_POLICIES: dict[str, dict[str, float]] = FIGURES["check-n-run figures 15 and 16"]
 """What the text says of figures 15 and 16: above 50 % after 10 intervals; almost 4 models after 11."""
 
 

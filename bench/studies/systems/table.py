@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from ...harness import Options, Row, Rows
 from .. import workloads
 from ..workloads import Run, State
 
+FIGURES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
+"""Figures of the papers."""
 _STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262, 15: 2.145, 20: 2.093, 30: 2.045}
 """Two-sided 95 % quantiles of Student's t by sample size; between two the one of the smaller size counts."""
 
