@@ -256,7 +256,7 @@ def _two_cores(n: int) -> list[Row]:
         }
         for name, call in calls.items():
             # The least of each: other processes use these cores too.
-            of = {str(count): lambda count=count: sp.set_threads(count) for count in (1, 2)}  # type: ignore[misc]
+            of = {str(count): lambda count=count: sp.set_threads(count) for count in (1, 2)}
             one, two = map(min, in_turn(dict.fromkeys(of, call), wall_clock, of, 2 * ROUNDS).values())
             load = os.getloadavg()[0]
             note = f"8 tensors; least of {2 * ROUNDS}; wall clock; load average {load:.1f}"
@@ -427,7 +427,7 @@ def _large(n: int) -> list[Row]:
 def _learning(quick: bool) -> list[Row]:
     """Run the example of reinforcement learning, and return rows of its costs."""
     home = Path(__file__).resolve().parents[1] / "examples"
-    paths = os.pathsep.join(map(os.path.abspath, (home, *sys.path)))
+    paths = os.pathsep.join(os.path.abspath(path) for path in (home, *sys.path))
     with tempfile.TemporaryDirectory() as folder:
         found = processes.call("rl_sync:main", folder, *((3, 64) if quick else (8, 256)), PYTHONPATH=paths)
     rows = Rows("", found["parameters"], "cpu")

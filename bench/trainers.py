@@ -91,20 +91,20 @@ def _framework(name: str, options: Options) -> list[Row]:
     said = f"{steps} steps of {seconds / steps * 1e3:.1f} ms, a save every {every}; {saves} saves"
     waited = [s for one in ours for s in one.waited]
 
-    def against(what: str, unit: str, value: float | None, peer: float | None, note: str) -> None:
+    def against(what: str, unit: str, note: str, value: float | None, peer: float | None) -> None:
         ratio = times_smaller(value, peer) if value and peer and value > 0 and peer > 0 else None
         rows.add(what, value, unit, (about.peer, peer), note, ratio=ratio)
 
     stalls = (1e3 * median(s for one in found for s in one.stalls) for found in (ours, own))
     stalled = f"{said}; of it {median(waited) * 1e3:.1f} ms waiting for the save before" if waited else said
-    against("stall of a save", "ms", *stalls, stalled)
+    against("stall of a save", "ms", stalled, *stalls)
     spent = "; ".join(f"{who}: {_spread(found)}" for who, found in over.items())
     made = _made_of(ours, seconds, median(over["ours"]))
-    against("overhead of the run", "%", *map(_told, over.values()), f"{said}; {spent}; {made}")
+    against("overhead of the run", "%", f"{said}; {spent}; {made}", *map(_told, over.values()))
     note = f"the folder over its saves, the base among them; {saves} saves"
-    against("bytes of a save", "bytes", nbytes["ours"], nbytes["own"], note)
+    against("bytes of a save", "bytes", note, nbytes["ours"], nbytes["own"])
     lines = (sum(1 for line in text.splitlines() if line.strip()) for text in (about.ours, about.own))
-    against("lines", "lines", *lines, about.ours.replace("\n", "; "))
+    against("lines", "lines", about.ours.replace("\n", "; "), *lines)
     exact = f"stopped after {half} of {steps} steps and resumed, every weight compared bit for bit; {about.drawn}"
     rows.add("resume, lossless", different, "weights", note=f"weights that differ; {exact}", target=DIFFERENT)
     changed = f"held-out loss {lossy:.5g} against {loss:.5g} uninterrupted; Config(); one seed"

@@ -52,7 +52,8 @@ def grid(at: Place, name: str, setting: Any) -> Job:
     A first moment and the square of its scale: two checkpoints' weights stand for them.
     """
     x, square = at.pair()[0], np.square(at.pair()[1])
-    given, within, note = (x, square), ROUNDING, ""
+    given: tuple[Any, ...] = x, square
+    within, note = ROUNDING, ""
     if name == "grid_symbols":
         note = "step 0.5"
     else:

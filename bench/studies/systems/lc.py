@@ -410,12 +410,12 @@ def overhead(name: str, options: Options) -> list[Row]:
     chain = Chain(sp.presets.lc_checkpoint(3))
     spent: dict[str, list[float]] = {"train": [], "save": []}
 
-    def save() -> None:
+    def checkpoint() -> None:
         state = {"model": {key: value.detach().clone() for key, value in model.items()}}
         chain.save(state, _kinds(state))
 
     with threads(1):
-        save()
+        checkpoint()
         for iteration in range(2 if options.quick else 6):
             begin = time.process_time()
             for chosen in torch.split(torch.randperm(ratings, generator=g), 2000):
@@ -424,7 +424,7 @@ def overhead(name: str, options: Options) -> list[Row]:
                 F.mse_loss(found, values[chosen]).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             middle = time.process_time()
-            save()
+            checkpoint()
             if iteration:  # the first save pays for compilation
                 spent["train"].append(middle - begin)
                 spent["save"].append(time.process_time() - middle)
