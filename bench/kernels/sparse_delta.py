@@ -16,8 +16,13 @@ from .place import Place, oracle, require
 _EVERY = 97
 """One element in so many changes: a share of 1 %."""
 _MOVED = {
-    "collect_changes": 4.0, "locate_changes": 12 / _EVERY, "collect_and_locate": 4.0, "apply_changes": 4.0,
-    "gap_shifts": 4 / _EVERY, "split_changes": 8 / _EVERY, "join_changes": 8 / _EVERY,
+    "collect_changes": 4.0,
+    "locate_changes": 12 / _EVERY,
+    "collect_and_locate": 4.0,
+    "apply_changes": 4.0,
+    "gap_shifts": 4 / _EVERY,
+    "split_changes": 8 / _EVERY,
+    "join_changes": 8 / _EVERY,
 }
 """Bytes an element that each function moves: both arrays are read, or one is read and one written, or only changes."""
 

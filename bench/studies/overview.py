@@ -23,6 +23,7 @@ from shrinkpoint.demo.corpus import Corpus
 from shrinkpoint.demo.trainer import Training
 
 from ..harness import Options, Row, Rows
+from .workloads import cloned
 
 TITLE = "size, waiting and restore of the demo's checkpoints by level, next to torch.save"
 SAVED = "torch.save"
@@ -58,9 +59,7 @@ def _states(size: str, first: int, count: int) -> tuple[list[Any], dict[str, Any
     while len(states) < count:
         training.advance()
         if training.step >= first and training.step % _SPACING == 0:
-            states.append(
-                torch.utils._pytree.tree_map(lambda x: x.clone() if torch.is_tensor(x) else x, training.state())
-            )
+            states.append(cloned(training.state()))
     parameters = sum(p.numel() for p in training.model.parameters())
     return states, dict(sp.kinds(training.model, training.optimizer)), parameters
 

@@ -208,12 +208,11 @@ class Run:
             state["ema"] = self.average.state_dict()
         if self.masters is not None:
             state["masters"] = self.masters
-        cloned: State = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
-        return cloned
+        return cloned(state)
 
     def restore(self, state: State) -> None:
         """Go on from a state, which stays as it is and whose tensors may be on any device."""
-        state = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+        state = cloned(state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.average is not None:
@@ -256,6 +255,12 @@ class Run:
             count += size
         self.model.train()
         return total / count
+
+
+def cloned(state: State) -> State:
+    """Return a state whose tensors are copies."""
+    found: State = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+    return found
 
 
 def _average(decay: float) -> Callable[..., None]:

@@ -19,10 +19,10 @@ from shrinkpoint.kernels.cluster import cluster_quantize
 from shrinkpoint.kernels.packing import changed_mask, gather
 
 from ...devices import threads
-from ...harness import Call, CheckFailed, Options, Row, Rows, interleave, one_thread_clock, times_smaller
+from ...harness import Call, CheckFailed, Options, Row, Rows, interleave, one_thread_clock, seconds_of, times_smaller
 from .. import workloads
 from ..workloads import Run, State, Workload
-from .table import FIGURES, Experiment, States, l2_errors, mean, raw_bytes, slowed, states, stored_bytes
+from .table import FIGURES, Experiment, States, l2_errors, mean, raw_bytes, restored, slowed, states, stored_bytes
 
 Array = npt.NDArray[Any]
 _ELEMENTS = 1 << 20
@@ -131,13 +131,13 @@ def clustered(name: str, options: Options) -> list[Row]:
         trained = states(options.quick)
         state = trained.after[0]
         found, naive = sp.compress(state, cfg=sp.presets.bitsnap()), Naive8Bit(moments=True)
-        restored = {"BitSnap": sp.decompress(found), "naive 8-bit": naive.decode(naive.encode(state, None), None)}
+        both = {"BitSnap": sp.decompress(found), "naive 8-bit": naive.decode(naive.encode(state, None), None)}
     rows, paper = Rows(name), "BitSnap, table 4 (GPT-2 Medium)"
     note = (
         f"{trained.where()}; squared errors are in the moments' own scale, which depends on the model, and relative "
         "ones, over nonzero values, on how close to zero they come"
     )
-    for place, (system, other) in enumerate(restored.items()):
+    for place, (system, other) in enumerate(both.items()):
         for (moment, measure), value in _errors(state, other).items():
             figure = paper, FIGURES["bitsnap table 4"][f"{moment}, {measure}"][place]
             rows.add(f"{moment}, {measure}, {system}", value, "", figure, note, size=_moments(state, moment).size)
@@ -160,13 +160,13 @@ def by_size(name: str, options: Options) -> list[Row]:
             run = Run(workloads.gpt(*shape, steps=10 if options.quick else 120), 0)
             run.train(run.workload.steps * 9 // 10)
             state, size = run.state(), run.workload.parameters
-            restored = sp.decompress(sp.compress(state, cfg=sp.presets.bitsnap()))
+            back = restored(state, sp.presets.bitsnap())
             paper = f"BitSnap, table 3, {('345 M', '0.5 B', '1 B', '3 B')[place]}"
             note = (
                 f"GPT of {shape[0]} layers of {shape[1]} after {run.step} steps; squared errors follow the size of the "
                 "gradients, relative ones how close to zero a moment comes"
             )
-            for (moment, measure), value in _errors(state, restored).items():
+            for (moment, measure), value in _errors(state, back).items():
                 figure = FIGURES["bitsnap table 3"][f"{moment}, {measure}"][place]
                 what = f"{moment}, {measure}, {size / 1e6:.2g} M parameters"
                 rows.add(what, value, "", (paper, figure), note, size=size)
@@ -236,7 +236,7 @@ def resumed(name: str, options: Options) -> list[Row]:
             for seed in range(1 if options.quick or label == "GPT" else 3):
                 options.say(f"{name}: {label}, seed {seed}")
                 run, again = Run(workload, seed, until=steps // 2), Run(workload, seed)
-                again.restore(sp.decompress(sp.compress(run.state(), cfg=sp.presets.bitsnap())))
+                again.restore(restored(run.state(), sp.presets.bitsnap()))
                 for further, values in changes.items():
                     exact, loss = (part.train(steps // 2 + further).held_out_loss() for part in (run, again))
                     values.append(100 * (loss / exact - 1))
@@ -318,7 +318,7 @@ def score(name: str, options: Options) -> list[Row]:
         raw = sum(x.numel() * x.element_size() for x in torch.utils._pytree.tree_leaves(state) if hasattr(x, "numel"))
 
         def judge(system: str, call: Callable[[], Any], restore: Callable[[Any], State]) -> None:
-            seconds, saved = _seconds(call), call()
+            seconds, saved = seconds_of(call, one_thread_clock(), 3), call()
             found[system] = raw / saved.nbytes, seconds, statistics.fmean(l2_errors(state, restore(saved)).values())
 
         for system, cfg in presets.items():
@@ -341,12 +341,6 @@ def score(name: str, options: Options) -> list[Row]:
             quality = sum(w * s for w, s in zip(weights, scores, strict=True))
             rows.add(f"{use}, {system}", quality, "Q", note=note, size=raw // 12)
     return rows
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    """Median process time of three calls after one."""
-    call()
-    return statistics.median(one_thread_clock()(call, 1) for _ in range(3))
 
 
 EXPERIMENTS = (

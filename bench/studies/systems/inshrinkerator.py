@@ -41,7 +41,7 @@ from .spaces import (
     weights_of,
     with_weights,
 )
-from .table import FIGURES, Experiment
+from .table import FIGURES, Experiment, restored
 
 THRESHOLDS = (0.001, 0.01, 0.05)
 CHECKPOINTS = 10
@@ -69,30 +69,21 @@ class System:
     note: str
 
 
-def _exact(**changes: float) -> Space:
+def _exact(**changes: Any) -> Space:
     """Search space of optimal codebooks, by number of entries."""
-
-    def restored(state: State, bins: int, kinds: Kinds) -> State:
-        codec = Quantize(bins=bins, solver="exact", policy="refit", **changes)  # type: ignore[arg-type]
-        found: State = sp.decompress(sp.compress(state, cfg=sp.Config([sp.Rule("weight", codec)]), kinds=kinds))
-        return found
-
-    return ladder(restored)
+    how: dict[str, Any] = {"solver": "exact", "policy": "refit", **changes}
+    return _of_config(lambda bins: sp.Config([sp.Rule("weight", Quantize(bins=bins, **how))]))
 
 
-def _published(state: State, bins: int, kinds: Kinds) -> State:
-    config = sp.presets.inshrinkerator(bins)
-    found: State = sp.decompress(sp.compress(state, cfg=config, kinds=kinds))
-    return found
+def _of_config(config: Callable[[int], sp.Config]) -> Space:
+    return ladder(lambda state, bins, kinds: restored(state, config(bins), kinds))
 
 
 def _each(quantize: Callable[[Floats, int], Floats]) -> Space:
     """Search space of another quantizer for every weight that our codec would quantize."""
-
-    def restored(state: State, bins: int, _: Kinds) -> State:
-        return with_weights(state, {name: quantize(x, bins) for name, x in weights_of(state).items()})
-
-    return ladder(restored)
+    return ladder(
+        lambda state, bins, _: with_weights(state, {name: quantize(x, bins) for name, x in weights_of(state).items()})
+    )
 
 
 def _narrowed(x: Floats, bins: int) -> Floats:
@@ -103,7 +94,7 @@ ON_THE_LADDER: dict[str, System] = {
     OURS: System(_exact(), "optimal codebook on the sketch, 0.05 % protected"),
     TAILS: System(_exact(sigma=0.2), "the same for Inshrinkerator's weights of buckets, 0.2 frequency + 0.8 magnitude"),
     BARE: System(_exact(protect=0.0), "optimal codebook on the sketch alone"),
-    PUBLISHED: System(ladder(_published), "k-means++ with sigma 0.2, 0.05 % protected"),
+    PUBLISHED: System(_of_config(sp.presets.inshrinkerator), "k-means++ with sigma 0.2, 0.05 % protected"),
     UNIFORM: System(_each(even), "the same bins in every layer, over its whole range"),
     ADAPTIVE: System(_each(_narrowed), "a layer's range narrowed by Check-N-Run's greedy search: 25 bins, ratio 0.5"),
     KMEANS: System(_each(clustered), "as in GOBO"),

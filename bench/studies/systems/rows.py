@@ -27,7 +27,7 @@ from ...devices import threads
 from ...harness import Options, Row, Rows, interleave, one_thread_clock, times_smaller
 from .. import overhead, workloads
 from ..workloads import Run, State
-from .table import FIGURES, Experiment, mean
+from .table import FIGURES, Experiment, mean, restored
 
 Floats = npt.NDArray[np.float32]
 METHODS = ("symmetric", "asymmetric", "adaptive", "k-means")
@@ -234,10 +234,8 @@ def _resumed(seed: int, steps: int, bits: int, count: int) -> AdagradRun:
     run = AdagradRun(seed, steps)
     for i in range(1, count + 1):
         run.train(steps * i // (count + 1))
-        restored: State = sp.decompress(sp.compress(run.state(), None, config, kinds=run.kinds()))
-        run.restore(restored)
-    run.train(steps)
-    return run
+        run.restore(restored(run.state(), config, run.kinds()))
+    return run.train(steps)
 
 
 # ---------------------------------------------------------------------------------------------------- figures 15 to 17

@@ -75,6 +75,12 @@ def mean(values: Sequence[float]) -> Mean:
     return Mean(statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(n), n)
 
 
+def restored(state: State, config: sp.Config, kinds: Any = None) -> State:
+    """Return a state as a base gives it back."""
+    found: State = sp.decompress(sp.compress(state, cfg=config, kinds=kinds))
+    return found
+
+
 def stored_bytes(ckpt: sp.Checkpoint, *ends: str, start: str = "") -> int:
     """Return the stored bytes of arrays by start and end of their paths (with an end: matrices)."""
     return sum(part.stored_bytes for part in _parts(ckpt, ends, start))
