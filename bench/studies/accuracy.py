@@ -19,7 +19,7 @@ from typing import Any
 import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube
 
-from ..harness import Options, Row
+from ..harness import ONE_THREAD, Options, Row
 from . import workloads
 from .baselines.adaptive import Adaptive
 from .baselines.parts import Baseline, State, parts
@@ -215,7 +215,7 @@ def _of_system(name: str, study: Study, system: str, make: Make, model: Training
         for label, unit, of in COLUMNS
     )
     about = _about(study, found, model.exact, failures)
-    return of_seeds(f"{PREFIX}{name}, {system}", model.workload.place, columns, about)
+    return of_seeds(f"{PREFIX}{name}, {system}", (ONE_THREAD, model.workload.parameters), columns, about)
 
 
 def _about(study: Study, outcomes: Sequence[Outcome], exact: Mapping[int, End], failures: int) -> str:

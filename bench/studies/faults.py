@@ -6,8 +6,8 @@ again, its newest checkpoint (with the chain below it) is decoded, and training 
 delta is taken against the checkpoint that was restored. The data of a step depend on seed and step alone, so a run that
 is restored exactly ends where the uninterrupted one does, bit for bit; systems that claim to be exact are checked.
 
-Seconds are processor time of this process, on one thread; of a training on a GPU they are on the wall, until the GPU is
-idle. `warm_up` has to come first, or the first system of a process pays for compilation.
+Seconds are processor time of this process, on one thread. `warm_up` has to come first, or the first system of a process
+pays for compilation.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def quality(run: Run, batches: int, by: str) -> Callable[[State], float]:
         batches: of the held-out set, the first ones.
         by: "loss" or "accuracy".
     """
-    probe = run.workload.model().to(run.device).eval()
+    probe = run.workload.model().eval()
     chosen = run.workload.held_out()[:batches]
 
     @torch.no_grad()
@@ -314,24 +314,12 @@ def kills(steps: int, failures: int, spacing: int) -> list[int]:
     return [max(1, i * steps // (failures + 1) // spacing) * spacing + spacing // 2 for i in range(1, failures + 1)]
 
 
-class _Clock:
-    """Seconds by activity: processor time, or wall time where a GPU does the work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: dict[str, list[float]] = {"train": [], "save": []}
-
-    @contextmanager
-    def on(self, what: str) -> Iterator[None]:
-        begin = self._now()
-        yield
-        self.seconds[what].append(self._now() - begin)
-
-    def _now(self) -> float:
-        if self.device.type == "cpu":
-            return time.process_time()
-        torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+@contextmanager
+def _timed(seconds: list[float]) -> Iterator[None]:
+    """Add the processor time of the context."""
+    begin = time.process_time()
+    yield
+    seconds.append(time.process_time() - begin)
 
 
 def probe(run: Run, batches: int) -> float:
@@ -440,14 +428,14 @@ def endure(
     changes: list[float] = []
     missed: list[float] = []
     run = Run(workload, seed)
-    clock = _Clock(run.device)
+    spent: dict[str, list[float]] = {"train": [], "save": []}
 
     def advance(run: Run, until: int) -> None:
-        with clock.on("train"):
+        with _timed(spent["train"]):
             run.train(until)
 
     def save(run: Run) -> None:
-        with clock.on("save"):
+        with _timed(spent["save"]):
             size = system.save(run)
         sizes.extend([] if size is None else [size])
         if run.step in restores:
@@ -468,7 +456,6 @@ def endure(
         run = through_kills(run, workload.steps, failures, spacing, advance=advance, save=save, restore=restore)
     finally:
         system.end()
-    spent = clock.seconds
     return Outcome(
         degradation=100 * (run.held_out_loss() / exact - 1),
         at_restore=statistics.fmean(changes),

@@ -2,14 +2,11 @@
 
 A `Run` is a function of its seed: weights, data and their order. Batch t is drawn from (seed, t), so a run resumed at
 step t sees exactly what the uninterrupted one would have seen, and a difference in held-out loss is the checkpoint's.
-On a GPU it begins with the same weights and sees the same batches as on the CPU, and torch is held to its deterministic
-algorithms, so that there, too, a run that is repeated ends the same.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,9 +23,6 @@ import shrinkpoint as sp
 from shrinkpoint.demo.corpus import Corpus
 from shrinkpoint.demo.model import GPT
 from shrinkpoint.demo.model import loss as text_loss
-
-# Without it cuBLAS may give different results in each run. It is read at the first matrix product of a process.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 State = dict[str, Any]
 BETAS = (0.9, 0.999)
@@ -48,7 +42,6 @@ class Workload:
         held_out: batches of the held-out set, always the same.
         steps: length of the whole schedule.
         rate: largest learning rate; a short warm-up, then a cosine to `end` of it.
-        device: default device of its runs.
         right: which predictions of a model on a batch are right; None: accuracy is not defined for the task.
         optimizer: makes it from parameter groups, given `lr`; default AdamW.
         decay: weight decay of matrices.
@@ -64,7 +57,6 @@ class Workload:
     held_out: Callable[[], list[Any]]
     steps: int
     rate: float
-    device: str = "cpu"
     right: Callable[[nn.Module, Any], Tensor] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = adamw
     decay: float = 0.1
@@ -78,20 +70,6 @@ class Workload:
         with torch.device("meta"):
             return sum(p.numel() for p in self.model().parameters())
 
-    @property
-    def place(self) -> tuple[str, int]:
-        """Device and number of parameters, as rows name them."""
-        return self.where, self.parameters
-
-    @property
-    def where(self) -> str:
-        """Device of the workload, as the rows of a table name it."""
-        if torch.device(self.device).type == "cpu":
-            return "cpu, 1 thread"
-        if not torch.cuda.is_available():
-            return "gpu"
-        return f"gpu, {torch.cuda.get_device_name(self.device)}"
-
 
 class Run:
     """A training of a workload, at some step.
@@ -99,17 +77,13 @@ class Run:
     Args:
         workload: the training.
         seed: of weights and batches.
-        device: where model, moments and batches are, and a checkpoint's tensors come from; None: the workload's.
         until: step that it is trained to.
     """
 
-    def __init__(
-        self, workload: Workload, seed: int, *, device: str | torch.device | None = None, until: int = 0
-    ) -> None:
+    def __init__(self, workload: Workload, seed: int, *, until: int = 0) -> None:
         self.workload, self.seed, self.step = workload, seed, 0
-        self.device = torch.device(workload.device if device is None else device)
         torch.manual_seed(seed)
-        self.model = workload.model().to(self.device)  # drawn on the CPU: the same weights everywhere
+        self.model = workload.model()
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.masters: list[Tensor] | None = None
         if workload.masters:
@@ -141,10 +115,9 @@ class Run:
                 group["lr"] = self.learning_rate()
             batch = self.workload.batch(np.random.default_rng([self.seed, self.step]))
             self.optimizer.zero_grad(set_to_none=True)
-            with deterministic(self.device):
-                self.loss(batch).backward()  # type: ignore[no-untyped-call]
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                self._update()
+            self.loss(batch).backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self._update()
             self.step += 1
         return self
 
@@ -192,17 +165,11 @@ class Run:
         return model | sp.kinds(optimizer=self.optimizer)
 
     def loss(self, batch: Any, model: nn.Module | None = None) -> Tensor:
-        """Mean loss on a batch, which may be anywhere.
-
-        Args:
-            batch: of the workload.
-            model: another one than the run's own, on the run's device.
-        """
-        here = torch.utils._pytree.tree_map(lambda x: x.to(self.device), batch)
-        return self.workload.loss(self.model if model is None else model, here)
+        """Mean loss on a batch, of the run's own model or of another one."""
+        return self.workload.loss(self.model if model is None else model, batch)
 
     def state(self) -> State:
-        """Everything a resumed run needs, cloned; its tensors stay on the run's device."""
+        """Everything a resumed run needs, cloned."""
         state: State = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
         if self.average is not None:
             state["ema"] = self.average.state_dict()
@@ -211,7 +178,7 @@ class Run:
         return cloned(state)
 
     def restore(self, state: State) -> None:
-        """Go on from a state, which stays as it is and whose tensors may be on any device."""
+        """Go on from a state, which stays as it is."""
         state = cloned(state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -228,7 +195,7 @@ class Run:
 
         Args:
             batches: of the held-out set, the first ones; None: all.
-            model: another one than the run's own, on the run's device.
+            model: another one than the run's own.
         """
         right, model = self.workload.right, self.model if model is None else model
         if right is None:
@@ -237,9 +204,7 @@ class Run:
         model.eval()
         found = []
         for batch in self.workload.held_out()[:batches]:
-            here = torch.utils._pytree.tree_map(lambda x: x.to(self.device), batch)
-            with deterministic(self.device):
-                found.append(right(model, here).flatten())
+            found.append(right(model, batch).flatten())
         model.train(was_training)
         return float(torch.cat(found).double().mean())
 
@@ -250,8 +215,7 @@ class Run:
         total = count = 0.0
         for batch in self.workload.held_out():
             size = len(batch[0] if isinstance(batch, tuple) else batch)
-            with deterministic(self.device):
-                total += float(self.loss(batch)) * size
+            total += float(self.loss(batch)) * size
             count += size
         self.model.train()
         return total / count
@@ -272,31 +236,6 @@ def _average(decay: float) -> Callable[..., None]:
 def _mode(optimizer: Any, name: str) -> None:
     """Switch a schedule-free optimizer between its modes; others have none."""
     getattr(optimizer, name, lambda: None)()
-
-
-@contextmanager
-def deterministic(device: torch.device) -> Iterator[None]:
-    """Use only deterministic algorithms of torch on a GPU."""
-    if device.type == "cpu":
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: Any = torch.utils.deterministic
-    fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False  # needless here, and slow
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        settings.fill_uninitialized_memory = fill
-
-
-def chain(workload: Workload, seed: int, steps: Iterator[int] | list[int]) -> Iterator[tuple[int, State]]:
-    """States of one training at ascending steps."""
-    run = Run(workload, seed)
-    for step in steps:
-        run.train(step)
-        yield step, run.state()
 
 
 # ---------------------------------------------------------------------------------------------------- text
