@@ -135,13 +135,8 @@ def arrays(tree: Any, path: str = "") -> Iterator[tuple[str, npt.NDArray[Any]]]:
         yield path, to_numpy(tree)
 
 
-def trained(*, quick: bool, apart: int = 10) -> Pair:
-    """Train the demo's GPT on Python's sources: about 2 s (quick) or a minute on one core.
-
-    Args:
-        quick: a smaller model and fewer steps.
-        apart: steps between the two states.
-    """
+def trained(*, quick: bool) -> Pair:
+    """Train the demo's GPT on Python's sources, two states: about 2 s (quick) or a minute on one core."""
     import torch
 
     from shrinkpoint.demo.config import SIZES
@@ -154,13 +149,13 @@ def trained(*, quick: bool, apart: int = 10) -> Pair:
     try:
         training = Training(SIZES[name], steps=2 * steps, seed=0, text=Corpus().train)
         states = []
-        for upto in (steps, steps + apart):
+        for upto in (steps, steps + 10):
             while training.step < upto:
                 training.advance()
             states.append(copy.deepcopy(training.state()))  # tied weights stay tied
     finally:
         torch.set_num_threads(threads)
-    return Pair(states[0], states[1], f"demo GPT ({name}) trained here, steps {steps} and {steps + apart}")
+    return Pair(states[0], states[1], f"demo GPT ({name}) trained here, steps {steps} and {steps + 10}")
 
 
 def gpt_shapes(parameters: int) -> dict[str, tuple[int, ...]]:

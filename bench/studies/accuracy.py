@@ -14,7 +14,6 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube
@@ -115,11 +114,11 @@ def _fixed(config: Callable[[], sp.Config], *, grads: bool = False) -> Make:
     return lambda study: InStore(config(), grads=grads, spacing=study.spacing)
 
 
-def _searched(config: Callable[[], sp.Config], threshold: float, by: str, **how: Any) -> Make:
+def _searched(config: Callable[[], sp.Config], threshold: float, by: str) -> Make:
     cube, grads = (PAPER_CUBE, True) if config is sp.presets.inshrinkerator else (OWN_CUBE, False)
 
     def make(study: Study) -> System:
-        searching = Searching(threshold, cube, study.batches, every=1, by=by, **how)
+        searching = Searching(threshold, cube, study.batches, by)
         return InStore(config(), grads=grads, spacing=study.spacing, searching=searching)
 
     return make

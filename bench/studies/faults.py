@@ -96,16 +96,12 @@ class Searching:
         threshold: degradation a checkpoint may have, relative.
         cube: the candidates.
         batches: of the held-out set, that `evaluate` sees.
-        every: checkpoints from one search to the next.
-        ahead: extrapolate weights by their drift, in trials and in stored checkpoints.
         by: "loss" or "accuracy": what may degrade by the threshold.
     """
 
     threshold: float
     cube: Cube
     batches: int = 5
-    every: int = 5
-    ahead: bool = False
     by: str = "loss"
 
 
@@ -153,7 +149,7 @@ class InStore(System):
         self.run: Run | None = None
         self.head: sp.Checkpoint | None = None
         self.last: sp.SearchResult | None = None
-        self.count = self.evaluations = self.unmet = 0
+        self.evaluations = self.unmet = 0
 
     def begin(self, run: Run) -> None:
         self.run = run
@@ -164,23 +160,18 @@ class InStore(System):
         state = run.state()
         kinds = run.kinds()
         grads = self.tracker.grads() if self.tracker is not None else None
-        if self.searching is not None and self.count % self.searching.every == 0:
-            self.store.cfg = self._search(run, state, grads, kinds)
-        self.count += 1
+        if self.searching is not None:
+            self.store.cfg = self._search(self.searching, run, state, grads=grads, kinds=kinds)
         self.head = self.store.save(run.step, state, grads=grads, kinds=kinds).checkpoint
         return Size.of(self.head)
 
-    def _search(self, run: Run, state: State, grads: Any, kinds: Any) -> sp.Config:
+    def _search(self, how: Searching, run: Run, state: State, **known: Any) -> sp.Config:
         """Return the configuration for the next checkpoints."""
-        how = self.searching
-        assert how is not None
         evaluate = quality(run, how.batches, how.by)
-        earlier = self.store.earlier(state, run.step) if how.ahead else None
         direction = "higher" if how.by == "accuracy" else "lower"
-        options = sp.SearchOptions(cube=how.cube, earlier=earlier, direction=direction, progress=False)
-        found = sp.search(
-            state, evaluate, how.threshold, prev=self.head, last=self.last, grads=grads, kinds=kinds, options=options
-        )
+        options = sp.SearchOptions(cube=how.cube, direction=direction, progress=False)
+        chain: Any = {"prev": self.head, "last": self.last}
+        found = sp.search(state, evaluate, how.threshold, options=options, **chain, **known)
         self.last = found
         self.evaluations += found.evaluations
         self.unmet += not found.met
