@@ -19,13 +19,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.bench.studies.baselines.adaptive import Adaptive
 from shrinkpoint.bench.studies.baselines.excp import ExCP
 from shrinkpoint.bench.studies.baselines.gobo import centroids, outliers
-from shrinkpoint.bench.studies.baselines.naive import Naive8Bit
+from shrinkpoint.bench.studies.baselines.grids import Adaptive, Naive8Bit, QDCompressor
 from shrinkpoint.bench.studies.baselines.partial import Scar, TopN, affordable
 from shrinkpoint.bench.studies.baselines.parts import Baseline, Saved, State
-from shrinkpoint.bench.studies.baselines.qd import QDCompressor
 from shrinkpoint.bench.studies.systems.spaces import clustered
 from shrinkpoint.codec.errors import BadArgumentError, MissingParentError
 

@@ -26,8 +26,8 @@ from shrinkpoint.bench.evidence import pages, provenance, results
 from shrinkpoint.bench.evidence import systems as papers
 from shrinkpoint.bench.harness import Options, Row, times_smaller
 from shrinkpoint.bench.studies import merge, systems, workloads
+from shrinkpoint.bench.studies.baselines.grids import QDCompressor
 from shrinkpoint.bench.studies.baselines.partial import Scar
-from shrinkpoint.bench.studies.baselines.qd import QDCompressor
 from shrinkpoint.bench.studies.search import Checkpoint, Training
 from shrinkpoint.bench.studies.systems import (
     bitsnap,

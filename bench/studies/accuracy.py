@@ -20,9 +20,8 @@ from shrinkpoint.searching.cube import Cube
 
 from ..harness import ONE_THREAD, Options, Row
 from . import workloads
-from .baselines.adaptive import Adaptive
+from .baselines.grids import Adaptive, QDCompressor, wanted_bins
 from .baselines.parts import Baseline, State, parts
-from .baselines.qd import QDCompressor, wanted_bins
 from .faults import End, InStore, Outcome, Peer, Reshuffled, Searching, Size, System, Trainings, of_seeds, quality
 from .systems.spaces import POWERS, RATIOS, STEPS
 from .workloads import Run, Workload

@@ -125,7 +125,7 @@ def errors(x: Array, y: Array) -> tuple[float, float]:
 
 def clustered(name: str, options: Options) -> list[Row]:
     """Tables 3 and 4: errors of the moments, next to naive 8-bit; and the ratio of section 3.4."""
-    from ..baselines.naive import Naive8Bit
+    from ..baselines.grids import Naive8Bit
 
     with threads(1):
         trained = states(options.quick)
@@ -307,7 +307,7 @@ _WEIGHTS = {"training": (0.2, 0.4, 0.4), "checkpointing": (0.4, 0.2, 0.4)}
 def score(name: str, options: Options) -> list[Row]:
     """Return the score Q of several systems on one state; the note names open choices."""
     from ..baselines.excp import ExCP
-    from ..baselines.naive import Naive8Bit
+    from ..baselines.grids import Naive8Bit
 
     presets = {"bitsnap": sp.presets.bitsnap(), "default": sp.Config()}
     presets |= {"inshrinkerator": sp.presets.inshrinkerator(), "lossless": sp.presets.lossless()}

@@ -196,7 +196,7 @@ def published(state: State, kinds: Kinds) -> Iterator[Candidate]:
 
 def uniform(state: State, _: Kinds) -> Iterator[Candidate]:
     """Table 10, for QD-compressor: even bins by a layer's entropy, between two limits."""
-    from ..baselines.qd import QDCompressor, wanted_bins
+    from ..baselines.grids import QDCompressor, wanted_bins
 
     weights = weights_of(state)
     wanted = {name: wanted_bins(x) for name, x in weights.items()}
