@@ -427,7 +427,7 @@ def _large(n: int) -> list[Row]:
 def _learning(quick: bool) -> list[Row]:
     """Run the example of reinforcement learning, and return rows of its costs."""
     home = Path(__file__).resolve().parents[1] / "examples"
-    paths = os.pathsep.join(os.path.abspath(path) for path in (home, *sys.path))
+    paths = os.pathsep.join(os.path.abspath(path) for path in (str(home), *sys.path))
     with tempfile.TemporaryDirectory() as folder:
         found = processes.call("rl_sync:main", folder, *((3, 64) if quick else (8, 256)), PYTHONPATH=paths)
     rows = Rows("", found["parameters"], "cpu")

@@ -45,7 +45,7 @@ def _job(at: Place, name: str) -> Job:
     delta, changed, few = _found(before, after), before != after, slice(at.prefix)
     bits = kernels.gap_shifts(delta)
     parts, places = kernels.split_changes(delta, bits), (np.flatnonzero(changed), after[changed])
-    call = {
+    calls: dict[str, Callable[[], Any]] = {
         "collect_changes": partial(kernels.collect_changes, after, before),
         "locate_changes": partial(kernels.locate_changes, before, delta),
         "collect_and_locate": partial(kernels.collect_and_locate, after, before),
@@ -53,7 +53,8 @@ def _job(at: Place, name: str) -> Job:
         "gap_shifts": partial(kernels.gap_shifts, delta),
         "split_changes": partial(kernels.split_changes, delta, bits),
         "join_changes": partial(kernels.join_changes, delta.counts, bits, at.n, *parts),
-    }[name]
+    }
+    call = calls[name]
 
     def collected() -> str:
         old, new = before[few], after[few]
