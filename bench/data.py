@@ -136,7 +136,7 @@ def arrays(tree: Any, path: str = "") -> Iterator[tuple[str, npt.NDArray[Any]]]:
 
 
 def trained(*, quick: bool) -> Pair:
-    """Train the demo's GPT on Python's sources, two states: about 2 s (quick) or a minute on one core."""
+    """Train the demo's GPT, and return two states: about 2 s (quick) or a minute on one core."""
     import torch
 
     from shrinkpoint.demo.config import SIZES

@@ -1,4 +1,4 @@
-"""Other libraries that save states: to files during a call, or asynchronously. Imported on use."""
+"""Other libraries that save states, during a call or asynchronously."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ OTHERS = (
     Other(MOONCLIP, _moonclip_save, _moonclip_load),
 )
 UNSYNCED = tuple(other for other in OTHERS if other.name != DURABLE)
-"""Those that differ in what they load."""
+"""Those whose files differ."""
 
 
 # ------------------------------------------------------------------------------------------------------- asynchronous

@@ -85,7 +85,7 @@ class Outcome:
         self, job: Job, step: int, descend: Callable[[int], object], save: Callable[[int], object],
         finish: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
-        """Train a job on from a step, with a save at each interval; `finish` waits until all is saved."""
+        """Train a job on from a step, with saves; `finish` waits until all is saved."""
         with self.loop():
             while step < job.steps:
                 descend(step)

@@ -81,7 +81,7 @@ Figure = tuple[str | None, float | None]
 
 
 class Rows(list[Row]):
-    """Rows whose names begin with the same words, of one device and size unless a row says otherwise."""
+    """Rows whose names begin with the same words, of one device and size."""
 
     def __init__(self, start: str = "", size: int = 0, device: str = ONE_THREAD) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ _OURS, _MISSED, _PEER, _MARK = "#2a6f97", "#b5651d", "#b8bfc6", "#222222"
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar: label ("vs ..." is of a peer), length, the place of a mark, and whether that target is missed."""
+    """A bar: label ("vs ..." is of a peer), length, target, and whether that is missed."""
 
     label: str
     value: float
@@ -67,7 +67,7 @@ def pyplot() -> Any:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw the value of each row and of its peers, a panel a unit; the mark is a target of the value."""
+    """Draw the values of rows and their peers, a panel a unit; marks are targets."""
     panels: dict[str, Bars] = {}
     last = None
     for row in rows:

@@ -115,12 +115,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "the served bits are
 def in_turn(
     calls: Mapping[str, Call], clock: Clock, before: Mapping[str, Call], rounds: int = ROUNDS
 ) -> dict[str, list[float]]:
-    """Return the seconds of each call, all in turn; the first round, which loads code, does not count.
+    """Return the seconds of each call, all in turn, without those of a first round.
 
     Args:
         calls: by name.
         clock: how to time.
-        before: what is called before some of them, outside of the timing.
+        before: calls before some of them, outside of the timing.
         rounds: that count.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}

@@ -1,4 +1,4 @@
-"""Tables of `bench scale`, and of trainings: Inshrinkerator's table 5, a real training that goes on, fine-tuning."""
+"""Tables of `bench scale`, of killed trainings, and of fine-tuning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speeds of a large state next to the peers', and the picture of costs: speeds, and stalls of a save."""
+"""Speeds of a large state next to the peers', and the picture of costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEVELS = ("default", "precise", "exact_weights", "lossless")
 
 
 def _rows() -> Iterator[tuple[str, str, str, Json]]:
-    """Yield what was measured, configuration, state and row of `bench codec`."""
+    """Yield the figure's name, configuration, state and row of each row of `bench codec`."""
     for row in rows_of("codec.json"):
         what, config, state = [*row["row"].split(", "), "", ""][:3]
         if config in LEVELS:

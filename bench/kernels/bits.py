@@ -1,4 +1,4 @@
-"""Bits of arrays: a plain copy, packed values and masks, byte planes, differences and their categories."""
+"""Bits of arrays: a copy, packed values and masks, byte planes, differences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FLOATS = {"dtype": "float32"}
 
 
 def cases(at: Place) -> list[Case]:
-    """Return the cases of the subjects, and of a copy to newly allocated memory, where page faults count."""
+    """Return the cases of both subjects, and of a copy to new memory, where page faults count."""
     return [
         at.case("copy to new memory", lambda: fresh(at)),
         at.case("split_planes", lambda: at.compared(Call("planes.split_planes", (at.pair()[0],)), 8)),

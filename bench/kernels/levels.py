@@ -1,4 +1,4 @@
-"""Levels of two checkpoints: counted, grouped, subtracted; run lengths as published, and rare changes."""
+"""Levels of two checkpoints: counts, groups, differences, run lengths, rare changes."""
 
 from __future__ import annotations
 

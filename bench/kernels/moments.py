@@ -1,4 +1,4 @@
-"""Moments: factors and residuals of second ones, the grid of first ones, and low-rank predictions of small numbers."""
+"""Moments: factors, residuals, the grid of first ones, low-rank predictions."""
 
 from __future__ import annotations
 

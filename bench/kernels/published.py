@@ -1,4 +1,4 @@
-"""Quantizers of the published systems: BitSnap's clusters, LC-Checkpoint's buckets, Check-N-Run's rows."""
+"""Quantizers of BitSnap, LC-Checkpoint and Check-N-Run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights to levels of a codebook and back: nearest or cheapest ones, multiples of a step, and errors."""
+"""Weights to levels of a codebook and back, multiples of a step, and errors."""
 
 from __future__ import annotations
 

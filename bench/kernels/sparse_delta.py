@@ -71,7 +71,7 @@ def _job(at: Place, name: str) -> Job:
         return f"{delta.ranks.size:,} changes = oracle"
 
     def whole() -> str:
-        """Compare the result with what is known of the arrays."""
+        """Compare the result with the changes that were made."""
         known = {"locate_changes": places, "collect_and_locate": (delta, *places), "apply_changes": after}
         same(name, call(), known.get(name, delta))
         return f"all {places[0].size:,} changes"

@@ -67,7 +67,7 @@ class ExCP:
         return save(found, pieces, parent)
 
     def shrunk(self, found: Parts, parent: Parts | None) -> Iterator[tuple[Part, Quantized | None]]:
-        """Yield each coded array with its centers and codes; None for a weight without a parent, which is exact."""
+        """Yield each coded array with its centers and codes; None for an exact one."""
         for weight, first, second in paired(found):
             kept = np.ones(weight.spec.size, np.bool_)
             if parent is None:

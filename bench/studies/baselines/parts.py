@@ -1,4 +1,4 @@
-"""What the baselines share: their interface, even grids, and states in parts: weights, moments, exact rest.
+"""The interface of the baselines, even grids, and states in parts.
 
 The tree and the exact arrays are one zstandard frame. A weight is coded if it is a 16 or 32-bit float of two or more
 axes and 1024 or more finite elements; its moments go with it. All else is exact.

@@ -1,4 +1,4 @@
-"""Families that never chose a setting and judge the levels, with diffusion and adapters of a frozen model."""
+"""Families that never chose a setting and judge the levels."""
 
 from __future__ import annotations
 

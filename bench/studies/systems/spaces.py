@@ -1,4 +1,4 @@
-"""Inshrinkerator's peers (even bins, in a narrowed range too, and k-means), and their search spaces, tables 9 to 12.
+"""Inshrinkerator's peers, and the search spaces of its tables 9 to 12.
 
 A space gives a state's candidates by ascending bins, and the search, the same for all, takes the first whose restored
 state is good enough. Where layers have bins of their own, their mean counts each layer by its elements.
@@ -180,7 +180,7 @@ def _apart(weights: Mapping[str, Floats], kinds: Kinds, bins: int, embedding_bin
 
 
 def published(state: State, kinds: Kinds) -> Iterator[Candidate]:
-    """Table 9, for `presets.inshrinkerator`: bins, protected shares, bins of embeddings; as table 7 without pruning."""
+    """Table 9, for `presets.inshrinkerator`: bins, also of embeddings, and protected shares."""
     weights, cube = weights_of(state), Cube(prune=(0.0,), metric=("magnitude",), system="inshrinkerator")
 
     def restored(config: sp.Config) -> Any:
@@ -218,7 +218,7 @@ STEPS, RATIOS = (10, 25, 50, 100), (0.1, 0.2, 0.3, 0.4, 0.5)
 
 
 def adaptive(state: State, _: Kinds) -> Iterator[Candidate]:
-    """Table 11, for Check-N-Run: even bins in a range narrowed by a layer's greedy search, when it is reached."""
+    """Table 11, for Check-N-Run: even bins in a range narrowed by a greedy search."""
     weights = weights_of(state)
     sketches = {name: Sketch.of(x) for name, x in weights.items()}
 
