@@ -17,7 +17,7 @@ import shrinkpoint as sp
 from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import __main__ as command
 from shrinkpoint.bench.evidence import pages, results
-from shrinkpoint.bench.harness import Options, Row
+from shrinkpoint.bench.harness import Options, Row, Rows
 from shrinkpoint.bench.studies import accuracy, faults, transfer, workloads
 from shrinkpoint.bench.studies.faults import InStore, Peer, Trainings, Uncompressed, end_of, endure, kills
 from shrinkpoint.bench.studies.workloads import Run, State, Workload
@@ -326,11 +326,11 @@ def test_a_model_that_is_not_installed_is_not_measured(monkeypatch: pytest.Monke
 
 
 def test_a_loss_that_could_not_be_seen_is_left_open() -> None:
-    toy = subject(0.0)
-
     def compared(losses: list[float]) -> Row:
         exact, tuned = ([transfer.Tuned(loss, 0.5) for loss in of] for of in ([1.0] * 3, losses))
-        return transfer._compared("a", toy, exact, tuned)
+        rows = Rows("a")
+        transfer._compare(rows, exact, tuned)
+        return rows[0]
 
     row = compared([0.96, 1.02, 1.04])
     assert row.value == pytest.approx(0.67, abs=0.01)
