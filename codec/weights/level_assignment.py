@@ -9,7 +9,7 @@ the *lag*, the part of the drift that the restored weights w~ lack:
     lag = <w - w~, w - past> / |w - past|**2
 
 The next delta reads the gain in the metadata of its parent. Lossy first moments lose steps of the optimizer, so the
-restored weights are coded ahead by these steps, too (`codec.weights.importance`). The decoder does not need the gain,
+restored weights are coded ahead by these steps, too (`codec.weights.past_weights`). The decoder does not need the gain,
 and errors are stated against the true weights.
 
 A jump (a layer that is initialized again, a learning rate thirty times as high) makes a right gain far too large. So an
