@@ -183,8 +183,10 @@ def ranks_child(folder: str, world: int, rank: int, steps: int) -> dict[str, Any
     for what, until in zip(_SEARCHES, (steps, steps + 10), strict=True):
         run.train(until)
         state = {"model": run.state()["model"]}
-        last = sp.search(state, quality(run, 2, "loss"), 0.01, prev=prev, last=last, group=group, options=how)
-        prev = sp.compress(state, prev, last.config)
+        known: Any = {"kinds": sp.kinds(run.model)}
+        evaluate = quality(run, 2, "loss")
+        last = sp.search(state, evaluate, 0.01, prev=prev, last=last, group=group, options=how, **known)
+        prev = sp.compress(state, prev, last.config, **known)
         answer[what] = {
             "point": str(last.point),
             "rounds": len({trial.round for trial in last.trials if trial.point is not None}),
