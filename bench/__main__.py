@@ -25,25 +25,19 @@ from shrinkpoint.kernels.errors import BadArgumentError, ShrinkpointError
 
 from . import machine
 from .harness import Options, Row, is_red
-from .plot import pyplot
+from .plot import plot, pyplot
 from .table import show
 
 BENCHMARKS = ("kernels", "gpu", "codec", "store", "saver", "sync", "trainers")
-"""Each is a module here with `TITLE`, `run(options) -> rows` and `plot(rows, path)`."""
+"""Each is a module here with `TITLE`, `run(options) -> rows`, and `plot(rows, path)` if it has a picture of its own."""
 _STUDIES = ("harm", "optimizers", "overview", "ratio", "real", "scale", "search", "systems", "training")
 STUDIES = _STUDIES if find_spec(".studies", __package__) else ()
 """The same under `studies/`, which is in a checkout but not in the wheel."""
 
 NAMES = (*BENCHMARKS, *STUDIES)
 
-STATEFUL = ("kernels", "codec", "store", "saver")
-"""Benches that take `--state`."""
-LARGE = ("kernels", "store")
-"""Benches that take `--large`."""
-TIMED = ("gpu",)
-"""Benches that take `--minutes`."""
 RESUMED = ("gpu",)
-"""Benches that keep rows in `--json` as they are measured, and go on from them."""
+"""Benches that take `--minutes`, keep rows in `--json` as they are measured, and go on from them."""
 
 
 def _module(name: str) -> Any:
@@ -79,9 +73,8 @@ def asked_for(asked: argparse.Namespace) -> dict[str, Any]:
         "python -m bench codec --only 'many small'"
     """
     words = ["python", "-m", "bench", asked.name]
-    words += [f"--{flag}" for flag in ("quick", "large") if getattr(asked, flag)]
-    state = None if asked.state is None else asked.state.name
-    for flag, value in (("state", state), ("minutes", asked.minutes), ("only", asked.only)):
+    words += ["--quick"] if asked.quick else []
+    for flag, value in (("minutes", asked.minutes), ("only", asked.only)):
         words += [] if value is None else [f"--{flag}", str(value)]
     return {"command": shlex.join(words), "only": asked.only, "quick": asked.quick}
 
@@ -103,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if console.is_terminal:
             console.print(f"[dim]{what}[/dim]")
 
-    options = Options(asked.quick, asked.large, asked.state, asked.only, asked.minutes, say=say)
+    options = Options(asked.quick, asked.only, say=say)
     stopped: BaseException | None = None
     try:
         _check(asked)
@@ -159,7 +152,7 @@ def _write(asked: argparse.Namespace, module: Any, options: Options, rows: list[
         document = result(rows, head) | options.kept
         asked.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if asked.plot is not None:
-        module.plot(rows, asked.plot)
+        getattr(module, "plot", plot)(rows, asked.plot)
 
 
 def _stop(console: Console, error: BaseException, rows: Sequence[Row]) -> int:
@@ -193,16 +186,9 @@ def _check(asked: argparse.Namespace) -> None:
         kinds = FigureCanvasAgg.get_supported_filetypes()
         if asked.plot.suffix.removeprefix(".") not in kinds:
             raise BadArgumentError(f"--plot {asked.plot}: its name must end in one of {', '.join(sorted(kinds))}")
-    if asked.state is not None:
-        if asked.name not in STATEFUL:
-            raise BadArgumentError(f"--state: bench {asked.name} does not use one; {', '.join(STATEFUL)} do")
-        if not asked.state.exists():
-            raise BadArgumentError(f"--state {asked.state}: no such file or folder")
-    if asked.large and asked.name not in LARGE:
-        raise BadArgumentError(f"--large: bench {asked.name} has no larger sizes; {', '.join(LARGE)} do")
     if asked.minutes is not None:
-        if asked.name not in TIMED:
-            raise BadArgumentError(f"--minutes: bench {asked.name} has no limit of time; {', '.join(TIMED)} does")
+        if asked.name not in RESUMED:
+            raise BadArgumentError(f"--minutes: bench {asked.name} has no limit of time; {', '.join(RESUMED)} does")
         if not 0 < asked.minutes < math.inf:
             raise BadArgumentError(f"--minutes {asked.minutes:g}: it must be more than 0, and finite")
 
@@ -240,18 +226,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("name", metavar="NAME", type=_known, help=f"one of {', '.join(NAMES)}")
     parser.add_argument("--quick", action="store_true", help="small sizes, within 30 seconds")
-    parser.add_argument("--large", action="store_true", help="sizes up to 1e9 elements too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (needs Matplotlib)")
-    parser.add_argument(
-        "--state", type=Path, metavar="PATH", help="real checkpoints: a demo folder, a store, a .pt file"
-    )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        metavar="N",
-        help="gpu: how long what needs a GPU may take",
-    )
+    parser.add_argument("--minutes", type=float, metavar="N", help="gpu: how long what needs a GPU may take")
     parser.add_argument("--only", metavar="WORDS", help="only rows whose name has one of these words, comma separated")
     return parser
 

@@ -26,9 +26,10 @@ import shrinkpoint as sp
 from shrinkpoint.codec.base import CHUNK
 from shrinkpoint.codec.weights.ratedistortion import cheapest_levels
 
-from . import coders, data, memory, small_arrays, trained_models
+from . import coders, data, first_call, memory, small_arrays, trained_models
 from .data import Pair
 from .devices import threads
+from .file_peers import OTHERS, equal, tensors
 from .harness import (
     Case,
     CheckFailed,
@@ -36,17 +37,15 @@ from .harness import (
     Options,
     Peer,
     Row,
+    Rows,
     Target,
+    absent,
     at_least,
-    held,
-    is_red,
-    lacking,
     one_thread_clock,
     run_cases,
     same,
     wall_clock,
 )
-from .plot import Bars, draw
 from .whole_states import BASE, COMPRESS, DECOMPRESS, DELTA, Work, torch_calls
 
 TITLE = "compress and decompress whole training states, against memcpy, exact coders and torch.save"
@@ -148,14 +147,14 @@ class Plan:
             if name in FILES:
                 yield Peer(name, partial(_through_files, name, state, decode), note="exact, through files")
 
-    def ratios(self, wanted: Callable[[str], bool]) -> Iterator[Row]:
+    def ratios(self, wanted: Callable[[str], bool]) -> list[Row]:
         """Rows of the sizes of each kind, next to those of the exact peers of the same arrays."""
-        work = Work(self.pair, CONFIGS[self.config]())
+        work, rows = Work(self.pair, CONFIGS[self.config]()), Rows(device=self.device)
         for kind in self.kinds:
             name = self.name(f"size of the {kind}")
             if not wanted(name):
                 continue
-            stored = work.stored(kind)
+            stored, rows.size = work.stored(kind), work.pair.parameters
             ours = stored.raw_nbytes / stored.nbytes
             peers = [peer for peer in self.peers.get(kind, ()) if peer in (*CODERS, *FILES)]
             for peer in (*peers,) or (None,):
@@ -163,9 +162,9 @@ class Plan:
                 try:
                     theirs = None if peer is None else _ratio(peer, work.state(kind))
                 except ImportError as error:
-                    note = f"not measured: {lacking(error.name or str(error))}; {note}"
-                ratio = None if theirs is None else ours / theirs
-                yield Row(name, self.device, work.pair.parameters, ours, "x", peer, theirs, ratio, note=note)
+                    note = f"{absent(error)}; {note}"
+                rows.add(name, ours, "x", (peer, theirs), note, ratio=None if theirs is None else ours / theirs)
+        return rows
 
 
 def _flat(state: Any) -> list[Any]:
@@ -186,11 +185,9 @@ def _ratio(peer: str, state: Any) -> float:
 
 def _saved(name: str, state: Any, folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
     """Save a state by a peer of `bench store`, check that it comes back, and return both calls."""
-    from . import store
-
-    other, arrays, path = next(x for x in store.OTHERS if x.name == name), store.tensors(state), folder / "state"
+    other, arrays, path = next(x for x in OTHERS if x.name == name), tensors(state), folder / "state"
     other.save(arrays, path)
-    if not store.equal(arrays, other.load(arrays, path)):
+    if not equal(arrays, other.load(arrays, path)):
         raise CheckFailed(f"{name}: other arrays come back")
     return lambda: other.save(arrays, path), lambda: other.load(arrays, path)
 
@@ -261,7 +258,7 @@ def plans(gpt: Callable[[], Pair], others: Mapping[str, Callable[[], Pair]], *, 
 
 def scaling(real: Callable[[], Pair], options: Options) -> list[Row]:
     """Return rows of bases on one and two threads, of many and of few arrays."""
-    rows: list[Row] = []
+    rows = Rows(device="cpu, 2 threads")
     for width, count in ((512, 38), (2048, 4)):
         label = f"{width} x {width}"
         name = f"2 threads over 1, compress base, {label}"
@@ -280,7 +277,7 @@ def scaling(real: Callable[[], Pair], options: Options) -> list[Row]:
         if None not in speeds:
             value = float(speeds[1] or 0) / float(speeds[0] or 1)
             note = f"{speeds[0]:.0f} and {speeds[1]:.0f} MB/s"
-            rows.append(held(Row(name, "cpu, 2 threads", pair.parameters, value, "x", note=note), SCALED[width]))
+            rows.add(name, value, "x", note=note, size=pair.parameters, target=SCALED[width])
     return rows
 
 
@@ -355,14 +352,11 @@ def _by_oracle(values: Any, nearest: Any, parent: Any, codebook: Any, price: flo
 
 
 def _gpt(options: Options) -> Callable[[], tuple[Pair, Pair]]:
-    """Return what trains the GPT once, or reads `--state`."""
+    """Return what trains the GPT once."""
 
     @cache
     def make() -> tuple[Pair, Pair]:
         options.say("making the states")
-        if options.state is not None:
-            pair = data.read(options.state)
-            return pair, pair
         size = trained_models.SMALL if options.quick else trained_models.MEDIUM
         at = (size.steps, size.steps + 1, size.steps + 10)
         before, near, later = trained_models.gpt_states(size, "cpu", at)
@@ -374,8 +368,6 @@ def _gpt(options: Options) -> Callable[[], tuple[Pair, Pair]]:
 
 def run(options: Options) -> list[Row]:
     """Return all rows."""
-    from . import first_call
-
     rows = [*small_arrays.rows(options), *first_call.rows(options)]
     if small_arrays.alone(options):
         return rows
@@ -391,28 +383,10 @@ def run(options: Options) -> list[Row]:
             clock = one_thread_clock() if plan.threads == 1 else wall_clock
             rows += run_cases(plan.cases(options.wanted), options, clock)
             if plan.threads == 1:
-                rows += options.done(list(plan.ratios(options.wanted)))
+                rows += options.done(plan.ratios(options.wanted))
     rows += scaling(gpt, options)
     with threads(1):
         n = CHUNK if options.quick else 25_000_000
         if options.wanted(ENCODER):
             rows += run_cases([encoder(data.Sample(n, gpt()), n)], options, one_thread_clock())
     return rows + memory.rows(gpt, 5_000_000 if options.quick else 100_000_000, options)
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Speed of each row, one bar next to its peers'."""
-    panels = []
-    for direction in ("compress", "decompress"):
-        bars = []
-        for row in rows:
-            if row.value is None or not row.row.startswith(direction) or is_red(row):
-                continue
-            label = f"{row.row.removeprefix(direction).strip()} ({row.device.removeprefix('cpu, ')})"
-            if row.peer == FLOOR:
-                target = float(row.target.split()[1]) if row.target else None
-                bars.append((label, row.value, target))
-            elif row.peer_value is not None and "default" in label:
-                bars.append((f"vs {row.peer}, {row.device.removeprefix('cpu, ')}", row.peer_value, None))
-        panels.append(Bars(f"{direction}, MB/s of raw state", "MB/s", bars))
-    draw(path, panels)

@@ -1,8 +1,7 @@
 """Data that looks like training: weights, levels of two checkpoints, whole AdamW states.
 
-Three sources, and every row says which one it was measured on:
+Two sources, and every row says which one it was measured on:
 
-- `--state PATH`: two successive checkpoints of a `shrinkpoint demo` folder or of any store, or one `torch.save` file.
 - trained here: the demo's GPT on the standard library's sources, for a few seconds (quick) or about a minute.
 - drawn: element i is `0.02 * s[row] * z`, with z standard normal, rows of 1024 elements and `ln s` normal with
   deviation 0.4 (kurtosis 5.7; the demo's GPT has 3 to 8); the next checkpoint is 1 % of the row's deviation away.
@@ -20,7 +19,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,57 +135,8 @@ def arrays(tree: Any, path: str = "") -> Iterator[tuple[str, npt.NDArray[Any]]]:
         yield path, to_numpy(tree)
 
 
-def read(path: Path) -> Pair:
-    """Read two successive states from a demo's folder or a store, or one from a `.pt` file.
-
-    Raises:
-        BadArgumentError: the path holds no such state.
-        CorruptDataError, UnsupportedLeafError: `torch.save` did not write the file, or holds more than plain values.
-    """
-    import shrinkpoint as sp
-    from shrinkpoint.commands.dcp import load_plain
-
-    if path.is_file():
-        before = load_plain(path, str(path))
-        if not isinstance(before, dict):
-            raise BadArgumentError(f"state: {path} holds a {type(before).__qualname__}; a dict of tensors is needed")
-        return Pair(before, _moved(before), f"{path.name}, the next state {DRIFT:.0%} of a row's deviation away")
-    folder = path / "store" if (path / "store").is_dir() else path
-    store = sp.Store(str(folder))
-    steps = store.steps()
-    if not steps:
-        raise BadArgumentError(f"state: {path} is neither a file nor a folder that holds checkpoints")
-    before = store.load(steps[-2] if len(steps) > 1 else steps[-1], count=False)
-    if len(steps) == 1:
-        return Pair(before, _moved(before), f"{path.name} step {steps[0]}, the next drawn {DRIFT:.0%} away")
-    return Pair(
-        before,
-        store.load(steps[-1], count=False),
-        f"{path.name} steps {steps[-2]} and {steps[-1]}, as the store gives them",
-    )
-
-
-def _moved(tree: Any) -> Any:
-    """Return the tree with every float32 matrix drifted."""
-    import torch
-
-    if isinstance(tree, dict):
-        return {key: _moved(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_moved(value) for value in tree)
-    if isinstance(tree, torch.Tensor) and tree.dtype == torch.float32 and tree.ndim >= 2:
-        moved = drifted(tree.detach().numpy().reshape(-1)).reshape(tuple(tree.shape))
-        return torch.from_numpy(np.abs(moved) if bool((tree >= 0).all()) else moved)
-    return tree
-
-
-def trained(*, quick: bool, apart: int = 10) -> Pair:
-    """Train the demo's GPT on Python's sources: about 2 s (quick) or a minute on one core.
-
-    Args:
-        quick: a smaller model and fewer steps.
-        apart: steps between the two states.
-    """
+def trained(*, quick: bool) -> Pair:
+    """Train the demo's GPT, and return two states: about 2 s (quick) or a minute on one core."""
     import torch
 
     from shrinkpoint.demo.config import SIZES
@@ -200,13 +149,13 @@ def trained(*, quick: bool, apart: int = 10) -> Pair:
     try:
         training = Training(SIZES[name], steps=2 * steps, seed=0, text=Corpus().train)
         states = []
-        for upto in (steps, steps + apart):
+        for upto in (steps, steps + 10):
             while training.step < upto:
                 training.advance()
             states.append(copy.deepcopy(training.state()))  # tied weights stay tied
     finally:
         torch.set_num_threads(threads)
-    return Pair(states[0], states[1], f"demo GPT ({name}) trained here, steps {steps} and {steps + apart}")
+    return Pair(states[0], states[1], f"demo GPT ({name}) trained here, steps {steps} and {steps + 10}")
 
 
 def gpt_shapes(parameters: int) -> dict[str, tuple[int, ...]]:

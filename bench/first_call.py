@@ -2,76 +2,77 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import copy
+import statistics
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
-from .harness import Options, Row
+from . import processes
+from .harness import Options, Row, Rows, at_most
 
-SAVE, LOAD = "first base and delta, empty kernel cache", "first load, empty kernel cache"
-LIMITS = {SAVE: 6.0, LOAD: 2.5}
+NAMES = {"save": "first base and delta, empty kernel cache", "load": "first load, empty kernel cache"}
+LIMITS = {"save": 6.0, "load": 2.5}
 LAYERS, WIDTH = 8, 512
-PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
-_CODE = """
-import json, sys, time
-import torch, shrinkpoint as sp
-from pathlib import Path
-torch.set_num_threads(1); sp.set_threads(1); torch.manual_seed(0)
-width = int(sys.argv[4])
-model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(int(sys.argv[3]))))
-optimizer = torch.optim.AdamW(model.parameters())
-def state():
-    for _ in range(3):
-        optimizer.zero_grad(); model(torch.randn(64, width)).square().mean().backward(); optimizer.step()
-    return {"model": {n: x.clone() for n, x in model.state_dict().items()}}
-folder = Path(sys.argv[2])
-if sys.argv[1] == "save":
-    import copy
-    states = []
-    for _ in range(2):
-        states.append({**state(), "optimizer": copy.deepcopy(optimizer.state_dict())})
-    begin = time.process_time()
-    base = sp.compress(states[0]); delta = sp.compress(states[1], base)
-    spent = time.process_time() - begin
-    (folder / "base").write_bytes(base.to_bytes()); (folder / "delta").write_bytes(delta.to_bytes())
-    good = delta.is_delta
-else:
-    files = (folder / "base").read_bytes(), (folder / "delta").read_bytes()
-    begin = time.process_time()
-    delta = sp.Checkpoint.from_bytes(files[1], prev=sp.Checkpoint.from_bytes(files[0]))
-    back = sp.decompress(delta)
-    spent = time.process_time() - begin
-    good = sorted(back["model"]) == sorted(model.state_dict())
-print(json.dumps([spent, good]))
-"""
 
 
 def rows(options: Options) -> list[Row]:
     """Both rows: medians of three processes (one with --quick) with kernel caches of their own."""
-    if not any(options.wanted(name) for name in LIMITS):
-        return []
+    found = Rows(size=LAYERS * (WIDTH * WIDTH + WIDTH))
+    if not any(options.wanted(name) for name in NAMES.values()):
+        return found
     options.say("first call")
-    times: dict[str, list[float]] = {SAVE: [], LOAD: []}
+    times: dict[str, list[float]] = {what: [] for what in NAMES}
     for _ in range(1 if options.quick else 3):
         with tempfile.TemporaryDirectory() as folder:
-            for name, what in ((SAVE, "save"), (LOAD, "load")):
-                environment = {**os.environ, "NUMBA_CACHE_DIR": str(Path(folder) / f"cache-{what}")}
-                done = subprocess.run(
-                    [sys.executable, "-P", "-c", _CODE, what, folder, str(LAYERS), str(WIDTH)],
-                    check=True, capture_output=True, env=environment,
-                )  # fmt: skip
-                spent, good = json.loads(done.stdout)
-                if not good:
-                    raise AssertionError(f"{name}: the result is not that of the state")
-                times[name].append(spent)
-    return [_row(name, sorted(found)) for name, found in times.items()]
+            for what, spent in times.items():
+                cache = str(Path(folder) / f"cache-{what}")
+                spent.append(processes.call("shrinkpoint.bench.first_call:child", what, folder, NUMBA_CACHE_DIR=cache))
+    for what, spent in times.items():
+        note = f"processor time, {len(spent)} processes, {min(spent):.2f} to {max(spent):.2f} s; imports not counted"
+        found.add(NAMES[what], statistics.median(spent), "s", note=note, target=at_most(LIMITS[what]))
+    return found
 
 
-def _row(name: str, found: list[float]) -> Row:
-    value = found[len(found) // 2]
-    target = f"<= {LIMITS[name]:g} s"
-    note = f"processor time, {len(found)} processes, {found[0]:.2f} to {found[-1]:.2f} s; imports not counted"
-    return Row(name, "cpu, 1 thread", PARAMETERS, value, "s", None, None, None, target, value <= LIMITS[name], note)
+def child(what: str, place: str) -> float:
+    """Save or load for the first time in this process, and return the processor seconds.
+
+    Raises:
+        ValueError: the result is not that of the state.
+    """
+    import torch
+
+    import shrinkpoint as sp
+
+    torch.set_num_threads(1)
+    sp.set_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    optimizer, folder = torch.optim.AdamW(model.parameters()), Path(place)
+
+    def state() -> dict[str, Any]:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(64, WIDTH)).square().mean().backward()
+            optimizer.step()
+        return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+    if what == "save":
+        first, second = state(), state()
+        begin = time.process_time()
+        base = sp.compress(first)
+        delta = sp.compress(second, base)
+        spent = time.process_time() - begin
+        (folder / "base").write_bytes(base.to_bytes())
+        (folder / "delta").write_bytes(delta.to_bytes())
+        good = delta.is_delta
+    else:
+        files = (folder / "base").read_bytes(), (folder / "delta").read_bytes()
+        begin = time.process_time()
+        back = sp.decompress(sp.Checkpoint.from_bytes(files[1], prev=sp.Checkpoint.from_bytes(files[0])))
+        spent = time.process_time() - begin
+        good = sorted(back["model"]) == sorted(model.state_dict())
+    if not good:
+        raise ValueError(f"{NAMES[what]}: the result is not that of the state")
+    return spent

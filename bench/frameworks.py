@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -79,6 +80,22 @@ class Outcome:
         begin = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - begin
+
+    def train(
+        self, job: Job, step: int, descend: Callable[[int], object], save: Callable[[int], object],
+        finish: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Train a job on from a step, with saves; `finish` waits until all is saved."""
+        with self.loop():
+            while step < job.steps:
+                descend(step)
+                step += 1
+                if step % job.every == 0 and job.how != "none":
+                    with self.stall():
+                        save(step)
+            begin = time.perf_counter()
+            finish()
+            self.closing = time.perf_counter() - begin
 
     @contextlib.contextmanager
     def stall(self) -> Iterator[None]:
@@ -183,8 +200,9 @@ def plain(job: Job) -> Outcome:
     loader, done, step = trainers.Loader(data), Outcome(), 0
     futures: list[Any] = []
     job.folder.mkdir(parents=True, exist_ok=True)
+    ours = job.how == "ours"
     with contextlib.ExitStack() as stack:
-        if job.how == "ours":
+        if ours:
             mode = "process" if job.timed else "thread"
             saver = stack.enter_context(sp.Saver(sp.Store(job.folder, job.cfg), mode=mode))
             step = trainers.resume(saver, model, optimizer, loader=loader)
@@ -203,23 +221,17 @@ def plain(job: Job) -> Outcome:
                 torch.set_rng_state(state["rng"])
                 step = state["step"]
         batches = _endless(loader)
-        with done.loop():
-            while step < job.steps:
-                _descend(model, optimizer, next(batches))
-                step += 1
-                if step % job.every or job.how == "none":
-                    continue
-                with done.stall():
-                    if job.how == "ours":
-                        futures.append(trainers.save(saver, step, model, optimizer, loader=loader))
-                    else:
-                        state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                        state |= {"loader": loader.state_dict(), "rng": torch.get_rng_state()}
-                        torch.save(state, job.folder / f"{step:06d}.pt")
-            if job.how == "ours":
-                begin = time.perf_counter()
-                saver.wait()
-                done.closing = time.perf_counter() - begin
+
+        def save(step: int) -> None:
+            if ours:
+                futures.append(trainers.save(saver, step, model, optimizer, loader=loader))
+            else:
+                state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                state |= {"loader": loader.state_dict(), "rng": torch.get_rng_state()}
+                torch.save(state, job.folder / f"{step:06d}.pt")
+
+        finish = saver.wait if ours else lambda: None
+        done.train(job, step, lambda _: _descend(model, optimizer, next(batches)), save, finish)
     done.waited = [future.result().waited for future in futures]
     done.weights = _weights(model)
     return done
@@ -247,18 +259,15 @@ def dcp(job: Job) -> Outcome:
         torch.set_rng_state(state["rng"])
         step = state["step"]
     writer = Writer(cfg=job.cfg, parent=newest if job.how == "ours" else None)
-    with done.loop():
-        while step < job.steps:
-            _descend(model, optimizer, batch_of(data, step))
-            step += 1
-            if step % job.every or job.how == "none":
-                continue
-            with done.stall():
-                weights, moments = get_state_dict(model, optimizer)
-                where = job.folder / f"step-{step:06d}"
-                storage = writer if job.how == "ours" else FileSystemWriter(where)
-                state = {"model": weights, "optim": moments, "step": step, "rng": torch.get_rng_state()}
-                save(state, storage_writer=storage, checkpoint_id=where, no_dist=True)
+
+    def checkpoint(step: int) -> None:
+        weights, moments = get_state_dict(model, optimizer)
+        where = job.folder / f"step-{step:06d}"
+        storage = writer if job.how == "ours" else FileSystemWriter(where)
+        state = {"model": weights, "optim": moments, "step": step, "rng": torch.get_rng_state()}
+        save(state, storage_writer=storage, checkpoint_id=where, no_dist=True)
+
+    done.train(job, step, lambda step: _descend(model, optimizer, batch_of(data, step)), checkpoint)
     done.weights = _weights(model)
     return done
 
@@ -379,15 +388,13 @@ def accelerate(job: Job) -> Outcome:
         project.iteration = len(names)
         step = len(names) * job.every
     data = epoch_of(job)
-    with done.loop():
-        while step < job.steps:
-            optimizer.zero_grad()
-            accelerator.backward(model(*batch_of(data, step))["loss"])
-            optimizer.step()
-            step += 1
-            if step % job.every == 0 and job.how != "none":
-                with done.stall():
-                    accelerator.save_state()
+
+    def descend(step: int) -> None:
+        optimizer.zero_grad()
+        accelerator.backward(model(*batch_of(data, step))["loss"])
+        optimizer.step()
+
+    done.train(job, step, descend, lambda _: accelerator.save_state())
     done.weights = _weights(model)
     return done
 
@@ -440,17 +447,14 @@ def orbax(job: Job) -> Outcome:
             manager.wait_until_finished()
             done.before = 1
         ready(descend(state, *(part.numpy() for part in batch_of(data, 0))))
-        with done.loop():
-            while step < job.steps:
-                state = descend(state, *(part.numpy() for part in batch_of(data, step)))
-                step += 1
-                if step % job.every or job.how == "none":
-                    continue
+
+        def advance(step: int) -> None:
+            nonlocal state
+            state = descend(state, *(part.numpy() for part in batch_of(data, step)))
+            if (step + 1) % job.every == 0:
                 ready(state)
-                with done.stall():
-                    manager.save(step, args=save(state))
-            ready(state)
-            manager.wait_until_finished()
+
+        done.train(job, step, advance, lambda step: manager.save(step, args=save(state)), manager.wait_until_finished)
     # JAX has sorted the names.
     done.weights = [torch.from_numpy(np.array(state["params"][name])) for name in params]
     return done
@@ -475,74 +479,16 @@ class Framework:
     drawn: str = "no dropout, no shuffling"
 
 
-FRAMEWORKS = {
-    "plain loop": Framework(
-        plain,
-        "torch.save",
-        """import shrinkpoint as sp
-from shrinkpoint import trainers
-saver = sp.Saver(sp.Store("run"))
-step = trainers.resume(saver, model, optimizer)
-trainers.save(saver, step, model, optimizer)
-saver.close()""",
-        """state = torch.load(path, weights_only=True)
-model.load_state_dict(state["model"])
-optimizer.load_state_dict(state["optimizer"])
-step = state["step"]
-torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)""",
-        "dropout, shuffled data, stopped within an epoch",
-    ),
-    "DCP": Framework(
-        dcp,
-        "FileSystemWriter",
-        """from shrinkpoint.trainers.dcp import Reader, Writer
-writer = Writer()
-dcp.load(state, storage_reader=Reader(path))
-dcp.save(state, storage_writer=writer, checkpoint_id=path)""",
-        """dcp.load(state, checkpoint_id=path)
-dcp.save(state, checkpoint_id=path)""",
-        "dropout",
-    ),
-    "Lightning": Framework(
-        lightning,
-        "ModelCheckpoint",
-        """from shrinkpoint.trainers.lightning import CompressedCheckpoints, CompressedIO
-trainer = Trainer(callbacks=[ModelCheckpoint("run"), CompressedCheckpoints()], plugins=[CompressedIO()])""",
-        """trainer = Trainer(callbacks=[ModelCheckpoint("run")])""",
-        "dropout, stopped at the end of an epoch",
-    ),
-    "Transformers": Framework(
-        transformers,
-        "Trainer",
-        """from shrinkpoint.trainers.transformers import CompressedCheckpoints
-class MyTrainer(CompressedCheckpoints, Trainer): ...
-trainer = MyTrainer(model, arguments)""",
-        """trainer = Trainer(model, arguments)""",
-        "dropout, shuffled data, stopped within an epoch",
-    ),
-    "Accelerate": Framework(
-        accelerate,
-        "save_state",
-        """from shrinkpoint.trainers.accelerate import compress_states
-compress_states(accelerator, sp.Store("store"))
-accelerator.save_state()
-accelerator.load_state(path)""",
-        """accelerator.save_state()
-accelerator.load_state(path)""",
-        "dropout",
-    ),
-    "Orbax": Framework(
-        orbax,
-        "StandardSave",
-        """from shrinkpoint.trainers.orbax import CompressedHandler, CompressedRestore, CompressedSave
-manager = ocp.CheckpointManager(folder, item_handlers=CompressedHandler(sp.Store(folder / "shrinkpoint")))
-manager.save(step, args=CompressedSave(state))
-state = manager.restore(step, args=CompressedRestore(state))""",
-        """manager = ocp.CheckpointManager(folder)
-manager.save(step, args=ocp.args.StandardSave(state))
-state = manager.restore(step, args=ocp.args.StandardRestore(state))""",
-    ),
+TRAININGS: dict[str, Callable[[Job], Outcome]] = {
+    "plain loop": plain,
+    "DCP": dcp,
+    "Lightning": lightning,
+    "Transformers": transformers,
+    "Accelerate": accelerate,
+    "Orbax": orbax,
 }
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+FRAMEWORKS = {name: Framework(train, **_TEXTS[name]) for name, train in TRAININGS.items()}
 
 
 def run(name: str, job: Job) -> Outcome:

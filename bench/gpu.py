@@ -1,34 +1,244 @@
 """The bench `gpu`: everything that a first GPU is measured with, in one command.
 
-The GPU's rows of `bench kernels`, and states that are trained on the GPU and compressed from it. With `--json FILE`
-rows are kept as they are measured; the same command goes on where an earlier one stopped, by `--minutes` or an
-interruption.
+The GPU's rows of `bench kernels`, and states that are trained on the GPU and compressed from it: quantized there, so
+that only stored bytes cross to the host. They are held against copying the state once on the device, and once to the
+host, which is the least that a save without compression does. A file is decoded on the host: `bench codec` times that.
+
+With `--json FILE` rows are kept as they are measured; the same command goes on where an earlier one stopped, by
+`--minutes` or an interruption.
 """
 
 from __future__ import annotations
 
-from . import gpustates, kernels, trained_models
-from .devices import gpu, threads
-from .harness import Options, Row
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint.codec.device_coding import set_device_coding
+
+from . import kernels, trained_models
+from .data import Pair
+from .devices import Device, gpu, threads
+from .harness import ROUNDS, Case, CheckFailed, Job, Options, Peer, Row, Rows, run_cases, wall_clock
+from .whole_states import check_errors
 
 TITLE = "the GPU's rows: each kernel against a copy on the device, and whole states compressed from it"
 plot = kernels.plot
+CONFIGS: dict[str, Callable[[], sp.Config]] = {
+    "default": sp.Config,
+    "precise": sp.presets.precise,
+    "exact weights": sp.presets.exact_weights,
+    "lossless": sp.presets.lossless,
+    "inshrinkerator": sp.presets.inshrinkerator,
+    "lc_checkpoint": lambda: sp.presets.lc_checkpoint(3),
+    "check_n_run": lambda: sp.presets.check_n_run(4),
+    "bitsnap": sp.presets.bitsnap,
+    "default, coded there": sp.Config,
+}
+CODED_THERE = tuple(name for name in CONFIGS if name.endswith("coded there"))
+"""Configurations whose symbols the GPU codes."""
+TO_HOST = "copy to the host"
+PLACE = "from a GPU"
+"""Distinguishes its rows from those of the host's states."""
+STALL = "stall of Saver.save"
+_BYTES = 60
+"""Memory of the GPU a parameter: two AdamW states of 12 bytes, both ends of a copy, and what coding needs next to."""
 
 
 def run(options: Options) -> list[Row]:
     """All rows; open ones without a GPU."""
     device = "cpu" if gpu().missing else "cuda"
     large, medium = (trained_models.LARGE, trained_models.MEDIUM) if device == "cuda" else (trained_models.SMALL,) * 2
-    rows: list[Row] = []
-    every = tuple(name for name in gpustates.CONFIGS if name not in gpustates.CODED_THERE)
-    usual = ("default", *gpustates.CODED_THERE)
-    if gpustates.wanted(large.says, options, usual) or options.wanted(gpustates.STALL):
+    found: list[Row] = []
+    every = tuple(name for name in CONFIGS if name not in CODED_THERE)
+    usual = ("default", *CODED_THERE)
+    if wanted(large.says, options, usual) or options.wanted(STALL):
         pair = trained_models.trained(large, device)
-        rows += gpustates.rows(pair, large.says, options, usual)
-        rows += gpustates.stall(pair, large.says, options)
+        found += rows(pair, large.says, options, usual)
+        found += stall(pair, large.says, options)
     with threads(1):
-        rows += kernels.on_gpu(options)
-    if gpustates.wanted(f"all presets, {medium.says}", options, every):
+        found += kernels.on_gpu(options)
+    if wanted(f"all presets, {medium.says}", options, every):
         pair = trained_models.trained(medium, device)
-        rows += gpustates.rows(pair, f"all presets, {medium.says}", options, every)
-    return rows
+        found += rows(pair, f"all presets, {medium.says}", options, every)
+    return found
+
+
+def wanted(label: str, options: Options, configs: tuple[str, ...] = ("default",)) -> bool:
+    """Return whether any of the rows is asked for."""
+    names = [name(kind, config, label) for config in configs for kind in ("base", "delta")]
+    asked = [options.wanted(row) for row in names]  # all of them, so that `--only` can list them
+    return any(asked)
+
+
+def name(kind: str, config: str, label: str) -> str:
+    """Row name of a base or delta."""
+    return f"compress {kind} {PLACE}, {config}, {label}"
+
+
+def rows(pair: Pair, label: str, options: Options, configs: tuple[str, ...] = ("default",)) -> list[Row]:
+    """Compress a base and the delta after it, measured where there is a GPU."""
+    card = gpu()
+    return run_cases(cases(card, pair, label, configs), options, card.clock)
+
+
+def cases(card: Device, pair: Pair, label: str, configs: tuple[str, ...] = ("default",)) -> list[Case]:
+    """Return the cases; without a GPU or room for the states they say so.
+
+    Args:
+        card: where the state is.
+        pair: the states, on the host.
+        label: of the state in the rows' names.
+        configs: names in `CONFIGS`.
+    """
+    size, work = pair.parameters, _Work(card, pair)
+    missing = card.missing or no_room(card, size)
+    peers = (card.floor, TO_HOST)
+    return [
+        Case(name(kind, config, label), size, "MB/s", make, card.name, peers=peers, missing=missing)
+        for config in configs
+        for kind in ("base", "delta")
+        for make in [partial(work.job, config, kind)]
+    ]
+
+
+def stall(pair: Pair, label: str, options: Options) -> list[Row]:
+    """Time `Saver.save` of a state on a GPU, against copying the state to the host."""
+    card = gpu()
+    missing = card.missing or no_room(card, pair.parameters)
+    row = f"{STALL} {PLACE}, {label}"
+    if not options.wanted(row):
+        return []
+    options.say(row)
+    rows = Rows("", pair.parameters, card.name)
+    if missing:
+        rows.add(row, None, "ms", (TO_HOST, None), f"not measured: {missing}")
+        return options.done(rows)
+    work = _Work(card, pair)
+    copy = work.to_host(work.after).make()
+    waits, copies, durable = [], [], []
+    with tempfile.TemporaryDirectory() as folder, sp.Saver(sp.Store(Path(folder) / "run")) as saver:
+        saver.save(0, work.before).result()
+        for step in range(1, ROUNDS + 1):
+            if card.gpu:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            future = saver.save(step, work.after)
+            waits.append(time.perf_counter() - begin)
+            future.result()
+            durable.append(time.perf_counter() - begin)
+            copies.append(wall_clock(copy, 1))
+    value, peer = (1e3 * statistics.median(times) for times in (waits, copies))
+    note = f"median of {ROUNDS}, {min(waits) * 1e3:.1f} to {max(waits) * 1e3:.1f} ms; durable after "
+    note += f"{statistics.median(durable):.2f} s; {pair.nbytes / 1e6:.0f} MB; {pair.origin}"
+    rows.add(row, value, "ms", (TO_HOST, peer), note, ratio=peer / value)
+    return options.done(rows)
+
+
+def no_room(card: Device, parameters: int) -> str:
+    """Return why a state of this size cannot be measured on the device; "" if it can."""
+    if not card.gpu:
+        return ""
+    free, _ = torch.cuda.mem_get_info()
+    needed = parameters * _BYTES
+    return f"needs {needed / 1e9:.0f} GB of the GPU's memory, {free / 1e9:.0f} are free" if needed > free else ""
+
+
+class _Work:
+    """The states of a pair on a device, made when they are first asked for."""
+
+    def __init__(self, card: Device, pair: Pair) -> None:
+        self.card, self.pair = card, pair
+        self.parent = cache(partial(self.compressed, kind="base"))
+
+    @cached_property
+    def before(self) -> Any:
+        return self._there(self.pair.before)
+
+    @cached_property
+    def after(self) -> Any:
+        return self._there(self.pair.after)
+
+    def _there(self, state: Any) -> Any:
+        """Move the tensors to the device; AdamW's step counts stay on the host, as in PyTorch."""
+
+        def moved(x: Any) -> Any:
+            return self.card.array(x.numpy()) if isinstance(x, torch.Tensor) and x.ndim else x
+
+        return torch.utils._pytree.tree_map(moved, state)
+
+    def to_host(self, state: Any) -> Peer:
+        """Copying all tensors to page-locked memory that is there already."""
+
+        def make() -> Callable[[], object]:
+            sources = [torch.as_tensor(x) for x in torch.utils._pytree.tree_leaves(state) if hasattr(x, "shape")]
+            places = [torch.empty(x.shape, dtype=x.dtype, pin_memory=self.card.gpu) for x in sources]
+
+            def call() -> None:
+                for place, source in zip(places, sources, strict=True):
+                    place.copy_(source, non_blocking=True)
+                if self.card.gpu:
+                    torch.cuda.synchronize()
+
+            return call
+
+        return Peer(TO_HOST, make)
+
+    def compressed(self, config: str, kind: str) -> sp.Checkpoint:
+        """Compress a state, for a delta after the base."""
+        parent = self.parent(config) if kind == "delta" else None
+        set_device_coding(config in CODED_THERE)
+        try:
+            return sp.compress(self.before if parent is None else self.after, parent, CONFIGS[config]())
+        finally:
+            set_device_coding(None)
+
+    def job(self, config: str, kind: str) -> Job:
+        """Return the job of a base or a delta."""
+        stored = self.compressed(config, kind)
+        with _crossed() as copies:
+            again = self.compressed(config, kind)
+        on_host, there = (self.pair.before, self.before) if kind == "base" else (self.pair.after, self.after)
+
+        def check() -> str:
+            if again.to_bytes() != stored.to_bytes():
+                raise CheckFailed("the same state gives other bytes the second time")
+            back = sp.decompress(stored, self.parent(config) if kind == "delta" else None)
+            return check_errors(on_host, back, stored)
+
+        crossed = sum(copies) / self.pair.parameters
+        note = f"ratio {stored.ratio:.2f}, {stored.raw_nbytes / 1e6:.1f} MB raw; to the host {crossed:.2f} bytes a "
+        note += f"parameter in {len(copies)} copies; {self.pair.origin}"
+        floors = [self.card.copy(stored.raw_nbytes), self.to_host(there)]
+        return Job(partial(self.compressed, config, kind), check, float(stored.raw_nbytes), floors, note)
+
+
+@contextmanager
+def _crossed() -> Iterator[list[int]]:
+    """Collect the bytes of each copy from a GPU to the host."""
+    found: list[int] = []
+    bring, move = torch.Tensor.cpu, torch.Tensor.copy_
+
+    def brought(x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:
+            found.append(x.numel() * x.element_size())
+        return bring(x)
+
+    def moved(place: torch.Tensor, x: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if x.is_cuda and not place.is_cuda:
+            found.append(x.numel() * x.element_size())
+        return move(place, x, non_blocking)
+
+    torch.Tensor.cpu, torch.Tensor.copy_ = brought, moved  # type: ignore[method-assign,assignment]
+    try:
+        yield found
+    finally:
+        torch.Tensor.cpu, torch.Tensor.copy_ = bring, move  # type: ignore[method-assign]

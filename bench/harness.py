@@ -14,12 +14,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 Call = Callable[[], object]
 Clock = Callable[[Call, int], float]
 
+ONE_THREAD = "cpu, 1 thread"
 ROUNDS = 5
 """Fewest rounds: every number is the median of at least so many."""
 MOST_ROUNDS = 15
@@ -74,6 +74,32 @@ def held(row: Row, target: Target | None) -> Row:
     if target is None:
         return row
     return dataclasses.replace(row, target=target.text(row.unit), met=target.met(row.value, row.ratio))
+
+
+Figure = tuple[str | None, float | None]
+"""What a row is compared with: a peer or a source, and its figure."""
+
+
+class Rows(list[Row]):
+    """Rows whose names begin with the same words, of one device and size."""
+
+    def __init__(self, start: str = "", size: int = 0, device: str = ONE_THREAD) -> None:
+        super().__init__()
+        self.start, self.size, self.device = start, size, device
+
+    def add(
+        self, what: str, value: float | None, unit: str, peer: Figure = (None, None), note: str = "", *,
+        ratio: float | None = None, target: Target | None = None, size: int | None = None,
+    ) -> None:  # fmt: skip
+        """Add a row, and hold it against a target."""
+        name = ": ".join(filter(None, (self.start, what)))
+        size = self.size if size is None else size
+        self.append(held(Row(name, self.device, size, value, unit, *peer, ratio, note=note), target))
+
+
+def times_smaller(ours: float | None, theirs: float | None) -> float | None:
+    """Return how many times smaller ours is; None if a number is missing or ours is zero."""
+    return theirs / ours if ours and theirs is not None else None
 
 
 def at_least(limit: float, of: Literal["value", "ratio"] = "ratio") -> Target:
@@ -137,7 +163,7 @@ class Case:
     size: int
     unit: str
     make: Callable[[], Job]
-    device: str = "cpu, 1 thread"
+    device: str = ONE_THREAD
     target: Target | None = None
     peers: tuple[str, ...] = ()
     missing: str = ""
@@ -159,10 +185,7 @@ class Options:
     """The command line, as every benchmark gets it."""
 
     quick: bool = False
-    large: bool = False
-    state: Path | None = None
     only: str | None = None
-    minutes: float | None = None
     rounds: int = ROUNDS
     say: Callable[[str], None] = field(default=lambda _: None)
     until: float = math.inf
@@ -186,10 +209,6 @@ class Options:
         self.measured.extend(rows)
         self.keep(self.measured)
         return rows
-
-    def apart(self) -> Options:
-        """Copy without `--only` and without kept rows, for a part that is run as a whole."""
-        return dataclasses.replace(self, only=None, measured=[])
 
     def words(self) -> list[str]:
         """Words of `--only`; empty if every row is wanted."""
@@ -264,6 +283,23 @@ def lacking(module: str) -> str:
     return f"{module} is not installed" + "".join(f" (make {target} installs it)" for target in targets)
 
 
+def absent(error: ImportError) -> str:
+    """Return the note of a row whose peer is not installed."""
+    return f"not measured: {lacking(error.name or str(error))}"
+
+
+def seconds_of(call: Call, clock: Clock, rounds: int = ROUNDS) -> float:
+    """Return the median seconds of some calls, after one that loads code."""
+    call()
+    return statistics.median(clock(call, 1) for _ in range(rounds))
+
+
+def spread(values: Sequence[float]) -> float:
+    """Distance of the quartiles as a share of the median."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle if middle > 0 else math.inf
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Seconds a call, one number a round."""
@@ -277,8 +313,7 @@ class Timing:
     @property
     def spread(self) -> float:
         """Distance of the quartiles as a share of the median."""
-        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return (high - low) / self.median if self.median > 0 else math.inf
+        return spread(self.seconds)
 
 
 def repetitions(call: Call, clock: Clock) -> int:
@@ -363,7 +398,7 @@ def measure(case: Case, options: Options, clock: Clock) -> list[Row]:
             call = peer.make()
             calls[peer.name] = call, repetitions(call, clock)
         except ImportError as error:
-            notes[peer.name] = f"not measured: {lacking(error.name or str(error))}"
+            notes[peer.name] = absent(error)
         except Exception as error:
             notes[peer.name] = f"not measured: {type(error).__name__}: {error}"
     timings = interleave(calls, rounds=options.rounds, clock=clock)

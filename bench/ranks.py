@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from . import processes
 
 SAVES = 5
 _LAYERS = 8
@@ -27,42 +24,12 @@ def measure(world: int, parameters: int) -> dict[str, Any]:
     Raises:
         ValueError: a process failed; its last words are in the message.
     """
-    code = "from shrinkpoint.bench.ranks import child; child()"
-    found: dict[str, Any] = run_ranks(code, world, [str(parameters)], seconds=600)[0]
+    found: dict[str, Any] = processes.ranks("shrinkpoint.bench.ranks:child", world, parameters, seconds=600)[0]
     return found
 
 
-def run_ranks(code: str, world: int, arguments: Sequence[str], *, seconds: float) -> list[Any]:
-    """Run code in one process for each rank, and return the last line of each, as JSON.
-
-    Args:
-        code: of the processes; their arguments are a new folder, `world`, the further `arguments`, and the rank.
-        world: number of processes.
-        arguments: further arguments of all.
-        seconds: time limit.
-
-    Raises:
-        ValueError: a process failed; its last words are in the message.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-P", "-c", code, folder, str(world), *arguments]
-        running = [
-            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for rank in range(world)
-        ]
-        try:
-            said = [process.communicate(timeout=seconds) for process in running]
-        finally:
-            for process in running:
-                process.kill()
-    for process, (_, error) in zip(running, said, strict=True):
-        if process.returncode:
-            raise ValueError(error[-2000:] or f"status {process.returncode}")
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
-
-
-def child() -> None:
-    """Run one rank; arguments are the folder, the number of ranks, of parameters, and the rank."""
+def child(meeting: str, world: int, rank: int, parameters: int) -> dict[str, Any] | None:
+    """Run one rank; the first one returns the figures."""
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -72,7 +39,7 @@ def child() -> None:
     from shrinkpoint.trainers.dcp import Reader, Writer
 
     warnings.simplefilter("ignore")
-    folder, world, parameters, rank = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    folder, answer = Path(meeting), None
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
@@ -92,16 +59,16 @@ def child() -> None:
                 seconds[how].append(float(slowest))
         _drift(state)
     if rank == 0:
-        answer: dict[str, Any] = {"saves": SAVES}
+        answer = dict[str, Any](saves=SAVES)
         for how, times in seconds.items():
             last = folder / f"{how}-{SAVES}"
             own = sum(p.stat().st_size for p in last.rglob("*") if p.is_file() and p.stat().st_nlink == 1)
             metadata = (last / ".metadata").stat().st_size
             answer[how] = {"seconds": statistics.median(times), "nbytes": own, "metadata": metadata}
         Reader(folder / f"ours-{SAVES}").read_metadata()
-        print(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
+    return answer
 
 
 def _first(mesh: Any, parameters: int) -> dict[str, Any]:

@@ -13,32 +13,31 @@ import contextlib
 import ctypes
 import gc
 import itertools
-import json
-import os
-import shutil
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.memory_limit import check_room
 
-from .harness import Options, Row, at_most, held
-from .memory import in_process
+from . import processes
+from .file_peers import DCP_PROCESS, DCP_THREAD, DURABLE, ORBAX, TORCH, beginner, pids, remove_saved
+from .harness import Options, Row, Rows, at_most, times_smaller
 
-UNIT = "x raw state"
 MODES: dict[str, tuple[dict[str, Any] | None, Any, float]] = {
     "Saver": ({"nice": 0}, at_most(1.3), 1.5),
     "Saver(mode='thread')": ({"mode": "thread"}, None, 1.6),
     "Saver(snapshot='compressed')": ({"snapshot": "compressed"}, at_most(0.35), 0.6),
-    "torch.save": (None, None, 0.1),
-    "DCP async_save, thread": (None, None, 1.2),
-    "DCP async_save, process": (None, None, 3.2),
-    "Orbax AsyncCheckpointer": (None, None, 2.2),
+    TORCH: (None, None, 0.1),
+    DCP_THREAD: (None, None, 1.2),
+    DCP_PROCESS: (None, None, 3.2),
+    ORBAX: (None, None, 2.2),
 }
 """Arguments of a Saver (None: a peer), target, and about how much memory it takes, in multiples of the state."""
 SIZES = (8_388_608, 83_886_080, 335_544_320)
@@ -49,38 +48,34 @@ _SMALL = 1 << 18
 
 def rows(options: Options) -> list[Row]:
     """Three rows for each mode or peer and size."""
-    found = []
+    found: list[Row] = []
     for parameters in SIZES[: 1 if options.quick else 3]:
         for name, (_, target, takes) in MODES.items():
-            what = f"{name} of {12 * parameters / 1e9:.1f} GB"
-            if not options.wanted(f"{what}: extra memory"):
+            now = Rows(f"{name} of {12 * parameters / 1e9:.1f} GB", parameters, "cpu, all cores")
+            if not options.wanted(f"{now.start}: extra memory"):
                 continue
-            options.say(what)
-            got, note = dict[str, Any](), ""
+            options.say(now.start)
+            got = dict[str, Any]()
             try:
-                check_room(round((1.5 + takes) * 12 * parameters), what)
-                got = in_process("save_memory", "child", name, parameters)
+                check_room(round((1.5 + takes) * 12 * parameters), now.start)
+                got = processes.call("shrinkpoint.bench.save_memory:child", name, parameters)
                 note = f"{got['extra'] / 1e6:.0f} MB in addition to {got['raw'] / 1e6:.0f} MB"
             except (MemoryError, OSError, ValueError) as error:
                 note = f"not measured: {str(error).strip().splitlines()[-1]}"
             extra = got["extra"] / got["raw"] if got else None
-            now = [held(Row(f"{what}: extra memory", "cpu, all cores", parameters, extra, UNIT, note=note), target)]
+            now.add("extra memory", extra, "x raw state", note=note, target=target)
             for part in ("stall", "until durable"):
                 value, copy = got.get(part), got.get("copy")
-                ratio = None if value is None or copy is None else copy / value
-                now.append(
-                    Row(f"{what}: {part}", "cpu, all cores", parameters, value, "s", "memcpy", copy, ratio, note=note)
-                )
+                now.add(part, value, "s", ("memcpy", copy), note, ratio=times_smaller(value, copy))
             found += options.done(now)
     return found
 
 
-def child() -> None:
-    """Measure in this process; arguments: mode or peer, number of parameters."""
-    name, parameters = sys.argv[1], int(sys.argv[2])
+def child(name: str, parameters: int) -> dict[str, float]:
+    """Measure a mode or peer in this process."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        begin, pids = _call(name, Path(folder), stack)
-        _load_code(name, begin, pids()[1:])
+        begin, of = _call(name, Path(folder), stack)
+        _load_code(name, begin, of()[1:])
         arrays, step, kinds = _run(parameters)
         step()
         raw = sum(array.nbytes for array in arrays())
@@ -90,8 +85,8 @@ def child() -> None:
         for _ in range(_SAVES):
             now = step()
             _trim()
-            before = before or sum(map(_held, pids()))
-            with _watched(pids) as log:
+            before = before or sum(map(_held, of()))
+            with _watched(of) as log:
                 start = time.perf_counter()
                 finish = begin(now, kinds)
                 stalls.append(time.perf_counter() - start)
@@ -99,10 +94,8 @@ def child() -> None:
                 durables.append(time.perf_counter() - start)
             extra = max(extra, max(log) - before)
             copies.append(_copied(arrays, buffer))
-            for old in Path(folder).glob("peer*"):
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
-    times = {"stall": min(stalls), "until durable": min(durables), "copy": min(copies)}
-    print(json.dumps({"extra": extra, "raw": raw, **times}))
+            remove_saved(Path(folder))
+    return {"extra": extra, "raw": raw, "stall": min(stalls), "until durable": min(durables), "copy": min(copies)}
 
 
 def _load_code(name: str, begin: Callable[..., Any], others: list[int]) -> None:
@@ -124,8 +117,6 @@ def _load_code(name: str, begin: Callable[..., Any], others: list[int]) -> None:
 
 def _run(parameters: int) -> tuple[Callable[[], list[Any]], Callable[[], Any], Any]:
     """Return functions for a state's arrays and for one more step, and the kinds."""
-    import torch
-
     torch.manual_seed(0)
     side = parameters // 8 // 4096
     model = torch.nn.Sequential(*[torch.nn.Linear(4096, side, bias=False) for _ in range(8)])
@@ -156,63 +147,17 @@ def _copied(arrays: Callable[[], list[Any]], buffer: memoryview) -> float:
     return time.perf_counter() - start
 
 
-def _call(name: str, root: Path, stack: contextlib.ExitStack) -> tuple[Callable[..., Any], Any]:
+def _call(name: str, root: Path, stack: contextlib.ExitStack) -> tuple[Callable[..., Any], Callable[[], list[int]]]:
     """Return a function to begin a save, which returns one to wait for it, and one for pids."""
-    import multiprocessing
-
     options, number = MODES[name][0], itertools.count()
-    if options is not None:
-        saver = stack.enter_context(sp.Saver(sp.Store(root / "ours"), **options))
-        return (
-            lambda state, kinds: saver.save(next(number), state, kinds=kinds).result,
-            lambda: [os.getpid(), *([saver.pid] if saver.pid else [])],
-        )
-    if name == "torch.save":
-        return lambda state, _: _torch_save(root / f"peer{next(number)}", state), lambda: [os.getpid()]
-    if name.startswith("Orbax"):
-        import orbax.checkpoint as ocp
-
-        orbax = stack.enter_context(ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()))
-
-        def orbax_save(state: Any, _: Any) -> Any:
-            orbax.save(root / f"peer{next(number)}", _as_numpy(state))
-            return orbax.wait_until_finished
-
-        return orbax_save, lambda: [os.getpid()]
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-    dist.init_process_group("gloo", f"file://{root}/meet", rank=0, world_size=1)
-    stack.callback(dist.destroy_process_group)
-    how = AsyncCheckpointerType.PROCESS if name.endswith("process") else AsyncCheckpointerType.THREAD
-
-    def dcp_save(state: Any, _: Any) -> Any:
-        future: Any = dcp.async_save(  # type: ignore[attr-defined]
-            state, checkpoint_id=str(root / f"peer{next(number)}"), async_checkpointer_type=how
-        )
-        return future.result
-
-    return dcp_save, lambda: [os.getpid(), *(p.pid for p in multiprocessing.active_children())]
-
-
-def _torch_save(path: Path, state: Any) -> Callable[[], None]:
-    import torch
-
-    with open(path, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    return lambda: None
-
-
-def _as_numpy(state: Any) -> Any:
-    """Return a state with NumPy arrays, which share the memory, in the place of tensors."""
-    if isinstance(state, dict):
-        return {str(key): _as_numpy(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [_as_numpy(value) for value in state]
-    return state.numpy() if hasattr(state, "numpy") else state
+    if options is None:
+        other = beginner(DURABLE if name == TORCH else name, root, stack)
+        return lambda state, _: other(state), partial(pids, name)
+    saver = stack.enter_context(sp.Saver(sp.Store(root / "ours"), **options))
+    return (
+        lambda state, kinds: saver.save(next(number), state, kinds=kinds).result,
+        lambda: [*pids(name), *([saver.pid] if saver.pid else [])],
+    )
 
 
 def _processor(pid: int) -> int:

@@ -9,25 +9,26 @@ holds beyond the snapshot it shares.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import os
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
 import shrinkpoint as sp
 
 from . import data, save_memory
 from .data import Pair
-from .harness import CheckFailed, Options, Row, Target, at_least, at_most, lacking
-from .plot import Bars, draw
+from .file_peers import DCP_PROCESS, DCP_THREAD, TORCH, beginner, remove_saved, tensors
+from .harness import CheckFailed, Options, Row, Rows, absent, at_least, at_most, spread, times_smaller
+from .peers import library
 
 TITLE = "what an asynchronous save costs a trainer, against memcpy, torch.save, DCP async_save and moonclip"
 FLOOR, MOONCLIP = "memcpy", "moonclip, asynchronous"
@@ -43,7 +44,7 @@ def run(options: Options) -> list[Row]:
     rows: list[Row] = []
     if options.wanted("stall, memory, durable"):
         options.say("making the states")
-        real = data.trained(quick=True) if options.state is None else data.read(options.state)
+        real = data.trained(quick=True)
         # Larger than the cache also with --quick: a copy within the cache would measure something else.
         for parameters in (5_000_000,) if options.quick else (5_000_000, 50_000_000):
             rows += options.done(stalls(data.drawn_state(real, parameters), parameters, options))
@@ -53,6 +54,7 @@ def run(options: Options) -> list[Row]:
 def stalls(pair: Pair, parameters: int, options: Options) -> list[Row]:
     """Rows of one state: stall, time until durable, memory."""
     options.say(f"stall ({pair.nbytes / 1e6:.0f} MB)")
+    rows = Rows("", parameters, "cpu, all cores")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         root = Path(folder)
         saver = stack.enter_context(sp.Saver(sp.Store(root / "ours")))
@@ -60,19 +62,19 @@ def stalls(pair: Pair, parameters: int, options: Options) -> list[Row]:
         try:
             checked = _check(saver, pair)
         except CheckFailed as error:
-            return [_row("stall of save", parameters, None, "ms", STALL, note=f"CHECK FAILED: {error}", met=False)]
-        calls: dict[str, Callable[[], object]] = {FLOOR: _copy(pair), "torch.save": _torch_save(pair, root)}
+            rows.add("stall of save", None, "ms", note=f"CHECK FAILED: {error}")
+            return rows
+        calls: dict[str, Callable[[], object]] = {FLOOR: _copy(pair)}
         notes: dict[str, str] = {}
-        for kind in ("thread", "process"):
-            name = f"DCP async_save, {kind}"
+        for name in (TORCH, DCP_THREAD, DCP_PROCESS):
             try:
-                calls[name] = stack.enter_context(_dcp(pair, root, kind))
+                calls[name] = _other(pair, beginner(name, root, stack))
             except Exception as error:
                 notes[name] = f"not measured: {type(error).__name__}: {error}"
         try:
             calls[MOONCLIP] = _moonclip(pair, root)
         except ImportError as error:
-            notes[MOONCLIP] = f"not measured: {lacking(str(error.name))}"
+            notes[MOONCLIP] = absent(error)
         seconds: dict[str, list[float]] = {name: [] for name in ("", *calls)}
         processor: dict[str, list[float]] = {"": [], FLOOR: []}
         durable: list[float] = []
@@ -93,6 +95,7 @@ def stalls(pair: Pair, parameters: int, options: Options) -> list[Row]:
                 processor[name].append(time.thread_time() - used)
             if callable(after):
                 after()
+            remove_saved(root)
 
         for number in range(1, options.rounds + 3):
             names = ["", *calls]
@@ -100,30 +103,23 @@ def stalls(pair: Pair, parameters: int, options: Options) -> list[Row]:
             for name in names[first:] + names[:first]:
                 theirs(name) if name else ours(number)
         extra, how = _memory(saver)
-        arrays = sum(1 for _ in data.arrays(pair.before))
-        about = f"{arrays} arrays, {pair.nbytes / 1e6:.0f} MB; quartiles {{:.0%}} apart; {checked}"
-        rows = [
-            _row(
-                "stall of save, processor time",
-                parameters,
-                _median(processor[""]) * 1e3,
-                "ms",
-                STALL,
-                peer=FLOOR,
-                peer_value=_median(processor[FLOOR]) * 1e3,
-                note=about.format(_spread(processor[""])) + "; of the calling thread",
-            )
-        ]
-        for name in (*calls, *notes):
-            peer = _median(seconds[name]) * 1e3 if name in calls else None
-            said = about.format(_spread(seconds[""]))
-            said = f"{notes[name]}; {said}" if name in notes else said
-            value = _median(seconds[""]) * 1e3
-            rows.append(_row("stall of save", parameters, value, "ms", None, peer=name, peer_value=peer, note=said))
-        took = _row("time until durable", parameters, _median(durable), "s", None, note="deltas, 1 thread, nice 10")
-        share = None if extra is None else extra / pair.nbytes
-        held = _row("memory of the worker", parameters, share, "x raw state", MEMORY, note=how)
-        return [*rows, took, held]
+    about = f"{sum(1 for _ in data.arrays(pair.before))} arrays, {pair.nbytes / 1e6:.0f} MB"
+    ends = {
+        name: f"{about}; quartiles {spread(of['']):.0%} apart; {checked}"
+        for name, of in (("processor", processor), ("wall", seconds))
+    }
+    value, copy = (1e3 * median(processor[name]) for name in ("", FLOOR))
+    note, ratio = f"{ends['processor']}; of the calling thread", times_smaller(value, copy)
+    rows.add("stall of save, processor time", value, "ms", (FLOOR, copy), note, ratio=ratio, target=STALL)
+    value = 1e3 * median(seconds[""])
+    for name in (*calls, *notes):
+        peer = 1e3 * median(seconds[name]) if name in calls else None
+        note = f"{notes[name]}; {ends['wall']}" if name in notes else ends["wall"]
+        rows.add("stall of save", value, "ms", (name, peer), note, ratio=times_smaller(value, peer))
+    rows.add("time until durable", median(durable), "s", note="deltas, 1 thread, nice 10")
+    share = None if extra is None else extra / pair.nbytes
+    rows.add("memory of the worker", share, "x raw state", note=how, target=MEMORY)
+    return rows
 
 
 def _check(saver: sp.Saver, pair: Pair) -> str:
@@ -145,46 +141,16 @@ def _copy(pair: Pair) -> Callable[[], object]:
     return call
 
 
-def _torch_save(pair: Pair, root: Path) -> Callable[[], object]:
-    import torch
-
-    return lambda: torch.save(pair.before, root / "torch.pt")
-
-
-@contextlib.contextmanager
-def _dcp(pair: Pair, root: Path, kind: str) -> Iterator[Callable[[], object]]:
-    """Yield the call of `async_save` by torch.distributed.checkpoint on the same state."""
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-    ours = not dist.is_initialized()
-    if ours:
-        dist.init_process_group("gloo", f"file://{root}/meet", rank=0, world_size=1)
-    folder = root / f"dcp-{kind}"
-    how = AsyncCheckpointerType.THREAD if kind == "thread" else AsyncCheckpointerType.PROCESS
-
-    def call() -> object:
-        future = dcp.async_save(  # type: ignore[attr-defined]
-            pair.before, checkpoint_id=str(folder), async_checkpointer_type=how
-        )
-        return lambda: _finish(future, folder)
-
-    try:
-        _finish(call(), folder)
-        yield call
-    finally:
-        if ours:
-            dist.destroy_process_group()
+def _other(pair: Pair, begin: Callable[[Any], Callable[[], object]]) -> Callable[[], object]:
+    """Return the call of another library, after a first save, which may start helpers."""
+    begin(pair.before)()
+    return lambda: begin(pair.before)
 
 
 def _moonclip(pair: Pair, root: Path) -> Callable[[], object]:
     """Return the call of moonclip's asynchronous save, which saves both states in turn."""
-    import torch
-
-    manager = importlib.import_module("moonclip").MoonclipManager(str(root / "moon"), async_save=True)
-    states = [{path: torch.from_numpy(np.array(x)) for path, x in data.arrays(s)} for s in (pair.before, pair.after)]
-    steps = itertools.count()
+    manager = library("moonclip").MoonclipManager(str(root / "moon"), async_save=True)
+    states, steps = [tensors(state) for state in (pair.before, pair.after)], itertools.count()
 
     def call() -> object:
         step = next(steps)
@@ -197,25 +163,15 @@ def _moonclip(pair: Pair, root: Path) -> Callable[[], object]:
     return call
 
 
-def _finish(future: Any, folder: Path) -> None:
-    if callable(future):
-        future()
-        return
-    future.result()
-    shutil.rmtree(folder)
-
-
 def _memory(saver: sp.Saver) -> tuple[int | None, str]:
     """Return the peak of the worker's own memory, without the snapshot and its initial memory."""
-    path = Path(f"/proc/{saver.pid}/status")
-    if not path.exists():
+    fields = _status(saver.pid)
+    if not fields:
         return None, "not measured: no /proc"
-    fields = dict(line.split(":", 1) for line in path.read_text(encoding="ascii").splitlines() if ":" in line)
-    peak, shared = (int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "RssShmem"))
+    peak, shared = fields["VmHWM"], fields["RssShmem"]
     with tempfile.TemporaryDirectory() as folder, sp.Saver(sp.Store(folder)) as idle:
         idle.save(0, {"step": 0}).result()
-        lines = Path(f"/proc/{idle.pid}/status").read_text(encoding="ascii").splitlines()
-        start = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        start = _status(idle.pid)["VmHWM"]
     how = (
         f"peak {peak / 1e6:.0f} MB, of these {shared / 1e6:.0f} MB the shared snapshot and {start / 1e6:.0f} MB "
         "what an idle worker has; the next delta's parent included"
@@ -223,12 +179,17 @@ def _memory(saver: sp.Saver) -> tuple[int | None, str]:
     return max(0, peak - shared - start), how
 
 
+def _status(pid: int | None) -> dict[str, int]:
+    """Return the amounts of memory of a process in bytes; empty without /proc."""
+    path = Path(f"/proc/{pid}/status")
+    lines = path.read_text(encoding="ascii").splitlines() if path.exists() else []
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+
+
 class Trainer:
     """A GPT that trains on random bytes, `threads` at a time."""
 
     def __init__(self, threads: int) -> None:
-        import torch
-
         from shrinkpoint.demo.config import SIZES
         from shrinkpoint.demo.model import GPT
 
@@ -264,23 +225,20 @@ class Trainer:
 
 def _overheads(options: Options) -> list[Row]:
     """Overhead of saves on a training loop: processor time and, without `--quick`, wall time."""
-    import torch
-
-    before = torch.get_num_threads()
-    rows = []
+    before, rows = torch.get_num_threads(), list[Row]()
     try:
         if options.wanted("overhead in processor time"):
             options.say("overhead in processor time")
-            rows.append(_overhead_of_processor(options))
+            rows += _overhead_of_processor(options)
         if options.wanted("overhead on the wall") and not options.quick:
             options.say("overhead on the wall")
-            rows.append(_overhead_on_the_wall(options))
+            rows += _overhead_on_the_wall(options)
     finally:
         torch.set_num_threads(before)
     return rows
 
 
-def _overhead_of_processor(options: Options) -> Row:
+def _overhead_of_processor(options: Options) -> list[Row]:
     """Return the overhead of saves on busy cores as the processor time that they take."""
     trainer = Trainer(threads=1)
     steps, calls, worker = [], [], []
@@ -299,18 +257,19 @@ def _overhead_of_processor(options: Options) -> Row:
             after = _cpu_seconds(saver.pid)
             if before is not None and after is not None:
                 worker.append(after - before)
-    name = f"overhead in processor time, a save every {EVERY} steps"
-    if not worker:
-        return _row(name, trainer.parameters, None, "%", OVERHEAD, note="not measured: no /proc")
-    value = 100 * (_median(worker) + _median(calls)) / (EVERY * _median(steps))
-    note = (
-        f"{done.raw_nbytes / 1e6:.0f} MB; a step {_median(steps) * 1e3:.0f} ms of processor, a save "
-        f"{_median(worker):.2f} s in the worker and {_median(calls) * 1e3:.1f} ms in the trainer"
-    )
-    return _row(name, trainer.parameters, value, "%", OVERHEAD, note=note)
+    value, note = None, "not measured: no /proc"
+    if worker:
+        value = 100 * (median(worker) + median(calls)) / (EVERY * median(steps))
+        note = (
+            f"{done.raw_nbytes / 1e6:.0f} MB; a step {median(steps) * 1e3:.0f} ms of processor, a save "
+            f"{median(worker):.2f} s in the worker and {median(calls) * 1e3:.1f} ms in the trainer"
+        )
+    rows = Rows("", trainer.parameters, "cpu, all cores")
+    rows.add(f"overhead in processor time, a save every {EVERY} steps", value, "%", note=note, target=OVERHEAD)
+    return rows
 
 
-def _overhead_on_the_wall(options: Options) -> Row:
+def _overhead_on_the_wall(options: Options) -> list[Row]:
     trainer = Trainer(threads=os.cpu_count() or 1)
     plain, saving, stall, seconds = [], [], [], []
     with tempfile.TemporaryDirectory() as folder, sp.Saver(sp.Store(folder)) as saver:
@@ -325,16 +284,15 @@ def _overhead_on_the_wall(options: Options) -> Row:
             seconds.append(done.seconds)
     # The median of the pairs: a disturbance that lasts longer than a pair affects both of its blocks.
     more = [100 * (s / p - 1) for s, p in zip(saving, plain, strict=True)]
-    value = statistics.median(more)
     low, _, high = statistics.quantiles(more, n=4, method="inclusive")
     note = (
-        f"{_median(plain) / EVERY * 1e3:.0f} ms a step, {len(plain)} pairs of blocks, quartiles {low:+.1f} and "
-        f"{high:+.1f} %, of the plain blocks {_spread(plain):.1%} apart; "
-        f"stall {_median(stall) * 1e3:.1f} ms, durable after {_median(seconds):.2f} s"
+        f"{median(plain) / EVERY * 1e3:.0f} ms a step, {len(plain)} pairs of blocks, quartiles {low:+.1f} and "
+        f"{high:+.1f} %, of the plain blocks {spread(plain):.1%} apart; "
+        f"stall {median(stall) * 1e3:.1f} ms, durable after {median(seconds):.2f} s"
     )
-    return _row(
-        f"overhead on the wall, a save every {EVERY} steps", trainer.parameters, value, "%", OVERHEAD, note=note
-    )
+    rows = Rows("", trainer.parameters, "cpu, all cores")
+    rows.add(f"overhead on the wall, a save every {EVERY} steps", median(more), "%", note=note, target=OVERHEAD)
+    return rows
 
 
 def _cpu_seconds(pid: int | None) -> float | None:
@@ -343,44 +301,3 @@ def _cpu_seconds(pid: int | None) -> float | None:
     except OSError:
         return None
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _median(values: list[float]) -> float:
-    return statistics.median(values)
-
-
-def _spread(values: list[float]) -> float:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return (high - low) / middle if middle else 0.0
-
-
-def _row(
-    name: str,
-    size: int,
-    value: float | None,
-    unit: str,
-    target: Target | None,
-    *,
-    peer: str | None = None,
-    peer_value: float | None = None,
-    note: str = "",
-    met: bool | None = None,
-) -> Row:
-    ratio = peer_value / value if value and peer_value is not None else None
-    if target is not None and met is None:
-        met = target.met(value, ratio)
-    text = target.text(unit) if target else None
-    return Row(name, "cpu, all cores", size, value, unit, peer, peer_value, ratio, text, met, note)
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Stall of each size next to its peers'."""
-    bars: list[tuple[str, float, float | None]] = []
-    for row in rows:
-        if row.row != "stall of save" or row.value is None or row.peer_value is None:
-            continue
-        if row.peer == FLOOR:
-            bars.append((f"{row.size / 1e6:.0f} M parameters", row.value, row.peer_value))
-        else:
-            bars.append((f"vs {row.peer}", row.peer_value, None))
-    draw(path, [Bars("stall of a save, ms (mark: one copy)", "ms", bars)])

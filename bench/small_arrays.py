@@ -6,6 +6,7 @@ a fixed direction and noise, scaled by row and column: moments differ between th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,7 +18,7 @@ import shrinkpoint as sp
 
 from .data import Pair, arrays
 from .devices import threads
-from .harness import Case, Job, Options, Peer, Row, Target, at_most, one_thread_clock, run_cases
+from .harness import Case, Job, Options, Peer, Row, Rows, Target, at_most, one_thread_clock, run_cases
 from .whole_states import BASE, COMPRESS, DECOMPRESS, DELTA, Work, torch_calls
 
 NAME = "many small arrays"
@@ -84,17 +85,12 @@ def lora(*, quick: bool) -> Shapes:
 
 def experts(*, quick: bool) -> Shapes:
     """Four layers of 64 experts of three matrices of 32 x 128, and a router each."""
-    count = 1 if quick else 4
     shapes: Shapes = {}
-    for i in range(count):
+    for i in range(1 if quick else 4):
         shapes[f"layers.{i}.router.weight"] = (64, 128)
-        for expert in range(64):
-            name = f"layers.{i}.experts.{expert}"
-            shapes |= {
-                f"{name}.gate.weight": (32, 128),
-                f"{name}.up.weight": (32, 128),
-                f"{name}.down.weight": (128, 32),
-            }
+        for name in (f"layers.{i}.experts.{expert}" for expert in range(64)):
+            inner = {"gate": (32, 128), "up": (32, 128), "down": (128, 32)}
+            shapes |= {f"{name}.{part}.weight": shape for part, shape in inner.items()}
     return shapes
 
 
@@ -133,7 +129,7 @@ def trained(shapes: Shapes, *, buffers: Shapes | None = None, decay: float = 0.0
             model = {name: p.detach().clone() for name, p in weights.items()}
             for name, shape in (buffers or {}).items():
                 model[name] = torch.tensor(100 + step) if not shape else drawn(shape, 0.1).abs()
-            states.append({"model": model, "optimizer": _copied(optimizer.state_dict())})
+            states.append({"model": model, "optimizer": copy.deepcopy(optimizer.state_dict())})
     return Pair(states[0], states[1], f"{len(shapes)} arrays, drawn gradients, steps {_STEPS} and {2 * _STEPS}")
 
 
@@ -144,14 +140,6 @@ def _scales(shape: tuple[int, ...], generator: Any) -> Any:
     sizes = [(shape[0], *[1] * (len(shape) - 1)), (1, *shape[1:2], *[1] * (len(shape) - 2))]
     parts = [torch.exp(0.5 * torch.randn(size, generator=generator)) for size in sizes[: min(len(shape), 2)]]
     return 1e-3 * (parts[0] * parts[1] if len(parts) == 2 else parts[0])
-
-
-def _copied(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _copied(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_copied(value) for value in tree]
-    return tree.clone() if hasattr(tree, "clone") else tree
 
 
 def _resnet(quick: bool) -> Pair:
@@ -182,7 +170,7 @@ STATES = (
 )
 
 
-class Rows:
+class StateRows:
     """The rows of one state; its checkpoints are made when the first row needs them."""
 
     def __init__(self, state: State, *, quick: bool) -> None:
@@ -219,27 +207,26 @@ class Rows:
         peer = Peer(TORCH, calls, note="no compression, to and from memory")
         return work.job(way, kind, [peer], float(self.count))
 
-    def sizes(self, options: Options) -> Iterator[Row]:
+    def sizes(self, options: Options) -> list[Row]:
         """Bytes of the three checkpoints, and of the base above the entropy of its symbols."""
+        rows = Rows()
         if options.wanted(name := self.row("bytes above the entropy")):
             model = {"model": self.pair.before["model"]}
             kinds = {name: "linear" for name, x in model["model"].items() if x.ndim > 1}
             weights, count = sp.compress(model, kinds=kinds), sum(1 for _ in arrays(model))
             floor = entropy_bytes(weights)
-            value, unit = (weights.nbytes - floor) / count, "bytes/array"
-            text = OVER_ENTROPY.text(unit)
             note = (
                 f"base of the {count:,} arrays of the model, {weights.nbytes:,} bytes; entropy {floor:,.0f} bytes: of "
+                f"the values an array comes back with, of an exact one by byte planes, below {_SHORT} elements raw"
             )
-            note += f"the values an array comes back with, of an exact one by byte planes, below {_SHORT} elements raw"
-            met = OVER_ENTROPY.met(value, None)
-            yield Row(name, "cpu, 1 thread", count, value, unit, None, None, None, text, met, note)
+            value = (weights.nbytes - floor) / count
+            rows.add(name, value, "bytes/array", note=note, size=count, target=OVER_ENTROPY)
         for of, kind in (("", BASE), ("", DELTA), (EXACT, BASE)):
             if options.wanted(name := self.row(f"bytes of the {of} {kind}".replace("  ", " "))):
                 stored = self._works[of].stored(kind)
-                raw, size = stored.raw_nbytes, stored.nbytes
-                note = f"{self.count:,} arrays"
-                yield Row(name, "cpu, 1 thread", self.count, size, "bytes", "raw", raw, raw / size, None, None, note)
+                raw, size, note = stored.raw_nbytes, stored.nbytes, f"{self.count:,} arrays"
+                rows.add(name, size, "bytes", ("raw", raw), note, ratio=raw / size, size=self.count)
+        return rows
 
 
 def entropy_bytes(stored: sp.Checkpoint) -> float:
@@ -278,7 +265,7 @@ def rows(options: Options) -> list[Row]:
     found: list[Row] = []
     with threads(1):
         for state in STATES:
-            of_state = Rows(state, quick=options.quick)
+            of_state = StateRows(state, quick=options.quick)
             found += run_cases(of_state.cases(options.wanted), options, one_thread_clock())
-            found += options.done(list(of_state.sizes(options)))
+            found += options.done(of_state.sizes(options))
     return found

@@ -12,20 +12,18 @@ loads without an error are counted. Ours are in a base, a delta over it and a lo
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
-import os
 import shutil
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import shrinkpoint as sp
 from shrinkpoint.commands.trials import peak
@@ -33,52 +31,49 @@ from shrinkpoint.commands.trials import peak
 from . import data
 from .data import Pair
 from .devices import threads
+from .file_peers import OTHERS, UNSYNCED, Arrays, Other, equal, tensors
 from .harness import (
+    Call,
     Case,
     CheckFailed,
     Job,
     Options,
     Peer,
     Row,
-    Target,
+    Rows,
+    absent,
     at_most,
-    lacking,
     one_thread_clock,
     run_cases,
+    seconds_of,
     wall_clock,
 )
-from .plot import Bars, draw
 from .saver import stalls
 from .whole_states import check_errors
 
 TITLE = (
     "save, load, memory, restore after compaction, flipped bits; against torch.save, safetensors, DCP, moonclip, npz"
 )
-FLOOR, TORCH, DURABLE = "memcpy", "torch.save", "torch.save + fsync"
-SAFETENSORS, DCP, ZSTD, NPZ, MOONCLIP = "safetensors", "DCP", "DCP with zstd", "npz", "moonclip"
+FLOOR = "memcpy"
 FLIPS = 200
 CHAIN = 100
-RESTORE = at_most(3.0)
 CONFIGS: dict[str, Callable[[], sp.Config]] = {"default": sp.Config, "lossless": sp.presets.lossless}
 
 
 def run(options: Options) -> list[Row]:
     """All rows."""
     options.say("making the states")
-    real = data.trained(quick=True) if options.state is None else data.read(options.state)
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = (1_000_000,) if options.quick else (5_000_000, 50_000_000) if options.large else (5_000_000,)
-        for parameters in sizes:
-            pair = data.drawn_state(real, parameters)
-            rows += _throughput(pair, parameters, Path(folder), options)
-            rows += options.done(_memory(pair, parameters, Path(folder), options))
-            if not options.quick and options.wanted("stall, memory, durable"):
-                rows += options.done(stalls(pair, parameters, options))
+    real = data.trained(quick=True)
+    parameters = 1_000_000 if options.quick else 5_000_000
+    with tempfile.TemporaryDirectory() as place:
+        pair, folder = data.drawn_state(real, parameters), Path(place)
+        rows = _throughput(pair, parameters, folder, options)
+        rows += options.done(_memory(pair, parameters, folder, options))
+        if not options.quick and options.wanted("stall, memory, durable"):
+            rows += options.done(stalls(pair, parameters, options))
         small = few_arrays(data.drawn_state(real, 400_000 if options.quick else 5_000_000), 4)
-        rows += options.done(_restores(small, Path(folder), options))
-        rows += options.done(_parts(small, Path(folder), options))
-        rows += options.done(_flips(small, Path(folder), options))
+        for measured in (_restores, _parts, _flips):
+            rows += options.done(measured(small, folder, options))
     return rows
 
 
@@ -87,8 +82,6 @@ def few_arrays(pair: Pair, count: int) -> Pair:
     side = int((pair.pools["weight"][0].size // count) ** 0.5)
 
     def state(which: int) -> Any:
-        import torch
-
         def matrix(role: str, i: int) -> Any:
             flat = pair.pools[role][which][i * side * side : (i + 1) * side * side]
             return torch.from_numpy(flat.reshape(side, side).copy())
@@ -99,140 +92,7 @@ def few_arrays(pair: Pair, count: int) -> Pair:
     return Pair(state(0), state(1), f"{count} matrices of {pair.origin}")
 
 
-def _row(
-    name: str,
-    size: int,
-    value: float | None,
-    unit: str,
-    note: str,
-    *,
-    peer: str | None = None,
-    peer_value: float | None = None,
-    target: Target | None = None,
-) -> Row:
-    """Row whose value was not timed by the harness."""
-    text, met = (target.text(unit), target.met(value, None)) if target is not None else (None, None)
-    return Row(name, "cpu, 1 thread", size, value, unit, peer, peer_value, None, text, met, note)
-
-
 # ---------------------------------------------------------------------------------------------- saving and loading
-
-
-def tensors(state: Any) -> dict[str, Any]:
-    """Return the arrays of a state by path as torch tensors, as every library can store them."""
-    import torch
-
-    return {path: torch.from_numpy(np.array(x)) for path, x in data.arrays(state)}
-
-
-@dataclass(frozen=True)
-class Other:
-    """Another library: how it saves arrays below a path, and how it loads them again."""
-
-    name: str
-    save: Callable[[dict[str, Any], Path], object]
-    load: Callable[[dict[str, Any], Path], Any]
-
-
-def _safetensors() -> Any:
-    import safetensors.torch
-
-    return safetensors.torch
-
-
-def _dcp() -> Any:
-    return importlib.import_module("torch.distributed.checkpoint")
-
-
-def _torch_save(arrays: dict[str, Any], path: Path, *, durable: bool = False) -> None:
-    import torch
-
-    with (path.parent / f"{path.name}.pt").open("wb") as f:
-        torch.save(arrays, f)
-        if durable:
-            f.flush()
-            os.fsync(f.fileno())
-
-
-def _torch_load(_: dict[str, Any], path: Path) -> Any:
-    import torch
-
-    return torch.load(path.parent / f"{path.name}.pt", weights_only=True)
-
-
-def _dcp_save(arrays: dict[str, Any], path: Path, *, zstd: bool = False) -> None:
-    dcp = _dcp()
-    more: dict[str, Any] = {}
-    if zstd:
-        extension = importlib.import_module("torch.distributed.checkpoint._extension").ZStandard()
-        more["storage_writer"] = dcp.FileSystemWriter(path, _extensions=[extension])
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        dcp.save(arrays, checkpoint_id=path, **more)
-
-
-def _dcp_load(arrays: dict[str, Any], path: Path) -> Any:
-    import torch
-
-    dcp = _dcp()
-    into = {name: torch.zeros_like(x) for name, x in arrays.items()}
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        dcp.load(into, checkpoint_id=path)
-    return into
-
-
-def _npz_save(arrays: dict[str, Any], path: Path) -> None:
-    named: dict[str, Any] = {f"a{i}": x.numpy() for i, x in enumerate(arrays.values())}
-    np.savez(path.parent / f"{path.name}.npz", **named)
-
-
-def _npz_load(arrays: dict[str, Any], path: Path) -> Any:
-    import torch
-
-    with np.load(path.parent / f"{path.name}.npz") as found:
-        return {name: torch.from_numpy(found[f"a{i}"]) for i, name in enumerate(arrays)}
-
-
-def _moonclip(path: Path) -> Any:
-    """Manager of a folder by moonclip, which writes during the call."""
-    return importlib.import_module("moonclip").MoonclipManager(str(path.parent / f"{path.name}.moon"), async_save=False)
-
-
-def _moonclip_save(arrays: dict[str, Any], path: Path) -> None:
-    # Over an earlier snapshot it would store only changed arrays, and here nothing changes.
-    shutil.rmtree(path.parent / f"{path.name}.moon", ignore_errors=True)
-    _moonclip(path).save_tensors(0, arrays)
-
-
-def _moonclip_load(arrays: dict[str, Any], path: Path) -> Any:
-    import torch
-
-    found = _moonclip(path).load_latest()[1]
-    return {name: torch.frombuffer(found[name], dtype=x.dtype).reshape(x.shape) for name, x in arrays.items()}
-
-
-OTHERS = (
-    Other(TORCH, _torch_save, _torch_load),
-    Other(DURABLE, lambda a, p: _torch_save(a, p, durable=True), _torch_load),
-    Other(
-        SAFETENSORS,
-        lambda a, p: _safetensors().save_file(a, p.parent / f"{p.name}.safetensors"),
-        lambda _, p: _safetensors().load_file(p.parent / f"{p.name}.safetensors"),
-    ),
-    Other(DCP, _dcp_save, _dcp_load),
-    Other(ZSTD, lambda a, p: _dcp_save(a, p, zstd=True), _dcp_load),
-    Other(NPZ, _npz_save, _npz_load),
-    Other(MOONCLIP, _moonclip_save, _moonclip_load),
-)
-
-
-def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Return whether two sets of arrays are equal bit for bit."""
-    return set(a) == set(b) and all(
-        x.shape == b[n].shape and x.dtype == b[n].dtype and x.numpy().tobytes() == b[n].numpy().tobytes()
-        for n, x in a.items()
-    )
 
 
 def _throughput(pair: Pair, parameters: int, folder: Path, options: Options) -> list[Row]:
@@ -242,10 +102,9 @@ def _throughput(pair: Pair, parameters: int, folder: Path, options: Options) -> 
         for kind in ("base",) if options.quick else ("base", "delta"):
             work = _Work(pair, config, kind, folder)
             for action, make in (("save", work.save), ("load", work.load)):
-                names = (FLOOR, *(o.name for o in OTHERS if action == "save" or o.name != DURABLE))
-                cases.append(
-                    Case(f"{action} {kind}, {config}", parameters, "MB/s", make, "cpu, all cores", None, names)
-                )
+                names = (FLOOR, *(other.name for other in (OTHERS if action == "save" else UNSYNCED)))
+                name = f"{action} {kind}, {config}"
+                cases.append(Case(name, parameters, "MB/s", make, "cpu, all cores", None, names))
     rows = run_cases(cases, options, wall_clock)
     _clear(folder)
     return rows
@@ -281,7 +140,7 @@ class _Work:
             store.session.head = before if self.kind == "delta" else None
             return store.save(1, self.pair.after)
 
-        return self._job(call, loading=False)
+        return self._job(call, OTHERS, loading=False)
 
     def load(self) -> Job:
         """The job of `Store.load` in a process without cached data."""
@@ -292,14 +151,15 @@ class _Work:
         def call() -> object:
             return sp.Store(self.root, self.cfg).load(count=False)
 
-        return self._job(call, loading=True)
+        return self._job(call, UNSYNCED, loading=True)
 
-    def _check(self) -> str:
+    def check(self) -> str:
+        """Check that a saved state comes back within its stated errors."""
         store = self._store()
         saved = store.save(1, self.pair.after)
         return check_errors(self.pair.after, sp.Store(self.root, self.cfg).load(1, count=False), saved.checkpoint)
 
-    def _job(self, call: Callable[[], object], *, loading: bool) -> Job:
+    def _job(self, call: Call, others: tuple[Other, ...], *, loading: bool) -> Job:
         arrays = tensors(self.pair.after)
         raw = float(sum(x.nbytes for x in arrays.values()))
         into = {name: x.clone() for name, x in arrays.items()}
@@ -308,18 +168,14 @@ class _Work:
             for name, x in arrays.items():
                 into[name].copy_(x)
 
-        peers = [Peer(FLOOR, lambda: copy)]
-        for other in OTHERS:
-            if loading and other.name == DURABLE:
-                continue
-            peers.append(Peer(other.name, lambda other=other: self._other(other, arrays, loading)))  # type: ignore[misc]
-        stored = sp.compress(
-            self.pair.after, sp.compress(self.pair.before, cfg=self.cfg) if self.kind == "delta" else None, self.cfg
-        )
-        note = f"{raw / 1e6:.0f} MB raw, ratio {stored.ratio:.2f}; {self.pair.origin}"
-        return Job(call, self._check, raw, peers, note)
+        peers = [Peer(other.name, partial(self.other, other, arrays, loading)) for other in others]
+        parent = sp.compress(self.pair.before, cfg=self.cfg) if self.kind == "delta" else None
+        ratio = sp.compress(self.pair.after, parent, self.cfg).ratio
+        note = f"{raw / 1e6:.0f} MB raw, ratio {ratio:.2f}; {self.pair.origin}"
+        return Job(call, self.check, raw, [Peer(FLOOR, lambda: copy), *peers], note)
 
-    def _other(self, other: Other, arrays: dict[str, Any], loading: bool) -> Callable[[], object]:
+    def other(self, other: Other, arrays: Arrays, loading: bool) -> Call:
+        """Return the call of another library, once its arrays have come back."""
         path = self.folder / f"other-{other.name.replace(' ', '')}"
         other.save(arrays, path)
         if not equal(arrays, other.load(arrays, path)):
@@ -332,7 +188,7 @@ class _Work:
 
 def _memory(pair: Pair, parameters: int, folder: Path, options: Options) -> list[Row]:
     """Memory to save and to load, in multiples of the state; a loaded state counts as one."""
-    rows = []
+    rows = Rows(size=parameters)
     for action in ("save", "load"):
         name = f"memory to {action}"
         if not options.wanted(name):
@@ -342,26 +198,24 @@ def _memory(pair: Pair, parameters: int, folder: Path, options: Options) -> list
         arrays = tensors(pair.after)
         raw = sum(x.nbytes for x in arrays.values())
         rounds = 1 if options.quick else options.rounds
-        checked = work._check()
+        checked = work.check()
         ours = _median_peak((work.save() if action == "save" else work.load()).call, rounds)
         note = f"{raw / 1e6:.0f} MB raw, median of {rounds}; page cache not counted; checked: {checked}"
-        for other in OTHERS:
-            if other.name == DURABLE:
-                continue
+        for other in UNSYNCED:
             peer, said = None, note
             try:
-                peer = _median_peak(work._other(other, arrays, action == "load"), rounds)
+                peer = _median_peak(work.other(other, arrays, action == "load"), rounds)
             except ImportError as error:
-                said = f"not measured: {lacking(str(error.name))}; {note}"
-            shares = [None if n is None else n / raw for n in (ours, peer)]
-            if ours is None:
+                said = f"{absent(error)}; {note}"
+            share, theirs = (None if n is None else n / raw for n in (ours, peer))
+            if share is None:
                 said = f"not measured: no /proc/self/clear_refs; {note}"
-            rows.append(_row(name, parameters, shares[0], "x raw state", said, peer=other.name, peer_value=shares[1]))
+            rows.add(name, share, "x raw state", (other.name, theirs), said)
     _clear(folder)
     return rows
 
 
-def _median_peak(call: Callable[[], object], rounds: int) -> float | None:
+def _median_peak(call: Call, rounds: int) -> float | None:
     call()
     found = [n for n in (peak(call) for _ in range(rounds)) if n is not None]
     return statistics.median(found) if found else None
@@ -374,28 +228,21 @@ def _moving(pair: Pair, step: int) -> Any:
     """Return the state a share of the way between the two of the pair."""
 
     def between(a: Any, b: Any) -> Any:
-        if isinstance(a, dict):
-            return {k: between(a[k], b[k]) for k in a}
-        if isinstance(a, list):
-            return [between(x, y) for x, y in zip(a, b, strict=True)]
-        if hasattr(a, "is_floating_point") and a.is_floating_point():
-            return a + (b - a) * (step / CHAIN)
-        return a
+        return a + (b - a) * (step / CHAIN) if a.is_floating_point() else a
 
-    return between(pair.before, pair.after)
+    return torch.utils._pytree.tree_map(between, pair.before, pair.after)
 
 
-def _seconds(call: Callable[[], object], rounds: int) -> float:
+def _seconds(call: Call, rounds: int) -> float:
     """Processor seconds on one thread."""
     with threads(1):
-        call()
-        return statistics.median(one_thread_clock()(call, 1) for _ in range(rounds))
+        return seconds_of(call, one_thread_clock(), rounds)
 
 
 def _restores(pair: Pair, folder: Path, options: Options) -> list[Row]:
     """Times of restoring steps of a chain of 100, and its bytes, before and after compaction."""
-    rows = []
     length = 30 if options.quick else CHAIN
+    rows, exact = Rows(size=length), sp.presets.lossless()
     for config in list(CONFIGS)[: 1 if options.quick else None]:
         name = f"restore from a chain of {length}, {config}"
         if not options.wanted(name):
@@ -410,10 +257,10 @@ def _restores(pair: Pair, folder: Path, options: Options) -> list[Row]:
         alone = sp.Store(folder / f"alone-{config}", cfg)
         alone.save(0, _moving(pair, length - 1))
         watched = sorted({length - 1, 15} if options.quick else {length - 1, *range(9, length, 10), 63, 80})
-        expected = {step: sp.compress(store.load(step, count=False), cfg=sp.presets.lossless()).id for step in watched}
+        expected = [sp.compress(store.load(step, count=False), cfg=exact).id for step in watched]
         rounds = options.rounds
 
-        def of(step: int, store: sp.Store = store) -> Callable[[], object]:
+        def of(step: int, store: sp.Store = store) -> Call:
             return lambda: sp.Store(store.url).load(step, count=False)
 
         def bytes_in(root: Path = root) -> int:
@@ -425,14 +272,10 @@ def _restores(pair: Pair, folder: Path, options: Options) -> list[Row]:
         moved = store.compact()
         took = time.perf_counter() - begin
         store.gc()
-        same = all(
-            sp.compress(store.load(step, count=False), cfg=sp.presets.lossless()).id == expected[step]
-            for step in watched
-        )
+        same = [sp.compress(store.load(step, count=False), cfg=exact).id for step in watched] == expected
         after: float | None = None
         if same and not store.verify():
-            times = {step: (_seconds(of(step), rounds), _seconds(of(0, alone), rounds)) for step in watched}
-            after = max(time / base for time, base in times.values())
+            after = max(_seconds(of(step), rounds) / _seconds(of(0, alone), rounds) for step in watched)
         model = max(store.describe(step).restore_cost for step in store.steps())
         note = (
             f"worst of {len(watched)} steps against a base of the same state ({one * 1e3:.0f} ms), in turn; "
@@ -441,9 +284,7 @@ def _restores(pair: Pair, folder: Path, options: Options) -> list[Row]:
         )
         if not same:
             note = "CHECK FAILED: compaction changed a step"
-        rows.append(
-            _row(name, length, after, "x base", note, peer="before compaction", peer_value=before, target=RESTORE)
-        )
+        rows.add(name, after, "x base", ("before compaction", before), note, target=at_most(3.0))
     return rows
 
 
@@ -460,22 +301,14 @@ def _parts(pair: Pair, folder: Path, options: Options) -> list[Row]:
     part = dict(data.arrays(sp.Store(store.url).load(0, path)))
     whole = dict(data.arrays(store.load(0, count=False)))
     note = f"{path}, {whole[path].nbytes / 1e3:.0f} kB of {sum(x.nbytes for x in whole.values()) / 1e3:.0f} kB"
+    rows = Rows(size=whole[path].size)
     if part[path].tobytes() != whole[path].tobytes():
-        return [_row(name, whole[path].size, None, "ms", "CHECK FAILED: not what a whole load gives")]
+        rows.add(name, None, "ms", note="CHECK FAILED: not what a whole load gives")
+        return rows
     some = _seconds(lambda: sp.Store(store.url).load(0, path), 9) * 1e3
     everything = _seconds(lambda: sp.Store(store.url).load(0, count=False), 5) * 1e3
-    return [
-        _row(
-            name,
-            whole[path].size,
-            some,
-            "ms",
-            note,
-            peer="the whole state",
-            peer_value=everything,
-            target=at_most(everything),
-        )
-    ]
+    rows.add(name, some, "ms", ("the whole state", everything), note, target=at_most(everything))
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------------- flipped bits
@@ -487,12 +320,12 @@ def _flips(pair: Pair, folder: Path, options: Options) -> list[Row]:
     if not options.wanted(name):
         return []
     options.say(name)
-    arrays = tensors(pair.after)
-    root = folder / "flips"
+    arrays, root, rows = tensors(pair.after), folder / "flips", Rows(size=FLIPS)
     lossy, exact = sp.Store(root / "ours" / "lossy"), sp.Store(root / "ours" / "exact", sp.presets.lossless())
     lossy.save(0, pair.before)
     if not lossy.save(1, pair.after).is_delta:
-        return [_row(name, FLIPS, None, "flips", "CHECK FAILED: no delta to flip bits of")]
+        rows.add(name, None, "flips", note="CHECK FAILED: no delta to flip bits of")
+        return rows
     exact.save(0, pair.after)
     files = [p for p in (root / "ours").rglob("*") if p.is_file() and p.parent.name in ("data", "steps")]
     # Equally many flips in each: in proportion to their sizes the delta would get almost none.
@@ -510,45 +343,37 @@ def _flips(pair: Pair, folder: Path, options: Options) -> list[Row]:
             for step in store.steps():
                 sp.Store(store.url).load(step, count=False)
 
-    ours = _silent(groups, load)
+    ours = float(_silent(groups, load))
     places = ", ".join(where)
     checked = f"of {FLIPS}, anywhere in the stored bytes (ours: {places}, with manifests); the unaltered files load"
-    rows = []
-    for other in OTHERS:
-        if other.name == DURABLE:
-            continue
+    for other in UNSYNCED:
         path = root / other.name / "saved"
         path.parent.mkdir(parents=True)
+        silent, note = None, checked
         try:
             other.save(arrays, path)
             files = [p for p in path.parent.rglob("*") if p.is_file()]
-            silent = float(_silent([files], lambda other=other, path=path: other.load(arrays, path)))  # type: ignore[misc]
-            note = checked
+            silent = float(_silent([files], partial(other.load, arrays, path)))
         except ImportError as error:
-            silent, note = float("nan"), f"not measured: {lacking(str(error.name))}"
-        value = None if np.isnan(silent) else silent
-        rows.append(_row(name, FLIPS, float(ours), "flips", note, peer=other.name, peer_value=value, target=at_most(0)))
+            note = absent(error)
+        rows.add(name, ours, "flips", (other.name, silent), note, target=at_most(0))
     return rows
 
 
-def _silent(groups: list[list[Path]], load: Callable[[], object]) -> int:
+def _silent(groups: list[list[Path]], load: Call) -> int:
     """Count the loads that raise nothing, with one bit flipped in each group of files in turn."""
     load()
     rng = np.random.default_rng(0)
     silent = 0
     for flip in range(FLIPS):
         files = groups[flip % len(groups)]
-        sizes = [p.stat().st_size for p in files]
-        position = int(rng.integers(0, 8 * sum(sizes)))
-        at, number = position // 8, 0
-        while at >= sizes[number]:
-            at -= sizes[number]
-            number += 1
-        with files[number].open("r+b") as f:
-            f.seek(at)
-            byte = f.read(1)[0]
-            f.seek(at)
-            f.write(bytes([byte ^ (1 << position % 8)]))
+        ends = np.cumsum([p.stat().st_size for p in files])
+        position = int(rng.integers(0, 8 * int(ends[-1])))
+        number = int(np.searchsorted(ends, position // 8, side="right"))
+        stored = files[number].read_bytes()
+        flipped = bytearray(stored)
+        flipped[position // 8 - int(ends[number]) + len(stored)] ^= 1 << position % 8
+        files[number].write_bytes(flipped)
         try:
             with contextlib.redirect_stderr(io.StringIO()):
                 load()
@@ -558,27 +383,5 @@ def _silent(groups: list[list[Path]], load: Callable[[], object]) -> int:
         except BaseException:  # DCP's error is not an Exception
             pass
         finally:
-            with files[number].open("r+b") as f:
-                f.seek(at)
-                f.write(bytes([byte]))
+            files[number].write_bytes(stored)
     return silent
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Speeds next to the others', restores, flips."""
-    panels = []
-    for action in ("save", "load"):
-        largest = max((r.size for r in rows if r.row.startswith(action + " ")), default=0)
-        some = [r for r in rows if r.row.startswith(action + " ") and r.size == largest and r.value is not None]
-        bars: list[tuple[str, float, float | None]] = []
-        for row in some:
-            if row.peer == FLOOR and row.value is not None:
-                bars.append((row.row, row.value, None))
-        bars += [(str(r.peer), r.peer_value, None) for r in some[: len(OTHERS) + 1] if r.peer_value is not None]
-        panels.append(Bars(f"{action}, MB/s of raw state", "MB/s", bars))
-    flips = [r for r in rows if r.row.startswith("flipped")]
-    if flips:
-        bars = [("shrinkpoint", flips[0].value or 0.0, None)]
-        bars += [(str(r.peer), r.peer_value, None) for r in flips if r.peer_value is not None]
-        panels.append(Bars(f"of {FLIPS} flipped bits, loaded silently", "flips", bars))
-    draw(path, panels)

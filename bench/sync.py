@@ -10,18 +10,18 @@ collected on the device, and publishing from it; open without a GPU.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,21 +32,18 @@ from shrinkpoint.codec.base import CHUNK
 from shrinkpoint.kernels.sparse_delta import collect_and_locate
 from shrinkpoint.trainers.publishing.ranks import Counted
 
-from .devices import Device, gpu
-from .harness import ROUNDS, CheckFailed, Options, Row, Target, at_least, at_most, cpu_clock
+from . import processes
+from .devices import Device, gpu, threads
+from .harness import ROUNDS, Call, CheckFailed, Clock, Options, Row, Rows, at_least, at_most, cpu_clock, wall_clock
 from .peers import library
-from .plot import Bars, draw
 
 TITLE = "exact deltas at the speed of memory, and publishing to a model that serves"
 FLOOR = "memcpy"
 MASK = "BitSnap's mask"
 TWO_CORES = "two cores, 2 %"
 GPU_ROWS = {
-    "gpu collect": ">= 0.35 x",
-    "gpu collect and move to the host": None,
-    "gpu publish": None,
-    "gpu prepare": None,
-    "gpu pause": None,
+    "gpu collect": at_least(0.35),
+    **dict.fromkeys(("gpu collect and move to the host", "gpu publish", "gpu prepare", "gpu pause")),
 }
 """Rows of CUDA tensors with 2 % changed, and their targets: collecting reads twice what a copy on the device does."""
 _IDLE = 1.5
@@ -92,103 +89,112 @@ def moved(n: int, rate: float | None) -> tuple[torch.Tensor, torch.Tensor]:
 def run(options: Options) -> list[Row]:
     """All rows."""
     rows: list[Row] = []
-    n = 1 << 22 if options.quick else 1 << 24
-    for share in SHARES:
-        if options.wanted(f"encode apply decode size {share.name}"):
-            options.say(f"{share.name} of {n / 1e6:.0f} M values")
-            rows += options.done(_codec(share, n))
-    if options.wanted(TWO_CORES):
-        rows += options.done(_two_cores(n))
-    if options.wanted("publish prepare pause"):
-        rows += options.done(_publishing(1 << 20 if options.quick else 1 << 23))
-    if options.wanted("publish by ranks"):
-        rows += options.done(_ranks(1 << 20 if options.quick else 1 << 24))
-    if options.wanted(" ".join(GPU_ROWS)):
-        rows += options.done(_on_gpu(1 << 22 if options.quick else 1 << 28))
-    if options.wanted("large memory"):
-        rows += options.done(_large(1 << 24 if options.quick else 1 << 30))
+    parts: dict[str, tuple[Callable[[int], list[Row]], int, int]] = {
+        **{f"encode apply decode size {share.name}": (partial(_codec, share), 22, 24) for share in SHARES},
+        TWO_CORES: (_two_cores, 22, 24),
+        "publish prepare pause": (_publishing, 20, 23),
+        "publish by ranks": (_ranks, 20, 24),
+        " ".join(GPU_ROWS): (_on_gpu, 22, 28),
+        "large memory": (_large, 24, 30),
+    }
+    for name, (measure, quick, full) in parts.items():
+        if options.wanted(name):
+            options.say(name)
+            rows += options.done(measure(1 << (quick if options.quick else full)))
     if options.wanted("reinforcement learning"):
         rows += options.done(_learning(options.quick))
     return rows
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "the served bits are not the published ones") -> None:
+    """Raise CheckFailed unless two tensors of 16-bit values are equal bit for bit."""
+    if not torch.equal(a.view(torch.int16), b.view(torch.int16)):
+        raise CheckFailed(what)
+
+
+def in_turn(
+    calls: Mapping[str, Call], clock: Clock, before: Mapping[str, Call], rounds: int = ROUNDS
+) -> dict[str, list[float]]:
+    """Return the seconds of each call, all in turn, without those of a first round.
+
+    Args:
+        calls: by name.
+        clock: how to time.
+        before: calls before some of them, outside of the timing.
+        rounds: that count.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            before.get(name, lambda: None)()
+            seconds[name].append(clock(call, 1))
+    return {name: found[1:] for name, found in seconds.items()}
 
 
 def _codec(share: Share, n: int) -> list[Row]:
     """Measure one share of changed values: our calls, memcpy and zstd in turn, by rounds."""
     old, new = moved(n, share.rate)
     changed = float((old.view(torch.int16) != new.view(torch.int16)).float().mean())
-    cfg = sp.presets.lossless()
-    with _one_thread():
+    cfg, mask = sp.presets.lossless(), sp.presets.bitsnap()
+    with threads(1), tempfile.TemporaryDirectory() as folder:
         base = sp.compress({"w": old}, cfg=cfg)
         blob = sp.compress({"w": new}, base, cfg).to_bytes()
         back = sp.decompress(sp.Checkpoint.from_bytes(blob), base)["w"]
-        if not torch.equal(back.view(torch.int16), new.view(torch.int16)):
-            raise CheckFailed("the delta does not give the same bits")
-        with tempfile.TemporaryDirectory() as folder:
-            publisher, served = sp.Publisher(folder), {"w": old.clone()}
-            publisher.publish(0, {"w": old})
-            subscriber = sp.Subscriber(folder, served)
-            publisher.publish(1, {"w": new})
-            subscriber.update()
-            if not torch.equal(served["w"].view(torch.int16), new.view(torch.int16)):
-                raise CheckFailed("the served bits are not the published ones")
-            target, xor, parent = np.empty(2 * n, np.uint8), _xor(old, new), served["w"].copy_(old)
-            source = new.view(torch.uint8).numpy()
-            calls: dict[str, Callable[[], object]] = {
-                FLOOR: lambda: np.copyto(target, source),
-                "encode": lambda: sp.compress({"w": new}, base, cfg).to_bytes(),
-                "decode": lambda: sp.decompress(sp.Checkpoint.from_bytes(blob), base),
-                "apply": subscriber.update,
-                UNHASHED: lambda: subscriber.update(verify=False),
-            }
-            for level in (1, 3):
-                coder = zstandard.ZstdCompressor(level=level)
-                calls[f"zstd-{level} of XOR"] = lambda coder=coder: coder.compress(_xor(old, new))  # type: ignore[misc]
-            for name, other in _other_coders().items():
-                calls[f"{name} of XOR"] = lambda other=other: other(_xor(old, new))  # type: ignore[misc]
-            mask = sp.presets.bitsnap()
-            calls[MASK] = lambda: sp.compress({"w": new}, base, mask).to_bytes()
-            seconds: dict[str, list[float]] = {name: [] for name in calls}
-            for _ in range(ROUNDS + 1):
-                for name, call in calls.items():
-                    # The applied changes are undone, outside of the timing.
-                    if name in ("apply", UNHASHED):
-                        parent.copy_(old)
-                        subscriber._at = subscriber._read(0)
-                        subscriber._held = ""
-                        subscriber._marks = subscriber._versions_of_tensors()
-                    seconds[name].append(cpu_clock(call, 1))
-    median = {name: statistics.median(found[1:]) for name, found in seconds.items()}
-    peers = {level: len(zstandard.ZstdCompressor(level=level).compress(xor)) for level in (1, 3)}
-    note = f"{100 * changed:.3g} % changed; memcpy {2 * n / median[FLOOR] / 1e9:.3g} GB/s"
-    rows = []
+        same_bits(back, new, "the delta does not give the same bits")
+        publisher, served = sp.Publisher(folder), {"w": old.clone()}
+        publisher.publish(0, {"w": old})
+        subscriber = sp.Subscriber(folder, served)
+        publisher.publish(1, {"w": new})
+        subscriber.update()
+        same_bits(served["w"], new)
+        target, source = np.empty(2 * n, np.uint8), new.view(torch.uint8).numpy()
+
+        def undo() -> None:
+            served["w"].copy_(old)
+            subscriber._at = subscriber._read(0)
+            subscriber._held = ""
+            subscriber._marks = subscriber._versions_of_tensors()
+
+        calls: dict[str, Call] = {
+            FLOOR: lambda: np.copyto(target, source),
+            "encode": lambda: sp.compress({"w": new}, base, cfg).to_bytes(),
+            "decode": lambda: sp.decompress(sp.Checkpoint.from_bytes(blob), base),
+            "apply": subscriber.update,
+            UNHASHED: lambda: subscriber.update(verify=False),
+        }
+        for name, other in _other_coders().items():
+            calls[f"{name} of XOR"] = lambda other=other: other(_xor(old, new))  # type: ignore[misc]
+        calls[MASK] = lambda: sp.compress({"w": new}, base, mask).to_bytes()
+        seconds = in_turn(calls, cpu_clock, {"apply": undo, UNHASHED: undo})
+    speed = {name: 2 * n / statistics.median(found) / 1e9 for name, found in seconds.items()}
+    note = f"{100 * changed:.3g} % changed; memcpy {speed[FLOOR]:.3g} GB/s"
+    rows = Rows(size=n, device="cpu")
+
+    def against(name: str, peer: str, limit: float | None = None) -> None:
+        ours, theirs, target = speed[name], speed[peer], None if limit is None else at_least(limit)
+        rows.add(f"{name}, {share.name}", ours, "GB/s", (peer, theirs), note, ratio=ours / theirs, target=target)
+
     for name, limit in zip(("encode", "apply", UNHASHED, "decode"), share.targets, strict=True):
-        goal = None if limit is None else at_least(limit)
-        ours, floor = (2 * n / median[key] / 1e9 for key in (name, FLOOR))
-        rows.append(_row(f"{name}, {share.name}", n, ours, floor, goal, note))
+        against(name, FLOOR, limit)
     for peer in (name for name in calls if name.endswith("of XOR") or name == MASK):
-        speed = 2 * n / median[peer] / 1e9
-        rows.append(_row(f"encode, {share.name}", n, 2 * n / median["encode"] / 1e9, speed, None, note, peer))
-    for level in (1, 3):
-        peer = f"zstd-{level} of XOR"
-        size = f"size, {share.name}"
-        ratio = peers[level] / len(blob)
-        rows.append(Row(size, "cpu", n, len(blob), "bytes", peer, peers[level], ratio, None, None, note))
-    for peer, taken in _other_formats(old, new).items():
-        values = (len(blob), "bytes", peer, taken, taken / len(blob))
-        rows.append(Row(f"size, {share.name}", "cpu", n, *values, None, None, note))
+        against("encode", peer)
+    xor = _xor(old, new)
+    sizes = {f"zstd-{level} of XOR": len(zstandard.ZstdCompressor(level=level).compress(xor)) for level in (1, 3)}
+    size, ours = f"size, {share.name}", len(blob)
+    for peer, taken in (sizes | _other_formats(old, new)).items():
+        rows.add(size, ours, "bytes", (peer, taken), note, ratio=taken / ours)
     dense = _dense(old, new)
     if dense is not None:
-        limit = 1.12 if share.name == "13 %" else 1.03
-        ratio, target_ = len(blob) / dense, Target(limit, "ratio", least=False)
-        text, met = target_.text("bytes"), target_.met(None, ratio)
-        name = "every element coded"
-        rows.append(Row(f"size, {share.name}", "cpu", n, len(blob), "bytes", name, dense, ratio, text, met, note))
+        most = at_most(1.12 if share.name == "13 %" else 1.03, "ratio")
+        rows.add(size, ours, "bytes", ("every element coded", dense), note, ratio=ours / dense, target=most)
     return rows
 
 
 def _other_coders() -> dict[str, Callable[[bytes], object]]:
     """Coders of bytes that are installed, on one thread."""
-    found: dict[str, Callable[[bytes], object]] = {}
+    found: dict[str, Callable[[bytes], object]] = {
+        f"zstd-{level}": zstandard.ZstdCompressor(level=level).compress for level in (1, 3)
+    }
     with suppress(ImportError):
         found["LZ4"] = library("lz4.frame").compress
     with suppress(ImportError):
@@ -235,65 +241,40 @@ def _dense(old: torch.Tensor, new: torch.Tensor) -> int | None:
     return sum(len(exact._smallest(after[i : i + step], spec, before[i : i + step], i // 2)[1]) for i in parts)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before, own = sp.threads(), torch.get_num_threads()
-    sp.set_threads(1)
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        sp.set_threads(before)
-        torch.set_num_threads(own)
-
-
-def _row(name: str, n: int, value: float, peer_value: float, goal: Target | None, note: str, peer: str = FLOOR) -> Row:
-    ratio = value / peer_value
-    met = None if goal is None else goal.met(value, ratio)
-    text = None if goal is None else goal.text("GB/s")
-    return Row(name, "cpu", n, value, "GB/s", peer, peer_value, ratio, text, met, note)
-
-
 def _two_cores(n: int) -> list[Row]:
     """Return rows of eight tensors on two threads against one, by wall clock."""
     old, new = moved(n, 5e-7)
     cfg = sp.presets.lossless()
     before, after = ({str(i): part for i, part in enumerate(x.chunk(8))} for x in (old, new))
-    rows = []
-    with _one_thread():
+    rows = Rows(size=n, device="cpu")
+    with threads(1):
         base = sp.compress(before, cfg=cfg)
         blob = sp.compress(after, base, cfg).to_bytes()
-        calls: dict[str, Callable[[], object]] = {
+        calls: dict[str, Call] = {
             "encode": lambda: sp.compress(after, base, cfg).to_bytes(),
             "decode": lambda: sp.decompress(sp.Checkpoint.from_bytes(blob), base),
         }
         for name, call in calls.items():
-            seconds: dict[int, list[float]] = {1: [], 2: []}
-            for _ in range(2 * ROUNDS + 1):
-                for count, found in seconds.items():
-                    sp.set_threads(count)
-                    begin = time.perf_counter()
-                    call()
-                    found.append(time.perf_counter() - begin)
             # The least of each: other processes use these cores too.
-            one, two = (min(found[1:]) for found in seconds.values())
-            goal = at_least(1.8)
+            of = {str(count): lambda count=count: sp.set_threads(count) for count in (1, 2)}
+            one, two = map(min, in_turn(dict.fromkeys(of, call), wall_clock, of, 2 * ROUNDS).values())
             load = os.getloadavg()[0]
             note = f"8 tensors; least of {2 * ROUNDS}; wall clock; load average {load:.1f}"
-            met = goal.met(None, one / two) if load < _IDLE else None
-            values = (2 * n / two / 1e9, "GB/s", "one core", 2 * n / one / 1e9, one / two, goal.text("GB/s"))
-            rows.append(Row(f"{name}, {TWO_CORES}", "cpu", n, *values, met, note))
+            first, second = (2 * n / seconds / 1e9 for seconds in (one, two))
+            peer, goal = ("one core", first), at_least(1.8)
+            rows.add(f"{name}, {TWO_CORES}", second, "GB/s", peer, note, ratio=one / two, target=goal)
+            if load >= _IDLE:
+                rows[-1] = replace(rows[-1], met=None)
     return rows
 
 
 def _on_gpu(n: int) -> list[Row]:
     """Return rows of CUDA tensors; without a GPU they are open."""
-    device = gpu()
+    device, rows = gpu(), Rows(size=n, device="gpu")
     if device.missing:
-        return [
-            Row(name, "gpu", n, None, "ms", target=target, note=f"not measured: {device.missing}")
-            for name, target in GPU_ROWS.items()
-        ]
+        for name, target in GPU_ROWS.items():
+            rows.add(name, None, "ms", note=f"not measured: {device.missing}", target=target)
+        return rows
     old, new = moved(n, 5e-7)
     return _device_rows(old.cuda(), new.cuda(), device)
 
@@ -312,46 +293,47 @@ def _device_rows(old: torch.Tensor, new: torch.Tensor, device: Device) -> list[R
         return [(one[1], one[2]) for one in found if one is not None]
 
     for (a, b), (at, values) in zip(parts, collect(), strict=True):
-        if not torch.equal(b.clone().index_put_((at,), values).view(torch.int16), a.view(torch.int16)):
-            raise CheckFailed("the changes do not give the same bits")
-    calls: dict[str, Callable[[], object]] = {
+        same_bits(b.clone().index_put_((at,), values), a, "the changes do not give the same bits")
+    calls: dict[str, Call] = {
         "device copy": lambda: into.copy_(new),
         "gpu collect": collect,
         "gpu collect and move to the host": lambda: [(at.cpu(), values.cpu()) for at, values in collect()],
     }
-    seconds: dict[str, list[float]] = {name: [] for name in [*calls, "gpu publish", "gpu prepare", "gpu pause"]}
+    seconds = in_turn(calls, device.clock, {})
     with tempfile.TemporaryDirectory() as folder:
         publisher, served = sp.Publisher(folder), {"w": old.clone()}
         publisher.publish(0, {"w": old})
-        subscriber, version = sp.Subscriber(folder, served), 0
-        for _ in range(ROUNDS + 1):
-            for name, call in calls.items():
-                seconds[name].append(device.clock(call, 1))
-            for state in (new, old):
-                version += 1
-                done = publisher.publish(version, {"w": state})
-                subscriber.update()
-                if not torch.equal(served["w"].view(torch.int16), state.view(torch.int16)):
-                    raise CheckFailed("the served bits are not the published ones")
-            report = subscriber.last
-            assert report is not None
-            seconds["gpu publish"].append(done.seconds)
-            seconds["gpu prepare"].append(report.prepare_seconds)
-            seconds["gpu pause"].append(report.pause_seconds)
-    median = {name: 1e3 * statistics.median(found[1:]) for name, found in seconds.items()}
-    floor, rows = median["device copy"], []
-    for name, text in GPU_ROWS.items():
-        ratio = floor / median[name]
-        met = None if text is None else at_least(float(text.split()[1])).met(None, ratio)
+        subscriber, spent = sp.Subscriber(folder, served), []
+        for version in range(1, 2 * ROUNDS + 3):
+            state = {"w": old if version % 2 == 0 else new}
+            spent.append(_published(publisher, subscriber, version, state, served)[1])
+    for name in spent[0]:
+        seconds[f"gpu {name}"] = [times[name] for times in spent[3::2]]
+    floor, rows = 1e3 * statistics.median(seconds["device copy"]), Rows(size=n, device=device.name)
+    for name, target in GPU_ROWS.items():
+        value = 1e3 * statistics.median(seconds[name])
         note = f"2 % changed; a copy on the device takes {floor:.3g} ms"
-        rows.append(Row(name, device.name, n, median[name], "ms", "device copy", floor, ratio, text, met, note))
+        rows.add(name, value, "ms", ("device copy", floor), note, ratio=floor / value, target=target)
     return rows
+
+
+def _published(
+    publisher: sp.Publisher, subscriber: sp.Subscriber, version: int, state: dict[str, Any], served: dict[str, Any]
+) -> tuple[sp.Published, dict[str, float]]:
+    """Publish a version and update the model, check it, and return the seconds of both."""
+    done = publisher.publish(version, state)
+    subscriber.update()
+    for name, part in state.items():
+        same_bits(served[name], part)
+    report = subscriber.last
+    assert report is not None
+    return done, {"publish": done.seconds, "prepare": report.prepare_seconds, "pause": report.pause_seconds}
 
 
 def _publishing(n: int) -> list[Row]:
     """Return rows of milliseconds to publish and prepare, and of the pause."""
     _, new = moved(n, None)
-    rows, times = [], {"publish": [], "prepare": [], "pause": []}  # type: ignore[var-annotated]
+    spent, rows = [], Rows(size=n, device="cpu")
     g = torch.Generator().manual_seed(1)
     with tempfile.TemporaryDirectory() as folder:
         publisher = sp.Publisher(folder)
@@ -362,30 +344,23 @@ def _publishing(n: int) -> list[Row]:
         for version in range(1, ROUNDS + 2):
             for part in state.values():
                 part.view(torch.int16)[torch.rand(part.shape, generator=g) < 0.01] += 1
-            done = publisher.publish(version, state)
-            subscriber.update()
-            if not all(torch.equal(state[k].view(torch.int16), served[k].view(torch.int16)) for k in state):
-                raise CheckFailed("the served bits are not the published ones")
-            report = subscriber.last
-            assert report is not None
-            times["publish"].append(1e3 * done.seconds)
-            times["prepare"].append(1e3 * report.prepare_seconds)
-            times["pause"].append(1e3 * report.pause_seconds)
+            done, times = _published(publisher, subscriber, version, state, served)
+            spent.append(times)
     note = f"1 % changed; {done.raw_bytes / done.nbytes:.0f} times smaller than the model; wall clock"
-    for name, found in times.items():
-        rows.append(Row(name, "cpu", n, statistics.median(found[1:]), "ms", note=note))
+    for name in spent[0]:
+        rows.add(name, 1e3 * statistics.median(times[name] for times in spent[1:]), "ms", note=note)
     return rows
 
 
 def _ranks(n: int) -> list[Row]:
     """Return rows of the slowest rank of 1, 2 and 4, each with some rows of a matrix."""
-    g, rows = torch.Generator().manual_seed(1), []
+    g, rows = torch.Generator().manual_seed(1), Rows(size=n, device="cpu")
     _, first = moved(n, None)
     whole = first.reshape(-1, 1024)
     for count in (1, 2, 4):
         size, rounds = whole.shape[0] // count, []
         state, served = whole.clone(), {"w": torch.zeros_like(whole)}
-        with tempfile.TemporaryDirectory() as folder, _one_thread(), ThreadPoolExecutor(count) as pool:
+        with tempfile.TemporaryDirectory() as folder, threads(1), ThreadPoolExecutor(count) as pool:
             parts = [sp.Publisher(folder, ranks=Counted(i, count, "bench")) for i in range(count)]
             subscriber = sp.Subscriber(folder, served)
 
@@ -399,102 +374,68 @@ def _ranks(n: int) -> list[Row]:
             for version in range(ROUNDS + 2):
                 found = [r.result() for r in [pool.submit(publish, i, version) for i in range(count)]]
                 subscriber.update(version=version)
-                if not torch.equal(served["w"].view(torch.int16), state.view(torch.int16)):
-                    raise CheckFailed("the served bits are not the published ones")
+                same_bits(served["w"], state)
                 rounds.append((max(seconds for seconds, _ in found), found[0][1].nbytes))
                 state.view(torch.int16)[torch.rand(state.shape, generator=g) < 0.01] += 1
         seconds, nbytes = (statistics.median(values) for values in zip(*rounds[2:], strict=True))
         note = f"1 % changed, {nbytes:.0f} bytes; processor time of the slowest rank; no gather"
-        name = f"publish, {count} rank{'s' * (count > 1)}"
-        rows.append(Row(name, "cpu", n, 1e3 * seconds, "ms", None, None, None, None, None, note))
+        rows.add(f"publish, {count} rank{'s' * (count > 1)}", 1e3 * seconds, "ms", note=note)
     return rows
 
 
-_LARGE_RUN = """
-import json, resource, sys, tempfile, time, torch, shrinkpoint as sp
-def most(): return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-n = int(sys.argv[1]); g = torch.Generator().manual_seed(0)
-warm = tempfile.TemporaryDirectory()
-with warm as folder:  # compiles the kernels
-    publisher, small = sp.Publisher(folder), {"w": torch.randn(1 << 21, generator=g).bfloat16()}
-    for version in range(2):
-        publisher.publish(version, small)
-        small["w"].view(torch.int16)[::100] += 1
-state = {str(i): (0.02 * torch.randn(n // 64, generator=g)).bfloat16() for i in range(64)}
-raw = 2 * n
-before, times = most(), []
-with tempfile.TemporaryDirectory() as folder:
-    publisher = sp.Publisher(folder, base_every=2)
-    for version in range(3):  # a base, a delta, and both
+def large_child(n: int) -> dict[str, Any]:
+    """Publish a large state three times in this process; return seconds, bytes and extra memory."""
+    import resource
+
+    def most() -> int:
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def publish(publisher: sp.Publisher, version: int, state: dict[str, torch.Tensor]) -> tuple[float, int]:
         begin = time.perf_counter()
         done = publisher.publish(version, state)
-        times.append(time.perf_counter() - begin)
+        spent = time.perf_counter() - begin
         for part in state.values():
             part.view(torch.int16)[version::100] += 1
-print(json.dumps({"times": times, "bytes": done.nbytes, "extra": (most() - before - raw) / 2**20}))
-"""
+        return spent, done.nbytes
+
+    g = torch.Generator().manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:  # compiles the kernels
+        publisher, small = sp.Publisher(folder), {"w": torch.randn(1 << 21, generator=g).bfloat16()}
+        for version in range(2):
+            publish(publisher, version, small)
+    state = {str(i): (0.02 * torch.randn(n // 64, generator=g)).bfloat16() for i in range(64)}
+    before = most()
+    with tempfile.TemporaryDirectory() as folder:
+        publisher = sp.Publisher(folder, base_every=2)
+        found = [publish(publisher, version, state) for version in range(3)]  # a base, a delta, and both
+    times, sizes = zip(*found, strict=True)
+    return {"times": times, "bytes": sizes[-1], "extra": (most() - before - 2 * n) / 2**20}
 
 
 def _large(n: int) -> list[Row]:
     """Return rows of a large state: seconds, and memory in addition to the state and a copy."""
-    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", _LARGE_RUN, str(n)],
-        env={**os.environ, "PYTHONPATH": paths},
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    found = json.loads(done.stdout.splitlines()[-1])
-    times = 2 * n / found["bytes"]
-    note = f"{n / 1e9:.2g} B parameters, 1 % changed; {times:.0f} times smaller than the model; wall clock"
-    goal = at_most(640.0)
-    rows = [
-        Row(f"large, {what}", "cpu", n, seconds, "s", None, None, None, None, None, note)
-        for what, seconds in zip(("base", "delta", "delta and base"), found["times"], strict=True)
-    ]
-    extra = found["extra"]
+    found, rows = processes.call("shrinkpoint.bench.sync:large_child", n), Rows(size=n, device="cpu")
+    smaller = 2 * n / found["bytes"]
+    note = f"{n / 1e9:.2g} B parameters, 1 % changed; {smaller:.0f} times smaller than the model; wall clock"
+    for what, seconds in zip(("base", "delta", "delta and base"), found["times"], strict=True):
+        rows.add(f"large, {what}", seconds, "s", note=note)
     note = "memory in addition to the state and one previous copy"
-    met = goal.met(extra, None)
-    return [*rows, Row("large, memory", "cpu", n, extra, "MiB", None, None, None, goal.text("MiB"), met, note)]
+    rows.add("large, memory", found["extra"], "MiB", note=note, target=at_most(640.0))
+    return rows
 
 
 def _learning(quick: bool) -> list[Row]:
     """Run the example of reinforcement learning, and return rows of its costs."""
     home = Path(__file__).resolve().parents[1] / "examples"
-    given = f"versions={3 if quick else 8}, width={64 if quick else 256}"
+    paths = os.pathsep.join(os.path.abspath(path) for path in (str(home), *sys.path))
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import json, rl_sync; print(json.dumps(rl_sync.main({folder!r}, {given})))"],
-            cwd=home,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)},
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-    found = json.loads(done.stdout.splitlines()[-1])
-    n, rows = found["parameters"], []
+        found = processes.call("rl_sync:main", folder, *((3, 64) if quick else (8, 256)), PYTHONPATH=paths)
+    rows = Rows("", found["parameters"], "cpu")
     size, peer = found["bytes"], found["zstd-1 of XOR"]
     note = f"{100 * found['changed']:.3g} % changed a version; {'equal' if found['equal'] else 'DIFFERENT'} logits"
-    goal = at_most(1.0, "ratio")
-    rows.append(
-        Row(
-            *("reinforcement learning, bytes a sync", "cpu", n, size, "bytes", "zstd-1 of XOR", peer),
-            *(size / peer, goal.text("bytes"), found["equal"] and goal.met(size, size / peer), note),
-        )
-    )
+    name, most = "reinforcement learning, bytes a sync", at_most(1.0, "ratio")
+    rows.add(name, size, "bytes", ("zstd-1 of XOR", peer), note, ratio=size / peer, target=most)
+    rows[0] = replace(rows[0], met=found["equal"] and rows[0].met)
     for name in ("publish", "prepare", "pause"):
-        value = found[f"{name} ms"]
-        rows.append(Row(f"reinforcement learning, {name}", "cpu", n, value, "ms", note=note))
+        rows.add(f"reinforcement learning, {name}", found[f"{name} ms"], "ms", note=note)
     return rows
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Speed relative to memcpy by share."""
-    bars = [(r.row, r.ratio, _limit(r)) for r in rows if r.peer == FLOOR and r.ratio is not None]
-    draw(path, [Bars("speed of exact deltas, share of memcpy (mark: target)", "x memcpy", bars)])
-
-
-def _limit(row: Row) -> float | None:
-    """The number in a target's text."""
-    return None if row.target is None else float(row.target.split()[1])

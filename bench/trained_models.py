@@ -63,14 +63,13 @@ class Block(nn.Module):
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         batch, length, width = x.shape
         parts = self.qkv(self.norm1(x)).reshape(batch, length, 3, self.heads, 64).permute(2, 0, 3, 1, 4)
         q, k, v = parts.unbind(0)
         seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.proj(seen.transpose(1, 2).reshape(batch, length, width))
-        out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-        return out
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
@@ -82,12 +81,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(size.width) for _ in range(size.layers))
         self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, 256)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.token(x) + self.position.weight[: x.shape[1]]
         for block in self.blocks:
             h = block(h)
-        logits: Tensor = self.head(self.norm(h))
-        return logits
+        return self.head(self.norm(h))
 
 
 class ViT(nn.Module):
@@ -100,12 +98,11 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, causal=False) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Any:
         h = self.patch(images).flatten(2).transpose(1, 2) + self.position
         for block in self.blocks:
             h = block(h)
-        logits: Tensor = self.head(self.norm(h).mean(1))
-        return logits
+        return self.head(self.norm(h).mean(1))
 
 
 class Residual(nn.Module):

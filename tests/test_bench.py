@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from shrinkpoint.bench import codec, coders, data, gpustates, kernels, trained_models
+from shrinkpoint.bench import codec, coders, data, kernels, trained_models
+from shrinkpoint.bench import gpu as bench_gpu
 from shrinkpoint.bench.__main__ import BENCHMARKS, main, result
 from shrinkpoint.bench.devices import Device
 from shrinkpoint.bench.evidence import catalogue
@@ -419,7 +420,7 @@ GPU_ROWS = [f"compress {kind} from a GPU, default, test" for kind in ("base", "d
 
 def test_states_of_a_gpu_are_held_against_copies_on_it_and_to_the_host() -> None:
     here = Device("as if it were a gpu", False, wall_clock)
-    rows = [row for case in gpustates.cases(here, pair(), "test") for row in measure(case, Options(), wall_clock)]
+    rows = [row for case in bench_gpu.cases(here, pair(), "test") for row in measure(case, Options(), wall_clock)]
     assert [row.row for row in rows] == [name for name in GPU_ROWS for _ in range(2)]
     for row in rows:
         assert row.value is not None
@@ -432,7 +433,7 @@ def test_states_of_a_gpu_are_held_against_copies_on_it_and_to_the_host() -> None
 
 def test_without_a_gpu_its_states_have_rows_that_say_so() -> None:
     card = Device("gpu", True, wall_clock, "no GPU")
-    rows = [row for case in gpustates.cases(card, pair(), "test") for row in not_measured(case, case.missing)]
+    rows = [row for case in bench_gpu.cases(card, pair(), "test") for row in not_measured(case, case.missing)]
     assert [row.row for row in rows] == [name for name in GPU_ROWS for _ in range(2)]
     assert {(row.device, row.value, row.note) for row in rows} == {("gpu", None, "not measured: no GPU")}
 
@@ -441,8 +442,8 @@ def test_a_state_that_breaks_its_bound_gets_no_speed_on_a_gpu_either(monkeypatch
     def wrong(*_: Any) -> str:
         raise CheckFailed("an array is not exact")
 
-    monkeypatch.setattr(gpustates, "check_errors", wrong)
-    case = gpustates.cases(Device("gpu", False, wall_clock), pair(), "test")[0]
+    monkeypatch.setattr(bench_gpu, "check_errors", wrong)
+    case = bench_gpu.cases(Device("gpu", False, wall_clock), pair(), "test")[0]
     assert all(is_red(row) and row.value is None for row in measure(case, Options(), wall_clock))
 
 

@@ -12,7 +12,7 @@ from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import scale as scale_tables
 from shrinkpoint.bench.harness import Options
 from shrinkpoint.bench.studies import accuracy, continued, scale, workloads
-from shrinkpoint.bench.studies.baselines.qd import QDCompressor
+from shrinkpoint.bench.studies.baselines.grids import QDCompressor
 from shrinkpoint.bench.studies.faults import end_of, quality
 from shrinkpoint.bench.studies.workloads import Run, State, Workload
 

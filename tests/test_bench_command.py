@@ -10,7 +10,7 @@ import pytest
 
 from shrinkpoint.bench import __main__ as command
 from shrinkpoint.bench import machine, store
-from shrinkpoint.bench.__main__ import BENCHMARKS, LARGE, STATEFUL, main
+from shrinkpoint.bench.__main__ import main
 from shrinkpoint.bench.harness import Case, Job, Options, Peer, Row, run_cases, wall_clock
 
 HOME = Path(__file__).parents[1]
@@ -44,32 +44,6 @@ def test_a_picture_of_no_kind_is_refused_before_anything_is_measured(
     monkeypatch.setattr(store, "run", never)
     assert main(["store", "--plot", str(tmp_path / "rows.xyz")]) == 2
     assert "png" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name not in STATEFUL])
-def test_a_state_that_is_not_used_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = tmp_path / "state.pt"
-    state.touch()
-    assert main([name, "--quick", "--state", str(state)]) == 2
-    assert f"bench {name} does not use one" in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_state_that_only_leaves_out_or_that_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(store, "run", never)
-    assert main(["store", "--state", str(tmp_path / "absent")]) == 2
-    assert "no such file" in " ".join(capsys.readouterr().err.split())
-    assert main(["saver", "--large"]) == 2
-    assert "--large" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_what_a_bench_uses_is_what_it_says_it_uses(name: str) -> None:
-    files = [*(HOME / "bench" / name).rglob("*.py"), *(HOME / "bench").glob(f"{name}.py")]
-    text = "".join(path.read_text(encoding="utf-8") for path in files)
-    assert ("options.state" in text) == (name in STATEFUL)
-    assert ("options.large" in text) == (name in LARGE)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("disk full"), ZeroDivisionError("nothing")])
@@ -109,20 +83,16 @@ def test_cases_are_kept_as_they_come() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_cases([Case("a", 1, "GB/s", make), Case("b", 1, "GB/s", broken)], options, wall_clock)
     assert [r.row for r in options.measured] == ["a"]
-    assert options.apart().measured == []
 
 
 def test_a_document_says_how_it_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A document names its command, without the folders of output and state."""
-    state = tmp_path / "private" / "state.pt"
-    state.parent.mkdir()
-    state.touch()
+    """A document names its command, without the folder of the output."""
     out = tmp_path / "rows.json"
     monkeypatch.setattr(store, "run", lambda options: [row("a")] if options.wanted("save base") else [])
-    assert main(["store", "--quick", "--only", "save base", "--state", str(state), "--json", str(out)]) == 0
+    assert main(["store", "--quick", "--only", "save base", "--json", str(out)]) == 0
     run = json.loads(out.read_text())["run"]
     assert run == {
-        "command": "python -m bench store --quick --state state.pt --only 'save base'",
+        "command": "python -m bench store --quick --only 'save base'",
         "only": "save base",
         "quick": True,
         "seeds": None,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shrinkpoint.bench import data, devices, gpustates, harness, kernels, trained_models
+from shrinkpoint.bench import data, devices, harness, kernels, trained_models
 from shrinkpoint.bench import gpu as bench_gpu
 from shrinkpoint.bench.__main__ import main
 from shrinkpoint.bench.devices import Device
@@ -95,8 +95,8 @@ def test_states_are_trained_checked_and_counted(config: str, monkeypatch: pytest
     pair = trained_models.trained(trained_models.SMALL, "cpu")
     assert pair.parameters > 100_000
     here = Device("as if it were a gpu", False, wall_clock)
-    monkeypatch.setattr(gpustates, "gpu", lambda: here)
-    rows = gpustates.rows(pair, "small", Options(rounds=2), (config,)) + gpustates.stall(pair, "small", Options())
+    monkeypatch.setattr(bench_gpu, "gpu", lambda: here)
+    rows = bench_gpu.rows(pair, "small", Options(rounds=2), (config,)) + bench_gpu.stall(pair, "small", Options())
     assert [row.row.split(",")[0] for row in rows] == [
         *(["compress base from a GPU"] * 2),
         *(["compress delta from a GPU"] * 2),

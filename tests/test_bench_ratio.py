@@ -69,7 +69,8 @@ def training() -> Training:
 def states() -> dict[int, State]:
     """Return the state of the same training every ten steps, by a plain loop."""
     with threads(1):
-        return dict(workloads.chain(workload(), 0, list(range(SPACING, STEPS + 1, SPACING))))
+        run = Run(workload(), 0)
+        return {step: run.train(step).state() for step in range(SPACING, STEPS + 1, SPACING)}
 
 
 def loss(state: State, until: int) -> float:
@@ -490,28 +491,24 @@ def test_merging_refuses_what_does_not_fit() -> None:
         merge.merged(old, [other])
     with pytest.raises(BadArgumentError, match="one model"):
         merge.merged({**old, "rows": []}, [])
-    with pytest.raises(BadArgumentError, match="rate 17"):
-        merge.measure("MLP", ["rate 17"], lambda _: None)
 
 
-def test_what_is_measured_now_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_systems_are_measured_for_a_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def measured(workload: Workload, systems: Any, parts: Any, _: Any) -> ratio.Measured:
+    def measured(workload: Workload, systems: Any, parts: Any, *_: Any, **__: Any) -> ratio.Measured:
         asked.append((workload.name, systems, parts))
-        found = [outcome(chain=7.0)] * 3
-        return ratio.Measured(system_rows("MLP", "rate 0.0005", 5, found), 5, {"rate 0.0005": found})
+        found = {"rate 0.0005": [outcome(chain=7.0)] * 3}
+        return ratio.Measured(system_rows("MLP", "rate 0.0005", 5, found["rate 0.0005"]), 5, found)
 
     monkeypatch.setattr(ratio, "measured", measured)
-    path = tmp_path / "ratio.json"
-    path.write_text(json.dumps(document("a" * 40, {"default": [outcome()]})), encoding="utf-8")
-    assert merge.main([str(path), "--measure", "peers; rate 0.0005;"]) == 0
-    assert asked == [("MLP", ["rate 0.0005"], ["peers"])]
-    found = json.loads(path.read_text(encoding="utf-8"))
+    rows = ratio.run(Options(only="MLP rate 0.0005,MLP peers"))
+    assert asked == [("MLP", ["rate 0.0005", "rate 0.0005, 16 bins"], ["peers"])]
+    new = document("b" * 40, {}, *rows)
+    found = merge.merged(document("a" * 40, {"default": [outcome()]}), [new])
     values = {row["row"]: row["value"] for row in found["rows"]}
     assert values["MLP, rate 0.0005: whole state, chain with its bases"] == 7.0
     assert values["MLP, default: whole state, chain with its bases"] == 1.0
-    assert len(found["outcomes"]["MLP, rate 0.0005"]) == 3
 
 
 def test_a_row_from_outside_a_checkout_says_so() -> None:
@@ -527,8 +524,8 @@ def test_the_command_merges_in_place(tmp_path: Path, capsys: pytest.CaptureFixtu
     found = json.loads(into.read_text(encoding="utf-8"))
     assert found["rows"][0]["value"] == 3.0
     assert found["run"] == {"command": "python -m bench.studies.merge old.json new.json"}
-    assert merge.main([str(into), "--measure", "rate 17"]) == 2
-    assert "rate 17" in capsys.readouterr().err
+    assert merge.main([str(into), str(tmp_path / "absent.json")]) == 2
+    assert "absent.json" in capsys.readouterr().err
 
 
 def test_the_bench_keeps_outcomes_in_its_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

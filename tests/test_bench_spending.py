@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shrinkpoint.bench.evidence import speeds, spending
+from shrinkpoint.bench.evidence import speeds
 from shrinkpoint.bench.harness import Row
 
 
@@ -37,11 +37,11 @@ STALLS = [
 
 
 def test_speeds_are_those_of_the_large_state() -> None:
-    assert spending.speeds(SPEEDS) == {
+    assert speeds.speeds_by_way(SPEEDS) == {
         "compress base": {"shrinkpoint, 1 thread": 500.0, "shrinkpoint, 2 threads": 800.0, "torch.save": 1200.0},
         "decompress base": {"torch.save": 1300.0},
     }
-    assert list(spending.speeds(SPEEDS)["compress base"]) == [
+    assert list(speeds.speeds_by_way(SPEEDS)["compress base"]) == [
         "shrinkpoint, 1 thread",
         "shrinkpoint, 2 threads",
         "torch.save",
@@ -49,13 +49,13 @@ def test_speeds_are_those_of_the_large_state() -> None:
 
 
 def test_stalls_are_those_that_were_measured() -> None:
-    assert spending.stalls(STALLS) == {
+    assert speeds.stalls(STALLS) == {
         "3 arrays, 60 MB": {"Saver.save": 5.0, "one copy of memory": 4.0, "torch.save": 50.0}
     }
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    spending.picture(SPEEDS, STALLS, tmp_path / "cost.png")
+    speeds.picture(SPEEDS, STALLS, tmp_path / "cost.png")
     assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -24,19 +24,17 @@ from shrinkpoint.bench.__main__ import main
 from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import pages, provenance, results
 from shrinkpoint.bench.evidence import systems as papers
-from shrinkpoint.bench.harness import Options, Row
+from shrinkpoint.bench.harness import Options, Row, times_smaller
 from shrinkpoint.bench.studies import merge, systems, workloads
+from shrinkpoint.bench.studies.baselines.grids import QDCompressor
 from shrinkpoint.bench.studies.baselines.partial import Scar
-from shrinkpoint.bench.studies.baselines.qd import QDCompressor
 from shrinkpoint.bench.studies.search import Checkpoint, Training
 from shrinkpoint.bench.studies.systems import (
     bitsnap,
     inshrinkerator,
     lc,
     lossless,
-    quantizers,
     rows,
-    short,
     spaces,
     table,
 )
@@ -130,8 +128,8 @@ def test_mean_and_its_interval() -> None:
     assert found.half == pytest.approx(3.182 * np.std([1, 2, 3, 6], ddof=1) / 2)
     assert str(table.mean([2.0])) == "2 (one run)"
     assert table.mean([1.0] * 25).half == 0.0
-    assert table.times(2.0, 6.0) == 3.0
-    assert table.times(0.0, 6.0) is None
+    assert times_smaller(2.0, 6.0) == 3.0
+    assert times_smaller(0.0, 6.0) is None
 
 
 # ---------------------------------------------------------------------------------------------------- exact coding
@@ -206,12 +204,12 @@ def test_all_systems_count_the_same_arrays() -> None:
     with threads(1):
         run = lc.Training(lc.TASKS["LeNet"](), 0)
         first = run.state()
-        ours, scar = lc.OurChain(sp.presets.lc_checkpoint(2)), lc.BaselineChain(Scar(1.0))
+        ours, scar = table.Chain(sp.presets.lc_checkpoint(2)), table.Chain(Scar(1.0))
         for chain in (ours, scar):
-            chain.save(first)
+            chain.save(first, lc._kinds(first))
         run.advance()
         for chain in (ours, scar):
-            chain.save(run.state())
+            chain.save(run.state(), lc._kinds(first))
     exact = sum(x.numel() for x in first["model"].values() if x.ndim == 1 or x.numel() < 1024)
     assert exact == 1226
     raw = lc.coded_bytes(first)
@@ -238,11 +236,11 @@ def test_a_bucket_set_to_zero_changes_the_loss() -> None:
 
 def test_chains_restore_what_they_saved() -> None:
     run = lc.Training(lc.TASKS["matrix factorization"](), 0)
-    ours, theirs = lc.OurChain(sp.presets.lc_checkpoint(3)), lc.BaselineChain(Scar(0.25))
+    ours, theirs = table.Chain(sp.presets.lc_checkpoint(3)), table.Chain(Scar(0.25))
     with threads(1):
         for _ in range(5):
             for chain in (ours, theirs):
-                chain.save(run.state())
+                chain.save(run.state(), lc._kinds(run.state()))
             run.advance()
     assert len(ours.sizes) == len(theirs.sizes) == 4
     exact = run.state()["model"]["users"]
@@ -406,15 +404,15 @@ def weights(**sizes: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_paper_figures_fall_with_the_threshold_and_ours_needs_the_fewest() -> None:
     assert set(inshrinkerator._PAPER) == {"GPT", "CNN", "ViT"}
-    for _, columns in inshrinkerator._PAPER.values():
+    for paper in inshrinkerator._PAPER.values():
+        columns = {name: figures for name, figures in paper.items() if name != "model"}
         assert {inshrinkerator.ADAPTIVE, inshrinkerator.UNIFORM, inshrinkerator.PUBLISHED} <= set(columns)
-        for place in range(3):
-            values = {name: figures[place] for name, figures in columns.items() if figures[place] is not None}
+        for threshold in (f"{100 * share:g} %" for share in inshrinkerator.THRESHOLDS):
+            values = {name: figures[threshold] for name, figures in columns.items() if threshold in figures}
             assert min(values, key=lambda name: values[name]) == inshrinkerator.PUBLISHED
         for figures in columns.values():
-            there = [figure for figure in figures if figure is not None]
-            assert there == sorted(there, reverse=True)
-            assert len(there) >= 2
+            assert list(figures.values()) == sorted(figures.values(), reverse=True)
+            assert len(figures) >= 2
 
 
 def test_least_bins_are_the_first_that_pass() -> None:
@@ -443,31 +441,27 @@ def test_what_restores_the_same_is_evaluated_once() -> None:
 
 
 def test_the_spaces_are_those_of_tables_9_to_12() -> None:
-    powers = (8, 16, 32, 64, 128, 256)
-    cube = spaces.Published().cube
-    assert (cube.bins, cube.embedding_bins, cube.protect) == ((4, 6, 8, 12, 16, 32), (16, 32), (0.0005, 0.005, 0.01))
-    assert cube.prune == (0.0,)
-    assert spaces.Uniform() == spaces.Uniform(powers, powers)
-    assert spaces.Adaptive() == spaces.Adaptive(powers, (10, 25, 50, 100), (0.1, 0.2, 0.3, 0.4, 0.5))
-    assert spaces.KMeans() == spaces.KMeans(powers, (16, 32), -4.0, 1000)
-    assert {name: type(one.space).__name__ for name, one in inshrinkerator.IN_THEIR_SPACES.items()} == {
-        inshrinkerator.PUBLISHED: "Published",
-        inshrinkerator.UNIFORM: "Uniform",
-        inshrinkerator.ADAPTIVE: "Adaptive",
-        inshrinkerator.KMEANS: "KMeans",
+    assert spaces.POWERS == (8, 16, 32, 64, 128, 256)
+    assert (spaces.STEPS, spaces.RATIOS) == ((10, 25, 50, 100), (0.1, 0.2, 0.3, 0.4, 0.5))
+    assert {name: one.space for name, one in inshrinkerator.IN_THEIR_SPACES.items()} == {
+        inshrinkerator.PUBLISHED: spaces.published,
+        inshrinkerator.UNIFORM: spaces.uniform,
+        inshrinkerator.ADAPTIVE: spaces.adaptive,
+        inshrinkerator.KMEANS: spaces.kmeans,
     }
     state, kinds = weights(wte=(64, 32), fc=(64, 96))
     # Every configuration of the tables: for uniform bins those whose limits are in order.
-    numbers = {"Published": 6 * 2 * 3, "Uniform": 21, "Adaptive": 6 * 4 * 5, "KMeans": 6 * 2}
-    for one in inshrinkerator.IN_THEIR_SPACES.values():
+    numbers = {inshrinkerator.PUBLISHED: 6 * 2 * 3, inshrinkerator.UNIFORM: 21}
+    numbers |= {inshrinkerator.ADAPTIVE: 6 * 4 * 5, inshrinkerator.KMEANS: 6 * 2}
+    for name, one in inshrinkerator.IN_THEIR_SPACES.items():
         found = list(one.space(state, kinds))
-        assert len(found) == numbers[type(one.space).__name__]
+        assert len(found) == numbers[name]
         assert [c.bins for c in found] == sorted(c.bins for c in found)
 
 
 def test_bins_are_a_mean_over_elements() -> None:
     state, kinds = weights(wte=(64, 32), fc=(64, 96))
-    for space, least in ((spaces.Published(), 4), (spaces.KMeans(), 8)):
+    for space, least in ((spaces.published, 4), (spaces.kmeans, 8)):
         assert next(iter(space(state, kinds))).bins == (16 * 1 + least * 3) / 4
         # Without an embedding there is nothing to choose for it.
         own = list(space({"model": {"fc": state["model"]["fc"]}}, kinds))
@@ -486,10 +480,10 @@ def test_uniform_bins_follow_the_entropy_within_the_limits() -> None:
     state, kinds = weights(fc=(64, 96), peak=(64, 96))
     # One value far off leaves the rest within a few of 256 bins: a small entropy.
     state["model"]["peak"][0, 0] = 1e4
-    normal, peaked = (QDCompressor(2, 256).bins(x) for x in quantizers.weights_of(state).values())
+    normal, peaked = (QDCompressor(2, 256).bins(x) for x in spaces.weights_of(state).values())
     assert normal == 128
     assert peaked == 2
-    found = {one.same: one for one in spaces.Uniform()(state, kinds)}
+    found = {one.same: one for one in spaces.uniform(state, kinds)}
     assert {(128, 8), (8, 8), (128, 16), (256, 256)} < set(found)
     assert (8, 128) not in found
     restored = found[128, 8].restore()["model"]
@@ -533,19 +527,18 @@ def test_candidates_restore_what_they_say(system: str) -> None:
 
 
 def test_the_greedy_range_leaves_an_outlier_out() -> None:
-    sketch = quantizers.Sketch.of(np.append(np.linspace(-1, 1, 4001), 2.0).astype(np.float32))
-    ((low, high),) = quantizers.greedy_ranges(sketch, 8, 25, (0.5,))
+    sketch = spaces.Sketch.of(np.append(np.linspace(-1, 1, 4001), 2.0).astype(np.float32))
+    ((low, high),) = spaces.greedy_ranges(sketch, 8, 25, (0.5,))
     assert low == pytest.approx(-1, abs=0.13)
     assert 0.9 < high < 1.6
-    even = quantizers.Sketch.of(np.linspace(-1, 1, 4001).astype(np.float32))
-    assert quantizers.greedy_ranges(even, 64, 25, (0.5,)) == [(-1.0, 1.0)]
+    even = spaces.Sketch.of(np.linspace(-1, 1, 4001).astype(np.float32))
+    assert spaces.greedy_ranges(even, 64, 25, (0.5,)) == [(-1.0, 1.0)]
 
 
 def test_one_walk_gives_the_range_of_each_ratio() -> None:
-    sketch = quantizers.Sketch.of(np.random.default_rng(0).standard_normal(20_000).astype(np.float32))
-    ratios = spaces.Adaptive().ratios
-    together = quantizers.greedy_ranges(sketch, 8, 50, ratios)
-    assert together == [quantizers.greedy_ranges(sketch, 8, 50, (ratio,))[0] for ratio in ratios]
+    sketch = spaces.Sketch.of(np.random.default_rng(0).standard_normal(20_000).astype(np.float32))
+    together = spaces.greedy_ranges(sketch, 8, 50, spaces.RATIOS)
+    assert together == [spaces.greedy_ranges(sketch, 8, 50, (ratio,))[0] for ratio in spaces.RATIOS]
     losses = [sketch.loss(*found, 8) for found in together]
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > 1.5 * losses[-1]
@@ -628,8 +621,8 @@ def test_the_committed_results_have_every_experiment() -> None:
 
 
 def test_the_short_form_has_a_line_for_each_system() -> None:
-    found = short.table(papers.measured(), lambda value: f"{value:.4g}")
-    assert len(found) == len(short.LINES), "a line has no row"
+    found = papers.figures(papers.measured())
+    assert len(found) == len(papers.FIGURES), "a line has no row"
     titles = " ".join(line[0] for line in found)
     assert all(system in titles for system in ("Inshrinkerator", "LC-Checkpoint", "Check-N-Run", "BitSnap"))
     cells = {title: (theirs, ours) for title, theirs, ours in found}

@@ -87,9 +87,3 @@ def test_ranks_measure_a_save_of_real_processes() -> None:
         assert found[how]["seconds"] > 0
         assert found[how]["metadata"] > 500
     assert found["ours"]["nbytes"] < found["own"]["nbytes"] / 4
-
-
-def test_plot(tmp_path: Path) -> None:
-    row = trainers._row("plain loop: stall of a save", 5, 2.0, "ms", "torch.save", 4.0)
-    trainers.plot([row], tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

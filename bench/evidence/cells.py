@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 NONE = "not measured"
@@ -28,23 +28,30 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join([f"| {' | '.join(header)} |", "|" + "---|" * len(header), *found])
 
 
-def crossed(cells: Mapping[str, Mapping[str, str]], columns: Iterable[str], missing: str = "") -> str:
-    """Return a table of cells by line and column.
+def crossed(
+    cells: Iterable[tuple[str, str, str]], columns: Iterable[str] = (), missing: str = "", corner: str = ""
+) -> str:
+    """Return a table of cells by line and column, each in the order in which it is first named.
 
     Args:
-        cells: by line, then column.
-        columns: in order.
+        cells: (line, column, text) each; the last of a place counts.
+        columns: that come first, in order, even if they are empty.
         missing: text for a column that a line lacks.
+        corner: heads the names of the lines.
 
     Example:
-        >>> print(crossed({"1": {"a": "x"}, "2": {"b": "y"}}, ["a", "b"], "-"))
+        >>> print(crossed([("1", "a", "x"), ("2", "b", "y")], missing="-"))
         |  | a | b |
         |---|---|---|
         | 1 | x | - |
         | 2 | - | y |
     """
-    names = list(columns)
-    return markdown(["", *names], [[line, *(own.get(c, missing) for c in names)] for line, own in cells.items()])
+    lines: dict[str, dict[str, str]] = {}
+    names = dict.fromkeys(columns)
+    for line, column, text in cells:
+        lines.setdefault(line, {})[column] = text
+        names[column] = None
+    return markdown([corner, *names], [[line, *(own.get(c, missing) for c in names)] for line, own in lines.items()])
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from . import levels
-from .cells import NONE, Json, markdown, number, shown
+from .cells import NONE, markdown, number, shown
 from .results import by_place, rows_of
 
 _RESUMES = ("resume, lossless", "loss after a lossy resume")
@@ -17,12 +17,10 @@ def frameworks() -> str:
     lines = []
     for name, found in by_place(rows_of("trainers.json")).items():
         peer = next(r["peer"] for r in found.values() if r["peer"])
-        line = [f"{name} / {peer}"]
-        for what in both:
-            pair = found.get(what)
-            line.append(f"{number(pair['value'])} / {number(pair['peer_value'])} {pair['unit']}" if pair else "")
-        line += [shown(found[w], f" {found[w]['unit']}") if w in found else "" for w in _RESUMES]
-        lines.append(line)
+        pairs = (found.get(what) for what in both)
+        cells = [f"{number(p['value'])} / {number(p['peer_value'])} {p['unit']}" if p else "" for p in pairs]
+        resumes = [shown(found[w], f" {found[w]['unit']}") if w in found else "" for w in _RESUMES]
+        lines.append([f"{name} / {peer}", *cells, *resumes])
     return markdown(["", *both, *_RESUMES], lines)
 
 
@@ -46,17 +44,11 @@ def _bytes(value: float | None) -> str:
 
 def ranks() -> str:
     """Table of saves by several processes: ours and torch's."""
-    cells: dict[str, dict[str, Json]] = {}
-    for row in rows_of("trainers.json"):
-        named = re.fullmatch(r"DCP, (\d+) ranks: (.*)", row["row"])
-        if named and row["value"] is not None:
-            cells.setdefault(named[1], {})[named[2]] = row
-    columns = list(dict.fromkeys(what for found in cells.values() for what in found if what != "save"))
+    named = ((re.fullmatch(r"DCP, (\d+) ranks: (.*)", row["row"]), row) for row in rows_of("trainers.json"))
+    rows = {(m[1], m[2]): row for m, row in named if m and row["value"] is not None and m[2] != "save"}
+    worlds, columns = (list(dict.fromkeys(key[i] for key in rows)) for i in (0, 1))
     lines = []
-    for world, found in cells.items():
-        line = [world]
-        for what in columns:
-            pair = found.get(what)
-            line += [_bytes(pair["value"]), _bytes(pair["peer_value"])] if pair else [NONE, NONE]
-        lines.append(line)
+    for world in worlds:
+        pairs = (rows.get((world, what), {"value": None, "peer_value": None}) for what in columns)
+        lines.append([world, *(_bytes(pair[side]) for pair in pairs for side in ("value", "peer_value"))])
     return markdown(["ranks", *(text for what in columns for text in (what, "torch"))], lines)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from ..studies.harm.families import SET_ASIDE
 from ..studies.harm.groups import ALL as FAMILIES
 from ..studies.harm.groups import CHOSE, HELD_BACK, REGRESSIONS, SENSITIVE
 from ..studies.harm.settings import PARTS
-from ..studies.harm.summary import Campaign, Effect
+from ..studies.harm.summary import Campaign, Effect, Found
 from .cells import markdown, number
 from .results import rows_of
 
@@ -75,30 +74,31 @@ def levels() -> str:
 
 def levels_by_group() -> str:
     """Return a line a level and group of families: ratios, ends, number of seeds."""
-    lines = []
-    for level, name in NAMES.items():
-        for group, families in GROUPS.items():
-            mean, (least, _) = _ratios(level, families)
-            shown = [_end(level, [f for f in of if f in families])[0] for of in TASKS.values()]
-            there = [any(f in families for f in of) for of in TASKS.values()]
-            ends = [cell if known else "-" for cell, known in zip(shown, there, strict=True)]
-            lines.append([name, group, str(len(families)), _seeds(level, families), mean, least, *ends])
-    head = ["level", "families", "number", "seeds", "times smaller, mean", "times smaller"]
-    return markdown([*head, *(f"loss after ten kills, bound: {task}" for task in TASKS)], lines)
+
+    def cells(level: str, families: Sequence[str]) -> list[str]:
+        mean, (least, _) = _ratios(level, families)
+        tasks = [[family for family in of if family in families] for of in TASKS.values()]
+        ends = [_end(level, of)[0] if of else "-" for of in tasks]
+        return [str(len(families)), _seeds(level, families), mean, least, *ends]
+
+    head = ["number", "seeds", "times smaller, mean", "times smaller"]
+    return _by_group(cells, [*head, *(f"loss after ten kills, bound: {task}" for task in TASKS)])
 
 
 def evaluation() -> str:
     """Return a line a level and group: changes of the loss at a restore, by kind of task."""
-    lines = []
-    for level, name in NAMES.items():
-        for group, families in GROUPS.items():
-            cells = []
-            for of in TASKS.values():
-                chosen = [family for family in of if family in families]
-                for what in ("rms", "worst"):
-                    cells.append(_worst(level, chosen, what)[0] if chosen else "-")
-            lines.append([name, group, *cells])
-    head = [f"{task}: {what}" for task in TASKS for what in ("rms", "worst")]
+
+    def cells(level: str, families: Sequence[str]) -> list[str]:
+        tasks = [[family for family in of if family in families] for of in TASKS.values()]
+        return [_worst(level, of, what)[0] if of else "-" for of in tasks for what in ("rms", "worst")]
+
+    return _by_group(cells, [f"{task}: {what}" for task in TASKS for what in ("rms", "worst")])
+
+
+def _by_group(cells: Callable[[str, Sequence[str]], list[str]], head: list[str]) -> str:
+    lines = [
+        [name, group, *cells(level, families)] for level, name in NAMES.items() for group, families in GROUPS.items()
+    ]
     return markdown(["level", "families", *head], lines)
 
 
@@ -187,10 +187,6 @@ def change(value: float, unit: str = " %") -> str:
     return "equal" if float(text) == 0 else f"{text}{unit} {'worse' if value > 0 else 'better'}"
 
 
-def _bound(found: Effect | None, unit: str = " %") -> str:
-    return _MISSING if found is None or found.bound is None else change(found.bound, unit)
-
-
 def _ratio_of(family: str, level: str) -> float | None:
     """Return the ratio of a chain of whole states, of killed trainings if there are any."""
     found = campaign().found(family, level)
@@ -204,7 +200,7 @@ def _effect(found: Effect | None, unit: str = " %") -> list[str]:
     if found is None:
         return [_MISSING] * 3
     error = _MISSING if found.error is None else f"{found.error:.2f}"
-    return [change(found.mean, unit), error, _bound(found, unit)]
+    return [change(found.mean, unit), error, _MISSING if found.bound is None else change(found.bound, unit)]
 
 
 _EFFECT = ["+-", "95 % bound"]
@@ -224,22 +220,12 @@ def level(name: str) -> str:
         if found is None:
             lines.append([_label(family), *[_MISSING] * 12])
             continue
-        accuracy = ["-"] * 3 if found.agreement is None else _effect(found.accuracy, "")
         answers = "-" if found.agreement is None else f"{found.agreement:.2f} %"
         at_restore = [answers, f"{found.rms:.2f} %", change(found.worst)]
-        sizes = [f"{found.ratio:.1f} x", f"{found.weights:.1f} x"]
-        seeds = "0" if found.loss is None else str(found.loss.seeds)
-        lines.append([_label(family), seeds, *at_restore, *_effect(found.loss), *accuracy, *sizes])
-    head = [
-        "family",
-        "seeds",
-        "same answers",
-        "loss change at a restore, rms",
-        "worst",
-        "loss after ten kills",
-        *_EFFECT,
-    ]
-    return markdown([*head, "accuracy", *_EFFECT, "whole state", "weights"], lines)
+        seeds, ends = _ends(found)
+        lines.append([_label(family), seeds, *at_restore, *ends, f"{found.ratio:.1f} x", f"{found.weights:.1f} x"])
+    head = ["family", "seeds", "same answers", "loss change at a restore, rms", "worst", "loss after ten kills"]
+    return markdown([*head, *_EFFECT, "accuracy", *_EFFECT, "whole state", "weights"], lines)
 
 
 def exact_levels() -> str:
@@ -247,25 +233,19 @@ def exact_levels() -> str:
     lines = []
     for family in FAMILIES:
         found, ratio = campaign().found(family, "exact_weights"), _ratio_of(family, "lossless")
-        cells = [_MISSING if ratio is None else f"{ratio:.2f} x"]
-        if found is None:
-            cells += [_MISSING] * 8
-        else:
-            accuracy = ["-"] * 3 if found.agreement is None else _effect(found.accuracy, "")
-            seeds = "0" if found.loss is None else str(found.loss.seeds)
-            cells += [f"{found.ratio:.2f} x", seeds, *_effect(found.loss), *accuracy]
-        lines.append([_label(family), *cells])
-    head = [
-        "family",
-        "lossless",
-        "exact_weights",
-        "seeds",
-        "its loss after ten kills",
-        *_EFFECT,
-        "points of accuracy",
-        *_EFFECT,
-    ]
-    return markdown(head, lines)
+        cells = [_MISSING] * 8
+        if found is not None:
+            seeds, ends = _ends(found)
+            cells = [f"{found.ratio:.2f} x", seeds, *ends]
+        lines.append([_label(family), _MISSING if ratio is None else f"{ratio:.2f} x", *cells])
+    head = ["family", "lossless", "exact_weights", "seeds", "its loss after ten kills", *_EFFECT]
+    return markdown([*head, "points of accuracy", *_EFFECT], lines)
+
+
+def _ends(found: Found) -> tuple[str, list[str]]:
+    """Return the number of seeds, and the cells of loss and accuracy after ten kills."""
+    accuracy = ["-"] * 3 if found.agreement is None else _effect(found.accuracy, "")
+    return "0" if found.loss is None else str(found.loss.seeds), [*_effect(found.loss), *accuracy]
 
 
 def front() -> str:
@@ -282,26 +262,14 @@ def front() -> str:
         base, delta = (statistics.fmean(row["bits"][of][part] for row in rows) for of in ("base", "delta"))
         bits = (base + (_BASES - 1) * delta) / _BASES
         steps = "0" if part == "weights" else "20"
-        far = _geometric(row["after"][steps]["divergence"] for row in rows)
+        far = statistics.geometric_mean(row["after"][steps]["divergence"] for row in rows)
         slope = (before[1] - far) / (bits - before[0]) if part == kind and bits > before[0] else None
         changed = 100 * statistics.fmean(row["after"][steps]["changed"] for row in rows)
-        lines.append(
-            [
-                part,
-                value,
-                *(f"{size:.2f}" for size in (base, delta, bits)),
-                f"{1e5 * far:.2f}",
-                f"{changed:.2f} %",
-                "" if slope is None else f"{1e5 * slope:.1f}",
-            ]
-        )
+        sizes, gain = (f"{size:.2f}" for size in (base, delta, bits)), "" if slope is None else f"{1e5 * slope:.1f}"
+        lines.append([part, value, *sizes, f"{1e5 * far:.2f}", f"{changed:.2f} %", gain])
         kind, before = part, (bits, far)
     head = ["part", "setting", "bits in a base", "in a delta", "in a chain", "divergence, 1e-5 nats", "answers changed"]
     return markdown([*head, "less divergence for a bit more"], lines)
-
-
-def _geometric(values: Iterable[float]) -> float:
-    return math.exp(statistics.fmean(math.log(value) for value in values))
 
 
 def measured() -> bool:
@@ -317,25 +285,18 @@ def picture(path: Path) -> None:
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     for level, colour in _COLOURS.items():
-        found = {family: campaign().found(family, level) for family in FAMILIES}
-        there = {family: one for family, one in found.items() if one is not None and one.loss is not None}
-        losses = [one.loss for one in there.values() if one.loss is not None]
-        axes.errorbar(
-            [one.ratio for one in there.values()],
-            [loss.mean for loss in losses],
-            yerr=[loss.error or 0.0 for loss in losses],
-            fmt="o",
-            color=colour,
-            capsize=2,
-            label=NAMES[level].strip("`"),
-        )
-        ends = dict(zip(there, losses, strict=True))
+        all_found = {family: campaign().found(family, level) for family in FAMILIES}
+        there = {family: (one.ratio, one.loss) for family, one in all_found.items() if one and one.loss}
+        ratios, losses = zip(*there.values(), strict=True)
+        means, errors = [loss.mean for loss in losses], [loss.error or 0.0 for loss in losses]
+        label = NAMES[level].strip("`")
+        axes.errorbar(ratios, means, yerr=errors, fmt="o", color=colour, capsize=2, label=label)
         # The family with the smallest ratio is the same at every level.
-        least = min(there, key=lambda family: there[family].ratio) if level == "compact" else None
-        worst = max(ends, key=lambda family: ends[family].mean)
+        least = min(there, key=lambda family: there[family][0]) if level == "compact" else None
+        worst = max(there, key=lambda family: there[family][1].mean)
         for family in filter(None, (least, worst)):
-            at = there[family].ratio, ends[family].mean
-            axes.annotate(family, at, (5, 4), textcoords="offset points", fontsize=8)
+            ratio, loss = there[family]
+            axes.annotate(family, (ratio, loss.mean), (5, 4), textcoords="offset points", fontsize=8)
     axes.axhline(0, color="#b8bfc6", linewidth=1, zorder=0)
     axes.set_yscale("symlog", linthresh=1)
     shown = (-10, -1, 0, 1, 10, 100)
@@ -347,7 +308,6 @@ def picture(path: Path) -> None:
     axes.set_xlabel("whole state, times smaller over a chain with bases")
     axes.set_ylabel("loss after ten kills,\n% above nearly exact restores")
     axes.legend(frameon=False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -23,7 +23,6 @@ from . import (
     scale,
     speeds,
     systems,
-    trainings,
 )
 
 PAGES = (
@@ -57,9 +56,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "ratio weights": ratios.weights,
     "ratio peers": ratios.peers,
     "papers": systems.papers,
-    "transfer": trainings.transferred,
-    "table 5 all": trainings.table5,
-    "continued": trainings.going_on,
+    "transfer": scale.transferred,
+    "table 5 all": scale.table5,
+    "continued": scale.going_on,
     "shard": scale.shard,
     "scale": scale.others,
     "computed": scale.computed,

@@ -30,16 +30,10 @@ def demo() -> str:
                 raw, stored = totals[part]
                 totals[part] = raw + sizes[0], stored + sizes[1]
     names = {"weights": "weights", "optimizer": "optimizer state", "whole": "whole training state"}
-    lines = [
-        [
-            names[part],
-            f"{raw / 1e6:.1f} MB",
-            f"{stored / 1e6:.1f} MB",
-            f"{found['ratio'][part]:.1f} x",
-            f"{found['late_delta_ratio'][part]:.1f} x",
-        ]
-        for part, (raw, stored) in totals.items()
-    ]
+    lines = []
+    for part, sizes in totals.items():
+        ratios = (f"{found[what][part]:.1f} x" for what in ("ratio", "late_delta_ratio"))
+        lines.append([names[part], *(f"{size / 1e6:.1f} MB" for size in sizes), *ratios])
     what = f"{len(found['checkpoints'])} checkpoints, {len(found['restores'])} kills"
     during = [restore["during"] for restore in found["restores"]].count("save")
     what += f" ({during} of them in the middle of a save)" if during else ""
@@ -75,10 +69,9 @@ def kernel_sizes() -> str:
         if row["peer"] == "memcpy" and row["device"].startswith("cpu") and swept and row["value"] is not None:
             rate = row["value"] * (4 if row["unit"] == "Gsym/s" else 1)
             found.setdefault(row["row"], {}).setdefault(row["size"], number(rate))
-    found = {name: cells for name, cells in found.items() if len(cells) > 2}
-    sizes = sorted({size for cells in found.values() for size in cells})
-    lines = [[name, *(cells.get(size, NONE) for size in sizes)] for name, cells in found.items()]
-    return markdown(["GB/s of float32 weights (a symbol stands for one)", *map(number, sizes)], lines)
+    cells = [(name, n, text) for name, of in found.items() if len(of) > 2 for n, text in of.items()]
+    sizes, corner = sorted({n for _, n, _ in cells}), "GB/s of float32 weights (a symbol stands for one)"
+    return crossed([(name, number(n), text) for name, n, text in cells], map(number, sizes), NONE, corner)
 
 
 def beside(pattern: str, units: Sequence[str]) -> str:
@@ -88,21 +81,16 @@ def beside(pattern: str, units: Sequence[str]) -> str:
         pattern: of the files.
         units: rows with one of these.
     """
-    lines: dict[tuple[str, int], dict[str, str]] = {}
-    peers: dict[str, None] = {}
     found = [row for row in rows_of(pattern) if row["unit"] in units and row["peer"] and row["value"] is not None]
-    several = {key for key, count in Counter((r["row"], r["size"]) for r in found).items() if count > 1}
+    several = Counter((row["row"], row["size"]) for row in found)
+    found = [row for row in found if several[row["row"], row["size"]] > 1]
+    lines: dict[tuple[str, int], dict[str, str]] = {}
     for row in found:
-        key = row["row"], row["size"]
-        if key not in several:
-            continue
-        peers[row["peer"]] = None
-        cells = lines.setdefault(key, {"": f"{number(row['value'])} {row['unit']}"})
+        cells = lines.setdefault((row["row"], row["size"]), {"": f"{number(row['value'])} {row['unit']}"})
         cells[row["peer"]] = number(row["peer_value"])
-    header = ["", "parameters", "shrinkpoint", *peers]
-    return markdown(
-        header, [[what, f"{n / 1e6:.0f} M", *(c.get(p, "") for p in ("", *peers))] for (what, n), c in lines.items()]
-    )
+    peers = list(dict.fromkeys(row["peer"] for row in found))
+    table = [[what, f"{n / 1e6:.0f} M", *(of.get(p, "") for p in ("", *peers))] for (what, n), of in lines.items()]
+    return markdown(["", "parameters", "shrinkpoint", *peers], table)
 
 
 def flips() -> str:
@@ -117,17 +105,11 @@ def flips() -> str:
 
 def fuzzed() -> str:
     """Table of the fuzzers: time, inputs, branches and findings."""
-    lines = [
-        [
-            row["fuzzer"],
-            f"{number(row['seconds'] / 60, 2)} min",
-            number(row["inputs"]),
-            f"{row['branches at first']:,} to {row['branches reached']:,}",
-            f"{row['seeds']} to {row['inputs worth keeping']:,}",
-            str(len(row["found"])),
-        ]
-        for row in rows_of("fuzz.json")
-    ]
+    lines = []
+    for row in rows_of("fuzz.json"):
+        branches = f"{row['branches at first']:,} to {row['branches reached']:,}"
+        kept, spent = f"{row['seeds']} to {row['inputs worth keeping']:,}", f"{number(row['seconds'] / 60, 2)} min"
+        lines.append([row["fuzzer"], spent, number(row["inputs"]), branches, kept, str(len(row["found"]))])
     return markdown(["", "time", "inputs read", "branches reached", "inputs kept", "found"], lines)
 
 
@@ -162,40 +144,26 @@ def real() -> str:
 
 def saver() -> str:
     """Return the cost of a save for trainer and worker by size, next to one copy by NumPy."""
-    cells: dict[int, dict[str, Json]] = {}
-    titles: dict[int, str] = {}
-    for row in rows_of("saver*.json"):
-        if row["peer"] in (None, "memcpy"):
-            cells.setdefault(row["size"], {})[row["row"]] = row
-        if row["row"] == _SAVER[0][1]:
-            titles[row["size"]] = row["note"].split(";")[0]
-    lines = []
-    for title, name in _SAVER:
-        line = [title]
-        for size in titles:
-            cell = cells[size].get(name)
-            if cell is None:
-                line.append(NONE)
-                continue
-            copy = "" if cell["peer"] is None else f"; one copy {number(cell['peer_value'], 2)} {cell['unit']}"
-            line.append(f"{number(cell['value'], 2)} {cell['unit']}{copy}")
-        lines.append(line)
-    return markdown(["", *titles.values()], lines if titles else [])
+    rows = [row for row in rows_of("saver*.json") if row["peer"] in (None, "memcpy")]
+    first = [row for row in rows if row["row"] == _SAVER[0][1]]
+    titles = {row["size"]: row["note"].split(";")[0] for row in first}
+    cells = []
+    for title, name in _SAVER if titles else ():
+        for row in (row for row in rows if row["row"] == name and row["size"] in titles):
+            copy = "" if row["peer"] is None else f"; one copy {number(row['peer_value'], 2)} {row['unit']}"
+            cells.append((title, titles[row["size"]], f"{number(row['value'], 2)} {row['unit']}{copy}"))
+    return crossed(cells, titles.values(), NONE)
 
 
 def saves() -> str:
     """Return extra memory, stall and seconds until durable (in copies of the state; below 0.001: 0), by mode."""
-    cells: dict[str, dict[str, list[str]]] = {}
+    three: dict[tuple[str, str], list[str]] = {}
     for row in rows_of("saves.json"):
         mode, _, size = row["row"].partition(": ")[0].rpartition(" of ")
         value = None if row["value"] is None else row["value"] / (row["peer_value"] or 1)
-        cells.setdefault(mode, {}).setdefault(size, []).append("0" if value and value < 0.001 else number(value))
-    sizes = list(dict.fromkeys(size for found in cells.values() for size in found))
-    texts = {
-        mode: {size: NONE if NONE in three else "; ".join(three) for size, three in found.items()}
-        for mode, found in cells.items()
-    }
-    return crossed(texts, sizes, NONE)
+        three.setdefault((mode, size), []).append("0" if value and value < 0.001 else number(value))
+    texts = ((*place, NONE if NONE in found else "; ".join(found)) for place, found in three.items())
+    return crossed(texts, dict.fromkeys(size for _, size in three), NONE)
 
 
 def saver_overhead() -> str:

@@ -10,7 +10,7 @@ from shrinkpoint.demo.picture import draw as demo_picture
 from .. import kernels
 from ..harness import Row
 from ..studies import ratio as bench_ratio
-from . import levels, ratios, spending
+from . import levels, ratios, speeds
 from .results import HOME, documents, rows_of
 
 PICTURES = HOME / "docs" / "pictures"
@@ -23,12 +23,12 @@ def pictures() -> dict[str, Callable[[Path], object]]:
         found["levels.png"] = levels.picture
     if ratios.measured():
         found["ratio.png"] = lambda path: bench_ratio.plot([Row(**row) for row in ratios.measured()], path)
-    speeds = [Row(**row) for row in rows_of("kernels.json")]
-    if speeds:
-        found["kernels.png"] = lambda path: kernels.plot(speeds, path)
+    rates = [Row(**row) for row in rows_of("kernels.json")]
+    if rates:
+        found["kernels.png"] = lambda path: kernels.plot(rates, path)
     spent = {name: rows_of(f"{name}.json") for name in ("codec", "saver")}
     if all(spent.values()):
-        found["cost.png"] = lambda path: spending.picture(spent["codec"], spent["saver"], path)
+        found["cost.png"] = lambda path: speeds.picture(spent["codec"], spent["saver"], path)
     ran = documents("demo.json").get("demo.json")
     if ran is not None:
         found["demo.png"] = lambda path: demo_picture(ran, ran["curves"], path)

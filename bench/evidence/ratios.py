@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ..harness import Row
 from ..studies import ratio as bench_ratio
 from ..studies.lossypeers import LOSSY
 from ..studies.outcomes import PUBLISHED, RUINED, System, lost_later, medians, percent, setting_of
-from .cells import NONE, Json, aimed, markdown, number, order, system_name
+from .cells import NONE, Json, aimed, crossed, markdown, number, order, system_name
 from .results import rows_of
 
 FINE = (
@@ -25,29 +25,31 @@ def measured() -> list[Json]:
     return rows_of("ratio-*.json")
 
 
-def chains() -> str:
-    """Bytes against loss: ratio of the chain and loss change later, by system and model."""
-    chain, later = "whole state, chain with its bases", "loss change later"
-    cells: dict[str, dict[str, dict[str, Json]]] = {}
-    sizes: dict[str, int] = {}
+def _placed() -> Iterator[tuple[str, str, str, Json]]:
+    """Yield model, system ("" for the model itself), label and row of each row."""
     for row in measured():
         where, _, what = row["row"].partition(": ")
         model, _, system = where.partition(", ")
+        yield model, system, what, row
+
+
+def chains() -> str:
+    """Bytes against loss: ratio of the chain and loss change later, by system and model."""
+    chain, later = "whole state, chain with its bases", "loss change later"
+    values: dict[tuple[str, str], dict[str, float | None]] = {}
+    sizes: dict[str, int] = {}
+    for model, system, what, row in _placed():
         # "weights, ...": next to the published moments, no setting for whole states.
         if system and what in (chain, later) and not system.startswith("weights"):
-            cells.setdefault(system, {}).setdefault(model, {})[what] = row
+            values.setdefault((system, model), {})[what] = row["value"]
             sizes[model] = row["size"]
-    models = sorted(sizes, key=lambda m: -sizes[m])
-    lines = []
-    for system in sorted(cells, key=order):
-        line = [system_name(system)]
-        for model in models:
-            found = cells[system].get(model, {})
-            pair = [found.get(what, {}).get("value") for what in (chain, later)]
-            change = RUINED if pair[1] is None else f"{pair[1]:+.2f} %"
-            line.append(f"{number(pair[0])} x, {change}" if later in found and pair[0] is not None else NONE)
-        lines.append(line)
-    return markdown(["", *(f"{m}, {sizes[m] / 1e6:.1f} M" for m in models)], lines)
+    names = {model: f"{model}, {sizes[model] / 1e6:.1f} M" for model in sorted(sizes, key=lambda m: -sizes[m])}
+    cells = []
+    for (system, model), found in sorted(values.items(), key=lambda one: order(one[0][0])):
+        change = RUINED if found.get(later) is None else f"{found[later]:+.2f} %"
+        known = later in found and found.get(chain) is not None
+        cells.append((system_name(system), names[model], f"{number(found[chain])} x, {change}" if known else NONE))
+    return crossed(cells, names.values(), NONE)
 
 
 def targets() -> str:
@@ -59,9 +61,7 @@ def targets() -> str:
 def _systems() -> dict[str, dict[str, System]]:
     """Return all systems of `bench ratio`, by model and name."""
     rows: dict[str, dict[str, dict[str, Row]]] = {}
-    for row in measured():
-        where, _, what = row["row"].partition(": ")
-        model, _, system = where.partition(", ")
+    for model, system, what, row in _placed():
         if system and not system.startswith(("against ", "alone, ")):
             rows.setdefault(model, {}).setdefault(system, {})[what] = Row(**row)
     return {m: {s: System.of_rows(found) for s, found in systems.items()} for m, systems in rows.items()}
@@ -74,36 +74,29 @@ def _change(loss: str) -> str:
 
 def losses() -> str:
     """Table of every system: loss at once and after further steps, and staleness."""
-    found = _systems()
-    names = sorted({system for systems in found.values() for system in systems}, key=order)
-    lines = []
-    for name in names:
-        line = [system_name(name)]
-        for systems in found.values():
-            if name not in systems:
-                line.append(NONE)
-                continue
-            mean = systems[name].mean
-            stale = "" if math.isnan(mean.staleness) else f", {mean.staleness:+.0f}"
-            line.append(f"{_change(percent(mean.at_once))}, {_change(percent(mean.later))}{stale}")
-        lines.append(line)
-    return markdown(["at once, later, steps", *found], lines if found else [])
+    found = [(name, model, system.mean) for model, of in _systems().items() for name, system in of.items()]
+    cells = []
+    for name, model, mean in sorted(found, key=lambda one: order(one[0])):
+        stale = "" if math.isnan(mean.staleness) else f", {mean.staleness:+.0f}"
+        text = f"{_change(percent(mean.at_once))}, {_change(percent(mean.later))}{stale}"
+        cells.append((system_name(name), model, text))
+    return crossed(cells, dict.fromkeys(model for _, model, _ in found), NONE, "at once, later, steps")
 
 
 def weights() -> str:
     """Return bits a weight of late deltas next to the published pipeline's, and our smallest."""
     found = _systems()
-    names = [s for s in bench_ratio.SYSTEMS if s.startswith("weights") or s in PUBLISHED]
-    lines = []
-    for name in names:
-        cells = [systems.get(name) for systems in found.values()]
-        some = [NONE if c is None else f"{c.mean.weight_bits:.2f}, {_change(percent(c.mean.later))}" for c in cells]
-        lines.append([system_name(name), *some])
+    cells = [
+        (system_name(name), model, f"{of[name].mean.weight_bits:.2f}, {_change(percent(of[name].mean.later))}")
+        for name in bench_ratio.SYSTEMS
+        for model, of in found.items()
+        if (name.startswith("weights") or name in PUBLISHED) and name in of
+    ]
     words = []
     for published in (p for p in PUBLISHED if all(p in systems for systems in found.values())):
         parts = [_without_a_rate(model, systems, published) for model, systems in found.items()]
         words.append(f"- Next to {system_name(published)}: {'; '.join(parts)}.")
-    table = markdown(["bits a weight, loss later", *found], lines if found else [])
+    table = crossed(cells, found, NONE, "bits a weight, loss later")
     text = "Our smallest without a rate whose mean loss is not larger, and how many times smaller:"
     return "\n".join([table, "", text, "", *words]) if words else table
 
@@ -130,14 +123,13 @@ def _bins(system: str) -> str:
 def peers() -> str:
     """Return our ratio and theirs for each other library, and the losses of either."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
-    models: dict[str, None] = {}
     for row in filter(_is_peer, measured()):
         model, _, rest = row["row"].partition(", against ")
         peer, _, what = rest.partition(": whole state")
-        models[model] = None
         for case in [what.removeprefix(", ")] if what else ["no parent", "10 steps apart"]:
             cells.setdefault((peer, case), {})[model] = _pair(row)
-    lines = [[peer, case, *(found.get(m, NONE) for m in models)] for (peer, case), found in cells.items()]
+    models = list(dict.fromkeys(model for of in cells.values() for model in of))
+    lines = [[*place, *(found.get(model, NONE) for model in models)] for place, found in cells.items()]
     table = markdown(["", "ours / theirs", *models], lines)
     single = [
         row["row"].partition(", ")[0] for row in measured() if row["peer"] in LOSSY and "; one seed" in row["note"]

@@ -1,9 +1,14 @@
-"""The table of speeds: compress and decompress of a large state, next to the peers."""
+"""Speeds of a large state next to the peers', and the picture of costs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
 from ..codec import FRESH
-from .cells import markdown, number
+from ..plot import pyplot
+from .cells import NONE, Json, crossed, markdown, number
 from .results import commit_of, rows_of
 
 DRAWN = "default, GPT"
@@ -11,12 +16,19 @@ DRAWN = "default, GPT"
 LEVELS = ("default", "precise", "exact_weights", "lossless")
 
 
+def _rows() -> Iterator[tuple[str, str, str, Json]]:
+    """Yield the figure's name, configuration, state and row of each row of `bench codec`."""
+    for row in rows_of("codec.json"):
+        what, config, state = [*row["row"].split(", "), "", ""][:3]
+        if config in LEVELS:
+            yield what, config, state, row
+
+
 def choices() -> str:
     """Return the size and speed of every level and peer on the states of the GPT, on one thread."""
     found: dict[str, dict[str, float | None]] = {}
-    for row in rows_of("codec.json"):
-        what, config, state = [*row["row"].split(", "), "", ""][:3]
-        if state != "GPT" or config not in LEVELS or row["device"] != "cpu, 1 thread":
+    for what, config, state, row in _rows():
+        if state != "GPT" or row["device"] != "cpu, 1 thread":
             continue
         found.setdefault(f"**shrinkpoint**, {config}", {})[what] = row["value"]
         if config == "lossless" and what.endswith("base") and row["peer"]:
@@ -32,43 +44,114 @@ def states() -> str:
     """Return the ratios of each level on the states of `bench codec`, and the best peer."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     best: dict[str, tuple[float, str]] = {}
-    for row in rows_of("codec.json"):
-        what, config, state = [*row["row"].split(", "), "", ""][:3]
-        if not what.startswith("size of") or row["value"] is None or config not in LEVELS:
+    for what, config, state, row in _rows():
+        if not what.startswith("size of") or row["value"] is None:
             continue
-        found.setdefault(state, {}).setdefault(config, {})[what.rpartition(" ")[2]] = row["value"]
+        found.setdefault(state, {}).setdefault(config, {})[what] = row["value"]
         if row["peer_value"] is not None:
             best[state] = max(best.get(state, (0.0, "")), (row["peer_value"], row["peer"]))
     lines = []
     for state, of in found.items():
         cells = (" / ".join(map(number, of[name].values())) if name in of else "" for name in LEVELS)
-        lines.append([state, *cells, _peer(best, state)])
+        lines.append([state, *cells, f"{number(best[state][0])} ({best[state][1]})" if state in best else ""])
     return markdown(["base / delta", *LEVELS, "smallest exact peer"], lines)
-
-
-def _peer(best: dict[str, tuple[float, str]], state: str) -> str:
-    return f"{number(best[state][0])} ({best[state][1]})" if state in best else ""
 
 
 def speed() -> str:
     """Return MB/s of `bench codec` on its large state, on one and two threads, and the peers'."""
-    found: dict[str, dict[str, float | None]] = {}
-    size = 0
-    for row in rows_of("codec.json"):
-        what, config, state = [*row["row"].split(", "), "", ""][:3]
+    cells, size, one = [], 0, "cpu, 1 thread"
+    columns = {name: name for name in ("1 thread", "2 threads", "zstd -1", "zipnn", "OpenZL", "torch.save")}
+    columns |= {"memcpy": "memory copy", FRESH: "copy to new memory"}
+    for what, config, state, row in _rows():
         if f"{config}, {state}" != DRAWN or not row["device"].startswith("cpu") or row["unit"] != "MB/s":
             continue
-        cells = found.setdefault(what, {})
-        cells[row["device"].removeprefix("cpu, ")] = row["value"]
         size = row["size"]
-        if row["device"] == "cpu, 1 thread":
-            cells[row["peer"]] = row["peer_value"]
-    names = ("1 thread", "2 threads", "zstd -1", "zipnn", "OpenZL", "torch.save")
-    columns = {name: name for name in names} | {"memcpy": "memory copy"}
-    # Only decompression writes to new memory.
-    lines = [
-        [what, *(number(cells.get(c)) for c in columns), number(cells[FRESH]) if FRESH in cells else ""]
-        for what, cells in found.items()
-    ]
+        pairs = [(row["device"].removeprefix("cpu, "), row["value"])]
+        pairs += [(row["peer"], row["peer_value"])] if row["device"] == one else []
+        cells += [(what, columns[name], number(value)) for name, value in pairs if name in columns]
     title = f"MB/s of raw state, {size / 1e6:.0f} M parameters, commit {commit_of('codec.json', DRAWN)}"
-    return markdown([title, *columns.values(), "copy to new memory"], lines)
+    # Only decompression writes to new memory.
+    cells = [*((what, columns[FRESH], "") for what, _, _ in cells), *cells]
+    return crossed(cells, columns.values(), NONE, title)
+
+
+# ------------------------------------------------------------------------------------------------- the picture of costs
+
+_OWN, _OTHER = "#2a6f97", "#b5651d"
+WAYS = ("compress base", "compress delta", "decompress base", "decompress delta")
+STALL = "stall of save"
+OWN = ("shrinkpoint", "Saver")
+"""What the names of our own bars begin with."""
+
+
+def speeds_by_way(rows: Sequence[Json]) -> dict[str, dict[str, float]]:
+    """Return MB/s of raw state by way and system: ours on one and two threads, peers on one.
+
+    Args:
+        rows: of `bench codec`; those of its large state are taken.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        way, _, rest = row["row"].partition(", ")
+        if way not in WAYS or rest != "default, GPT":
+            continue
+        count = row["device"].removeprefix("cpu, ")
+        of = {f"shrinkpoint, {count}": row["value"]}
+        if count == "1 thread" and row["peer"] != "memcpy":
+            of[row["peer"]] = row["peer_value"]
+        found.setdefault(way, {}).update((who, value) for who, value in of.items() if value is not None)
+    return {way: dict(sorted(of.items(), key=lambda one: not one[0].startswith(OWN))) for way, of in found.items()}
+
+
+def stalls(rows: Sequence[Json]) -> dict[str, dict[str, float]]:
+    """Return milliseconds that a save blocks the caller, by state and system.
+
+    Args:
+        rows: of `bench saver`.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["row"] != STALL or None in (row["value"], row["peer_value"]):
+            continue
+        state = found.setdefault(row["note"].partition(";")[0], {"Saver.save": row["value"]})
+        state["one copy of memory" if row["peer"] == "memcpy" else row["peer"]] = row["peer_value"]
+    return found
+
+
+def picture(codec: Sequence[Json], saver: Sequence[Json], path: Path) -> None:
+    """Draw both, speeds on the left.
+
+    Args:
+        codec: rows of `bench codec`.
+        saver: rows of `bench saver`.
+        path: of the PNG file.
+
+    Raises:
+        BadArgumentError: Matplotlib is not installed.
+    """
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(11.5, 4.6), layout="constrained")
+    _bars(axes[0], speeds_by_way(codec), "MB/s of raw state (more is better), 25 M parameters")
+    _bars(axes[1], stalls(saver), "ms for which a save holds up training (less is better)")
+    axes[1].set_xscale("log")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _bars(axis: Any, groups: Mapping[str, Mapping[str, float]], label: str) -> None:
+    """Draw groups of bars with their values; ours in one colour, others in another."""
+    at, ticks = 0.0, []
+    for group, bars in groups.items():
+        axis.text(0.0, at - 0.75, group, transform=axis.get_yaxis_transform(), fontsize=9, fontweight="bold")
+        for who, value in bars.items():
+            axis.barh(at, value, height=0.8, color=_OWN if who.startswith(OWN) else _OTHER)
+            axis.annotate(f"{value:,.3g}" if value < 100 else f"{value:,.0f}", (value, at), xytext=(3, 0),
+                          textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+            ticks.append((at, who))
+            at += 1.0
+        at += 1.3
+    axis.set_yticks([y for y, _ in ticks], [who for _, who in ticks], fontsize=8)
+    axis.set_ylim(at - 1.3, -1.3)
+    axis.margins(x=0.12)
+    axis.set_xlabel(label)
+    axis.spines[["top", "right"]].set_visible(False)

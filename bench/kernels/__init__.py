@@ -1,6 +1,6 @@
 """The bench `kernels`: every kernel against its floor and peers, on a CPU thread and a GPU.
 
-A module for each subject of `shrinkpoint.kernels` lists the subject's cases; a case says if it is of one kind of device
+A module lists the cases of a few subjects of `shrinkpoint.kernels`; a case says if it is of one kind of device
 only. First one size with all peers, then sizes from 10,000 up (not with --quick), then the GPU. Without a GPU its rows
 are open.
 """
@@ -9,63 +9,35 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .. import data
 from ..data import Sample
 from ..devices import FLOORS, Device, cpu, threads
 from ..devices import gpu as gpu_device
 from ..harness import Case, Options, Row, run_cases
-from ..plot import Bars, Lines, draw
-from . import (
-    cluster,
-    error_sums,
-    exponent,
-    histogram,
-    huffman,
-    kmeans,
-    levels,
-    memory,
-    moment_grid,
-    multiples,
-    packing,
-    planes,
-    prediction,
-    quantizer,
-    rans,
-    rate_distortion,
-    rows,
-    runlength,
-    scales,
-    sparse_changes,
-    sparse_delta,
-    states,
-)
+from ..plot import Bar, Bars, Lines, draw, limit
+from . import bits, entropy, histogram, kmeans, levels, moments, published, quantizer, sparse_delta, states
 from .place import Place
 
 TITLE = "each kernel against memcpy and its peers, on one CPU thread and on the GPU"
-SUBJECTS = (
-    *(memory, histogram, quantizer, levels, rate_distortion, error_sums, planes, packing, rows, cluster, exponent),
-    *(moment_grid, multiples, scales, prediction, sparse_changes, huffman, rans, runlength, states, kmeans),
-    *(sparse_delta,),
-)
+SUBJECTS = (histogram, quantizer, levels, bits, published, moments, entropy, states, kmeans, sparse_delta)
 SWEPT = (
     *("copy to new memory", "log_histogram", "assign", "split_by_level", "merge_by_level", "difference"),
     *("huffman_encode", "huffman_decode", "rans_encode conditional", "rans_decode conditional"),
     *("end to end encode", "end to end decode"),
 )
 """Rows that are also measured over the sizes."""
+LARGEST = 10**8
 
 
 def run(options: Options) -> list[Row]:
     """All rows."""
-    pair = None if options.state is None else data.read(options.state)
     size = 1 << 22 if options.quick else 25_000_000
     host = cpu()
     with threads(1):
-        at = Place(host, Sample(size, pair), size)
+        at = Place(host, Sample(size), size)
         found = run_cases(cases(at), options, host.clock)
         found += kmeans.loss_rows(at, options)
-        found += [] if options.quick else sweep(host, _largest(options), options, pair)
-        return found + on_gpu(options, pair)
+        found += [] if options.quick else sweep(host, options)
+        return found + on_gpu(options)
 
 
 def cases(at: Place) -> list[Case]:
@@ -74,25 +46,21 @@ def cases(at: Place) -> list[Case]:
     return [case for subject in SUBJECTS for case in subject.cases(at) if case.on in ("", kind)]
 
 
-def _largest(options: Options) -> int:
-    return 10 ** (9 if options.large else 8)
-
-
-def sweep(device: Device, largest: int, options: Options, pair: data.Pair | None) -> list[Row]:
+def sweep(device: Device, options: Options) -> list[Row]:
     """The swept rows at sizes from 10,000 up."""
-    sample, found = Sample(largest, pair), []
-    for n in (10**e for e in range(4, len(str(largest)))):
+    sample, found = Sample(LARGEST), []
+    for n in (10**e for e in range(4, len(str(LARGEST)))):
         here = (case.against_floor() for case in cases(Place(device, sample, n)) if case.row in SWEPT)
         found += run_cases(here, options, device.clock)
     return found
 
 
-def on_gpu(options: Options, pair: data.Pair | None = None) -> list[Row]:
+def on_gpu(options: Options) -> list[Row]:
     """The GPU's rows; one large size, half a gigabyte of float32, and the sweep."""
     card, size = gpu_device(), 1 << 24 if options.quick else 1 << 27
-    sample = Sample(size, pair, drawn=1 << 24)  # drawing more would take longer than measuring
+    sample = Sample(size, drawn=1 << 24)  # drawing more would take longer than measuring
     found = run_cases(cases(Place(card, sample, size)), options, card.clock)
-    return found + ([] if card.missing or options.quick else sweep(card, _largest(options), options, pair))
+    return found + ([] if card.missing or options.quick else sweep(card, options))
 
 
 _LONGEST = 3.0
@@ -108,11 +76,8 @@ def plot(rows: list[Row], path: Path) -> None:
         by_row.setdefault((row.row, row.device), []).append(row)
     several = len({row.device for row in floors}) > 1
     names = {key: f"{key[0]} ({key[1]})" if several else key[0] for key in by_row}
-    bars = [
-        (names[key], found[0].ratio or 0.0, _share_target(found[0]))
-        for key, found in by_row.items()
-        if "tensors" not in key[0]
-    ]
+    firsts = [(names[key], found[0]) for key, found in by_row.items() if "tensors" not in key[0]]
+    bars = [Bar(name, row.ratio or 0.0, limit(row, "x"), row.met is False) for name, row in firsts]
     lines = {
         names[key]: sorted((row.size, _elements(row)) for row in found)
         for key, found in by_row.items()
@@ -129,8 +94,3 @@ def _elements(row: Row) -> float:
     """Billions of float32 weights, or of the symbols that stand for them, a second."""
     value = row.value or 0.0
     return value / 4 if row.unit == "GB/s" else value
-
-
-def _share_target(row: Row) -> float | None:
-    """The target as a share of the copy, where it is one."""
-    return float(row.target.split()[1]) if row.target is not None and row.target.endswith(" x") else None

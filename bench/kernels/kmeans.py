@@ -13,7 +13,7 @@ from shrinkpoint.kernels import kmeans as kernels
 from shrinkpoint.kernels import quantizer
 
 from .. import peers
-from ..harness import Case, Job, Options, Peer, Row, at_least, at_most, held, lacking, same
+from ..harness import Case, Job, Options, Peer, Row, Rows, absent, at_least, at_most, same
 from .histogram import filled, sketch
 from .place import Place, numpy_peer, oracle, require
 
@@ -127,22 +127,22 @@ def loss_rows(at: Place, options: Options) -> list[Row]:
         return []
     options.say(LOSS)
     x = at.sample.before(min(at.n, _LOSS_POINTS // 4 if options.quick else _LOSS_POINTS))
-    target, unit, where = at_most(1.001), "x optimum", (LOSS, at.device.name, x.size)
+    rows, target, unit = Rows("", x.size, at.device.name), at_most(1.001), "x optimum"
     try:
         _, centers = peers.library("kmeans1d").cluster(x.astype(np.float64), CODES)
     except ImportError as error:
-        why = f"not measured: {lacking(str(error.name))}"
-        return [held(Row(*where, None, unit, "kmeans1d", note=why), target)]
+        rows.add(LOSS, None, unit, ("kmeans1d", None), absent(error), target=target)
+        return rows
     best = loss(x, np.asarray(centers))
     own = loss(x, _fitted(x)) / best
     said = f"sum of squares on the raw values, sigma 1, optimum by kmeans1d; data {at.sample.origin}"
-    rows = [held(Row(*where, own, unit, "kmeans1d", 1.0, 1 / own, note=said), target)]
+    rows.add(LOSS, own, unit, ("kmeans1d", 1.0), said, ratio=1 / own, target=target)
     for peer in peers.raw_kmeans(x, CODES, iterations=300):
         try:
             theirs = loss(x, np.asarray(peer.make()())) / best
-            rows.append(Row(*where, own, unit, peer.name, theirs, theirs / own, note=said))
+            rows.add(LOSS, own, unit, (peer.name, theirs), said, ratio=theirs / own)
         except ImportError as error:
-            rows.append(Row(*where, own, unit, peer.name, note=f"not measured: {lacking(str(error.name))}"))
+            rows.add(LOSS, own, unit, (peer.name, None), absent(error))
     return rows
 
 

@@ -1,16 +1,19 @@
-"""Levels of two checkpoints: counted, grouped, subtracted."""
+"""Levels of two checkpoints: counts, groups, differences, run lengths, rare changes."""
 
 from __future__ import annotations
 
 from shrinkpoint.kernels import levels as kernels
+from shrinkpoint.kernels import runlength, sparse_changes
 
 from .. import peers
 from ..harness import Case, Job, same
-from .place import LEVELS, Call, Place, oracle
+from .place import FEW, LEVELS, PREFIX, Call, Place, oracle
+
+_CHANGES = 1000
 
 
 def cases(at: Place) -> list[Case]:
-    """Return the cases of the subject."""
+    """Return the cases of the subjects."""
     sort = ("torch.sort",) if at.device.gpu else ("np.argsort", "torch.sort")
     return [
         at.case("joint_counts", lambda: at.compared(Call("levels.joint_counts", at.levels(), (LEVELS, LEVELS)), 2)),
@@ -18,6 +21,10 @@ def cases(at: Place) -> list[Case]:
         at.case("merge_by_level", lambda: merge(at), at.target(0.45, 0.60), sort),
         at.case("delta", lambda: delta(at)),
         at.case("undelta", lambda: undelta(at)),
+        at.case("rle_encode", lambda: runs(at, decode=False), unit="Gsym/s", on="cpu"),
+        at.case("rle_decode", lambda: runs(at, decode=True), unit="Gsym/s", on="cpu"),
+        at.case("rare_encode", lambda: rare(at, decode=False), on="cpu"),
+        at.case("rare_decode", lambda: rare(at, decode=True), on="cpu"),
     ]
 
 
@@ -58,3 +65,38 @@ def undelta(at: Place) -> Job:
     before, after = at.levels()
     steps = kernels.delta(before, after, LEVELS)
     return at.compared(Call("levels.undelta", (before, steps), (LEVELS,), back=lambda found: (found, after)), 3)
+
+
+def runs(at: Place, *, decode: bool) -> Job:
+    """Code runs of differences grouped by the earlier level, or restore them."""
+    previous, current = at.levels()
+    values = kernels.split_by_level(kernels.delta(previous, current, LEVELS), previous, LEVELS)[0]
+    tokens, few = runlength.rle_encode(values), values[: PREFIX // 8]
+
+    def check() -> str:
+        same("values", runlength.rle_decode(tokens, at.n), values)
+        same("rle_encode", runlength.rle_encode(few), oracle("runlength").rle_encode(few))
+        return "round trip, prefix = oracle"
+
+    call = (lambda: runlength.rle_decode(tokens, at.n)) if decode else (lambda: runlength.rle_encode(values))
+    return at.symbols(call, check, [], f"{tokens.size / at.n:.3f} tokens a symbol")
+
+
+def rare(at: Place, *, decode: bool) -> Job:
+    """Code a thousand changes, or apply them."""
+    expected = at.sample.levels_before(at.n)
+    symbols = expected.copy()
+    symbols[:: -(-at.n // _CHANGES)] += 1
+    data, part = sparse_changes.rare_encode(symbols, expected), (symbols[:FEW], expected[:FEW])
+
+    def decoded() -> object:
+        return sparse_changes.rare_decode(data, expected)
+
+    def check() -> str:
+        same("changes", sparse_changes.rare_encode(*part), oracle("sparse_changes").rare_encode(*part))
+        same("symbols", decoded(), symbols)
+        return f"{min(FEW, at.n):,} elements = oracle, all come back"
+
+    call = decoded if decode else lambda: sparse_changes.rare_encode(symbols, expected)
+    changes = int((symbols != expected).sum())
+    return at.job(call, check, 2, width=1, note=f"{changes} changes, {8 * data.size / changes:.1f} bits each")

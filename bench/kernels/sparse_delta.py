@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,131 +11,71 @@ import numpy as np
 from shrinkpoint.kernels import sparse_delta as kernels
 
 from ..harness import Case, Job, same
-from .place import Place, comes_back, oracle, require
+from .place import Place, oracle, require
 
 _EVERY = 97
 """One element in so many changes: a share of 1 %."""
+_MOVED = {
+    "collect_changes": 4.0,
+    "locate_changes": 12 / _EVERY,
+    "collect_and_locate": 4.0,
+    "apply_changes": 4.0,
+    "gap_shifts": 4 / _EVERY,
+    "split_changes": 8 / _EVERY,
+    "join_changes": 8 / _EVERY,
+}
+"""Bytes an element that each function moves: both arrays are read, or one is read and one written, or only changes."""
 
 
 def cases(at: Place) -> list[Case]:
     """Return a case for each function, in bytes of the array that changes."""
-    jobs = {
-        "collect_changes": collected,
-        "locate_changes": located,
-        "collect_and_locate": collected_and_located,
-        "apply_changes": applied,
-        "gap_shifts": shifts,
-        "split_changes": split,
-        "join_changes": joined,
-    }
-    return [at.case(row, lambda make=make: make(at), on="cpu") for row, make in jobs.items()]  # type: ignore[misc]
+    return [at.case(row, partial(_job, at, row), on="cpu") for row in _MOVED]
 
 
-def _pair(at: Place) -> tuple[Any, Any]:
+def _found(before: Any, after: Any) -> Any:
+    delta = kernels.collect_changes(after, before)
+    require(delta is not None, "too many changes")
+    return delta
+
+
+def _job(at: Place, name: str) -> Job:
     before = at.patterns()[0]
     after = before.copy()
     after[::_EVERY] += 1 + np.arange(after[::_EVERY].size, dtype=np.uint16) % 7
-    return before, after
-
-
-def _delta(before: Any, after: Any) -> Any:
-    found = kernels.collect_changes(after, before)
-    require(found is not None, "too many changes")
-    return found
-
-
-def _job(at: Place, call: Any, check: Callable[[], str], moves: float) -> Job:
-    return at.job(call, check, moves, width=2, note=f"16-bit patterns, one in {_EVERY} changed")
-
-
-def collected(at: Place) -> Job:
-    """Find changes: both arrays are read once."""
-    before, after = _pair(at)
-    old, new = before[: at.prefix], after[: at.prefix]
-    expected = oracle("sparse_delta").collect_changes(new, old, (), at.prefix, None, "uint16")
-    check = comes_back("changes", lambda: _delta(old, new), expected, at.says)
-    return _job(at, lambda: kernels.collect_changes(after, before), check, 4.0)
-
-
-def located(at: Place) -> Job:
-    """Find the positions of changes: only the changes move."""
-    before, after = _pair(at)
-    delta, changed = _delta(before, after), before != after
-
-    def call() -> Any:
-        return kernels.locate_changes(before, delta)
-
-    def check() -> str:
-        positions, values = call()
-        same("positions", positions, np.flatnonzero(changed))
-        same("values", values, after[changed])
-        return f"all {positions.size:,} positions"
-
-    return _job(at, call, check, 12 / _EVERY)
-
-
-def collected_and_located(at: Place) -> Job:
-    """Find changes and their positions in one pass: both arrays are read once."""
-    before, after = _pair(at)
-    changed = before != after
-
-    def call() -> Any:
-        return kernels.collect_and_locate(after, before)
-
-    def check() -> str:
-        delta, positions, values = call()
-        same("changes", delta, _delta(before, after))
-        same("positions", positions, np.flatnonzero(changed))
-        same("values", values, after[changed])
-        return f"all {positions.size:,} changes"
-
-    return _job(at, call, check, 4.0)
-
-
-def applied(at: Place) -> Job:
-    """Apply changes to a new array: one array is read, one written."""
-    before, after = _pair(at)
-    delta = _delta(before, after)
-
-    def call() -> Any:
-        return kernels.apply_changes(before, delta)
-
-    return _job(at, call, comes_back("values", call, after, "all elements come back"), 4.0)
-
-
-def shifts(at: Place) -> Job:
-    """Choose the open bits of gaps: only the changes are read."""
-    delta = _delta(*_pair(at))
-
-    def check() -> str:
-        (bits,) = kernels.gap_shifts(delta)
-        require(0 <= bits <= int(_EVERY).bit_length(), f"{bits} bits")
-        return f"{bits} bits for gaps of {_EVERY}"
-
-    return _job(at, lambda: kernels.gap_shifts(delta), check, 4 / _EVERY)
-
-
-def split(at: Place) -> Job:
-    """Split changes into symbols and open bits: only the changes move."""
-    delta = _delta(*_pair(at))
+    delta, changed, few = _found(before, after), before != after, slice(at.prefix)
     bits = kernels.gap_shifts(delta)
-    expected = oracle("sparse_delta").split_changes(delta, np.asarray(bits))
+    parts, places = kernels.split_changes(delta, bits), (np.flatnonzero(changed), after[changed])
+    calls: dict[str, Callable[[], Any]] = {
+        "collect_changes": partial(kernels.collect_changes, after, before),
+        "locate_changes": partial(kernels.locate_changes, before, delta),
+        "collect_and_locate": partial(kernels.collect_and_locate, after, before),
+        "apply_changes": partial(kernels.apply_changes, before, delta),
+        "gap_shifts": partial(kernels.gap_shifts, delta),
+        "split_changes": partial(kernels.split_changes, delta, bits),
+        "join_changes": partial(kernels.join_changes, delta.counts, bits, at.n, *parts),
+    }
+    call = calls[name]
 
-    def call() -> Any:
-        return kernels.split_changes(delta, bits)
+    def collected() -> str:
+        old, new = before[few], after[few]
+        wanted = oracle("sparse_delta").collect_changes(new, old, (), at.prefix, None, "uint16")
+        same("changes", _found(old, new), wanted)
+        return at.says
 
-    says = f"{delta.ranks.size:,} changes = oracle"
-    return _job(at, call, comes_back("parts", call, expected, says), 8 / _EVERY)
+    def shifts() -> str:
+        require(0 <= bits[0] <= int(_EVERY).bit_length(), f"{bits[0]} bits")
+        return f"{bits[0]} bits for gaps of {_EVERY}"
 
+    def split() -> str:
+        same("parts", call(), oracle("sparse_delta").split_changes(delta, np.asarray(bits)))
+        return f"{delta.ranks.size:,} changes = oracle"
 
-def joined(at: Place) -> Job:
-    """Join symbols and open bits to changes: only the changes move."""
-    delta = _delta(*_pair(at))
-    bits = kernels.gap_shifts(delta)
-    parts = kernels.split_changes(delta, bits)
+    def whole() -> str:
+        """Compare the result with the changes that were made."""
+        known = {"locate_changes": places, "collect_and_locate": (delta, *places), "apply_changes": after}
+        same(name, call(), known.get(name, delta))
+        return f"all {places[0].size:,} changes"
 
-    def call() -> Any:
-        return kernels.join_changes(delta.counts, bits, at.n, *parts)
-
-    check = comes_back("changes", call, delta, "all changes come back")
-    return _job(at, call, check, 8 / _EVERY)
+    checks: dict[str, Callable[[], str]] = {"collect_changes": collected, "gap_shifts": shifts, "split_changes": split}
+    note = f"16-bit patterns, one in {_EVERY} changed"
+    return at.job(call, checks.get(name, whole), _MOVED[name], width=2, note=note)

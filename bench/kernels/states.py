@@ -13,8 +13,8 @@ from shrinkpoint.kernels import levels as level_kernels
 
 from .. import coders
 from ..harness import Case, Job, Peer, at_least, same
+from .entropy import PRECISION
 from .place import BITS, LEVELS, Place, oracle
-from .rans import PRECISION
 
 _PARAMETERS, _TENSORS = 1_000_000_000, 100
 _BYTES_A_PARAMETER = 26  # 12 of the state, 12 of its copy, and the temporary memory of the largest tensor

@@ -14,21 +14,16 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube
 
-from ..harness import Options, Row
+from ..harness import ONE_THREAD, Options, Row
 from . import workloads
-from .baselines import Baseline, State
-from .baselines.adaptive import Adaptive
-from .baselines.parts import parts
-from .baselines.qd import QDCompressor, wanted_bins
-from .faults import End, InStore, Outcome, Peer, Reshuffled, Searching, Size, System, quality
-from .seeds import Trainings, of_seeds
-from .systems.spaces import Adaptive as AdaptiveSpace
-from .systems.spaces import Uniform as UniformSpace
+from .baselines.grids import Adaptive, QDCompressor, wanted_bins
+from .baselines.parts import Baseline, State, parts
+from .faults import End, InStore, Outcome, Peer, Reshuffled, Searching, Size, System, Trainings, of_seeds, quality
+from .systems.spaces import POWERS, RATIOS, STEPS
 from .workloads import Run, Workload
 
 OWN_CUBE = Cube(
@@ -57,18 +52,16 @@ Ladder = Callable[[State], Iterator[Rung]]
 
 def adaptive_ladder(_: State) -> Iterator[Rung]:
     """Table 11: even bins in a range narrowed by a greedy search."""
-    space = AdaptiveSpace()
-    for place in itertools.product(space.bins, space.steps, space.ratios):
+    for place in itertools.product(POWERS, STEPS, RATIOS):
         yield place, Adaptive(*place)
 
 
 def uniform_ladder(state: State) -> Iterator[Rung]:
     """Table 10: even bins by a layer's entropy, between two limits."""
-    space = UniformSpace()
     weights = parts(state).of("weight")
     wanted = [(wanted_bins(part.values), part.values.size) for part in weights]
     found: dict[tuple[int, ...], Rung] = {}
-    for least, most in itertools.product(space.least, space.most):
+    for least, most in itertools.product(POWERS, POWERS):
         if least <= most:
             system = QDCompressor(least, most)
             bins = [system.within(count) for count, _ in wanted]
@@ -120,11 +113,11 @@ def _fixed(config: Callable[[], sp.Config], *, grads: bool = False) -> Make:
     return lambda study: InStore(config(), grads=grads, spacing=study.spacing)
 
 
-def _searched(config: Callable[[], sp.Config], threshold: float, by: str, **how: Any) -> Make:
+def _searched(config: Callable[[], sp.Config], threshold: float, by: str) -> Make:
     cube, grads = (PAPER_CUBE, True) if config is sp.presets.inshrinkerator else (OWN_CUBE, False)
 
     def make(study: Study) -> System:
-        searching = Searching(threshold, cube, study.batches, every=1, by=by, **how)
+        searching = Searching(threshold, cube, study.batches, by)
         return InStore(config(), grads=grads, spacing=study.spacing, searching=searching)
 
     return make
@@ -220,7 +213,7 @@ def _of_system(name: str, study: Study, system: str, make: Make, model: Training
         for label, unit, of in COLUMNS
     )
     about = _about(study, found, model.exact, failures)
-    return of_seeds(f"{PREFIX}{name}, {system}", model.workload.place, columns, about)
+    return of_seeds(f"{PREFIX}{name}, {system}", (ONE_THREAD, model.workload.parameters), columns, about)
 
 
 def _about(study: Study, outcomes: Sequence[Outcome], exact: Mapping[int, End], failures: int) -> str:

@@ -24,9 +24,9 @@ import shrinkpoint as sp
 
 from ..data import arrays
 from ..harness import Options, Row
-from .faults import through_kills
+from .faults import of_seeds, through_kills
 from .harm.settings import LEVELS
-from .seeds import of_seeds
+from .workloads import cloned
 
 STEPS, SPACING, KILLS = 200, 20, 2
 OTHER_BATCHES = "no compression, other batches"
@@ -88,7 +88,7 @@ class Training:
         self.model.load_state_dict(file["model_state"])
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
         # The optimizer would otherwise change the given tensors.
-        self.optimizer.load_state_dict(_cloned(file["optimizer_state"]))
+        self.optimizer.load_state_dict(cloned(file["optimizer_state"]))
 
     def train(self, until: int) -> None:
         """Train up to step `until`."""
@@ -120,11 +120,6 @@ class Training:
         return {"model_state": self.model.state_dict(), "optimizer_state": self.optimizer.state_dict()}
 
 
-def _cloned(state: State) -> State:
-    found: State = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
-    return found
-
-
 @dataclass(frozen=True)
 class End:
     """Held-out loss and accuracy at the end, raw over stored bytes of all checkpoints."""
@@ -150,7 +145,7 @@ def killed(file: State, seed: int, config: sp.Config | None, *, reshuffled: bool
 
     def save(run: Training) -> None:
         nonlocal kept
-        kept = run.step, _cloned(run.state())
+        kept = run.step, cloned(run.state())
         sizes[0] += sum(x.nbytes for _, x in arrays(kept[1]))
         if store is not None:
             sizes[1] += store.save(*kept, kinds=sp.kinds(run.model, run.optimizer)).nbytes

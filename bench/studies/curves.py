@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axis.axhline(0, color="#999999", linewidth=0.6)
         axis.set_title(name, loc="left")
         _draw(axis, panel)
-    _legend(axes.flat[0])
+    handles, titles = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, titles, loc="outside upper right", fontsize=8, ncols=len(handles), frameon=False)
     figure.supxlabel("times smaller", fontsize=10)
     figure.supylabel(f"held-out loss after {FURTHER} further steps, change in %", fontsize=10)
     figure.savefig(path, dpi=120)
@@ -124,30 +125,33 @@ def placed(name: str, x: float, y: float | None, most: float) -> tuple[str, floa
     return name, y, ""
 
 
+_KINDS = {
+    "curve": ("Config(rate=...), chain", OURS, "o", "full"),
+    "others": ("the same, other bins", OURS, "s", "full"),
+    "presets": ("published preset, chain", PRESET, "o", "full"),
+    "own": ("ours, one delta", OURS, "o", "none"),
+    "libraries": ("other library, one delta", LIBRARY, "D", "none"),
+}
+"""Label, color, marker and filling of the points of a panel."""
+
+
 def _draw(axis: Any, panel: Panel) -> None:
-    ours = [*panel.curve, *panel.others]
-    most = reach(ours, [*panel.presets, *panel.libraries])
-    own: list[Point] = [(f"{setting}, one delta", *point) for setting, point in panel.own.items()]
+    most = reach([*panel.curve, *panel.others], [*panel.presets, *panel.libraries])
+    points: dict[str, Sequence[Point]] = {kind: getattr(panel, kind) for kind in _KINDS if kind != "own"}
+    points["own"] = [(f"{setting}, one delta", *point) for setting, point in panel.own.items()]
     labels = []
-    for points, colour, marker, hollow in (
-        (panel.curve, OURS, "o", False),
-        (panel.others, OURS, "s", False),
-        (panel.presets, PRESET, "o", False),
-        (own, OURS, "o", True),
-        (panel.libraries, LIBRARY, "D", True),
-    ):
-        for name, x, loss in points:
+    for kind, (title, color, marker, style) in _KINDS.items():
+        axis.plot([], [], marker, color=color, fillstyle=style, markersize=5, label=title)
+        for name, x, loss in points[kind]:
             label, y, edge = placed(name, x, loss, most)
-            style = "none" if hollow else "full"
-            axis.plot(x, y, edge or marker, color=colour, fillstyle=style, markersize=6 if hollow else 5)
-            labels.append((label, x, y, colour))
+            axis.plot(x, y, edge or marker, color=color, fillstyle=style, markersize=5)
+            labels.append((label, x, y, color))
     drawn = [(x, y) for _, x, y in panel.curve if y is not None]
     axis.plot([x for x, _ in drawn], [y for _, y in drawn], color=OURS, linewidth=1)
     axis.plot([x for _, x in panel.exact], [0.0 for _ in panel.exact], "D", color=LIBRARY, fillstyle="none")
     heights = [0.0, *(y for _, _, y, _ in labels)]
-    low, high = min(heights), max(heights)
-    room = high - low
-    axis.set_ylim(low - 0.5 * room, high + 0.1 * room)
+    room = max(heights) - min(heights)
+    axis.set_ylim(min(heights) - 0.5 * room, max(heights) + 0.2 * room)
     if panel.exact:
         names = "\n".join(f"{label} {x:.2f} x" for label, x in sorted(panel.exact, key=lambda one: one[1]))
         corner = {"xycoords": "axes fraction", "fontsize": 6.5, "color": LIBRARY, "va": "bottom"}
@@ -156,69 +160,15 @@ def _draw(axis: Any, panel: Panel) -> None:
 
 
 def _write(axis: Any, labels: Sequence[tuple[str, float, float, str]]) -> None:
-    """Put each label next to its point where it hides neither a point nor a label."""
+    """Put each label to the right of its point, above the labels below that it would hide."""
     axis.figure.canvas.draw()
-    renderer = axis.figure.canvas.get_renderer()
-    taken = [_box(axis.transData.transform((x, y)), 4) for _, x, y, _ in labels]
-    taken += [text.get_window_extent(renderer).extents for text in axis.texts]
-    inside = axis.get_window_extent(renderer).extents
-    for label, x, y, colour in sorted(labels, key=lambda one: one[1], reverse=True):
-        text = axis.annotate(label, (x, y), textcoords="offset points", xytext=(0, 0), fontsize=7, color=colour)
-        best: tuple[float, tuple[float, float], str, Any] | None = None
-        for (dx, dy), side in _PLACES:
-            text.set_position((dx, dy))
-            text.set_ha(side)
-            box = text.get_window_extent(renderer).extents
-            hidden = sum(_overlap(box, other) for other in taken) + 1000 * _outside(box, inside)
-            if best is None or hidden < best[0]:
-                best = hidden, (dx, dy), side, box
-            if hidden == 0:
-                break
-        if best is not None:
-            text.set_position(best[1])
-            text.set_ha(best[2])
-            taken.append(best[3])
-            if abs(best[1][1]) > 14:
-                axis.annotate(
-                    "", (x, y), textcoords="offset points", xytext=best[1],
-                    arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.4},
-                )  # fmt: skip
-
-
-_PLACES = [
-    ((dx, dy), side)
-    for dy in (-3, 7, -13, 17, -23, 27, -33, 37, -43, 47, 57, -53, 67, 77)
-    for dx, side in ((7, "left"), (-7, "right"))
-]
-
-
-def _box(at: Sequence[float], half: float) -> tuple[float, float, float, float]:
-    return at[0] - half, at[1] - half, at[0] + half, at[1] + half
-
-
-def _overlap(a: Sequence[float], b: Sequence[float]) -> float:
-    """Area that two boxes (left, lower, right, upper) share."""
-    width, height = (min(a[i + 2], b[i + 2]) - max(a[i], b[i]) for i in (0, 1))
-    return max(width, 0.0) * max(height, 0.0)
-
-
-def _outside(box: Sequence[float], frame: Sequence[float]) -> float:
-    whole = (box[2] - box[0]) * (box[3] - box[1])
-    return whole - _overlap(box, frame)
-
-
-def _legend(axis: Any) -> None:
-    from matplotlib.lines import Line2D
-
-    kinds: Mapping[str, tuple[str, str, str]] = {
-        "Config(rate=...), chain": ("o", OURS, "full"),
-        "the same, other bins": ("s", OURS, "full"),
-        "published preset, chain": ("o", PRESET, "full"),
-        "ours, one delta": ("o", OURS, "none"),
-        "other library, one delta": ("D", LIBRARY, "none"),
-    }
-    handles = [
-        Line2D([], [], linestyle="", marker=m, color=c, fillstyle=f, markersize=5, label=label)  # type: ignore[arg-type]
-        for label, (m, c, f) in kinds.items()
-    ]
-    axis.figure.legend(handles=handles, loc="outside upper right", fontsize=8, ncols=len(handles), frameon=False)
+    scale = axis.figure.dpi / 72
+    taken: list[tuple[float, float, float]] = []
+    for label, x, y, color in sorted(labels, key=lambda one: one[2]):
+        left, height = axis.transData.transform((x, y)) / scale
+        right, low = left + 7 + 4.2 * len(label), height - 3
+        low = max([low, *(top for start, end, top in taken if start < right and left < end and top < height + 40)])
+        taken.append((left, right, low + 8))
+        place = {"textcoords": "offset points", "xytext": (7, low - height), "fontsize": 7, "color": color}
+        arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.4} if low - height > 8 else None
+        axis.annotate(label, (x, y), **place, arrowprops=arrow)

@@ -6,8 +6,8 @@ again, its newest checkpoint (with the chain below it) is decoded, and training 
 delta is taken against the checkpoint that was restored. The data of a step depend on seed and step alone, so a run that
 is restored exactly ends where the uninterrupted one does, bit for bit; systems that claim to be exact are checked.
 
-Seconds are processor time of this process, on one thread; of a training on a GPU they are on the wall, until the GPU is
-idle. `warm_up` has to come first, or the first system of a process pays for compilation.
+Seconds are processor time of this process, on one thread. `warm_up` has to come first, or the first system of a process
+pays for compilation.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube
 
+from ..harness import Row
 from .workloads import Run, State, Workload
 
 _RESHUFFLE = 1_000
@@ -57,17 +58,19 @@ def ratio(sizes: Sequence[Size], part: str = "whole") -> float:
     return sum(getattr(size, f"raw_{part}") for size in sizes) / stored if stored else math.nan
 
 
-class System(Protocol):
-    """Storage for the checkpoints of one training."""
+class System:
+    """Storage for the checkpoints of one training; what needs nothing does nothing."""
 
     def begin(self, run: Run) -> None:
         """Notify the system that a process begins to train `run`."""
 
-    def save(self, run: Run) -> Size:
-        """Store the run's state."""
+    def save(self, run: Run) -> Size | None:
+        """Store the run's state, and return its size."""
+        raise NotImplementedError
 
     def restore(self) -> State:
         """Return the newest state from stored bytes alone."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """Release what the system holds."""
@@ -93,16 +96,12 @@ class Searching:
         threshold: degradation a checkpoint may have, relative.
         cube: the candidates.
         batches: of the held-out set, that `evaluate` sees.
-        every: checkpoints from one search to the next.
-        ahead: extrapolate weights by their drift, in trials and in stored checkpoints.
         by: "loss" or "accuracy": what may degrade by the threshold.
     """
 
     threshold: float
     cube: Cube
     batches: int = 5
-    every: int = 5
-    ahead: bool = False
     by: str = "loss"
 
 
@@ -114,7 +113,7 @@ def quality(run: Run, batches: int, by: str) -> Callable[[State], float]:
         batches: of the held-out set, the first ones.
         by: "loss" or "accuracy".
     """
-    probe = run.workload.model().to(run.device).eval()
+    probe = run.workload.model().eval()
     chosen = run.workload.held_out()[:batches]
 
     @torch.no_grad()
@@ -130,7 +129,7 @@ def quality(run: Run, batches: int, by: str) -> Callable[[State], float]:
 _numbers = itertools.count()
 
 
-class InStore:
+class InStore(System):
     """Checkpoints of a `Config` in an `sp.Store` in memory; a restore decodes the chain.
 
     Args:
@@ -150,7 +149,7 @@ class InStore:
         self.run: Run | None = None
         self.head: sp.Checkpoint | None = None
         self.last: sp.SearchResult | None = None
-        self.count = self.evaluations = self.unmet = 0
+        self.evaluations = self.unmet = 0
 
     def begin(self, run: Run) -> None:
         self.run = run
@@ -161,24 +160,18 @@ class InStore:
         state = run.state()
         kinds = run.kinds()
         grads = self.tracker.grads() if self.tracker is not None else None
-        if self.searching is not None and self.count % self.searching.every == 0:
-            self.store.cfg = self._search(run, state, grads, kinds)
-        self.count += 1
+        if self.searching is not None:
+            self.store.cfg = self._search(self.searching, run, state, grads=grads, kinds=kinds)
         self.head = self.store.save(run.step, state, grads=grads, kinds=kinds).checkpoint
         return Size.of(self.head)
 
-    def _search(self, run: Run, state: State, grads: Any, kinds: Any) -> sp.Config:
+    def _search(self, how: Searching, run: Run, state: State, **known: Any) -> sp.Config:
         """Return the configuration for the next checkpoints."""
-        how = self.searching
-        if how is None:
-            return self.store.cfg
         evaluate = quality(run, how.batches, how.by)
-        earlier = self.store.earlier(state, run.step) if how.ahead else None
         direction = "higher" if how.by == "accuracy" else "lower"
-        options = sp.SearchOptions(cube=how.cube, earlier=earlier, direction=direction, progress=False)
-        found = sp.search(
-            state, evaluate, how.threshold, prev=self.head, last=self.last, grads=grads, kinds=kinds, options=options
-        )
+        options = sp.SearchOptions(cube=how.cube, direction=direction, progress=False)
+        chain: Any = {"prev": self.head, "last": self.last}
+        found = sp.search(state, evaluate, how.threshold, options=options, **chain, **known)
         self.last = found
         self.evaluations += found.evaluations
         self.unmet += not found.met
@@ -206,13 +199,10 @@ class InStore:
             files.rm(root, recursive=True)
 
 
-class Uncompressed:
+class Uncompressed(System):
     """`torch.save` of the whole state."""
 
     blob = b""
-
-    def begin(self, run: Run) -> None:
-        pass
 
     def save(self, run: Run) -> Size:
         state, buffer = run.state(), io.BytesIO()
@@ -225,9 +215,6 @@ class Uncompressed:
         state: State = torch.load(io.BytesIO(self.blob), weights_only=True)
         return state
 
-    def end(self) -> None:
-        self.blob = b""
-
 
 class Reshuffled(Uncompressed):
     """Uncompressed checkpoints with other batches after each restore, as the noise of training."""
@@ -239,7 +226,7 @@ class Reshuffled(Uncompressed):
         self.begun += 1
 
 
-class Peer:
+class Peer(System):
     """A published system from `bench/studies/baselines`, with a base every few checkpoints.
 
     Args:
@@ -252,9 +239,6 @@ class Peer:
         self.baseline, self.base_every = baseline, base_every
         self.chain: list[Any] = []
         self.previous: State | None = None
-
-    def begin(self, run: Run) -> None:
-        pass
 
     def save(self, run: Run) -> Size:
         state = run.state()
@@ -273,9 +257,6 @@ class Peer:
         self.previous = previous
         state: State = previous
         return state
-
-    def end(self) -> None:
-        self.chain, self.previous = [], None
 
 
 @dataclass(frozen=True)
@@ -324,24 +305,12 @@ def kills(steps: int, failures: int, spacing: int) -> list[int]:
     return [max(1, i * steps // (failures + 1) // spacing) * spacing + spacing // 2 for i in range(1, failures + 1)]
 
 
-class _Clock:
-    """Seconds by activity: processor time, or wall time where a GPU does the work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: dict[str, list[float]] = {"train": [], "save": []}
-
-    @contextmanager
-    def on(self, what: str) -> Iterator[None]:
-        begin = self._now()
-        yield
-        self.seconds[what].append(self._now() - begin)
-
-    def _now(self) -> float:
-        if self.device.type == "cpu":
-            return time.process_time()
-        torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+@contextmanager
+def _timed(seconds: list[float]) -> Iterator[None]:
+    """Add the processor time of the context."""
+    begin = time.process_time()
+    yield
+    seconds.append(time.process_time() - begin)
 
 
 def probe(run: Run, batches: int) -> float:
@@ -450,15 +419,16 @@ def endure(
     changes: list[float] = []
     missed: list[float] = []
     run = Run(workload, seed)
-    clock = _Clock(run.device)
+    spent: dict[str, list[float]] = {"train": [], "save": []}
 
     def advance(run: Run, until: int) -> None:
-        with clock.on("train"):
+        with _timed(spent["train"]):
             run.train(until)
 
     def save(run: Run) -> None:
-        with clock.on("save"):
-            sizes.append(system.save(run))
+        with _timed(spent["save"]):
+            size = system.save(run)
+        sizes.extend([] if size is None else [size])
         if run.step in restores:
             stored[run.step] = End(probe(run, batches), run.accuracy(batches))
 
@@ -477,7 +447,6 @@ def endure(
         run = through_kills(run, workload.steps, failures, spacing, advance=advance, save=save, restore=restore)
     finally:
         system.end()
-    spent = clock.seconds
     return Outcome(
         degradation=100 * (run.held_out_loss() / exact - 1),
         at_restore=statistics.fmean(changes),
@@ -491,3 +460,56 @@ def endure(
         accuracy=run.accuracy(),
         accuracy_lost=statistics.fmean(missed),
     )
+
+
+# --------------------------------------------------------------------------------------------------------- over seeds
+
+
+def over_seeds(values: Sequence[float]) -> str:
+    """Mean, and the range over several seeds.
+
+    Example:
+        >>> over_seeds([1.0, 2.0]), over_seeds([0.5])
+        ('+1.50 (+1.00 ... +2.00)', '+0.50')
+    """
+    spread = f" ({min(values):+.2f} ... {max(values):+.2f})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):+.2f}{spread}"
+
+
+@dataclass
+class Trainings:
+    """A workload, and the results of its uninterrupted trainings by seed."""
+
+    workload: Workload
+    exact: dict[int, End] = field(default_factory=dict)
+
+    def outcomes(
+        self, make: Callable[[], System], seeds: Sequence[int], failures: int, spacing: int, batches: int
+    ) -> list[Outcome]:
+        """Train once for each seed, after a warm-up, and return the outcomes."""
+        warm_up(self.workload, min(seeds, default=0), make(), spacing)
+        for seed in seeds:
+            if seed not in self.exact:
+                self.exact[seed] = end_of(self.workload, seed)
+        how = {"failures": failures, "spacing": spacing, "batches": batches}
+        return [endure(self.workload, seed, make(), exact=self.exact[seed].loss, **how) for seed in seeds]
+
+
+def of_seeds(
+    name: str, where: tuple[str, int], columns: Iterable[tuple[str, str, Sequence[float]]], about: str, wrong: str = ""
+) -> list[Row]:
+    """Return one row a column: mean over the seeds, with the range in the note.
+
+    Args:
+        name: what the names of the rows begin with.
+        where: device and number of parameters.
+        columns: label, unit and values by seed.
+        about: what the notes end with.
+        wrong: the fault, if a check failed; then no row has a value.
+    """
+    rows = []
+    for label, unit, values in columns:
+        note = f"CHECK FAILED: {wrong}; {about}" if wrong else f"{over_seeds(values)}; {about}"
+        value = None if wrong else statistics.fmean(values)
+        rows.append(Row(f"{name}: {label}", *where, value, unit, note=note))
+    return rows

@@ -1,14 +1,12 @@
 """Put rows that were measured again into a result: `python -m bench.studies.merge RESULT`.
 
     python -m bench.studies.merge bench/results/ratio-gpt.json NEW.json ...     # rows and outcomes of other runs
-    python -m bench.studies.merge bench/results/ratio-gpt.json --measure "rate 0.0005; weights, rate 0; peers"
     python -m bench.studies.merge bench/results/systems.json NEW.json ...       # whole experiments of `bench systems`
 
 In a result of `bench ratio`, for one model, the rows of a newly measured system replace the old ones. All rows name the
 commit they were measured at, and rows of systems that `bench ratio` does not have are removed. Rows that compare
-systems (the targets, our weights next to the published ones') are computed again from all rows. `--measure` takes names
-of `SYSTEMS`, "alone" and "peers". In any other result an experiment (the part of a row's name before the colon) is
-replaced as a whole, and its rows name their commit.
+systems (the targets, our weights next to the published ones') are computed again from all rows. In any other result an
+experiment (the part of a row's name before the colon) is replaced as a whole, and its rows name their commit.
 """
 
 from __future__ import annotations
@@ -18,17 +16,16 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shrinkpoint.codec.errors import BadArgumentError
 
-from ..__main__ import result
 from ..evidence.provenance import MARK, ON
 from ..harness import Row
 from . import ratio, workloads
-from .outcomes import TABLE, System, outcome_of, summary_rows, to_json
+from .outcomes import TABLE, System, outcome_of, summary_rows
 
 Json = dict[str, Any]
 
@@ -88,7 +85,8 @@ def merged(old: Json, new: Sequence[Json]) -> Json:
             outcomes.pop(f"{model}, {of}", None)
         rows |= fresh
         outcomes |= {_full(name, model): found for name, found in document.get("outcomes", {}).items()}
-    kept = _order(rows)
+    against = [of for of in rows if of.startswith("against ")]
+    kept = [of for of in (*ratio.SYSTEMS, "alone", *against) if of in rows]
     found = [Row(**row) for of in kept for row in rows[of]]
     sizes = {row.size for row in found}
     if len(sizes) != 1:
@@ -159,30 +157,10 @@ def _marked(row: Json, commit: str | None) -> Json:
     return row | {"note": f"{row['note']}{MARK}{at}"}
 
 
-def _order(found: Collection[str]) -> list[str]:
-    """Return systems in the order of `SYSTEMS`, then weights alone, then other libraries."""
-    against = [of for of in found if of.startswith("against ")]
-    return [of for of in (*ratio.SYSTEMS, "alone", *against) if of in found]
-
-
 def _system(rows: Iterable[Json], outcomes: Sequence[Mapping[str, float | None]] | None) -> System:
     if outcomes:
         return System.of([outcome_of(one) for one in outcomes])
     return System.of_rows({row["row"].partition(": ")[2]: Row(**row) for row in rows})
-
-
-def measure(model: str, what: Collection[str], say: Callable[[str], None]) -> Json:
-    """Measure some systems and parts of one model, and return the document.
-
-    Raises:
-        BadArgumentError: one of them is unknown.
-    """
-    unknown = [one for one in what if one not in ratio.SYSTEMS and one not in ratio.PARTS]
-    if unknown:
-        raise BadArgumentError(f"{unknown} are unknown; there are {', '.join((*ratio.PARTS, *ratio.SYSTEMS))}")
-    systems, parts = ([one for one in names if one in what] for names in (ratio.SYSTEMS, ratio.PARTS))
-    found = ratio.measured(workloads.WORKLOADS[model](), systems, parts, say)
-    return result(found.rows) | {"outcomes": to_json(found.named(model))}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,20 +170,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("into", type=Path, metavar="RESULT", help="the JSON of one model, written again")
     parser.add_argument("new", type=Path, nargs="*", metavar="NEW", help="of later runs, the newest last")
-    parser.add_argument("--measure", metavar="NAMES", help="systems and parts to measure now, between semicolons")
     asked = parser.parse_args(arguments)
+    files = (asked.into, *asked.new)
     try:
-        old, *new = (json.loads(path.read_text(encoding="utf-8")) for path in (asked.into, *asked.new))
-        if asked.measure is not None:
-            names = [name.strip() for name in asked.measure.split(";") if name.strip()]
-            new.append(measure(model_of(old), names, lambda what: print(what, file=sys.stderr, flush=True)))
+        old, *new = (json.loads(path.read_text(encoding="utf-8")) for path in files)
         document = merged(old, new) if _is_ratio(old) else replaced(old, new)
     except (BadArgumentError, OSError) as error:
         print(f"bench.studies.merge: {error}", file=sys.stderr)
         return 2
-    names = [path.name for path in (asked.into, *asked.new)]
-    words = [*names, *([] if asked.measure is None else ["--measure", asked.measure])]
-    document["run"] = {"command": shlex.join(["python", "-m", "bench.studies.merge", *words])}
+    command = shlex.join(["python", "-m", "bench.studies.merge", *(path.name for path in files)])
+    document["run"] = {"command": command}
     asked.into.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -17,7 +17,6 @@ from functools import lru_cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from torch import nn
 import shrinkpoint as sp
 
 from ..harness import Options, Row
-from ..plot import Bars, draw
 
 TITLE = "optimizers: the next update from restored entries, against that from the entries themselves"
 STEPS = 40
@@ -311,14 +309,19 @@ def subjects(package: str) -> Iterator[tuple[str, list[Callable[[], Any]]]]:
             if cls.__module__.startswith(package)
         }
     for name, cls in sorted(classes.items()):
-        path = f"{module.__name__}.{name}"
-        rate = next((rate for start, rate in _RATES.items() if name.startswith(start)), 1e-3)
-        for more in ({}, *_VARIANTS.get(path, ())):
-            text = ", ".join(f"{key}={value}" for key, value in more.items())
-            yield (
-                path + (f"({text})" if text else ""),
-                [partial(TorchTraining, make) for make in _ways(cls, {"lr": rate, **more})],
-            )
+        for path, more in _variants(f"{module.__name__}.{name}"):
+            yield path, [partial(TorchTraining, make) for make in _ways(cls, {"lr": _rate(name), **more})]
+
+
+def _rate(name: str) -> float:
+    return next((rate for start, rate in _RATES.items() if name.startswith(start)), 1e-3)
+
+
+def _variants(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the settings of each variant of an optimizer."""
+    yield path, {}
+    for more in _VARIANTS.get(path, ()):
+        yield f"{path}({', '.join(f'{key}={value}' for key, value in more.items())})", more
 
 
 def _ways(cls: Any, settings: Mapping[str, Any]) -> Iterable[Callable[[nn.Module], Any]]:
@@ -361,18 +364,10 @@ def _of_optax() -> Iterator[tuple[str, list[Callable[[], Any]]]]:
             takes = inspect.signature(make).parameters
             if not takes or not ("learning_rate" in takes or name in ("dog", "dowg", "cocob", "polyak_sgd")):
                 continue
-            path = f"{module.__name__}.{name}"
-            rate = next((rate for start, rate in _RATES.items() if name.startswith(start)), 1e-3)
-            for more in ({}, *_VARIANTS.get(path, ())):
-                text = ", ".join(f"{key}={value}" for key, value in more.items())
-                arguments = {"learning_rate": rate} if "learning_rate" in takes else {}
-                yield (
-                    path + (f"({text})" if text else ""),
-                    [
-                        partial(JaxTraining, partial(make, **arguments, **more), passed)
-                        for passed in ((), ("value",), ("value", "grad", "value_fn"), ("obj_fn",))
-                    ],
-                )
+            given = {"learning_rate": _rate(name)} if "learning_rate" in takes else {}
+            passed = ((), ("value",), ("value", "grad", "value_fn"), ("obj_fn",))
+            for path, more in _variants(f"{module.__name__}.{name}"):
+                yield path, [partial(JaxTraining, partial(make, **given, **more), names) for names in passed]
 
 
 def attempted(ways: Iterable[Callable[[], Any]]) -> dict[str, Any] | str:
@@ -415,11 +410,3 @@ def _row(name: str, found: dict[str, Any] | str) -> Row:
     exact = [entry for entry, x in found["entries"].items() if not x["lossy"]]
     note = f"changed: {', '.join(changed) or 'none'}; exact: {', '.join(exact) or 'none'}; weights: {found['weights']}"
     return Row(name, "cpu", 12448, found["update"], unit, note=note)
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw the difference of the next update of each optimizer."""
-    draw(
-        path,
-        [Bars("next update", "relative difference", [(r.row, r.value, None) for r in rows if r.value is not None])],
-    )

@@ -11,13 +11,12 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from shrinkpoint.codec.errors import BadArgumentError
 
-from ..harness import Row, at_least, held
+from ..harness import Row, Rows, at_least, times_smaller
 
-DEVICE = "cpu, 1 thread"
 FURTHER = 200
 """Steps that a restored training goes on, at most."""
 PUBLISHED = ("inshrinkerator 16", "inshrinkerator 32")
@@ -215,40 +214,33 @@ TABLE = (
 )
 
 
-def _row(
-    row: str, size: int, value: float | None, unit: str, note: str, peer: tuple[str | None, float | None] = (None, None)
-) -> Row:
-    ratio = peer[1] / value if value and peer[1] else None
-    return Row(row, DEVICE, size, None if value is None or math.isnan(value) else value, unit, *peer, ratio, note=note)
-
-
-def _aimed(row: Row, limit: float, of: Literal["value", "ratio"] = "value") -> Row:
-    """Hold a row against a least value; a value that no setting reaches misses it."""
-    row = held(row, at_least(limit, of))
-    return dataclasses.replace(row, met=bool(row.met))
+def _aimed(rows: Rows, name: str, value: float | None, note: str, limit: float) -> None:
+    """Add a row that is held against a least value; a value that no setting reaches misses it."""
+    rows.add(name, value, "x", note=note, target=at_least(limit, "value"))
+    rows[-1] = dataclasses.replace(rows[-1], met=bool(rows[-1].met))
 
 
 def system_rows(name: str, system: str, size: int, found: Sequence[Outcome]) -> list[Row]:
     """Rows of one system on one model."""
-    mean = System.of(found)
-    note = f"{mean}, {len(found)} seeds"
-    return [
-        _row(f"{name}, {system}: {label}", size, getattr(mean.mean, what), unit, note) for label, what, unit in TABLE
-    ]
+    mean, rows = System.of(found), Rows(f"{name}, {system}", size)
+    for label, what, unit in TABLE:
+        value = getattr(mean.mean, what)
+        rows.add(label, None if math.isnan(value) else value, unit, note=f"{mean}, {len(found)} seeds")
+    return rows
 
 
 def alone_rows(name: str, size: int, found: Mapping[int, Sequence[Restored]]) -> list[Row]:
     """Return rows of weights without a parent by bins, and the smallest within 1 % at once."""
-    rows = []
+    rows = Rows(size=size)
     best: tuple[float | None, str] = None, "no setting loses so little"
     for bins, outcomes in found.items():
         ratio, loss = (statistics.fmean(getattr(o, what) for o in outcomes) for what in ("ratio", "at_once"))
         note = f"loss {lost(outcomes)}, {len(outcomes)} seeds"
-        rows.append(_row(f"{name}, alone, {bins} bins: weights", size, ratio, "x", note))
+        rows.add(f"{name}, alone, {bins} bins: weights", ratio, "x", note=note)
         if loss <= 1 and ratio > (best[0] or 0.0):
             best = ratio, f"{bins} bins, {note}"
-    what = f"{name}: weights alone, no parent, loss <= 1 %"
-    return [*rows, _aimed(Row(what, DEVICE, size, best[0], "x", note=best[1]), 10)]
+    _aimed(rows, f"{name}: weights alone, no parent, loss <= 1 %", best[0], best[1], 10)
+    return rows
 
 
 def peer_rows(name: str, size: int, peer: str, own: Mapping[str, Sequence[Pair]], other: Sequence[Pair]) -> list[Row]:
@@ -262,19 +254,19 @@ def peer_rows(name: str, size: int, peer: str, own: Mapping[str, Sequence[Pair]]
             us; the first where none does.
         other: the library's pairs by the same seeds.
     """
-    rows = []
+    rows = Rows(f"{name}, against {peer}", size)
     for case, what in zip(CASES, ("single", "delta"), strict=True):
         theirs = [getattr(pair, what) for pair in other]
         settings = {setting: [getattr(pair, what) for pair in pairs] for setting, pairs in own.items()}
         fitting = [setting for setting, found in settings.items() if no_more(found, theirs)]
         setting = max(fitting, key=lambda s: _ratio(settings[s])) if fitting else next(iter(settings))
         ours = settings[setting]
-        value, peer_value = _ratio(ours), _ratio(theirs)
+        value, figure = _ratio(ours), (peer, _ratio(theirs))
         seeds = f"{len(ours)} seeds" if len(ours) > 1 else "one seed"
         note = f"ours loses {lost(ours)}; theirs {lost(theirs)}; {seeds}; ours: {setting}"
-        row = f"{name}, against {peer}: whole state, {case}"
-        made = _aimed(Row(row, DEVICE, size, value, "x", peer, peer_value, value / peer_value, note=note), 1, "ratio")
-        rows.append(made if fitting else dataclasses.replace(made, met=False))
+        rows.add(f"whole state, {case}", value, "x", figure, note, ratio=value / figure[1], target=at_least(1))
+        if not fitting:
+            rows[-1] = dataclasses.replace(rows[-1], met=False)
     return rows
 
 
@@ -284,8 +276,9 @@ def _ratio(found: Sequence[Restored]) -> float:
 
 def missing_row(name: str, size: int, peer: str, why: str) -> Row:
     """Row of a library that is not installed."""
-    row = Row(f"{name}, against {peer}: whole state", DEVICE, size, None, "x", peer, note=f"not measured: {why}")
-    return held(row, at_least(1))
+    rows = Rows(f"{name}, against {peer}", size)
+    rows.add("whole state", None, "x", (peer, None), f"not measured: {why}", target=at_least(1))
+    return rows[0]
 
 
 _SPREAD = r"(\S+)(?: \(\S+ \.\.\. \S+\))? %"
@@ -331,17 +324,16 @@ def nearest_to(found: Mapping[str, System], chain: float, late: float) -> str | 
 
 def summary_rows(name: str, size: int, found: Mapping[str, System]) -> list[Row]:
     """Return rows that compare all systems of a model, and the targets."""
-    rows = []
+    rows = Rows(name, size)
     for published in (p for p in PUBLISHED if p in found):
         rows += weights_rows(name, size, found, published)
     for loss, chain, late in PAIRS:
         best = nearest_to(own(found, loss), chain, late)
-        for label, what, target in (("chain with its bases", "chain", chain), ("late deltas", "late", late)):
+        for label, what, limit in (("chain with its bases", "chain", chain), ("late deltas", "late", late)):
             value, note = None, "no setting loses so little"
             if best is not None:
                 value, note = getattr(found[best].mean, what), f"{best}; {found[best]}"
-            row = Row(f"{name}: whole state, {label}, loss <= {loss:g} %", DEVICE, size, value, "x", note=note)
-            rows.append(_aimed(row, target))
+            _aimed(rows, f"whole state, {label}, loss <= {loss:g} %", value, note, limit)
     return rows
 
 
@@ -354,7 +346,7 @@ def weights_rows(name: str, size: int, found: Mapping[str, System], published: s
     First strictly, by the means; then with every setting whose difference, seed by seed, is within its standard error.
     """
     weights = {s: o for s, o in found.items() if s.startswith(("weights", "default", "rate"))}
-    theirs, rows = found[published], []
+    theirs, rows = found[published], Rows(name, size)
     strict = [s for s, o in weights.items() if o.mean.later <= theirs.mean.later]
     unknown = [s for s, o in weights.items() if not o.outcomes or len(o.outcomes) != len(theirs.outcomes)]
     several = [s for s in weights if s not in unknown and len(theirs.outcomes) > 1]
@@ -366,8 +358,8 @@ def weights_rows(name: str, size: int, found: Mapping[str, System], published: s
         if best is not None:
             value = found[best].mean.weight_bits
             note = f"ours: {best}; loss later above the published one's by {above(found[best], theirs)}{known}"
-        peer = published, theirs.mean.weight_bits
-        rows.append(_row(f"{name}: {words} {published}", size, value, "bits", note, peer))
+        bits = theirs.mean.weight_bits
+        rows.add(f"{words} {published}", value, "bits", (published, bits), note, ratio=times_smaller(value, bits))
     return rows
 
 
@@ -377,9 +369,9 @@ def medians(rows: Iterable[Row]) -> list[Row]:
     Args:
         rows: of all models, from one run or several.
     """
-    rows, found = list(rows), []
+    rows, found = list(rows), Rows()
     for published in PUBLISHED:
-        for words, target in ((EQUAL, 4.0), (WITHIN, None)):
+        for words, target in ((EQUAL, at_least(4.0)), (WITHIN, None)):
             name = f"{words} {published}"
             of = [row for row in rows if row.row.endswith(f": {name}")]
             shares = [row.ratio for row in of if row.ratio is not None or _UNPAIRED not in row.note]
@@ -388,6 +380,5 @@ def medians(rows: Iterable[Row]) -> list[Row]:
             # If every setting of ours loses more, ours is not smaller at equal loss: such a chain counts as 0.
             median, known = statistics.median(share or 0.0 for share in shares), len(shares) - shares.count(None)
             note = f"median over {len(shares)} chains, {known} of them with a setting that loses no more"
-            row = Row(name, DEVICE, 0, median, "x", published, 1.0, median, note=note)
-            found.append(row if target is None else held(row, at_least(target)))
+            found.add(name, median, "x", (published, 1.0), note, ratio=median, target=target)
     return found

@@ -22,8 +22,8 @@ from shrinkpoint.demo.config import SIZES
 from shrinkpoint.demo.corpus import Corpus
 from shrinkpoint.demo.trainer import Training
 
-from ..harness import Options, Row
-from ..plot import pyplot
+from ..harness import Options, Row, Rows
+from .workloads import cloned
 
 TITLE = "size, waiting and restore of the demo's checkpoints by level, next to torch.save"
 SAVED = "torch.save"
@@ -38,7 +38,7 @@ def run(options: Options) -> list[Row]:
     """Measure all levels; two of them on a small model with `--quick`."""
     size, first, count = ("tiny", 20, 4) if options.quick else ("small", _FIRST, CHECKPOINTS)
     states, kinds, parameters = _states(size, first, count)
-    rows = []
+    rows = Rows(size=parameters, device="cpu")
     for level in (SAVED, *(("lossless", "default") if options.quick else LEVELS)):
         if not options.wanted(level):
             continue
@@ -46,8 +46,9 @@ def run(options: Options) -> list[Row]:
         with tempfile.TemporaryDirectory() as folder:
             found = _plain(states, Path(folder)) if level == SAVED else _stored(states, kinds, level, folder)
         note = f"mean of {count} checkpoints, {_SPACING} steps apart" if level != SAVED else "each in a file of its own"
+        rows.start = level
         for (what, unit), value in zip(WHAT.items(), found, strict=True):
-            rows.append(Row(f"{level}: {what}", "cpu", parameters, value, unit, note=note))
+            rows.add(what, value, unit, note=note)
     return options.done(rows)
 
 
@@ -58,13 +59,9 @@ def _states(size: str, first: int, count: int) -> tuple[list[Any], dict[str, Any
     while len(states) < count:
         training.advance()
         if training.step >= first and training.step % _SPACING == 0:
-            states.append(torch.utils._pytree.tree_map(_copy, training.state()))
+            states.append(cloned(training.state()))
     parameters = sum(p.numel() for p in training.model.parameters())
     return states, dict(sp.kinds(training.model, training.optimizer)), parameters
-
-
-def _copy(x: Any) -> Any:
-    return x.clone() if isinstance(x, torch.Tensor) else x
 
 
 def _plain(states: list[Any], folder: Path) -> tuple[float, float, float, float]:
@@ -97,14 +94,3 @@ def _timed(call: Any, arguments: Any) -> Iterator[float]:
         begin = time.perf_counter()
         call(argument)
         yield time.perf_counter() - begin
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw the sizes."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(7, 3.5))
-    sizes = [(row.row.partition(":")[0], row.value) for row in rows if row.row.endswith(": size")]
-    axes.barh([name for name, _ in sizes][::-1], [value for _, value in sizes][::-1], color="#2a6f97")
-    axes.set_xlabel("MB a checkpoint, mean")
-    figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)

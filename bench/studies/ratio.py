@@ -8,8 +8,8 @@ further steps, against the training that was never interrupted, on the same batc
 
 Weights are compared with the published pipeline's next to equal moments ("weights, ..."), and coded alone, with no
 parent ("alone, ..."). Other libraries code the checkpoint at the restart, alone and over the one 10 steps before: bit
-for bit on the first seed, with a loss on all of them. Rows are made in `outcomes.py`; `python -m bench.merge` measures
-some systems again and puts them into a result.
+for bit on the first seed, with a loss on all of them. Rows are made in `outcomes.py`; `merge.py` puts those
+of some systems into a result.
 """
 
 from __future__ import annotations
@@ -290,19 +290,27 @@ def _peer_rows(name: str, size: int, trainings: list[Training], say: Callable[[s
 
 
 def run(options: Options) -> list[Row]:
-    """Return all rows; with `--quick` a few of one small model."""
+    """Return all rows; with `--quick` a few of one small model.
+
+    `--only "GPT rate 0.0005,GPT peers"` measures a system and the other libraries, to be merged into a result.
+    """
     rows: list[Row] = []
-    for name in ["MLP"] if options.quick else list(workloads.WORKLOADS):
-        if not options.wanted(name):
+    for name, make in workloads.WORKLOADS.items():
+        if options.quick and name != "MLP":
             continue
-        workload = workloads.WORKLOADS[name]()
+        systems, parts = (
+            [one for one in names if options.wanted(f"{name} {one}".replace(",", ""))]
+            for names in ((_QUICK, ["alone"]) if options.quick else (SYSTEMS, PARTS))
+        )
+        if not systems and not parts:
+            continue
+        workload, seeds = make(), 1 if options.quick else SEEDS
         if options.quick:
-            short = dataclasses.replace(workload, steps=270)
-            found = measured(short, _QUICK, ["alone"], options.say, seeds=1, alone=ALONE[::4])
-        else:
-            found = measured(workload, list(SYSTEMS), PARTS, options.say)
-        options.seeds.update(range(1 if options.quick else SEEDS))
+            workload = dataclasses.replace(workload, steps=270)
+        alone = ALONE[::4] if options.quick else ALONE
+        found = measured(workload, systems, parts, options.say, seeds=seeds, alone=alone)
+        options.seeds.update(range(seeds))
         compared = summary_rows(name, found.size, {s: System.of(o) for s, o in found.outcomes.items()})
-        rows += options.done([*found.rows, *compared])
+        rows += options.done([*found.rows, *(compared if "default" in systems else [])])
         options.kept.setdefault("outcomes", {}).update(to_json(found.named(name)))
     return rows if options.quick or options.only else rows + medians(rows)

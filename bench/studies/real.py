@@ -9,10 +9,9 @@ not imported, and a file is read without running code from it. A state is compre
 
 from __future__ import annotations
 
+import contextlib
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,15 +26,13 @@ import shrinkpoint as sp
 
 from ..data import arrays
 from ..devices import threads
-from ..harness import Options, Row
-from ..plot import Bars, draw
+from ..harness import Options, Row, Rows, cpu_clock, seconds_of
 from ..whole_states import check_errors
 from . import continued
 from .harm.settings import LEVELS
 from .systems.lossless import PEERS
 
 TITLE = "real checkpoints that packages ship: size, error and seconds by level, against lossless peers"
-DEVICE = "cpu, 1 thread"
 _ROUNDS = 3
 KINDS = {"exp_avg": "first moments", "exp_avg_sq": "second moments"}
 WEIGHTS = "weights"
@@ -153,59 +150,53 @@ def errors(state: State, back: State) -> dict[str, float]:
     return {kind: math.sqrt(error / all_) if all_ else 0.0 for kind, (error, all_) in sums.items()}
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    """Processor seconds of a call: the median of some, after one that loads code."""
-    call()
-    found = []
-    for _ in range(_ROUNDS):
-        begin = time.process_time()
-        call()
-        found.append(time.process_time() - begin)
-    return statistics.median(found)
-
-
-def by_level(file: File, level: str, state: State, before: State | None) -> Iterator[Row]:
+def by_level(file: File, level: str, state: State, before: State | None) -> list[Row]:
     """Rows of one level: ratio, error by kind, change of the outputs, and seconds."""
     config, kinds = LEVELS[level](), file.kinds(state)
     parent = None if before is None else sp.compress(before, cfg=config, kinds=kinds)
-    stored = sp.compress(state, parent, config, kinds=kinds)
+
+    def compress() -> sp.Checkpoint:
+        return sp.compress(state, parent, config, kinds=kinds)
+
+    def decompress() -> State:
+        back: State = sp.decompress(sp.Checkpoint.from_bytes(blob, parent), parent)
+        return back
+
+    stored = compress()
     blob = stored.to_bytes()
-    back = sp.decompress(sp.Checkpoint.from_bytes(blob, parent), parent)
+    back = decompress()
     checked = check_errors(state, back, stored)
     raw = sum(x.nbytes for _, x in arrays(state))
-
-    def row(what: str, value: float, unit: str, note: str) -> Row:
-        return Row(f"{file.name}, {level}: {what}", DEVICE, raw, value, unit, note=note)
-
-    yield row("whole state", raw / stored.nbytes, "x", f"{raw:,} bytes to {stored.nbytes:,}; {checked}")
+    rows = Rows(f"{file.name}, {level}", raw)
+    rows.add("whole state", raw / stored.nbytes, "x", note=f"{raw:,} bytes to {stored.nbytes:,}; {checked}")
     sizes: dict[str, list[int]] = {}
     for part in stored.summary():
         size = sizes.setdefault(kind_of(part.path), [0, 0])
         size[0] += part.raw_bytes
         size[1] += part.stored_bytes
     for kind, error in errors(state, back).items():
-        if kind in sizes and sizes[kind][1]:
-            note = f"{sizes[kind][0]:,} bytes to {sizes[kind][1]:,}; all arrays of the kind together"
-            yield row(f"error of the {kind}", error, "relative L2", note)
-            yield row(kind, sizes[kind][0] / sizes[kind][1], "x", note)
+        given, taken = sizes.get(kind, (0, 0))
+        if taken:
+            note = f"{given:,} bytes to {taken:,}; all arrays of the kind together"
+            rows.add(f"error of the {kind}", error, "relative L2", note=note)
+            rows.add(kind, given / taken, "x", note=note)
     if file.outputs is not None:
         exact, other = file.outputs(state), file.outputs(back)
         change = float(torch.linalg.vector_norm(exact - other) / torch.linalg.vector_norm(exact))
         cosine = float(nn.functional.cosine_similarity(exact, other, dim=1).mean())
         note = f"{exact.shape[0]} drawn inputs, not of the kind that it was trained on; mean cosine {cosine:.4f}"
-        yield row("change of the outputs", change, "relative L2", note)
+        rows.add("change of the outputs", change, "relative L2", note=note)
     note = f"processor time, median of {_ROUNDS}; {raw / 1e6:.1f} MB"
-    yield row("seconds to compress", _seconds(lambda: sp.compress(state, parent, config, kinds=kinds)), "s", note)
-    load = _seconds(lambda: sp.decompress(sp.Checkpoint.from_bytes(blob, parent), parent))
-    yield row("seconds to decompress", load, "s", note)
+    for call in (compress, decompress):
+        rows.add(f"seconds to {call.__name__}", seconds_of(call, cpu_clock, _ROUNDS), "s", note=note)
+    return rows
 
 
-def by_peer(file: File, state: State, before: State | None, ours: float | None) -> Iterator[Row]:
-    """Yield rows of the lossless peers on the float32 arrays; ours is of the whole state."""
-    now, old = (_floats(x) if x is not None else None for x in (state, before))
-    assert now is not None
+def by_peer(file: File, state: State, before: State | None, ours: float | None) -> list[Row]:
+    """Return rows of the lossless peers on the float32 arrays; ours is of the whole state."""
+    now, old = _floats(state), None if before is None else _floats(before)
     raw = sum(x.numel() * x.element_size() for x in now.values())
-    name = f"{file.name}, lossless: whole state, against"
+    rows = Rows(f"{file.name}, lossless", raw)
     for peer, size in PEERS.items():
         theirs, note = None, f"{len(now)} float32 arrays, {raw:,} bytes"
         try:
@@ -215,7 +206,8 @@ def by_peer(file: File, state: State, before: State | None, ours: float | None) 
         except Exception as error:
             note = f"not measured: {type(error).__name__}: {error}"
         ratio = None if theirs is None or ours is None else ours / theirs
-        yield Row(f"{name} {peer}", DEVICE, raw, ours, "x", peer, theirs, ratio, None, None, note)
+        rows.add(f"whole state, against {peer}", ours, "x", (peer, theirs), note, ratio=ratio)
+    return rows
 
 
 def _floats(state: State) -> dict[str, Tensor]:
@@ -235,32 +227,21 @@ def run(options: Options) -> list[Row]:
             if wanted:
                 options.say(file.name)
                 rows += options.done(_of_file(file, wanted))
-        rows += _continued(options)
+        # The other rows of this file report the missing package.
+        with contextlib.suppress(ImportError):
+            rows += continued.rows(read(FILES[0].path), options)
     return rows
-
-
-def _continued(options: Options) -> list[Row]:
-    """Rows of the continued training, if its package is installed."""
-    try:
-        return continued.rows(read(FILES[0].path), options)
-    except ImportError:
-        return []  # the other rows of this file report the missing package
 
 
 def _of_file(file: File, wanted: list[str]) -> list[Row]:
     try:
         state, before = read(file.path), None if file.parent is None else read(file.parent.path)
     except ImportError as error:
-        name, why = f"{file.name}, default: whole state", f"not measured: {error}"
-        return [Row(name, DEVICE, 0, None, "x", note=why)]
+        rows = Rows(f"{file.name}, default")
+        rows.add("whole state", None, "x", note=f"not measured: {error}")
+        return rows
     found = [row for level in LEVELS if level in wanted for row in by_level(file, level, state, before)]
     if "lossless peers" in wanted:
         whole = {row.row: row.value for row in found}
         found += by_peer(file, state, before, whole.get(f"{file.name}, lossless: whole state"))
     return found
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw the ratio of each file by each level."""
-    bars = [(row.row.partition(":")[0], row.value, None) for row in rows if row.row.endswith(": whole state")]
-    draw(path, [Bars("whole state", "raw / stored bytes", [(a, b, c) for a, b, c in bars if b is not None])])

@@ -8,22 +8,27 @@ for one configuration, as eight ranks of a training do.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from .. import data, memory
-from ..harness import Options, Row, at_most, held
-from ..ranks import run_ranks
+import shrinkpoint as sp
+
+from .. import data, memory, processes
+from ..devices import threads
+from ..harness import Options, Row, Rows, at_most, wall_clock
+from . import workloads
+from .faults import quality
+from .workloads import Run
 
 TITLE = "one rank's shard of 175 billion parameters, a chain of 10,000 steps, a search by 8 ranks"
 SHARD, SHARDS = 175_000_000, 1000
@@ -47,33 +52,27 @@ def run(options: Options) -> list[Row]:
 
 def shard(options: Options) -> list[Row]:
     """Seconds, memory and bytes of base, delta and restore of one shard, and bytes of all ranks."""
-    parameters, rows = 2_000_000 if options.quick else SHARD, []
+    rows = Rows(size=2_000_000 if options.quick else SHARD)
     pair = data.trained(quick=options.quick)
     with tempfile.TemporaryDirectory() as folder:
-        source = memory.write_pools(pair, folder)
-        for level, what in itertools.product(
-            ("default", "exact_weights"), ("compress base", "compress delta", "restore base")
-        ):
-            found = memory.in_process("studies.scale", "shard_child", source, parameters, what, level)
-            note = f"one thread; {parameters:,} parameters with AdamW's moments, {found['raw']:,} bytes; {pair.origin}"
-            every = f"{SHARDS:,} ranks: {found['stored'] * SHARDS / 1e9:,.0f} GB for {parameters * SHARDS:,}"
-            figures = [("seconds", found["seconds"], "s", note)]
-            figures.append(("extra memory", found["extra"] / found["raw"], "x raw", f"{found['how']}; {note}"))
+        source = str(memory.write_pools(pair, folder))
+        for level, what in itertools.product(("default", "exact_weights"), _ACTIONS):
+            rows.start = f"175 M shard, {level}, {what}"
+            found = processes.call("shrinkpoint.bench.studies.scale:shard_child", source, rows.size, what, level)
+            note = f"one thread; {rows.size:,} parameters with AdamW's moments, {found['raw']:,} bytes; {pair.origin}"
+            rows.add("seconds", found["seconds"], "s", note=note)
+            rows.add("extra memory", found["extra"] / found["raw"], "x raw", note=f"{found['how']}; {note}")
             if what != "restore base":
-                figures.append(("ratio", found["raw"] / found["stored"], "x", f"{every}; {note}"))
-            for label, value, unit, said in figures:
-                name = f"175 M shard, {level}, {what}: {label}"
-                rows.append(Row(name, "cpu, 1 thread", parameters, value, unit, note=said))
+                every = f"{SHARDS:,} ranks: {found['stored'] * SHARDS / 1e9:,.0f} GB for {rows.size * SHARDS:,}"
+                rows.add("ratio", found["raw"] / found["stored"], "x", note=f"{every}; {note}")
     return rows
 
 
-def shard_child() -> None:
-    """Measure in this process; arguments: pools, parameters, operation, level."""
-    import shrinkpoint as sp
+_ACTIONS = ("compress base", "compress delta", "restore base")
 
-    from ..devices import threads
 
-    source, parameters, what, level = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+def shard_child(source: str, parameters: int, what: str, level: str) -> dict[str, Any]:
+    """Measure an operation on a shard in this process."""
     config = sp.Config() if level == "default" else sp.presets.exact_weights()
     pair = memory.read_pools(source)
     with threads(1):
@@ -91,14 +90,12 @@ def shard_child() -> None:
                 kept.append(sp.compress(state.before if parent is None else state.after, parent, config))
 
         begin = time.process_time()
-        extra, how = memory.peak(call)
+        extra = memory.extra_of(call)
         seconds = time.process_time() - begin
-    answer: dict[str, Any] = {"seconds": seconds, "extra": extra, "raw": state.nbytes, "stored": 0}
+    answer = {"seconds": seconds, "raw": state.nbytes}
     if what == "restore base":
-        answer |= {"extra": extra - state.nbytes, "how": f"{how}, without the state returned"}
-    else:
-        answer |= {"how": f"{how}, file and reference included", "stored": kept[0].nbytes}
-    print(json.dumps(answer))
+        return answer | {"extra": extra - state.nbytes, "how": f"{memory.HOW}, without the state returned"}
+    return answer | {"extra": extra, "how": f"{memory.HOW}, file and reference included", "stored": kept[0].nbytes}
 
 
 # ---------------------------------------------------------------------------------------------------- a long chain
@@ -110,66 +107,51 @@ def _chain_name(options: Options) -> str:
 
 def chain(options: Options) -> list[Row]:
     """Time of saves early and late, of `steps`, of `load`, and of removing all but a few steps."""
-    import shrinkpoint as sp
-
-    count, name = QUICK_STEPS if options.quick else STEPS, _chain_name(options)
+    count, rows = QUICK_STEPS if options.quick else STEPS, Rows(_chain_name(options), 64 * 64 * 4)
     rng = np.random.default_rng(0)
     state: dict[str, Any] = {"model": {"layer.weight": rng.standard_normal((64, 64), dtype=np.float32)}, "step": 0}
-    saves: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         store = sp.Store(folder)
+
+        def save() -> None:
+            store.save(state["step"], state, kinds={"layer.weight": "linear"})
+
+        saves = []
         for step in range(1, count + 1):
-            state["model"]["layer.weight"] += 1e-4 * rng.standard_normal((64, 64), dtype=np.float32)
             state["step"] = step
-            begin = time.perf_counter()
-            store.save(step, state, kinds={"layer.weight": "linear"})
-            saves.append(time.perf_counter() - begin)
-        raw = 64 * 64 * 4
+            state["model"]["layer.weight"] += 1e-4 * rng.standard_normal((64, 64), dtype=np.float32)
+            saves.append(wall_clock(save, 1))
+        edge = min(_SLICE, count // 2)
         about = (
             f"one weight of 64 x 64; {count:,} saves in {sum(saves):.0f} s, base every 20; files, each with an fsync"
         )
-
-        def row(what: str, value: float, note: str = about) -> Row:
-            return Row(f"{name}: {what}", "cpu, 1 thread", raw, 1e3 * value, "ms", note=note)
-
-        edge = min(_SLICE, count // 2)
-        rows = [
-            row(f"a save, median of the first {edge}", statistics.median(saves[:edge])),
-            row(f"a save, median of the last {edge}", statistics.median(saves[-edge:])),
-            row("steps(), same store", _median(store.steps)),
-            row("steps(), store opened again", _median(lambda: sp.Store(folder).steps())),
-            row("load of the newest, store opened again", _median(lambda: sp.Store(folder).load())),
-            row("shrinkpoint ls", _seconds(lambda: _listed(folder)), f"the command in a process of its own; {about}"),
-            row("verify of all steps", _seconds(store.verify)),
-        ]
-        collected = _seconds(lambda: store.gc(sp.Retention(last=10)))
-        rows.append(row("gc to the newest 10", collected, f"{len(store.steps())} steps left; {about}"))
+        for which, some in (("first", saves[:edge]), ("last", saves[-edge:])):
+            rows.add(f"a save, median of the {which} {edge}", 1e3 * median(some), "ms", note=about)
+        for what, call in (
+            ("steps(), same store", store.steps),
+            ("steps(), store opened again", lambda: sp.Store(folder).steps()),
+            ("load of the newest, store opened again", lambda: sp.Store(folder).load()),
+        ):
+            rows.add(what, 1e3 * median(wall_clock(call, 1) for _ in range(5)), "ms", note=about)
+        listing = [sys.executable, "-P", "-m", "shrinkpoint", "ls", folder]
+        listed = wall_clock(lambda: subprocess.run(listing, check=True, capture_output=True), 1)
+        rows.add("shrinkpoint ls", 1e3 * listed, "ms", note=f"the command in a process of its own; {about}")
+        rows.add("verify of all steps", 1e3 * wall_clock(store.verify, 1), "ms", note=about)
+        collected = wall_clock(lambda: store.gc(sp.Retention(last=10)), 1)
+        rows.add("gc to the newest 10", 1e3 * collected, "ms", note=f"{len(store.steps())} steps left; {about}")
     return rows
-
-
-def _listed(folder: str) -> None:
-    subprocess.run([sys.executable, "-P", "-m", "shrinkpoint", "ls", folder], check=True, capture_output=True)
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-
-def _median(call: Callable[[], object]) -> float:
-    return statistics.median(_seconds(call) for _ in range(5))
 
 
 # ---------------------------------------------------------------------------------------------------- eight ranks
 
+_SEARCHES = ("first checkpoint", "next checkpoint")
+
 
 def ranks(options: Options) -> list[Row]:
     """Rounds, evaluations and seconds of a search by eight processes against one, same choice."""
-    steps = 60 if options.quick else 300
+    steps, rows = 60 if options.quick else 300, Rows(device=f"cpu, {RANKS} processes")
     single, many = _searched(1, steps), _searched(RANKS, steps)
-    rows = []
-    for what, most in (("first checkpoint", None), ("next checkpoint", at_most(1))):
+    for what, most in zip(_SEARCHES, (None, at_most(1)), strict=True):
         alone, found = single[what], many[what]
         note = (
             f"gloo, one round is one trial a process at once, without the baseline; {found['evaluations']} evaluations "
@@ -177,75 +159,40 @@ def ranks(options: Options) -> list[Row]:
             f"threshold 1 % of the loss, MLP after {steps} steps; all ranks chose the same: checked"
         )
         name, peer = f"search, {RANKS} ranks, {what}: rounds", ("one process", alone["rounds"])
-        row = Row(name, f"cpu, {RANKS} processes", found["size"], found["rounds"], "rounds", *peer, note=note)
-        rows.append(held(row, most))
+        rows.add(name, found["rounds"], "rounds", peer, note, target=most, size=found["size"])
     return rows
 
 
 def _searched(world: int, steps: int) -> dict[str, Any]:
     """Run the search by `world` processes, and check that all found the same."""
-    code = "from shrinkpoint.bench.studies.scale import ranks_child; ranks_child()"
-    answers = run_ranks(code, world, [str(steps)], seconds=1200)
-    points = [[answer[what]["point"] for what in ("first checkpoint", "next checkpoint")] for answer in answers]
+    answers = processes.ranks("shrinkpoint.bench.studies.scale:ranks_child", world, steps, seconds=1200)
+    points = [[answer[what]["point"] for what in _SEARCHES] for answer in answers]
     if any(one != points[0] for one in points):
         raise ValueError(f"the ranks chose different points: {points}")
     found: dict[str, Any] = answers[0]
     return found
 
 
-def ranks_child() -> None:
-    """Search on one rank; arguments: folder, number of ranks, training steps, rank."""
-    import dataclasses
-
-    import torch
-    import torch.distributed as dist
-
-    import shrinkpoint as sp
-
-    from . import workloads
-    from .faults import quality
-    from .workloads import Run
-
-    folder, world, steps, rank = sys.argv[1], *map(int, sys.argv[2:])
+def ranks_child(folder: str, world: int, rank: int, steps: int) -> dict[str, Any]:
+    """Search on one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
-    run, answer = Run(dataclasses.replace(workloads.mlp(), steps=2 * steps), 0), {}
+    run, answer = Run(dataclasses.replace(workloads.mlp(), steps=2 * steps), 0), dict[str, Any]()
     last, prev = None, None
-    for what, until in (("first checkpoint", steps), ("next checkpoint", steps + 10)):
+    group, how = dist.group.WORLD if world > 1 else None, sp.SearchOptions(direction="lower", progress=False)
+    for what, until in zip(_SEARCHES, (steps, steps + 10), strict=True):
         run.train(until)
         state = {"model": run.state()["model"]}
-        asked: list[int] = []
+        known: Any = {"kinds": sp.kinds(run.model)}
         evaluate = quality(run, 2, "loss")
-
-        def counted(restored: Any, asked: list[int] = asked, evaluate: Any = evaluate) -> float:
-            asked.append(1)
-            return float(evaluate(restored))
-
-        last = sp.search(
-            state,
-            counted,
-            0.01,
-            prev=prev,
-            last=last,
-            group=dist.group.WORLD if world > 1 else None,
-            options=sp.SearchOptions(direction="lower", progress=False),
-        )
-        prev = sp.compress(state, prev, last.config)
+        last = sp.search(state, evaluate, 0.01, prev=prev, last=last, group=group, options=how, **known)
+        prev = sp.compress(state, prev, last.config, **known)
         answer[what] = {
             "point": str(last.point),
             "rounds": len({trial.round for trial in last.trials if trial.point is not None}),
             "evaluations": last.evaluations,
-            "here": len(asked),
             "size": run.workload.parameters,
         }
-    print(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw seconds of the shard."""
-    from ..plot import Bars, draw
-
-    bars = [(row.row, row.value, None) for row in rows if row.unit == "s" and row.value is not None]
-    draw(path, [Bars("one shard", "seconds", bars)])
+    return answer

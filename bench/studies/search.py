@@ -21,7 +21,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +30,7 @@ from shrinkpoint.searching.cube import Cube, Point, normal
 from shrinkpoint.trainers.sensitivity import batches_that_count
 
 from ..devices import threads
-from ..harness import Options, Row, at_most, held
-from ..plot import Bars, draw
+from ..harness import Options, Row, Rows, at_most
 from . import overhead, workloads
 from .workloads import Run, State, Workload
 
@@ -41,7 +39,6 @@ THRESHOLDS = (0.001, 0.01, 0.05)
 CHECKPOINTS = 10
 MIDDLE = 5
 FIXED = "Config()"
-_DEVICE = "cpu, 1 thread"
 _WITHIN = 1.03
 _BATCHES = {"GPT": 6}
 """Batches of the held-out set that `evaluate` sees; by default half of them."""
@@ -115,6 +112,16 @@ class Step:
     elsewhere: float
     training: float
 
+    @property
+    def evaluations(self) -> int:
+        """Calls of `evaluate`."""
+        return self.found.evaluations
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return self.stored.nbytes
+
 
 PUBLISHED = sp.SearchOptions(method="published", budget=1000, progress=False)
 _PLANNED = sp.SearchOptions(progress=False)
@@ -135,18 +142,20 @@ def chain(
 def against_published(training: Training, threshold: float, own: list[Step], published: list[Step]) -> list[Row]:
     """Return rows of evaluations and bytes next to those of the published search."""
 
-    def row(what: str, value: float, peer: float, unit: str) -> Row:
-        name = f"{training.name}, {threshold:.1%}: {what}, next to the published search"
-        note = f"divide and conquer, then neighbours by decreasing ratio; {len(own)} checkpoints"
-        return Row(name, _DEVICE, training.size, value, unit, "published search", peer, peer / value, None, None, note)
-
-    calls, peers = ([step.found.evaluations for step in steps] for steps in (own, published))
-    return [
-        row("evaluations, first checkpoint", calls[0], peers[0], "calls of evaluate"),
-        row("evaluations, later checkpoints", statistics.fmean(calls[1:]), statistics.fmean(peers[1:]), "mean calls"),
-        row("bytes, first checkpoint", own[0].stored.nbytes, published[0].stored.nbytes, "bytes"),
-        row("bytes of the chain", sum(s.stored.nbytes for s in own), sum(s.stored.nbytes for s in published), "bytes"),
-    ]
+    calls, sizes = (
+        [[getattr(step, part) for step in steps] for steps in (own, published)] for part in ("evaluations", "nbytes")
+    )
+    rows = Rows(f"{training.name}, {threshold:.1%}", training.size)
+    note = f"divide and conquer, then neighbours by decreasing ratio; {len(own)} checkpoints"
+    for what, unit, (ours, theirs) in (
+        ("evaluations, first checkpoint", "calls of evaluate", (of[0] for of in calls)),
+        ("evaluations, later checkpoints", "mean calls", (statistics.fmean(of[1:]) for of in calls)),
+        ("bytes, first checkpoint", "bytes", (of[0] for of in sizes)),
+        ("bytes of the chain", "bytes", map(sum, sizes)),
+    ):
+        peer, name = ("published search", theirs), f"{what}, next to the published search"
+        rows.add(name, ours, unit, peer, note, ratio=theirs / ours)
+    return rows
 
 
 def fixed(training: Training) -> int:
@@ -203,7 +212,7 @@ def missed(points: list[Measured], own: float | None, threshold: float) -> str:
 
 def against_brute_force(training: Training, say: Callable[[str], None]) -> list[Row]:
     """Return rows of the size chosen against the least that passes, of a base and a delta."""
-    rows = []
+    rows = Rows(size=training.size)
     for number, what in ((0, "first checkpoint"), (MIDDLE, "delta in the middle")):
         prev = None
         if number:
@@ -220,9 +229,8 @@ def against_brute_force(training: Training, say: Callable[[str], None]) -> list[
             note = f"{found.evaluations} evaluations, not {len(points) + 1}; {len(passing)} points pass; {found.point}"
             note += missed(points, size, threshold)
             name, peer = f"{training.name}, {threshold:.1%}: size at the {what}", f"the least of {len(points)}"
-            row = Row(name, _DEVICE, training.size, size, "bytes", peer, least, share, note=note)
-            row = held(row, at_most(_WITHIN, "ratio"))
-            rows.append(dataclasses.replace(row, met=None if least is None else bool(row.met)))
+            rows.add(name, size, "bytes", (peer, least), note, ratio=share, target=at_most(_WITHIN, "ratio"))
+            rows[-1] = dataclasses.replace(rows[-1], met=None if least is None else bool(rows[-1].met))
     return rows
 
 
@@ -236,11 +244,10 @@ def of_chain(training: Training, threshold: float, steps: list[Step], default: i
     counts, elsewhere = [found.evaluations for found in later], [step.elsewhere for step in steps]
     share = sum(seconds) / sum(trained)
     beside = f"{sum(seconds):.2f} s of searches for {sum(trained):.2f} s of training between the same checkpoints"
-    rows: list[Row] = []
+    rows = Rows(f"{training.name}, {threshold:.1%}", training.size)
 
     def add(what: str, value: float, unit: str, most: float | None = None, more: str = note) -> None:
-        row = Row(f"{training.name}, {threshold:.1%}: {what}", _DEVICE, training.size, value, unit, note=more)
-        rows.append(held(row, None if most is None else at_most(most)))
+        rows.add(what, value, unit, note=more, target=None if most is None else at_most(most))
 
     add("evaluations, first checkpoint", steps[0].found.evaluations, "calls", 12)
     add("evaluations, later checkpoints", statistics.median(counts), "calls", 2, f"median; {_counted(counts)}")
@@ -251,9 +258,9 @@ def of_chain(training: Training, threshold: float, steps: list[Step], default: i
     add("later searches as a share of training time", 100 * share, "%", more=beside)
     add("largest loss on the data evaluated", 100 * max(step.loss for step in steps), "%", 100 * threshold)
     add("largest loss on other held-out data", 100 * max(elsewhere), "%", more=_spread(elsewhere))
-    stored = sum(step.stored.nbytes for step in steps)
-    name = f"{training.name}, {threshold:.1%}: bytes of the chain"
-    return [*rows, Row(name, _DEVICE, training.size, stored, "bytes", FIXED, default, default / stored, note=note)]
+    stored = sum(step.nbytes for step in steps)
+    rows.add("bytes of the chain", stored, "bytes", (FIXED, default), note, ratio=default / stored)
+    return rows
 
 
 def _counted(counts: list[int]) -> str:
@@ -314,18 +321,6 @@ def run(options: Options) -> list[Row]:
                 every = workload.steps // (4 if options.quick else CHECKPOINTS)
                 rows += options.done(tracker_cost(workload, every, options))
     return rows
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Evaluations of each search, and its size against the least possible."""
-    calls = [
-        (r.row, r.value, 12.0 if "first" in r.row else 2.0) for r in rows if r.unit == "calls" and r.value is not None
-    ]
-    sizes = [(r.row, r.ratio, 1.03) for r in rows if r.peer and r.peer.startswith("the least") and r.ratio is not None]
-    panels = [Bars("calls of evaluate", "calls", calls)]
-    if sizes:
-        panels.append(Bars("size against brute force", "times the least", sizes))
-    draw(path, panels)
 
 
 def searched(

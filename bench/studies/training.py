@@ -7,25 +7,14 @@ loss; its section 9.2 (`transfer.py`): a compressed model is fine-tuned. The fiv
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ..devices import threads
 from ..harness import Options, Row
-from ..plot import Bars, draw
 from . import accuracy, transfer
 
 TITLE = "accuracy, loss and ratio of trainings that are killed and restored; transfer"
-_PLOTTED = ("weights, all checkpoints", "ratio")
 
 
 def run(options: Options) -> list[Row]:
     """All rows; a few of one small model with `--quick`."""
     with threads(1):
         return accuracy.rows(options) + transfer.rows(options)
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw the ratio of the weights of each system."""
-    found = [(name, row.value) for row in rows for name, _, what in [row.row.partition(": ")] if what in _PLOTTED]
-    bars = [(name, value, None) for name, value in found if value is not None]
-    draw(path, [Bars("weights", "raw / stored bytes", bars)])

@@ -31,10 +31,10 @@ import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube
 
 from ..data import layers_kinds
-from ..harness import CheckFailed, Options, Row, at_least, held, lacking
+from ..harness import ONE_THREAD, CheckFailed, Options, Row, Rows, at_least, lacking
 from . import workloads
 from .accuracy import Ladder, adaptive_ladder, uniform_ladder
-from .seeds import of_seeds, over_seeds
+from .faults import of_seeds, over_seeds
 from .workloads import Run
 
 Weights = dict[str, Tensor]
@@ -166,7 +166,7 @@ def rows(options: Options) -> list[Row]:
         try:
             subject = make(quick=options.quick)
         except ImportError as error:
-            found.append(Row(f"{name}: ratio", "cpu, 1 thread", 0, None, "x", note=f"not measured: {error}"))
+            found.append(Row(f"{name}: ratio", ONE_THREAD, 0, None, "x", note=f"not measured: {error}"))
             continue
         options.seeds.update(range(subject.seeds))
         found += options.done(of_subject(subject, options))
@@ -175,29 +175,31 @@ def rows(options: Options) -> list[Row]:
 
 def of_subject(subject: Subject, options: Options) -> list[Row]:
     """Return ratio, loss straight after restore, and quality after fine-tuning, for each system."""
-    found, where = [], ("cpu, 1 thread", subject.size)
+    rows = Rows(size=subject.size)
     exact = [subject.tuned(subject.weights, seed) for seed in range(subject.seeds)]
     before = subject.elsewhere(subject.weights)
     for system, compress in SYSTEMS.items():
-        options.say(f"transfer {subject.name}, {system}")
-        name, small = f"transfer {subject.name}, {system}", compress(subject)
+        rows.start = f"transfer {subject.name}, {system}"
+        options.say(rows.start)
+        small = compress(subject)
         how = f"{small.note}; {subject.note}; {subject.embedding_share:.0%} of the parameters are in embeddings"
-        row = Row(f"{name}: ratio", *where, small.ratio, "x", PUBLISHED, 11.32, small.ratio / 11.32, note=how)
-        found.append(held(row, at_least(WANTED, "value") if system == "default" else None))
+        wanted = at_least(WANTED, "value") if system == "default" else None
+        rows.add("ratio", small.ratio, "x", (PUBLISHED, 11.32), how, ratio=small.ratio / 11.32, target=wanted)
         at_once = 100 * (subject.elsewhere(small.weights) / before - 1)
         note = f"loss {before:.4f} on data the search did not see"
-        found.append(Row(f"{name}: loss change straight after restore", *where, at_once, "%", note=note))
+        rows.add("loss change straight after restore", at_once, "%", note=note)
         tuned = [subject.tuned(small.weights, seed) for seed in range(subject.seeds)]
-        found.append(_compared(name, subject, exact, tuned))
+        _compare(rows, exact, tuned)
         lost = [100 * (a.accuracy - b.accuracy) for a, b in zip(exact, tuned, strict=True)]
         right = 100 * statistics.fmean(quality.accuracy for quality in exact)
         columns = (("accuracy lost after fine-tuning", "points", lost),)
-        found += of_seeds(name, where, columns, f"seeds 0 to {len(lost) - 1}; exact {right:.2f} %")
-    return found
+        where, about = (ONE_THREAD, subject.size), f"seeds 0 to {len(lost) - 1}; exact {right:.2f} %"
+        rows += of_seeds(rows.start, where, columns, about)
+    return rows
 
 
-def _compared(name: str, subject: Subject, exact: Sequence[Tuned], tuned: Sequence[Tuned]) -> Row:
-    """Return the row of the loss after fine-tuning, with a note on its standard error."""
+def _compare(rows: Rows, exact: Sequence[Tuned], tuned: Sequence[Tuned]) -> None:
+    """Add the row of the loss after fine-tuning, with a note on its standard error."""
     changes = [100 * (b.loss / a.loss - 1) for a, b in zip(exact, tuned, strict=True)]
     mean, losses = statistics.fmean(changes), [quality.loss for quality in exact]
     error = statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else None
@@ -206,8 +208,8 @@ def _compared(name: str, subject: Subject, exact: Sequence[Tuned], tuned: Sequen
     if error is not None:
         note += f"; standard error {error:.2f}; the exact model's own seeds: {_scatter(losses):.2f} % deviation"
         note += f"; {TOO_FEW}" if met is None else ""
-    row, target = f"{name}: loss change after fine-tuning", "<= 2 standard errors %"
-    return Row(row, "cpu, 1 thread", subject.size, mean, "%", target=target, met=met, note=note)
+    rows.add("loss change after fine-tuning", mean, "%", note=note)
+    rows[-1] = dataclasses.replace(rows[-1], target="<= 2 standard errors %", met=met)
 
 
 TOO_FEW = f"too few seeds to tell a loss of {NOTICEABLE:g} %"

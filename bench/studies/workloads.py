@@ -2,14 +2,11 @@
 
 A `Run` is a function of its seed: weights, data and their order. Batch t is drawn from (seed, t), so a run resumed at
 step t sees exactly what the uninterrupted one would have seen, and a difference in held-out loss is the checkpoint's.
-On a GPU it begins with the same weights and sees the same batches as on the CPU, and torch is held to its deterministic
-algorithms, so that there, too, a run that is repeated ends the same.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,9 +23,6 @@ import shrinkpoint as sp
 from shrinkpoint.demo.corpus import Corpus
 from shrinkpoint.demo.model import GPT
 from shrinkpoint.demo.model import loss as text_loss
-
-# Without it cuBLAS may give different results in each run. It is read at the first matrix product of a process.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 State = dict[str, Any]
 BETAS = (0.9, 0.999)
@@ -48,7 +42,6 @@ class Workload:
         held_out: batches of the held-out set, always the same.
         steps: length of the whole schedule.
         rate: largest learning rate; a short warm-up, then a cosine to `end` of it.
-        device: default device of its runs.
         right: which predictions of a model on a batch are right; None: accuracy is not defined for the task.
         optimizer: makes it from parameter groups, given `lr`; default AdamW.
         decay: weight decay of matrices.
@@ -64,7 +57,6 @@ class Workload:
     held_out: Callable[[], list[Any]]
     steps: int
     rate: float
-    device: str = "cpu"
     right: Callable[[nn.Module, Any], Tensor] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = adamw
     decay: float = 0.1
@@ -78,20 +70,6 @@ class Workload:
         with torch.device("meta"):
             return sum(p.numel() for p in self.model().parameters())
 
-    @property
-    def place(self) -> tuple[str, int]:
-        """Device and number of parameters, as rows name them."""
-        return self.where, self.parameters
-
-    @property
-    def where(self) -> str:
-        """Device of the workload, as the rows of a table name it."""
-        if torch.device(self.device).type == "cpu":
-            return "cpu, 1 thread"
-        if not torch.cuda.is_available():
-            return "gpu"
-        return f"gpu, {torch.cuda.get_device_name(self.device)}"
-
 
 class Run:
     """A training of a workload, at some step.
@@ -99,17 +77,13 @@ class Run:
     Args:
         workload: the training.
         seed: of weights and batches.
-        device: where model, moments and batches are, and a checkpoint's tensors come from; None: the workload's.
         until: step that it is trained to.
     """
 
-    def __init__(
-        self, workload: Workload, seed: int, *, device: str | torch.device | None = None, until: int = 0
-    ) -> None:
+    def __init__(self, workload: Workload, seed: int, *, until: int = 0) -> None:
         self.workload, self.seed, self.step = workload, seed, 0
-        self.device = torch.device(workload.device if device is None else device)
         torch.manual_seed(seed)
-        self.model = workload.model().to(self.device)  # drawn on the CPU: the same weights everywhere
+        self.model = workload.model()
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.masters: list[Tensor] | None = None
         if workload.masters:
@@ -141,10 +115,9 @@ class Run:
                 group["lr"] = self.learning_rate()
             batch = self.workload.batch(np.random.default_rng([self.seed, self.step]))
             self.optimizer.zero_grad(set_to_none=True)
-            with deterministic(self.device):
-                self.loss(batch).backward()  # type: ignore[no-untyped-call]
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                self._update()
+            self.loss(batch).backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self._update()
             self.step += 1
         return self
 
@@ -192,28 +165,21 @@ class Run:
         return model | sp.kinds(optimizer=self.optimizer)
 
     def loss(self, batch: Any, model: nn.Module | None = None) -> Tensor:
-        """Mean loss on a batch, which may be anywhere.
-
-        Args:
-            batch: of the workload.
-            model: another one than the run's own, on the run's device.
-        """
-        here = torch.utils._pytree.tree_map(lambda x: x.to(self.device), batch)
-        return self.workload.loss(self.model if model is None else model, here)
+        """Mean loss on a batch, of the run's own model or of another one."""
+        return self.workload.loss(self.model if model is None else model, batch)
 
     def state(self) -> State:
-        """Everything a resumed run needs, cloned; its tensors stay on the run's device."""
+        """Everything a resumed run needs, cloned."""
         state: State = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
         if self.average is not None:
             state["ema"] = self.average.state_dict()
         if self.masters is not None:
             state["masters"] = self.masters
-        cloned: State = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
-        return cloned
+        return cloned(state)
 
     def restore(self, state: State) -> None:
-        """Go on from a state, which stays as it is and whose tensors may be on any device."""
-        state = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+        """Go on from a state, which stays as it is."""
+        state = cloned(state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.average is not None:
@@ -229,7 +195,7 @@ class Run:
 
         Args:
             batches: of the held-out set, the first ones; None: all.
-            model: another one than the run's own, on the run's device.
+            model: another one than the run's own.
         """
         right, model = self.workload.right, self.model if model is None else model
         if right is None:
@@ -238,9 +204,7 @@ class Run:
         model.eval()
         found = []
         for batch in self.workload.held_out()[:batches]:
-            here = torch.utils._pytree.tree_map(lambda x: x.to(self.device), batch)
-            with deterministic(self.device):
-                found.append(right(model, here).flatten())
+            found.append(right(model, batch).flatten())
         model.train(was_training)
         return float(torch.cat(found).double().mean())
 
@@ -251,11 +215,16 @@ class Run:
         total = count = 0.0
         for batch in self.workload.held_out():
             size = len(batch[0] if isinstance(batch, tuple) else batch)
-            with deterministic(self.device):
-                total += float(self.loss(batch)) * size
+            total += float(self.loss(batch)) * size
             count += size
         self.model.train()
         return total / count
+
+
+def cloned(state: State) -> State:
+    """Return a state whose tensors are copies."""
+    found: State = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+    return found
 
 
 def _average(decay: float) -> Callable[..., None]:
@@ -269,31 +238,6 @@ def _mode(optimizer: Any, name: str) -> None:
     getattr(optimizer, name, lambda: None)()
 
 
-@contextmanager
-def deterministic(device: torch.device) -> Iterator[None]:
-    """Use only deterministic algorithms of torch on a GPU."""
-    if device.type == "cpu":
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: Any = torch.utils.deterministic
-    fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False  # needless here, and slow
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        settings.fill_uninitialized_memory = fill
-
-
-def chain(workload: Workload, seed: int, steps: Iterator[int] | list[int]) -> Iterator[tuple[int, State]]:
-    """States of one training at ascending steps."""
-    run = Run(workload, seed)
-    for step in steps:
-        run.train(step)
-        yield step, run.state()
-
-
 # ---------------------------------------------------------------------------------------------------- text
 
 _CONTEXT, _BATCH, _WINDOWS = 128, 4, 1600
@@ -304,14 +248,16 @@ def _corpus() -> Corpus:
     return Corpus()
 
 
-def _text_batch(rng: np.random.Generator, context: int, batch: int) -> Tensor:
+def text_batch(rng: np.random.Generator, context: int, batch: int) -> Tensor:
+    """Draw windows of the standard library's sources, as bytes."""
     text = _corpus().train
     starts = rng.integers(0, len(text) - context - 1, batch)
     return torch.from_numpy(text[starts[:, None] + np.arange(context + 1)].astype(np.int64))
 
 
 @cache
-def _text_held_out(context: int, windows: int, batch: int) -> list[Tensor]:
+def text_held_out(context: int, windows: int, batch: int) -> list[Tensor]:
+    """Return held-out windows in batches."""
     return list(torch.split(_corpus().held_out_windows(windows, context), batch))
 
 
@@ -324,16 +270,12 @@ def gpt(layers: int = 4, width: int = 128, heads: int = 4, steps: int = 900) -> 
 
     The held-out set is 204,800 tokens.
     """
-    return Workload(
-        "GPT",
-        lambda: GPT(layers, width, heads, _CONTEXT, dropout=0.0, bias=False),
-        lambda rng: _text_batch(rng, _CONTEXT, _BATCH),
-        lambda model, batch: text_loss(model, batch),  # type: ignore[arg-type]
-        lambda: _text_held_out(_CONTEXT, _WINDOWS, 64),
-        steps,
-        2e-3,
-        right=_right_byte,
+    make = partial(GPT, layers, width, heads, _CONTEXT, dropout=0.0, bias=False)
+    batch, held_out = (
+        partial(text_batch, context=_CONTEXT, batch=_BATCH),
+        partial(text_held_out, _CONTEXT, _WINDOWS, 64),
     )
+    return Workload("GPT", make, batch, text_loss, held_out, steps, 2e-3, right=_right_byte)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------- digits
@@ -399,6 +341,13 @@ def _mlp() -> nn.Module:
     )
 
 
+def encoder(width: int, heads: int, inner: int, layers: int) -> nn.Module:
+    """Return the blocks of a transformer without dropout, each behind a norm."""
+    how: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+    block = nn.TransformerEncoderLayer(width, heads, inner, **how)
+    return nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+
+
 class SmallViT(nn.Module):
     """A vision transformer on patches of 2 x 2 pixels: 16 of them and a class token, no dropout."""
 
@@ -407,18 +356,14 @@ class SmallViT(nn.Module):
         self.patches = nn.Conv2d(1, width, 2, stride=2)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.places = nn.Parameter(0.02 * torch.randn(1, 17, width))
-        block = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.blocks = encoder(width, heads, 4 * width, layers)
         self.head = nn.Linear(width, 10)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Any:
         """float32 [batch, 1, 8, 8] -> logits [batch, 10]."""
         patches = self.patches(images).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.token.expand(len(images), -1, -1), patches], dim=1) + self.places
-        logits: Tensor = self.head(self.blocks(tokens)[:, 0])
-        return logits
+        return self.head(self.blocks(tokens)[:, 0])
 
 
 def cnn(steps: int = 900) -> Workload:
@@ -451,11 +396,10 @@ class Embedded(nn.Module):
             nn.init.normal_(table.weight, std=0.1)  # type: ignore[arg-type]
         self.top = nn.Sequential(nn.Linear(fields * width, 128), nn.ReLU(), nn.Linear(128, outputs))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         """int64 [batch, fields] -> logits [batch, outputs]."""
         vectors = [table(ids[:, i]) for i, table in enumerate(self.tables)]
-        logits: Tensor = self.top(torch.cat(vectors, dim=1))
-        return logits
+        return self.top(torch.cat(vectors, dim=1))
 
 
 @cache
@@ -484,16 +428,15 @@ def _click_held_out() -> list[tuple[Tensor, Tensor]]:
 
 def embedding(steps: int = 900) -> Workload:
     """Four tables of 10,000 x 32 and a perceptron (1.3 M parameters), ids by a power law."""
-    return Workload(
-        "embedding",
-        lambda: Embedded(_FIELDS, _IDS, _WIDTH, 1),
-        lambda rng: _clicks(rng, 1024),
-        lambda model, batch: F.binary_cross_entropy_with_logits(model(batch[0]).squeeze(1), batch[1]),
-        _click_held_out,
-        steps,
-        5e-3,
-        right=lambda model, batch: torch.eq(model(batch[0]).squeeze(1) > 0, batch[1] > 0),
-    )
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(batch[0]).squeeze(1), batch[1])
+
+    def right(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.eq(model(batch[0]).squeeze(1) > 0, batch[1] > 0)
+
+    make, batch = partial(Embedded, _FIELDS, _IDS, _WIDTH, 1), partial(_clicks, count=1024)
+    return Workload("embedding", make, batch, loss, _click_held_out, steps, 5e-3, right=right)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {"GPT": gpt, "CNN": cnn, "MLP": mlp, "embedding": embedding, "ViT": vit}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 import shrinkpoint as sp
-from shrinkpoint.bench import data
-from shrinkpoint.bench.__main__ import main as bench
 from shrinkpoint.commands.interchange import load_state, unreadable
 
 from .test_cli import run
@@ -51,12 +48,11 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("name", list(UNREADABLE))
-@pytest.mark.parametrize("read", [load_state, lambda p: data.read(p)], ids=["compress", "bench"])
-def test_what_is_no_file_of_torch_is_said_to_be_none(name: str, read: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_what_is_no_file_of_torch_is_said_to_be_none(name: str, tmp_path: Path) -> None:
     path = tmp_path / "junk.pt"
     path.write_bytes(UNREADABLE[name])
     with pytest.raises(sp.CorruptDataError) as caught:
-        read(path)
+        load_state(path)
     said = str(caught.value)
     assert said.startswith(f"{path}: cannot be ")
     assert "torch.save" in said or "without pickle" in said or "empty" in said
@@ -80,12 +76,6 @@ def test_the_commands_end_with_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert (code, out, len(err.splitlines())) == (1, "", 1)
     assert "junk.pt: cannot be read as a file of torch.save: it is neither its archive nor a pickle (KeyError" in err
     assert not (tmp_path / "run").exists()
-    assert bench(["kernels", "--quick", "--state", str(path)]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "cannot be read as a file of torch.save" in said.replace("tor ch", "torch")
-    path.write_bytes(saved([torch.zeros(3)]))
-    with pytest.raises(sp.BadArgumentError, match="holds a list; a dict of tensors is needed"):
-        data.read(path)
 
 
 def onnx() -> bytes:

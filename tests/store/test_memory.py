@@ -275,7 +275,7 @@ import json, sys
 import torch
 import shrinkpoint as sp
 from shrinkpoint import trainers
-from shrinkpoint.bench.memory import peak
+from shrinkpoint.commands.measurement import peak
 
 what, folder = sys.argv[1:]
 
@@ -292,11 +292,11 @@ def restored(side, at):
     store, raw = sp.Store(at), 12 * sum(p.numel() for p in model.parameters())
     if what == "load":
         out = trainers.TrainingState(model, optimizer).tree(0)
-        return peak(lambda: store.load(out=out))[0], raw
+        return peak(lambda: store.load(out=out)), raw
     if what == "a new optimizer":
         optimizer = torch.optim.AdamW(model.parameters())
-        return peak(lambda: trainers.resume(store, model, optimizer))[0] - raw * 2 // 3, raw
-    return peak(lambda: trainers.resume(store, model, optimizer))[0], raw
+        return peak(lambda: trainers.resume(store, model, optimizer)) - raw * 2 // 3, raw
+    return peak(lambda: trainers.resume(store, model, optimizer)), raw
 
 restored(256, folder + "/small")  # loads the code
 print(json.dumps(restored(4096, folder + "/large")))

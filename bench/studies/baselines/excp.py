@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError
+from shrinkpoint.codec.errors import BadArgumentError
 from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.state.leaves import LeafSpec
 from shrinkpoint.kernels.histogram import log_histogram
@@ -18,10 +19,11 @@ from shrinkpoint.kernels.kmeans import weighted_kmeans
 from shrinkpoint.kernels.packing import pack_bits, unpack_bits
 from shrinkpoint.kernels.quantizer import Thresholds, assign
 
-from .base import Saved, State
-from .parts import Bytes, Floats, Part, Parts, before, load, parts, save, to_float32
+from .parts import Bytes, Floats, Part, Parts, Saved, State, before, load, parts, save, to_float32
 
 Mask = npt.NDArray[np.bool_]
+Quantized = tuple[Floats, npt.NDArray[np.uint8]]
+"""Sorted centers, and the code of each value."""
 MOST_FACTOR = 2.5
 """Largest multiple of the median that the published code prunes by; the paper does not mention it."""
 _EXACT, _CODED = 0, 1
@@ -48,9 +50,6 @@ class ExCP:
         alpha, beta: of the two thresholds; defaults as published, 5e-5 and 2.
         bits: of a code, 2 to 8; default 4.
 
-    Raises:
-        BadArgumentError: a value out of range.
-
     Example:
         >>> ExCP(bits=3).bits
         3
@@ -61,32 +60,27 @@ class ExCP:
     bits: int = 4
     name: str = "ExCP"
 
-    def __post_init__(self) -> None:
-        for what, value in (("alpha", self.alpha), ("beta", self.beta)):
-            if not (value >= 0 and math.isfinite(value)):
-                raise BadArgumentError(f"{what} is {value}; it must be finite and 0 or more")
-        if not 2 <= self.bits <= 8:
-            raise BadArgumentError(f"bits is {self.bits}; it must be from 2 to 8")
-
     def encode(self, state: State, previous: State | None) -> Saved:
         """See `Baseline.encode`."""
         found, parent = parts(state), None if previous is None else parts(previous)
-        weights: dict[str, bytes] = {}
-        moments: dict[str, bytes] = {}
+        pieces = {part.key: self._encode(part, codes) for part, codes in self.shrunk(found, parent)}
+        return save(found, pieces, parent)
+
+    def shrunk(self, found: Parts, parent: Parts | None) -> Iterator[tuple[Part, Quantized | None]]:
+        """Yield each coded array with its centers and codes; None for an exact one."""
         for weight, first, second in paired(found):
             kept = np.ones(weight.spec.size, np.bool_)
             if parent is None:
-                weights[weight.key] = self._compressed(_EXACT, [weight.data.tobytes()])
+                yield weight, None
             else:
                 residual = weight.values - before(weight, parent)
                 if second is not None:
                     kept = self.kept_residual(residual, second.values)
-                weights[weight.key] = self._encode(residual, kept)
+                yield weight, self.quantized(residual, kept)
             if first is not None and second is not None:
                 kept = kept & self.kept_moment(first.values)
-                moments[first.key] = self._encode(first.values, kept)
-                moments[second.key] = self._encode(second.values, kept)
-        return save(found, weights, moments, parent)
+                for part in (first, second):
+                    yield part, self.quantized(part.values, kept)
 
     def decode(self, saved: Saved, previous: State | None) -> State:
         """See `Baseline.decode`."""
@@ -111,7 +105,7 @@ class ExCP:
         kept: Mask = size > np.float32(self.beta * float(size.mean(dtype=np.float64)))
         return kept
 
-    def quantized(self, x: Floats, kept: Mask) -> tuple[Floats, npt.NDArray[np.uint8]]:
+    def quantized(self, x: Floats, kept: Mask) -> Quantized:
         """Return the sorted centers and the code of each value; code 0 stands for zero."""
         values = x[kept & (x != 0)]
         codebook = np.zeros(0, np.float32)
@@ -127,31 +121,24 @@ class ExCP:
             codes[kept & (x != 0)] = assign(values, Thresholds(), codebook) - 1
         return codebook, codes
 
-    def _encode(self, x: Floats, kept: Mask) -> bytes:
-        codebook, codes = self.quantized(x, kept)
-        packed = pack_bits(codes, self.bits)
-        return self._compressed(_CODED, [bytes([codebook.size]), codebook.tobytes(), packed.tobytes()])
-
-    def _compressed(self, kind: int, pieces: list[bytes]) -> bytes:
-        out = Writer()
-        out.byte(kind)
-        out.raw(zstandard.ZstdCompressor(ZSTD_LEVEL).compress(b"".join(pieces)))
+    def _encode(self, part: Part, quantized: Quantized | None) -> bytes:
+        out, plain = Writer(), part.data.tobytes()
+        out.byte(_EXACT if quantized is None else _CODED)
+        if quantized is not None:
+            codebook, codes = quantized
+            packed = pack_bits(codes, self.bits)
+            plain = bytes([codebook.size]) + codebook.tobytes() + packed.tobytes()
+        out.raw(zstandard.ZstdCompressor(ZSTD_LEVEL).compress(plain))
         return out.done()
 
     def _decode(self, piece: Bytes, spec: LeafSpec) -> Floats:
         data = Reader(piece, "ExCP")
         kind = data.byte()
-        try:
-            plain = Reader(zstandard.ZstdDecompressor().decompress(data.rest()), "ExCP")
-        except zstandard.ZstdError as error:
-            raise CorruptDataError(f"ExCP: {error}") from None
+        plain = Reader(zstandard.ZstdDecompressor().decompress(data.rest()), "ExCP")
         if kind == _EXACT:
             return to_float32(np.frombuffer(plain.raw(spec.nbytes), np.uint8).copy(), spec)
         codebook = np.concatenate([np.zeros(1, np.float32), plain.array("<f4", plain.byte())])
-        codes = unpack_bits(np.frombuffer(plain.rest(), np.uint8), self.bits, spec.size)
-        if int(codes.max(initial=0)) >= codebook.size:
-            raise CorruptDataError(f"ExCP: code {int(codes.max())}, the codebook has {codebook.size}")
-        values: Floats = codebook[codes]
+        values: Floats = codebook[unpack_bits(np.frombuffer(plain.rest(), np.uint8), self.bits, spec.size)]
         return values
 
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError
+from shrinkpoint.codec.errors import BadArgumentError
 from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.state.leaves import LeafSpec
 
-from .base import Saved, State
-from .parts import Bytes, Floats, Part, Parts, before, each, load, parts, save, to_float32
+from .parts import Bytes, Floats, Part, Parts, Saved, State, before, each, load, parts, save, to_float32
 
 _FULL, _UPDATE = 0, 1
 Places = npt.NDArray[np.int64]
@@ -36,9 +35,6 @@ class Scar:
     Args:
         share: bytes of an update over those of all weights, above 0 and up to 1; ceil(1 / share) partitions.
 
-    Raises:
-        BadArgumentError: the share is out of range.
-
     Example:
         >>> Scar(0.05).partitions
         20
@@ -46,9 +42,6 @@ class Scar:
 
     share: float = 0.05
     name: str = "SCAR"
-
-    def __post_init__(self) -> None:
-        _check_share(self.share)
 
     @property
     def partitions(self) -> int:
@@ -78,7 +71,7 @@ class Scar:
             out.raw(part.values[first:last].astype("<f4"))
             pieces[part.key] = out.done()
             start += part.spec.size
-        return save(found, pieces, {}, parent)
+        return save(found, pieces, parent)
 
     def decode(self, saved: Saved, previous: State | None) -> State:
         """See `Baseline.decode`."""
@@ -100,9 +93,6 @@ class TopN:
     Args:
         share: bytes of an update over those of all weights, above 0 and up to 1.
 
-    Raises:
-        BadArgumentError: the share is out of range.
-
     Example:
         >>> TopN(0.1).share
         0.1
@@ -110,9 +100,6 @@ class TopN:
 
     share: float = 0.05
     name: str = "TOPN"
-
-    def __post_init__(self) -> None:
-        _check_share(self.share)
 
     def encode(self, state: State, previous: State | None) -> Saved:
         """See `Baseline.encode`."""
@@ -128,16 +115,11 @@ class TopN:
         mine = {
             part.key: places - (end - part.spec.size) for part, places, end in zip(weights, cuts, ends, strict=True)
         }
-        return save(found, each(weights, lambda part: _sparse_rows(part, mine[part.key])), {}, parent)
+        return save(found, each(weights, lambda part: _sparse_rows(part, mine[part.key])), parent)
 
     def decode(self, saved: Saved, previous: State | None) -> State:
         """See `Baseline.decode`."""
         return load(saved, previous, _decode_sparse)
-
-
-def _check_share(share: float) -> None:
-    if not 0.0 < share <= 1.0:
-        raise BadArgumentError(f"share is {share}; it must be above 0 and at most 1")
 
 
 def partition(total: int, partitions: int, number: int) -> range:
@@ -184,7 +166,7 @@ def _number(state: State, previous: State) -> int:
 
 def _full(found: Parts) -> Saved:
     """Store every weight exactly."""
-    return save(found, each(found.of("weight"), lambda part: bytes([_FULL]) + part.data.tobytes()), {}, None)
+    return save(found, each(found.of("weight"), lambda part: bytes([_FULL]) + part.data.tobytes()))
 
 
 def _whole(data: Reader, spec: LeafSpec) -> Floats:
@@ -197,8 +179,6 @@ def _decode_stretch(piece: Bytes, spec: LeafSpec, old: Floats | None) -> Floats:
         return _whole(data, spec)
     values, start = old.copy(), data.varint()
     new = np.frombuffer(data.rest(), "<f4")
-    if start + new.size > values.size:
-        raise CorruptDataError(f"SCAR: elements {start} to {start + new.size} of {values.size}")
     values[start : start + new.size] = new
     return values
 
@@ -221,12 +201,7 @@ def _decode_sparse(piece: Bytes, spec: LeafSpec, old: Floats | None) -> Floats:
     rows = -(-spec.size // COLUMNS)
     counts = np.diff(data.array("<i4", rows + 1).astype(np.int64))
     total = int(counts.sum())
-    if counts.min(initial=0) < 0 or total > spec.size:
-        raise CorruptDataError(f"TOPN: {total} elements of {spec.size}")
     places = np.repeat(np.arange(rows) * COLUMNS, counts) + data.array("<i4", total)
-    if total and not 0 <= int(places.min()) <= int(places.max()) < spec.size:
-        raise CorruptDataError(f"TOPN: a place beyond {spec.size}")
     values = old.copy()
     values[places] = data.array("<f4", total)
-    data.end()
     return values

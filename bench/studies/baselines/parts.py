@@ -1,4 +1,4 @@
-"""Parts of a state that the baselines share: weights to code, moments, exact rest.
+"""The interface of the baselines, even grids, and states in parts.
 
 The tree and the exact arrays are one zstandard frame. A weight is coded if it is a 16 or 32-bit float of two or more
 axes and 1024 or more finite elements; its moments go with it. All else is exact.
@@ -10,14 +10,14 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 import zstandard
 
-from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, MissingParentError
+from shrinkpoint.codec.errors import BadArgumentError, MissingParentError
 from shrinkpoint.codec.evidence.kind import TINY
 from shrinkpoint.codec.evidence.moments import guess
 from shrinkpoint.codec.format.fields import Reader, Writer
@@ -32,13 +32,108 @@ from shrinkpoint.codec.state.leaves import (
     spec_from_header,
 )
 
-from .base import Saved, State
-
 Floats = npt.NDArray[np.float32]
 Bytes = bytes | memoryview
 LEVEL = 3
 """Level of zstandard for exact data."""
 _LOSSY = ("float16", "bfloat16", "float32")
+
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The bytes of one checkpoint.
+
+    Args:
+        weights: the model's weights, coded by the system under comparison.
+        rest: everything else: the tree, exact arrays (zstandard), and moments.
+    """
+
+    weights: bytes
+    rest: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes together."""
+        return len(self.weights) + len(self.rest)
+
+
+class Baseline(Protocol):
+    """A published system. Pure: the same state and parent give the same bytes.
+
+    Its docstring cites the source, and names the choices that the source leaves open and those made here.
+    Implementations are frozen dataclasses.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+
+    def encode(self, state: State, previous: State | None) -> Saved:
+        """Encode a state `{"model": state_dict, "optimizer": optimizer's, ...}`.
+
+        Args:
+            state: the exact state.
+            previous: the *restored* checkpoint before it (the result of `decode`), or None for a base.
+
+        Raises:
+            BadArgumentError: `previous` is a state of another model.
+        """
+
+    def decode(self, saved: Saved, previous: State | None) -> State:
+        """Restore the state as far as it was kept.
+
+        Args:
+            saved: the result of `encode`.
+            previous: the same restored state that `encode` had; ignored for a base.
+
+        Raises:
+            MissingParentError: `previous` is another state, or missing.
+        """
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`bins` even values from low to high, including both.
+
+    Args:
+        low, high: range; low <= high.
+        bins: 2 to 256.
+
+    Example:
+        >>> grid = Grid(0.0, 3.0, 4)
+        >>> grid.levels(np.array([0.2, 2.9], np.float32)).tolist(), grid.values(np.array([1, 3], np.uint8)).tolist()
+        ([0, 3], [1.0, 3.0])
+    """
+
+    low: float
+    high: float
+    bins: int
+
+    @staticmethod
+    def over(x: Floats, bins: int) -> Grid:
+        """Return the grid over the range of x."""
+        return Grid(float(x.min()), float(x.max()), bins)
+
+    @property
+    def step(self) -> float:
+        """Distance of two values; 0 if all are equal."""
+        return (self.high - self.low) / (self.bins - 1)
+
+    def levels(self, x: Floats) -> npt.NDArray[np.uint8]:
+        """Return the number of the nearest grid value, uint8; values outside take the nearest end."""
+        if self.step == 0.0:
+            return np.zeros(x.size, np.uint8)
+        places = np.rint((x.astype(np.float64) - self.low) / self.step)
+        found: npt.NDArray[np.uint8] = np.clip(places, 0, self.bins - 1).astype(np.uint8)
+        return found
+
+    def values(self, levels: npt.NDArray[np.uint8]) -> Floats:
+        """Return the grid values of levels."""
+        table: Floats = (self.low + self.step * np.arange(self.bins)).astype(np.float32)
+        return table[levels]
 
 
 @dataclass(frozen=True)
@@ -136,26 +231,23 @@ def fingerprint(state: Parts) -> str:
     return digest.hexdigest()
 
 
-def save(state: Parts, weights: dict[str, bytes], moments: dict[str, bytes], previous: Parts | None) -> Saved:
+def save(state: Parts, pieces: dict[str, bytes], previous: Parts | None = None) -> Saved:
     """Put coded and exact arrays together.
 
     Args:
         state: all of it.
-        weights: coded pieces by key; they make up `Saved.weights`.
-        moments: coded pieces by key; they go into `Saved.rest`.
+        pieces: coded arrays by key; those of weights make up `Saved.weights`, those of moments go into `Saved.rest`.
         previous: the parent, if any piece needs it.
     """
     exact, coded_weights, coded_moments = Writer(), Writer(), Writer()
     records = []
     for part in state.arrays:
-        where = "w" if part.key in weights else "m" if part.key in moments else "x"
+        where = "x" if part.key not in pieces else "w" if part.role == "weight" else "m"
         records.append([where, part.spec.library, part.spec.dtype, list(part.spec.shape)])
-        if where == "w":
-            coded_weights.block(weights[part.key])
-        elif where == "m":
-            coded_moments.block(moments[part.key])
-        else:
+        if where == "x":
             exact.raw(part.data)
+        else:
+            (coded_weights if where == "w" else coded_moments).block(pieces[part.key])
     header = {"parent": None if previous is None else fingerprint(previous), "tree": state.nodes, "arrays": records}
     plain = Writer()
     plain.block(json.dumps(header).encode())
@@ -179,66 +271,32 @@ def load(saved: Saved, previous: State | None, weight: Decode, moment: Decode | 
         moment: the same for pieces of moments, which have no parent.
 
     Raises:
-        MissingParentError, CorruptDataError: as `Baseline.decode`.
+        MissingParentError: as `Baseline.decode`.
     """
     rest, pieces = Reader(saved.rest, "rest"), Reader(saved.weights, "weights")
-    plain = Reader(_plain(rest.block()), "rest")
-    try:
-        header = json.loads(bytes(plain.block()))
-        nodes, records, parent = header["tree"], header["arrays"], header["parent"]
-        kinds = [
-            (where, spec_from_header(library, dtype, shape, (), str(where))) for where, library, dtype, shape in records
-        ]
-    except (ValueError, TypeError, KeyError) as error:
-        raise CorruptDataError(f"rest: no header: {error}") from None
-    known = None if parent is None else _parent(previous, parent)
+    plain = Reader(zstandard.ZstdDecompressor().decompress(rest.block()), "rest")
+    header = json.loads(bytes(plain.block()))
+    known: dict[str, Part] = {}
+    if header["parent"] is not None:
+        parent = Parts([], []) if previous is None else parts(previous)
+        if fingerprint(parent) != header["parent"]:
+            raise MissingParentError("the previous state is not the one that this delta was made against")
+        known = {part.key: part for part in parent.arrays}
 
     def array(number: int, place: Callable[[], tuple[str, str]]) -> Any:
-        if not number < len(kinds):
-            raise CorruptDataError(f"rest: no array {number}")
-        where, spec = kinds[number]
+        where, library, dtype, shape = header["arrays"][number]
+        spec = spec_from_header(library, dtype, shape, (), where)
         if where == "x":
             data = np.frombuffer(plain.raw(spec.nbytes), np.uint8).copy()
-        elif where == "w":
-            old = None if known is None else known.get(place()[1])
-            if known is not None and (old is None or old.spec != spec):
-                raise MissingParentError(
-                    f"{place()[0]}: the previous state has no {spec.dtype} array {spec.shape} there"
-                )
-            data = _narrow(_sized(weight(pieces.block(), spec, None if old is None else old.values), spec), spec)
         elif where == "m" and moment is not None:
-            data = _narrow(_sized(moment(rest.block(), spec, None), spec), spec)
+            data = _narrow(moment(rest.block(), spec, None), spec)
         else:
-            raise CorruptDataError(f"rest: {str(where)[:20]} is not a kind of array")
+            old = known[place()[1]].values if known else None
+            data = _narrow(weight(pieces.block(), spec, old), spec)
         return build_leaf(from_bytes(data, spec), spec)
 
-    state: State = tree.unflatten(nodes, array)
-    for reader in (rest, pieces, plain):
-        reader.end()
+    state: State = tree.unflatten(header["tree"], array)
     return state
-
-
-def _sized(values: Floats, spec: LeafSpec) -> Floats:
-    if values.size != spec.size:
-        raise CorruptDataError(f"weights: {values.size} values for {spec.size} elements")
-    return values
-
-
-def _plain(frame: memoryview) -> bytes:
-    try:
-        return zstandard.ZstdDecompressor().decompress(frame)
-    except zstandard.ZstdError as error:
-        raise CorruptDataError(f"rest: {error}") from None
-
-
-def _parent(previous: State | None, expected: str) -> dict[str, Part]:
-    """Arrays of the parent by key."""
-    if previous is None:
-        raise MissingParentError("this is a delta: the restored state before it is needed")
-    found = parts(previous)
-    if fingerprint(found) != expected:
-        raise MissingParentError("the previous state is not the one that this delta was made against")
-    return {part.key: part for part in found.arrays}
 
 
 def each(chosen: Iterable[Part], encode: Callable[[Part], bytes]) -> dict[str, bytes]:

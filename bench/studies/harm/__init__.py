@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...harness import Options, Row
 from . import campaign, families, groups, measure
-from .settings import KILLED, NULL
+from .settings import NULL
 from .summary import Campaign, bench_rows
 
 TITLE = "what lossy checkpoints change: answers at a restore, further steps, trainings killed ten times"
@@ -47,27 +47,3 @@ def _quick(options: Options) -> list[Row]:
             rows.add("killed", family.name, setting, 0, measure.killed(family, setting, 0, failures=2))
         found = bench_rows(Campaign(rows.rows), dict.fromkeys(groups.ALL, family.workload.parameters))
     return options.done([row for row in found if row.row.startswith(f"{family.name}, default")])
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw the bound of the loss after ten kills against the ratio, a point a family and level."""
-    from ...plot import pyplot
-
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    values = {row.row: row.value for row in rows if row.value is not None}
-    for setting in KILLED:
-        pairs = [
-            (values[name], values[f"{name.rpartition(':')[0]}: loss after ten kills, 95 % bound"])
-            for name in values
-            if name.endswith(f", {setting}: whole state, chain")
-            and f"{name.rpartition(':')[0]}: loss after ten kills, 95 % bound" in values
-        ]
-        if pairs:
-            axes.scatter(*zip(*pairs, strict=True), label=setting)
-    axes.set_xscale("log")
-    axes.set_xlabel("whole state, times smaller over a chain with bases")
-    axes.set_ylabel("loss after ten kills, 95 % bound, %")
-    axes.legend()
-    figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)

@@ -22,37 +22,25 @@ PACKAGES = ("pytorch_optimizer", "schedulefree")
 """Where these optimizers come from; `pip install pytorch_optimizer schedulefree`."""
 
 
-def _class(package: str, name: str) -> Any:
-    return getattr(import_module(package), name)
+def _made(package: str, name: str, groups: Iterable[Any], **settings: Any) -> Any:
+    return getattr(import_module(package), name)(list(groups), **settings)
 
 
-def of_package(name: str, **settings: Any) -> Made:
-    """Return a constructor of an optimizer of `pytorch_optimizer`.
-
-    Args:
-        name: of its class.
-        settings: in addition to the learning rate.
-    """
-
-    def make(groups: Iterable[Any], lr: float) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = _class("pytorch_optimizer", name)(list(groups), lr=lr, **settings)
-        return made
-
-    return make
+def of_package(name: str) -> Made:
+    """Return a constructor of an optimizer of `pytorch_optimizer`."""
+    return partial(_made, "pytorch_optimizer", name)
 
 
-def muon(groups: Iterable[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+def muon(groups: Iterable[dict[str, Any]], lr: float) -> Any:
     """Make a Muon of matrices, which takes Adam's steps for other parameters."""
     for group in (groups := list(groups)):
         group["use_muon"] = group["params"][0].ndim >= 2
-    made: torch.optim.Optimizer = _class("pytorch_optimizer", "Muon")(groups, lr=lr)
-    return made
+    return _made("pytorch_optimizer", "Muon", groups, lr=lr)
 
 
-def schedule_free(groups: Iterable[Any], lr: float) -> torch.optim.Optimizer:
+def schedule_free(groups: Iterable[dict[str, Any]], lr: float) -> Any:
     """Make a schedule-free AdamW, whose second average of the weights is z."""
-    made: torch.optim.Optimizer = _class("schedulefree", "AdamWScheduleFree")(groups, lr=lr)
-    return made
+    return _made("schedulefree", "AdamWScheduleFree", groups, lr=lr)
 
 
 # ------------------------------------------------------------------------------------------------------------ models
@@ -67,10 +55,9 @@ class _Mixed(nn.Module):
         self.across = nn.Sequential(nn.Linear(patches, 64), nn.GELU(), nn.Linear(64, patches))
         self.within = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.across(self.norms[0](x).transpose(1, 2)).transpose(1, 2)
-        mixed: Tensor = x + self.within(self.norms[1](x))
-        return mixed
+        return x + self.within(self.norms[1](x))
 
 
 class _Mixer(nn.Module):
@@ -82,10 +69,9 @@ class _Mixer(nn.Module):
         self.blocks = nn.Sequential(_Mixed(16, width), _Mixed(16, width))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Any:
         patches = F.unfold(images, 2, stride=2).transpose(1, 2)
-        logits: Tensor = self.head(self.norm(self.blocks(self.patches(patches))).mean(dim=1))
-        return logits
+        return self.head(self.norm(self.blocks(self.patches(patches))).mean(dim=1))
 
 
 class _TextConvolution(nn.Module):
@@ -111,24 +97,23 @@ class _TextConvolution(nn.Module):
 # ---------------------------------------------------------------------------------------------------------- families
 
 
-def _mixer(name: str, optimizer: Made, rate: float, **more: Any) -> Callable[[], Family]:
-    settings = {"end": NEAR_ZERO, "decay": 0.0} | more
-    return lambda: on_digits(f"mixer, {name}", _Mixer, 400, rate, optimizer=optimizer, **settings)
+def _family(name: str, optimizer: Made, rate: float, more: dict[str, Any]) -> Callable[[], Family]:
+    settings = {"end": NEAR_ZERO, "decay": 0.0, "optimizer": optimizer} | more
+    if name.startswith("mixer"):
+        return lambda: on_digits(name, _Mixer, 400, rate, **settings)
+    return lambda: on_text(name, _TextConvolution, 400, rate, **settings)
 
 
-def _text(name: str, optimizer: Made, rate: float, **more: Any) -> Callable[[], Family]:
-    settings = {"end": NEAR_ZERO, "decay": 0.0} | more
-    return lambda: on_text(f"text, {name}", _TextConvolution, 400, rate, optimizer=optimizer, **settings)
-
-
-BY_OPTIMIZER: dict[str, Callable[[], Family]] = {
-    "mixer, SGD": _mixer("SGD", partial(torch.optim.SGD, momentum=0.9), 0.1),
-    "mixer, Muon": _mixer("Muon", muon, 1e-2),
-    "mixer, schedule-free": _mixer("schedule-free", schedule_free, 1e-2, end=1.0),
-    "mixer, SOAP": _mixer("SOAP", of_package("SOAP"), 3e-3),
-    "text, Lion": _text("Lion", of_package("Lion"), 1e-3),
-    "text, ADOPT": _text("ADOPT", of_package("ADOPT"), 5e-3),
-    "text, AdEMAMix": _text("AdEMAMix", of_package("AdEMAMix"), 3e-3),
-    "text, bf16 masters": _text("bf16 masters", torch.optim.AdamW, 5e-3, masters=True),
+_SETTINGS: dict[str, tuple[Made, float, dict[str, Any]]] = {
+    "mixer, SGD": (partial(torch.optim.SGD, momentum=0.9), 0.1, {}),
+    "mixer, Muon": (muon, 1e-2, {}),
+    "mixer, schedule-free": (schedule_free, 1e-2, {"end": 1.0}),
+    "mixer, SOAP": (of_package("SOAP"), 3e-3, {}),
+    "text, Lion": (of_package("Lion"), 1e-3, {}),
+    "text, ADOPT": (of_package("ADOPT"), 5e-3, {}),
+    "text, AdEMAMix": (of_package("AdEMAMix"), 3e-3, {}),
+    "text, bf16 masters": (torch.optim.AdamW, 5e-3, {"masters": True}),
 }
-"""Constructors of families by name, each with an optimizer that no other family has."""
+"""Optimizer, learning rate, and further settings of the workload, each with an optimizer that no other family has."""
+BY_OPTIMIZER = {name: _family(name, *settings) for name, settings in _SETTINGS.items()}
+"""Constructors of families by name."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shrinkpoint.demo.corpus import Corpus
-
-from ..workloads import Embedded, Workload, digits
+from ..workloads import Embedded, Workload, digits, encoder, text_batch, text_held_out
 
 _DIGITS = 10
 _TRAINED_ON = 1297
@@ -60,14 +59,11 @@ def losses(outputs: Callable[[nn.Module, Any], Tensor], targets: Callable[[Any],
     return lambda model, batch: F.cross_entropy(outputs(model, batch), targets(batch))
 
 
-def first(model: nn.Module, batch: Any) -> Tensor:
-    found: Tensor = model(batch[0])
-    return found
+def first(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0])
 
 
-def second(batch: Any) -> Tensor:
-    found: Tensor = batch[1]
-    return found
+second: Callable[[Any], Tensor] = itemgetter(1)
 
 
 # ------------------------------------------------------------------------------------------------------------ digits
@@ -128,16 +124,12 @@ class _SmallViT(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(1, width, (2, 4), stride=(2, 4))
         self.places = nn.Parameter(0.02 * torch.randn(1, 8, width))
-        block = nn.TransformerEncoderLayer(
-            width, 4, 2 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.blocks = encoder(width, 4, 2 * width, layers)
         self.head = nn.Linear(width, _DIGITS)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Any:
         tokens = self.patches(images).flatten(2).transpose(1, 2) + self.places
-        logits: Tensor = self.head(self.blocks(tokens).mean(dim=1))
-        return logits
+        return self.head(self.blocks(tokens).mean(dim=1))
 
 
 def vit() -> Family:
@@ -169,39 +161,22 @@ def autoencoder() -> Family:
 
 # -------------------------------------------------------------------------------------------------------------- text
 
-_CONTEXT, _TEXTS, _HELD_TEXTS = 48, 8, 120
+_CONTEXT = 48
 
 
-@cache
-def _corpus() -> Corpus:
-    return Corpus()
+def _next_bytes(model: nn.Module, text: Any) -> Any:
+    return model(text[:, :-1]).flatten(0, 1)
 
 
-def _text_batch(rng: np.random.Generator) -> Tensor:
-    text = _corpus().train
-    starts = rng.integers(0, len(text) - _CONTEXT - 1, _TEXTS)
-    return torch.from_numpy(text[starts[:, None] + np.arange(_CONTEXT + 1)].astype(np.int64))
-
-
-@cache
-def _text_held_out() -> list[Tensor]:
-    return list(torch.split(_corpus().held_out_windows(_HELD_TEXTS, _CONTEXT), 40))
-
-
-def _next_bytes(model: nn.Module, text: Any) -> Tensor:
-    found: Tensor = model(text[:, :-1]).flatten(0, 1)
-    return found
-
-
-def _bytes_to_come(text: Any) -> Tensor:
-    found: Tensor = text[:, 1:].flatten()
-    return found
+def _bytes_to_come(text: Any) -> Any:
+    return text[:, 1:].flatten()
 
 
 def on_text(name: str, model: Callable[[], nn.Module], steps: int, rate: float, **more: Any) -> Family:
     """Return a family of byte-level language models; `more` are arguments of `Workload`."""
     loss = losses(_next_bytes, _bytes_to_come)
-    workload = Workload(name, model, _text_batch, loss, _text_held_out, steps, rate, **more)
+    batch, held_out = partial(text_batch, context=_CONTEXT, batch=8), partial(text_held_out, _CONTEXT, 120, 40)
+    workload = Workload(name, model, batch, loss, held_out, steps, rate, **more)
     return Family(workload, _next_bytes, _bytes_to_come, classifies=True)
 
 
@@ -219,9 +194,8 @@ class _SmallLSTM(nn.Module):
         self.lstm = nn.LSTM(48, width, batch_first=True)
         self.head = nn.Linear(width, 256)
 
-    def forward(self, text: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.lstm(self.embedding(text))[0])
-        return logits
+    def forward(self, text: Tensor) -> Any:
+        return self.head(self.lstm(self.embedding(text))[0])
 
 
 def lstm() -> Family:
@@ -256,16 +230,13 @@ def click_held_out() -> list[tuple[Tensor, Tensor]]:
 
 def embedding() -> Family:
     """Four tables of 1,500 x 24 and a perceptron, 0.16 M parameters: a click predictor."""
-    loss = losses(first, second)
-    workload = Workload(
-        "embedding",
-        lambda: Embedded(CLICK_FIELDS, _IDS, _WIDTH, 2),
-        lambda rng: clicks(rng, 512),
-        loss,
-        click_held_out,
-        500,
-        2e-3,
-    )
+    return on_clicks("embedding", 2e-3)
+
+
+def on_clicks(name: str, rate: float, **more: Any) -> Family:
+    """Return a family of click predictors; `more` are arguments of `Workload`."""
+    make, batch = partial(Embedded, CLICK_FIELDS, _IDS, _WIDTH, 2), partial(clicks, count=512)
+    workload = Workload(name, make, batch, losses(first, second), click_held_out, 500, rate, **more)
     return Family(workload, first, second, classifies=True)
 
 
@@ -317,9 +288,8 @@ def graph() -> Family:
         rng = np.random.default_rng(13)
         return [part(rng, np.arange(_NODES // 2, _NODES)) for _ in range(6)]
 
-    def outputs(model: nn.Module, given: Any) -> Tensor:
-        found: Tensor = model(given[0], given[2])
-        return found
+    def outputs(model: nn.Module, given: Any) -> Any:
+        return model(given[0], given[2])
 
     workload = Workload("graph network", _GraphNetwork, batch, losses(outputs, second), held_out, 500, 2e-3)
     return Family(workload, outputs, second, classifies=True)

@@ -1,8 +1,11 @@
-"""Three of the families that never chose a setting: they judge the levels."""
+"""Families that never chose a setting and judge the levels."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -10,19 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..workloads import Embedded, Workload
-from .families import (
-    CLICK_FIELDS,
-    NEAR_ZERO,
-    Family,
-    click_held_out,
-    clicks,
-    digit_images,
-    first,
-    losses,
-    on_digits,
-    second,
-)
+from ..workloads import BETAS, Run, Workload
+from .families import NEAR_ZERO, Family, digit_images, first, gpt, on_clicks, on_digits, on_text
 
 
 class _Autoencoder(nn.Module):
@@ -40,10 +32,9 @@ class _Autoencoder(nn.Module):
             nn.ReLU(), nn.ConvTranspose2d(32, 1, 4, 2, 1),
         )  # fmt: skip
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Any:
         """Return the means of the images, decoded from the means of their codes."""
-        means: Tensor = self.decoder(self.encoder(images)[:, : self.hidden])
-        return means
+        return self.decoder(self.encoder(images)[:, : self.hidden])
 
     def bound(self, images: Tensor, noise: Tensor) -> Tensor:
         """Return the negative evidence bound of images of variance 0.1, a pixel."""
@@ -67,19 +58,10 @@ def vae() -> Family:
         images = digit_images(None, 500)
         return [(images, torch.from_numpy(rng.standard_normal((500, 16), dtype=np.float32))) for _ in range(4)]
 
-    def loss(model: Any, given: Any) -> Tensor:
-        found: Tensor = model.bound(*given)
-        return found
-
+    loss: Any = lambda model, given: model.bound(*given)  # noqa: E731
     adam = partial(torch.optim.Adam, amsgrad=True)
     workload = Workload("VAE", _Autoencoder, batch, loss, held_out, 500, 2e-3, optimizer=adam, decay=0.0, end=NEAR_ZERO)
-    return Family(workload, first, first_of, classifies=False)
-
-
-def first_of(given: Any) -> Tensor:
-    """Return the images of a batch, which an autoencoder is to give back."""
-    found: Tensor = given[0]
-    return found
+    return Family(workload, first, itemgetter(0), classifies=False)
 
 
 class _Experts(nn.Module):
@@ -92,14 +74,13 @@ class _Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
         self.head = nn.Linear(width, classes)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Any:
         x = images.flatten(1)
         shares, chosen = self.router(x).softmax(-1).topk(2)
         hidden = torch.einsum("bi,eiw->bew", x, self.up).relu()
         values = torch.einsum("bew,ewv->bev", hidden, self.down)
         picked = values.gather(1, chosen[..., None].expand(-1, -1, values.shape[-1]))
-        logits: Tensor = self.head((shares[..., None] * picked).sum(1).relu())
-        return logits
+        return self.head((shares[..., None] * picked).sum(1).relu())
 
 
 def experts() -> Family:
@@ -109,17 +90,120 @@ def experts() -> Family:
 
 def recommender() -> Family:
     """The click predictor with tables of 1,500 x 24, 0.16 M parameters, trained by RMSprop."""
-    make = lambda: Embedded(CLICK_FIELDS, 1500, 24, 2)  # noqa: E731
-    workload = Workload(
-        "recommender",
-        make,
-        lambda rng: clicks(rng, 512),
-        losses(first, second),
-        click_held_out,
-        500,
-        1e-3,
-        optimizer=torch.optim.RMSprop,
-        decay=0.0,
-        end=NEAR_ZERO,
-    )
-    return Family(workload, first, second, classifies=True)
+    return on_clicks("recommender", 1e-3, optimizer=torch.optim.RMSprop, decay=0.0, end=NEAR_ZERO)
+
+
+# ------------------------------------------------------------------------------------------------------------ diffusion
+
+_TIMES = 100
+_Example = tuple[Tensor, Tensor, Tensor]
+
+
+class _Denoiser(nn.Module):
+    """A convolutional network that predicts the noise in an image, given the time."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 2 * width))
+        self.into, self.down = nn.Conv2d(1, width, 3, padding=1), nn.Conv2d(width, 2 * width, 3, 2, 1)
+        self.middle = nn.Conv2d(2 * width, 2 * width, 3, padding=1)
+        self.back = nn.ConvTranspose2d(2 * width, width, 4, 2, 1)
+        self.out = nn.Conv2d(2 * width, 1, 3, padding=1)
+        self.norm = nn.GroupNorm(8, 2 * width)
+
+    def forward(self, images: Tensor, times: Tensor) -> Any:
+        angles = times[:, None].float() / _TIMES * math.pi * torch.arange(1, 9)
+        moment = self.time(torch.cat([angles.sin(), angles.cos()], dim=1))
+        wide = F.silu(self.into(images))
+        low = F.silu(self.down(wide) + moment[..., None, None])
+        low = low + F.silu(self.norm(self.middle(low)))
+        return self.out(torch.cat([wide, F.silu(self.back(low))], dim=1))
+
+
+def _noised(rng: np.random.Generator, images: Tensor) -> _Example:
+    """Return images with noise of random times, the times, and the noise."""
+    times = torch.from_numpy(rng.integers(0, _TIMES, len(images)))
+    left = torch.cumprod(1 - torch.linspace(1e-3, 0.1, _TIMES), 0)[times].view(-1, 1, 1, 1)
+    noise = torch.from_numpy(rng.standard_normal(tuple(images.shape), dtype=np.float32))
+    return left.sqrt() * (2 * images - 1) + (1 - left).sqrt() * noise, times, noise
+
+
+def diffusion() -> Family:
+    """A diffusion model of digits, 0.1 M parameters, judged by its average of decay 0.98."""
+
+    @cache
+    def held_out() -> list[_Example]:
+        rng = np.random.default_rng(29)
+        return [_noised(rng, digit_images(None, 500)) for _ in range(4)]
+
+    def outputs(model: nn.Module, given: Any) -> Any:
+        return model(given[0], given[1])
+
+    batch = lambda rng: _noised(rng, digit_images(rng, 64))  # noqa: E731
+    loss = lambda model, given: F.mse_loss(outputs(model, given), given[2])  # noqa: E731
+    more: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, betas=BETAS), "decay": 0.01, "average": 0.98}
+    workload = Workload("diffusion, EMA", _Denoiser, batch, loss, held_out, 500, 2e-3, end=NEAR_ZERO, **more)
+    return Family(workload, outputs, itemgetter(2), classifies=False)
+
+
+# ------------------------------------------------------------------------------------------------------------- adapters
+
+_RANK = 16
+"""Smallest rank at which an adapter of this model's matrices is not too small to change."""
+
+
+class _Adapted(nn.Module):
+    """A frozen linear layer, and the product of two small matrices that is added to it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_a = nn.Linear(base.in_features, _RANK, bias=False)
+        self.lora_b = nn.Linear(_RANK, base.out_features, bias=False)
+        nn.init.zeros_(self.lora_b.weight)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + 2 * self.lora_b(self.lora_a(x))
+
+
+@cache
+def _pretrained() -> dict[str, Tensor]:
+    """Return the weights of the GPT, trained for 300 steps on the text as it is."""
+    before = torch.get_rng_state()
+    weights = Run(gpt().workload, 100, until=300).model.state_dict()
+    torch.set_rng_state(before)  # the caller draws its adapters from its own seed
+    return weights
+
+
+def _adapted() -> nn.Module:
+    model = gpt().workload.model()
+    if not next(model.parameters()).is_meta:
+        model.load_state_dict(_pretrained())
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for name, layer in list(module.named_children()):
+            if type(layer) is nn.Linear and name != "head":  # the head's matrix is that of the embedding
+                setattr(module, name, _Adapted(layer))
+    return model
+
+
+def lora() -> Family:
+    """Adapters of rank 16 in a frozen GPT of 0.1 M parameters, trained by NAdam.
+
+    The GPT was trained on the text; the adapters learn it with upper and lower case exchanged.
+    """
+    nadam = partial(torch.optim.NAdam, betas=BETAS)
+    made = on_text("LoRA", _adapted, 300, 5e-3, optimizer=nadam, decay=0.0, end=NEAR_ZERO)
+    plain = made.workload
+
+    @cache
+    def held_out() -> list[Tensor]:
+        return [_exchanged(text) for text in plain.held_out()]
+
+    return replace(made, workload=replace(plain, batch=lambda rng: _exchanged(plain.batch(rng)), held_out=held_out))
+
+
+def _exchanged(text: Tensor) -> Tensor:
+    """Return bytes with the cases of letters exchanged."""
+    letters = text | 32
+    return torch.where((letters >= 97) & (letters <= 122), text ^ 32, text)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import shrinkpoint as sp
 
-from ..faults import InStore, Size, noted, ratio, through_kills
+from ..faults import InStore, Size, System, noted, ratio, through_kills
 from ..workloads import Run, State
 from .families import Family
 from .settings import NULL, config_of
@@ -39,7 +39,7 @@ _PERTURBED = (
 Record = dict[str, Any]
 
 
-class Perturbed:
+class Perturbed(System):
     """The null: states in memory, restored within a relative L2 error of 1e-4.
 
     Args:
@@ -50,9 +50,6 @@ class Perturbed:
         self.seed = seed
         self.state: State = {}
         self.frozen: set[str] = set()
-
-    def begin(self, run: Run) -> None:
-        """Do nothing; nothing needs to be prepared."""
 
     def save(self, run: Run) -> None:
         """Keep the run's state."""
@@ -73,9 +70,6 @@ class Perturbed:
 
         found: State = torch.utils._pytree.tree_map_with_path(near, self.state)
         return found
-
-    def end(self) -> None:
-        """Do nothing; nothing needs to be removed."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +126,7 @@ def killed(family: Family, setting: str, seed: int, failures: int = FAILURES) ->
     two, and the training goes on from the stored checkpoint. Of the null only the end is looked at.
     """
     null, steps = setting == NULL, family.workload.steps
-    system: Perturbed | InStore = Perturbed(seed) if null else InStore(config_of(setting), spacing=SPACING)
+    system: System = Perturbed(seed) if null else InStore(config_of(setting), spacing=SPACING)
     watched = set() if null else noted(steps, failures, SPACING)
     stored: dict[int, Answers] = {}
     sizes: list[Size] = []

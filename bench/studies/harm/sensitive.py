@@ -134,9 +134,8 @@ class _StateSpace(nn.Module):
         self.layers = nn.Sequential(_Layer(width), _Layer(width))
         self.head = nn.Linear(width, 256)
 
-    def forward(self, text: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.layers(self.embedding(text)))
-        return logits
+    def forward(self, text: Tensor) -> Any:
+        return self.head(self.layers(self.embedding(text)))
 
 
 def state_space() -> Family:
@@ -162,9 +161,8 @@ class _Adder(nn.Module):
         self.embedding = nn.Embedding(_MODULUS, width)
         self.up, self.head = nn.Linear(2 * width, hidden), nn.Linear(hidden, _MODULUS)
 
-    def forward(self, pairs: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.up(self.embedding(pairs).flatten(1)).relu())
-        return logits
+    def forward(self, pairs: Tensor) -> Any:
+        return self.head(self.up(self.embedding(pairs).flatten(1)).relu())
 
 
 def grokking() -> Family:
@@ -178,15 +176,8 @@ def grokking() -> Family:
         pairs, sums = _sums()
         return pairs[chosen], sums[chosen]
 
-    workload = Workload(
-        "grokking",
-        _Adder,
-        lambda rng: half(slice(known)),
-        losses(first, second),
-        lambda: [half(slice(known, None))],
-        1500,
-        1e-2,
-        optimizer=partial(torch.optim.AdamW, betas=(0.9, 0.98)),
-        decay=1.0,
-    )
+    optimizer = partial(torch.optim.AdamW, betas=(0.9, 0.98))
+    batch, held_out = lambda rng: half(slice(known)), lambda: [half(slice(known, None))]
+    loss, more = losses(first, second), {"optimizer": optimizer, "decay": 1.0}
+    workload = Workload("grokking", _Adder, batch, loss, held_out, 1500, 1e-2, **more)  # type: ignore[arg-type]
     return Family(workload, first, second, classifies=True)

@@ -13,13 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...harness import Row, Target, held
+from ...harness import Row, Rows, Target
 from .families import SET_ASIDE
 from .groups import ALL as FAMILIES
 from .groups import HELD_BACK
 from .settings import LEVELS, NULL
 
-DEVICE = "cpu, 1 thread"
 _T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
 """Quantiles of the t distribution at 95 % for 1 to 10 degrees of freedom."""
 
@@ -152,55 +151,48 @@ def bench_rows(campaign: Campaign, sizes: dict[str, int]) -> list[Row]:
         campaign: the measured rows.
         sizes: parameters by family.
     """
-    rows: list[Row] = []
+    rows = Rows()
     for setting in LEVELS:
         ratios: list[float] = []
         for family in FAMILIES:
-            name, size = f"{family}, {setting}", sizes[family]
+            rows.start, rows.size = f"{family}, {setting}", sizes[family]
             found = campaign.found(family, setting)
             chains = [row["ratio"] for row in campaign.of("chain", family, setting).values()]
             ratio = found.ratio if found else statistics.fmean(chains) if chains else None
-            if ratio is not None:
-                ratios.append(ratio)
-            rows.append(_row(f"{name}: whole state, chain", size, ratio, "x", LEAST.get(setting), least=True))
+            ratios += [] if ratio is None else [ratio]
+            _add(rows, "whole state, chain", ratio, "x", LEAST.get(setting), least=True)
             if setting != "lossless":
-                rows += _quality(name, family, setting, size, found)
-        if setting in RATIO:
-            mean = statistics.fmean(ratios) if ratios else None
-            note = f"{len(ratios)} of {len(FAMILIES)} families"
-            rows.append(_row(f"mean, {setting}: whole state, chain", 0, mean, "x", RATIO[setting], note, least=True))
+                _quality(rows, family, setting, found)
+        rows.start, rows.size = f"mean, {setting}", 0
+        mean, note = statistics.fmean(ratios) if ratios else None, f"{len(ratios)} of {len(FAMILIES)} families"
+        _add(rows, "whole state, chain", mean, "x", RATIO[setting], note, least=True)
     return rows
 
 
-def _quality(name: str, family: str, setting: str, size: int, found: Found | None) -> list[Row]:
-    """Return the loss of quality of a setting on a family."""
+def _quality(rows: Rows, family: str, setting: str, found: Found | None) -> None:
+    """Add the loss of quality of a setting on a family."""
     own, classifies = setting == "default", found is None or found.agreement is not None
     aside = "chose no setting; " if family in SET_ASIDE or family in HELD_BACK else ""
-    rows = []
-    ends = (("loss", "%", LOSS.get(setting)), ("accuracy", "points", ACCURACY if own else None))
-    for what, unit, limit in ends if classifies else ends[:1]:
+    ends = (
+        ("loss", "loss", "%", LOSS.get(setting)),
+        ("accuracy", "accuracy lost", "points", ACCURACY if own else None),
+    )
+    for what, lost, unit, limit in ends if classifies else ends[:1]:
         effect: Effect | None = getattr(found, what, None)
-        lost = "loss" if what == "loss" else "accuracy lost"
         note = aside + (f"mean {effect}" if effect else "")
-        value = None if effect is None else effect.bound
-        rows.append(_row(f"{name}: {lost} after ten kills, 95 % bound", size, value, unit, limit, note))
+        _add(rows, f"{lost} after ten kills, 95 % bound", getattr(effect, "bound", None), unit, limit, note)
     if setting == "exact_weights":
-        return rows
+        return
     if classifies:
-        value = None if found is None else found.agreement
-        rows.append(
-            _row(f"{name}: same answers at a restore", size, value, "%", AGREEMENT if own else None, least=True)
-        )
+        same = getattr(found, "agreement", None)
+        _add(rows, "same answers at a restore", same, "%", AGREEMENT if own else None, least=True)
     limit = None if not own else RMS_BATCH_NORM if "batch norm" in family else RMS
     note = f"worst {found.worst:+.2f} %, divergence {found.divergence:.2g}" if found else ""
-    value = None if found is None else found.rms
-    rows.append(_row(f"{name}: loss change at a restore, rms", size, value, "%", limit, note))
-    return rows
+    _add(rows, "loss change at a restore, rms", getattr(found, "rms", None), "%", limit, note)
 
 
-def _row(
-    row: str, size: int, value: float | None, unit: str, limit: float | None, note: str = "", *, least: bool = False
-) -> Row:
+def _add(
+    rows: Rows, what: str, value: float | None, unit: str, limit: float | None, note: str = "", *, least: bool = False
+) -> None:
     note = note if value is not None else f"not measured; {note}".rstrip("; ")
-    target = None if limit is None else Target(limit, "value", least)
-    return held(Row(row, DEVICE, size, value, unit, note=note), target)
+    rows.add(what, value, unit, note=note, target=None if limit is None else Target(limit, "value", least))

@@ -19,11 +19,10 @@ from shrinkpoint.kernels.cluster import cluster_quantize
 from shrinkpoint.kernels.packing import changed_mask, gather
 
 from ...devices import threads
-from ...harness import Call, CheckFailed, Options, Row, interleave, one_thread_clock
+from ...harness import Call, CheckFailed, Options, Row, Rows, interleave, one_thread_clock, seconds_of, times_smaller
 from .. import workloads
 from ..workloads import Run, State, Workload
-from .states import States, slowed, states
-from .table import Experiment, Rows, l2_errors, mean, raw_bytes, stored_bytes, times
+from .table import FIGURES, Experiment, States, l2_errors, mean, raw_bytes, restored, slowed, states, stored_bytes
 
 Array = npt.NDArray[Any]
 _ELEMENTS = 1 << 20
@@ -124,30 +123,23 @@ def errors(x: Array, y: Array) -> tuple[float, float]:
     return float((np.abs(a - b)[met] / np.abs(a[met])).mean()), float(np.square(a - b).mean())
 
 
-_PUBLISHED = {
-    ("exp_avg", "MRE"): (9.86, 401188.01), ("exp_avg", "MSE"): (1.57e-9, 3.90e-8),
-    ("exp_avg_sq", "MRE"): (0.18, 0.11), ("exp_avg_sq", "MSE"): (1.51e-14, 6.43e-13),
-}  # fmt: skip
-"""Table 4, GPT-2 Medium: BitSnap, naive 8-bit."""
-
-
 def clustered(name: str, options: Options) -> list[Row]:
     """Tables 3 and 4: errors of the moments, next to naive 8-bit; and the ratio of section 3.4."""
-    from ..baselines.naive import Naive8Bit
+    from ..baselines.grids import Naive8Bit
 
     with threads(1):
         trained = states(options.quick)
         state = trained.after[0]
         found, naive = sp.compress(state, cfg=sp.presets.bitsnap()), Naive8Bit(moments=True)
-        restored = {"BitSnap": sp.decompress(found), "naive 8-bit": naive.decode(naive.encode(state, None), None)}
+        both = {"BitSnap": sp.decompress(found), "naive 8-bit": naive.decode(naive.encode(state, None), None)}
     rows, paper = Rows(name), "BitSnap, table 4 (GPT-2 Medium)"
     note = (
         f"{trained.where()}; squared errors are in the moments' own scale, which depends on the model, and relative "
         "ones, over nonzero values, on how close to zero they come"
     )
-    for place, (system, other) in enumerate(restored.items()):
+    for place, (system, other) in enumerate(both.items()):
         for (moment, measure), value in _errors(state, other).items():
-            figure = paper, _PUBLISHED[moment, measure][place]
+            figure = paper, FIGURES["bitsnap table 4"][f"{moment}, {measure}"][place]
             rows.add(f"{moment}, {measure}, {system}", value, "", figure, note, size=_moments(state, moment).size)
     ends = ("exp_avg", "exp_avg_sq")
     ratio = raw_bytes(found, *ends) / stored_bytes(found, *ends)
@@ -155,13 +147,6 @@ def clustered(name: str, options: Options) -> list[Row]:
     return rows
 
 
-_BY_SIZE = {
-    ("exp_avg", "MRE"): (9.86, 9.89, 10.30, 10.32),
-    ("exp_avg", "MSE"): (1.57e-9, 1.68e-9, 1.78e-9, 1.82e-9),
-    ("exp_avg_sq", "MRE"): (0.18, 0.20, 0.24, 0.25),
-    ("exp_avg_sq", "MSE"): (1.51e-14, 1.53e-14, 1.56e-14, 1.60e-14),
-}
-"""Table 3, models of 345 million, 0.5, 1 and 3 billion parameters."""
 _SIZES = ((1, 32, 2), (2, 64, 2), (4, 128, 4), (6, 192, 6))
 """Layers, width and heads of ours."""
 
@@ -175,14 +160,15 @@ def by_size(name: str, options: Options) -> list[Row]:
             run = Run(workloads.gpt(*shape, steps=10 if options.quick else 120), 0)
             run.train(run.workload.steps * 9 // 10)
             state, size = run.state(), run.workload.parameters
-            restored = sp.decompress(sp.compress(state, cfg=sp.presets.bitsnap()))
+            back = restored(state, sp.presets.bitsnap())
             paper = f"BitSnap, table 3, {('345 M', '0.5 B', '1 B', '3 B')[place]}"
             note = (
                 f"GPT of {shape[0]} layers of {shape[1]} after {run.step} steps; squared errors follow the size of the "
                 "gradients, relative ones how close to zero a moment comes"
             )
-            for (moment, measure), value in _errors(state, restored).items():
-                what, figure = f"{moment}, {measure}, {size / 1e6:.2g} M parameters", _BY_SIZE[moment, measure][place]
+            for (moment, measure), value in _errors(state, back).items():
+                figure = FIGURES["bitsnap table 3"][f"{moment}, {measure}"][place]
+                what = f"{moment}, {measure}, {size / 1e6:.2g} M parameters"
                 rows.add(what, value, "", (paper, figure), note, size=size)
     return rows
 
@@ -250,7 +236,7 @@ def resumed(name: str, options: Options) -> list[Row]:
             for seed in range(1 if options.quick or label == "GPT" else 3):
                 options.say(f"{name}: {label}, seed {seed}")
                 run, again = Run(workload, seed, until=steps // 2), Run(workload, seed)
-                again.restore(sp.decompress(sp.compress(run.state(), cfg=sp.presets.bitsnap())))
+                again.restore(restored(run.state(), sp.presets.bitsnap()))
                 for further, values in changes.items():
                     exact, loss = (part.train(steps // 2 + further).held_out_loss() for part in (run, again))
                     values.append(100 * (loss / exact - 1))
@@ -296,7 +282,9 @@ def stages(name: str, options: Options) -> list[Row]:
                     "processor time; one kernel clusters and quantizes, where the paper times them apart; its figures "
                     "have no numbers in the text: both fall with parallelism"
                 )
-                rows.add(f"{parallel}, {stage}", value, "ms", peer, note, ratio=times(value, peer[1]), size=size)
+                rows.add(
+                    f"{parallel}, {stage}", value, "ms", peer, note, ratio=times_smaller(value, peer[1]), size=size
+                )
     return rows
 
 
@@ -319,7 +307,7 @@ _WEIGHTS = {"training": (0.2, 0.4, 0.4), "checkpointing": (0.4, 0.2, 0.4)}
 def score(name: str, options: Options) -> list[Row]:
     """Return the score Q of several systems on one state; the note names open choices."""
     from ..baselines.excp import ExCP
-    from ..baselines.naive import Naive8Bit
+    from ..baselines.grids import Naive8Bit
 
     presets = {"bitsnap": sp.presets.bitsnap(), "default": sp.Config()}
     presets |= {"inshrinkerator": sp.presets.inshrinkerator(), "lossless": sp.presets.lossless()}
@@ -330,7 +318,7 @@ def score(name: str, options: Options) -> list[Row]:
         raw = sum(x.numel() * x.element_size() for x in torch.utils._pytree.tree_leaves(state) if hasattr(x, "numel"))
 
         def judge(system: str, call: Callable[[], Any], restore: Callable[[Any], State]) -> None:
-            seconds, saved = _seconds(call), call()
+            seconds, saved = seconds_of(call, one_thread_clock(), 3), call()
             found[system] = raw / saved.nbytes, seconds, statistics.fmean(l2_errors(state, restore(saved)).values())
 
         for system, cfg in presets.items():
@@ -353,12 +341,6 @@ def score(name: str, options: Options) -> list[Row]:
             quality = sum(w * s for w, s in zip(weights, scores, strict=True))
             rows.add(f"{use}, {system}", quality, "Q", note=note, size=raw // 12)
     return rows
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    """Median process time of three calls after one."""
-    call()
-    return statistics.median(one_thread_clock()(call, 1) for _ in range(3))
 
 
 EXPERIMENTS = (

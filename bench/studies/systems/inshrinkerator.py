@@ -22,30 +22,32 @@ from shrinkpoint.kernels.levels import delta
 from shrinkpoint.searching.cube import Cube
 
 from ...devices import threads
-from ...harness import Options, Row
+from ...harness import Options, Row, Rows
 from .. import workloads
 from ..search import Training, chain, trained
 from ..workloads import Run, State, Workload
-from .quantizers import Floats, Sketch, clustered, even, greedy_ranges, weights_of, with_weights
-from .spaces import Adaptive, Candidate, Kinds, KMeans, Published, Space, Uniform, kinds_of, ladder
-from .table import Experiment, Rows
+from . import spaces
+from .spaces import (
+    Candidate,
+    Floats,
+    Kinds,
+    Sketch,
+    Space,
+    clustered,
+    even,
+    greedy_ranges,
+    kinds_of,
+    ladder,
+    weights_of,
+    with_weights,
+)
+from .table import FIGURES, Experiment, restored
 
 THRESHOLDS = (0.001, 0.01, 0.05)
 CHECKPOINTS = 10
 OURS, TAILS, BARE, PUBLISHED = "ours, exact", "ours, sigma 0.2", "ours, nothing protected", "Inshrinkerator"
 UNIFORM, ADAPTIVE, KMEANS = "uniform", "adaptive uniform", "k-means, outliers kept"
-_PAPER: dict[str, tuple[str, dict[str, tuple[float | None, float | None, float | None]]]] = {
-    "GPT": ("GPT-2 Medium", {
-        ADAPTIVE: (106.86, 47.71, 24.60), UNIFORM: (None, 60.17, 31.14), PUBLISHED: (54.71, 16.19, 9.08),
-    }),
-    "CNN": ("ResNet18", {
-        ADAPTIVE: (42.84, 33.75, 23.55), UNIFORM: (None, 35.51, 23.25),
-        KMEANS: (None, 33.12, 17.50), PUBLISHED: (21.25, 16.85, 10.19),
-    }),
-    "ViT": ("ViT-B/32", {
-        ADAPTIVE: (37.01, 28.37, 20.85), UNIFORM: (None, 38.43, 28.79), PUBLISHED: (19.88, 14.33, 9.75),
-    }),
-}  # fmt: skip
+_PAPER: dict[str, Any] = FIGURES["inshrinkerator table 7"]
 """Table 7. Its text drops cells without a result: of four columns ResNet18 has two figures at 0.1 % and all four at 1
 and 5 %. GPT-2 and ViT have eight figures, two, three and three, and none of k-means, which the paper says took over
 half an hour for models of their size."""
@@ -67,30 +69,21 @@ class System:
     note: str
 
 
-def _exact(**changes: float) -> Space:
+def _exact(**changes: Any) -> Space:
     """Search space of optimal codebooks, by number of entries."""
-
-    def restored(state: State, bins: int, kinds: Kinds) -> State:
-        codec = Quantize(bins=bins, solver="exact", policy="refit", **changes)  # type: ignore[arg-type]
-        found: State = sp.decompress(sp.compress(state, cfg=sp.Config([sp.Rule("weight", codec)]), kinds=kinds))
-        return found
-
-    return ladder(restored)
+    how: dict[str, Any] = {"solver": "exact", "policy": "refit", **changes}
+    return _of_config(lambda bins: sp.Config([sp.Rule("weight", Quantize(bins=bins, **how))]))
 
 
-def _published(state: State, bins: int, kinds: Kinds) -> State:
-    config = sp.presets.inshrinkerator(bins)
-    found: State = sp.decompress(sp.compress(state, cfg=config, kinds=kinds))
-    return found
+def _of_config(config: Callable[[int], sp.Config]) -> Space:
+    return ladder(lambda state, bins, kinds: restored(state, config(bins), kinds))
 
 
 def _each(quantize: Callable[[Floats, int], Floats]) -> Space:
     """Search space of another quantizer for every weight that our codec would quantize."""
-
-    def restored(state: State, bins: int, _: Kinds) -> State:
-        return with_weights(state, {name: quantize(x, bins) for name, x in weights_of(state).items()})
-
-    return ladder(restored)
+    return ladder(
+        lambda state, bins, _: with_weights(state, {name: quantize(x, bins) for name, x in weights_of(state).items()})
+    )
 
 
 def _narrowed(x: Floats, bins: int) -> Floats:
@@ -101,17 +94,19 @@ ON_THE_LADDER: dict[str, System] = {
     OURS: System(_exact(), "optimal codebook on the sketch, 0.05 % protected"),
     TAILS: System(_exact(sigma=0.2), "the same for Inshrinkerator's weights of buckets, 0.2 frequency + 0.8 magnitude"),
     BARE: System(_exact(protect=0.0), "optimal codebook on the sketch alone"),
-    PUBLISHED: System(ladder(_published), "k-means++ with sigma 0.2, 0.05 % protected"),
+    PUBLISHED: System(_of_config(sp.presets.inshrinkerator), "k-means++ with sigma 0.2, 0.05 % protected"),
     UNIFORM: System(_each(even), "the same bins in every layer, over its whole range"),
     ADAPTIVE: System(_each(_narrowed), "a layer's range narrowed by Check-N-Run's greedy search: 25 bins, ratio 0.5"),
     KMEANS: System(_each(clustered), "as in GOBO"),
 }
 """The same numbers of bins for all, and nothing else to choose."""
 IN_THEIR_SPACES: dict[str, System] = {
-    PUBLISHED: System(Published(), "table 9: bins, bins of embeddings, protected share; k-means++ with sigma 0.2"),
-    UNIFORM: System(Uniform(), "table 10: limits of the bins that a layer's entropy asks for, as in QD-compressor"),
-    ADAPTIVE: System(Adaptive(), "table 11: bins, step bins and range of Check-N-Run's greedy search"),
-    KMEANS: System(KMeans(), "table 12: bins, bins of embeddings, outliers below -4, as in GOBO"),
+    PUBLISHED: System(spaces.published, "table 9: bins, bins of embeddings, protected share; k-means++ with sigma 0.2"),
+    UNIFORM: System(
+        spaces.uniform, "table 10: limits of the bins that a layer's entropy asks for, as in QD-compressor"
+    ),
+    ADAPTIVE: System(spaces.adaptive, "table 11: bins, step bins and range of Check-N-Run's greedy search"),
+    KMEANS: System(spaces.kmeans, "table 12: bins, bins of embeddings, outliers below -4, as in GOBO"),
 }
 """What each system's search has to choose from in the paper."""
 
@@ -183,17 +178,18 @@ def bins(label: str, systems: Mapping[str, System]) -> Callable[[str, Options], 
 def _bins_rows(
     name: str, label: str, column: str, system: System, training: Training, found: list[dict[float, float | None]]
 ) -> list[Row]:
-    paper, figures = _PAPER.get(label, ("", {}))
+    figures = _PAPER.get(label, {})
     rows, steps = Rows(name), ", ".join(str(checkpoint.step) for checkpoint in training.checkpoints)
-    for place, threshold in enumerate(THRESHOLDS):
+    for threshold in THRESHOLDS:
         values = [bins[threshold] for bins in found]
         got = [value for value in values if value is not None]
-        figure = figures.get(PUBLISHED if column in (OURS, TAILS, BARE) else column, (None, None, None))[place]
+        of_paper = figures.get(PUBLISHED if column in (OURS, TAILS, BARE) else column, {})
+        figure = of_paper.get(f"{100 * threshold:g} %")
         missing = f"; {len(values) - len(got)} checkpoints find none" if len(got) < len(values) else ""
         said = ", ".join("-" if value is None else f"{value:.4g}" for value in values)
         note = f"steps {steps}: {said}{missing}; {system.note}; without pruning, the fewest bins"
         note += " that pass on held-out loss"
-        source = f"Inshrinkerator, table 7, {paper}" if figure else None
+        source = f"Inshrinkerator, table 7, {figures['model']}" if figure else None
         mean = statistics.fmean(got) if len(got) == len(values) else None
         what = f"{100 * threshold:g} % degradation, {column}"
         rows.add(what, mean, "bins", (source, figure), note, size=training.size)

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,8 @@ import shrinkpoint as sp
 from shrinkpoint.kernels.exponent import exponent_buckets
 
 from ...devices import threads
-from ...harness import Options, Row, at_most, held
-from .table import DEVICE, Experiment, Mean, Rows, mean, stored_bytes, times
+from ...harness import Options, Row, Rows, at_most, times_smaller
+from .table import Chain, Experiment, Mean, mean, stored_bytes
 
 State = dict[str, Any]
 SEEDS = 20
@@ -196,47 +196,6 @@ def _kinds(state: State) -> dict[str, str]:
     return {name: "convolution" if x.ndim == 4 else "linear" for name, x in state["model"].items() if x.ndim > 1}
 
 
-class OurChain:
-    """A `Config` of this library."""
-
-    def __init__(self, config: sp.Config) -> None:
-        self.sizes: list[int] = []
-        self.config = config
-        self.head: sp.Checkpoint | None = None
-
-    def save(self, state: State) -> None:
-        first = self.head is None
-        self.head = sp.compress(state, self.head, self.config, kinds=_kinds(state))
-        if not first:
-            self.sizes.append(sum(found.stored_bytes for found in self.head.summary() if found.measure != "exact"))
-
-    def restored(self) -> State:
-        found: State = sp.decompress(self.head) if self.head else {}
-        return found
-
-
-class BaselineChain:
-    """A baseline, by the bytes of its weights."""
-
-    def __init__(self, baseline: Any) -> None:
-        self.sizes: list[int] = []
-        self.baseline = baseline
-        self.last: State | None = None
-
-    def save(self, state: State) -> None:
-        saved = self.baseline.encode(state, self.last)
-        if self.last is not None:
-            self.sizes.append(len(saved.weights))
-        self.last = self.baseline.decode(saved, self.last)
-
-    def restored(self) -> State:
-        return self.last or {}
-
-
-Chain = OurChain | BaselineChain
-"""Sizes of one system's updates along a run, after a base, and the state of its last checkpoint."""
-
-
 def raw_bytes(model: nn.Module) -> int:
     """Bytes of all weights of a model."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
@@ -249,16 +208,13 @@ def coded_bytes(state: State) -> int:
     return sum(part.spec.nbytes for part in parts(state).of("weight"))
 
 
-def _reworks(
-    task: Task, seed: int, ours: Callable[[], Chain], others: dict[str, Callable[[float], Chain]]
-) -> dict[str, tuple[int, float]]:
+def _reworks(task: Task, seed: int, systems: dict[str, Callable[[float], Any]]) -> dict[str, tuple[int, float]]:
     """Return rework and mean size of each system, with a failure at one iteration.
 
     Args:
         task: the training.
         seed: of the training, the batches and the failure.
-        ours: LC-Checkpoint.
-        others: by name, given LC-Checkpoint's mean share of the size along this very run.
+        systems: by name, given the first one's mean share of the size along this very run.
     """
     last = int(np.random.default_rng([99, seed]).integers(task.failures[0], task.failures[1] + 1))
     run = Training(task, seed)
@@ -267,12 +223,11 @@ def _reworks(
         run.advance()
         states.append(run.state())
     goal, raw = run.loss(), coded_bytes(states[0])
-    found = {}
-    share = 0.0
-    for name, make in {"LC-Checkpoint": lambda _: ours(), **others}.items():
-        chain = make(share)
+    found, share = {}, 0.0
+    for name, make in systems.items():
+        chain = Chain(make(share))
         for state in states:
-            chain.save(state)
+            chain.save(state, _kinds(state))
         mine = statistics.fmean(chain.sizes) / raw
         share = share or mine
         found[name] = run.rework(chain.restored(), last, goal), mine
@@ -285,18 +240,19 @@ def rework(task: Task) -> Callable[[str, Options], list[Row]]:
     def run(name: str, options: Options) -> list[Row]:
         from ..baselines.partial import Scar, TopN
 
-        # Partitions are not divided: take the number of partitions whose size is nearest.
-        others: dict[str, Callable[[float], Chain]] = {
-            "SCAR": lambda share: BaselineChain(Scar(1 / max(1, round(1 / share)))),
-            "TOPN": lambda share: BaselineChain(TopN(share)),
-        }
         rows = []
         with threads(1):
             for bits in (2,) if options.quick else (2, 3):
-                ours, seeds = partial(OurChain, sp.presets.lc_checkpoint(bits)), []
+                # Partitions are not divided: take the number of partitions whose size is nearest.
+                systems: dict[str, Callable[[float], Any]] = {
+                    "LC-Checkpoint": lambda _, bits=bits: sp.presets.lc_checkpoint(bits),  # type: ignore[misc]
+                    "SCAR": lambda share: Scar(1 / max(1, round(1 / share))),
+                    "TOPN": TopN,
+                }
+                seeds = []
                 for seed in range(2 if options.quick else SEEDS):
                     options.say(f"{name}, {bits} bits: seed {seed}")
-                    seeds.append(_reworks(task, seed, ours, others))
+                    seeds.append(_reworks(task, seed, systems))
                 rows += _rework_rows(name, task, bits, seeds)
         return rows
 
@@ -316,7 +272,7 @@ def _rework_rows(name: str, task: Task, bits: int, seeds: list[dict[str, tuple[i
             f"weights; {task.note}{f'; {capped} runs stopped at {MOST_REWORK}' if capped else ''}"
         )
         what, theirs = f"iterations of rework, {bits} bits", (peer, found[peer].mean)
-        ratio = times(ours.mean, theirs[1])
+        ratio = times_smaller(ours.mean, theirs[1])
         rows.add(what, ours.mean, "iterations", theirs, note, ratio=ratio, size=size)
         paper = f"{PAPER}: {low:g} to {high:g} over its tasks; least", low
         note = f"95 %: {_quotient(found[peer], ours)}"
@@ -419,13 +375,13 @@ def failure(name: str, options: Options) -> list[Row]:
     extra: dict[str, list[float]] = {system: [] for system in published}
     with threads(1):
         for seed in range(2 if options.quick else SEEDS):
-            run, chain = Training(task, seed), OurChain(sp.presets.lc_checkpoint(3))
+            run, chain = Training(task, seed), Chain(sp.presets.lc_checkpoint(3))
             first = run.state()
-            chain.save(first)
+            chain.save(first, _kinds(first))
             for iteration in range(1, end + 1):
                 run.advance()
                 if iteration <= at:
-                    chain.save(run.state())
+                    chain.save(run.state(), _kinds(first))
             for system, (state, step) in zip(extra, ((chain.restored(), at), (first, 0)), strict=True):
                 extra[system].append(Training(task, seed).rework(state, step, run.loss()) + at - end)
     rows = Rows(name)
@@ -451,10 +407,15 @@ def overhead(name: str, options: Options) -> list[Row]:
     shapes = (("users", _BIG_USERS), ("items", _BIG_ITEMS))
     model = {name: nn.Parameter(torch.randn(rows, _BIG_RANK, generator=g) / 6) for name, rows in shapes}
     optimizer = torch.optim.SGD(model.values(), lr=30.0)
-    chain = OurChain(sp.presets.lc_checkpoint(3))
+    chain = Chain(sp.presets.lc_checkpoint(3))
     spent: dict[str, list[float]] = {"train": [], "save": []}
+
+    def checkpoint() -> None:
+        state = {"model": {key: value.detach().clone() for key, value in model.items()}}
+        chain.save(state, _kinds(state))
+
     with threads(1):
-        chain.save({"model": {key: value.detach().clone() for key, value in model.items()}})
+        checkpoint()
         for iteration in range(2 if options.quick else 6):
             begin = time.process_time()
             for chosen in torch.split(torch.randperm(ratings, generator=g), 2000):
@@ -463,7 +424,7 @@ def overhead(name: str, options: Options) -> list[Row]:
                 F.mse_loss(found, values[chosen]).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             middle = time.process_time()
-            chain.save({"model": {key: value.detach().clone() for key, value in model.items()}})
+            checkpoint()
             if iteration:  # the first save pays for compilation
                 spent["train"].append(middle - begin)
                 spent["save"].append(time.process_time() - middle)
@@ -474,9 +435,9 @@ def overhead(name: str, options: Options) -> list[Row]:
         f"{ratings:,} drawn ratings of {_BIG_USERS:,} users and {_BIG_ITEMS:,} items, rank {_BIG_RANK}; the paper: "
         "less than 4 s of 91 s"
     )
-    what = f"{name}: matrix factorization, 3 bits, a save each iteration"
-    peer = "LC-Checkpoint, section 4.5: around 4 %"
-    return [held(Row(what, DEVICE, size, value, "%", peer, 4.0, note=note), at_most(4.0))]
+    rows, peer = Rows(name, size), ("LC-Checkpoint, section 4.5: around 4 %", 4.0)
+    rows.add("matrix factorization, 3 bits, a save each iteration", value, "%", peer, note, target=at_most(4.0))
+    return rows
 
 
 def exponents(name: str, options: Options) -> list[Row]:

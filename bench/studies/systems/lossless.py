@@ -17,10 +17,9 @@ from shrinkpoint.kernels.planes import difference
 
 from ... import coders
 from ...devices import threads
-from ...harness import CheckFailed, Options, Row
+from ...harness import CheckFailed, Options, Row, Rows, at_least
 from ...peers import library
-from .states import states
-from .table import DEVICE, Experiment, Rows
+from .table import Experiment, states
 
 Array = npt.NDArray[Any]
 Model = dict[str, torch.Tensor]
@@ -131,7 +130,7 @@ def compared(name: str, options: Options) -> list[Row]:
             raw = sum(x.numel() * x.element_size() for x in models[0].values())
             model, before = models[apart or 0], None if apart is None else models[0]
             what = f"{str(dtype).removeprefix('torch.')}, {'single' if apart is None else f'{apart} steps apart'}"
-            ours = raw / _ours(model, before)
+            ours, rows.size = raw / _ours(model, before), raw
             ratios: dict[str, float] = {}
             for peer, size in PEERS.items():
                 note = f"weights of {found.where()}, {raw:,} bytes"
@@ -142,19 +141,12 @@ def compared(name: str, options: Options) -> list[Row]:
                 except ImportError as error:
                     note = f"not measured: {error.name or error} is not installed"
                 theirs = ratios.get(peer)
-                ratio = None if theirs is None else ours / theirs
-                rows.add(what, ours, "x", (peer, theirs), note, ratio=ratio, size=raw)
+                rows.add(what, ours, "x", (peer, theirs), note, ratio=None if theirs is None else ours / theirs)
             if ratios:
-                rows.append(_against_best(f"{name}: {what}, the best", raw, ours, ratios))
+                best, note = max(ratios, key=lambda peer: ratios[peer]), f"of {', '.join(ratios)}"
+                peer_, ratio = (best, ratios[best]), ours / ratios[best]
+                rows.add(f"{what}, the best", ours, "x", peer_, note, ratio=ratio, target=at_least(1))
     return rows
-
-
-def _against_best(name: str, raw: int, ours: float, ratios: dict[str, float]) -> Row:
-    """Row of the target: no measured peer may be smaller."""
-    best = max(ratios, key=lambda peer: ratios[peer])
-    ratio = ours / ratios[best]
-    note = f"of {', '.join(ratios)}"
-    return Row(name, DEVICE, raw, ours, "x", best, ratios[best], ratio, ">= 1 x", ratio >= 1, note)
 
 
 def _ours(model: Model, before: Model | None) -> int:

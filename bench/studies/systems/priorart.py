@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
 from typing import Any
 
-import numpy as np
 import torch
 import zstandard
 
@@ -15,66 +13,23 @@ from shrinkpoint.codec.entropy import Matrix, in_context
 from shrinkpoint.kernels.packing import pack_bits
 
 from ...devices import threads
-from ...harness import CheckFailed, Options, Row
+from ...harness import Options, Row, Rows
 from .. import workloads
-from ..baselines.excp import ZSTD_LEVEL, ExCP, paired
-from ..baselines.kimbelyaev import KimBelyaev, Restored, coded_size
-from ..baselines.parts import Parts, parts
+from ..baselines.excp import ZSTD_LEVEL, ExCP
+from ..baselines.kimbelyaev import KimBelyaev, coded_size
+from ..baselines.parts import parts
 from ..workloads import Run, State
-from .table import Experiment, Rows, l2_errors, stored_bytes
+from .table import Chain, Experiment, l2_errors
 
 _LENGTH, _APART = 6, 10
 
 
-@dataclass(frozen=True)
-class Last:
-    """The last delta of a chain: its bytes and the state restored from it.
-
-    Args:
-        weights, whole: stored bytes.
-        restored: the state that it gives.
-    """
-
-    weights: int
-    whole: int
-    restored: State
-
-
-Chain = Callable[[list[State], Any], Last]
-
-
-def _own(config: sp.Config) -> Chain:
-    def last(states: list[State], kinds: Any) -> Last:
-        prev = None
-        for state in states:
-            prev = sp.compress(state, prev, config, kinds=kinds)
-        if prev is None:
-            raise CheckFailed("no states")
-        return Last(stored_bytes(prev, start="model/"), prev.nbytes, sp.decompress(prev))
-
-    return last
-
-
-def _baseline(system: ExCP | KimBelyaev) -> Chain:
-    def last(states: list[State], _: Any) -> Last:
-        previous: Any = None
-        for state in states:
-            saved = system.encode(state, previous)
-            previous = system.decode(saved, previous)
-        if previous is None:
-            raise CheckFailed("no states")
-        restored = previous.state if isinstance(previous, Restored) else previous
-        return Last(len(saved.weights), saved.nbytes, restored)
-
-    return last
-
-
-SYSTEMS: dict[str, Chain] = {
-    "exact_weights": _own(sp.presets.exact_weights()),
-    "Config()": _own(sp.Config()),
-    "compact": _own(sp.presets.compact()),
-    "ExCP": _baseline(ExCP()),
-    "Kim and Belyaev": _baseline(KimBelyaev()),
+SYSTEMS: dict[str, Any] = {
+    "exact_weights": sp.presets.exact_weights(),
+    "Config()": sp.Config(),
+    "compact": sp.presets.compact(),
+    "ExCP": ExCP(),
+    "Kim and Belyaev": KimBelyaev(),
 }
 
 
@@ -92,23 +47,26 @@ def compared(name: str, options: Options) -> list[Row]:
         exact = run.held_out_loss()
         where = f"{workload.name}, {_LENGTH} checkpoints {_APART} steps apart, the last at step {run.step}"
         rows = []
-        for system, chain in SYSTEMS.items():
+        for system, made in SYSTEMS.items():
             options.say(f"{name}: {system}")
-            found = chain(states, kinds)
-            rows += _of_system(name, system, found, states[-1], run, exact, where)
+            chain = Chain(made)
+            for state in states:
+                chain.save(state, kinds)
+            rows += _of_system(name, system, chain, states[-1], run, exact, where)
         return rows + _coders(name, states, where)
 
 
-def _of_system(name: str, system: str, found: Last, state: State, run: Run, exact: float, where: str) -> list[Row]:
-    errors = l2_errors(state, found.restored)
-    run.restore(found.restored)
+def _of_system(name: str, system: str, chain: Chain, state: State, run: Run, exact: float, where: str) -> list[Row]:
+    restored = chain.restored()
+    errors = l2_errors(state, restored)
+    run.restore(restored)
     change = 100 * (run.held_out_loss() / exact - 1)
     said = ", ".join(f"{what} {value:.3g}" for what, value in errors.items())
     note = f"{where}; relative l2 error: {said}; held-out loss {change:+.3g} % at once"
     tensors = [x for x in torch.utils._pytree.tree_leaves(state) if isinstance(x, torch.Tensor)]
     whole, weights = sum(x.nbytes for x in tensors), sum(x.nbytes for x in state["model"].values())
     rows = Rows(name)
-    for part, ratio in (("whole state", whole / found.whole), ("weights", weights / found.weights)):
+    for part, ratio in (("whole state", whole / chain.saved.nbytes), ("weights", weights / chain.weights)):
         rows.add(f"{system}, {part}, late delta", ratio, "x", note=note, size=run.workload.parameters)
     return rows
 
@@ -117,29 +75,24 @@ def _coders(name: str, states: list[State], where: str) -> list[Row]:
     """Bits of ExCP's codes by each coder, with the residuals' codes before as contexts."""
     how, size, bits = ExCP(), 0, dict.fromkeys(("packed, zstandard", "Kim and Belyaev", "ours"), 0)
     last: dict[str, Any] = {}
-    for before, state in ((states[-3], states[-2]), (states[-2], states[-1])):
-        old, now = _weights(parts(before)), parts(state)
-        for weight, _, second in paired(now):
-            residual = weight.values - old[weight.key]
-            kept = np.ones(residual.size, np.bool_) if second is None else how.kept_residual(residual, second.values)
-            _, codes = how.quantized(residual, kept)
-            if weight.key in last:
+    for before, state in itertools.pairwise(states[-3:]):
+        for part, quantized in how.shrunk(parts(state), parts(before)):
+            if quantized is None or part.role != "weight":
+                continue
+            codes = quantized[1]
+            if part.key in last:
                 size += codes.size
                 packed = zstandard.ZstdCompressor(ZSTD_LEVEL).compress(pack_bits(codes, how.bits).tobytes())
                 bits["packed, zstandard"] += 8 * len(packed)
-                bits["Kim and Belyaev"] += 8 * coded_size(codes, last[weight.key], weight.spec)
-                columns = codes.size // weight.spec.shape[0]
-                bits["ours"] += 8 * len(in_context(codes, last[weight.key], 16, 1.0, Matrix(columns))[0].done())
-            last[weight.key] = codes
+                bits["Kim and Belyaev"] += 8 * coded_size(codes, last[part.key], part.spec)
+                columns = codes.size // part.spec.shape[0]
+                bits["ours"] += 8 * len(in_context(codes, last[part.key], 16, 1.0, Matrix(columns))[0].done())
+            last[part.key] = codes
     note = f"{where}; ExCP's 4-bit codes of exact residuals, in the context of the residuals' codes before them"
     rows = Rows(name)
     for coder, count in bits.items():
         rows.add(f"coder of the same codes, {coder}", count / size, "bits", note=note, size=size)
     return rows
-
-
-def _weights(found: Parts) -> dict[str, Any]:
-    return {part.key: part.values for part in found.arrays if part.role == "weight"}
 
 
 EXPERIMENTS = (Experiment("Prior art", compared),)

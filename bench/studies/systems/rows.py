@@ -24,10 +24,10 @@ import shrinkpoint as sp
 from shrinkpoint.kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 
 from ...devices import threads
-from ...harness import Options, Row, interleave, one_thread_clock
+from ...harness import Options, Row, Rows, interleave, one_thread_clock, times_smaller
 from .. import overhead, workloads
 from ..workloads import Run, State
-from .table import Experiment, Rows, mean, times
+from .table import FIGURES, Experiment, mean, restored
 
 Floats = npt.NDArray[np.float32]
 METHODS = ("symmetric", "asymmetric", "adaptive", "k-means")
@@ -114,7 +114,9 @@ def methods(name: str, options: Options) -> list[Row]:
         peer = "asymmetric", errors["asymmetric"]
         for method, value in errors.items():
             said = f"{note}; figure 9 has no numbers in its text"
-            rows.add(f"{bits} bits, {method}", value, "mean l2", peer, said, ratio=times(value, peer[1]), size=x.size)
+            rows.add(
+                f"{bits} bits, {method}", value, "mean l2", peer, said, ratio=times_smaller(value, peer[1]), size=x.size
+            )
     return rows
 
 
@@ -145,7 +147,7 @@ def search(name: str, options: Options) -> list[Row]:
     )
     peer = "asymmetric", timings["asymmetric"].median
     for label, timing in timings.items():
-        ratio_ = times(timing.median, peer[1])
+        ratio_ = times_smaller(timing.median, peer[1])
         rows.add(f"seconds, 4 bits, {label}", timing.median, "s", peer, said, ratio=ratio_, size=x.size)
     return rows
 
@@ -232,10 +234,8 @@ def _resumed(seed: int, steps: int, bits: int, count: int) -> AdagradRun:
     run = AdagradRun(seed, steps)
     for i in range(1, count + 1):
         run.train(steps * i // (count + 1))
-        restored: State = sp.decompress(sp.compress(run.state(), None, config, kinds=run.kinds()))
-        run.restore(restored)
-    run.train(steps)
-    return run
+        run.restore(restored(run.state(), config, run.kinds()))
+    return run.train(steps)
 
 
 # ---------------------------------------------------------------------------------------------------- figures 15 to 17
@@ -259,11 +259,7 @@ def _chain(bits: int, policy: str, intervals: Sequence[Interval]) -> list[tuple[
     return [(done.is_delta, done.nbytes, done.raw_nbytes) for done in saved]
 
 
-_PAPER_POLICIES: dict[str, dict[str, float]] = {
-    "one_shot": {"first difference": 25.0, "largest difference": 50.0},
-    "intermittent": {"first difference": 25.0, "first full one again": 8.0},
-    "consecutive": {"first difference": 25.0, "capacity at the end": 400.0},
-}
+_PAPER_POLICIES: dict[str, dict[str, float]] = FIGURES["check-n-run figures 15 and 16"]
 """What the text says of figures 15 and 16: above 50 % after 10 intervals; almost 4 models after 11."""
 
 

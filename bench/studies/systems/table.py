@@ -1,27 +1,29 @@
-"""Experiments, their rows, and means with confidence intervals."""
+"""Experiments, states that several of them share, and means with confidence intervals."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import shrinkpoint as sp
 
-from ...harness import Options, Row
-from ..workloads import State
+from ...harness import Options, Row, Rows
+from .. import workloads
+from ..workloads import Run, State
 
-DEVICE = "cpu, 1 thread"
+FIGURES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
+"""Figures of the papers."""
 _STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262, 15: 2.145, 20: 2.093, 30: 2.045}
 """Two-sided 95 % quantiles of Student's t by sample size; between two the one of the smaller size counts."""
-
-
-Figure = tuple[str | None, float | None]
-"""A source and its figure."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +47,6 @@ class Experiment:
             rows = Rows(self.name)
             rows.add("", None, "", note=f"not measured: {error.name or error} is not installed")
             return rows
-
-
-class Rows(list[Row]):
-    """The rows of an experiment, without targets: the papers used other models and data."""
-
-    def __init__(self, experiment: str) -> None:
-        super().__init__()
-        self.experiment = experiment
-
-    def add(
-        self, what: str, value: float | None, unit: str, peer: Figure = (None, None), note: str = "", *,
-        ratio: float | None = None, size: int = 0,
-    ) -> None:  # fmt: skip
-        """Add a row, with the paper's or a peer's figure next to it."""
-        name = f"{self.experiment}: {what}" if what else self.experiment
-        self.append(Row(name, DEVICE, size, value, unit, *peer, ratio, note=note))
 
 
 @dataclass(frozen=True)
@@ -89,9 +75,10 @@ def mean(values: Sequence[float]) -> Mean:
     return Mean(statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(n), n)
 
 
-def times(ours: float, theirs: float) -> float | None:
-    """Ratio of theirs to ours; None if ours is zero."""
-    return theirs / ours if ours else None
+def restored(state: State, config: sp.Config, kinds: Any = None) -> State:
+    """Return a state as a base gives it back."""
+    found: State = sp.decompress(sp.compress(state, cfg=config, kinds=kinds))
+    return found
 
 
 def stored_bytes(ckpt: sp.Checkpoint, *ends: str, start: str = "") -> int:
@@ -120,3 +107,97 @@ def l2_errors(exact: State, restored: State) -> dict[str, float]:
 def _parts(ckpt: sp.Checkpoint, ends: tuple[str, ...], start: str) -> list[Any]:
     parts = [part for part in ckpt.summary() if part.path.startswith(start)]
     return [part for part in parts if part.path.endswith(ends) and len(part.shape) > 1] if ends else parts
+
+
+# ------------------------------------------------------------------------------------------------------ shared states
+
+APART = (0, 1, 2, 5, 10)
+"""Steps after the first."""
+
+
+@dataclass(frozen=True)
+class States:
+    """States of one training.
+
+    Args:
+        name: of the workload.
+        step: of the first.
+        rate: learning rate there.
+        after: by steps after the first.
+        kinds: of their arrays.
+    """
+
+    name: str
+    step: int
+    rate: float
+    after: dict[int, State]
+    kinds: dict[str, sp.Kind]
+
+    def where(self) -> str:
+        """Name of the workload and step, for notes."""
+        return f"{self.name} after {self.step} steps"
+
+
+def _onwards(run: Run) -> States:
+    """Train a run on, and return its states after some steps."""
+    start, rate = run.step, run.learning_rate()
+    after = {apart: run.train(start + apart).state() for apart in APART}
+    return States(run.workload.name, start, rate, after, run.kinds())
+
+
+@cache
+def states(quick: bool) -> States:
+    """Return states of a GPT at nine tenths of 360 steps; with `quick` of an MLP, of 100 steps."""
+    workload = workloads.mlp(100) if quick else workloads.gpt(steps=360)
+    return _onwards(Run(workload, 0, until=workload.steps * 9 // 10))
+
+
+@cache
+def slowed(quick: bool, times: int) -> States:
+    """Continue the training of `states` at a learning rate divided by `times`."""
+    workload = workloads.mlp(100) if quick else workloads.gpt(steps=360)
+    run = Run(dataclasses.replace(workload, rate=workload.rate / times), 0)
+    run.restore(states(quick).after[0])
+    return _onwards(run)
+
+
+class Chain:
+    """Checkpoints of one system, each over the one before.
+
+    Args:
+        system: a configuration of this library, or a baseline.
+    """
+
+    def __init__(self, system: Any) -> None:
+        self.system = system
+        self.saved: Any = None
+        self.last: Any = None
+        self.sizes: list[int] = []
+        """Bytes of the lossy weights of each checkpoint after the base."""
+
+    def save(self, state: State, kinds: Any = None) -> None:
+        """Add a checkpoint."""
+        is_base = self.last is None
+        if isinstance(self.system, sp.Config):
+            self.saved = self.last = sp.compress(state, self.last, self.system, kinds=kinds)
+        else:
+            self.saved = self.system.encode(state, self.last)
+            self.last = self.system.decode(self.saved, self.last)
+        if not is_base:
+            self.sizes.append(self._lossy())
+
+    def _lossy(self) -> int:
+        if isinstance(self.saved, sp.Checkpoint):
+            return sum(row.stored_bytes for row in self.saved.summary() if row.measure != "exact")
+        return len(self.saved.weights)
+
+    @property
+    def weights(self) -> int:
+        """Stored bytes of the weights of the last checkpoint."""
+        ours = isinstance(self.saved, sp.Checkpoint)
+        return stored_bytes(self.saved, start="model/") if ours else len(self.saved.weights)
+
+    def restored(self) -> State:
+        """Return the state that the last checkpoint gives."""
+        found: State = sp.decompress(self.last) if isinstance(self.last, sp.Checkpoint) else self.last
+        return getattr(found, "state", found)

@@ -1,23 +1,31 @@
-"""Second moments by factors of rows and columns, and classes for their contexts."""
+"""Moments: factors, residuals, the grid of first ones, low-rank predictions."""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shrinkpoint.kernels import histogram
+from shrinkpoint.kernels import histogram, prediction
 from shrinkpoint.kernels import scales as kernels
 from shrinkpoint.kernels.backend.floats import FORMATS
+from shrinkpoint.kernels.moment_grid import grid_symbols
 
 from ..harness import Case, Job, host, same
-from .place import COLUMNS, FEW, PREFIX, ROUNDING, ROWS, Call, Place, comes_back, oracle, require
+from .place import COLUMNS, FEW, LEVELS, PREFIX, ROUNDING, ROWS, Call, Place, comes_back, oracle, require
+
+_RANK = 8
+_TABLE = np.linspace(-3, 3, 256, dtype=np.float32)
 
 
 def cases(at: Place) -> list[Case]:
-    """Return the cases of the subject."""
+    """Return the cases of the subjects."""
     return [
+        at.case("grid_symbols", lambda: grid(at, "grid_symbols", 0.5)),
+        at.case("grid_values", lambda: grid(at, "grid_values", _TABLE)),
+        at.case("grid_products", lambda: grid(at, "grid_products", _TABLE)),
         at.case("factor_sums", lambda: sums(at)),
         at.case("residual_symbols", lambda: symbols(at)),
         at.case("residual_values", lambda: values(at)),
@@ -27,7 +35,34 @@ def cases(at: Place) -> list[Case]:
         at.case("class_sums", lambda: classes(at), on="cpu"),
         at.case("pattern_classes", lambda: patterns(at), on="cpu"),
         at.case("residual_factors", lambda: factors(at), unit="us", on="cpu"),
+        at.case("low_rank_factors", lambda: low_rank_factors(at), on="cpu"),
+        at.case("low_rank_predictions", lambda: low_rank(at, "predictions", 2), on="cpu"),
+        at.case("low_rank_differences", lambda: low_rank(at, "differences", 3), on="cpu"),
+        at.case("zigzag", lambda: mapped(at, "zigzag", np.int8), on="cpu"),
+        at.case("unzigzag", lambda: mapped(at, "unzigzag", np.uint8), on="cpu"),
     ]
+
+
+# ------------------------------------------------------------------------------------------------------ first moments
+
+
+def grid(at: Place, name: str, setting: Any) -> Job:
+    """Round moments to the grid, look up those of symbols, or compare the two.
+
+    A first moment and the square of its scale: two checkpoints' weights stand for them.
+    """
+    x, square = at.pair()[0], np.square(at.pair()[1])
+    given: tuple[Any, ...] = x, square
+    within, note = ROUNDING, ""
+    if name == "grid_symbols":
+        note = "step 0.5"
+    else:
+        found = grid_symbols(x, square, 0.5)[0]
+        given, within = ((found, square), 0.0) if name == "grid_values" else ((x, square, found), ROUNDING)
+    return at.compared(Call(f"moment_grid.{name}", given, (setting,), within=within), 9, note=note)
+
+
+# ----------------------------------------------------------------------------------------------------- second moments
 
 
 def _square(at: Place) -> Any:
@@ -49,7 +84,7 @@ def _factors(square: Any) -> tuple[Any, Any]:
     return np.maximum(rows, tiny), np.maximum(columns / max(float(columns.mean()), 1e-30), tiny).astype(np.float32)
 
 
-def _whole(means: tuple[Any, Any]) -> Any:
+def _shapes(means: tuple[Any, Any]) -> Any:
     """Return the shape of the matrix, as back ends take it."""
     return np.array([[mean.size for mean in means]])
 
@@ -58,7 +93,7 @@ def symbols(at: Place) -> Job:
     """Round the residuals over the factors."""
     square = _square(at)
     means, first = _factors(square), min(at.prefix, square.size)
-    oracle = *means, _whole(means), 0, 8, None
+    oracle = *means, _shapes(means), 0, 8, None
     call = Call("scales.residual_symbols", (square,), (*means, 0, 1), oracle, first=first, within=ROUNDING)
     return at.compared(call, 5, note=f"{ROWS}, an octave a cell")
 
@@ -69,7 +104,7 @@ def values(at: Place) -> Job:
     means = _factors(square)
     found = kernels.residual_symbols(square, *means, 0, 1)[0]
     table = np.linspace(0.5, 2, 256, dtype=np.float32)
-    call = Call("scales.residual_values", (found,), (*means, 0, table), (*means, _whole(means), 0, table))
+    call = Call("scales.residual_values", (found,), (*means, 0, table), (*means, _shapes(means), 0, table))
     return at.compared(call, 5, note=ROWS)
 
 
@@ -110,18 +145,19 @@ def classes(at: Place) -> Job:
     few = min(at.n, FEW)
     part = rows[: -(-few // COLUMNS)]
     expected = oracle("scales").class_sums(part, columns, few, 0, 0, 256)
-    found = lambda: kernels.class_sums(part, columns, few)  # noqa: E731
-    check = comes_back("classes", found, expected, f"{few:,} elements = oracle")
+    check = comes_back("classes", partial(kernels.class_sums, part, columns, few), expected, _few(few))
     return at.job(lambda: kernels.class_sums(rows, columns, at.n), check, 1, width=1, note=ROWS)
+
+
+def _few(elements: int) -> str:
+    return f"{elements:,} elements = oracle"
 
 
 def patterns(at: Place) -> Job:
     """Look up classes by sign and exponent."""
     values, table = at.sample.before(at.n).view(np.uint32), (np.arange(1 << 9) % 61).astype(np.uint8)
-    call = Call(
-        "scales.pattern_classes", (values,), (23, table), first=min(at.n, FEW),
-        back=lambda found: (found, table[values >> 23]),
-    )  # fmt: skip
+    back = lambda found: (found, table[values >> 23])  # noqa: E731
+    call = Call("scales.pattern_classes", (values,), (23, table), first=min(at.n, FEW), back=back)
     return at.compared(call, 5, note="by sign and exponent")
 
 
@@ -138,3 +174,44 @@ def factors(at: Place) -> Job:
         seen=lambda found: found[whole],
         says="whole octaves = powers of two",
     )
+
+
+# -------------------------------------------------------------------------------------------------------- predictions
+
+
+def _signed(at: Place) -> tuple[Any, Any]:
+    """Return small signed numbers, drawn from levels."""
+    before, after = (part.view(np.int8) - np.int8(LEVELS // 2) for part in at.levels())
+    return before, after
+
+
+def low_rank_factors(at: Place) -> Job:
+    """Fit the factors of a matrix."""
+    numbers = _signed(at)[0][: at.n // COLUMNS * COLUMNS]
+    heights, few = np.array([numbers.size // COLUMNS]), np.array([max(1, FEW // 16 // COLUMNS)])
+    part = numbers[: int(few[0]) * COLUMNS]
+    expected = oracle("prediction").low_rank_factors(part, few, COLUMNS, 0)
+    check = comes_back("factors", partial(prediction.low_rank_factors, part, few, COLUMNS), expected, _few(part.size))
+    return at.job(lambda: prediction.low_rank_factors(numbers, heights, COLUMNS), check, 1, width=1, note=ROWS)
+
+
+def low_rank(at: Place, what: str, moves: int) -> Job:
+    """Multiply the factors, or subtract the product from the numbers."""
+    numbers, other = _signed(at)
+    rows, columns = (np.resize(other, (lines, _RANK)) for lines in (-(-at.n // COLUMNS), COLUMNS))
+    kernel, reference = (getattr(m, f"low_rank_{what}") for m in (prediction, oracle("prediction")))
+
+    def given(n: int) -> tuple[Any, ...]:
+        heights = np.array([-(-n // COLUMNS)])
+        part = rows[: int(heights[0])]
+        return (part, columns, heights, n) if what == "predictions" else (numbers[:n], part, columns, heights)
+
+    few = min(at.n, FEW)
+    check = comes_back(what, partial(kernel, *given(few)), reference(*given(few), 0), _few(few))
+    return at.job(partial(kernel, *given(at.n)), check, moves, width=1, note=f"rank {_RANK}, {ROWS}")
+
+
+def mapped(at: Place, name: str, dtype: type[np.generic]) -> Job:
+    """Map signed bytes to unsigned ones, or back."""
+    values = np.ascontiguousarray(_signed(at)[0]).view(dtype)
+    return at.compared(Call(f"prediction.{name}", (values,)), 2, width=1)
