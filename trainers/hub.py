@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..codec.summary import Row
 from ..kernels.errors import BadArgumentError
 from ..store.local import follow_umask, sync_folder
 from . import model_card as cards
+from .model_card import Transfer
 from .model_folder import (
     SUFFIX,
     ModelFolder,
@@ -36,35 +36,6 @@ from .model_folder import (
     sort_of,
     write_file,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Result of `save_pretrained`.
-
-    Args:
-        path: the folder.
-        nbytes: bytes of its compressed files.
-        raw_nbytes: bytes of the weights.
-        rows: one a weight, see `Checkpoint.summary`.
-        has_base: whether the base model is needed to read it.
-    """
-
-    path: Path
-    nbytes: int
-    raw_nbytes: int
-    rows: tuple[Row, ...]
-    has_base: bool
-
-    @property
-    def ratio(self) -> float:
-        """`raw_nbytes / nbytes`."""
-        return self.raw_nbytes / self.nbytes
-
-    @property
-    def is_lossless(self) -> bool:
-        """Return whether every bit of the weights is kept."""
-        return all(row.measure == "exact" for row in self.rows)
 
 
 def save_pretrained(

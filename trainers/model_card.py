@@ -1,14 +1,43 @@
-"""The section of a model card that reports how its weights are compressed and their errors."""
+"""The result of compressing a model's folder, and the section of the model card that reports it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from .hub import Transfer
+from ..codec.summary import Row
 
 NAME = "README.md"
 _BEGIN, _END = "\n<!-- shrinkpoint: begin -->\n", "<!-- shrinkpoint: end -->\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Result of `save_pretrained`.
+
+    Args:
+        path: the folder.
+        nbytes: bytes of its compressed files.
+        raw_nbytes: bytes of the weights.
+        rows: one a weight, see `Checkpoint.summary`.
+        has_base: whether the base model is needed to read it.
+    """
+
+    path: Path
+    nbytes: int
+    raw_nbytes: int
+    rows: tuple[Row, ...]
+    has_base: bool
+
+    @property
+    def ratio(self) -> float:
+        """`raw_nbytes / nbytes`."""
+        return self.raw_nbytes / self.nbytes
+
+    @property
+    def is_lossless(self) -> bool:
+        """Return whether every bit of the weights is kept."""
+        return all(row.measure == "exact" for row in self.rows)
 
 
 def has_section(card: bytes) -> bool:
