@@ -1,4 +1,4 @@
-"""The section of a model card that reports how its weights are compressed and their errors."""
+"""The result of compressing a model's folder, and the section of the model card that reports it."""
 
 from __future__ import annotations
 
