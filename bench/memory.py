@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shrinkpoint.commands.measurement import peak
 
 import shrinkpoint as sp
+from shrinkpoint.commands.trials import peak
 
 from . import processes
 from .data import Pair, drawn_state

@@ -110,7 +110,7 @@ _SUBJECTS = {
     "codec.evidence.kind": "Kind",
     "codec.evidence.module": "kinds",
     "codec.plan": "UnknownArraysWarning",
-    "codec.weights.past_weights": "PastWeights",
+    "codec.inputs": "PastWeights",
     "codec.weights.exponent": "ExponentDelta",
     "codec.weights.quantize": "Quantize",
     "searching.arguments": "SearchOptions",

@@ -275,7 +275,7 @@ import json, sys
 import torch
 import shrinkpoint as sp
 from shrinkpoint import trainers
-from shrinkpoint.commands.measurement import peak
+from shrinkpoint.commands.trials import peak
 
 what, folder = sys.argv[1:]
 
