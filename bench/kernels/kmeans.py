@@ -13,7 +13,7 @@ from shrinkpoint.kernels import kmeans as kernels
 from shrinkpoint.kernels import quantizer
 
 from .. import peers
-from ..harness import Case, Job, Options, Peer, Row, Rows, absent, at_least, at_most, same
+from ..harness import Case, Job, Options, Peer, Row, at_least, at_most, held, lacking, same
 from .histogram import filled, sketch
 from .place import Place, numpy_peer, oracle, require
 
@@ -73,7 +73,9 @@ def _solve(at: Place, k: int) -> Job:
         small, shares = problem(at.sample.before(min(at.n, few)))
         filled = int(np.count_nonzero(shares))
         require(not filled <= k < at.n // 4, f"{filled} buckets are too few to check {k} codes")
-        (expected,) = oracle("kmeans").weighted_kmeans_many([(small, shares)], [k], "exact", [None], 0, 50)
+        expected = oracle("kmeans").weighted_kmeans(
+            small, shares, k, method="exact", initial=None, seed=0, iterations=50
+        )
         same("codebook", kernels.weighted_kmeans(small, shares, k), expected)
         own, other = (kernels.quantization_loss(centers, weights, found()) for found in (exact, seeded))
         require(own <= other * (1 + 1e-12), f"loss {own} is above k-means++'s, {other}")
@@ -127,22 +129,22 @@ def loss_rows(at: Place, options: Options) -> list[Row]:
         return []
     options.say(LOSS)
     x = at.sample.before(min(at.n, _LOSS_POINTS // 4 if options.quick else _LOSS_POINTS))
-    rows, target, unit = Rows("", x.size, at.device.name), at_most(1.001), "x optimum"
+    target, unit, where = at_most(1.001), "x optimum", (LOSS, at.device.name, x.size)
     try:
         _, centers = peers.library("kmeans1d").cluster(x.astype(np.float64), CODES)
     except ImportError as error:
-        rows.add(LOSS, None, unit, ("kmeans1d", None), absent(error), target=target)
-        return rows
+        why = f"not measured: {lacking(str(error.name))}"
+        return [held(Row(*where, None, unit, "kmeans1d", note=why), target)]
     best = loss(x, np.asarray(centers))
     own = loss(x, _fitted(x)) / best
     said = f"sum of squares on the raw values, sigma 1, optimum by kmeans1d; data {at.sample.origin}"
-    rows.add(LOSS, own, unit, ("kmeans1d", 1.0), said, ratio=1 / own, target=target)
+    rows = [held(Row(*where, own, unit, "kmeans1d", 1.0, 1 / own, note=said), target)]
     for peer in peers.raw_kmeans(x, CODES, iterations=300):
         try:
             theirs = loss(x, np.asarray(peer.make()())) / best
-            rows.add(LOSS, own, unit, (peer.name, theirs), said, ratio=theirs / own)
+            rows.append(Row(*where, own, unit, peer.name, theirs, theirs / own, note=said))
         except ImportError as error:
-            rows.add(LOSS, own, unit, (peer.name, None), absent(error))
+            rows.append(Row(*where, own, unit, peer.name, note=f"not measured: {lacking(str(error.name))}"))
     return rows
 
 

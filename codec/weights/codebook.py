@@ -196,15 +196,22 @@ class Problem:
 
 
 def solve_together(problems: Sequence[Problem], place: Array) -> list[Floats]:
-    """Solve exact problems in one launch on the tensor's GPU, as `solve` does."""
+    """Solve the problems of one codec in one launch on the tensor's GPU, as `solve` does."""
     import torch
 
-    sizes = [p.centers.size for p in problems]
-    centers, weights = (
-        torch.split(torch.from_numpy(np.concatenate(columns)).to(place.device), sizes)
-        for columns in ([p.centers for p in problems], [p.weights for p in problems])
+    def moved(columns: Sequence[Floats]) -> list[Array]:
+        joined = torch.from_numpy(np.concatenate(columns)).to(place.device)
+        return list(torch.split(joined, [column.size for column in columns]))
+
+    first, starts = problems[0], [p.start for p in problems]
+    given = iter(moved([start for start in starts if start is not None]) if any(s is not None for s in starts) else ())
+    codes = weighted_kmeans_many(
+        list(zip(moved([p.centers for p in problems]), moved([p.weights for p in problems]), strict=True)),
+        [p.bins for p in problems],
+        first.method,
+        initial=[None if start is None else next(given) for start in starts],
+        seed=first.seed,
     )
-    codes = weighted_kmeans_many(list(zip(centers, weights, strict=True)), [p.bins for p in problems])
     return np.split(to_cpu(torch.cat(codes)).numpy(), np.cumsum([c.shape[0] for c in codes])[:-1])
 
 

@@ -307,7 +307,7 @@ def _kept(codec: QuantizeSettings, leaves: Sequence[Leaf], thresholds: Sequence[
 def _codes(
     codec: QuantizeSettings, leaves: Sequence[Leaf], parents: Sequence[Reference | None], planned: Sequence[Plan]
 ) -> list[NpArray | None]:
-    """Solve the exact problems of arrays on a GPU; None for others, which are solved when used."""
+    """Solve the k-means problems of arrays on a GPU; None for others, which are solved when used."""
 
     def some(numbers: list[int]) -> list[NpArray | None]:
         place = leaves[numbers[0]].flat
@@ -317,7 +317,7 @@ def _codes(
                 how, cells = codec.fit_for(leaves[i]), planned[i].cells
                 before = compatible_parent(parents[i], leaves[i].spec)
                 problem = problem_of(cells, how, None if before is None else before.codebook)
-                if problem is not None and problem.method == "exact" and problem.start is None:
+                if problem is not None:
                     problems[i] = problem
         found = dict(zip(problems, solve_together(list(problems.values()), place), strict=True)) if problems else {}
         return [found.get(i) for i in numbers]

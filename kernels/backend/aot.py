@@ -263,11 +263,13 @@ def _octaves() -> Iterator[Build]:
 
 
 def _kmeans() -> Iterator[Build]:
-    constants = {"FIELDS": kmeans.FIELDS, "CODES": kmeans.CODES}
+    constants = {"FIELDS": kmeans.FIELDS, "CODES": kmeans.LLOYD.block}
     types = "*fp64 *fp64 *fp64 *fp64 *i64 *fp64 *i32 *fp64"
     yield Build(kmeans.exact_kernel, types, kmeans.EXACT, constants)
     types = "*fp64 *fp64 *i64 *fp64 *fp64 *fp64 *fp64 *i32"
     yield Build(kmeans.prepare_kernel, types, kmeans.EXACT, {"FIELDS": kmeans.FIELDS})
+    types = "*fp64 *fp64 *i64 i32 *fp64 *fp64"
+    yield Build(kmeans.lloyd_kernel, types, kmeans.LLOYD, {"FIELDS": kmeans.FIELDS})
 
 
 def _exponent() -> Iterator[Build]:

@@ -22,14 +22,26 @@ if TYPE_CHECKING:
 class BackEnd(Protocol):
     """Functions that every back end of this subject has."""
 
+    def weighted_kmeans(
+        self,
+        centers: Array,
+        weights: Array,
+        k: int,
+        *,
+        method: str = "exact",
+        initial: Array | None = None,
+        seed: int = 0,
+        iterations: int = 50,
+    ) -> Array: ...
     def weighted_kmeans_many(
         self,
         problems: Sequence[tuple[Array, Array]],
         k: Sequence[int],
-        method: str,
+        *,
+        method: str = "exact",
         initial: Sequence[Array | None],
-        seed: int,
-        iterations: int,
+        seed: int = 0,
+        iterations: int = 50,
     ) -> list[Array]: ...
     def quantization_loss(self, centers: Array, weights: Array, codebook: Array) -> float: ...
 
@@ -238,8 +250,9 @@ def weighted_kmeans(
     """
     _check(centers, weights)
     k, (seed, iterations) = _checked_k(k, initial), _checked_options(method, seed, iterations)
-    problem = [(centers, weights)], [k], method, [initial], seed, iterations
-    return back_end(centers).weighted_kmeans_many(*problem)[0]
+    return back_end(centers).weighted_kmeans(
+        centers, weights, k, method=method, initial=initial, seed=seed, iterations=iterations
+    )
 
 
 def least_losses(centers: Vector, weights: Vector, ends: Ends, k: int) -> Vector:
@@ -290,8 +303,7 @@ def weighted_kmeans_many(
 ) -> list[Array]:
     """Return the `weighted_kmeans` codebook of each of many problems, in one call.
 
-    A GPU solves all exact problems in one launch, the CPU one after another. k-means++ and warm starts are solved on
-    the host, for arrays on a GPU too.
+    A GPU solves all problems in one launch, the CPU one after another.
 
     Args:
         problems: (centers, weights) each, all on one device.
@@ -323,7 +335,9 @@ def weighted_kmeans_many(
     seed, iterations = _checked_options(method, seed, iterations)
     if not problems:
         return []
-    return back_end(problems[0][0]).weighted_kmeans_many(problems, ks, method, starts, seed, iterations)
+    return back_end(problems[0][0]).weighted_kmeans_many(
+        problems, ks, method=method, initial=starts, seed=seed, iterations=iterations
+    )
 
 
 def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:

@@ -1,11 +1,12 @@
-"""Exact weighted k-means on the GPU: all codebooks of a model in one launch, a program each.
+"""Weighted k-means on the GPU: all codebooks of a model in one launch, one program each.
 
-k-means++, warm starts, and problems that `prepare_kernel` refuses are solved on the host: each draw and each mean needs
-a sum in a fixed order. The order of operations is defined in `reference.py`.
+Exact problems stay on the device. k-means++ is seeded on the host, because each draw needs a sum in a fixed order. The
+order of operations is defined in `reference.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.dispatch import compiled_back_end
-from ..backend.launch import Launch, like, on_device, run, tensor
+from ..backend.launch import Launch, like, on, tensor
 from ..backend.transfer import to_cpu
+from . import prepared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,12 +28,12 @@ Table = np.ndarray[Any, np.dtype[np.int64]]
 
 EXACT = Launch(block=2048, warps=8, interpreted=1 << 14)
 """`block` is the number of candidates that a program compares at once."""
-CODES = 256
-"""Number of codes whose means a program computes at once."""
+LLOYD = Launch(block=256, warps=8)
+"""`block` is the number of codes whose means a program computes at once, in both kernels."""
 CUTS = 1 << 26
 """Maximum number of cuts that the problems of one launch store (256 MiB)."""
-FIELDS = 8
-"""Number of columns of the table in which a program finds its problem; see `_table`."""
+FIELDS = 9
+"""Number of columns of the table in which a program finds its problem; see `_Problem`."""
 
 
 @triton.jit
@@ -332,6 +333,133 @@ def exact_kernel(
         tl.store(codes_ptr + c, scaled(mean, exponent), mask=mine)
 
 
+@triton.jit
+def points_up_to(x_ptr, edge, m, steps):
+    """Number of ascending x that are <= edge, one lane an edge, by bisection; `2**steps > m`."""
+    count = tl.zeros_like(edge).to(tl.int32)
+    for step in range(steps):
+        ahead = count + (1 << (steps - 1 - step))
+        possible = ahead <= m
+        last = tl.load(x_ptr + (ahead - 1), mask=possible, other=float("inf"))
+        count = tl.where(possible & (last <= edge), ahead, count)
+    return count
+
+
+@triton.jit
+def lloyd_kernel(
+    x_ptr,
+    w_ptr,
+    table_ptr,
+    iterations: tl.int32,
+    scratch_ptr,
+    codes_ptr,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Lloyd's iteration of one problem from the codes in place, until nothing changes."""
+    field_ptr = table_ptr + tl.program_id(0) * FIELDS
+    m = tl.load(field_ptr).to(tl.int32)
+    k = tl.load(field_ptr + 1).to(tl.int32)
+    exponent = tl.load(field_ptr + 2).to(tl.int32)
+    codes_ptr += tl.load(field_ptr + 3)
+    x_ptr += tl.load(field_ptr + 4)
+    w_ptr += tl.load(field_ptr + 4)
+    scratch_ptr += tl.load(field_ptr + 6)
+    steps = tl.load(field_ptr + 8).to(tl.int32)
+    shift = tl.load(x_ptr + (m >> 1))
+    lanes = tl.arange(0, BLOCK)
+    iteration = 0
+    changed = 1
+    while (iteration < iterations) & (changed > 0):
+        changed = 0
+        for begin in range(0, k, BLOCK):
+            c = begin + lanes
+            mine = c < k
+            old = tl.load(codes_ptr + c, mask=mine, other=0.0)
+            below = tl.load(codes_ptr + (c - 1), mask=mine & (c > 0), other=0.0)
+            above = tl.load(codes_ptr + (c + 1), mask=c + 1 < k, other=0.0)
+            start = points_up_to(x_ptr, 0.5 * below + 0.5 * old, m, steps)
+            end = points_up_to(x_ptr, 0.5 * old + 0.5 * above, m, steps)
+            start = tl.where(c > 0, start, 0)
+            end = tl.where(c + 1 < k, end, m)
+            nonempty = mine & (end > start)
+            mass, mean = segment_means(x_ptr, w_ptr, start, end, nonempty, shift)
+            new = tl.where(nonempty & (mass > 0.0), mean, old)
+            tl.store(scratch_ptr + c, new, mask=mine)
+            changed = tl.maximum(changed, tl.max((mine & (new != old)).to(tl.int32), axis=0))
+        tl.debug_barrier()  # all old codes have been read
+        for begin in range(0, k, BLOCK):
+            c = begin + lanes
+            tl.store(codes_ptr + c, tl.load(scratch_ptr + c, mask=c < k, other=0.0), mask=c < k)
+        tl.debug_barrier()
+        iteration += 1
+    for begin in range(0, k, BLOCK):
+        c = begin + lanes
+        tl.store(codes_ptr + c, scaled(tl.load(codes_ptr + c, mask=c < k, other=0.0), exponent), mask=c < k)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """A prepared problem and its codes.
+
+    The codes are the start of Lloyd's iteration, the result (`solver` None), or room for it.
+
+    A row of the table holds m, k, exponent, the positions of its codes, points, prefix sums, scratch and cuts, and the
+    number of steps of a bisection among its points.
+    """
+
+    x: Vector
+    w: Vector
+    codes: Vector
+    exponent: int
+    solver: str | None
+
+
+def _prepared(centers: Vector, weights: Vector, k: int, method: str, initial: Vector | None, seed: int) -> _Problem:
+    """Return a problem in the kernel's form, already solved if there is nothing to choose."""
+    x, w, exponent = prepared(centers, weights)
+    if initial is not None and x.size:
+        return _Problem(x, w, np.ldexp(initial, -exponent), exponent, "lloyd")
+    if initial is not None:
+        return _Problem(x, w, initial, exponent, None)
+    if k >= x.size:
+        return _Problem(x, w, np.ldexp(x, exponent), exponent, None)
+    if method == "exact":
+        return _Problem(x, w, np.empty(k), exponent, "exact")
+    return _Problem(x, w, _seeds(x, w, k, seed), exponent, "lloyd")
+
+
+def _seeds(x: Vector, w: Vector, k: int, seed: int) -> Vector:
+    """Draw k distinct centers for k-means++; ascending.
+
+    Each is drawn with probability `w * squared distance to the nearest drawn one`.
+    """
+    distance = np.ones(x.size)
+    drawn = np.zeros(x.size, dtype=bool)
+    for t in range(k):
+        running = np.cumsum(w * distance)  # NumPy adds one after another here
+        over = running > _uniform(seed, t) * running[-1]
+        pick = int(np.argmax(over)) if over.any() else int(np.argmin(drawn))
+        drawn[pick] = True
+        step = x - x[pick]
+        distance = step * step if t == 0 else np.minimum(distance, step * step)
+    return x[drawn]
+
+
+def _uniform(seed: int, counter: int) -> float:
+    """Random number `counter` of the stream of `seed`, in [0, 1): SplitMix64's upper 53 bits."""
+    mask = 2**64 - 1
+    z = (seed + (counter + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return float((z ^ (z >> 31)) >> 11) * 2.0**-53
+
+
+def _prefix(values: Vector) -> Vector:
+    """Sums of the first 0 ... m values, added one after another."""
+    return np.cumsum(np.concatenate([np.zeros(1), values]))
+
+
 def _hosted(arrays: Sequence[Array]) -> list[Vector]:
     """Copy float64 arrays from the device to the host in one transfer."""
     flat = [tensor(a).to(torch.float64) for a in arrays]
@@ -339,43 +467,56 @@ def _hosted(arrays: Sequence[Array]) -> list[Vector]:
     return np.split(whole, np.cumsum([t.numel() for t in flat])[:-1])
 
 
+@np.errstate(all="ignore")
 def weighted_kmeans_many(
     problems: Sequence[tuple[Array, Array]],
     k: Sequence[int],
-    method: str,
+    *,
+    method: str = "exact",
     initial: Sequence[Array | None],
-    seed: int,
-    iterations: int,
+    seed: int = 0,
+    iterations: int = 50,
 ) -> list[Array]:
     """See `shrinkpoint.kernels.kmeans.weighted_kmeans_many`."""
-    is_exact = method == "exact" and all(start is None for start in initial)
-    codes = _exact(problems, k) if is_exact else None
+    codes = None
+    if method == "exact" and all(start is None for start in initial):
+        codes = _exact(problems, k)
     if codes is None:
-        codes = _on_host(problems, k, method, initial, seed, iterations)
+        hosted = iter(_hosted([a for p in problems for a in p] + [a for a in initial if a is not None]))
+        pairs = [(next(hosted), next(hosted)) for _ in problems]
+        starts = [None if a is None else next(hosted) for a in initial]
+        prepared = [
+            _prepared(*pair, one_k, method, start, seed) for pair, one_k, start in zip(pairs, k, starts, strict=True)
+        ]
+        codes = _solve(prepared, tensor(problems[0][0]).device, iterations)
     return [like(c, centers) for c, (centers, _) in zip(codes, problems, strict=True)]
 
 
-def _on_host(
-    problems: Sequence[tuple[Array, Array]], k: Sequence[int], method: str, initial: Sequence[Array | None], *how: int
-) -> list[torch.Tensor]:
-    """Codebooks computed on the host, which the arrays reach in one transfer."""
-    hosted = iter(_hosted([a for p in problems for a in p] + [a for a in initial if a is not None]))
-    pairs = [(next(hosted), next(hosted)) for _ in problems]
-    starts = [None if a is None else next(hosted) for a in initial]
-    codes = compiled_back_end("kmeans").weighted_kmeans_many(pairs, k, method, starts, *how)
-    return [on_device(c, tensor(problems[0][0])) for c in codes]
+def weighted_kmeans(
+    centers: Array,
+    weights: Array,
+    k: int,
+    *,
+    method: str = "exact",
+    initial: Array | None = None,
+    seed: int = 0,
+    iterations: int = 50,
+) -> Array:
+    """See `shrinkpoint.kernels.kmeans.weighted_kmeans`."""
+    return weighted_kmeans_many(
+        [(centers, weights)], [k], method=method, initial=[initial], seed=seed, iterations=iterations
+    )[0]
 
 
-def _table(sizes: Sequence[tuple[int, int]]) -> tuple[Table, int]:
-    """Return the table of the problems (m, k) and the size of their scratch space.
+def _table(sizes: Sequence[tuple[int, int, int]]) -> tuple[Table, int]:
+    """Return the table of the problems (m, k, exponent) and the size of their scratch space.
 
-    A row holds m, k, exponent, and the positions of its codes, points, prefix sums, scratch and cuts. Exponents and
-    positions of the cuts are not set yet.
+    The positions of the cuts are not set yet.
     """
     table = np.zeros((len(sizes), FIELDS), dtype=np.int64)
     codes_at = x_at = prefix_at = 0
-    for row, (m, k) in zip(table, sizes, strict=True):
-        row[:7] = m, k, 0, codes_at, x_at, prefix_at, 2 * (prefix_at + codes_at)
+    for row, (m, k, exponent) in zip(table, sizes, strict=True):
+        row[:] = m, k, exponent, codes_at, x_at, prefix_at, 2 * (prefix_at + codes_at), 0, m.bit_length()
         codes_at, x_at, prefix_at = codes_at + k, x_at + m, prefix_at + m + 1
     return table, 2 * (prefix_at + codes_at)
 
@@ -412,22 +553,33 @@ def _exact(problems: Sequence[tuple[Array, Array]], k: Sequence[int]) -> list[to
     counted = torch.nn.functional.pad(used.cumsum(0), (1, 0))[ends].tolist()
     sizes = [b - a for a, b in zip([0, *counted[:-1]], counted, strict=True)]
     raw_x, raw_w = torch.cat(centers)[used], w_all[used]
-    table, scratch = _table([(m, min(m, one)) for m, one in zip(sizes, k, strict=True)])
-    rows = on_device(table, w_all)
+    table, scratch = _table([(m, min(m, one), 0) for m, one in zip(sizes, k, strict=True)])
+    rows = torch.from_numpy(table).to(w_all.device)
     x, w = torch.empty_like(raw_x), torch.empty_like(raw_w)
-    weight, moment = (raw_x.new_empty(raw_x.numel() + len(problems)) for _ in range(2))
+    weight, moment = raw_x.new_empty(raw_x.numel() + len(problems)), raw_x.new_empty(raw_x.numel() + len(problems))
     odd = torch.zeros(1, dtype=torch.int32, device=w_all.device)
-    constants = {"FIELDS": FIELDS, **EXACT.constants(32 * max(sizes))}
-    run(prepare_kernel, len(problems), raw_x, raw_w, rows, x, w, weight, moment, odd, **constants)
+    with on(w_all):
+        prepare_kernel[(len(problems),)](
+            # inputs
+            raw_x,
+            raw_w,
+            # inputs and outputs
+            rows,
+            # outputs
+            x,
+            w,
+            weight,
+            moment,
+            odd,
+            # constants
+            FIELDS=FIELDS,
+            **EXACT.constants(32 * max(sizes)),
+        )
     if odd.item():
         return None
     codes = raw_x.new_empty(sum(int(row[1]) for row in table))
-    for some, cuts in _launches(table, [number for number, row in enumerate(table) if row[1] < row[0]]):
-        mine = rows[some]
-        mine[:, 7] = torch.tensor(np.cumsum([0, *cuts[:-1]]), device=x.device)
-        room = x.new_empty(scratch), torch.empty(sum(cuts), dtype=torch.int32, device=x.device)
-        constants = {"FIELDS": FIELDS, "CODES": CODES, **EXACT.constants(32 * int(table[some, 0].max()))}
-        run(exact_kernel, len(some), x, w, weight, moment, mine, *room, codes, **constants)
+    mine = [number for number, row in enumerate(table) if row[1] < row[0]]
+    _launch_exact(x, w, weight, moment, table, rows, mine, scratch, codes)
     split = list(codes.split([int(row[1]) for row in table]))
     for number, row in enumerate(table):
         if row[1] == row[0]:  # a code for every center
@@ -435,10 +587,84 @@ def _exact(problems: Sequence[tuple[Array, Array]], k: Sequence[int]) -> list[to
     return split
 
 
+def _launch_exact(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    weight: torch.Tensor,
+    moment: torch.Tensor,
+    table: Table,
+    rows: torch.Tensor,
+    numbers: Sequence[int],
+    scratch: int,
+    codes: torch.Tensor,
+) -> None:
+    """Launch the exact solution of the given problems; `rows` is their table on the device."""
+    for some, cuts in _launches(table, numbers):
+        mine = rows[some]
+        mine[:, 7] = torch.tensor(np.cumsum([0, *cuts[:-1]]), device=x.device)
+        with on(x):
+            exact_kernel[(len(some),)](
+                # inputs
+                x,
+                w,
+                weight,
+                moment,
+                mine,
+                # scratch
+                x.new_empty(scratch),
+                torch.empty(sum(cuts), dtype=torch.int32, device=x.device),
+                # outputs
+                codes,
+                # constants
+                FIELDS=FIELDS,
+                CODES=LLOYD.block,
+                **EXACT.constants(32 * int(table[some, 0].max())),
+            )
+
+
+def _solve(problems: list[_Problem], device: torch.device, iterations: int) -> list[torch.Tensor]:
+    """Solve problems prepared on the host: one launch for exact ones, one for Lloyd's."""
+    table, scratch = _table([(p.x.size, p.codes.size, p.exponent) for p in problems])
+    columns = [
+        np.concatenate([p.x for p in problems]),
+        np.concatenate([p.w for p in problems]),
+        np.concatenate([_prefix(p.w) for p in problems]),
+        np.concatenate([_prefix(p.w * (p.x - p.x[p.x.size // 2])) if p.x.size else np.zeros(1) for p in problems]),
+        np.concatenate([p.codes for p in problems]),
+    ]
+    x, w, weight, moment, codes = (torch.from_numpy(c).to(device) for c in columns)
+    exact, lloyd = ([i for i, p in enumerate(problems) if p.solver == solver] for solver in ("exact", "lloyd"))
+    rows = torch.from_numpy(table).to(device)
+    _launch_exact(x, w, weight, moment, table, rows, exact, scratch, codes)
+    if lloyd:
+        iterated = rows[lloyd]
+        with on(x):
+            lloyd_kernel[(iterated.shape[0],)](
+                # inputs
+                x,
+                w,
+                iterated,
+                iterations,
+                # scratch
+                x.new_empty(scratch),
+                # inputs and outputs
+                codes,
+                # constants
+                FIELDS=FIELDS,
+                BLOCK=LLOYD.block,
+                **LLOYD.options,
+            )
+    return list(codes.split([p.codes.size for p in problems]))
+
+
+@np.errstate(all="ignore")
 def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:
     """See `shrinkpoint.kernels.kmeans.quantization_loss`.
 
     The sum has a fixed order, so it is computed on the host.
     """
-    loss: float = compiled_back_end("kmeans").quantization_loss(*_hosted([centers, weights, codebook]))
-    return loss
+    x, w, codes = _hosted([centers, weights, codebook])
+    nearest = codes[np.searchsorted(0.5 * codes[:-1] + 0.5 * codes[1:], x, side="left")]
+    step = x - nearest
+    terms = np.where(w > 0.0, w * (step * step), 0.0)
+    return float(_prefix(terms)[-1])

@@ -138,7 +138,7 @@ PRESETS: dict[str, tuple[sp.Config, set[str], set[str]]] = {
     "exact weights": (sp.presets.exact_weights(), MOMENTS["factors"] | EXACT[0], EXACT[1]),
     "lossless": (sp.presets.lossless(), *EXACT),
     "compact": (sp.presets.compact(), WEIGHTS | MOMENTS["factors"] | {"choose_kernel", "pairs_kernel"}, set()),
-    "inshrinkerator": (sp.presets.inshrinkerator(), WEIGHTS | MOMENTS["log buckets"], GROUPED),
+    "inshrinkerator": (sp.presets.inshrinkerator(), WEIGHTS | MOMENTS["log buckets"] | {"lloyd_kernel"}, GROUPED),
     "inshrinkerator, exact codebooks": (
         sp.Config([("*weight", sp.Quantize(bins=2, solver="exact", coder="published"))]),
         WEIGHTS | {"exact_kernel"},
