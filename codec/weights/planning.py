@@ -280,7 +280,7 @@ def plans(
         slopes = trades(codec.rate, sizes, spreads(sketches, thresholds), mean_roots(leaves))
     cells = _kept(codec, leaves, thresholds)
     found = [Plan(*made) for made in zip(sketches, thresholds, slopes, cells, strict=True)]
-    if codec.max_error is not None or codec.solver != "exact":
+    if codec.max_error is not None or codec.solver == "uniform":
         return found
     codes = _codes(codec, leaves, parents, found)
     return [replace(plan, codes=own) for plan, own in zip(found, codes, strict=True)]
