@@ -18,6 +18,8 @@ def cases(at: Place) -> list[Case]:
         at.case("exponent_buckets", lambda: counted(at)),
         at.case("exponent_quantize", lambda: at.compared(_quantize(at), 5)),
         at.case("exponent_dequantize", lambda: dequantized(at)),
+        at.case("exponent_differences", lambda: at.compared(Call("exponent.exponent_differences", _states(at)), 12)),
+        at.case("exponent_sums", lambda: summed(at)),
         at.case("merge_buckets", lambda: merged(at), unit="us", on="cpu"),
         at.case("promote", lambda: promoted(at), unit="us", on="cpu"),
     ]
@@ -47,6 +49,19 @@ def dequantized(at: Place) -> Job:
     promotion = kernels.promote(kernels.exponent_buckets(steps), 3)
     levels = kernels.exponent_quantize(steps, promotion)
     return at.compared(Call("exponent.exponent_dequantize", (levels,), (promotion.codebook,)), 5, note="3 bits")
+
+
+def _states(at: Place) -> tuple[Any, Any]:
+    steps = at.steps()
+    return steps + np.float32(1), np.ones_like(steps)
+
+
+def summed(at: Place) -> Job:
+    """Add the values of buckets to an array."""
+    steps = at.steps()
+    promotion = kernels.promote(kernels.exponent_buckets(steps), 3)
+    arrays = np.ones_like(steps), kernels.exponent_quantize(steps, promotion)
+    return at.compared(Call("exponent.exponent_sums", arrays, (promotion.codebook,)), 9, note="3 bits")
 
 
 def _parts(steps: Any) -> list[Any]:
