@@ -22,7 +22,7 @@ from .format.fields import Bytes, Piece, parts_of
 from .format.ranged import Ranged, ranged_over
 from .groups import Coded, FilledReference, joined_bytes, joined_spec
 from .lossless.reference import BytesReference
-from .outputs import device_memory, host_memory, new_outputs, outputs_of, write_to
+from .outputs import copy_parts, device_memory, host_memory, new_outputs, outputs_of, write_to
 from .parallel import map_arrays, map_chunks
 from .records import ArrayRecord, Group, Records, records_of
 from .state import tree
@@ -331,7 +331,7 @@ class Checkpoint:
             group: the group.
             prev: the parent, for a delta.
             pairs: decoded flat values, by number, of arrays that the records name, if they are known.
-            out: memory for the values, which may be used, of a group of one array; see `Coded.out`.
+            out: memory for the values, on the host of a group of one array; see `Coded.out`.
         """
         members, known = self.members_of(group), self._kept or {}
         if all(record.key in known for record in members):
@@ -362,7 +362,7 @@ class Checkpoint:
             spec = joined_spec([other.spec for other in others])
             if any(other.spec.dtype != spec.dtype for other in others):
                 raise CorruptDataError(f"header: {members[0].path}: the pairs of its group have several dtypes")
-            joined = values[0] if len(values) == 1 else from_bytes(joined_bytes(values), spec)
+            joined = values[0] if len(values) == 1 else from_bytes(joined_bytes(values, there=True), spec)
             pair = group.format.pair(joined, spec)
         return Coded([r.spec for r in members], group.meta, pieces, parents, pair)
 
@@ -603,7 +603,7 @@ class Reader:
         known: dict[int, Array] = {}
         for group in job:
             try:
-                values = self._straight(group, known) or self._values(group, known)
+                values = self._straight(group, known) or self._there(group, known) or self._values(group, known)
             except MemoryError:
                 raise _too_large(self.ckpt.records[group.members[0]]) from None
             for i, flat in zip(group.members, values, strict=True):
@@ -628,32 +628,42 @@ class Reader:
             known[number] = from_bytes(memory, spec)
         return [target]
 
-    def _room(self, number: int) -> Array | None:
-        """Return the caller's tensor on a GPU, flat; None if other arrays need its values elsewhere."""
-        room = device_memory(self.targets.get(number))
-        if room is None:
+    def _place(self, group: Group) -> Any:
+        """Return the GPU on which the caller's tensors of a group are; None if not on one."""
+        first = device_memory(self.targets.get(group.members[0]))
+        if first is None:
             return None
-        for i in self.named.get(number, ()):
-            other = device_memory(self.targets.get(i))
-            if other is None or other.device != room.device or len(self.ckpt.records[i].group.members) > 1:
-                return None
-        return room
+        others = (device_memory(self.targets.get(i)) for i in group.members[1:])
+        return first.device if all(x is not None and x.device == first.device for x in others) else None
+
+    def _there(self, group: Group, known: dict[int, Array]) -> list[Array]:
+        """Decode a group into the caller's tensors on a GPU; return nothing if it cannot be.
+
+        The tensors of a group of several are filled from one, in a single launch. Values that other arrays need
+        elsewhere are not made there.
+        """
+        place, records, named, kept = self._place(group), self.ckpt.records, set[int](), self.ckpt._kept or {}
+        named.update(records[j].group.number for i in group.members for j in self.named.get(i, ()))
+        if place is None or any(self._place(self.ckpt.groups[number]) != place for number in named):
+            return []
+        targets, specs = [self.targets[i] for i in group.members], [records[i].spec for i in group.members]
+        rooms: list[Array] = [device_memory(target) for target in targets]
+        room = rooms[0] if len(rooms) == 1 else rooms[0].new_empty(sum(spec.size for spec in specs))
+        is_decoded = group.format.decodes_there and not all(records[i].key in kept for i in group.members)
+        references = self.ckpt.references_of(group, self.prev, known, room if is_decoded else None)
+        if not is_decoded:
+            group.format.fill_there(specs, references, room)
+        if len(rooms) > 1:
+            copy_parts(room, rooms)
+        known.update((i, x) for i, x in zip(group.members, rooms, strict=True) if i in self.named)
+        return targets
 
     def _values(self, group: Group, known: dict[int, Array]) -> list[Array]:
-        """Return the flat values of a group, or the caller's array on a GPU, with the values."""
+        """Return the flat values of a group on the host."""
         records, kept = self.ckpt.members_of(group), self.ckpt._kept or {}
-        number = group.members[0]
-        room = None if len(records) > 1 else self._room(number)
-        out, specs = room if group.format.decodes_there else None, [r.spec for r in records]
-        references = self.ckpt.references_of(group, self.prev, known, out)
+        specs, references = [r.spec for r in records], self.ckpt.references_of(group, self.prev, known)
         if len(records) > 1 and not isinstance(references[0], BytesReference):
             return group.format.values(specs, references)
-        reference = references[0]
-        if room is not None and isinstance(reference, FilledReference):
-            reference.fill_there(specs[0], room)
-            if number in self.named:
-                known[number] = room
-            return [self.targets[number]]
         is_new = len(records) == 1 and records[0].key not in kept
         return [
             _values(reference, spec, lends=is_new or i in self.targets)

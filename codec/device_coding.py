@@ -33,9 +33,14 @@ def device_coding() -> bool:
     return text == "1"
 
 
+def is_large(n: int) -> bool:
+    """Return whether a GPU should work on n symbols by themselves."""
+    return n >= LEAST
+
+
 def is_block(n: int) -> bool:
     """Return whether n symbols are coded as a block that a GPU could code."""
-    return n >= LEAST and device_coding()
+    return is_large(n) and device_coding()
 
 
 def set_device_coding(on: bool | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..kernels.backend.arrays import is_torch, on_gpu, placed_with
+from ..kernels.backend.arrays import bytes_of, is_torch, on_gpu, placed_with, write
 from . import entropy
 from .base import Leaf, Parents, Reference
 from .format.fields import Piece
@@ -33,8 +33,9 @@ class Coded:
         pieces: bytes, in order.
         parents: the references that a delta is coded against; None for each array of a base.
         pair: the result of `Stream.pair` for the arrays that the records name, if any.
-        out: memory of the caller for the decoded values, which a decoder may use: bytes (uint8) on the host, or, of a
-            format with `Stream.decodes_there`, a flat tensor of the dtype on a GPU. None: it takes its own.
+        out: memory of the caller for the decoded values: bytes (uint8) on the host, which a decoder may use, or, of a
+            format with `Stream.decodes_there`, a flat tensor of the dtype on a GPU, which it fills. None: it takes its
+            own.
     """
 
     specs: Sequence[LeafSpec]
@@ -61,6 +62,11 @@ class Coded:
         """Parent of the only array of a group of one."""
         return self.parents[0]
 
+    @property
+    def there(self) -> Array | None:
+        """The tensor on a GPU that a decoder fills; None if it decodes on the host."""
+        return None if self.out is None or not on_gpu(self.out) else self.out
+
     def room(self) -> Array:
         """Return memory for the decoded values, as `out` is."""
         return np.empty(self.spec.nbytes, np.uint8) if self.out is None else self.out
@@ -69,6 +75,12 @@ class Coded:
 def sent_values(data: NpArray, room: Array) -> Array:
     """Return values on the GPU of a tensor and in its dtype, from their bytes on the host."""
     return placed_with(data, room).view(room.dtype) if data.size else room[:0]
+
+
+def spread(values: NpArray, counts: Sequence[int] | NpArray, room: Array) -> Array:
+    """Return each integer as many times as counted, in order, int64, on the GPU of a tensor."""
+    numbers, times = (placed_with(np.asarray(x, np.int64), room) for x in (values, counts))
+    return numbers.repeat_interleave(times, output_size=int(np.sum(counts)))
 
 
 class FilledReference(ABC):
@@ -107,6 +119,15 @@ def values_of_each(specs: Sequence[LeafSpec], references: Sequence[Reference]) -
     return [reference.values(spec) for reference, spec in zip(references, specs, strict=True)]
 
 
+def fill_each(specs: Sequence[LeafSpec], references: Sequence[Reference], out: Array) -> None:
+    """Fill a flat tensor on a GPU with the values of references, of several in one copy."""
+    first = references[0]
+    if len(references) == 1 and isinstance(first, FilledReference):
+        first.fill_there(specs[0], out)
+    else:
+        write(bytes_of(out), joined_bytes(values_of_each(specs, references)))
+
+
 @dataclass(frozen=True, slots=True)
 class Stream:
     """A stream format of groups: its decoder and its properties.
@@ -119,9 +140,10 @@ class Stream:
         pair: function that computes `Coded.pair` from the decoded values and the spec of the pairs that the records
             name, joined. None: no array is named.
         values: function that returns the values of the references of a group.
+        fill_there: function that fills a flat tensor on a GPU with them.
         is_wide: whether a reference takes as much memory as the array; else about a byte an element.
         is_shared: whether a group may have several arrays.
-        decodes_there: whether `decode` writes values to a tensor on a GPU that it gets as `Coded.out`.
+        decodes_there: whether `decode` fills a tensor on a GPU that it gets as `Coded.out`.
     """
 
     decode: Callable[[Coded], Sequence[Reference]]
@@ -129,6 +151,7 @@ class Stream:
     rebase: Rebaser | None = None
     pair: Callable[[Array, LeafSpec], Array] | None = None
     values: Callable[[Sequence[LeafSpec], Sequence[Reference]], list[Array]] = values_of_each
+    fill_there: Callable[[Sequence[LeafSpec], Sequence[Reference], Array], None] = fill_each
     is_wide: bool = False
     is_shared: bool = False
     decodes_there: bool = False
@@ -184,10 +207,12 @@ def parts(data: Array, specs: Sequence[LeafSpec], unit: int = 1) -> list[Array]:
 def own_parts(data: Array, specs: Sequence[LeafSpec]) -> list[Array]:
     """Split the bytes of joined arrays into flat arrays in memory of their own.
 
-    Values on a GPU are those of one array.
+    Of values on a GPU they are parts.
     """
+    if on_gpu(data):
+        return parts(data, specs)
     if len(specs) == 1:
-        return [data if on_gpu(data) else from_bytes(data, specs[0])]
+        return [from_bytes(data, specs[0])]
     found = parts(data, specs, specs[0].itemsize)
     return [from_bytes(part.copy(), spec) for part, spec in zip(found, specs, strict=True)]
 
@@ -195,9 +220,9 @@ def own_parts(data: Array, specs: Sequence[LeafSpec]) -> list[Array]:
 def joined_bytes(flats: Sequence[Array], *, there: bool = False) -> Array:
     """Join the bytes of flat arrays of one dtype on the host, in a single copy from a GPU.
 
-    With `there` they stay on it.
+    With `there` they stay on it, unless they are on several devices.
     """
-    if not is_torch(flats[0]):
+    if not is_torch(flats[0]) or (there and len({flat.device for flat in flats}) > 1):
         return as_bytes(flats[0]) if len(flats) == 1 else np.concatenate([as_bytes(flat) for flat in flats])
     import torch
 

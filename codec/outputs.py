@@ -118,6 +118,13 @@ def device_memory(target: Array | None) -> Array | None:
     return target.detach().view(-1)
 
 
+def copy_parts(joined: Array, rooms: list[Array]) -> None:
+    """Copy the parts of a tensor on a GPU to flat tensors there, in one launch."""
+    import torch
+
+    torch._foreach_copy_(rooms, joined.split([room.numel() for room in rooms]))
+
+
 def write_to(target: Array, values: Array) -> None:
     """Copy decoded values, in the output's shape, to the output."""
     if is_torch(target):

@@ -19,7 +19,9 @@ from .exponent import (
     Promotion,
     exponent_buckets,
     exponent_dequantize,
+    exponent_differences,
     exponent_quantize,
+    exponent_sums,
     merge_buckets,
     promote,
 )

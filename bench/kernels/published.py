@@ -33,6 +33,8 @@ def cases(at: Place) -> list[Case]:
         at.case("exponent_buckets", lambda: counted(at)),
         at.case("exponent_quantize", lambda: at.compared(_quantize(at), 5)),
         at.case("exponent_dequantize", lambda: values_of_buckets(at)),
+        at.case("exponent_differences", lambda: at.compared(Call("exponent.exponent_differences", _states(at)), 12)),
+        at.case("exponent_sums", lambda: summed(at)),
         at.case("merge_buckets", lambda: merged(at), unit="us", on="cpu"),
         at.case("promote", lambda: promoted(at), unit="us", on="cpu"),
     ]
@@ -109,6 +111,19 @@ def values_of_buckets(at: Place) -> Job:
     levels = exponent.exponent_quantize(*call.values, *call.settings)
     codebook = (call.settings[0].codebook,)
     return at.compared(Call("exponent.exponent_dequantize", (levels,), codebook), 5, note="3 bits")
+
+
+def _states(at: Place) -> tuple[Any, Any]:
+    steps = at.steps()
+    return steps + np.float32(1), np.ones_like(steps)
+
+
+def summed(at: Place) -> Job:
+    """Add the values of buckets to an array."""
+    steps = at.steps()
+    promotion = exponent.promote(exponent.exponent_buckets(steps), 3)
+    arrays = np.ones_like(steps), exponent.exponent_quantize(steps, promotion)
+    return at.compared(Call("exponent.exponent_sums", arrays, (promotion.codebook,)), 9, note="3 bits")
 
 
 def _parts(steps: Any) -> list[Any]:

@@ -20,7 +20,7 @@ need a context among them).
 """
 
 from .blocks import CodedBlock, Later, decoded_there, most_bytes
-from .coders import decode, encode, encode_levels, encode_rearranged, in_context
+from .coders import decode, encode, encode_levels, encode_rearranged, in_context, is_rearranged
 from .matrices import ALONE, Matrix, Numbers
 from .method_ids import (
     CONDITIONAL,
@@ -72,6 +72,7 @@ __all__ = [
     "encode_published",
     "encode_rearranged",
     "in_context",
+    "is_rearranged",
     "most_bytes",
     "rans_bytes",
     "sample",

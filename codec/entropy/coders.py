@@ -141,7 +141,8 @@ def decode(data: memoryview, n: int, context: U8 | None = None, contexts: int = 
     Args:
         data: what an encoder wrote.
         n: number of symbols.
-        context: uint8, shape (n,), values below `contexts`; None where the encoder had none.
+        context: uint8, shape (n,), values below `contexts`; None where the encoder had none. For symbols rearranged by
+            context it may be on a GPU, where they are then returned.
 
     Raises:
         CorruptDataError: the bytes are not such a stream.
@@ -187,21 +188,26 @@ def encode_rearranged(levels: Array, size: int, parent: U8, parent_size: int) ->
     return out.done()
 
 
-def decode_rearranged(data: Reader, n: int, context: U8, contexts: int) -> U8:
-    """Decode the symbols that `encode_rearranged` coded, uint8 (n,)."""
+def decode_rearranged(data: Reader, n: int, context: Array, contexts: int) -> Array:
+    """Decode the symbols that `encode_rearranged` coded, uint8 (n,), where the context is."""
     buffer = data.varint()
     if not 2 <= buffer <= 256 or buffer < contexts:
         raise CorruptDataError(f"rearranged: a cyclic buffer of {buffer} levels")
-    counts = joint_counts(context, context, contexts, contexts).diagonal()
+    counts = to_host(joint_counts(context, context, contexts, contexts)).diagonal()
     groups = [decode_plain(data.block(), int(c)) for c in counts if c]
     grouped = np.concatenate(groups) if groups else np.empty(0, np.uint8)
     if grouped.size and int(grouped.max()) >= buffer:
         raise CorruptDataError(f"rearranged: a difference is beyond the cyclic buffer of {buffer}")
-    levels: U8 = undelta(context, merge_by_level(grouped, context, contexts), buffer)
+    levels: Array = undelta(context, merge_by_level(placed_with(grouped, context), context, contexts), buffer)
     return levels
 
 
-_IN_CONTEXT: dict[int, Callable[[Reader, int, U8, int], U8]] = {
+def is_rearranged(data: memoryview) -> bool:
+    """Return whether `encode_rearranged` wrote a stream."""
+    return bytes(data[:1]) == bytes([REARRANGED])
+
+
+_IN_CONTEXT: dict[int, Callable[[Reader, int, Array, int], Array]] = {
     CONDITIONAL: lambda data, n, context, contexts: read_rans(data, context, contexts, n),
     REARRANGED: decode_rearranged,
     UNCHANGED: lambda _data, _n, context, _contexts: context,

@@ -186,8 +186,8 @@ def decoded(data: memoryview, n: int, decoder_of: Callable[[int], Callable[[Read
     reader = Reader(data, "symbols")
     symbols = decoder_of(reader.byte())(reader, n)
     reader.end()
-    if symbols.size != n:
-        raise CorruptDataError(f"symbols: {symbols.size} decoded, {n} expected")
+    if symbols.shape[0] != n:
+        raise CorruptDataError(f"symbols: {symbols.shape[0]} decoded, {n} expected")
     return symbols
 
 

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...kernels.exponent import exponent_dequantize
+from ...kernels.backend.arrays import numbers, placed_with
+from ...kernels.exponent import exponent_sums
 from .. import entropy
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
+from ..groups import joined_bytes
 from ..state.casting import float_values, rounded
-from ..state.leaves import LeafSpec, NpArray
+from ..state.leaves import Array, LeafSpec, NpArray, floats
 
 BLOCK = 1 << 15
 MOST = (1 << 16) - 2
@@ -62,7 +64,7 @@ def encode_addends(after: NpArray, before: NpArray, spec: LeafSpec) -> bytes | N
     return out.done()
 
 
-def decode_addends(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray) -> None:
+def decode_addends(piece: memoryview, out: Array, spec: LeafSpec, before: NpArray) -> None:
     """Fill `out` with the bytes that `encode_addends` coded; raises CorruptDataError."""
     width = f"<u{spec.itemsize}"
     data = Reader(piece, "addends")
@@ -70,38 +72,38 @@ def decode_addends(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpAr
     if size > MOST:
         raise CorruptDataError(f"addends: {size} of them")
     addends = data.array(width, size)
-    n = out.size // spec.itemsize
+    n = out.shape[0] // spec.itemsize
     high = entropy.decode(data.block(), n)
     rows = max(2, int(high.max(initial=0)) + 1)
     low = entropy.decode(data.block(), n, high, rows)
     levels = low | high.astype(np.uint16) << np.uint16(8)
     if int(levels.max(initial=0)) > size + 1:
         raise CorruptDataError("addends: a level is beyond the last addend")
-    kept = levels == size + 1
+    kept = np.flatnonzero(levels == size + 1)
     levels[kept] = 0
-    out[:] = added(before, levels, addends, spec)
-    out.view(width)[kept] = data.array(width, int(np.count_nonzero(kept)))
+    add(before, levels, addends, spec, out)
+    raw = data.array(f"<i{spec.itemsize}", kept.size)
+    numbers(out, spec.itemsize, "int")[placed_with(kept, out)] = placed_with(raw, out)
     data.end()
 
 
-def added(before: NpArray, levels: NpArray, addends: NpArray, spec: LeafSpec) -> NpArray:
+def add(before: NpArray, levels: NpArray, addends: NpArray, spec: LeafSpec, out: Array) -> None:
+    """Fill bytes, on the host or on a GPU, with the result of `added`."""
+    out[:] = added(placed_with(before, out), levels, addends, spec)
+
+
+def added(before: Array, levels: Array, addends: NpArray, spec: LeafSpec) -> Array:
     """Return before + addends[level - 1] as bytes, rounded once; level 0 changes nothing.
 
     Args:
-        before: uint8, bytes of n values.
-        levels: uint8 or uint16 [n]; one beyond the addends is a CorruptDataError.
-        addends: unsigned patterns [k] as wide as the dtype.
+        before: uint8, bytes of n values, on the host or on a GPU.
+        levels: uint8 or uint16 [n], there or on the host; one beyond the addends is a CorruptDataError.
+        addends: unsigned patterns [k] as wide as the dtype, on the host.
         spec: says the dtype.
     """
-    nothing = np.array([1 << (8 * spec.itemsize - 1)], addends.dtype)  # -0.0: not even the sign of a zero changes
-    steps = exponent_dequantize(levels, np.concatenate([nothing, addends])).view(np.uint8)
-    out = np.empty_like(before)
-    with np.errstate(all="ignore"):
-        for part in blocks(levels.size, spec):
-            out[part] = rounded(float_values(before[part], spec) + float_values(steps[part], spec), spec)
-    # To the bit also where the processor takes subnormal numbers for zero.
-    np.copyto(out.view(addends.dtype), before.view(addends.dtype), where=levels == 0)
-    return out
+    codebook = np.concatenate([np.zeros(1, addends.dtype), addends])
+    old = floats(before, spec)
+    return joined_bytes([exponent_sums(old, placed_with(levels, old), codebook)], there=True)
 
 
 def blocks(n: int, spec: LeafSpec) -> Iterator[slice]:

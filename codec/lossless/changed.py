@@ -159,11 +159,11 @@ def rebase_changed(
 
 def decode_changed(coded: Coded) -> list[BytesReference]:
     """Decode the stream format "changed"."""
-    step = CHUNK * coded.spec.itemsize
-    return [decode_parts("changed", coded.spec, coded.pieces, coded.parent, step, _decode_part, coded.out)]
+    before = parent_bytes(coded.parent, coded.spec)
+    return [decode_parts("changed", coded, before, CHUNK * coded.spec.itemsize, _decode_part)]
 
 
-def _decode_part(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:
+def _decode_part(piece: memoryview, out: Array, spec: LeafSpec, before: NpArray | None) -> None:
     data = Reader(piece, "changed")
     form = data.byte()
     if form == FULL:
@@ -175,12 +175,13 @@ def _decode_part(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArra
         raise CorruptDataError("changed: a mask without a parent")
     if spec.itemsize not in _WIDTHS:
         raise CorruptDataError(f"changed: items of {spec.itemsize} bytes have no mask")
-    width = f"<u{spec.itemsize}"
-    n = out.size // spec.itemsize
+    view = Patterns(spec.itemsize, "", None).view
+    n = out.shape[0] // spec.itemsize
     mask = entropy.decode(data.block(), -(-n // 8))
-    count = int(np.bitwise_count(mask).sum())
-    values = np.empty(min(count, n) * spec.itemsize, np.uint8)
-    if values.size:
+    size = min(int(np.bitwise_count(mask).sum()), n) * spec.itemsize
+    values = out.new_empty(size) if is_torch(out) else np.empty(size, np.uint8)
+    if size:
         decode_chunk(data.rest(), values, spec, None)
     data.end()
-    out.view(width)[:] = scatter(before.view(width), mask, values.view(width))
+    old, marks = (placed_with(x, out) for x in (before, mask))
+    view(out)[:] = scatter(view(old), marks, view(values))

@@ -14,13 +14,14 @@ from functools import lru_cache
 
 import numpy as np
 
+from ...kernels.backend.arrays import numbers, on_gpu, placed_with
 from ...kernels.levels import joint_counts
 from ...kernels.planes import join_categories, most_bits, split_categories, undifference
 from ...kernels.scales import pattern_classes
 from .. import entropy
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from ..state.leaves import NpArray
+from ..state.leaves import Array, NpArray
 from .scaled import Layout
 
 MAGNITUDE, MANTISSA = range(2)
@@ -45,15 +46,20 @@ def encode_differences(steps: NpArray, before: NpArray, layout: Layout, kind: in
     return out
 
 
-def decode_differences(data: Reader, before: NpArray, out: NpArray, layout: Layout) -> None:
-    """Fill `out` with the patterns that `encode_differences` coded."""
-    kind = data.byte()
+def decode_differences(data: Reader, before: NpArray, out: Array, layout: Layout) -> None:
+    """Fill bytes, on the host or on a GPU, that `encode_differences` coded.
+
+    The parent's bytes are on the host; a GPU adds the differences.
+    """
+    kind, width = data.byte(), layout.width // 8
     if kind not in (MAGNITUDE, MANTISSA):
         raise CorruptDataError(f"exact: context {kind} is unknown")
-    context, contexts = _contexts(before, layout, kind)
-    categories = entropy.decode(data.block(), before.size, context, contexts)
-    join_categories(categories, data.rest(), most_bits(layout.width), out.dtype.name, out=out)
-    undifference(out, before, dtype=f"float{layout.width}", out=out)
+    old, target = numbers(before, width), numbers(out, width)
+    context, contexts = _contexts(old, layout, kind)
+    categories = entropy.decode(data.block(), old.size, context, contexts)
+    steps = np.empty_like(old) if on_gpu(out) else target
+    join_categories(categories, data.rest(), most_bits(layout.width), f"uint{layout.width}", out=steps)
+    undifference(placed_with(steps, out), placed_with(old, out), dtype=f"float{layout.width}", out=target)
 
 
 def difference_bits(steps: NpArray, before: NpArray, layout: Layout) -> tuple[float, int]:

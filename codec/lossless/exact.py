@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 import zstandard
 
-from ...kernels.backend.arrays import is_torch, placed_with, to_host
+from ...kernels.backend.arrays import bytes_of, is_torch, numbers, placed_with, to_host, write
 from ...kernels.levels import joint_counts
 from ...kernels.planes import Method, difference, merge_planes, split_planes, undifference
 from .. import entropy
@@ -36,7 +36,7 @@ from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
 from .differences import decode_differences, difference_bits, encode_differences
 from .reference import BytesReference, Patch, PatchedReference, joined_parents, split_reference
-from .scaled import LAYOUTS, Layout, decode_scaled, encode_scaled
+from .scaled import LAYOUTS, Layout, decode_scaled, encode_scaled, planes_near
 from .sparse import Patterns, encode_sparse, located_edges, read_sparse
 
 PLAIN, PLANES, DIFFERENCE, UNCHANGED, SCALED, SIZES, XOR, SPARSE = range(8)
@@ -182,7 +182,7 @@ def rebase_bytes(
     return {}, pieces_of(joined_bytes(found), joined_spec(specs), joined_parents(parents, specs))
 
 
-def _patterns(data: NpArray, spec: LeafSpec) -> NpArray | None:
+def _patterns(data: Array, spec: LeafSpec) -> Array | None:
     """View bytes as numbers for `difference`: floats as floats of their width, others unsigned.
 
     Order needs only sign and magnitude, so bfloat16 may pass for float16. Complex numbers are two floats each. None
@@ -191,8 +191,8 @@ def _patterns(data: NpArray, spec: LeafSpec) -> NpArray | None:
     width = spec.itemsize // 2 if spec.dtype.startswith("complex") else spec.itemsize
     if width not in (1, 2, 4, 8):
         return None
-    kind = "f" if width > 1 and ("float" in spec.dtype or "complex" in spec.dtype) else "u"
-    return data.view(f"<{kind}{width}")
+    is_float = width > 1 and ("float" in spec.dtype or "complex" in spec.dtype)
+    return numbers(data, width, "float" if is_float else "uint")
 
 
 def _coded(planes: NpArray) -> Writer:
@@ -389,12 +389,15 @@ def _estimates(x: Array, old: NpArray, layout: Layout) -> tuple[dict[int, float]
 def decode_bytes(coded: Coded) -> list[BytesReference]:
     """Decode the stream format "bytes"."""
     parent = joined_parents(coded.parents, coded.specs)
-    joined = decode_parts("exact", coded.spec, coded.pieces, parent, CHUNK * 4, decode_chunk, coded.out)
+    joined = decode_parts("exact", coded, parent_bytes(parent, coded.spec), CHUNK * 4, decode_chunk)
     return split_reference(joined, coded.specs)
 
 
-DecodePart = Callable[[memoryview, NpArray, LeafSpec, NpArray | None], None]
-"""Fills a part of an array, the second argument, from its piece and the parent's same bytes."""
+DecodePart = Callable[[memoryview, Array, LeafSpec, NpArray | None], None]
+"""Fills a part of an array, the second argument, from its piece and the parent's same bytes.
+
+The part is on the host or on a GPU, the parent's bytes are on the host.
+"""
 
 
 def parent_bytes(parent: Reference | None, spec: LeafSpec) -> NpArray | None:
@@ -403,18 +406,22 @@ def parent_bytes(parent: Reference | None, spec: LeafSpec) -> NpArray | None:
 
 
 def decode_parts(
-    what: str,
-    spec: LeafSpec,
-    pieces: Sequence[memoryview],
-    parent: Reference | None,
-    step: int,
-    decode: DecodePart,
-    out: NpArray | None = None,
+    what: str, coded: Coded, before: NpArray | None, step: int, decode: DecodePart, *, head: bool = False
 ) -> BytesReference:
-    """Decode an array in parts of `step` bytes, each against the same bytes of a parent, if any."""
+    """Decode arrays in parts of `step` bytes, each against the parents' same bytes, if any.
+
+    Args:
+        what: of the stream, for errors.
+        coded: the arrays.
+        before: the parents' bytes.
+        step: bytes of a part.
+        decode: decodes one.
+        head: whether the first piece is not a part.
+    """
+    spec, out = coded.spec, coded.out
     needed = spec.nbytes if out is None else 0
-    chunks, before = chunks_of(what, pieces, spec.nbytes, needed, step=step), parent_bytes(parent, spec)
-    data = np.empty(spec.nbytes, np.uint8) if out is None else out
+    chunks = chunks_of(what, coded.pieces, spec.nbytes, needed, step=step, head=head)
+    data = bytes_of(coded.room())
 
     def one(chunk: Chunk) -> None:
         piece, part = chunk
@@ -424,38 +431,37 @@ def decode_parts(
     return BytesReference(data)
 
 
-def decode_chunk(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:
+def decode_chunk(piece: memoryview, out: Array, spec: LeafSpec, before: NpArray | None) -> None:
     """Fill `out` with the bytes that `encode_chunk` coded; raises CorruptDataError."""
-    data = Reader(piece, "exact")
+    data, nbytes = Reader(piece, "exact"), out.shape[0]
     method = data.byte()
     if method == PLAIN:
-        out[:] = entropy.decode(data.rest(), out.size)
+        write(out, entropy.decode(data.rest(), nbytes))
         return
     if method in (UNCHANGED, DIFFERENCE, XOR, SPARSE) and before is None:
         raise CorruptDataError("exact: a difference without a parent")
-    if method == UNCHANGED:
-        out[:] = before
+    if method == UNCHANGED and before is not None:
+        write(out, before)
     elif method == SPARSE and before is not None:
-        read_sparse(data, out.size, spec).apply(before, out)
+        read_sparse(data, nbytes, spec).apply(before, out)
     elif method in (PLANES, DIFFERENCE, XOR):
         patterns = _patterns(out, spec)
         if patterns is None:
             raise CorruptDataError(f"exact: items of {spec.itemsize} bytes have no planes")
-        size = patterns.dtype.itemsize
-        planes = [entropy.decode(data.block(), patterns.size) for _ in range(size)]
-        target = patterns.view(f"u{size}")
-        merge_planes(planes, target.dtype.name, out=target)
+        size, n = patterns.dtype.itemsize, patterns.shape[0]
+        target = numbers(out, size)
+        planes = [entropy.decode(data.block(), n) for _ in range(size)]
+        merge_planes(planes_near(planes, out), f"uint{8 * size}", out=target)
         if method in _CHANGES and before is not None:
-            undifference(target, _patterns(before, spec), _CHANGES[method], out=target)
+            undifference(target, _patterns(placed_with(before, out), spec), _CHANGES[method], out=target)
     elif method in (SCALED, SIZES) and spec.dtype in LAYOUTS:
         layout = LAYOUTS[spec.dtype]
-        u = out.view(f"<u{layout.width // 8}")
         if method == SCALED:
-            decode_scaled(data, u, layout)
+            decode_scaled(data, out, layout)
         elif before is None:
             raise CorruptDataError("exact: sizes without a parent")
         else:
-            decode_differences(data, before.view(u.dtype), u, layout)
+            decode_differences(data, before, out, layout)
     else:
         raise CorruptDataError(f"exact: method {method} is unknown, or not for {spec.dtype}")
     data.end()

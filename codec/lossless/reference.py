@@ -9,23 +9,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...kernels.backend.arrays import bytes_of, write
 from ..base import Parents
-from ..groups import parts
-from ..state.leaves import Array, LeafSpec, NpArray, from_bytes
+from ..groups import FilledReference, parts
+from ..state.leaves import Array, LeafSpec, NpArray
 
 Patch = tuple[int, NpArray | None, NpArray]
 """First byte of a part, positions of items in it (None: all of its bytes), and the new items there."""
 
 
 @dataclass(frozen=True, slots=True)
-class BytesReference:
-    """Reference that holds the bytes of an array."""
+class BytesReference(FilledReference):
+    """Reference that holds the bytes of an array.
 
-    data: NpArray
+    Args:
+        data: uint8, on the host; of an array decoded into a tensor on a GPU, there.
+    """
 
-    def values(self, spec: LeafSpec) -> Array:
-        """Return a flat array over a copy of the bytes; the caller may write to it."""
-        return from_bytes(self.data.copy(), spec)
+    data: Array
+
+    def fill(self, spec: LeafSpec, out: NpArray) -> None:
+        """Write the bytes, unless they were decoded there."""
+        if self.data.ctypes.data != out.ctypes.data:
+            out[:] = self.data
+
+    def fill_there(self, spec: LeafSpec, out: Array) -> None:
+        """Send the bytes to a flat tensor on a GPU."""
+        write(bytes_of(out), self.data)
 
 
 def joined_parents(parents: Parents, specs: Sequence[LeafSpec]) -> BytesReference | None:

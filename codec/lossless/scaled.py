@@ -12,17 +12,19 @@ are nearly products of a row's and a column's scale. Arrays without rows have ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ...kernels.backend.arrays import numbers, on_gpu, write
 from ...kernels.planes import merge_planes
 from ...kernels.scales import class_sums, row_column_sums
 from .. import entropy
 from ..entropy.row_column_classes import populations
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from ..state.leaves import NpArray
+from ..state.leaves import Array, NpArray
 
 ROWS_OF = 64
 _LEAST_ROWS = 8
@@ -111,9 +113,10 @@ def _halves(sums: NpArray, numbers: NpArray, steps: int) -> NpArray:
     return halves
 
 
-def decode_scaled(data: Reader, out: NpArray, layout: Layout) -> None:
-    """Fill `out` with the patterns that `encode_scaled` coded; raises CorruptDataError."""
-    width, n = data.varint(), out.size
+def decode_scaled(data: Reader, out: Array, layout: Layout) -> None:
+    """Fill bytes, on the host or on a GPU, that `encode_scaled` coded; raises CorruptDataError."""
+    target = numbers(out, layout.width // 8)
+    width, n = data.varint(), target.shape[0]
     if width == 0:
         top = entropy.decode(data.block(), n)
     else:
@@ -124,5 +127,15 @@ def decode_scaled(data: Reader, out: NpArray, layout: Layout) -> None:
         columns = entropy.decode(data.block(), width)
         context = class_sums(rows, columns, n, phase)
         top = entropy.decode(data.block(), n, context, max(2, int(context.max(initial=0)) + 1))
-    planes = [entropy.decode(data.block(), n) for _ in range(out.itemsize - 1)]
-    merge_planes([*planes, top], out.dtype.name, layout.rotation, out=out)
+    planes = [entropy.decode(data.block(), n) for _ in range(layout.width // 8 - 1)]
+    merge_planes(planes_near([*planes, top], out), f"uint{layout.width}", layout.rotation, out=target)
+
+
+def planes_near(planes: Sequence[NpArray], memory: Array) -> Array | list[NpArray]:
+    """Return byte planes for `merge_planes`: on the host as they are, for memory on a GPU there."""
+    if not on_gpu(memory):
+        return list(planes)
+    there = memory.new_empty((len(planes), planes[0].size))
+    for row, plane in zip(there, planes, strict=True):
+        write(row, plane)
+    return there

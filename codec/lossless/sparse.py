@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch, placed_with, to_host
+from ...kernels.backend.arrays import is_torch, on_gpu, placed_with, to_host, write
 from ...kernels.backend.imported import imported
 from ...kernels.planes import join_categories, most_bits, split_categories
 from ...kernels.sparse_delta import (
@@ -332,14 +332,22 @@ class Changes:
     method: Any
     how: Patterns
 
-    def apply(self, before: NpArray, out: NpArray) -> None:
+    def apply(self, before: NpArray, out: Array) -> None:
         """Fill `out` with the parent's bytes and the changes; in place if the memory is the same.
+
+        Args:
+            before: the parent's bytes, on the host.
+            out: bytes, on the host or on a GPU, which then applies the changes.
 
         Raises:
             CorruptDataError: a rank is beyond the last element of its class.
         """
-        view = self.how.view
-        apply_changes(view(before), self.delta, self.edges, method=self.method, out=view(out), dtype=self.how.dtype)
+        target, old, delta = self.how.view(out), self.how.view(before), self.delta
+        if on_gpu(out):
+            write(out, before)
+            ranks, changes = (placed_with(x, out) for x in (delta.ranks, delta.changes))
+            old, delta = target, SparseDelta(delta.counts, ranks, changes)
+        apply_changes(old, delta, self.edges, method=self.method, out=target, dtype=self.how.dtype)
 
     def positions(self, before: NpArray) -> tuple[NpArray, NpArray]:
         """Return the positions of the changes and the new patterns; raise errors as `apply` does."""

@@ -23,6 +23,7 @@ import numpy as np
 from ...kernels.backend.arguments import check_field, number
 from ...kernels.backend.arrays import on_gpu, placed_with
 from ...kernels.backend.floats import FORMATS
+from ...kernels.backend.imported import imported
 from ...kernels.error_sums import Distortion, distortion, distortion_many
 from ...kernels.histogram import bucket_index, bucket_value
 from ...kernels.scales import ESCAPE as NO_RESIDUAL
@@ -46,11 +47,13 @@ from ..groups import (
     Coded,
     FilledReference,
     ends_of,
+    fill_each,
     joined_leaf,
     joined_spec,
     matrix_of,
     own_parts,
     parts,
+    spread,
     values_of_each,
 )
 from ..parallel import map_chunks
@@ -217,10 +220,25 @@ class _Scales:
 
     def without_escapes(self, symbols: Array, start: int, table: NpArray) -> Array:
         """Return the values of symbols that are not escaped; arguments as in `values`."""
+        if len(self.shapes) > 1 and on_gpu(symbols):
+            return self._values_there(symbols, table)
         if len(self.shapes) > 1:
             return residual_values_many(symbols, self.rows, self.columns, self.shapes, table)
         rows, begin = self._rows(start, symbols.shape[0])
         return residual_values(symbols, rows, self.columns, begin, table)
+
+    def _values_there(self, symbols: Array, table: NpArray) -> Array:
+        """Return the values of several matrices on the GPU of their symbols."""
+        heights, widths = self.shapes.T
+        lengths = np.repeat(widths, heights)  # of each row
+        # How far the column's factor of an element is from the element's own place.
+        shifts = np.repeat(np.cumsum(widths) - widths, heights) - (np.cumsum(lengths) - lengths)
+        rows, columns, means = (placed_with(x, symbols) for x in (self.rows, self.columns, table))
+        torch: Any = imported("torch")
+        place = torch.arange(symbols.shape[0], device=symbols.device) + spread(shifts, lengths, symbols)
+        estimates = rows[spread(np.arange(lengths.size), lengths, symbols)] * columns[place]
+        values: Array = estimates * means[symbols.long()]
+        return values
 
     def _rows(self, start: int, n: int) -> tuple[NpArray, int]:
         """Return the factors of the rows of n elements from `start` on, and where the first lies."""
@@ -328,6 +346,15 @@ def rank_one_values(specs: Sequence[LeafSpec], references: Sequence[Reference]) 
     data = np.empty(joined_spec(specs).nbytes, np.uint8)
     _fill(joined, specs, data)
     return own_parts(data, specs)
+
+
+def fill_rank_one(specs: Sequence[LeafSpec], references: Sequence[Reference], out: Array) -> None:
+    """Fill a flat tensor on a GPU with the values of the references of a group."""
+    joined = joined_rank_one(references, specs)
+    if joined is None:
+        fill_each(specs, references, out)
+    else:
+        _fill(joined, specs, out)
 
 
 def _fill(joined: RankOneReference, specs: Sequence[LeafSpec], data: Array) -> None:

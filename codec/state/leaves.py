@@ -378,13 +378,23 @@ def on_host(x: Array) -> NpArray:
     return host
 
 
-def from_bytes(data: NpArray, spec: LeafSpec) -> Array:
-    """Return a flat tensor or NumPy array that shares these bytes (uint8, `spec.nbytes`)."""
+def from_bytes(data: Array, spec: LeafSpec) -> Array:
+    """Return a flat tensor or NumPy array that shares these bytes (uint8, `spec.nbytes`).
+
+    Bytes on a GPU are a tensor.
+    """
+    if is_torch(data):
+        return data.view(_torch_dtype(spec.dtype))
     if spec.library == "torch":
         # NumPy gives an empty array strides that torch does not view.
         tensor = _torch().from_numpy(data) if data.size else _torch().empty(0, dtype=_torch().uint8)
         return tensor.view(_torch_dtype(spec.dtype))
     return data.view(_numpy_dtype(spec.dtype))
+
+
+def floats(data: Array, spec: LeafSpec) -> Array:
+    """View bytes as values of a float dtype; on the host as NumPy's, except for bfloat16."""
+    return from_bytes(data, spec) if spec.dtype == "bfloat16" or is_torch(data) else data.view(spec.dtype)
 
 
 def on_meta(spec: LeafSpec) -> Array:

@@ -22,13 +22,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...kernels.backend.arguments import check_field, choice, integer, number, or_none
+from ...kernels.backend.arrays import on_gpu, placed_with, to_host, to_numpy
 from ...kernels.backend.floats import FORMATS
-from ...kernels.error_sums import Distortion, distortion
+from ...kernels.backend.imported import imported
+from ...kernels.error_sums import Distortion
 from ...kernels.exponent import (
     MAX_BITS,
     Buckets,
     Promotion,
     exponent_buckets,
+    exponent_differences,
     exponent_quantize,
     merge_buckets,
     promote,
@@ -38,14 +41,14 @@ from ...kernels.packing import pack_bits, unpack_bits
 from .. import entropy
 from ..base import CHUNK, Leaf, Parents, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
-from ..format.fields import Chunk, Piece, Reader, Writer, chunks_of
+from ..format.fields import Piece, Reader, Writer
 from ..groups import Coded
-from ..lossless.addends import added, blocks, decode_addends, encode_addends
-from ..lossless.exact import Exact, decode_chunk, encode_chunk, parent_bytes
+from ..lossless.addends import add, added, blocks, decode_addends, encode_addends
+from ..lossless.exact import Exact, decode_chunk, decode_parts, encode_chunk, parent_bytes
 from ..lossless.reference import BytesReference
 from ..parallel import map_chunks
-from ..state.casting import float_values, rounded, unit
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
+from ..state.casting import float_values, rounded, scaled_distortion, unit
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, floats, largest
 
 LEVELS, RESTATED = range(2)
 CONSTANT, PACKED, HUFFMAN, CACHED, SMALLEST = range(5)
@@ -111,16 +114,16 @@ class ExponentDelta:
         before = parent_bytes(parent, spec)
         if before is None or spec.size == 0:
             return Exact().encode(leaf, parent)
-        data = as_bytes(leaf.flat)
-        starts = range(0, spec.size, CHUNK)
+        x, starts = leaf.flat, range(0, spec.size, CHUNK)
 
-        def counted(start: int) -> tuple[Buckets, float]:
-            part = _bytes_of(start, spec)
-            largest = float(np.abs(data[part].view(np.float64)).max()) if spec.dtype == "float64" else 0.0
-            return exponent_buckets(_minus(data[part], before[part], spec)), largest
+        def counted(start: int) -> tuple[Array, Buckets, float]:
+            part = before[_bytes_of(start, spec)]
+            old = placed_with(part, x) if on_gpu(x) else part
+            most = largest(x[start : start + CHUNK]) if spec.dtype == "float64" else 0.0
+            return old, exponent_buckets(exponent_differences(_values(x, start, spec), floats(old, spec))), most
 
         first = map_chunks(counted, starts)
-        buckets = merge_buckets(*(b for b, _ in first))
+        buckets = merge_buckets(*(b for _, b, _ in first))
         broken = int(buckets.counts[:, -1].sum())
         if broken:
             return _exactly(leaf, parent, f"{broken} differences are not finite")
@@ -128,19 +131,20 @@ class ExponentDelta:
         if promotion.codebook.size <= 1 << 8 and promotion.table.dtype != np.uint8:
             promotion = dataclasses.replace(promotion, table=promotion.table.astype(np.uint8))
         levels = np.empty(spec.size, promotion.table.dtype)
-        restored, addends = np.empty_like(data), _addends(promotion, spec)
-        scale = unit(max(largest for _, largest in first))
+        restored, addends = np.empty(spec.nbytes, np.uint8), _addends(promotion, spec)
+        scale = unit(max(most for _, _, most in first))
 
         def quantized(start: int) -> Distortion:
-            part = _bytes_of(start, spec)
-            own = levels[start : start + CHUNK]
-            own[:] = as_numpy(exponent_quantize(_minus(data[part], before[part], spec), promotion))
-            restored[part] = added(before[part], own, addends, spec)
+            part, values, old = _bytes_of(start, spec), _values(x, start, spec), first[start // CHUNK][0]
+            there = exponent_quantize(exponent_differences(values, floats(old, spec)), promotion)
+            found = added(old, there, addends, spec)
             if leaf.kind.role == "second moment":
-                x, y = float_values(data[part], spec), float_values(restored[part], spec)
-                own[(y < 0) & (x >= 0)] = 0
-                restored[part] = added(before[part], own, addends, spec)
-            return _distortion(data[part], restored[part], spec, scale)
+                _clear(there, (floats(found, spec) < 0) & (values >= 0))
+                found = added(old, there, addends, spec)
+            own = levels[start : start + CHUNK]
+            own[:] = to_host(there)  # a byte an element, and the host adds again for the next delta
+            restored[part] = added(before[part], own, addends, spec) if on_gpu(x) else found
+            return _distortion(values, floats(found, spec), spec, scale)
 
         with np.errstate(all="ignore"):
             met = sum(map_chunks(quantized, starts), Distortion(0.0, 0.0, 0.0))
@@ -164,12 +168,6 @@ class ExponentDelta:
         )
 
 
-def as_numpy(x: Any) -> NpArray:
-    """Return a host array of either library as NumPy."""
-    out: NpArray = x if isinstance(x, np.ndarray) else x.numpy()
-    return out
-
-
 def _exactly(leaf: Leaf, parent: Reference | None, why: str) -> Stored:
     return dataclasses.replace(Exact().encode(leaf, parent), note=f"exact: {why}")
 
@@ -184,17 +182,18 @@ def _of_differences(spec: LeafSpec) -> LeafSpec:
     return dataclasses.replace(spec, dtype="float32") if spec.dtype == "float16" else spec
 
 
-def _minus(data: NpArray, before: NpArray, spec: LeafSpec) -> Array:
-    """Return the rounded difference of two arrays of bytes; bfloat16 has infinity for NaN."""
-    wide, n = _of_differences(spec), data.size // spec.itemsize
-    out = np.empty(n * wide.itemsize, np.uint8)
-    with np.errstate(all="ignore"):
-        for part, own in zip(blocks(n, spec), blocks(n, wide), strict=True):
-            difference = float_values(data[part], spec) - float_values(before[part], spec)
-            if spec.dtype == "bfloat16":  # whose rounding is for numbers only
-                difference[np.isnan(difference)] = np.inf
-            out[own] = rounded(difference, wide)
-    return from_bytes(out, wide)
+def _values(x: Array, start: int, spec: LeafSpec) -> Array:
+    """Return the values of a chunk, as `floats` does."""
+    part = x[start : start + CHUNK]
+    return part if on_gpu(x) else floats(as_bytes(part), spec)
+
+
+def _clear(levels: Array, where: Array) -> None:
+    """Set some levels to 0."""
+    if on_gpu(levels):  # torch fills signed integers only
+        levels.view(getattr(imported("torch"), f"int{8 * levels.element_size()}")).masked_fill_(where, 0)
+    else:
+        to_numpy(levels)[to_numpy(where)] = 0
 
 
 def _addends(promotion: Promotion, spec: LeafSpec) -> NpArray:
@@ -204,12 +203,13 @@ def _addends(promotion: Promotion, spec: LeafSpec) -> NpArray:
     return patterns if wide is spec else rounded(patterns.view(wide.dtype), spec).view(f"<u{spec.itemsize}")
 
 
-def _distortion(data: NpArray, restored: NpArray, spec: LeafSpec, scale: float) -> Distortion:
+def _distortion(x: Array, restored: Array, spec: LeafSpec, scale: float) -> Distortion:
     """Return the distortion of `restored`, with both arrays scaled by a power of two."""
-    met = Distortion(0.0, 0.0, 0.0)
+    if on_gpu(x):
+        return scaled_distortion(x, restored, scale)
+    met, data, other = Distortion(0.0, 0.0, 0.0), as_bytes(x), as_bytes(restored)
     for part in blocks(data.size // spec.itemsize, spec):
-        x, y = float_values(data[part], spec), float_values(restored[part], spec)
-        met += distortion(x, y) if scale == 1.0 else distortion(x * scale, y * scale)
+        met += scaled_distortion(float_values(data[part], spec), float_values(other[part], spec), scale)
     return met
 
 
@@ -365,14 +365,12 @@ def _read_meaning(data: Reader, spec: LeafSpec, tables: tuple[bytes, ...]) -> _M
 
 def decode_exponent(coded: Coded) -> list[ExponentReference]:
     """Decode the stream format "exponent"."""
-    spec, pieces, parent = coded.spec, coded.pieces, coded.parent
-    if spec.dtype not in FORMATS:
-        raise CorruptDataError(f"exponent: {spec.dtype} has no buckets")
-    step = CHUNK * spec.itemsize
-    chunks = chunks_of("exponent", pieces, spec.nbytes, spec.nbytes, step=step, head=True)
+    spec, parent = coded.spec, coded.parent
+    if spec.dtype not in FORMATS or not coded.pieces:
+        raise CorruptDataError(f"exponent: {spec.dtype} has no buckets, or the first piece is missing")
     before = parent_bytes(parent, spec)
     inherited = parent.tables if isinstance(parent, ExponentReference) else ()
-    head = Reader(pieces[0], "exponent")
+    head = Reader(coded.pieces[0], "exponent")
     form = head.byte()
     if form == LEVELS:
         if before is None:
@@ -384,19 +382,16 @@ def decode_exponent(coded: Coded) -> list[ExponentReference]:
     else:
         raise CorruptDataError(f"exponent: form {form} is unknown")
     head.end()
-    data = np.empty(spec.nbytes, np.uint8)
 
-    def one(chunk: Chunk) -> None:
-        piece, part = chunk
-        own, old = data[part], None if before is None else before[part]
+    def decode(piece: memoryview, own: Array, spec: LeafSpec, old: NpArray | None) -> None:
         if form == RESTATED:
             _decode_rebased(piece, own, spec, old)
         elif old is not None:
-            levels = meaning.levels(piece, own.size // spec.itemsize)
-            own[:] = added(old, levels, meaning.addends, spec)
+            levels = meaning.levels(piece, own.shape[0] // spec.itemsize)
+            add(old, levels, meaning.addends, spec, own)
 
-    map_chunks(one, chunks)
-    return [ExponentReference(data, tables)]
+    joined = decode_parts("exponent", coded, before, CHUNK * spec.itemsize, decode, head=True)
+    return [ExponentReference(joined.data, tables)]
 
 
 # --------------------------------------------------------------------------------------------- encoded again
@@ -452,7 +447,7 @@ def _read_tables(data: Reader) -> tuple[bytes, ...]:
     return tables
 
 
-def _decode_rebased(piece: memoryview, out: NpArray, spec: LeafSpec, before: NpArray | None) -> None:
+def _decode_rebased(piece: memoryview, out: Array, spec: LeafSpec, before: NpArray | None) -> None:
     if len(piece) == 0 or piece[0] not in (EXACTLY, BY_ADDENDS):
         raise CorruptDataError("exponent: a chunk is neither exact nor made by addends")
     if piece[0] == EXACTLY:

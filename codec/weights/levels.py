@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch, like, placed_with
+from ...kernels.backend.arrays import bytes_of, is_torch, like, on_gpu, placed_with, to_host
 from ...kernels.backend.floats import FORMATS
 from ...kernels.quantizer import (
     FIRST_CODE,
@@ -27,10 +27,21 @@ from ...kernels.quantizer import (
 )
 from .. import entropy
 from ..base import CHUNK, PART, Parents, Reference
-from ..device_coding import is_block
+from ..device_coding import is_block, is_large
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Piece, Reader, Writer, chunks_of
-from ..groups import Coded, FilledReference, ends_of, matrix_of, own_parts, parts, sent_values, values_of_each
+from ..groups import (
+    Coded,
+    FilledReference,
+    ends_of,
+    fill_each,
+    matrix_of,
+    own_parts,
+    parts,
+    sent_values,
+    spread,
+    values_of_each,
+)
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
 from .codebook import MOST, spacing, to_8_bits
@@ -51,7 +62,7 @@ class LevelsReference(FilledReference):
     """Reference of an array of levels: levels, codebook and protected values.
 
     Args:
-        levels: uint8, shape (n,).
+        levels: uint8, shape (n,), on the host; while values are decoded on a GPU perhaps there.
         codebook: float64, ascending, values of the array's dtype.
         protected: bytes of the protected values in the array's dtype, in order.
         thresholds: those the levels were made with.
@@ -61,7 +72,7 @@ class LevelsReference(FilledReference):
         device_chunks: the levels of each chunk on the GPU that made them, while the array is encoded; else none.
     """
 
-    levels: NpArray
+    levels: Array
     codebook: NpArray
     protected: NpArray
     thresholds: Thresholds
@@ -95,13 +106,13 @@ class LevelsReference(FilledReference):
 
     def fill_there(self, spec: LeafSpec, out: Array) -> None:
         """Look the levels up in a codebook on a GPU, where both are sent."""
-        data, end = (as_bytes(codebook_array(self.codebook, spec)), self.protected), 0
+        data, at = (as_bytes(codebook_array(self.codebook, spec)), self.protected), _protected_at(self.levels)
         codebook, protected = (sent_values(part, out) for part in data)
-        for start in range(0, self.levels.size, CHUNK):
-            levels = self.levels[start : start + CHUNK]
-            begin, end = end, end + int(np.count_nonzero(levels == 1))
-            values = dequantize(placed_with(levels, out), codebook, protected=protected[begin:end])
-            out[start : start + levels.size] = values
+        starts = range(0, spec.size, CHUNK)
+        ends = [*at.searchsorted(starts).tolist(), at.size]
+        for start, begin, end in zip(starts, ends, ends[1:], strict=False):
+            levels = placed_with(self.levels[start : start + CHUNK], out)
+            out[start : start + CHUNK] = dequantize(levels, codebook, protected=protected[begin:end])
 
 
 def compatible_parent(parent: Reference | None, spec: LeafSpec) -> LevelsReference | None:
@@ -289,9 +300,16 @@ def widened_bytes(data: NpArray, spec: LeafSpec) -> NpArray:
     return widened(from_bytes(data, spec))
 
 
-def predicted_patterns(levels: NpArray, before: LevelsReference | None, spec: LeafSpec) -> NpArray:
+def _protected_at(levels: Array) -> NpArray:
+    """Return the positions of protected values, int64, on the host."""
+    if not on_gpu(levels):
+        return np.flatnonzero(levels == 1)
+    return to_host((levels == 1).nonzero().reshape(-1))
+
+
+def predicted_patterns(levels: Array, before: LevelsReference | None, spec: LeafSpec) -> NpArray:
     """Return the parent's protected values at protected positions, as bfloat16 patterns, or 0."""
-    at = np.flatnonzero(levels == 1)
+    at = _protected_at(levels)
     guess = np.zeros(at.size, np.uint16)
     if before is None or before.protected.size == 0 or at.size == 0:
         return guess
@@ -313,9 +331,15 @@ def decode_levels(coded: Coded) -> list[LevelsReference]:
     head = Reader(coded.pieces[0], "levels")
     codebooks = _read_codebooks(head, specs, befores)
     parents, parent_size = (None, 0) if befores is None else _shifted_levels(befores, specs)
-    symbols = np.empty(size, np.uint8)
+    room = coded.there
+    # Kernels decode only these, from the parent's levels, and wait several times for results.
+    if room is not None and is_large(size) and all(entropy.is_rearranged(piece) for piece, _ in chunks):
+        symbols = bytes_of(room[:0]).new_empty(size)
+        parents = None if parents is None else placed_with(parents, room)
+    else:
+        symbols = np.empty(size, np.uint8)
 
-    streams = [(piece, symbols[part].size, None if parents is None else parents[part]) for piece, part in chunks]
+    streams = [(piece, part.stop - part.start, None if parents is None else parents[part]) for piece, part in chunks]
     there = entropy.decoded_there(streams, parent_size)
 
     def one(number: int) -> None:
@@ -325,7 +349,7 @@ def decode_levels(coded: Coded) -> list[LevelsReference]:
     map_chunks(one, range(len(chunks)))
     levels = parts(_shifted(symbols, specs, -_shifts(codebooks)[0]), specs)
     for part, (codebook, _) in zip(levels, codebooks, strict=True):
-        if part.size and int(part.max()) >= codebook.size + FIRST_CODE:
+        if part.shape[0] and int(part.max()) >= codebook.size + FIRST_CODE:
             raise CorruptDataError("levels: a level is beyond its codebook")
     olds = [None] * len(specs) if befores is None else befores
     predicted = [predicted_patterns(part, before, specs[0]) for part, before in zip(levels, olds, strict=True)]
@@ -333,12 +357,15 @@ def decode_levels(coded: Coded) -> list[LevelsReference]:
     head.end()
     held = np.split(protected, np.cumsum([p.size for p in predicted])[:-1] * specs[0].itemsize)
     thresholds, gains = _read_metadata(coded.meta, len(specs))
-    return [
+    references = [
         LevelsReference(part, codebook, own, limits, gain, multiples)
         for part, (codebook, multiples), own, limits, gain in zip(
             levels, codebooks, held, thresholds, gains, strict=True
         )
     ]
+    if room is not None:
+        fill_levels(specs, references, room)
+    return references
 
 
 def _read_codebooks(
@@ -412,6 +439,22 @@ def level_values(specs: Sequence[LeafSpec], references: Sequence[Reference]) -> 
     if protected:
         values[joined == 1] = np.concatenate(protected).view(np.float32)
     return own_parts(as_bytes(values), specs)
+
+
+def fill_levels(specs: Sequence[LeafSpec], references: Sequence[Reference], out: Array) -> None:
+    """Fill a flat tensor on a GPU with the values of a group, from a table of all codebooks."""
+    found = compatible_parents(references, specs)
+    if found is None or len(found) == 1:
+        fill_each(specs, references, out)
+        return
+    none = np.zeros(FIRST_CODE)
+    entries = np.concatenate([part for r in found for part in (none, r.codebook)])
+    table = sent_values(as_bytes(codebook_array(entries, specs[0])), out)
+    levels, numbers = np.concatenate([r.levels for r in found]), [r.codebook.size + FIRST_CODE for r in found]
+    at, places = np.flatnonzero(levels == 1), spread(np.cumsum([0, *numbers[:-1]]), [spec.size for spec in specs], out)
+    out[:] = table[places + placed_with(levels, out)]
+    if at.size:
+        out[placed_with(at, out)] = sent_values(np.concatenate([r.protected for r in found]), out)
 
 
 def _within(first: int, step: float) -> bool:

@@ -273,6 +273,16 @@ def _kmeans() -> Iterator[Build]:
 
 
 def _exponent() -> Iterator[Build]:
+    for x, (width, mantissa) in FLOATS.items():
+        constants = {"WIDTH": width, "M": mantissa}
+        types = f"*{x} *u8 *{x} i64 i32 *i{width} *i32"
+        yield Build(exponent.sums_kernel, types, exponent.ADD, constants)
+        yield Build(exponent.sums_kernel, types.replace("u8", "u16"), exponent.ADD, constants)
+        if x == "fp16":
+            width, mantissa = FLOATS["fp32"]
+        constants = {"WIDTH": width, "M": mantissa}
+        types = f"*{x} *{x} i64 *i{width}"
+        yield Build(exponent.differences_kernel, types, exponent.LOOK_UP, constants)
     for width, mantissa in FLOATS.values():
         magnitude = "*i64" if width == 64 else "*i32"
         constants = {"WIDTH": width, "M": mantissa}

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import BadArgumentError
 from .imported import imported
-from .transfer import to_cpu, to_device
+from .transfer import send, to_cpu, to_device
 
 Array = Any
 """Any array-API array; the standard has no nominal type to name."""
@@ -137,6 +137,32 @@ def placed_with(x: Array, other: Array) -> Array:
         return to_host(x)
     torch: Any = imported("torch")
     return to_device(torch.as_tensor(x if is_torch(x) else np.require(x, requirements="W")), other.device)
+
+
+def write(out: Array, x: np.ndarray[Any, Any]) -> None:
+    """Copy a flat NumPy array to memory of its dtype and length, on the host or on a GPU."""
+    if not on_gpu(out):
+        out[:] = x
+        return
+    torch: Any = imported("torch")
+    send(torch.from_numpy(np.require(x, requirements=("C", "W"))), out)
+
+
+def bytes_of(memory: Array) -> Array:
+    """View flat memory, NumPy or a torch tensor, as bytes, uint8."""
+    return numbers(memory, 1)
+
+
+def numbers(data: Array, width: int, kind: str = "uint") -> Array:
+    """View flat memory, NumPy or a torch tensor, as numbers.
+
+    Args:
+        data: any dtype.
+        width: bytes of a number, 1 to 8.
+        kind: "uint", "int" or "float".
+    """
+    torch: Any = imported("torch")
+    return data.view(getattr(torch, f"{kind}{8 * width}") if is_torch(data) else f"<{kind[0]}{width}")
 
 
 def bit_view(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -46,9 +46,26 @@ def to_device(t: torch.Tensor, device: torch.device) -> torch.Tensor:
         t: any dtype and shape.
         device: kernels launched there on the current stream find the copy complete.
     """
-    if t.is_cuda or device.type != "cuda" or not _SMALL < t.numel() * t.element_size() <= _PIECE:
+    if t.is_cuda or device.type != "cuda" or t.numel() * t.element_size() <= _SMALL:
         return t.to(device)
-    return t.pin_memory().to(device, non_blocking=True)
+    import torch
+
+    there = torch.empty(t.shape, dtype=t.dtype, device=device)
+    send(t.contiguous().view(-1), there.view(-1))
+    return there
+
+
+def send(t: torch.Tensor, room: torch.Tensor) -> None:
+    """Copy a flat tensor of the host to one on a device; the copy may run on."""
+    if not room.is_cuda:
+        room.copy_(t)
+        return
+    step = _PIECE // t.element_size()
+    for start in range(0, t.numel(), step):
+        part = t[start : start + step]
+        if part.numel() * part.element_size() > _SMALL:
+            part = part.pin_memory()
+        room[start : start + step].copy_(part, non_blocking=part.is_pinned())
 
 
 def _page_locked(t: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..backend.arguments import array, check_arrays, check_table, instance, integer, shown
+from ..backend.arguments import array, check_arrays, check_table, instance, integer, same_device, shown
 from ..backend.arrays import dtype_name
 from ..backend.dispatch import Dispatch
 from ..backend.floats import FloatFormat, format_named
@@ -27,10 +27,14 @@ if TYPE_CHECKING:
 class BackEnd(Protocol):
     """Functions that every back end of this subject has."""
 
+    def exponent_differences(self, current: Array, previous: Array) -> Array: ...
     def exponent_buckets(self, x: Array) -> Buckets: ...
     def exponent_quantize(self, x: Array, promotion: Promotion) -> Array: ...
     def exponent_dequantize(
         self, levels: Array, codebook: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
+    ) -> Array: ...
+    def exponent_sums(
+        self, previous: Array, levels: Array, codebook: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
     ) -> Array: ...
 
 
@@ -90,6 +94,35 @@ class Promotion:
         check_table(
             "codebook", self.codebook, f"uint{fmt.width}", instance("codebook", self.codebook, np.ndarray).shape[:1]
         )
+
+
+def exponent_differences(current: Array, previous: Array) -> Array:
+    """Difference of each element, rounded once; infinity where it is not a number.
+
+    Differences of float16 are float32, for many are subnormal numbers of float16, which share one exponent.
+
+    Args:
+        current: array of any shape, float16, bfloat16, float32 or float64.
+        previous: the same shape and dtype.
+
+    Returns:
+        Array of the shape and library of `current`, of its dtype; of float16 float32.
+
+    Raises:
+        BadArgumentError: another dtype, or shapes, dtypes or devices differ.
+
+    Example:
+        >>> import numpy as np
+        >>> x, y = np.array([1.5, np.inf], np.float16), np.array([1.0, np.inf], np.float16)
+        >>> exponent_differences(x, y)
+        array([0.5, inf], dtype=float32)
+
+    Source: LC-Checkpoint, section 3.1, the difference to the restored state.
+    """
+    check_arrays(current=current, previous=previous)
+    array("previous", previous, (format_named(dtype_name(current)).name,), tuple(current.shape))
+    same_device("current", current, "previous", previous)
+    return back_end(current).exponent_differences(current, previous)
 
 
 def exponent_buckets(x: Array) -> Buckets:
@@ -234,13 +267,54 @@ def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
         >>> exponent_dequantize(exponent_quantize(x, p), p.codebook).view("float32").tolist()
         [1.25, 1.25, -1.25, 0.25, 0.0]
     """
+    _check_codes(levels, codebook, ("uint16", "uint32", "uint64"))
+    return back_end(levels).exponent_dequantize(levels, codebook)
+
+
+def exponent_sums(previous: Array, levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
+    """Add the codebook value of each element's level to the element, rounded once.
+
+        out = previous + codebook[level] if level > 0 else previous, to the bit
+
+    A NaN stays the same NaN, made quiet. Another sum that is not a number is the quiet NaN with the sign bit set and no
+    payload.
+
+    Args:
+        previous: array of any shape, float16, bfloat16, float32 or float64.
+        levels: uint8 or uint16, the same shape, each below the number of entries.
+        codebook: unsigned patterns [1 ... 65536] as wide as `previous`, NumPy, also for arrays on a GPU. Entry 0 is not
+            used.
+
+    Returns:
+        Array of the dtype, shape and library of `previous`.
+
+    Raises:
+        BadArgumentError: wrong dtypes, shapes or devices.
+        CorruptDataError: a level has no entry.
+
+    Example:
+        >>> import numpy as np
+        >>> codebook = np.array([0, 0.25, -1], np.float32).view(np.uint32)
+        >>> exponent_sums(np.array([1.0, 1.0, -0.0], np.float32), np.array([1, 2, 0], np.uint8), codebook).tolist()
+        [1.25, 0.0, -0.0]
+
+    Source: LC-Checkpoint, section 3.1, the restored state.
+    """
+    check_arrays(previous=previous)
+    _check_codes(levels, codebook, (f"uint{format_named(dtype_name(previous)).width}",))
+    array("levels", levels, ("uint8", "uint16"), tuple(previous.shape))
+    same_device("previous", previous, "levels", levels)
+    return back_end(previous).exponent_sums(previous, levels, codebook)
+
+
+def _check_codes(levels: Array, codebook: Any, dtypes: tuple[str, ...]) -> None:
+    """Check levels, and a codebook of patterns of one of these dtypes."""
     array("levels", levels, ("uint8", "uint16"))
-    patterns = isinstance(codebook, np.ndarray) and dtype_name(codebook) in ("uint16", "uint32", "uint64")
+    patterns = isinstance(codebook, np.ndarray) and dtype_name(codebook) in dtypes
     if not patterns or codebook.ndim != 1 or not 1 <= codebook.size <= 1 << 16:
         raise BadArgumentError(
-            f"codebook is {shown(codebook)}; a NumPy array of 1 to 65536 uint16, uint32 or uint64 is needed"
+            f"codebook is {shown(codebook)}; a NumPy array of 1 to 65536 {' or '.join(dtypes)} is needed"
         )
-    return back_end(levels).exponent_dequantize(levels, codebook)
 
 
 def unknown_level(level: int, entries: int) -> CorruptDataError:

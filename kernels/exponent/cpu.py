@@ -9,14 +9,31 @@ import numpy as np
 from ..backend.arrays import dtype_name, like, to_numpy
 from ..backend.floats import format_named
 from ..backend.jit import njit_in_place
-from ..planes.cpu import patterns
+from ..backend.widen import widened
+from ..planes.cpu import as_values, patterns
 from . import Buckets, Promotion, unknown_level
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
 
+PART = 1 << 15
+"""Elements that are widened at once: they stay in the second-level cache."""
 LANES = 4
 """Counters per bucket, so that equal neighbours do not wait for each other's increment to reach memory."""
+
+
+def exponent_differences(current: Array, previous: Array) -> Array:
+    """See `shrinkpoint.kernels.exponent.exponent_differences`."""
+    name = dtype_name(current)
+    x, y = patterns(current), patterns(previous)
+    out = np.empty(x.size, {"bfloat16": "u2", "float16": "f4"}.get(name, name))
+    for start in range(0, x.size, PART):
+        part = slice(start, start + PART)
+        steps = np.empty(x[part].size, np.float32) if name == "bfloat16" else out[part]
+        _subtract(_floats(x[part], name), _floats(y[part], name), steps)
+        if name == "bfloat16":
+            _to_bfloat16(steps.view(np.uint32), out[part])
+    return like(out.reshape(current.shape), current, dtype="bfloat16" if name == "bfloat16" else None)
 
 
 def exponent_buckets(x: Array) -> Buckets:
@@ -45,12 +62,43 @@ def exponent_quantize(x: Array, promotion: Promotion) -> Array:
 def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
     """See `shrinkpoint.kernels.exponent.exponent_dequantize`."""
     v = to_numpy(levels).reshape(-1)
-    top = int(v.max()) if v.size else 0
-    if top >= codebook.size:
-        raise unknown_level(top, codebook.size)
+    _check_levels(v, codebook.size)
     out = np.empty(v.size, codebook.dtype)
     _look_up(v, np.ascontiguousarray(codebook), out)
     return like(out.reshape(levels.shape), levels)
+
+
+def exponent_sums(previous: Array, levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
+    """See `shrinkpoint.kernels.exponent.exponent_sums`."""
+    fmt = format_named(dtype_name(previous))
+    u, v = patterns(previous), to_numpy(levels).reshape(-1)
+    _check_levels(v, codebook.size)
+    steps, out, kind = _floats(np.ascontiguousarray(codebook), fmt.name), np.empty_like(u), u.dtype.type
+    infinity, quiet = kind(((1 << fmt.exponent) - 1) << fmt.mantissa), kind(1 << (fmt.mantissa - 1))
+    for start in range(0, u.size, PART):
+        part = slice(start, start + PART)
+        x, rounded = _floats(u[part], fmt.name), out[part]
+        sums = rounded.view(x.dtype) if fmt.width > 16 else np.empty(x.size, np.float32)
+        _add(x, v[part], steps, sums)
+        if fmt.name == "bfloat16":
+            _to_bfloat16(sums.view(np.uint32), rounded)
+        elif fmt.name == "float16":
+            with np.errstate(all="ignore"):
+                rounded.view(np.float16)[:] = sums
+        _keep(u[part], v[part], infinity, quiet, rounded)
+    return as_values(out.reshape(previous.shape), previous)
+
+
+def _floats(u: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    """Return the floats with these patterns; those of 16 bits as float32."""
+    values: np.ndarray[Any, Any] = widened(u if dtype == "bfloat16" else u.view(dtype), dtype)
+    return values
+
+
+def _check_levels(levels: np.ndarray[Any, Any], entries: int) -> None:
+    top = int(levels.max()) if levels.size else 0
+    if top >= entries:
+        raise unknown_level(top, entries)
 
 
 @njit_in_place
@@ -82,3 +130,36 @@ def _quantize(u: Any, mantissa: Any, table: Any, levels: Any) -> None:
 def _look_up(levels: Any, codebook: Any, out: Any) -> None:
     for i in range(out.size):
         out[i] = codebook[levels[i]]
+
+
+@njit_in_place
+def _subtract(x: Any, y: Any, out: Any) -> None:
+    for i in range(out.size):
+        step = x[i] - y[i]
+        out[i] = step if step == step else out.dtype.type(np.inf)
+
+
+@njit_in_place
+def _add(x: Any, levels: Any, steps: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] = x[i] + steps[levels[i]]
+
+
+@njit_in_place
+def _to_bfloat16(bits: Any, out: Any) -> None:
+    """Round patterns of float32 that are not NaN to the nearest of bfloat16, halves to even."""
+    for i in range(out.size):
+        odd = (bits[i] >> np.uint32(16)) & np.uint32(1)
+        out[i] = np.uint16(np.uint32(bits[i] + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+@njit_in_place
+def _keep(old: Any, levels: Any, infinity: Any, quiet: Any, out: Any) -> None:
+    """Put the old patterns where the level is 0, and the specified NaNs."""
+    kind = old.dtype.type
+    sign = kind(kind(1) << kind(8 * old.itemsize - 1))
+    for i in range(out.size):
+        own = out[i]
+        own = kind(infinity | quiet | sign) if kind(own & ~sign) > infinity else own
+        own = kind(old[i] | quiet) if kind(old[i] & ~sign) > infinity else own
+        out[i] = old[i] if levels[i] == 0 else own

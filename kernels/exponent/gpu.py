@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..backend.arrays import dtype_name
 from ..backend.floats import format_named
-from ..backend.gpu_bits import magnitude_bits
+from ..backend.gpu_bits import magnitude_bits, pattern_of, widened
 from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, tensor
 from ..planes.gpu import UNSIGNED
 from . import Buckets, Promotion, unknown_level
@@ -21,10 +21,48 @@ if TYPE_CHECKING:
 
 COUNT = Launch(block=1024, warps=4, rounds=8)
 LOOK_UP = Launch(block=2048, warps=8)
+ADD = Launch(block=2048, warps=8, registers=255)
 COPIES = 16
 """Number of copies of the tables, which programs use in turn."""
 SLICE = 1 << 30
 """Elements per launch: no 32-bit counter can overflow."""
+
+
+@triton.jit
+def narrowed(x, WIDTH: tl.constexpr, M: tl.constexpr):
+    """The pattern of the number of a format that is nearest to x, halves to even; x is not NaN."""
+    if WIDTH > 16:
+        pattern = pattern_of(x)
+    elif M == 7:
+        bits = x.to(tl.int32, bitcast=True)
+        pattern = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    else:
+        pattern = x.to(tl.float16).to(tl.int16, bitcast=True)
+    return pattern
+
+
+@triton.jit
+def differences_kernel(
+    current_ptr, previous_ptr, n: tl.int64, out_ptr, WIDTH: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Patterns of current - previous in a format of this width; infinity for NaN."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    x = widened(tl.load(current_ptr + offsets, mask=inside, other=0), False)
+    y = widened(tl.load(previous_ptr + offsets, mask=inside, other=0), False)
+    step = x - y
+    infinity: tl.constexpr = ((1 << (WIDTH - 1 - M)) - 1) << M
+    pattern = tl.where(step == step, narrowed(step, WIDTH, M), infinity)
+    tl.store(out_ptr + offsets, pattern.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def exponent_differences(current: Array, previous: Array) -> Array:
+    """See `shrinkpoint.kernels.exponent.exponent_differences`."""
+    x, y = tensor(current), tensor(previous)
+    out = torch.empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype, device=x.device)
+    fmt = format_named(dtype_name(out))
+    LOOK_UP.run(differences_kernel, x.numel(), x, y, x.numel(), bit_view(out), WIDTH=fmt.width, M=fmt.mantissa)
+    return like(out, current)
 
 
 @triton.jit
@@ -152,3 +190,51 @@ def exponent_dequantize(levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
         if found >= codebook.size:
             raise unknown_level(found, codebook.size)
     return like(out.view(UNSIGNED[itemsize]), levels)
+
+
+@triton.jit
+def sums_kernel(
+    previous_ptr,
+    levels_ptr,
+    codebook_ptr,
+    n: tl.int64,
+    size: tl.int32,
+    out_ptr,
+    top_ptr,
+    WIDTH: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Patterns of previous + codebook[level]; `top` becomes the highest level without an entry."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    x = tl.load(previous_ptr + offsets, mask=inside, other=0)
+    level = tl.load(levels_ptr + offsets, mask=inside, other=0).to(tl.int32)
+    step = tl.load(codebook_ptr + level, mask=level < size, other=0)
+    total = widened(x, False) + widened(step, False)
+    infinity: tl.constexpr = ((1 << (WIDTH - 1 - M)) - 1) << M
+    quiet: tl.constexpr = 1 << (M - 1)
+    nan: tl.constexpr = (infinity | quiet) - (1 << (WIDTH - 1))
+    old = pattern_of(x)
+    new = tl.where(total == total, narrowed(total, WIDTH, M), nan)
+    new = tl.where(magnitude_bits(old, WIDTH) > infinity, old | quiet, new)
+    new = tl.where(level == 0, old, new)
+    tl.store(out_ptr + offsets, new.to(out_ptr.dtype.element_ty), mask=inside)
+    top = tl.max(level, axis=0)
+    tl.atomic_max(top_ptr, top, mask=top >= size, sem="relaxed")
+
+
+def exponent_sums(previous: Array, levels: Array, codebook: np.ndarray[Any, Any]) -> Array:
+    """See `shrinkpoint.kernels.exponent.exponent_sums`."""
+    fmt = format_named(dtype_name(previous))
+    x, t = tensor(previous), tensor(levels)
+    out = torch.empty_like(x)
+    if x.numel():
+        steps = torch.from_numpy(np.ascontiguousarray(codebook).view(f"int{fmt.width}")).to(x.device).view(x.dtype)
+        top = torch.zeros(1, dtype=torch.int32, device=x.device)
+        inputs = x, t, steps, x.numel(), codebook.size
+        ADD.run(sums_kernel, x.numel(), *inputs, bit_view(out), top, WIDTH=fmt.width, M=fmt.mantissa)
+        found = int(top.item())
+        if found >= codebook.size:
+            raise unknown_level(found, codebook.size)
+    return like(out, previous)

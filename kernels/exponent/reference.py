@@ -6,9 +6,19 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from ..backend.arrays import Array, dtype_name
-from ..backend.bits import sign_and_magnitude
+from ..backend.bits import from_bits, sign_and_magnitude, to_bits
 from ..backend.floats import format_named
 from . import Buckets, Promotion, unknown_level
+
+
+def exponent_differences(current: Array, previous: Array) -> Array:
+    """See `shrinkpoint.kernels.exponent.exponent_differences`."""
+    xp = array_namespace(current)
+    # Of narrower floats a sum in float64 is rounded as if it had been exact.
+    with np.errstate(all="ignore"):
+        steps = xp.astype(current, xp.float64) - xp.astype(previous, xp.float64)
+        steps = xp.where(steps == steps, steps, xp.full_like(steps, float("inf")))
+        return xp.astype(steps, xp.float32 if dtype_name(current) == "float16" else current.dtype)
 
 
 def exponent_buckets(x: Array) -> Buckets:
@@ -51,3 +61,21 @@ def exponent_dequantize(levels: Array, codebook: np.ndarray[tuple[int], np.dtype
     if top >= codebook.shape[0]:
         raise unknown_level(top, codebook.shape[0])
     return xp.reshape(xp.asarray(codebook)[index], tuple(levels.shape))
+
+
+def exponent_sums(
+    previous: Array, levels: Array, codebook: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
+) -> Array:
+    """See `shrinkpoint.kernels.exponent.exponent_sums`."""
+    fmt = format_named(dtype_name(previous))
+    entry = exponent_dequantize(levels, codebook.view(f"int{fmt.width}").astype(np.int64))
+    xp = array_namespace(previous)
+    with np.errstate(all="ignore"):
+        total = xp.astype(previous, xp.float64) + xp.astype(from_bits(entry, fmt.name), xp.float64)
+        sums = to_bits(xp.astype(total, previous.dtype))
+    old, low = to_bits(previous), (1 << (fmt.width - 1)) - 1
+    infinity, quiet = ((1 << fmt.exponent) - 1) << fmt.mantissa, 1 << (fmt.mantissa - 1)
+    nan = (infinity | quiet) - (1 << (fmt.width - 1))
+    out = xp.where((sums & low) > infinity, nan if fmt.width == 64 else nan & ((1 << fmt.width) - 1), sums)
+    out = xp.where((old & low) > infinity, old | quiet, out)
+    return from_bits(xp.where(levels == 0, old, out), fmt.name)

@@ -11,12 +11,14 @@ import math
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from ..backend.arguments import array, check_arrays, choice, integer, same_device
-from ..backend.arrays import dtype_name
+from ..backend.arrays import dtype_name, is_torch, on_gpu
 from ..backend.dispatch import Dispatch, OnHost, compiled_back_end
 from ..errors import BadArgumentError
 from ..rans import host_memory, stored_bytes
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
@@ -117,7 +119,8 @@ def merge_planes(planes: Array | list[Array], dtype: str, rotation: int = 0, *, 
         planes: uint8 [itemsize, n], or a list of `itemsize` arrays uint8 [n] on the host.
         dtype: name of the dtype that was split, one of `WIDTHS` ("float32", "bfloat16", "int64", "bool", ...).
         rotation: the one the patterns were split with, 0 (default) to 7 bits.
-        out: NumPy array to write the patterns to, contiguous [n], unsigned and as wide as `dtype`; default: a new one.
+        out: array to write the patterns to, contiguous [n], unsigned and as wide as `dtype`: NumPy, or of planes on a
+            GPU a torch tensor there. Default: a new one.
 
     Returns:
         `out`, or flat [n] array of unsigned integers as wide as `dtype`: uint8, uint16, uint32 or uint64.
@@ -145,9 +148,10 @@ def merge_planes(planes: Array | list[Array], dtype: str, rotation: int = 0, *, 
             raise BadArgumentError(f"planes has shape {tuple(planes.shape)}; ({itemsize}, n) is needed for {dtype}")
     if out is None and not isinstance(planes, list):
         merged: Array = back_end(planes).merge_planes(planes, dtype, bits)
+    elif out is None:
+        merged = compiled_back_end("planes").merge_planes(planes, dtype, bits)
     else:
-        target = None if out is None else host_memory(out, n, f"uint{8 * itemsize}")
-        merged = compiled_back_end("planes").merge_planes(planes, dtype, bits, target)
+        merged = _writing(out, planes[0], n, 8 * itemsize).merge_planes(planes, dtype, bits, out)
     return merged
 
 
@@ -212,8 +216,8 @@ def undifference(
         previous: as given to `difference`.
         method: as in `difference`.
         dtype: as in `difference`.
-        out: contiguous flat NumPy array of unsigned integers for the patterns, of the size and width of `previous`; it
-            may be `diff`. Only for NumPy arrays. Default: a new one.
+        out: contiguous flat array of unsigned integers for the patterns, of the size and width of `previous`; it may be
+            `diff`. NumPy, or of arrays on a GPU a torch tensor there. Default: a new one.
 
     Returns:
         `out`, or an array of the dtype and shape of `previous`.
@@ -232,9 +236,20 @@ def undifference(
     if out is None:
         values: Array = back_end(diff).undifference(diff, previous, method, dtype=dtype)
         return values
-    target = host_memory(out, math.prod(previous.shape), f"uint{width_of(dtype)}")
-    written: Array = compiled_back_end("planes").undifference(diff, previous, method, dtype=dtype, out=target)
+    back = _writing(out, diff, math.prod(previous.shape), width_of(dtype))
+    written: Array = back.undifference(diff, previous, method, dtype=dtype, out=out)
     return written
+
+
+def _writing(out: Array, x: Array, n: int, width: int) -> ModuleType:
+    """Check memory for n patterns computed from x; return the back end that writes to it."""
+    if not on_gpu(x):
+        host_memory(out, n, f"uint{width}")
+        return compiled_back_end("planes")
+    same_device("out", array("out", out, (f"uint{width}",), (n,)), "the array", x)
+    if not is_torch(out) or not out.is_contiguous():
+        raise BadArgumentError("out must be a contiguous torch tensor")
+    return compiled_back_end("planes", "gpu")
 
 
 def _check_pair(name: str, x: Array, other: str, y: Array, method: str, dtype: str | None) -> str:

@@ -77,11 +77,11 @@ def merge_kernel(
     tl.store(patterns_ptr + offsets, pattern.to(patterns_ptr.dtype.element_ty), mask=inside)
 
 
-def merge_planes(planes: Array, dtype: str, rotation: int = 0) -> Array:
+def merge_planes(planes: Array, dtype: str, rotation: int = 0, out: Array | None = None) -> Array:
     """See `shrinkpoint.kernels.planes.merge_planes`."""
     t = tensor(planes)
     itemsize, n = width_of(dtype) // 8, t.shape[1]
-    patterns = torch.empty(n, dtype=INTEGERS[itemsize], device=t.device)
+    patterns = torch.empty(n, dtype=INTEGERS[itemsize], device=t.device) if out is None else bit_view(out)
     if n:
         with on(t):
             merge_kernel[ELEMENTS.grid(n)](
@@ -95,7 +95,7 @@ def merge_planes(planes: Array, dtype: str, rotation: int = 0) -> Array:
                 ROTATION=rotation,
                 **ELEMENTS.constants(n),
             )
-    return like(patterns.view(UNSIGNED[itemsize]), planes)
+    return like(patterns.view(UNSIGNED[itemsize]), planes) if out is None else out
 
 
 @triton.jit
@@ -175,19 +175,26 @@ def difference(current: Array, previous: Array, method: str = "arithmetic", *, d
     return like(out.view(UNSIGNED[c.element_size()]).reshape(c.shape), current)
 
 
-def undifference(diff: Array, previous: Array, method: str = "arithmetic", *, dtype: str | None = None) -> Array:
+def undifference(
+    diff: Array, previous: Array, method: str = "arithmetic", *, dtype: str | None = None, out: Array | None = None
+) -> Array:
     """See `shrinkpoint.kernels.planes.undifference`."""
     d, p = tensor(diff), tensor(previous)
-    out = _combine(undifference_kernel, d, p, method, dtype or dtype_name(previous))
-    return like(out.view(p.dtype).reshape(p.shape), previous)
+    current = _combine(undifference_kernel, d, p, method, dtype or dtype_name(previous), out)
+    return like(current.view(p.dtype).reshape(p.shape), previous) if out is None else out
 
 
 def _combine(
-    kernel: triton.JITFunction, first: torch.Tensor, second: torch.Tensor, method: str, dtype: str
+    kernel: triton.JITFunction,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    method: str,
+    dtype: str,
+    room: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Combine patterns of two arrays by the arithmetic `kernel`, or by exclusive or; flat."""
+    """Combine patterns of two arrays by `kernel` or exclusive or; flat, in `room` if given."""
     a, b = bit_view(first), bit_view(second)
-    out = torch.empty_like(a)
+    out = torch.empty_like(a) if room is None else bit_view(room)
     if a.numel() == 0:
         return out
     with on(a):

@@ -20,6 +20,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.codec import device_coding
 from shrinkpoint.codec.parallel import set_threads
+from shrinkpoint.codec.rebase import rebase
 from shrinkpoint.codec.state import leaves
 from shrinkpoint.codec.weights import planning
 from shrinkpoint.kernels.backend import arguments, arrays
@@ -77,7 +78,7 @@ def coded(name: str, device: str = "cpu") -> list[sp.Checkpoint]:
 
 
 def check_values(chain: list[sp.Checkpoint], expected: list[sp.Checkpoint], device: str, others: str = "") -> None:
-    """Check that a device restores the values of the host; only exact arrays are sent as values.
+    """Check that a device restores the values of the host, and that none is sent as such.
 
     Args:
         chain: coded on a device.
@@ -92,10 +93,18 @@ def check_values(chain: list[sp.Checkpoint], expected: list[sp.Checkpoint], devi
         entry["exp_avg"] = entry["exp_avg"].to(others or device)
     room = {"model": gpu.to(room["model"], device), "optimizer": {"state": dict(enumerate(entries))}, "step": 0}
     pretended.Rules.sent.clear()
-    restored = sp.decompress(chain[1], out=room)
-    sent = sorted(size for dtype, size in pretended.Rules.sent if dtype.is_floating_point and size > LARGE)
-    exact = [r.spec.size for r in chain[1].records if r.stream in ("bytes", "changed", "exponent")]
-    assert others or sent == sorted(size for size in exact if size > LARGE), (sent, exact)
+    check_restored(chain[1], None, values, room, values_may_be_sent=bool(others))
+    check_restored(sp.Checkpoint(chain[1].to_bytes(), None), chain[0], values, room, values_may_be_sent=bool(others))
+
+
+def check_restored(
+    ckpt: sp.Checkpoint, parent: sp.Checkpoint | None, values: Any, room: Any, *, values_may_be_sent: bool = False
+) -> None:
+    """Check that a state is restored in arrays on devices to the bit."""
+    pretended.Rules.sent.clear()
+    restored = sp.decompress(ckpt, parent, out=room)
+    sent = [(dtype, size) for dtype, size in pretended.Rules.sent if dtype.is_floating_point and size > LARGE]
+    assert values_may_be_sent or not sent, sent
     for x, y in zip(*map(torch.utils._pytree.tree_leaves, (restored, values)), strict=True):
         assert not isinstance(x, torch.Tensor) or torch.equal(bits(x), bits(y))
 
@@ -120,6 +129,18 @@ def exact(cfg: sp.Config, device: str) -> list[sp.Checkpoint]:
     return chain
 
 
+def check_exact(cfg: sp.Config, device: str) -> None:
+    """Check bytes of a chain, its values, and those of a super-step."""
+    chain, expected = exact(cfg, device), exact(cfg, "cpu")
+    gpu.check_same_bytes(chain, expected)
+    chain.append(rebase(expected[2], expected[0]))
+    for k, ckpt in enumerate(chain):
+        values = sp.decompress(expected[min(k, 2)])
+        room = gpu.to(torch.utils._pytree.tree_map(torch.zeros_like, values), device)
+        parent = (None, chain[0], chain[1], expected[0])[k]
+        check_restored(sp.Checkpoint(ckpt.to_bytes(), None), parent, values, room)
+
+
 def main() -> None:
     pretended.register()
     take_for_gpus()
@@ -139,8 +160,8 @@ def main() -> None:
             if "gradients" in name:
                 for others in ("cpu", f"{pretended.KIND}:1"):
                     check_values(chain, expected[name], f"{pretended.KIND}:0", others)
-        for cfg in (sp.presets.lossless(), sp.Config([("*", sp.Changed())])):
-            gpu.check_same_bytes(exact(cfg, f"{pretended.KIND}:0"), exact(cfg, "cpu"))
+        for codec in (sp.Exact(), sp.Changed(), sp.ExponentDelta(2), sp.ExponentDelta(None, "packed")):
+            check_exact(sp.Config([("*", codec)]), f"{pretended.KIND}:0")
         state = gpu.to(gpu.training(0), f"{pretended.KIND}:0")
         state["optimizer"] = gpu.to(state["optimizer"], f"{pretended.KIND}:1")
         whole = sp.compress(state, cfg=gpu.CONFIGS["default"])

@@ -144,7 +144,11 @@ PRESETS: dict[str, tuple[sp.Config, set[str], set[str]]] = {
         WEIGHTS | {"exact_kernel"},
         GROUPED,
     ),
-    "lc_checkpoint": (sp.presets.lc_checkpoint(3), set(), {"extremes_kernel", "quantize_kernel"}),
+    "lc_checkpoint": (
+        sp.presets.lc_checkpoint(3),
+        set(),
+        {"differences_kernel", "extremes_kernel", "quantize_kernel", "sums_kernel"},
+    ),
     "bitsnap": (
         sp.presets.bitsnap(),
         CLUSTERS | {"pack_kernel"},
@@ -164,7 +168,13 @@ def test_the_kernels_of_a_preset_run_on_the_device(name: str, trace: Trace, devi
     assert of_delta - set(trace.launches) == set()
 
 
-MOST = {"default": (3.5, 40), "precise": (4.5, 40), "exact weights": (6.5, 40), "bitsnap": (8, 40)}
+MOST = {
+    "default": (3.5, 40),
+    "precise": (4.5, 40),
+    "exact weights": (6.5, 40),
+    "lc_checkpoint": (9.5, 40),
+    "bitsnap": (8, 40),
+}
 """Bytes a parameter that cross to the host, and waits, of a weight and its moments."""
 
 
@@ -219,47 +229,140 @@ LEVELS = {"quantizer.values_kernel": 1}
 FACTORS = {"scales.values_kernel": 1}
 FINE = {"moment_grid.values_kernel": 1, **FACTORS}
 LOGARITHMS = {"scales.join_kernel": 2, "histogram.value_kernel": 2, "packing.unpack_kernel": 4}
-BACK: dict[str, tuple[dict[str, int], int, float]] = {
-    "default": ({**LEVELS, **FINE}, 0, 3.1),
-    "precise": ({"multiples.values_kernel": 1, **FINE}, 0, 4.1),
-    "exact weights": (FINE, 1, 6.1),
-    "lossless": ({}, 3, 12.1),
-    "compact": ({**LEVELS, **FINE}, 0, 3.1),
-    "inshrinkerator": ({**LEVELS, **LOGARITHMS}, 0, 4.9),
-    "lc_checkpoint": (FACTORS, 2, 9.1),
-    "bitsnap": ({"cluster.decode_kernel": 2, "packing.unpack_kernel": 2}, 1, 7.1),
+MERGED = {"planes.merge_kernel": 1}
+ADDED = {"planes.undifference_kernel": 1}
+REGROUPED = {f"levels.{name}_kernel": 1 for name in ("count_keys", "pairs", "regroup", "subtract")}
+BACK: dict[str, tuple[dict[str, int], dict[str, int], dict[str, int], tuple[float, float, float]]] = {
+    "default": ({**LEVELS, **FINE}, {}, {}, (3.1, 3.1, 3.1)),
+    "precise": ({"multiples.values_kernel": 1, **FINE}, {}, {}, (4.1, 4.1, 4.1)),
+    "exact weights": (FINE, MERGED, ADDED, (6.1, 6.1, 10.1)),
+    "lossless": ({}, {"planes.merge_kernel": 3}, {"planes.undifference_kernel": 2}, (12.1, 12.1, 20.1)),
+    "compact": ({**LEVELS, **FINE}, {}, {}, (3.1, 3.1, 3.1)),
+    "inshrinkerator": ({**LEVELS, **LOGARITHMS}, {}, REGROUPED, (4.9, 4.9, 5.9)),
+    "lc_checkpoint": (FACTORS, {"planes.merge_kernel": 2}, {"exponent.sums_kernel": 2}, (9.1, 9.1, 11.1)),
+    "bitsnap": ({"cluster.decode_kernel": 2, "packing.unpack_kernel": 2}, {}, {}, (7.1, 7.1, 7.1)),
 }
-"""Of a weight and its moments: launches that make values, arrays sent exactly, and the bound of bytes a parameter.
+"""Of a weight and its moments: launches that make values; further ones of a base and of a delta that are read from
+bytes; and the bounds of bytes a parameter that are sent of a checkpoint in memory, a base, and a delta.
 
-Exact arrays and LC-Checkpoint's sums with the parent are made on the host.
+Of a checkpoint in memory exact arrays are there. The parent of an exact array, or its levels, are sent with a delta.
 """
 MATRIX = (520, 260)
 """Larger than the arrays of a group."""
 CHECKS = {"quantizer.protected_kernel", "scales.count_kernel"}
 
 
+def values_kernels(trace: Trace) -> dict[str, int]:
+    return {name: n for name, n in trace.launches.items() if "." in name and name not in CHECKS}
+
+
 @pytest.mark.parametrize("name", BACK)
 def test_values_are_made_on_the_device(name: str, request: pytest.FixtureRequest) -> None:
     """Only symbols are sent; the values are those of the host to the bit."""
-    (launches, exact, bytes_a_parameter), cfg = BACK[name], PRESETS[name][0]
+    (launches, of_base, of_delta, bounds), cfg = BACK[name], PRESETS[name][0]
     base = sp.compress(state(0, shape=MATRIX), cfg=cfg)
     delta = sp.compress(state(1, shape=MATRIX), base, cfg)
     values = [sp.decompress(ckpt) for ckpt in (base, delta)]
     device, trace, sent = (request.getfixturevalue(key) for key in ("device", "trace", "sent"))
-    for ckpt, parent, expected in ((base, None, values[0]), (delta, base, values[1])):
+    for ckpt, parent, expected, more, bound in (
+        (base, None, values[0], of_base, bounds[1]),
+        (delta, base, values[1], of_delta, bounds[2]),
+    ):
         for read in (ckpt, sp.Checkpoint(ckpt.to_bytes(), None)):
             room = to(torch.utils._pytree.tree_map(torch.zeros_like, expected), device)
             trace.clear()
             sent.clear()
             sp.decompress(read, None if read is ckpt else parent, out=room)
-            assert {k: n for k, n in trace.launches.items() if "." in k and k not in CHECKS} == launches
+            assert values_kernels(trace) == (launches if read is ckpt else launches | more)
             n = MATRIX[0] * MATRIX[1]
-            assert [x for x in sent if x[0].startswith("float") and x[1] > n // 8] == exact * [("float32", n)]
+            assert [x for x in sent if x[0].startswith("float") and x[1] > n // 8] == []
             size = sum(np.dtype(dtype).itemsize * count for dtype, count in sent)
-            assert size <= bytes_a_parameter * n
+            assert size <= (bounds[0] if read is ckpt else bound) * n
             assert trace.copies == [] or max(count for _, count in trace.copies) < n // 8
             for x, y in zip(*map(torch.utils._pytree.tree_leaves, (room, expected)), strict=True):
                 assert torch.equal(x.cpu(), y)
+
+
+MASKED = {"packing.count_kernel", "packing.scatter_kernel", "planes.merge_kernel"}
+APPLIED = {f"sparse_delta.{name}_kernel" for name in ("count", "mark", "flag_count", "apply")}
+CHANGES: dict[str, tuple[sp.Config, int, set[str], float]] = {
+    "all": (sp.presets.lossless(), 1, {"planes.undifference_kernel"}, 4.01),
+    "some": (sp.presets.lossless(), 10, APPLIED, 3.01),
+    "few": (sp.presets.lossless(), 100, APPLIED, 2.11),
+    "mask": (sp.Config([("*", sp.Changed())]), 10, MASKED, 2.33),
+}
+"""Configuration, one of how many elements changes, kernels, and the bound of bytes an element that are sent."""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_are_applied_on_the_device(name: str, request: pytest.FixtureRequest) -> None:
+    """The parent's bytes are sent, two an element, and the changes."""
+    cfg, share, launches, bound = CHANGES[name]
+    shape = (1024, 1100)
+    few = torch.arange(shape[0] * shape[1]).reshape(shape) % share == 0
+    states = [state(t, torch.bfloat16, shape)["model"]["fc.weight"] for t in (0, 1)]
+    base = sp.compress({"w": states[0]}, cfg=cfg)
+    delta = sp.compress({"w": torch.where(few, states[1], states[0])}, base, cfg)
+    expected = sp.decompress(delta)["w"]
+    device, trace, sent = (request.getfixturevalue(key) for key in ("device", "trace", "sent"))
+    room = torch.zeros(shape, dtype=torch.bfloat16).to(device)
+    sent.clear()
+    trace.clear()
+    sp.decompress(sp.Checkpoint(delta.to_bytes(), None), base, out={"w": room})
+    assert set(values_kernels(trace)) == launches
+    assert trace.waits <= 1
+    assert sum(np.dtype(dtype).itemsize * n for dtype, n in sent) <= bound * few.numel()
+    assert torch.equal(room.cpu().view(torch.int16), expected.view(torch.int16))
+
+
+LAYERS = 24
+
+
+SMALL = {"lossless": (4, 4.01, 0), "default": (4, 2.5, 1), "inshrinkerator": (3, 4, 2 * LAYERS)}
+"""Groups of arrays, the bound of bytes an element that are sent, and waits.
+
+Arrays that are coded alone wait for the number of their protected values. Without a GPU codebooks, which are torch
+tensors on the host, count as copied.
+"""
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_arrays_are_restored_together(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of small arrays is sent at once, and goes to the tensors in a single launch."""
+    (groups, nbytes, waits), drawn = SMALL[name], torch.Generator().manual_seed(1)
+    model = {f"{i}.weight": 0.02 * torch.randn(48 + i, 64, generator=drawn) for i in range(LAYERS)}
+    entries = {i: moments(tuple(x.shape), i) for i, x in enumerate(model.values())}
+    states = {"model": model, "optimizer": {"state": entries}}
+    chain = [sp.compress(states, cfg=PRESETS[name][0])]
+    states["model"] = {key: 1.001 * x for key, x in model.items()}
+    chain.append(sp.compress(states, chain[0], PRESETS[name][0]))
+    values = [sp.decompress(ckpt) for ckpt in chain]
+    filled: list[int] = []
+    real = torch._foreach_copy_
+
+    def fill(rooms: Any, parts: Any) -> Any:
+        filled.append(len(rooms))
+        return real(rooms, parts)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", fill)
+    device, trace, sent = (request.getfixturevalue(key) for key in ("device", "trace", "sent"))
+    for ckpt, parent, expected in ((chain[0], None, values[0]), (chain[1], chain[0], values[1])):
+        room = to(torch.utils._pytree.tree_map(torch.zeros_like, expected), device)
+        for recorded in (sent, filled, trace):
+            recorded.clear()
+        sp.decompress(sp.Checkpoint(ckpt.to_bytes(), None), parent, out=room)
+        assert filled == groups * [LAYERS], "weights, two moments, steps"
+        size, elements = (
+            sum(np.dtype(dtype).itemsize * n for dtype, n in sent),
+            3 * sum(x.numel() for x in model.values()),
+        )
+        assert size <= (2 if parent and name == "lossless" else 1) * nbytes * elements
+        assert name == "inshrinkerator" or len([n for _, n in sent if n > 500]) <= 4 * groups
+        assert trace.waits <= waits
+        for x, y in zip(*map(torch.utils._pytree.tree_leaves, (room, expected)), strict=True):
+            assert torch.equal(x.cpu(), y)
 
 
 PACKED = {"rows.quantize_kernel": 1, "packing.pack_kernel": 1}

@@ -114,6 +114,8 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (k.merge_buckets, {"first": BUCKETS}),
     (k.exponent_quantize, {"x": X, "promotion": PROMOTION}),
     (k.exponent_dequantize, {"levels": LEVELS, "codebook": np.arange(6, dtype=np.uint32)}),
+    (k.exponent_differences, {"current": X, "previous": SQUARE}),
+    (k.exponent_sums, {"previous": X, "levels": LEVELS, "codebook": np.arange(6, dtype=np.uint32)}),
     (k.Promotion, {"codebook": PROMOTION.codebook, "table": PROMOTION.table, "format": "float32"}),
     (k.bits_for, {"alpha": 0.01, "fmt": FORMAT}),
     (k.grid_symbols, {"x": X, "square": SQUARE, "step": 0.5}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +17,16 @@ from shrinkpoint.kernels.exponent import (
     Buckets,
     exponent_buckets,
     exponent_dequantize,
+    exponent_differences,
     exponent_quantize,
+    exponent_sums,
     merge_buckets,
     promote,
 )
+from shrinkpoint.kernels.exponent.cpu import PART
 
-from .patterns import array_of, random_patterns
-
-if TYPE_CHECKING:
-    from .conftest import BackEnd
+from .conftest import BackEnd
+from .patterns import array_of, patterns_of, random_patterns
 
 SIZES = [0, 1, 5, 1000, 1025]
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
@@ -181,9 +182,119 @@ def test_shape_strides_and_library() -> None:
 
 @pytest.mark.parametrize("level", [2, 255])
 def test_a_level_without_entry_is_refused(back_end: BackEnd, level: int) -> None:
-    levels = back_end.array(np.array([0, 1, level], np.uint8))
+    levels, module = back_end.array(np.array([0, 1, level], np.uint8)), back_end.module("exponent")
     with pytest.raises(CorruptDataError, match=f"level {level} .* of 2"):
-        back_end.module("exponent").exponent_dequantize(levels, np.zeros(2, np.uint32))
+        module.exponent_dequantize(levels, np.zeros(2, np.uint32))
+    with pytest.raises(CorruptDataError, match=f"level {level} .* of 2"):
+        module.exponent_sums(back_end.array(np.ones(3), "float32"), levels, np.zeros(2, np.uint32))
+
+
+def nearest(value: Fraction, dtype: str) -> int:
+    """Return the pattern, without sign, that is nearest to a magnitude, halves to even."""
+    fmt = FORMATS[dtype]
+    unit = Fraction(2) ** fmt.lowest_exponent
+    infinity = ((1 << fmt.exponent) - 1) << fmt.mantissa
+    low, high = 0, infinity
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if exact(middle, dtype) <= value else (low, middle)
+    below = exact(low, dtype)
+    above = exact(high, dtype) if high < infinity else below + max(unit, below - exact(low - 1, dtype))
+    off, other = value - below, above - value
+    return low if off < other or (off == other and low % 2 == 0) else high
+
+
+def signed(value: Fraction, dtype: str, *, is_negative: bool) -> int:
+    return nearest(abs(value), dtype) | is_negative << (FORMATS[dtype].width - 1)
+
+
+def expected_sum(old: int, step: int, level: int, dtype: str) -> int:
+    """Add by the definition, on fractions."""
+    fmt = FORMATS[dtype]
+    sign, infinity, quiet = 1 << (fmt.width - 1), ((1 << fmt.exponent) - 1) << fmt.mantissa, 1 << (fmt.mantissa - 1)
+    if level == 0:
+        return old
+    if old & ~sign > infinity:
+        return old | quiet
+    infinite = [p for p in (old, step) if p & ~sign == infinity]
+    if step & ~sign > infinity or len(set(infinite)) == 2:
+        return sign | infinity | quiet
+    if infinite:
+        return infinite[0]
+    total = exact(old, dtype) + exact(step, dtype)
+    negative = total < 0 or (total == 0 and bool(old & step & sign))
+    return signed(total, dtype, is_negative=negative)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums(back_end: BackEnd, fresh: np.random.Generator, dtype: str) -> None:
+    """All patterns are added to all, close ones too, where sums cancel or are rounded."""
+    for n in (0, 1, 5, 700):
+        u, codebook = random_patterns(fresh, dtype, n), random_patterns(fresh, dtype, 300)
+        some = fresh.random(300) < 0.5
+        codebook[some] = (u[fresh.integers(0, n, 300)] ^ fresh.integers(0, 64, 300).astype(u.dtype))[some] if n else 0
+        for kind, size in ((np.uint8, 256), (np.uint16, 300)):
+            levels = (fresh.integers(0, size, n) * (fresh.random(n) < 0.8)).astype(kind)
+            previous, given = array_of(back_end, u, dtype), back_end.array(levels)
+            found = back_end.module("exponent").exponent_sums(previous, given, codebook[:size])
+            pairs = zip(u.tolist(), levels.tolist(), strict=True)
+            expected = [expected_sum(old, int(codebook[level]), level, dtype) for old, level in pairs]
+            np.testing.assert_array_equal(patterns_of(found), np.array(expected, u.dtype), strict=True)
+            assert found.dtype == previous.dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_differences(back_end: BackEnd, fresh: np.random.Generator, dtype: str) -> None:
+    wide = "float32" if dtype == "float16" else dtype
+    to, sign = FORMATS[wide], 1 << (FORMATS[dtype].width - 1)
+    infinity = ((1 << FORMATS[dtype].exponent) - 1) << FORMATS[dtype].mantissa
+    most = ((1 << to.exponent) - 1) << to.mantissa
+    for n in (0, 1, 5, 700):
+        u, v = random_patterns(fresh, dtype, n), random_patterns(fresh, dtype, n)
+        near = fresh.random(n) < 0.5
+        v[near] = u[near] ^ fresh.integers(0, 64, int(near.sum())).astype(u.dtype)
+        found = back_end.module("exponent").exponent_differences(*(array_of(back_end, x, dtype) for x in (u, v)))
+        expected = []
+        for x, y in zip(u.tolist(), v.tolist(), strict=True):
+            ends = [p for p in (x, y ^ sign) if p & ~sign >= infinity]
+            if any(p & ~sign > infinity for p in ends) or len(set(ends)) == 2:
+                expected.append(most)
+            elif ends:
+                expected.append(most | (bool(ends[0] & sign) << (to.width - 1)))
+            else:
+                step = exact(x, dtype) - exact(y, dtype)
+                negative = step < 0 or (step == 0 and bool(x & sign) and not y & sign)
+                expected.append(signed(step, wide, is_negative=negative))
+        np.testing.assert_array_equal(patterns_of(found), np.array(expected, f"uint{to.width}"), strict=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_and_differences_of_several_blocks(back_end: BackEnd, fresh: np.random.Generator, dtype: str) -> None:
+    """The oracle says them, which the tests above compare with the definition."""
+    oracle = BackEnd("reference", "torch")
+    for n in back_end.sizes([PART - 1, 2 * PART + 5], "exponent.LOOK_UP"):
+        u, v, codebook = (random_patterns(fresh, dtype, size) for size in (n, n, 256))
+        levels = fresh.integers(0, 256, n, dtype=np.uint8)
+        found = []
+        for each in (back_end, oracle):
+            module, x, y = each.module("exponent"), array_of(each, u, dtype), array_of(each, v, dtype)
+            sums = module.exponent_sums(x, each.array(levels), codebook)
+            found.append([patterns_of(a) for a in (sums, module.exponent_differences(x, y))])
+        for own, expected in zip(*found, strict=True):
+            np.testing.assert_array_equal(own, expected, strict=True)
+
+
+@given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), max_size=30))
+def test_a_difference_and_its_sum(pairs: list[tuple[float, float]]) -> None:
+    """NumPy's own sums are the same where they are numbers."""
+    x, y = np.array(pairs, np.float32).reshape(-1, 2).T
+    with np.errstate(all="ignore"):
+        steps, sums = x - y, x + y
+    found = exponent_differences(x, y)
+    assert np.array_equal(found, np.where(np.isnan(steps), np.float32(np.inf), steps))
+    codebook = np.concatenate([np.zeros(1, np.float32), y]).view(np.uint32)
+    out = exponent_sums(x, np.arange(1, x.size + 1).astype(np.uint8), codebook)
+    assert np.array_equal(out, sums, equal_nan=True)
 
 
 ONES = np.ones(3, np.float32)
@@ -202,6 +313,11 @@ ONE = promote(exponent_buckets(ONES), 1)
         (lambda: exponent_dequantize(np.zeros(1, np.uint8), ONES), "codebook is float32"),
         (lambda: exponent_dequantize(np.zeros(1, np.uint8), np.zeros(0, np.uint32)), "codebook"),
         (lambda: exponent_dequantize(np.zeros(1, np.uint8), np.zeros(65537, np.uint32)), "codebook"),
+        (lambda: exponent_differences(ONES, ONES[:2]), "shape"),
+        (lambda: exponent_differences(ONES, ONES.astype(float)), "float64"),
+        (lambda: exponent_differences(np.ones(3, int), np.ones(3, int)), "int64"),
+        (lambda: exponent_sums(ONES, np.zeros(2, np.uint8), ONE.codebook), "shape"),
+        (lambda: exponent_sums(ONES, np.zeros(3, np.uint8), np.zeros(2, np.uint16)), "uint32"),
     ],
 )
 def test_bad_arguments(call: Any, message: str) -> None:

@@ -267,6 +267,8 @@ def _call_everything(rng: np.random.Generator) -> None:
             ranks = back_end("exponent").exponent_quantize(x, promotion)
             assert ranks.dtype == (torch.uint8 if bits == 2 else torch.uint16)
             back_end("exponent").exponent_dequantize(ranks, promotion.codebook)
+            back_end("exponent").exponent_sums(x, ranks, promotion.codebook)
+        back_end("exponent").exponent_differences(x, x)
         back_end("cluster").cluster_dequantize(*back_end("cluster").cluster_quantize(x, 4))
         back_end("error_sums").distortion(x, x)
         for earlier in (torch.float32, torch.float64, torch.bfloat16, torch.float16):

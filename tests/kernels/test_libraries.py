@@ -26,6 +26,7 @@ from .test_arguments import CALLS, CENTERS, CODES, COUNTS, LEVELS, MASK, TABLE, 
 
 ON_THE_HOST = {
     "exponent_dequantize": {"codebook"},
+    "exponent_sums": {"codebook"},
     "grid_values": {"table"},
     "grid_products": {"table"},
     "residual_symbols": {"rows", "columns"},

@@ -228,6 +228,25 @@ def test_differences_in_place(fresh: np.random.Generator, method: Literal["arith
     np.testing.assert_array_equal(found, new)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
+def test_given_memory_on_a_device(device: str, fresh: np.random.Generator, dtype: str) -> None:
+    """Planes and differences are written to a part of a tensor, and to nothing else."""
+    width, kind = 8 * np.dtype(dtype).itemsize, getattr(torch, dtype)
+    new, old = (fresh.integers(0, 256, 1003 * width // 8, dtype=np.uint8).view(dtype) for _ in range(2))
+    around = torch.zeros(1009 * width // 8, dtype=torch.uint8, device=device).view(kind)
+    out, there = around[3:1006], torch.from_numpy(old).to(device)
+    for method in ("arithmetic", "xor"):
+        planes = torch.from_numpy(split_planes(difference(new, old, method), 1)).to(device)
+        assert merge_planes(planes, dtype, 1, out=out) is out
+        assert undifference(out, there, method, out=out) is out
+        assert torch.equal(out.cpu(), torch.from_numpy(new))
+        assert not around.view(torch.uint8)[: 3 * width // 8].any()
+        assert not around.view(torch.uint8)[1006 * width // 8 :].any()
+    for memory in (around[::2][:1003], around[:1002], around.cpu().numpy()[:1003]):
+        with pytest.raises(BadArgumentError, match="out"):
+            undifference(there, there, out=memory)
+
+
 def test_memory_that_does_not_fit() -> None:
     planes, u = [np.zeros(4, np.uint8)] * 2, np.zeros(4, np.uint16)
     fixed = u.copy()
