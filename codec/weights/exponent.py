@@ -47,8 +47,8 @@ from ..lossless.addends import add, added, blocks, decode_addends, encode_addend
 from ..lossless.exact import Exact, decode_chunk, decode_parts, encode_chunk, parent_bytes
 from ..lossless.reference import BytesReference
 from ..parallel import map_chunks
-from ..state.casting import float_values, rounded, scaled_distortion, unit
-from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, floats, largest
+from ..state.casting import float_values, largest, rounded, scaled_distortion, unit
+from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, floats
 
 LEVELS, RESTATED = range(2)
 CONSTANT, PACKED, HUFFMAN, CACHED, SMALLEST = range(5)
