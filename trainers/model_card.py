@@ -1,4 +1,4 @@
-"""The result of compressing a model's folder, and the section of the model card that reports it."""
+"""What a compression for transfer gives, and the section of a model card about it."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ _GAIN_STEPS = 256
 """Gains are multiples of 1 / 256, so that no rounding of sums is seen in the bytes."""
 _ATTEMPTS = 12
 """Steps that are tried before log buckets."""
-_FEWEST = 4
+_FEWEST_MOMENTS = 4
 """Fewer first moments of a step of their own take the next finer one: a table costs more than it gives."""
 _MOST_OFF_GRID = 0.01
 """Share of the elements that may be on no grid point."""
@@ -308,7 +308,7 @@ def _by_step(steps: dict[int, float]) -> dict[float, list[int]]:
     carried: list[int] = []
     for step in sorted(set(steps.values()), reverse=True):
         carried += [i for i, own in steps.items() if own == step]
-        if len(carried) >= _FEWEST:
+        if len(carried) >= _FEWEST_MOMENTS:
             found[step] = sorted(carried)
             carried = []
     if carried:

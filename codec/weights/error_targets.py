@@ -30,7 +30,7 @@ from .level_assignment import assigned
 from .levels import LevelsReference, rounded_codebook
 from .partition import upper_threshold
 from .planning import QuantizeSettings
-from .ratedistortion import Trade, dearest_price
+from .ratedistortion import Trade, largest_price
 from .sketch_refinement import fit_closely, held_codebook
 from .uniform_quantizer import MULTIPLES_OF
 
@@ -302,7 +302,7 @@ def spent(
     parent = None if before is None else np.ascontiguousarray(before.levels[at])
     parent_size = 1 if before is None else before.size
     levels = np.ascontiguousarray(reference.levels[at])
-    price = dearest_price(taken(leaf.flat, at), levels, parent, parent_size, codebook, target**2 * mean, room)
+    price = largest_price(taken(leaf.flat, at), levels, parent, parent_size, codebook, target**2 * mean, room)
     for _ in range(_TRIES):
         if not price:
             break

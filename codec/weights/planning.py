@@ -307,7 +307,10 @@ def _kept(codec: QuantizeSettings, leaves: Sequence[Leaf], thresholds: Sequence[
 def _codes(
     codec: QuantizeSettings, leaves: Sequence[Leaf], parents: Sequence[Reference | None], planned: Sequence[Plan]
 ) -> list[NpArray | None]:
-    """Solve the k-means problems of arrays on a GPU; None for others, which are solved when used."""
+    """Solve the k-means problems of arrays on a GPU.
+
+    The result is None for other arrays, which are solved when used.
+    """
 
     def some(numbers: list[int]) -> list[NpArray | None]:
         place = leaves[numbers[0]].flat

@@ -32,7 +32,7 @@ _MOST, _PROBED = 0.5, 16
 _FEW = 32
 """Elements for each pair of levels below which bounds cost more than they save."""
 _STEPS = 4
-"""Prices an octave that `dearest_price` chooses among."""
+"""Prices an octave that `largest_price` chooses among."""
 _CHEAPEST, _DEAREST = -28, 16
 """The cheapest and the dearest of them, in steps from what a squared error at the target is."""
 
@@ -102,7 +102,7 @@ def _share(whole: Unsettled, bounds: NpArray) -> float:
     return int(found.at.shape[0]) / int(few.stop)
 
 
-def dearest_price(
+def largest_price(
     x: Array,
     nearest: NpArray,
     parent: NpArray | None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,11 +17,16 @@ from ..errors import BadArgumentError
 from .arrays import DEVICES, device_of, dtype_name, is_allocated, is_torch, on_gpu
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from .arrays import Array
 
 T = TypeVar("T")
+UNSIGNED = ("uint8", "uint16", "uint32")
+COUNTS = ("int64", "int32", "int16", "int8", *UNSIGNED)
+"""Integer dtypes that int64 holds exactly, for libraries without int64."""
+PLAUSIBLE = 1 << 32
+"""Number of elements up to which a MemoryError is not reported as a wrong argument."""
 
 
 def check_arrays(**named: Array) -> None:
@@ -265,3 +270,36 @@ def shown(value: Any) -> str:
     if value is None or (isinstance(value, Real | str | bytes | type) and len(repr(value)) < 100):
         return repr(value)
     return f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+
+
+def stored_bytes(x: Array | bytes | bytearray | memoryview, *, anywhere: bool = False) -> Array:
+    """Return stored bytes as a uint8 array; bytes-like objects become NumPy without a copy."""
+    if isinstance(x, bytes | bytearray | memoryview):
+        return np.frombuffer(x, dtype=np.uint8)
+    return array("data", x, ("uint8",), 1, host=not anywhere)
+
+
+@contextmanager
+def room_for(n: int) -> Iterator[None]:
+    """Turn a MemoryError for an implausible number of elements n into a BadArgumentError.
+
+    For a plausible n the MemoryError is raised unchanged.
+    """
+    try:
+        yield
+    except MemoryError:
+        if n <= PLAUSIBLE:
+            raise
+        raise BadArgumentError(f"n is {n}; no machine has memory for so many elements") from None
+
+
+def host_memory(out: Array, n: int, dtype: str) -> np.ndarray[Any, Any]:
+    """Return `out` if it is a contiguous NumPy array of n elements that can be written to.
+
+    Raises:
+        BadArgumentError: it is not.
+    """
+    array("out", out, (dtype,), (n,))
+    if not isinstance(out, np.ndarray) or not out.flags.c_contiguous or not out.flags.writeable:
+        raise BadArgumentError("out must be a contiguous NumPy array that can be written to")
+    return out

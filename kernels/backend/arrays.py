@@ -115,6 +115,41 @@ def to_numpy(x: Array) -> np.ndarray[Any, Any]:
     return to_numpy(array)
 
 
+def writeable(x: Array, dtype: type[np.generic] | None = None) -> np.ndarray[Any, Any]:
+    """Return x as a contiguous, writeable NumPy array.
+
+    Numba would compile a second version for a read-only array.
+
+    Args:
+        x: any array on the CPU.
+        dtype: dtype to convert it to; default: no conversion.
+    """
+    found = to_numpy(x)
+    if dtype is not None:
+        found = found.astype(dtype, copy=False)
+    return found if found.flags.writeable else found.copy()
+
+
+def writeable_view(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the same memory as a writeable array, for code that only reads it.
+
+    Numba would compile a second version for a read-only array, and `writeable` would copy it.
+    """
+    if x.flags.writeable:
+        return x
+    interface = dict(x.__array_interface__)
+    interface["data"] = (interface["data"][0], False)
+    return np.asarray(_Memory(interface, x))
+
+
+class _Memory:
+    """Owner of memory that NumPy reads through the array interface."""
+
+    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
+        self.__array_interface__ = interface
+        self.owner = owner
+
+
 def to_host(x: Array) -> np.ndarray[Any, Any]:
     """Return an array on any device as NumPy, copied from the GPU if necessary.
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ..backend.arguments import array, choice, integer
+from ..backend.arguments import COUNTS, array, choice, integer, room_for, stored_bytes
 from ..backend.dispatch import OnHost
 from ..errors import BadArgumentError
-from ..rans import COUNTS, room_for, stored_bytes
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backend.arrays import like
+from ..backend.arrays import like, writeable
 from ..backend.jit import njit_in_place, njit_inline
 from ..backend.local_array import local_array
 from ..errors import BadArgumentError, CorruptDataError
 from ..rangecoder import cpu as rangecoder
-from ..rans import compiled
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
@@ -354,7 +353,7 @@ def _decode4(
 
 def huffman_lengths(counts: Array, limit: int = 15) -> Array:
     """See `kernels.huffman.huffman_lengths`."""
-    c = compiled(counts, np.int64)
+    c = writeable(counts, np.int64)
     if int(c.min()) < 0 or float(c.sum(dtype=np.float64)) > 2.0**57 or int(c.sum()) > 1 << 56:
         raise BadArgumentError("counts holds a negative one, or their sum exceeds 2**56")
     present = np.flatnonzero(c)
@@ -400,7 +399,7 @@ def _fault(lengths: NumPy) -> str:
 
 
 def _checked(lengths: Array, error: type[Exception]) -> NumPy:
-    found = compiled(lengths)
+    found = writeable(lengths)
     fault = _fault(found)
     if fault:
         raise error(fault)
@@ -424,7 +423,7 @@ def _varint(value: int) -> bytes:
 
 def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array:
     """See `kernels.huffman.huffman_encode`."""
-    s = compiled(symbols)
+    s = writeable(symbols)
     found = _checked(lengths, BadArgumentError)
     if s.size == 0:
         return like(np.empty(0, np.uint8), symbols)
@@ -475,7 +474,7 @@ def _stream_ends(data: NumPy, streams: int) -> list[int]:
 
 def huffman_decode(data: Array, lengths: Array, n: int, dtype: str = "uint8", *, streams: int = 4) -> Array:
     """See `kernels.huffman.huffman_decode`."""
-    d = compiled(data)
+    d = writeable(data)
     found = _checked(lengths, CorruptDataError)
     if found[1 << int(dtype[4:]) :].any():
         raise BadArgumentError(f"lengths has a code for a symbol that {dtype} cannot hold")
@@ -524,4 +523,4 @@ def pack_lengths(lengths: Array) -> bytes:
 
 def unpack_lengths(data: Array, size: int) -> Array:
     """See `kernels.huffman.unpack_lengths`."""
-    return like(rangecoder.unpack(compiled(data), 1, size, LIMIT, True)[0].astype(np.uint8), data)
+    return like(rangecoder.unpack(writeable(data), 1, size, LIMIT, True)[0].astype(np.uint8), data)

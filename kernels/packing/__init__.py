@@ -9,12 +9,21 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Protocol
 
-from ..backend.arguments import array, check_arrays, choice, flag, integer, same_device
+from ..backend.arguments import (
+    UNSIGNED,
+    array,
+    check_arrays,
+    choice,
+    flag,
+    integer,
+    room_for,
+    same_device,
+    stored_bytes,
+)
 from ..backend.arrays import dtype_name
 from ..backend.dispatch import Dispatch
 from ..errors import BadArgumentError, CorruptDataError
 from ..planes import width_of
-from ..rans import UNSIGNED, room_for, stored_bytes
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array

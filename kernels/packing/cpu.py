@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backend.arrays import like, to_numpy
+from ..backend.arrays import like, to_numpy, writeable
 from ..backend.jit import njit_in_place, njit_inline
 from ..backend.local_array import local_array
 from ..errors import BadArgumentError, CorruptDataError
 from ..planes.cpu import as_values, patterns
-from ..rans import compiled
 from . import trailing_bits_set, wrong_count
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def _unpack(data: NumPy, width: Int, out: NumPy) -> None:
 
 def pack_bits(values: Array, width: int, *, checked: bool = True) -> Array:
     """See `kernels.bitpack.pack_bits`."""
-    v = compiled(values)
+    v = writeable(values)
     largest = int(v.max(initial=0))
     if largest >> width:
         raise BadArgumentError(f"values holds {largest}, which does not fit a width of {width} bits")
@@ -90,7 +89,7 @@ def pack_bits(values: Array, width: int, *, checked: bool = True) -> Array:
 
 def unpack_bits(data: Array, width: int, n: int, dtype: str = "uint8") -> Array:
     """See `kernels.bitpack.unpack_bits`."""
-    d = compiled(data)
+    d = writeable(data)
     size = (n * width + 7) // 8
     if d.size != size:
         raise CorruptDataError(f"{n} values of {width} bits take {size} bytes, not {d.size}")

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from ..backend.arguments import array, check_arrays, choice, integer, same_device
+from ..backend.arguments import array, check_arrays, choice, host_memory, integer, same_device, stored_bytes
 from ..backend.arrays import dtype_name, is_torch, on_gpu
 from ..backend.dispatch import Dispatch, OnHost, compiled_back_end
 from ..errors import BadArgumentError
-from ..rans import host_memory, stored_bytes
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -12,11 +12,10 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import config, types
 from numba.extending import intrinsic
 
-from ..backend.arrays import dtype_name, is_torch, like, to_numpy
+from ..backend.arrays import dtype_name, is_torch, like, to_numpy, writeable, writeable_view
 from ..backend.jit import njit_in_place, njit_inline
 from ..backend.local_array import local_array
 from ..errors import CorruptDataError
-from ..rans import compiled, lent
 from . import VALUE_WIDTHS as WIDTHS
 from . import category_count, ordered_by_sign, width_of
 
@@ -67,7 +66,7 @@ def split_planes(x: Array, rotation: int = 0) -> Array:
 
 def merge_planes(planes: Array | Sequence[Array], dtype: str, rotation: int = 0, out: Array | None = None) -> Array:
     """See `shrinkpoint.kernels.planes.merge_planes`."""
-    each = [lent(to_numpy(p)) for p in planes]
+    each = [writeable_view(to_numpy(p)) for p in planes]
     target = np.empty(each[0].size, np.dtype(f"uint{width_of(dtype)}")) if out is None else to_numpy(out)
     bits = target.dtype.type(rotation)
     if target.itemsize == 1:
@@ -261,7 +260,7 @@ ROOM = 8 * CATEGORY_BLOCK
 
 def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
     """See `kernels.categories.split_categories`."""
-    v = compiled(values)
+    v = writeable(values)
     categories = np.empty(v.size, np.uint8)
     extra = np.empty(8 * ((v.size * (8 * v.itemsize - 1 - bits) + 63) // 64 + 1), np.uint8)
     if v.itemsize == 8:
@@ -274,7 +273,7 @@ def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
 
 def join_categories(categories: Array, extra: Array, bits: int, dtype: str, out: Array | None = None) -> Array:
     """See `kernels.categories.join_categories`."""
-    c, data = lent(to_numpy(categories)), to_numpy(extra)
+    c, data = writeable_view(to_numpy(categories)), to_numpy(extra)
     limit = category_count(WIDTHS[dtype], bits)
     top = int(c.max()) if c.size else 0
     if top >= limit:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backend.arrays import like, to_numpy
+from ..backend.arrays import like, to_numpy, writeable
 from ..backend.jit import njit_in_place, njit_inline
 from ..errors import BadArgumentError, CorruptDataError
 from ..rangecoder import cpu as rangecoder
-from . import START, STATES, compiled, short_digits
+from . import START, STATES, short_digits
 from . import wide as wide_rans
 
 if TYPE_CHECKING:
@@ -390,7 +390,7 @@ def _decode_rest(
 
 def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> Array:
     """See `kernels.rans.rans_frequencies`."""
-    c = compiled(counts, np.int64)
+    c = writeable(counts, np.int64)
     least, greatest, others, present = _survey(c)
     if least < 0 or greatest > 1 << 48:
         raise BadArgumentError(f"counts holds {least} ... {greatest}; 0 ... 2**48 is the range")
@@ -416,7 +416,7 @@ def _rows(frequencies: NumPy, precision: int) -> None:
 def _contexts(contexts: Array | None, rows: int) -> NumPy | None:
     if contexts is None:
         return None
-    c = compiled(contexts)
+    c = writeable(contexts)
     if c.size and int(c.max()) >= rows:
         raise BadArgumentError(f"contexts holds {int(c.max())}; frequencies has {rows} rows")
     return c
@@ -426,8 +426,8 @@ def rans_encode(
     symbols: Array, contexts: Array | None, frequencies: Array, precision: int, lanes: int = STATES
 ) -> Array:
     """See `kernels.rans.rans_encode`."""
-    s = compiled(symbols)
-    f = compiled(frequencies)
+    s = writeable(symbols)
+    f = writeable(frequencies)
     _rows(f, precision)
     rows, columns = f.shape
     c = _contexts(contexts, rows)
@@ -460,7 +460,7 @@ def rans_decode(
 ) -> Array:
     """See `kernels.rans.rans_decode`."""
     d = to_numpy(data)
-    f = compiled(frequencies)
+    f = writeable(frequencies)
     _rows(f, precision)
     rows, columns = f.shape
     c = _contexts(contexts, rows)
@@ -495,7 +495,7 @@ def rans_decode(
 
 def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
     """See `kernels.rans.coding_cost`."""
-    c, f = compiled(counts, np.int64), compiled(frequencies)
+    c, f = writeable(counts, np.int64), writeable(frequencies)
     there = c > 0
     if (f[there] == 0).any():
         return float("inf")
@@ -519,17 +519,17 @@ def _entropy(counts: NumPy) -> Any:
 
 def entropy_bits(counts: Array) -> float:
     """See `kernels.rans.entropy_bits`."""
-    c = compiled(counts, np.int64)
+    c = writeable(counts, np.int64)
     return float(_entropy(c if c.ndim == 2 else c[None, :]))
 
 
 def pack_frequencies(frequencies: Array, precision: int) -> bytes:
     """See `kernels.rans.pack_frequencies`."""
-    f = compiled(frequencies)
+    f = writeable(frequencies)
     _rows(f, precision)
     return rangecoder.pack(f, precision, False)
 
 
 def unpack_frequencies(data: Array, rows: int, columns: int, precision: int) -> Array:
     """See `kernels.rans.unpack_frequencies`."""
-    return like(rangecoder.unpack(compiled(data), rows, columns, precision, False), data)
+    return like(rangecoder.unpack(writeable(data), rows, columns, precision, False), data)

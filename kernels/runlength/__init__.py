@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ..backend.arguments import array, integer
+from ..backend.arguments import array, integer, room_for
 from ..backend.dispatch import OnHost
-from ..rans import room_for
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backend.arrays import like
+from ..backend.arrays import like, writeable
 from ..backend.jit import njit_in_place, njit_inline
 from ..errors import CorruptDataError
-from ..rans import compiled
 from . import LONGEST
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def _decode(tokens: NumPy, out: NumPy, longest: Int) -> Int:
 
 def rle_encode(values: Array) -> Array:
     """See `kernels.runlength.rle_encode`."""
-    v = compiled(values)
+    v = writeable(values)
     tokens = np.empty(v.size + 1, np.int32)  # a run of r takes min(r, 2) tokens, and one token is in excess
     written = _encode(v, tokens, np.empty(BLOCK, np.int64), LONGEST)
     return like(tokens[:written].copy(), values)
@@ -107,7 +106,7 @@ def rle_encode(values: Array) -> Array:
 
 def rle_decode(tokens: Array, n: int) -> Array:
     """See `kernels.runlength.rle_decode`."""
-    t = compiled(tokens)
+    t = writeable(tokens)
     if (n > 0) != (t.size > 0) or n > t.size * LONGEST:
         raise CorruptDataError(f"{t.size} run-length tokens cannot hold {n} values")
     out = np.empty(n, np.uint8)

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backend.arrays import Array, like, to_numpy
+from ..backend.arrays import Array, like, to_numpy, writeable
 from ..backend.jit import njit, njit_in_place, njit_inline
 from ..backend.local_array import local_array
-from ..rans import compiled
 from . import ESCAPE, FARTHEST, FIRST, MAX_OCTAVES, SCALE, ZERO, Octaves, cell_centers
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ SHORT = 1 << 15
 
 def row_column_sums(values: Array, columns: int, phase: int, most: int) -> tuple[Array, Array]:
     """See `shrinkpoint.kernels.scales.row_column_sums`."""
-    v = compiled(values)
+    v = writeable(values)
     rows = np.zeros(-(-(phase + v.size) // columns), np.int64)
     sums = np.zeros(columns, np.int64)
     given = v, np.uint8(most), phase, rows, sums
@@ -124,15 +123,15 @@ def row_column_sums(values: Array, columns: int, phase: int, most: int) -> tuple
 def class_sums(rows: Array, columns: Array, n: int, phase: int, base: int, classes: int) -> Array:
     """See `shrinkpoint.kernels.scales.class_sums`."""
     out = np.empty(n, np.uint8)
-    _classes(compiled(rows), compiled(columns), phase, base, classes, out)
+    _classes(writeable(rows), writeable(columns), phase, base, classes, out)
     return like(out, rows)
 
 
 def pattern_classes(patterns: Array, shift: int, table: Array) -> Array:
     """See `shrinkpoint.kernels.scales.pattern_classes`."""
-    u = compiled(patterns)
+    u = writeable(patterns)
     out = np.empty(u.size, np.uint8)
-    _look_up(u, u.dtype.type(shift), compiled(table), out)
+    _look_up(u, u.dtype.type(shift), writeable(table), out)
     return like(out, patterns)
 
 
@@ -205,7 +204,7 @@ _NORMAL = np.uint32(1 << 23)
 _INFINITE = np.uint32(255 << 23)
 _MAGNITUDE = np.uint32((1 << 31) - 1)
 _ONE = np.int32(127 << 23)
-_CENTRE, _ESCAPED, _NOTHING = 2048, 4096, 4097
+_EQUAL_AT, _ESCAPED_AT, _ZERO_AT = 2048, 4096, 4097
 """Positions in the look-up table: a difference of 0 sixteenths of an octave, no residual, and zero."""
 
 
@@ -286,12 +285,12 @@ def _symbols_of(
             key, base = own[t], estimate_keys[t]
             usable = (key >= _NORMAL) & (key < _INFINITE) & (base >= _NORMAL) & (base < _INFINITE)
             ratios[t] = (values[t] if usable else one) / (estimates[t] if usable else one)
-            places[t] = np.int32(0) if usable else np.int32(_NOTHING if key & _MAGNITUDE == 0 else _ESCAPED)
+            places[t] = np.int32(0) if usable else np.int32(_ZERO_AT if key & _MAGNITUDE == 0 else _ESCAPED_AT)
         for t in range(n):
             pattern = patterns[t]
             off = np.int32(np.int32(pattern) - _ONE) >> np.int32(19)
             fits = (pattern >= _NORMAL) & (pattern < _INFINITE)
-            place = np.int32(off + np.int32(_CENTRE)) if fits else np.int32(_ESCAPED)
+            place = np.int32(off + np.int32(_EQUAL_AT)) if fits else np.int32(_ESCAPED_AT)
             places[t] = place if places[t] == 0 else places[t]
         symbols = out[at : at + n]
         for t in range(n):
@@ -333,11 +332,11 @@ def _lookup(eighths: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
     Distances are rounded down, which can be done in two steps.
     """
-    cells = (np.arange(_ESCAPED) - _CENTRE + eighths) // (2 * eighths)
-    table = np.full(_NOTHING + 1, ESCAPE, np.uint8)
+    cells = (np.arange(_ESCAPED_AT) - _EQUAL_AT + eighths) // (2 * eighths)
+    table = np.full(_ZERO_AT + 1, ESCAPE, np.uint8)
     near = np.abs(cells) <= FARTHEST
-    table[:_ESCAPED][near] = cells[near] + (FIRST + FARTHEST)
-    table[_NOTHING] = ZERO
+    table[:_ESCAPED_AT][near] = cells[near] + (FIRST + FARTHEST)
+    table[_ZERO_AT] = ZERO
     return table
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ..backend.arguments import array
+from ..backend.arguments import array, stored_bytes
 from ..backend.dispatch import OnHost
 from ..errors import BadArgumentError
-from ..rans import stored_bytes
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array

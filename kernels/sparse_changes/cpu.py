@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..backend.arrays import like, to_numpy
+from ..backend.arrays import like, to_numpy, writeable
 from ..errors import CorruptDataError
 from ..rangecoder import cpu as rangecoder
-from ..rans import compiled
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
@@ -25,8 +24,8 @@ def rare_encode(symbols: Array, expected: Array) -> Array:
 
 def rare_decode(data: Array, expected: Array) -> Array:
     """See `shrinkpoint.kernels.sparse_changes.rare_decode`."""
-    own = compiled(expected)
+    own = writeable(expected)
     out = own.copy()
-    if not rangecoder.unpack_changes(compiled(data), own, out):
+    if not rangecoder.unpack_changes(writeable(data), own, out):
         raise CorruptDataError(f"{data.shape[0]} bytes do not encode the changes of {own.size} elements")
     return like(out, expected)

@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from ..backend.arguments import array, check_arrays, choice, integer, same_device, sequence
+from ..backend.arguments import array, check_arrays, choice, integer, same_device, sequence, stored_bytes
 from ..backend.arrays import dtype_name
 from ..backend.dispatch import Dispatch, OnHost
 from ..errors import BadArgumentError, CorruptDataError
 from ..planes import VALUE_WIDTHS as LARGE
 from ..planes import Method, ordered_by_sign, width_of
-from ..rans import stored_bytes
 
 if TYPE_CHECKING:
     from typing import Any

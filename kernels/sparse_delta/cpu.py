@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backend.arrays import is_torch, like, to_numpy
+from ..backend.arrays import is_torch, like, to_numpy, writeable, writeable_view
 from ..planes import ordered_by_sign
 from ..planes.cpu import as_values, patterns
-from ..rans import compiled, lent
 from . import GAP_BITS, SparseDelta, wrong_changes, wrong_gap, wrong_rank
 from .change_application import mark, put, put_classes
 from .change_collection import compact, group
@@ -88,7 +87,7 @@ def apply_changes(
 
 def split_changes(delta: SparseDelta, shifts: Any) -> tuple[Array, Array, Array]:
     """See `shrinkpoint.kernels.sparse_delta.split_changes`."""
-    ranks, changes = compiled(delta.ranks), compiled(delta.changes)
+    ranks, changes = writeable(delta.ranks), writeable(delta.changes)
     symbols, large = np.empty(ranks.size, np.uint8), np.empty(ranks.size + 1, changes.dtype)
     words = np.empty(ranks.size * (GAP_BITS - 1) // 64 + 2, np.uint64)
     state = np.zeros(3, np.int64)
@@ -101,7 +100,7 @@ def split_changes(delta: SparseDelta, shifts: Any) -> tuple[Array, Array, Array]
 
 def join_changes(counts: Any, shifts: Any, n: int, symbols: Array, extra: Array, large: Array) -> SparseDelta:
     """See `shrinkpoint.kernels.sparse_delta.join_changes`."""
-    own, data, wide = compiled(symbols), to_numpy(extra), compiled(large)
+    own, data, wide = writeable(symbols), to_numpy(extra), writeable(large)
     words = np.zeros((data.size + 7) // 8 + 2, np.uint64)
     words.view(np.uint8)[: data.size] = data
     ranks, changes = np.empty(own.size, np.int64), np.empty(own.size, wide.dtype)
@@ -127,8 +126,8 @@ _PROBLEMS = {
 
 
 def _readable(x: Array) -> np.ndarray[Any, Any]:
-    """The patterns of an array, as `lent`."""
-    return lent(patterns(x))
+    """The patterns of an array, as `writeable_view`."""
+    return writeable_view(patterns(x))
 
 
 def _writable(x: Array) -> np.ndarray[Any, Any]:
@@ -157,7 +156,7 @@ def _apply(
     values: np.ndarray[Any, Any],
 ) -> None:
     """Write the changed array to `out`, or if `out` is empty, `positions` and `values`."""
-    ranks, changes = compiled(delta.ranks), compiled(delta.changes)
+    ranks, changes = writeable(delta.ranks), writeable(delta.changes)
     signed, xor = ordered_by_sign(dtype), method == "xor"
     if not edges:
         fits = put(p, ranks, changes, signed, xor, out, copy, positions, values)

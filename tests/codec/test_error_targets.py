@@ -196,16 +196,16 @@ def test_what_is_left_makes_deltas_smaller_and_cannot_be_overspent(monkeypatch: 
         return sp.compress({"weight": y}, sp.compress({"weight": x}, cfg=cfg), cfg)
 
     spent = chain()
-    given_price = targets.dearest_price
-    monkeypatch.setattr(targets, "dearest_price", lambda *a: 0.0)
+    given_price = targets.largest_price
+    monkeypatch.setattr(targets, "largest_price", lambda *a: 0.0)
     nearest = chain()
     assert spent.nbytes < 0.8 * nearest.nbytes
     assert row(nearest).error < 0.095
-    monkeypatch.setattr(targets, "dearest_price", lambda *a: 4 * given_price(*a))
+    monkeypatch.setattr(targets, "largest_price", lambda *a: 4 * given_price(*a))
     assert row(chain()).error <= 0.1
-    monkeypatch.setattr(targets, "dearest_price", lambda *a: 1e6 * given_price(*a))
+    monkeypatch.setattr(targets, "largest_price", lambda *a: 1e6 * given_price(*a))
     alone = sp.compress({"weight": x}, cfg=cfg)
-    monkeypatch.setattr(targets, "dearest_price", lambda *a: 0.0)
+    monkeypatch.setattr(targets, "largest_price", lambda *a: 0.0)
     assert alone.to_bytes() == sp.compress({"weight": x}, cfg=cfg).to_bytes()
 
 
