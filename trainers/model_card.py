@@ -1,4 +1,4 @@
-"""What a compression for transfer gives, and the section of a model card about it."""
+"""The result of a transfer, and the section of the model card that reports it."""
 
 from __future__ import annotations
 
