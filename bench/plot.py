@@ -77,7 +77,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         if row.peer_value is not None:
             bars.append(Bar(f"vs {row.peer}", row.peer_value))
         last = row.row, row.size
-    draw(path, [panel for panel in panels.values() if panel.bars])
+    measured = [panel for panel in panels.values() if panel.bars]
+    if not measured:
+        raise BadArgumentError("--plot: no row has a value")
+    draw(path, measured)
 
 
 def limit(row: Row, unit: str) -> float | None:
@@ -113,7 +116,8 @@ def _bars(axis: Any, panel: Any) -> None:
             axis.plot([bar.target, bar.target], [place - 0.45, place + 0.45], color=_MARK, linewidth=2)
     axis.set_yticks(range(len(ends)), [bar.label for bar in panel.bars], fontsize=8)
     axis.set_ylim(len(ends) - 0.4, -0.6)
-    axis.set_xlim(0, 1.12 * max([*ends, *(bar.target or 0.0 for bar in panel.bars), 1e-9]))
+    shown = [0.0, *ends, *(bar.target or 0.0 for bar in panel.bars)]
+    axis.set_xlim(1.12 * min(shown), 1.12 * max([*shown, 1e-9]))
     axis.set_xlabel(f"{panel.axis} (black mark: target; brown: missed)")
 
 

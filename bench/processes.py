@@ -59,7 +59,10 @@ def _begun(function: str, arguments: Any, environment: dict[str, str]) -> subpro
 
 
 def _result(process: subprocess.Popen[str], seconds: float) -> Any:
-    out, error = process.communicate(timeout=seconds)
+    try:
+        out, error = process.communicate(timeout=seconds)
+    finally:
+        process.kill()  # of no effect where it has ended
     if process.returncode:
         raise ValueError(error[-2000:] or f"status {process.returncode}")
     return json.loads(out.splitlines()[-1])

@@ -333,9 +333,18 @@ class Checkpoint:
             pairs: decoded flat values, by number, of arrays that the records name, if they are known.
             out: memory for the values, on the host of a group of one array; see `Coded.out`.
         """
-        members, known = self.members_of(group), self._kept or {}
-        if all(record.key in known for record in members):
-            return [known[record.key] for record in members]
+        return self.kept_references(group) or self._decoded_references(group, prev, pairs, out)
+
+    def kept_references(self, group: Group) -> list[Reference]:
+        """Return the references of a group from memory; nothing unless all are there."""
+        keys, known = [record.key for record in self.members_of(group)], self._kept or {}
+        return [known[key] for key in keys] if all(key in known for key in keys) else []
+
+    def _decoded_references(
+        self, group: Group, prev: Checkpoint | None, pairs: Mapping[int, Array] | None, out: Array | None = None
+    ) -> list[Reference]:
+        """Decode the arrays of a group; arguments as of `references_of`."""
+        members = self.members_of(group)
         coded = replace(self._coded(group, prev, pairs or {}), out=out)
         try:
             return list(group.format.decode(coded))
@@ -375,8 +384,9 @@ class Checkpoint:
     @own_arithmetic()
     def values_of(self, record: ArrayRecord, prev: Checkpoint | None = None) -> Array:
         """Return the decoded flat values of one array; arguments as in `reference_of`."""
+        reference = self.reference_of(record, prev)
         is_kept = record.key in (self._kept or {}) or len(record.group.members) > 1
-        return _values(self.reference_of(record, prev), record.spec, lends=not is_kept)
+        return _values(reference, record.spec, lends=not is_kept)
 
     def members_of(self, group: Group) -> list[ArrayRecord]:
         """Return the records of the arrays of a group."""
@@ -642,16 +652,18 @@ class Reader:
         The tensors of a group of several are filled from one, in a single launch. Values that other arrays need
         elsewhere are not made there.
         """
-        place, records, named, kept = self._place(group), self.ckpt.records, set[int](), self.ckpt._kept or {}
+        place, records, named = self._place(group), self.ckpt.records, set[int]()
         named.update(records[j].group.number for i in group.members for j in self.named.get(i, ()))
         if place is None or any(self._place(self.ckpt.groups[number]) != place for number in named):
             return []
         targets, specs = [self.targets[i] for i in group.members], [records[i].spec for i in group.members]
         rooms: list[Array] = [device_memory(target) for target in targets]
         room = rooms[0] if len(rooms) == 1 else rooms[0].new_empty(sum(spec.size for spec in specs))
-        is_decoded = group.format.decodes_there and not all(records[i].key in kept for i in group.members)
-        references = self.ckpt.references_of(group, self.prev, known, room if is_decoded else None)
-        if not is_decoded:
+        references = self.ckpt.kept_references(group)
+        is_filled = group.format.decodes_there and not references
+        if not references:
+            references = self.ckpt._decoded_references(group, self.prev, known, room if is_filled else None)
+        if not is_filled:
             group.format.fill_there(specs, references, room)
         if len(rooms) > 1:
             copy_parts(room, rooms)
@@ -660,11 +672,12 @@ class Reader:
 
     def _values(self, group: Group, known: dict[int, Array]) -> list[Array]:
         """Return the flat values of a group on the host."""
-        records, kept = self.ckpt.members_of(group), self.ckpt._kept or {}
-        specs, references = [r.spec for r in records], self.ckpt.references_of(group, self.prev, known)
+        records, kept = self.ckpt.members_of(group), self.ckpt.kept_references(group)
+        specs = [record.spec for record in records]
+        references = kept or self.ckpt._decoded_references(group, self.prev, known)
         if len(records) > 1 and not isinstance(references[0], BytesReference):
             return group.format.values(specs, references)
-        is_new = len(records) == 1 and records[0].key not in kept
+        is_new = len(records) == 1 and not kept
         return [
             _values(reference, spec, lends=is_new or i in self.targets)
             for i, reference, spec in zip(group.members, references, specs, strict=True)

@@ -119,10 +119,16 @@ def device_memory(target: Array | None) -> Array | None:
 
 
 def copy_parts(joined: Array, rooms: list[Array]) -> None:
-    """Copy the parts of a tensor on a GPU to flat tensors there, in one launch."""
+    """Copy the parts of a tensor on a GPU to flat tensors there, in one launch.
+
+    Bits are copied as integers: torch would copy 16-bit floats by way of float32, which changes NaNs, and has no such
+    copy for some dtypes.
+    """
     import torch
 
-    torch._foreach_copy_(rooms, joined.split([room.numel() for room in rooms]))
+    kind = getattr(torch, f"int{8 * min(joined.element_size(), 8)}")
+    parts = joined.split([room.numel() for room in rooms])
+    torch._foreach_copy_([room.view(kind) for room in rooms], [part.view(kind) for part in parts])
 
 
 def write_to(target: Array, values: Array) -> None:

@@ -3,7 +3,7 @@
 Differences are those of the ordered patterns (`kernels.planes.difference`), in units of the last place. A training
 step is about as large for a small weight as for a large one, so it is more units for a small weight: the parent's
 exponent predicts most of the size. The bits below the leading four bits of the size are noise and are stored raw
-(`kernels.categories`).
+(`kernels.planes`).
 
     byte: kind of context, block: categories of the zig-zag differences in that context, their extra bits
 """

@@ -333,7 +333,12 @@ def decode_levels(coded: Coded) -> list[LevelsReference]:
     parents, parent_size = (None, 0) if befores is None else _shifted_levels(befores, specs)
     room = coded.there
     # Kernels decode only these, from the parent's levels, and wait several times for results.
-    if room is not None and is_large(size) and all(entropy.is_rearranged(piece) for piece, _ in chunks):
+    if (
+        room is not None
+        and len(specs) == 1
+        and is_large(size)
+        and all(entropy.is_rearranged(piece) for piece, _ in chunks)
+    ):
         symbols = bytes_of(room[:0]).new_empty(size)
         parents = None if parents is None else placed_with(parents, room)
     else:

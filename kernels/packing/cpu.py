@@ -75,7 +75,7 @@ def _unpack(data: NumPy, width: Int, out: NumPy) -> None:
 
 
 def pack_bits(values: Array, width: int, *, checked: bool = True) -> Array:
-    """See `kernels.bitpack.pack_bits`."""
+    """See `shrinkpoint.kernels.packing.pack_bits`."""
     v = writeable(values)
     largest = int(v.max(initial=0))
     if largest >> width:
@@ -88,7 +88,7 @@ def pack_bits(values: Array, width: int, *, checked: bool = True) -> Array:
 
 
 def unpack_bits(data: Array, width: int, n: int, dtype: str = "uint8") -> Array:
-    """See `kernels.bitpack.unpack_bits`."""
+    """See `shrinkpoint.kernels.packing.unpack_bits`."""
     d = writeable(data)
     size = (n * width + 7) // 8
     if d.size != size:

@@ -259,7 +259,7 @@ ROOM = 8 * CATEGORY_BLOCK
 
 
 def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
-    """See `kernels.categories.split_categories`."""
+    """See `shrinkpoint.kernels.planes.split_categories`."""
     v = writeable(values)
     categories = np.empty(v.size, np.uint8)
     extra = np.empty(8 * ((v.size * (8 * v.itemsize - 1 - bits) + 63) // 64 + 1), np.uint8)
@@ -272,7 +272,7 @@ def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
 
 
 def join_categories(categories: Array, extra: Array, bits: int, dtype: str, out: Array | None = None) -> Array:
-    """See `kernels.categories.join_categories`."""
+    """See `shrinkpoint.kernels.planes.join_categories`."""
     c, data = writeable_view(to_numpy(categories)), to_numpy(extra)
     limit = category_count(WIDTHS[dtype], bits)
     top = int(c.max()) if c.size else 0

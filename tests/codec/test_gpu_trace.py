@@ -365,6 +365,26 @@ def test_small_arrays_are_restored_together(
             assert torch.equal(x.cpu(), y)
 
 
+def test_tensors_are_filled_though_another_thread_resolves_the_checkpoint(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {"weight": torch.arange(300_000, dtype=torch.int32)}
+    ckpt = sp.Checkpoint.from_bytes(sp.compress(expected).to_bytes())
+    real = sp.Checkpoint.kept_references
+
+    def overtaken(self: sp.Checkpoint, group: Any) -> Any:
+        monkeypatch.setattr(sp.Checkpoint, "kept_references", real)
+        found = real(self, group)
+        for record in self.members_of(group):
+            self.parent_reference(record.key, record.spec)
+        return found
+
+    monkeypatch.setattr(sp.Checkpoint, "kept_references", overtaken)
+    room = to({"weight": torch.zeros(300_000, dtype=torch.int32)}, device)
+    sp.decompress(ckpt, out=room)
+    assert torch.equal(room["weight"].cpu(), expected["weight"])
+
+
 PACKED = {"rows.quantize_kernel": 1, "packing.pack_kernel": 1}
 UNPACKED = {"packing.unpack_kernel": 1, "rows.dequantize_kernel": 1}
 ERROR = {"error_sums.distortion_kernel": 1}

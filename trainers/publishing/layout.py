@@ -289,6 +289,10 @@ def unsealed(data: bytes, what: str, keys: Keys) -> dict[str, Any]:
         number = fields["format"]
         if type(number) is int and number > FORMAT:
             raise NewerFormatError(f"{what}: its file has format {str(number)[:20]}; this reader knows up to {FORMAT}")
+        if type(number) is int and number < FORMAT:
+            raise CorruptDataError(
+                f"{what}: its file has format {number}, which is not read any more: publish it again"
+            )
         if fields.pop("checksum") != xxhash.xxh3_128_hexdigest(_plain(fields)) or number != FORMAT:
             raise ValueError("the checksum or the format number does not match")
         signature = fields.pop("signature", None)

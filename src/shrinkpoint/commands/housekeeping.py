@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,9 +13,6 @@ from ..store.manifest import manifest_name
 from .options import AsJson, StoreUrl
 from .output import busy, emit, line, note, steps_done
 from .sources import open_store, parse_step
-
-if TYPE_CHECKING:
-    from ..store.catalog import Catalog
 
 StepArgument = Annotated[str, typer.Argument(metavar="STEP", help="Number or tag.")]
 
