@@ -309,7 +309,7 @@ def _codes(
 ) -> list[NpArray | None]:
     """Solve the k-means problems of arrays on a GPU.
 
-    The result is None for other arrays, which are solved when used.
+    Those of other arrays are solved when used: None here.
     """
 
     def some(numbers: list[int]) -> list[NpArray | None]:

@@ -108,7 +108,7 @@ def test_new_arrays_that_share_memory_do_not_overlap_and_are_saved_alone() -> No
     "dtype", ["bool", "uint8", "uint16", "bfloat16", "float16", "float8_e5m2", "float64", "complex64", "complex128"]
 )
 def test_parts_on_a_gpu_are_copied_bit_by_bit(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own copy of several tensors changes NaNs of 16-bit floats on a GPU and has not all dtypes."""
+    """On a GPU torch copies several 16-bit floats by way of float32, which changes NaNs."""
     kind = getattr(torch, dtype)
     width = torch.empty(0, dtype=kind).element_size()
     data = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 256, 24 * width).astype(np.uint8)
