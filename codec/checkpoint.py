@@ -652,17 +652,18 @@ class Reader:
         The tensors of a group of several are filled from one, in a single launch. Values that other arrays need
         elsewhere are not made there.
         """
-        place, records, named = self._place(group), self.ckpt.records, set[int]()
-        named.update(records[j].group.number for i in group.members for j in self.named.get(i, ()))
-        if place is None or any(self._place(self.ckpt.groups[number]) != place for number in named):
+        if (place := self._place(group)) is None:
+            return []
+        records = self.ckpt.records
+        named = {records[j].group.number for i in group.members for j in self.named.get(i, ())}
+        if any(self._place(self.ckpt.groups[number]) != place for number in named):
             return []
         targets, specs = [self.targets[i] for i in group.members], [records[i].spec for i in group.members]
         rooms: list[Array] = [device_memory(target) for target in targets]
         room = rooms[0] if len(rooms) == 1 else rooms[0].new_empty(sum(spec.size for spec in specs))
-        references = self.ckpt.kept_references(group)
-        is_filled = group.format.decodes_there and not references
-        if not references:
-            references = self.ckpt._decoded_references(group, self.prev, known, room if is_filled else None)
+        kept = self.ckpt.kept_references(group)
+        is_filled = group.format.decodes_there and not kept
+        references = kept or self.ckpt._decoded_references(group, self.prev, known, room if is_filled else None)
         if not is_filled:
             group.format.fill_there(specs, references, room)
         if len(rooms) > 1:
@@ -677,9 +678,8 @@ class Reader:
         references = kept or self.ckpt._decoded_references(group, self.prev, known)
         if len(records) > 1 and not isinstance(references[0], BytesReference):
             return group.format.values(specs, references)
-        is_new = len(records) == 1 and not kept
         return [
-            _values(reference, spec, lends=is_new or i in self.targets)
+            _values(reference, spec, lends=(len(records) == 1 and not kept) or i in self.targets)
             for i, reference, spec in zip(group.members, references, specs, strict=True)
         ]
 

@@ -73,9 +73,7 @@ def _solve(at: Place, k: int) -> Job:
         small, shares = problem(at.sample.before(min(at.n, few)))
         filled = int(np.count_nonzero(shares))
         require(not filled <= k < at.n // 4, f"{filled} buckets are too few to check {k} codes")
-        expected = oracle("kmeans").weighted_kmeans(
-            small, shares, k, method="exact", initial=None, seed=0, iterations=50
-        )
+        (expected,) = oracle("kmeans").weighted_kmeans_many([(small, shares)], [k], "exact", [None], 0, 50)
         same("codebook", kernels.weighted_kmeans(small, shares, k), expected)
         own, other = (kernels.quantization_loss(centers, weights, found()) for found in (exact, seeded))
         require(own <= other * (1 + 1e-12), f"loss {own} is above k-means++'s, {other}")

@@ -28,7 +28,7 @@ SMALL = 1 << 16
 SAME = {
     "histogram": "bucket_index bucket_value log_histogram log_histogram_many used_buckets_many",
     "huffman": "huffman_codes huffman_decode huffman_encode huffman_lengths pack_lengths unpack_lengths",
-    "kmeans": "least_losses weighted_kmeans",
+    "kmeans": "least_losses weighted_kmeans_many",
     "levels": "joint_counts",
     "moment_grid": "grid_values",
     "packing": "pack_bits unpack_bits",
@@ -44,7 +44,9 @@ _COMPILED_IN = {"sparse_changes": "rangecoder"}
 """Subjects whose compiled code is that of another subject."""
 _STEPS: dict[str, Callable[..., int]] = {
     "least_losses": lambda centers, weights, ends, k: 32 * int(centers.shape[0]),
-    "weighted_kmeans": lambda centers, weights, k, **_: 4 * int(centers.shape[0]) * k,
+    "weighted_kmeans_many": lambda problems, ks, *_: sum(
+        4 * int(centers.shape[0]) * k for (centers, _), k in zip(problems, ks, strict=True)
+    ),
     "unpack_frequencies": lambda data, rows, columns, precision: rows * columns,
 }
 """Number of steps of functions that take more than one step for an element of an argument."""

@@ -22,26 +22,14 @@ if TYPE_CHECKING:
 class BackEnd(Protocol):
     """Functions that every back end of this subject has."""
 
-    def weighted_kmeans(
-        self,
-        centers: Array,
-        weights: Array,
-        k: int,
-        *,
-        method: str = "exact",
-        initial: Array | None = None,
-        seed: int = 0,
-        iterations: int = 50,
-    ) -> Array: ...
     def weighted_kmeans_many(
         self,
         problems: Sequence[tuple[Array, Array]],
         k: Sequence[int],
-        *,
-        method: str = "exact",
+        method: str,
         initial: Sequence[Array | None],
-        seed: int = 0,
-        iterations: int = 50,
+        seed: int,
+        iterations: int,
     ) -> list[Array]: ...
     def quantization_loss(self, centers: Array, weights: Array, codebook: Array) -> float: ...
 
@@ -250,9 +238,8 @@ def weighted_kmeans(
     """
     _check(centers, weights)
     k, (seed, iterations) = _checked_k(k, initial), _checked_options(method, seed, iterations)
-    return back_end(centers).weighted_kmeans(
-        centers, weights, k, method=method, initial=initial, seed=seed, iterations=iterations
-    )
+    problem = [(centers, weights)], [k], method, [initial], seed, iterations
+    return back_end(centers).weighted_kmeans_many(*problem)[0]
 
 
 def least_losses(centers: Vector, weights: Vector, ends: Ends, k: int) -> Vector:
@@ -335,9 +322,7 @@ def weighted_kmeans_many(
     seed, iterations = _checked_options(method, seed, iterations)
     if not problems:
         return []
-    return back_end(problems[0][0]).weighted_kmeans_many(
-        problems, ks, method=method, initial=starts, seed=seed, iterations=iterations
-    )
+    return back_end(problems[0][0]).weighted_kmeans_many(problems, ks, method, starts, seed, iterations)
 
 
 def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:

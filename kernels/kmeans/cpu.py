@@ -320,33 +320,19 @@ def _solve(
     return result
 
 
-def weighted_kmeans(
-    centers: Array,
-    weights: Array,
-    k: int,
-    *,
-    method: str = "exact",
-    initial: Array | None = None,
-    seed: int = 0,
-    iterations: int = 50,
-) -> Array:
-    """See `shrinkpoint.kernels.kmeans.weighted_kmeans`."""
-    return like(_solve(centers, weights, k, method, initial, seed, iterations), centers, rounded=True)
-
-
 def weighted_kmeans_many(
     problems: Sequence[tuple[Array, Array]],
     k: Sequence[int],
-    *,
-    method: str = "exact",
+    method: str,
     initial: Sequence[Array | None],
-    seed: int = 0,
-    iterations: int = 50,
+    seed: int,
+    iterations: int,
 ) -> list[Array]:
     """See `shrinkpoint.kernels.kmeans.weighted_kmeans_many`."""
+    each = zip(problems, k, initial, strict=True)
     return [
-        weighted_kmeans(centers, weights, one, method=method, initial=start, seed=seed, iterations=iterations)
-        for (centers, weights), one, start in zip(problems, k, initial, strict=True)
+        like(_solve(centers, weights, one, method, start, seed, iterations), centers, rounded=True)
+        for (centers, weights), one, start in each
     ]
 
 

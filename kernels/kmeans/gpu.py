@@ -471,11 +471,10 @@ def _hosted(arrays: Sequence[Array]) -> list[Vector]:
 def weighted_kmeans_many(
     problems: Sequence[tuple[Array, Array]],
     k: Sequence[int],
-    *,
-    method: str = "exact",
+    method: str,
     initial: Sequence[Array | None],
-    seed: int = 0,
-    iterations: int = 50,
+    seed: int,
+    iterations: int,
 ) -> list[Array]:
     """See `shrinkpoint.kernels.kmeans.weighted_kmeans_many`."""
     codes = None
@@ -490,22 +489,6 @@ def weighted_kmeans_many(
         ]
         codes = _solve(prepared, tensor(problems[0][0]).device, iterations)
     return [like(c, centers) for c, (centers, _) in zip(codes, problems, strict=True)]
-
-
-def weighted_kmeans(
-    centers: Array,
-    weights: Array,
-    k: int,
-    *,
-    method: str = "exact",
-    initial: Array | None = None,
-    seed: int = 0,
-    iterations: int = 50,
-) -> Array:
-    """See `shrinkpoint.kernels.kmeans.weighted_kmeans`."""
-    return weighted_kmeans_many(
-        [(centers, weights)], [k], method=method, initial=[initial], seed=seed, iterations=iterations
-    )[0]
 
 
 def _table(sizes: Sequence[tuple[int, int, int]]) -> tuple[Table, int]:

@@ -160,17 +160,9 @@ def _seeds(x: list[float], w: list[float], k: int, seed: int) -> list[float]:
     return [x[i] for i in sorted(drawn)]
 
 
-def weighted_kmeans(
-    centers: Array,
-    weights: Array,
-    k: int,
-    *,
-    method: str = "exact",
-    initial: Array | None = None,
-    seed: int = 0,
-    iterations: int = 50,
+def _solve(
+    centers: Array, weights: Array, k: int, method: str, initial: Array | None, seed: int, iterations: int
 ) -> Array:
-    """See `shrinkpoint.kernels.kmeans.weighted_kmeans`."""
     xp = array_namespace(centers)
     x, w, exponent = _prepared(_list(centers), _list(weights))
     if initial is not None:
@@ -187,17 +179,14 @@ def weighted_kmeans(
 def weighted_kmeans_many(
     problems: Sequence[tuple[Array, Array]],
     k: Sequence[int],
-    *,
-    method: str = "exact",
+    method: str,
     initial: Sequence[Array | None],
-    seed: int = 0,
-    iterations: int = 50,
+    seed: int,
+    iterations: int,
 ) -> list[Array]:
     """See `shrinkpoint.kernels.kmeans.weighted_kmeans_many`."""
-    return [
-        weighted_kmeans(centers, weights, one, method=method, initial=start, seed=seed, iterations=iterations)
-        for (centers, weights), one, start in zip(problems, k, initial, strict=True)
-    ]
+    each = zip(problems, k, initial, strict=True)
+    return [_solve(centers, weights, one, method, start, seed, iterations) for (centers, weights), one, start in each]
 
 
 def quantization_loss(centers: Array, weights: Array, codebook: Array) -> float:

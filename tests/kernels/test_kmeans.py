@@ -40,6 +40,21 @@ def problem(rng: np.random.Generator, m: int, kind: str = "normal") -> tuple[Vec
     return x, w
 
 
+def solve(
+    module: Any,
+    x: Any,
+    w: Any,
+    k: int,
+    *,
+    method: str = "exact",
+    initial: Any = None,
+    seed: int = 0,
+    iterations: int = 50,
+) -> Any:
+    """Solve one problem in a back end."""
+    return module.weighted_kmeans_many([(x, w)], [k], method, [initial], seed, iterations)[0]
+
+
 def optimal_loss(x: Vector, w: Vector, k: int) -> float:
     """Return the least loss over all cuts of the centers into k runs."""
     best = math.inf
@@ -60,7 +75,7 @@ def test_of_two_cuts_that_are_as_good_the_first_is_taken(back_end: BackEnd, size
     few, many = (2.0 * np.arange(n) - (n - 1) for n in (size, 2 * size))
     x = np.concatenate([few - 1000, few, many + 1000])
     w = np.concatenate([np.full(2 * size, 2.0), np.ones(2 * size)])
-    codes = back_end.module("kmeans").weighted_kmeans(back_end.array(x), back_end.array(w), 2, method="exact")
+    codes = solve(back_end.module("kmeans"), back_end.array(x), back_end.array(w), 2, method="exact")
     assert back_end.numpy(codes).tolist() == [-1000.0, 500.0]
 
 
@@ -71,8 +86,8 @@ def test_codebooks_match_the_oracle(back_end: BackEnd, fresh: np.random.Generato
     seed = int(fresh.integers(0, 2**63))
     for m, k in ((0, 3), (1, 3), (2, 1), (5, 5), (40, 1), (97, 2), (130, 16)):
         x, w = problem(fresh, m, kind)
-        codes = module.weighted_kmeans(back_end.array(x), back_end.array(w), k, method=method, seed=seed)
-        expected = oracle.weighted_kmeans(x, w, k, method=method, seed=seed)
+        codes = solve(module, back_end.array(x), back_end.array(w), k, method=method, seed=seed)
+        expected = solve(oracle, x, w, k, method=method, seed=seed)
         np.testing.assert_array_equal(back_end.numpy(codes), expected, strict=True)
         assert (np.diff(expected) >= 0).all()
         assert np.isfinite(expected).all()
@@ -95,8 +110,8 @@ def test_codebooks_match_the_oracle(back_end: BackEnd, fresh: np.random.Generato
 def test_extreme_problems(back_end: BackEnd, centers: list[float], weights: list[float], k: int) -> None:
     x, w = np.array(centers), np.array(weights)
     for method in ("exact", "kmeans++"):
-        codes = back_end.module("kmeans").weighted_kmeans(back_end.array(x), back_end.array(w), k, method=method)
-        expected = oracle.weighted_kmeans(x, w, k, method=method)
+        codes = solve(back_end.module("kmeans"), back_end.array(x), back_end.array(w), k, method=method)
+        expected = solve(oracle, x, w, k, method=method)
         np.testing.assert_array_equal(back_end.numpy(codes), expected, strict=True)
         assert (np.diff(expected) > 0).all()
         assert x[0] <= expected[0]
@@ -109,15 +124,15 @@ def test_warm_start_matches_the_oracle(back_end: BackEnd, fresh: np.random.Gener
     for start in ([0.0], [-9.0, -8.0, 0.0, 0.1, 7.0], [-1.0, -1.0, 0.5, 0.5], list(np.linspace(-2, 2, 16))):
         for iterations in (0, 1, 50):
             initial = np.array(start)
-            codes = module.weighted_kmeans(
-                back_end.array(x), back_end.array(w), 16, initial=back_end.array(initial), iterations=iterations
+            codes = solve(
+                module, back_end.array(x), back_end.array(w), 16, initial=back_end.array(initial), iterations=iterations
             )
-            expected = oracle.weighted_kmeans(x, w, 16, initial=initial, iterations=iterations)
+            expected = solve(oracle, x, w, 16, initial=initial, iterations=iterations)
             np.testing.assert_array_equal(back_end.numpy(codes), expected, strict=True)
             assert expected.size == initial.size
             if iterations == 0:
                 np.testing.assert_array_equal(expected, initial)
-    nothing = module.weighted_kmeans(back_end.array(x), back_end.array(w * 0), 4, initial=back_end.array(initial[:4]))
+    nothing = solve(module, back_end.array(x), back_end.array(w * 0), 4, initial=back_end.array(initial[:4]))
     np.testing.assert_array_equal(back_end.numpy(nothing), initial[:4])
 
 
@@ -130,13 +145,14 @@ def test_many_equals_one_by_one(back_end: BackEnd, fresh: np.random.Generator, m
     many = module.weighted_kmeans_many(
         [(back_end.array(x), back_end.array(w)) for x, w in problems],
         ks,
-        method=method,
-        initial=[None if s is None else back_end.array(s) for s in starts],
-        seed=3,
+        method,
+        [None if s is None else back_end.array(s) for s in starts],
+        3,
+        50,
     )
     assert len(many) == len(problems)
     for codes, (x, w), k, start in zip(many, problems, ks, starts, strict=True):
-        expected = oracle.weighted_kmeans(x, w, k, method=method, initial=start, seed=3)
+        expected = solve(oracle, x, w, k, method=method, initial=start, seed=3)
         np.testing.assert_array_equal(back_end.numpy(codes), expected, strict=True)
 
 
@@ -164,11 +180,9 @@ def test_problems_that_keep_too_many_cuts_take_several_launches(
         monkeypatch.setattr(gpu, "CUTS", most)
         launches.clear()
         for codes, (x, w), k, start in zip(
-            gpu.weighted_kmeans_many(pairs, ks, initial=begin), problems, ks, initial, strict=True
+            gpu.weighted_kmeans_many(pairs, ks, "exact", begin, 0, 50), problems, ks, initial, strict=True
         ):
-            np.testing.assert_array_equal(
-                codes.cpu().numpy(), oracle.weighted_kmeans(x, w, k, initial=start), strict=True
-            )
+            np.testing.assert_array_equal(codes.cpu().numpy(), solve(oracle, x, w, k, initial=start), strict=True)
         assert launches == expected
 
 
