@@ -62,7 +62,7 @@ def kernels() -> str:
         files = sorted((HOME / "tests/kernels").glob("test_*.py"), key=lambda path: path.stem != f"test_{subject}")
         test = next(p.name for p in files if _stands(f"tests/kernels/{p.name}", rf"\b{name}\b"))
         host, card = (found.get((ROWS.get(name, name), cpu)) for cpu in (True, False))
-        on_card = NONE if _stands(f"kernels/{subject}/gpu.py", rf"^def {name}\(") else ""
+        on_card = NONE if _stands(f"kernels/{subject}/gpu.py", rf"^def {name}(_many)?\(") else ""
         page = f"kernels/{subject.replace('.', '/')}"
         page = f"{page}/__init__.py" if (HOME / page).is_dir() else f"{page}.py"
         places = [f"[`{name}`](../../{page})", f"[test](../../tests/kernels/{test})"]

@@ -326,8 +326,8 @@ def _call_everything(rng: np.random.Generator) -> None:
             data = back_end("rans").rans_encode(zeros, contexts, table, 12, lanes)
             back_end("rans").rans_decode(data, contexts, table, 12, 5, lanes)
     points, weights = torch.sort(wide[:20]).values, torch.ones(20, dtype=torch.float64)
-    back_end("kmeans").weighted_kmeans(points, weights, 3)
-    back_end("kmeans").weighted_kmeans(points, weights, 3, method="kmeans++")
+    for method in ("exact", "kmeans++"):
+        back_end("kmeans").weighted_kmeans_many([(points, weights)], [3], method, [None], 0, 50)
     square = (wide * wide).float()
     symbols, _, _ = back_end("moment_grid").grid_symbols(wide.float(), square, 0.5)
     back_end("moment_grid").grid_values(symbols, square, np.ones(256, np.float32))
