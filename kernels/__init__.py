@@ -81,7 +81,6 @@ from .scales import (
     row_column_sums,
     split_octaves,
 )
-from .sparse_changes import rare_decode, rare_encode
 from .sparse_delta import (
     SparseDelta,
     apply_changes,

@@ -152,7 +152,7 @@ def nbytes_of_levels(levels: NpArray, size: int, part: Sample, coder: str, colum
         changes = levels.size - int(np.trace(counts))
     if coder == "published" and before is not None:
         return _extrapolated(coded, part)
-    if scale == 1.0 and (levels.size <= _FEW or changes <= entropy.FEW):
+    if scale == 1.0 and levels.size <= _FEW:
         return coded(slice(None), columns)
     if not changes:
         return 2.0

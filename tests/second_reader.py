@@ -6,7 +6,7 @@ import base64
 import itertools
 import json
 import struct
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from math import prod
@@ -31,87 +31,48 @@ SCALARS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class RangeCoder:
-    """The adaptive binary range decoder with named models, and its tables and changes."""
+class Table:
+    """The numbers of a table, from the lowest bit of the first byte on."""
 
     def __init__(self, data: Source) -> None:
-        self.bytes = itertools.chain(data.read(), itertools.repeat(0))
-        self.code, self.range = int.from_bytes(itertools.islice(self.bytes, 4), "big"), 2**32 - 1
-        self.models: dict[tuple[str, int], tuple[int, int]] = defaultdict(lambda: (32768, 0))
-
-    def split(self, p: int) -> int:
-        bound = (self.range // 65536) * p
-        bit = int(self.code >= bound)
-        self.code, self.range = (self.code - bound, self.range - bound) if bit else (self.code, bound)
-        while self.range < 2**24:
-            self.code, self.range = (self.code * 256 + next(self.bytes)) % 2**32, self.range * 256
-        return bit
-
-    def bit(self, name: str, number: int = 0) -> int:
-        z, t = self.models[name, number]
-        z = z - (2 * z) // (2 * t + 3) if (bit := self.split(z)) else z + (2 * (65536 - z)) // (2 * t + 3)
-        self.models[name, number] = z, min(t + 1, 62)
-        return bit
+        found = np.unpackbits(np.frombuffer(data.read(), np.uint8), bitorder="little").tolist()
+        self.bits, self.empty = iter(found), not found
 
     def plain(self, k: int) -> int:
-        return sum(self.split(32768) << j for j in reversed(range(k)))
+        return sum(next(self.bits) << j for j in range(k))
 
-    def count(self, name: str, k: int, limit: int) -> int:
-        return next((n for n in range(limit) if not self.bit(name, min(n, k))), limit)
+    def gamma(self) -> int:
+        zeros = next(k for k, bit in enumerate(self.bits) if bit)
+        return 1 << zeros | self.plain(zeros)
 
-    def near(self, v: int, top: int) -> int:
-        if not self.bit("equal"):
-            return v
-        return v + 1 + self.count("rise", 3, top - v - 1) if self.bit("up") else v - 1 - self.count("down", 3, v - 2)
+    def near(self, w: int) -> int:
+        size, above = divmod(self.gamma(), 2)
+        return w + size if above else w - size
 
     def code_lengths(self, size: int) -> list[int]:
-        out, space, a, b, v = list[int](), 2**24, 0, 0, -1
-        while space and len(out) < size:
-            a, b = self.bit("there", 2 * a + b), a
-            if a:
-                v = self.count("first", 24, 24) if v < 0 else self.near(v, 24)
-                space -= 2 ** (24 - v)
-            out.append((v or 1) if a else 0)
-        return out + [0] * (size - len(out))
-
-    def frequencies(self, rows: int, size: int, precision: int) -> list[list[int]]:
-        out, empty, kind, last, before = [[0] * size for _ in range(rows)], 0, 0, -1, -1
-        digits, old = self.plain(4), [0] * 3 * size
-        for c, row in enumerate(out):
-            if empty := self.bit("empty", empty):
-                continue
-            kind = 1 + self.bit("same", kind) if self.bit("diagonal", kind) else 0
-            peak = self.plain((size - 1).bit_length()) if kind == 2 else (before + c - last, before)[kind]
-            others = [s for s in range(size) if s != peak] if digits and not self.bit("alone") else []
-            for s in others:
-                above, left = old[size + s - peak + before].bit_length(), row[s - 1].bit_length() if s else 0
-                if self.bit("there", 6 * (above > 0) + 3 * (left > 0 or s - 1 == peak) + min(abs(s - peak), 3) - 1):
-                    known = above or left
-                    width = self.near(known, precision) if known else 1 + self.count("first", 12, precision - 1)
-                    bits = [self.bit("digit", k) if k < digits else 0 for k in range(1, width)]
-                    row[s] = int("1" + "".join(map(str, bits)), 2)
-            row[peak] = 2**precision - sum(row)
-            last, before, old = c, peak, [0] * size + row + [0] * size
+        out, space, s, v = [0] * size, 0 if self.empty else 2**24, -1, 0
+        while space:
+            s += self.gamma()
+            v = self.near(v) if any(out) else self.gamma() - 1
+            out[s], space = v or 1, space - 2 ** (24 - v)
+        assert not any(self.bits)
         return out
 
-    def rare(self, expected: Array) -> Array:
-        out, at, left, width = expected.copy(), 0, expected.size, self.plain(6)
-        for changes in range(2 ** (width - 1) + self.plain(width - 1) if width else 0, 0, -1):
-            digits, q, gap = (left - changes).bit_length(), (left - changes) * 2**32 // left, 0
-            for j in range(digits):
-                z = 2**48 // (2**32 + q)
-                if z >= 65535:
-                    gap += self.plain(digits - j) << j if self.split(65535) else 0
-                    break
-                gap, q = gap + (self.split(z) << j), q * q // 2**32
-            at, left, e = at + gap + 1, left - gap - 1, int(out[at + gap])
-            if self.bit("far", e // 8):
-                t = 1
-                for _ in range(8):
-                    t = 2 * t + self.bit("tree", t)
-                out[at - 1] = t - 256
-            else:
-                out[at - 1] = {0: 1, 255: 254}[e] if e in (0, 255) else e + 2 * self.bit("up", e // 8) - 1
+    def frequencies(self, rows: int, size: int, precision: int) -> Array:
+        out, c, last, peak, w, counts = np.zeros((rows, size), int), -1, -1, -1, precision, {-1: 0, 1: 0}
+        digits = self.plain(4)
+        while c < rows - 1 and (c := c + self.gamma()) < rows:
+            before, peak = peak, self.near(peak + c - last)
+            for step in counts if digits else ():
+                counts[step], s = self.near(counts[step]), peak
+                for _ in range(counts[step]):
+                    s += step * self.gamma()
+                    above = out[last, s - peak + before] if last >= 0 and 0 <= s - peak + before < size else 0
+                    w = self.near(int(above).bit_length() or w)
+                    d = min(w, digits) - 1
+                    out[c, s] = (2**d + self.plain(d)) << (w - 1 - d)
+            out[c, peak], last = 2**precision - out[c].sum(), c
+        assert not any(self.bits)
         return out
 
 
@@ -144,7 +105,7 @@ class Source(BytesIO):
         return out
 
     def lengths(self, n: int) -> list[int]:
-        return RangeCoder(self.block()).code_lengths(n)
+        return Table(self.block()).code_lengths(n)
 
     def huffman(self, lengths: list[int], n: int) -> Array:
         codes, code, before, out, each = dict[str, int](), -1, 0, list[int](), -(-n // 4)
@@ -162,7 +123,7 @@ class Source(BytesIO):
         form, columns, slots, out, contexts = self.byte(), self.varint(), [], list[int](), rows.tolist()
         # Four states take words one by one, in order; 64 states in rows of 16; the first row takes the last words.
         precision, states, least, together = (12, 64, 2**15, 16) if form == 64 else (form, 4, 2**16, 1)
-        for row in RangeCoder(self.block()).frequencies(count, columns, precision):
+        for row in Table(self.block()).frequencies(count, columns, precision).tolist():
             order = sorted(range(columns), key=lambda s: s != row.index(max(row)))
             slots.append([(s, k, row[s]) for s in order for k in range(row[s])])
         data = self.read()
@@ -221,7 +182,7 @@ class Source(BytesIO):
 
     def symbols(self, n: int, context: Array | None = None, contexts: int = 1) -> Array:
         method = self.byte()
-        known = np.full(n, self.byte()) if method in (0, 11) else np.zeros(n, int) if context is None else context
+        known = np.full(n, self.byte()) if method == 0 else np.zeros(n, int) if context is None else context
         reader: dict[int, Callable[[], Array]] = {
             1: lambda: self.packed(np.full(n, self.byte())),
             2: lambda: self.huffman(self.lengths(256), n),
@@ -231,9 +192,7 @@ class Source(BytesIO):
             6: lambda: self.rearranged(known),
             8: lambda: np.frombuffer(zstandard.decompress(self.read()), np.uint8),
             9: lambda: np.frombuffer(self.read(), np.uint8),
-            10: lambda: RangeCoder(self).rare(known),
-            11: lambda: RangeCoder(self).rare(known),
-            12: lambda: self.matrix(n, context),
+            10: lambda: self.matrix(n, context),
         }
         found = known if method in (0, 7) else reader[method]()
         assert (found.size, self.read()) == (n, b"")

@@ -1,15 +1,13 @@
-"""Levels of two checkpoints: counts, groups, differences, run lengths, rare changes."""
+"""Levels of two checkpoints: counts, groups, differences, run lengths."""
 
 from __future__ import annotations
 
 from shrinkpoint.kernels import levels as kernels
-from shrinkpoint.kernels import runlength, sparse_changes
+from shrinkpoint.kernels import runlength
 
 from .. import peers
 from ..harness import Case, Job, same
-from .place import FEW, LEVELS, PREFIX, Call, Place, oracle
-
-_CHANGES = 1000
+from .place import LEVELS, PREFIX, Call, Place, oracle
 
 
 def cases(at: Place) -> list[Case]:
@@ -23,8 +21,6 @@ def cases(at: Place) -> list[Case]:
         at.case("undelta", lambda: undelta(at)),
         at.case("rle_encode", lambda: runs(at, decode=False), unit="Gsym/s", on="cpu"),
         at.case("rle_decode", lambda: runs(at, decode=True), unit="Gsym/s", on="cpu"),
-        at.case("rare_encode", lambda: rare(at, decode=False), on="cpu"),
-        at.case("rare_decode", lambda: rare(at, decode=True), on="cpu"),
     ]
 
 
@@ -80,23 +76,3 @@ def runs(at: Place, *, decode: bool) -> Job:
 
     call = (lambda: runlength.rle_decode(tokens, at.n)) if decode else (lambda: runlength.rle_encode(values))
     return at.symbols(call, check, [], f"{tokens.size / at.n:.3f} tokens a symbol")
-
-
-def rare(at: Place, *, decode: bool) -> Job:
-    """Code a thousand changes, or apply them."""
-    expected = at.sample.levels_before(at.n)
-    symbols = expected.copy()
-    symbols[:: -(-at.n // _CHANGES)] += 1
-    data, part = sparse_changes.rare_encode(symbols, expected), (symbols[:FEW], expected[:FEW])
-
-    def decoded() -> object:
-        return sparse_changes.rare_decode(data, expected)
-
-    def check() -> str:
-        same("changes", sparse_changes.rare_encode(*part), oracle("sparse_changes").rare_encode(*part))
-        same("symbols", decoded(), symbols)
-        return f"{min(FEW, at.n):,} elements = oracle, all come back"
-
-    call = decoded if decode else lambda: sparse_changes.rare_encode(symbols, expected)
-    changes = int((symbols != expected).sum())
-    return at.job(call, check, 2, width=1, note=f"{changes} changes, {8 * data.size / changes:.1f} bits each")

@@ -10,12 +10,10 @@
     7 unchanged    every symbol equals its context
     8 zstandard    a zstandard frame
     9 stored       the symbols themselves
-    10 rare        where symbols differ from their context, and their values
-    11 exceptions  the most frequent symbol, then where others stand, and which
-    12 matrix      a low-rank prediction and classes of rows and columns, then differences in these contexts
+    10 matrix      a low-rank prediction and classes of rows and columns, then differences in these contexts
 
 The context is known to both sides (the level in the parent checkpoint). docs/format.md has the bytes. From below:
-`method_ids`, `table`, `plain` (0 to 4, 8, 9, 11), `row_column_classes` and `matrices` (12), `coders` (all, those that
+`method_ids`, `table`, `plain` (0 to 4, 8, 9), `row_column_classes` and `matrices` (10), `coders` (all, those that
 need a context among them).
 """
 
@@ -25,14 +23,11 @@ from .matrices import ALONE, Matrix, Numbers
 from .method_ids import (
     CONDITIONAL,
     CONSTANT,
-    EXCEPTIONS,
-    FEW,
     HUFFMAN,
     MATRIX,
     PACKED,
     PUBLISHED,
     RANS,
-    RARE,
     REARRANGED,
     STORED,
     UNCHANGED,
@@ -45,14 +40,11 @@ __all__ = [
     "ALONE",
     "CONDITIONAL",
     "CONSTANT",
-    "EXCEPTIONS",
-    "FEW",
     "HUFFMAN",
     "MATRIX",
     "PACKED",
     "PUBLISHED",
     "RANS",
-    "RARE",
     "REARRANGED",
     "SAMPLE",
     "STORED",

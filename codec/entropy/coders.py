@@ -14,13 +14,12 @@ import numpy as np
 from ...kernels.backend.arrays import Array, placed_with, to_host
 from ...kernels.levels import delta, joint_counts, merge_by_level, split_by_level, undelta
 from ...kernels.rans import entropy_bits
-from ...kernels.sparse_changes import rare_decode, rare_encode
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from .matrices import ALONE, Matrix, Size, decode_matrix, in_matrix
-from .method_ids import CONDITIONAL, FEW, MATRIX, RARE, REARRANGED, SLACK, UNCHANGED
+from .method_ids import CONDITIONAL, MATRIX, REARRANGED, SLACK, UNCHANGED
 from .plain import coded, decode_plain, decoded, encode_huffman, encode_plain, encode_published, plain_decoder, smallest
-from .table import I64, U8, Table, array, counts_of, least_stream, least_table, read_rans
+from .table import I64, U8, Table, counts_of, least_stream, least_table, read_rans
 
 
 def encode(
@@ -87,39 +86,30 @@ def in_context(
     total[: counts.shape[1]] = counts.sum(axis=0)
     alone = entropy_bits(total)
     out = Writer()
-    changes = symbols.size - int(np.trace(counts))
-    if changes == 0:
+    if int(np.trace(counts)) == symbols.size:
         out.byte(UNCHANGED)
         return out, alone
-    rare = rare_encode(symbols, context) if changes <= min(FEW, symbols.size // 2) else None
-    cost, table, plain = math.inf if rare is None else float(rare.size), None, None
     # Lower bound of a stream with a table: no table is made that is larger than coding without context.
     least = least_stream(counts)
     without = functools.cache(lambda: Table.best(total[None, :]).cost)
-    if slack * least < cost:
-        if _plain_may_win(total, alone, least, without):
-            plain = encode_plain(symbols, total)
-        if plain is None or len(plain) > least + 1:
-            table = Table.best(counts, slack, contexts)
-            if rare is not None and slack * table.cost >= rare.size:
-                table = None
-            else:
-                cost = table.cost
+    cost, table, plain = math.inf, None, None
+    if _plain_may_win(total, alone, least, without):
+        plain = encode_plain(symbols, total)
+    if plain is None or len(plain) > least + 1:
+        table = Table.best(counts, slack, contexts)
+        cost = table.cost
     if plain is None and _plain_may_win(total, alone, cost, without):
         plain = encode_plain(symbols, total)
+    size = cost if plain is None else min(cost, len(plain))
     if matrix.columns:
-        size = cost if plain is None else min(cost, len(plain))
         placed = in_matrix(symbols, context, 0, matrix, Size(size, lambda: size))
         if placed is not None:
             return placed, alone
     if plain is not None and len(plain) <= cost + 1:
         return plain, alone
-    if table is not None:
-        out.byte(CONDITIONAL)
-        table.write(out, symbols, context)
-    elif rare is not None:
-        out.byte(RARE)
-        out.raw(rare)
+    assert table is not None
+    out.byte(CONDITIONAL)
+    table.write(out, symbols, context)
     return out, alone
 
 
@@ -128,9 +118,6 @@ def _plain_may_win(counts: I64, bits: float, cost: float, without: Callable[[], 
 
     `without` makes a table for it and returns its bytes.
     """
-    n = int(counts.sum())
-    if n - int(counts.max()) <= min(FEW, n // 2):
-        return bits / 8 + 2 < cost
     # Entropy and table are a lower bound; if that is larger than `cost`, no table need be made.
     return bits / 8 + least_table(np.flatnonzero(counts)) < cost and without() <= cost
 
@@ -158,11 +145,6 @@ def decode(data: memoryview, n: int, context: U8 | None = None, contexts: int = 
         return plain_decoder(method)
 
     return decoded(data, n, decoder_of)
-
-
-def _decode_rare(data: Reader, n: int, context: U8, _contexts: int) -> U8:
-    symbols: U8 = rare_decode(array(data.rest()), context)
-    return symbols
 
 
 def encode_rearranged(levels: Array, size: int, parent: U8, parent_size: int) -> bytes:
@@ -211,5 +193,4 @@ _IN_CONTEXT: dict[int, Callable[[Reader, int, Array, int], Array]] = {
     CONDITIONAL: lambda data, n, context, contexts: read_rans(data, context, contexts, n),
     REARRANGED: decode_rearranged,
     UNCHANGED: lambda _data, _n, context, _contexts: context,
-    RARE: _decode_rare,
 }

@@ -17,10 +17,9 @@ from ...kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, 
 from ...kernels.packing import pack_bits, unpack_bits
 from ...kernels.rans import entropy_bits
 from ...kernels.runlength import rle_decode, rle_encode
-from ...kernels.sparse_changes import rare_decode, rare_encode
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from .method_ids import CONSTANT, EXCEPTIONS, FEW, HUFFMAN, PACKED, PUBLISHED, RANS, SLACK, STORED, ZSTANDARD
+from .method_ids import CONSTANT, HUFFMAN, PACKED, PUBLISHED, RANS, SLACK, STORED, ZSTANDARD
 from .table import I64, U8, Table, array, counts_of, least_table, read_rans, sampled_bits
 
 _SHORT, _MODEST = 2048, 4096
@@ -75,13 +74,9 @@ def smallest(symbols: U8, counts: I64) -> tuple[Candidate, float]:
         if symbols.size < _MODEST or bits > _HIGH_ENTROPY * symbols.size:
             found.append(_huffman(symbols, counts))
             least = min(c.size for c in found)
-        if symbols.size >= _SHORT and SLACK * (bits / 8 + least_table(present)) < least:
+        if (symbols.size >= _SHORT or bits < symbols.size) and SLACK * (bits / 8 + least_table(present)) < least:
             found.append(_rans(symbols, counts))
             least = min(c.size for c in found)
-    peak = int(counts.argmax())
-    if symbols.size - int(counts[peak]) <= min(FEW, symbols.size // 2) and SLACK * (bits / 8 + 2) < least:
-        found.append(_exceptions(symbols, peak))
-        least = min(c.size for c in found)
     return next(c for c in found if c.size <= SLACK * least), least
 
 
@@ -153,16 +148,6 @@ def _rans(symbols: U8, counts: I64) -> Candidate:
     return Candidate(RANS, table.cost, lambda out: table.write(out, symbols, None))
 
 
-def _exceptions(symbols: U8, peak: int) -> Candidate:
-    exceptions = rare_encode(symbols, np.full(symbols.size, peak, np.uint8))
-
-    def write(out: Writer) -> None:
-        out.byte(peak)
-        out.raw(exceptions)
-
-    return Candidate(EXCEPTIONS, 1.0 + exceptions.size, write)
-
-
 def decode_plain(data: memoryview, n: int) -> U8:
     """Decode n symbols of a stream that may not contain context or position coding.
 
@@ -222,12 +207,6 @@ def _decode_zstandard(data: Reader, n: int) -> U8:
     return np.frombuffer(plain, np.uint8)
 
 
-def _decode_exceptions(data: Reader, n: int) -> U8:
-    peak = data.byte()
-    symbols: U8 = rare_decode(array(data.rest()), np.full(n, peak, np.uint8))
-    return symbols
-
-
 def encode_published(symbols: U8) -> bytes:
     """Encode by run lengths and Huffman as published; a single symbol as a constant."""
     if symbols.size == 0 or (symbols == symbols[0]).all():
@@ -274,5 +253,4 @@ _DECODERS: dict[int, Callable[[Reader, int], U8]] = {
     RANS: lambda data, n: read_rans(data, None, 1, n),
     ZSTANDARD: _decode_zstandard,
     STORED: lambda data, n: array(data.raw(n)),
-    EXCEPTIONS: _decode_exceptions,
 }

@@ -36,6 +36,8 @@ FRAME = STATE_BYTES + 4
 WIDE = 4 * (WIDE_STATES - STATES)
 """Bytes that a stream with 64 states takes more; it is coded three times as fast."""
 _MODEST = 4096
+_NEARLY = 1.05
+"""A small stream that is so much larger than its entropy and table is not coded more finely."""
 _BINCOUNT = 1 << 12
 _A_TIE = 0.5
 """Bytes by which a finer table must be cheaper, so that no choice depends on the last digits of a logarithm."""
@@ -113,8 +115,9 @@ class Table:
         wide = found if found.precision == WIDE_PRECISION else None
         for precision in PRECISIONS[first + 1 :]:
             # A finer table is not shorter, and no table beats the entropy.
-            modest = found.cost < _MODEST and found.precision > PRECISIONS[0]
-            if modest or found.cost <= slack * (bound + len(found.packed)):
+            least = bound + len(found.packed)
+            modest = found.cost < _MODEST and found.precision > PRECISIONS[0] and found.cost < _NEARLY * least
+            if modest or found.cost <= slack * least:
                 break
             if contexts << precision > most_slots(int(counts.sum())):
                 break

@@ -37,11 +37,8 @@ SAME = {
     "quantizer": "assign dequantize",
     "rans": "pack_frequencies rans_decode rans_encode rans_frequencies unpack_frequencies",
     "scales": "class_sums join_octaves pattern_classes residual_symbols residual_values row_column_sums split_octaves",
-    "sparse_changes": "rare_decode rare_encode",
 }
 """Functions of each module whose reference form gives the same bits."""
-_COMPILED_IN = {"sparse_changes": "rangecoder"}
-"""Subjects whose compiled code is that of another subject."""
 _STEPS: dict[str, Callable[..., int]] = {
     "least_losses": lambda centers, weights, ends, k: 32 * int(centers.shape[0]),
     "weighted_kmeans_many": lambda problems, ks, *_: sum(
@@ -146,8 +143,7 @@ def _on_disk() -> frozenset[str]:
     elsewhere = Path(folder) if folder else user
 
     def compiled(subject: str) -> bool:
-        where = _COMPILED_IN.get(subject, subject)
-        own = [] if folder else [kernels / where / "__pycache__"]
-        return any(any(at.glob("cpu.*.nbc")) for at in (*own, *elsewhere.glob(f"{where}_*")))
+        own = [] if folder else [kernels / subject / "__pycache__"]
+        return any(any(at.glob("cpu.*.nbc")) for at in (*own, *elsewhere.glob(f"{subject}_*")))
 
     return frozenset(filter(compiled, SAME))

@@ -10,7 +10,7 @@ from ..backend.arrays import like, writeable
 from ..backend.jit import njit_in_place, njit_inline
 from ..backend.local_array import local_array
 from ..errors import BadArgumentError, CorruptDataError
-from ..rangecoder import cpu as rangecoder
+from ..tables import cpu as tables
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
@@ -518,9 +518,9 @@ def huffman_decode(data: Array, lengths: Array, n: int, dtype: str = "uint8", *,
 def pack_lengths(lengths: Array) -> bytes:
     """See `kernels.huffman.pack_lengths`."""
     found = _checked(lengths, BadArgumentError)
-    return rangecoder.pack(found.astype(np.uint32).reshape(1, -1), LIMIT, True)
+    return tables.pack(found.astype(np.uint32).reshape(1, -1), LIMIT, True)
 
 
 def unpack_lengths(data: Array, size: int) -> Array:
     """See `kernels.huffman.unpack_lengths`."""
-    return like(rangecoder.unpack(writeable(data), 1, size, LIMIT, True)[0].astype(np.uint8), data)
+    return like(tables.unpack(writeable(data), 1, size, LIMIT, True)[0].astype(np.uint8), data)

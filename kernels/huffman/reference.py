@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..backend.lists import array, numbers
 from ..errors import BadArgumentError, CorruptDataError
-from ..rangecoder import reference as rangecoder
+from ..tables import reference as tables
 from . import LIMIT
 
 if TYPE_CHECKING:
@@ -118,12 +118,12 @@ def pack_lengths(lengths: Array) -> bytes:
     """See `shrinkpoint.kernels.huffman.pack_lengths`."""
     found = numbers(lengths)
     _codes(found, BadArgumentError)
-    return rangecoder.pack_lengths(found, LIMIT)
+    return tables.pack_lengths(found, LIMIT)
 
 
 def unpack_lengths(data: Array, size: int) -> Array:
     """See `shrinkpoint.kernels.huffman.unpack_lengths`."""
-    return array(rangecoder.unpack_lengths(bytes(numbers(data)), size, LIMIT), "uint8", data)
+    return array(tables.unpack_lengths(bytes(numbers(data)), size, LIMIT), "uint8", data)
 
 
 def _varint(value: int) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 from ..backend.arrays import like, to_numpy, writeable
 from ..backend.jit import njit_in_place, njit_inline
 from ..errors import BadArgumentError, CorruptDataError
-from ..rangecoder import cpu as rangecoder
+from ..tables import cpu as tables
 from . import START, STATES, short_digits
 from . import wide as wide_rans
 
@@ -527,9 +527,9 @@ def pack_frequencies(frequencies: Array, precision: int) -> bytes:
     """See `kernels.rans.pack_frequencies`."""
     f = writeable(frequencies)
     _rows(f, precision)
-    return rangecoder.pack(f, precision, False)
+    return tables.pack(f, precision, False)
 
 
 def unpack_frequencies(data: Array, rows: int, columns: int, precision: int) -> Array:
     """See `kernels.rans.unpack_frequencies`."""
-    return like(rangecoder.unpack(writeable(data), rows, columns, precision, False), data)
+    return like(tables.unpack(writeable(data), rows, columns, precision, False), data)

@@ -11,7 +11,7 @@ from array_api_compat import array_namespace
 
 from ..backend.lists import array, numbers
 from ..errors import BadArgumentError, CorruptDataError
-from ..rangecoder import reference as rangecoder
+from ..tables import reference as tables
 from . import START, STATES, WIDE_START, WIDE_STATES, short_digits
 
 if TYPE_CHECKING:
@@ -210,11 +210,11 @@ def entropy_bits(counts: Array) -> float:
 
 def pack_frequencies(frequencies: Array, precision: int) -> bytes:
     """See `shrinkpoint.kernels.rans.pack_frequencies`."""
-    return rangecoder.pack_frequencies([row for row, _ in _model(frequencies, precision)], precision)
+    return tables.pack_frequencies([row for row, _ in _model(frequencies, precision)], precision)
 
 
 def unpack_frequencies(data: Array, rows: int, columns: int, precision: int) -> Array:
     """See `shrinkpoint.kernels.rans.unpack_frequencies`."""
-    table = rangecoder.unpack_frequencies(bytes(numbers(data)), rows, columns, precision)
+    table = tables.unpack_frequencies(bytes(numbers(data)), rows, columns, precision)
     xp = array_namespace(data)
     return xp.reshape(array([f for row in table for f in row], "uint32", data), (rows, columns))

@@ -214,8 +214,6 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (k.row_dequantize, {"codes": ROW_CODES, "scale": SCALE, "minimum": MINIMUM}),
     (k.row_kmeans, {"x": MATRIX, "bits": 3, "iterations": 3}),
     (k.row_lookup, {"codes": K_CODES, "codebook": K_TABLE}),
-    (k.rare_encode, {"symbols": LEVELS, "expected": LEVELS[::-1].copy()}),
-    (k.rare_decode, {"data": k.rare_encode(LEVELS, LEVELS[::-1].copy()), "expected": LEVELS[::-1].copy()}),
     (k.rle_encode, {"values": LEVELS}),
     (k.rle_decode, {"tokens": k.rle_encode(LEVELS), "n": N}),
     (search_steps, {"num_bins": 10, "ratio": 0.5}),

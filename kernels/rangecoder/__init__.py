@@ -1,1 +1,0 @@
-"""Adaptive range coder of short tables; only the other coders use it."""

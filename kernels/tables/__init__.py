@@ -1,0 +1,4 @@
+"""Small tables as bits: lengths of Huffman codes, and frequencies of rANS.
+
+docs/entropy.md defines the format.
+"""
