@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from .errors import BadArgumentError
-from .other_packages import missing, package_of
+from .registry import missing, package_of
 
 if TYPE_CHECKING:
     from .evidence.entries import Entry

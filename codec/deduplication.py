@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.backend.arrays import is_torch, on_gpu
-from ..kernels.backend.transfer import to_cpu
+from ..kernels.backend.arrays import is_torch, on_gpu, to_cpu
 from .base import CHUNK, Codec, Leaf, Stored
 from .errors import CorruptDataError
 from .groups import Coded

@@ -19,14 +19,21 @@ from ..codec.base import Leaf, Reference
 from ..codec.encode import grouped
 from ..codec.parallel import map_chunks
 from ..codec.state.leaves import NpArray
-from ..codec.weights.codebook import Cells, Fit
+from ..codec.weights.codebook import Cells, Fit, few_values, fit_closely, held_codebook
 from ..codec.weights.importance import weights_of
+from ..codec.weights.level_assignment import Trade, cheapest_levels, mean_roots, trades
 from ..codec.weights.levels import MAX_BINS, LevelsReference, compatible_parent
-from ..codec.weights.partition import kept, upper_threshold
-from ..codec.weights.planning import Limits, protection_limits, pruning_limits, sketched, spreads, thresholds_before
+from ..codec.weights.planning import (
+    Limits,
+    kept,
+    protection_limits,
+    pruning_limits,
+    sketched,
+    spreads,
+    thresholds_before,
+    upper_threshold,
+)
 from ..codec.weights.quantize import Quantize
-from ..codec.weights.ratedistortion import Trade, cheapest_levels, mean_roots, trades
-from ..codec.weights.sketch_refinement import few_values, fit_closely, held_codebook
 from ..kernels.backend.arrays import is_torch
 from ..kernels.histogram import Histogram, kept_histogram
 from ..kernels.quantizer import Thresholds, assign

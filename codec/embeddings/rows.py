@@ -33,8 +33,8 @@ from ..lossless.exact import Exact, decode_chunk, encode_chunk
 from ..parallel import map_batches, map_chunks
 from ..state.casting import float_values
 from ..state.leaves import Array, LeafSpec, NpArray, bytes_of_each
-from .profile import DEFAULT_BINS, evenly, sample_sizes, search_parameters
 from .row_reference import (
+    DEFAULT_BINS,
     METHODS,
     MOST_STYLES,
     RAW,
@@ -43,6 +43,7 @@ from .row_reference import (
     Style,
     all_of,
     checked,
+    evenly,
     joined,
     opened,
     pack_codes,
@@ -52,6 +53,8 @@ from .row_reference import (
     replaced,
     row_length,
     same_records,
+    sample_sizes,
+    search_parameters,
 )
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")

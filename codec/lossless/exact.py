@@ -6,8 +6,8 @@ A chunk's first byte names the method:
     1 planes       one `entropy` block a byte plane, least significant byte first
     2 difference   planes of the arithmetic difference to the parent's bit patterns
     3 unchanged    the parent's bytes
-    4 scaled       floats alone: `codec.lossless.scaled`
-    5 sizes        floats against their parent: `codec.lossless.differences`
+    4 scaled       floats alone: `codec.lossless.floats`
+    5 sizes        floats against their parent: `codec.lossless.floats`
     6 xor          planes of the exclusive or with the parent's bit patterns: flags, packed fields, flipped signs
     7 sparse       the changes since the parent, if they are few: `codec.lossless.sparse`
 
@@ -34,9 +34,17 @@ from ..format.fields import Chunk, Reader, Writer, chunks_of
 from ..groups import Coded, joined_bytes, joined_spec
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
-from .differences import decode_differences, difference_bits, encode_differences
+from .floats import (
+    LAYOUTS,
+    Layout,
+    decode_differences,
+    decode_scaled,
+    difference_bits,
+    encode_differences,
+    encode_scaled,
+    planes_near,
+)
 from .reference import BytesReference, Patch, PatchedReference, joined_parents, split_reference
-from .scaled import LAYOUTS, Layout, decode_scaled, encode_scaled, planes_near
 from .sparse import Patterns, encode_sparse, located_edges, read_sparse
 
 PLAIN, PLANES, DIFFERENCE, UNCHANGED, SCALED, SIZES, XOR, SPARSE = range(8)

@@ -39,7 +39,7 @@ from .. import entropy
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from ..state.leaves import Array, LeafSpec, NpArray
-from .scaled import LAYOUTS
+from .floats import LAYOUTS
 
 MOST = 4
 """At most one of this number of elements may have changed; a reader refuses more."""

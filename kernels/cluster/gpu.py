@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.gpu_bits import order_key, single
+from ..backend.device_functions import order_key, single
 from ..backend.launch import Launch, like, on_device, tensor
 from . import MOST, SHIFT, SUM_BLOCK, Clusters, boundaries, dynamic_map, first_code, ranges, thresholds, unknown_label
 

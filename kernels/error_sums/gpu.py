@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.gpu_bits import widened
+from ..backend.device_functions import widened
 from ..backend.launch import Launch, tensor
 from . import Distortion
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import dtype_name
+from ..backend.device_functions import magnitude_bits, pattern_of, widened
 from ..backend.floats import format_named
-from ..backend.gpu_bits import magnitude_bits, pattern_of, widened
 from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, tensor
 from ..planes.gpu import UNSIGNED
 from . import Buckets, Promotion, unknown_level

@@ -14,11 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.arrays import dtype_name
+from ..backend.arrays import dtype_name, to_cpu
+from ..backend.device_functions import bucket_of, magnitude_bits, pattern_of, product_magnitude, special_levels
 from ..backend.floats import FORMATS
-from ..backend.gpu_bits import bucket_of, magnitude_bits, pattern_of, product_magnitude, special_levels
 from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, run, tensor
-from ..backend.transfer import to_cpu
 from ..quantizer import magnitude_bits as threshold_bits
 from ..quantizer import product_format
 from . import Histogram, target

@@ -11,8 +11,7 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from ..backend.arrays import Array, dtype_name
-from ..backend.bits import from_bits, sign_and_magnitude
-from ..backend.floats import FORMATS, FloatFormat, format_named
+from ..backend.floats import FORMATS, FloatFormat, format_named, from_bits, sign_and_magnitude
 from ..quantizer import product_format
 from ..quantizer.reference import kept, product
 from . import Histogram, target

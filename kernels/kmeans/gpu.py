@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..backend.arrays import to_cpu
 from ..backend.launch import Launch, like, on, tensor
-from ..backend.transfer import to_cpu
 from . import prepared
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.gpu_bits import rounded
+from ..backend.device_functions import rounded, tables, tally, totals
 from ..backend.launch import Launch, like, on_device, tensor
-from ..backend.tally import tables, tally, totals
 from . import ESCAPE, FARTHEST
 
 if TYPE_CHECKING:

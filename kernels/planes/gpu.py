@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import dtype_name
-from ..backend.gpu_bits import order_key
+from ..backend.device_functions import order_key
 from ..backend.launch import INTEGERS, Launch, bit_view, like, on, tensor
 from . import ordered_by_sign, width_of
 

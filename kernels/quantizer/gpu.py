@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import dtype_name
+from ..backend.device_functions import magnitude_bits, pattern_of, product_magnitude, special_levels, widened
 from ..backend.floats import FORMATS
-from ..backend.gpu_bits import magnitude_bits, pattern_of, product_magnitude, special_levels, widened
 from ..backend.launch import Launch, bit_view, like, on_device, tensor
 from ..errors import CorruptDataError
 from ..histogram.gpu import threshold_patterns

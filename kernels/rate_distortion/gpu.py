@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.gpu_bits import single, widened
+from ..backend.device_functions import single, widened
 from ..backend.launch import Launch, like, on_device, tensor
 from ..errors import BadArgumentError
 

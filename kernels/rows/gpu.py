@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.gpu_bits import rounded, single
+from ..backend.device_functions import rounded, single
 from ..backend.launch import INTERPRETED, Launch, like, run, tensor
 from . import ERROR_STEPS, KMEANS_STEPS, search_steps, unknown_code
 

@@ -9,10 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.gpu_bits import rounded
+from ..backend.arrays import to_cpu
+from ..backend.device_functions import rounded, tables, tally, totals
 from ..backend.launch import Launch, like, on_device, tensor
-from ..backend.tally import tables, tally, totals
-from ..backend.transfer import to_cpu
 from . import FARTHEST, FIRST, MAX_OCTAVES, SCALE, Octaves, cell_centers, check_counts
 
 if TYPE_CHECKING:

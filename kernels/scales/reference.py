@@ -8,7 +8,7 @@ import numpy as np
 from array_api_compat import array_namespace, device
 
 from ..backend.arrays import Array, to_numpy
-from ..backend.bits import sign_and_magnitude
+from ..backend.floats import sign_and_magnitude
 from . import ESCAPE, FARTHEST, FIRST, MAX_OCTAVES, SCALE, ZERO, Octaves, cell_centers
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.gpu_bits import order_key
+from ..backend.device_functions import order_key
 from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, tensor
 from ..planes import ordered_by_sign, width_of
 from ..planes.gpu import UNSIGNED, sign_extended

@@ -32,7 +32,7 @@ OLDEST = importlib.import_module("triton").__version__.startswith("3.6.")
 MODULES = [
     importlib.import_module(m.name)
     for m in pkgutil.walk_packages(kernels.__path__, "shrinkpoint.kernels.")
-    if m.name.rpartition(".")[2] in ("gpu", "gpu_bits", "launch", "tally", "aot")
+    if m.name.rpartition(".")[2] in ("gpu", "device_functions", "launch", "aot")
 ]
 assert len(MODULES) > 10
 BY_SIZE = {"BLOCK", "ROUNDS", "ROWS", "COLUMNS", "FIELD", "BYTES"}

@@ -22,8 +22,17 @@ from ...codec.config import Config
 from ...codec.errors import ShrinkpointError
 from ...codec.inputs import Inputs
 from ...codec.plan import ArrayPlan, plan
-from ...codec.weights.partition import Sketch, magnitudes
-from ...codec.weights.planning import Limits, Plan, check_gradients, limits, plans, sketched, thresholds_before
+from ...codec.weights.planning import (
+    Limits,
+    Plan,
+    Sketch,
+    check_gradients,
+    limits,
+    magnitudes,
+    plans,
+    sketched,
+    thresholds_before,
+)
 from ...codec.weights.quantize import Quantize
 from ...kernels.quantizer import Thresholds
 
