@@ -65,10 +65,6 @@ class Launch:
         """Number of programs that cover n elements."""
         return -(-n // (self.size(n) * self.repeats))
 
-    def grid(self, n: int) -> tuple[int]:
-        """The launch grid that covers n elements."""
-        return (self.programs(n),)
-
     def constants(self, n: int) -> dict[str, Any]:
         """`BLOCK`, `ROUNDS` of a kernel with that loop, and the compiler options.
 
