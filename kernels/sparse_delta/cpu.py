@@ -10,10 +10,8 @@ from ..backend.arrays import is_torch, like, to_numpy, writeable, writeable_view
 from ..planes import ordered_by_sign
 from ..planes.cpu import as_values, patterns
 from . import GAP_BITS, SparseDelta, wrong_changes, wrong_gap, wrong_rank
-from .change_application import mark, put, put_classes
-from .change_collection import compact, group
-from .change_symbols import join, split
 from .lanes import EDGES, LANES
+from .loops import compact, group, join, mark, put, put_classes, split
 
 if TYPE_CHECKING:
     from ..backend.arrays import Array
