@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ..errors import BadArgumentError
-from .arrays import DEVICES, device_of, dtype_name, is_allocated, is_torch, on_gpu
+from .arrays import DEVICES, Array, device_of, dtype_name, is_allocated, is_torch, on_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
-
-    from .arrays import Array
 
 T = TypeVar("T")
 UNSIGNED = ("uint8", "uint16", "uint32")

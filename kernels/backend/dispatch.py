@@ -10,13 +10,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from . import first_calls
-from .arrays import on_gpu
+from .arrays import Array, on_gpu
 from .imported import back_end_module
 
 if TYPE_CHECKING:
     from types import ModuleType
-
-    from .arrays import Array
 
 B = TypeVar("B")
 

@@ -15,12 +15,10 @@ import torch
 import torch.utils.dlpack
 import triton
 
-from .arrays import is_torch
+from .arrays import Array, is_torch
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-
-    from .arrays import Array
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 when this module was imported)."""

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from ..backend.arguments import array, integer, same_device
+from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch
 from ..backend.floats import FORMATS
 from ..errors import BadArgumentError, CorruptDataError
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
 

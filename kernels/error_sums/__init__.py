@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_ends, same_device
+from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch, OnHost
 from ..backend.floats import FORMATS
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
 

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from array_api_compat import array_namespace
 
+from ..backend.arrays import Array
 from . import Distortion
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from ..backend.arrays import Array
 
 
 def distortion(x: Array, y: Array) -> Distortion:

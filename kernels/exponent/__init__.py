@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_arrays, check_table, instance, integer, same_device, shown
-from ..backend.arrays import dtype_name
+from ..backend.arrays import Array, dtype_name
 from ..backend.dispatch import Dispatch
 from ..backend.floats import FloatFormat, format_named
 from ..errors import BadArgumentError, CorruptDataError
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
 

@@ -26,7 +26,7 @@ from ..backend.arguments import (
     same_device,
     sequence,
 )
-from ..backend.arrays import dtype_name
+from ..backend.arrays import Array, dtype_name
 from ..backend.dispatch import Dispatch, OnHost
 from ..backend.floats import FORMATS, FloatFormat, format_named
 from ..errors import BadArgumentError
@@ -35,7 +35,6 @@ from ..quantizer import Thresholds, check_gradient, dtype_name_of, product_forma
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
 

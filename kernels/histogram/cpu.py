@@ -24,7 +24,6 @@ from . import Histogram, target
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ..backend.arrays import Array
     from ..quantizer import Thresholds
 
 

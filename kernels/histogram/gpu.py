@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.arrays import dtype_name, to_cpu
+from ..backend.arrays import Array, dtype_name, to_cpu
 from ..backend.device_functions import bucket_of, magnitude_bits, pattern_of, product_magnitude, special_levels
 from ..backend.floats import FORMATS
 from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, run, tensor
@@ -25,7 +25,6 @@ from . import Histogram, target
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ..backend.arrays import Array
     from ..quantizer import Thresholds
 
 ELEMENTS = Launch(block=1024, warps=8)

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_ends, check_table, choice, integer, number, same_device, sequence, shown
-from ..backend.arrays import on_gpu, to_numpy
+from ..backend.arrays import Array, on_gpu, to_numpy
 from ..backend.dispatch import Dispatch, OnHost
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
 

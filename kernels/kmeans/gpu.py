@@ -14,14 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.arrays import to_cpu
+from ..backend.arrays import Array, to_cpu
 from ..backend.launch import Launch, like, run, tensor
 from . import prepared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from ..backend.arrays import Array
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 Table = np.ndarray[Any, np.dtype[np.int64]]

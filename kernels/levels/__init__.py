@@ -9,11 +9,11 @@ import math
 from typing import TYPE_CHECKING, Protocol
 
 from ..backend.arguments import array, integer, same_device
+from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
+from ..backend.arrays import Array
 from ..backend.launch import Launch, like, tensor
 from ..errors import BadArgumentError, CorruptDataError
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 SUBTRACT = Launch(block=8192, warps=8)
 GROUP = Launch(block=512, warps=1, interpreted=1 << 16)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_table, number, same_device
+from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, choice, number
+from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
 

@@ -20,13 +20,12 @@ from ..backend.arguments import (
     same_device,
     stored_bytes,
 )
-from ..backend.arrays import dtype_name
+from ..backend.arrays import Array, dtype_name
 from ..backend.dispatch import Dispatch
 from ..errors import BadArgumentError, CorruptDataError
 from ..planes import width_of
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
 

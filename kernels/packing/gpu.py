@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
+from ..backend.arrays import Array
 from ..backend.launch import INTEGERS, Launch, bit_view, like, run, tensor
 from ..errors import BadArgumentError, CorruptDataError
 from . import trailing_bits_set, wrong_count
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 PACK = Launch(block=1024, warps=8)
 """In words."""

@@ -11,14 +11,13 @@ import math
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from ..backend.arguments import array, check_arrays, choice, host_memory, integer, same_device, stored_bytes
-from ..backend.arrays import dtype_name, is_torch, on_gpu
+from ..backend.arrays import Array, dtype_name, is_torch, on_gpu
 from ..backend.dispatch import Dispatch, OnHost, compiled_back_end
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
 

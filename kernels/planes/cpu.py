@@ -12,7 +12,7 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import config, types
 from numba.extending import intrinsic
 
-from ..backend.arrays import dtype_name, is_torch, like, to_numpy, writeable, writeable_view
+from ..backend.arrays import Array, dtype_name, is_torch, like, to_numpy, writeable, writeable_view
 from ..backend.jit import njit_in_place, njit_inline
 from ..backend.local_array import local_array
 from ..errors import CorruptDataError
@@ -21,8 +21,6 @@ from . import category_count, ordered_by_sign, width_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from ..backend.arrays import Array
 
 BLOCK = 512
 """Elements per block, which stays in the first-level cache during the pass of each plane."""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.arrays import dtype_name
+from ..backend.arrays import Array, dtype_name
 from ..backend.device_functions import order_key
 from ..backend.launch import INTEGERS, Launch, bit_view, like, tensor
 from . import ordered_by_sign, width_of
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 ELEMENTS = Launch(block=4096, warps=8)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -12,9 +12,6 @@ from ..backend.floats import FORMATS, from_bits, to_bits
 from ..errors import CorruptDataError
 from . import VALUE_WIDTHS as WIDTHS
 from . import category_count, ordered_by_sign, width_of
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 
 def split_planes(x: Array, rotation: int = 0) -> Array:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_table, integer
+from ..backend.arrays import Array
 from ..backend.dispatch import OnHost
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import cpu, reference
 
 

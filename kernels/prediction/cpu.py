@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backend.arrays import like, to_numpy
+from ..backend.arrays import Array, like, to_numpy
 from ..backend.jit import njit_in_place, njit_inline
 from . import CLIP, LEAST_ROWS, RANK, SAMPLE, TOP, UNIT, WHOLE
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import Heights
 
 NumPy = np.ndarray[Any, Any]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from array_api_compat import array_namespace
 
+from ..backend.arrays import Array
 from . import CLIP, RANK, TOP, UNIT, sample_rows
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import Heights
 
 NpArray = np.ndarray[Any, Any]

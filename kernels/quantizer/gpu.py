@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.arrays import dtype_name
+from ..backend.arrays import Array, dtype_name
 from ..backend.device_functions import magnitude_bits, pattern_of, product_magnitude, special_levels, widened
 from ..backend.floats import FORMATS
 from ..backend.launch import Launch, bit_view, like, on_device, tensor
@@ -18,7 +18,6 @@ from ..histogram.gpu import threshold_patterns
 from . import boundaries, product_format
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import Thresholds
 
 ASSIGN = Launch(block=2048, warps=8, registers=128)

@@ -15,7 +15,6 @@ from . import product_format
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..backend.arrays import Array
     from . import Thresholds
 
 _TINY = 2.0**-1000

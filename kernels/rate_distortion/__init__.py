@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_table, number, same_device, shown
+from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch, OnHost
 from ..backend.floats import FORMATS
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
 

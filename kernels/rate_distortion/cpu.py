@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backend.arrays import dtype_name, like, to_numpy
+from ..backend.arrays import Array, dtype_name, like, to_numpy
 from ..backend.jit import njit_in_place, njit_inline
 from ..backend.widen import NARROW, widened
 from ..errors import BadArgumentError
@@ -18,7 +18,6 @@ from ..errors import BadArgumentError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..backend.arrays import Array
     from . import Table
 
 _STEP = 1 << 20

@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..backend.arrays import Array
 from ..backend.device_functions import single, widened
 from ..backend.launch import Launch, like, on_device, tensor
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import Table
 
 CHOOSE = Launch(block=1024, warps=4, registers=128)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from array_api_compat import array_namespace
 
-from ..backend.arrays import dtype_name
+from ..backend.arrays import Array, dtype_name
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import Table
 
 

@@ -15,12 +15,12 @@ import math
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from ..backend.arguments import array, choice, integer, number, same_device
+from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch
 from ..backend.floats import FORMATS
 from ..errors import CorruptDataError
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
 

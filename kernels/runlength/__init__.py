@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from ..backend.arguments import array, integer, room_for
+from ..backend.arrays import Array
 from ..backend.dispatch import OnHost
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import cpu, reference
 
 

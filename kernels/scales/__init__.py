@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_table, instance, integer, number, same_device, shown
-from ..backend.arrays import dtype_name, on_gpu
+from ..backend.arrays import Array, dtype_name, on_gpu
 from ..backend.dispatch import Dispatch, OnHost
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
 

@@ -12,7 +12,6 @@ from ..backend.local_array import local_array
 from . import ESCAPE, FARTHEST, FIRST, MAX_OCTAVES, SCALE, ZERO, Octaves, cell_centers
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import Factors, Shapes
 
 

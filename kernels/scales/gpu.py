@@ -9,13 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backend.arrays import to_cpu
+from ..backend.arrays import Array, to_cpu
 from ..backend.device_functions import rounded, tables, tally, totals
 from ..backend.launch import Launch, like, on_device, tensor
 from . import FARTHEST, FIRST, MAX_OCTAVES, SCALE, Octaves, cell_centers, check_counts
 
 if TYPE_CHECKING:
-    from ..backend.arrays import Array
     from . import Factors, Shapes
 
 SPLIT = Launch(block=2048, warps=8)

@@ -14,7 +14,6 @@ from . import ESCAPE, FARTHEST, FIRST, MAX_OCTAVES, SCALE, ZERO, Octaves, cell_c
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..backend.arrays import Array
     from . import Factors, Shapes
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_arrays, choice, integer, same_device, sequence, stored_bytes
-from ..backend.arrays import dtype_name
+from ..backend.arrays import Array, dtype_name
 from ..backend.dispatch import Dispatch, OnHost
 from ..errors import BadArgumentError, CorruptDataError
 from ..planes import VALUE_WIDTHS as LARGE
@@ -33,7 +33,6 @@ from ..planes import Method, ordered_by_sign, width_of
 if TYPE_CHECKING:
     from typing import Any
 
-    from ..backend.arrays import Array
     from . import cpu, gpu, reference
 
 
