@@ -18,8 +18,9 @@ import pickle
 import sys
 import uuid
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llvmlite  # type: ignore[import-untyped]
 import numba
@@ -27,9 +28,6 @@ import numpy as np
 from numba.core import caching
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _DIGEST = 16
 loaded: set[str] = set()

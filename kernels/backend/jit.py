@@ -8,16 +8,14 @@ module. The only exceptions are `prefetch`, `local_array` and `lanes`, which are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numba
 
 from . import compile_notice
 from .cache import Kept, warn_uncached
 from .compiler import EntryCompiler, Helper, HelperCompiler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 F = TypeVar("F", bound="Callable[..., object]")
 compile_notice.install()

@@ -7,8 +7,9 @@ warm-up is needed, and ahead-of-time compilation checks exactly the code that wi
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,6 @@ import torch.utils.dlpack
 import triton
 
 from .arrays import Array, is_torch
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 when this module was imported)."""

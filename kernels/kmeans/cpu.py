@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,9 +11,6 @@ from ..backend.arrays import Array, like, to_numpy
 from ..backend.jit import njit_in_place, njit_inline
 from ..backend.local_array import local_array
 from . import prepared
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 _MANY = 64

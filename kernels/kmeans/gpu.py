@@ -6,8 +6,9 @@ order of operations is defined in `reference.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,6 @@ import triton.language as tl
 from ..backend.arrays import Array, to_cpu
 from ..backend.launch import Launch, like, run, tensor
 from . import prepared
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 Table = np.ndarray[Any, np.dtype[np.int64]]

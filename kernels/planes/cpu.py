@@ -5,7 +5,8 @@ The category of an integer comes from the exponent of a float.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]
@@ -18,9 +19,6 @@ from ..backend.local_array import local_array
 from ..errors import CorruptDataError
 from . import VALUE_WIDTHS as WIDTHS
 from . import category_count, ordered_by_sign, width_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BLOCK = 512
 """Elements per block, which stays in the first-level cache during the pass of each plane."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +15,7 @@ from ..backend.floats import FORMATS
 from ..backend.launch import Launch, bit_view, like, on_device, tensor
 from ..errors import CorruptDataError
 from ..histogram.gpu import threshold_patterns
-from . import boundaries, product_format
-
-if TYPE_CHECKING:
-    from . import Thresholds
+from . import Thresholds, boundaries, product_format
 
 ASSIGN = Launch(block=2048, warps=8, registers=128)
 VALUES = Launch(block=4096, warps=8)

@@ -6,7 +6,8 @@ values per pair of levels decides that without arithmetic. Extrapolation is one 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -14,11 +15,7 @@ from ..backend.arrays import Array, dtype_name, like, to_numpy
 from ..backend.jit import njit_in_place, njit_inline
 from ..backend.widen import NARROW, widened
 from ..errors import BadArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from . import Table
+from . import Table
 
 _STEP = 1 << 20
 _FEW = 1 << 16

@@ -5,8 +5,6 @@ Extrapolation is two reads and a write, bound by memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +13,7 @@ from ..backend.arrays import Array
 from ..backend.device_functions import single, widened
 from ..backend.launch import Launch, like, on_device, tensor
 from ..errors import BadArgumentError
-
-if TYPE_CHECKING:
-    from . import Table
+from . import Table
 
 CHOOSE = Launch(block=1024, warps=4, registers=128)
 SETTLE = Launch(block=1024, warps=4)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from array_api_compat import array_namespace
 
 from ..backend.arrays import Array, dtype_name
-
-if TYPE_CHECKING:
-    from . import Table
+from . import Table
 
 
 def rate_distortion_levels(
