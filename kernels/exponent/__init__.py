@@ -19,9 +19,6 @@ from ..backend.dispatch import Dispatch
 from ..backend.floats import FloatFormat, format_named
 from ..errors import BadArgumentError, CorruptDataError
 
-if TYPE_CHECKING:
-    from . import cpu, gpu, reference
-
 
 class BackEnd(Protocol):
     """Functions that every back end of this subject has."""
@@ -40,6 +37,8 @@ class BackEnd(Protocol):
 back_end = Dispatch[BackEnd]("exponent")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 MAX_BITS = 12

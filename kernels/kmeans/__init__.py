@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -11,11 +12,6 @@ from ..backend.arguments import array, check_ends, check_table, choice, integer,
 from ..backend.arrays import Array, on_gpu, to_numpy
 from ..backend.dispatch import Dispatch, OnHost
 from ..errors import BadArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -43,6 +39,8 @@ back_end = Dispatch[BackEnd]("kmeans")
 on_host = OnHost[HostBackEnd]("kmeans")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 

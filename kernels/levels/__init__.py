@@ -13,9 +13,6 @@ from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch
 from ..errors import BadArgumentError
 
-if TYPE_CHECKING:
-    from . import cpu, gpu, reference
-
 
 class BackEnd(Protocol):
     """Functions that every back end of this subject has."""
@@ -30,6 +27,8 @@ class BackEnd(Protocol):
 back_end = Dispatch[BackEnd]("levels")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 MAX_SIZE = 256

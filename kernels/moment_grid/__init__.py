@@ -10,9 +10,6 @@ from ..backend.arguments import array, check_table, number, same_device
 from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch
 
-if TYPE_CHECKING:
-    from . import cpu, gpu, reference
-
 
 class BackEnd(Protocol):
     """Functions that every back end of this subject has."""
@@ -27,6 +24,8 @@ class BackEnd(Protocol):
 back_end = Dispatch[BackEnd]("moment_grid")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 ESCAPE = 0

@@ -25,9 +25,6 @@ from ..backend.dispatch import Dispatch
 from ..errors import BadArgumentError, CorruptDataError
 from ..planes import width_of
 
-if TYPE_CHECKING:
-    from . import cpu, gpu, reference
-
 
 class BackEnd(Protocol):
     """Functions that every back end of this subject has."""
@@ -44,6 +41,8 @@ class BackEnd(Protocol):
 back_end = Dispatch[BackEnd]("packing")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 

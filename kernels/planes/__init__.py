@@ -8,17 +8,13 @@ are.
 from __future__ import annotations
 
 import math
+from types import ModuleType
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from ..backend.arguments import array, check_arrays, choice, host_memory, integer, same_device, stored_bytes
 from ..backend.arrays import Array, dtype_name, is_torch, on_gpu
 from ..backend.dispatch import Dispatch, OnHost, compiled_back_end
 from ..errors import BadArgumentError
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -45,6 +41,8 @@ back_end = Dispatch[BackEnd]("planes")
 on_host = OnHost[HostBackEnd]("planes")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 

@@ -17,9 +17,6 @@ from ..backend.arrays import Array
 from ..backend.dispatch import OnHost
 from ..errors import BadArgumentError
 
-if TYPE_CHECKING:
-    from . import cpu, reference
-
 
 class HostBackEnd(Protocol):
     """Functions of the back ends on the host."""
@@ -38,6 +35,8 @@ class HostBackEnd(Protocol):
 on_host = OnHost[HostBackEnd]("prediction")
 
 if TYPE_CHECKING:
+    from . import cpu, reference
+
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 RANK = 8

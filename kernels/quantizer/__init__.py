@@ -18,9 +18,6 @@ from ..backend.floats import FORMATS, FloatFormat, format_named
 from ..errors import BadArgumentError
 from ..planes import WIDTHS
 
-if TYPE_CHECKING:
-    from . import cpu, gpu, reference
-
 
 class BackEnd(Protocol):
     """Functions that every back end of this subject has."""
@@ -44,6 +41,8 @@ back_end = Dispatch[BackEnd]("quantizer")
 on_host = OnHost[HostBackEnd]("quantizer")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 

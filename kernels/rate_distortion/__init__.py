@@ -13,9 +13,6 @@ from ..backend.dispatch import Dispatch, OnHost
 from ..backend.floats import FORMATS
 from ..errors import BadArgumentError
 
-if TYPE_CHECKING:
-    from . import cpu, gpu, reference
-
 
 class BackEnd(Protocol):
     """Functions that every back end of this subject has."""
@@ -39,6 +36,8 @@ back_end = Dispatch[BackEnd]("rate_distortion")
 on_host = OnHost[HostBackEnd]("rate_distortion")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 

@@ -20,9 +20,6 @@ from ..backend.dispatch import Dispatch
 from ..backend.floats import FORMATS
 from ..errors import CorruptDataError
 
-if TYPE_CHECKING:
-    from . import cpu, gpu, reference
-
 
 class BackEnd(Protocol):
     """Functions that every back end of this subject has."""
@@ -38,6 +35,8 @@ class BackEnd(Protocol):
 back_end = Dispatch[BackEnd]("rows")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 Method = Literal["symmetric", "asymmetric", "adaptive"]

@@ -17,9 +17,6 @@ from ..backend.arrays import Array, dtype_name, on_gpu
 from ..backend.dispatch import Dispatch, OnHost
 from ..errors import BadArgumentError
 
-if TYPE_CHECKING:
-    from . import cpu, gpu, reference
-
 
 class BackEnd(Protocol):
     """Functions that every back end of this subject has.
@@ -58,6 +55,8 @@ back_end = Dispatch[BackEnd]("scales")
 on_host = OnHost[HostBackEnd]("scales")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,11 +29,6 @@ from ..backend.dispatch import Dispatch, OnHost
 from ..errors import BadArgumentError, CorruptDataError
 from ..planes import VALUE_WIDTHS as LARGE
 from ..planes import Method, ordered_by_sign, width_of
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -66,6 +61,8 @@ back_end = Dispatch[BackEnd]("sparse_delta")
 on_host = OnHost[HostBackEnd]("sparse_delta")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
