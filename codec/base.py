@@ -154,6 +154,16 @@ class Codec(Protocol):
         ...
 
 
+class Unplanned:
+    """Base of codecs that encode each array without a look at the others."""
+
+    __slots__ = ()
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Parents) -> Sequence[None]:
+        """Return None for each array."""
+        return [None] * len(leaves)
+
+
 class GroupCodec(Codec, Protocol):
     """A codec that can code several arrays together."""
 

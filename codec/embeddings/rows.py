@@ -29,7 +29,7 @@ from ..base import CHUNK, Leaf, Parents, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Chunk, Reader, Writer, chunks_of
 from ..groups import Coded
-from ..lossless.exact import Exact, decode_chunk, encode_chunk
+from ..lossless.exact import Exact, decode_chunk, encode_chunk, exactly
 from ..parallel import map_batches, map_chunks
 from ..state.casting import float_values
 from ..state.leaves import Array, LeafSpec, NpArray, bytes_of_each
@@ -230,10 +230,9 @@ class Rows:
     def encode(self, leaf: Leaf, parent: Reference | None, plan: Style) -> Stored:
         """Encode one array; `error` is the relative L2 error met, over all rows."""
         if not _has_rows(leaf):
-            stored = Exact().encode(leaf, parent)
-            odd = leaf.kind.role == "weight" and leaf.spec.size
-            note = f"exact: {len(leaf.spec.shape)} dimensions, no rows to quantize" if odd else ""
-            return dataclasses.replace(stored, note=note)
+            if leaf.kind.role != "weight" or not leaf.spec.size:
+                return Exact().encode(leaf, parent)
+            return exactly(leaf, parent, f"{len(leaf.spec.shape)} dimensions, no rows to quantize")
         before = parent if isinstance(parent, RowsReference) and parent.style.size == leaf.spec.shape[0] else None
         touched = marked_rows(leaf.touched, leaf.spec.shape[0], leaf.path)
         for style in self._ladder(plan, leaf.spec):

@@ -21,7 +21,7 @@ from ...kernels.quantizer import LARGEST_STEP, SMALLEST_STEP, Thresholds, unifor
 from .. import entropy
 from ..base import CHUNK, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored, rounded_error
 from ..format.fields import Piece
-from ..lossless.exact import Exact
+from ..lossless.exact import exactly
 from ..moments.logbuckets import FINEST, LogBuckets
 from ..parallel import map_chunks
 from ..state.casting import float_values, unit
@@ -128,9 +128,7 @@ class Quantize(QuantizeSettings):
         if made.groups:
             return made.groups[0].only
         stored = made.alone[0]
-        if stored is None:
-            return dataclasses.replace(Exact().encode(leaf, parent), note="exact: no smaller as levels")
-        return stored
+        return exactly(leaf, parent, "no smaller as levels") if stored is None else stored
 
     def groups(self, leaf: Leaf) -> Hashable | None:
         """Return True if arrays can be coded together: no published coder, no error target."""
@@ -193,17 +191,17 @@ class Quantize(QuantizeSettings):
 
     def _finer_or_exact(self, leaf: Leaf, parent: Reference | None, plan: Plan, target: float) -> Stored:
         """Encode an array that no codebook is fine enough for."""
-        note = f"exact: {MAX_BINS} bins miss the error target {self.max_error:g}"
+        why = f"{MAX_BINS} bins miss the error target {self.max_error:g}"
         finer = store_multiples(leaf, parent, target) if self.residual else None
         size = 0 if finer is None else sum(map(len, finer.pieces))
         if finer is not None and (lost := lost_to_step(plan.cells, finer.meta["s"])).nonzero > _LOST:
-            note += f", and by a finer step {lost.nonzero:.0%} of it would be as good as zero"
+            why += f", and by a finer step {lost.nonzero:.0%} of it would be as good as zero"
         elif finer is not None and 2 * size < leaf.spec.nbytes:  # values that are not few take more than this
             return finer
-        stored = Exact().encode(leaf, parent)
+        stored = exactly(leaf, parent, why)
         if finer is not None and lost.nonzero <= _LOST and size < sum(map(len, stored.pieces)):
             return finer
-        return dataclasses.replace(stored, note=note)
+        return stored
 
     def _each_by_its_size(self, leaf: Leaf, parent: Reference | None, lost: float) -> Stored:
         """Encode an array in log buckets, whose error is relative to each element.
