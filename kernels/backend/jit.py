@@ -3,7 +3,7 @@
 Every compiled function of the CPU back end is decorated with `njit` from here: no fastmath and no contraction, so that
 the three back ends agree to the bit; the GIL released; the result cached on disk (see `cache`). Numba's disk cache does
 not notice a change in a callee in another module. A cached function may therefore only call functions of its own
-module. The only exceptions are `prefetch`, `local_array` and `lanes`, which are part of the cache key.
+module. The only exceptions are `instructions` and `local_array`, which are part of the cache key.
 
 Numba gives every compiled function machine code of its own, including the small ones that only other compiled functions
 call. Here a helper remains LLVM code until it is part of an entry point, and an entry point that creates no array is

@@ -16,8 +16,8 @@ import numpy as np
 
 from ..backend.arrays import Array, bit_view, dtype_name, like, to_numpy
 from ..backend.floats import FORMATS, FloatFormat, format_named
+from ..backend.instructions import AHEAD, prefetch
 from ..backend.jit import njit_in_place, njit_inline
-from ..backend.prefetch import AHEAD, prefetch
 from ..backend.widen import widened
 from ..quantizer import Thresholds, magnitude_bits, product_format
 from . import Histogram, target

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..backend.arrays import Array, is_torch, like, to_numpy, writeable, writeable_view
+from ..backend.instructions import EDGES, LANES
 from ..planes import ordered_by_sign
 from ..planes.cpu import as_values, patterns
 from . import GAP_BITS, SparseDelta, wrong_changes, wrong_gap, wrong_rank
-from .lanes import EDGES, LANES
 from .loops import compact, group, join, mark, put, put_classes, split
 
 MUCH = 1 << 20

@@ -6,12 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..backend.jit import njit_in_place, njit_inline
-from ..backend.local_array import local_array
-from . import GAP_BITS, SMALL, SYMBOLS
-from .lanes import (
+from ..backend.instructions import (
     BLOCK,
-    HAS_DEPOSIT,
+    HAS_BMI2,
     LANES,
     at_least,
     barrier,
@@ -25,6 +22,9 @@ from .lanes import (
     zeros_above,
     zeros_below,
 )
+from ..backend.jit import njit_in_place, njit_inline
+from ..backend.local_array import local_array
+from . import GAP_BITS, SMALL, SYMBOLS
 
 
 @njit_in_place
@@ -132,8 +132,8 @@ def group(classes: Any, ranks: Any, changes: Any, starts: Any, grouped_ranks: An
         starts[c] = at + 1
 
 
-if HAS_DEPOSIT:
-    from .lanes import deposited
+if HAS_BMI2:
+    from ..backend.instructions import deposited
 else:
 
     @njit_inline

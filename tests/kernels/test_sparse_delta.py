@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shrinkpoint.kernels.backend.instructions import BLOCK
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.kernels.planes import WIDTHS, difference, ordered_by_sign
 from shrinkpoint.kernels.sparse_delta import (
@@ -23,7 +24,6 @@ from shrinkpoint.kernels.sparse_delta import (
     split_changes,
 )
 from shrinkpoint.kernels.sparse_delta import cpu as compiled
-from shrinkpoint.kernels.sparse_delta.lanes import BLOCK
 
 from .patterns import array_of, patterns_of, random_patterns
 
