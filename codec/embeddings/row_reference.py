@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch, on_gpu, placed_with
+from ...kernels.backend.arrays import bytes_of, is_torch, on_gpu, placed_with
+from ...kernels.backend.arrays import numbers as viewed
 from ...kernels.packing import pack_bits, unpack_bits
 from ...kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 from ..base import CHUNK
@@ -282,13 +283,13 @@ def dequantized(records: Array, style: Style, columns: int) -> Array:
     numbers, codes = opened(records, style, columns)
     if style.method == "kmeans":
         return row_lookup(codes, numbers)
-    return row_dequantize(codes, _scale(numbers, style), _dense(numbers[:, -1]))
+    return row_dequantize(codes, _scale(numbers, style), dense(numbers[:, -1]))
 
 
 def _scale(numbers: Array, style: Style) -> Array:
     """Return the distance of the values of each row, float32 [R]; the quantizer is uniform."""
     if style.method != "symmetric":
-        return _dense(numbers[:, 0])
+        return dense(numbers[:, 0])
     top = (1 << style.bits) - 1
     # On a GPU, torch multiplies by the reciprocal of a plain number.
     return (-numbers[:, 0] - numbers[:, 0]) / (numbers.new_full((1,), top) if is_torch(numbers) else np.float32(top))
@@ -296,24 +297,16 @@ def _scale(numbers: Array, style: Style) -> Array:
 
 def _numbers(records: Array, style: Style) -> Array:
     """Return the float32 numbers [R, n] of records."""
-    head = _dense(records[:, : 4 * style.numbers])
-    if not is_torch(head):
-        return head.view("<f4")
-    import torch
-
-    return head.view(torch.float32)
+    return viewed(dense(records[:, : 4 * style.numbers]), 4, "float")
 
 
 def _bytes_of(numbers: Array) -> Array:
     """Return a matrix of floats as bytes, with as many rows."""
-    if not is_torch(numbers):
-        return np.ascontiguousarray(numbers).view(np.uint8)
-    import torch
-
-    return numbers.contiguous().view(torch.uint8)
+    return bytes_of(dense(numbers))
 
 
-def _dense(x: Array) -> Array:
+def dense(x: Array) -> Array:
+    """Return a matrix whose rows follow one another in memory."""
     return x.contiguous() if is_torch(x) else np.ascontiguousarray(x)
 
 
@@ -327,9 +320,9 @@ def _side_by_side(parts: Sequence[Array]) -> Array:
 def opened(records: Array, style: Style, columns: int) -> tuple[Array, Array]:
     """Split records into float32 numbers [R, n] and codes uint8 [R, D]; the style is not "raw"."""
     padded = -(-columns // 8) * 8
-    flat = _dense(records[:, 4 * style.numbers :]).reshape(-1)
+    flat = dense(records[:, 4 * style.numbers :]).reshape(-1)
     codes = unpack_bits(flat, style.bits, records.shape[0] * padded).reshape(records.shape[0], padded)
-    return _numbers(records, style), _dense(codes[:, :columns])
+    return _numbers(records, style), dense(codes[:, :columns])
 
 
 def pack_codes(codes: Array, bits: int) -> Array:
