@@ -262,6 +262,19 @@ def _check_pair(name: str, x: Array, other: str, y: Array, method: str, dtype: s
     return meant
 
 
+def check_alike(current: Array, previous: Array) -> None:
+    """Check that two arrays share one dtype of fixed width, one device and one shape."""
+    check_arrays(current=current, previous=previous)
+    name, other = dtype_name(current), dtype_name(previous)
+    width_of(name)
+    if name != other:
+        raise BadArgumentError(f"current has dtype {name} and previous {other}; they must be the same")
+    same_device("current", current, "previous", previous)
+    shape, wanted = tuple(current.shape), tuple(previous.shape)
+    if shape != wanted:
+        raise BadArgumentError(f"current has shape {shape} and previous {wanted}; they must be the same")
+
+
 VALUE_WIDTHS = {"uint16": 16, "uint32": 32, "uint64": 64}
 
 
