@@ -1,4 +1,4 @@
-"""Float formats as integers: field widths, bit patterns, and log buckets, which are shifted patterns.
+"""Float formats as integers: field widths, bit patterns, and log buckets.
 
 The array API cannot read bit patterns, so each library has its own function. Patterns are int64 arrays of the float's
 library, so the rest of the oracle is plain array API arithmetic: `0 ... 2**width - 1` for formats of 16 and 32 bits,

@@ -1,4 +1,4 @@
-"""Instructions of LLVM that Numba does not offer: on 64 elements at once, on the bits of a word, and for the cache.
+"""Instructions of LLVM that Numba does not offer: for 64 elements, words, and the cache.
 
 The comparison of vectors of elements gives one bit per lane. NumPy and Numba's vectorizer would first produce a byte
 per element, so it is written as a vector instruction of LLVM, which is available on every processor.

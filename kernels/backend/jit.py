@@ -106,7 +106,7 @@ class RememberedCalls:
         return getattr(self._context, name)
 
     def resolve_function_type(self, func: Any, args: tuple[types.Type, ...], kws: Any) -> Any:
-        """Return the signature of a call, None if there is none."""
+        """Return the signature of a call; None without one."""
         if kws or not isinstance(func, _OWN) or not all(isinstance(a, _PLAIN) for a in args):
             return self._context.resolve_function_type(func, args, kws)
         key = func, tuple(args), self._nrt

@@ -1,4 +1,4 @@
-"""The compiled loops of changes: find them word by word of 64 elements, find them again by their ranks, code them."""
+"""Compiled loops that find changes, find them again by their ranks, and code them."""
 
 from __future__ import annotations
 
