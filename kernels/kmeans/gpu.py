@@ -553,8 +553,9 @@ def _solve(problems: list[_Problem], device: torch.device, iterations: int) -> l
     exact, lloyd = ([i for i, p in enumerate(problems) if p.solver == solver] for solver in ("exact", "lloyd"))
     rows = torch.from_numpy(table).to(device)
     _launch_exact(x, w, weight, moment, table, rows, exact, scratch, codes)
-    constants = {"FIELDS": FIELDS, "BLOCK": LLOYD.block, **LLOYD.options}
-    run(lloyd_kernel, len(lloyd), x, w, rows[lloyd], iterations, x.new_empty(scratch), codes, **constants)
+    if lloyd:
+        constants = {"FIELDS": FIELDS, "BLOCK": LLOYD.block, **LLOYD.options}
+        run(lloyd_kernel, len(lloyd), x, w, rows[lloyd], iterations, x.new_empty(scratch), codes, **constants)
     return list(codes.split([p.codes.size for p in problems]))
 
 
