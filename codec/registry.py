@@ -11,7 +11,9 @@ It is imported when a configuration or a file first names the codec.
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -96,6 +98,30 @@ def register(codec: type[Codec]) -> type[Codec]:
     CODECS[name] = codec
     STREAMS.update(streams)
     return codec
+
+
+def to_json(codec: Codec) -> dict[str, Any]:
+    """Return a codec as plain JSON: its id and its fields."""
+    fields = dataclasses.asdict(codec)  # type: ignore[call-overload]
+    return {"id": codec.id, **fields}
+
+
+def from_json(table: Mapping[str, type[Codec]], data: Any) -> Codec:
+    """Return the codec that `to_json` described.
+
+    Raises:
+        BadArgumentError: an unknown id or field.
+        MissingCodecError: the id is that of another package, which does not provide it here.
+    """
+    if not isinstance(data, Mapping) or data.get("id") not in table:
+        if isinstance(data, Mapping) and package_of(str(data.get("id"))):
+            raise missing(str(data["id"]))
+        raise BadArgumentError(f"{str(data)[:80]} is not a codec; ids are {', '.join(table)}")
+    fields = {k: v for k, v in data.items() if k != "id"}
+    try:
+        return table[data["id"]](**fields)
+    except TypeError as e:
+        raise BadArgumentError(f"codec {data['id']}: {e}") from None
 
 
 def _load(name: str) -> bool:
