@@ -44,7 +44,7 @@ def rate_distortion_levels(
 
 
 def settled_bounds(codebook: Table, prices: Table, slack: float) -> Table:
-    """See `kernels.rate_distortion`; float64, candidates in the order nearest - 1, + 1, previous."""
+    """See `kernels.rate_distortion`; float64, candidates: nearest - 1, + 1, previous."""
     contexts, width = prices.shape
     bounds = np.empty((contexts, width, 4))
     bounds[:] = -np.inf, 0.0, np.inf, 0.0
