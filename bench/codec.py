@@ -24,7 +24,7 @@ import numpy as np
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import CHUNK
-from shrinkpoint.codec.weights.ratedistortion import cheapest_levels
+from shrinkpoint.codec.weights.level_assignment import cheapest_levels
 
 from . import coders, data, first_call, memory, small_arrays, trained_models
 from .data import Pair

@@ -12,9 +12,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-from .errors import BadArgumentError
-from .other_packages import missing, package_of
-
 if TYPE_CHECKING:
     from .evidence.entries import Entry
     from .evidence.kind import Kind
@@ -154,6 +151,16 @@ class Codec(Protocol):
         ...
 
 
+class Unplanned:
+    """Base of codecs that encode each array without a look at the others."""
+
+    __slots__ = ()
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Parents) -> Sequence[None]:
+        """Return None for each array."""
+        return [None] * len(leaves)
+
+
 class GroupCodec(Codec, Protocol):
     """A codec that can code several arrays together."""
 
@@ -168,30 +175,6 @@ class GroupCodec(Codec, Protocol):
 
 Prepare: TypeAlias = Callable[[Sequence[Leaf], Sequence[Reference | None]], Sequence[Any]]
 """A codec's `prepare`, or its replacement."""
-
-
-def to_json(codec: Codec) -> dict[str, Any]:
-    """Return a codec as plain JSON: its id and its fields."""
-    fields = dataclasses.asdict(codec)  # type: ignore[call-overload]
-    return {"id": codec.id, **fields}
-
-
-def from_json(table: Mapping[str, type[Codec]], data: Any) -> Codec:
-    """Return the codec that `to_json` described.
-
-    Raises:
-        BadArgumentError: an unknown id or field.
-        MissingCodecError: the id is that of another package, which does not provide it here.
-    """
-    if not isinstance(data, Mapping) or data.get("id") not in table:
-        if isinstance(data, Mapping) and package_of(str(data.get("id"))):
-            raise missing(str(data["id"]))
-        raise BadArgumentError(f"{str(data)[:80]} is not a codec; ids are {', '.join(table)}")
-    fields = {k: v for k, v in data.items() if k != "id"}
-    try:
-        return table[data["id"]](**fields)
-    except TypeError as e:
-        raise BadArgumentError(f"codec {data['id']}: {e}") from None
 
 
 def rounded_error(error: float, *, up: bool) -> float:

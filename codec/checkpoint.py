@@ -12,10 +12,9 @@ from blake3 import blake3
 
 from ..kernels.backend.arguments import no_device
 from ..kernels.backend.arrays import on_gpu
-from .arithmetic import own_arithmetic
 from .base import Reference
 from .device_coding import decoding_near
-from .display import html_fields, size
+from .display import Row, Summary, html_fields, size
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .format import container
 from .format.fields import Bytes, Piece, parts_of
@@ -23,11 +22,10 @@ from .format.ranged import Ranged, ranged_over
 from .groups import Coded, FilledReference, joined_bytes, joined_spec
 from .lossless.reference import BytesReference
 from .outputs import copy_parts, device_memory, host_memory, new_outputs, outputs_of, write_to
-from .parallel import map_arrays, map_chunks
+from .parallel import map_arrays, map_chunks, own_arithmetic
 from .records import ArrayRecord, Group, Records, records_of
 from .state import tree
 from .state.leaves import Array, LeafSpec, as_bytes, build_leaf, check_memory, from_bytes, import_libraries
-from .summary import Row, Summary
 
 _HASH = re.compile("[0-9a-f]{64}")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .arithmetic import own_arithmetic
 from .base import Codec, Prepare, Stored, rounded_error
 from .checkpoint import Checkpoint
 from .config import Config
 from .encode import Economy, encode
-from .evidence.reasons import REASONS
+from .evidence.kind import REASONS
 from .format.schema import StoredArray, StoredGroup, groups_to_json
 from .inputs import Inputs
 from .named_presets import check_config
+from .parallel import own_arithmetic
 from .plan import ArrayPlan, plan
 from .records import Records
 from .streams import STREAMS

@@ -10,7 +10,7 @@ from typing import Any, Never
 
 from ..kernels.backend.arguments import check_field, choice, flag, instance, integer, number, or_none, strings
 from ..kernels.backend.floats import FORMATS
-from .base import Codec, from_json, to_json
+from .base import Codec
 from .display import html_fields
 from .embeddings.rows import Rows
 from .errors import BadArgumentError, ShrinkpointWarning
@@ -23,6 +23,7 @@ from .moments.firstmoment import FirstMoment
 from .moments.logbuckets import LogBuckets
 from .moments.secondmoment import SecondMoment
 from .registry import CODECS as CODECS
+from .registry import from_json, to_json
 from .state.leaves import LeafSpec
 from .weights.exponent import ExponentDelta
 from .weights.quantize import Quantize

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.backend.arrays import is_torch, on_gpu
-from ..kernels.backend.transfer import to_cpu
+from ..kernels.backend.arrays import is_torch, numbers, on_gpu, to_cpu
 from .base import CHUNK, Codec, Leaf, Stored
 from .errors import CorruptDataError
 from .groups import Coded
@@ -102,8 +101,8 @@ def _same_bits(x: Array, y: Array) -> bool:
     if on_gpu(x):
         import torch
 
-        width = getattr(torch, f"int{8 * x.element_size()}")
-        return torch.equal(x.view(width), y.view(width))
+        width = x.element_size()
+        return torch.equal(numbers(x, width, "int"), numbers(y, width, "int"))
     return np.array_equal(as_bytes(x), as_bytes(y))
 
 

@@ -9,12 +9,11 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from .arithmetic import own_arithmetic
 from .checkpoint import Checkpoint, Reader
 from .device_coding import decoding_near
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .outputs import outputs_of
-from .parallel import map_arrays, map_chunks
+from .parallel import map_arrays, map_chunks, own_arithmetic
 from .records import ArrayRecord, Group
 from .state import tree
 from .state.leaves import SEQUENCES, Array, build_leaf, import_libraries, on_meta

@@ -24,9 +24,8 @@ from .deduplication import copies
 from .embeddings.rows import DTYPES, Rows
 from .errors import BadArgumentError, ShrinkpointWarning
 from .evidence.gather import Evidence, gather
-from .evidence.kind import LAYERS, ROLES, TINY, Match, by_path, touched_rows
+from .evidence.kind import LAYERS, ROLES, SEVERAL_TREES, TINY, Match, by_path, touched_rows
 from .evidence.moments import Arrays
-from .evidence.reasons import SEVERAL_TREES
 from .inputs import Inputs, entries
 from .lossless.exact import Exact
 from .moments.clusters import Clusters

@@ -1,4 +1,9 @@
-"""`rebase`: storage of a checkpoint as a base or as a delta against another parent."""
+"""Storage of a checkpoint again: as a base, against another parent, or without moments.
+
+Which moments may be left out is decided by evidence only: by what the file records of an array, the kind or the
+structure that chose its codec. Where a rule for all arrays chose it, as in lossless presets, the file does not record
+the role; then the structure of the state decides, as it does in `compress`. An array whose role is unknown is kept.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,19 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from .arithmetic import own_arithmetic
 from .base import Reference
 from .checkpoint import Checkpoint, check_resolved
+from .evidence.entries import Outline, entries_of
+from .evidence.gather import gather
+from .evidence.kind import FIRST, SECOND, TINY_MOMENT
+from .evidence.moments import Arrays
 from .format.fields import Piece
 from .format.schema import StoredArray, StoredGroup, groups_to_json
-from .parallel import map_chunks
+from .parallel import map_chunks, own_arithmetic
 from .partial import without_arrays
-from .records import Group, Records
-from .state.leaves import import_libraries
+from .records import ArrayRecord, Group, Records
+from .state import tree
+from .state.leaves import SEQUENCES, import_libraries
 
 
 @own_arithmetic()
@@ -30,7 +39,7 @@ def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None, without: Collection
         ckpt: a resolved checkpoint.
         prev: the new parent, resolved: the result is a delta over it (a super-step, where `ckpt` is several deltas
             away). None: the result is a base.
-        without: numbers of arrays to leave out, see `thinning.moments`; the others keep their bits and references.
+        without: numbers of arrays to leave out, see `moments`; the others keep their bits and references.
 
     Returns:
         A resolved checkpoint whose `identity` is that of `ckpt`.
@@ -109,3 +118,86 @@ def _group(ckpt: Checkpoint, group: Group, numbers: Sequence[int], prev: Checkpo
     meta, pieces = rebase([r.spec for r in records], references, parents)
     record = StoredGroup(numbers, group.stream, [len(piece) for piece in pieces], meta, is_delta)
     return _Rebased(record, pieces, dict(zip((r.key for r in records), references, strict=True)))
+
+
+ROLES = ("first moment", "second moment")
+_RECORDED = {FIRST: ROLES[0], SECOND: ROLES[1]}
+_RECORDED |= {reason: role for role in ROLES for reason in (f"kinds: {role}", f"rule {role!r}")}
+"""Recorded reasons that state the role of an array."""
+_TINY = f"exact: less than {TINY_MOMENT} elements"
+"""Recorded reason of moments only, of both roles."""
+
+
+def moments(ckpt: Checkpoint) -> dict[int, str]:
+    """Return number -> role of the moments that can be left out of a checkpoint.
+
+    A moment that decoding another array needs is not among them.
+
+    Args:
+        ckpt: the checkpoint, resolved.
+
+    Example:
+        >>> import numpy as np
+        >>> import shrinkpoint as sp
+        >>> m = np.linspace(-1, 1, 4096, dtype=np.float32).reshape(64, 64)
+        >>> state = {"model": {"w": m}, "optimizer": {"state": {"w": {"exp_avg": m / 2, "exp_avg_sq": m * m}}}}
+        >>> sorted(moments(sp.compress(state, cfg="lossless")).values())
+        ['first moment', 'second moment']
+    """
+    named = _named(ckpt)
+    found = {i: role for i, role in named.items() if not _is_by_path(ckpt.records[i])}
+    if len(found) < len(named):
+        for i, known in enumerate(gather(ckpt.header["tree"], _decoded(ckpt), None)):
+            is_moment = known.source == "structure" and known.kind.role in ROLES
+            if i in named and i not in found and is_moment and (not known.is_bound or known.why == _TINY):
+                found[i] = known.kind.role
+    return _separable(ckpt, found)
+
+
+def has_moments(ckpt: Checkpoint) -> bool:
+    """Return whether a checkpoint may have moments to leave out; only its header is read."""
+    return bool(_named(ckpt))
+
+
+def _named(ckpt: Checkpoint) -> dict[int, str]:
+    """Return number -> role of the arrays that are called moments.
+
+    By the recorded reason; where the file records no role, by place and name.
+    """
+    outline = Outline.of(tree.unflatten(ckpt.header["tree"], lambda _, place: None))
+    found = {}
+    for i, entry in enumerate(entries_of([record.path for record in ckpt.records], outline)):
+        record = ckpt.records[i]
+        role = _RECORDED.get(record.why, "state")
+        if entry is not None and (record.why == _TINY or _is_by_path(record)):
+            role = entry.role
+        if role in ROLES:
+            found[i] = role
+    return found
+
+
+def _is_by_path(record: ArrayRecord) -> bool:
+    """Return whether a rule for paths chose the codec, so that the role is not recorded."""
+    return record.why.startswith("rule ") and record.why not in _RECORDED
+
+
+def _decoded(ckpt: Checkpoint) -> Arrays:
+    """Return the arrays of a checkpoint, as `compress` reads those of a state."""
+    records = ckpt.records
+    specs = [record.spec for record in records]
+    held = [spec.library in SEQUENCES for spec in specs]
+    return Arrays([record.path for record in records], specs, [ckpt.values_of(record) for record in records], held)
+
+
+def _separable(ckpt: Checkpoint, found: dict[int, str]) -> dict[int, str]:
+    """Return the arrays without those that are needed to decode others."""
+    found = dict(found)
+    while True:
+        needed = {r.pair for i, r in enumerate(ckpt.records) if i not in found and r.pair in found}
+        for group in ckpt.groups:
+            # Arrays of these formats are coded with others and cannot be coded again.
+            if not group.format.has_deltas and not found.keys() >= set(group.members):
+                needed |= found.keys() & set(group.members)
+        if not needed:
+            return found
+        found = {i: role for i, role in found.items() if i not in needed}

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import CorruptDataError
-from .evidence.reasons import REASONS
+from .evidence.kind import REASONS
 from .format.schema import StoredArray, StoredGroup, groups_from_json
 from .groups import MOST_BYTES
-from .other_packages import missing, package_of
+from .registry import missing, package_of
 from .state.leaves import LeafSpec, spec_from_header
 from .streams import STREAMS, Stream
 

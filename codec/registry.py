@@ -11,16 +11,44 @@ It is imported when a configuration or a file first names the codec.
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .base import Codec
 from .errors import BadArgumentError, MissingCodecError
-from .other_packages import GROUP, package_of
 
 if TYPE_CHECKING:
+    from .base import Codec
     from .groups import Stream
+
+GROUP = "shrinkpoint.codecs"
+"""Group of the entry points by which packages declare codecs."""
+_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,99})\.[\w.-]{1,100}")
+
+
+def package_of(name: str) -> str:
+    """Return the package that a name of a codec or stream begins with, or "".
+
+    Example:
+        >>> package_of("my-codecs.rounded"), package_of("quantize")
+        ('my-codecs', '')
+    """
+    match = _NAME.fullmatch(name)
+    return match[1] if match else ""
+
+
+def missing(name: str, path: str = "") -> MissingCodecError:
+    """Return the error for an unknown name of another package that the array at `path` needs."""
+    package = package_of(name)
+    try:
+        found = f"{package} {version(package)} is installed, and has no such entry point in the group {GROUP}"
+    except PackageNotFoundError:
+        found = "it is not installed"
+    where = f"{path}: " if path else ""
+    return MissingCodecError(f"{where}{name!r} is a codec of the package {package!r}: {found}")
+
 
 T = TypeVar("T")
 
@@ -70,6 +98,30 @@ def register(codec: type[Codec]) -> type[Codec]:
     CODECS[name] = codec
     STREAMS.update(streams)
     return codec
+
+
+def to_json(codec: Codec) -> dict[str, Any]:
+    """Return a codec as plain JSON: its id and its fields."""
+    fields = dataclasses.asdict(codec)  # type: ignore[call-overload]
+    return {"id": codec.id, **fields}
+
+
+def from_json(table: Mapping[str, type[Codec]], data: Any) -> Codec:
+    """Return the codec that `to_json` described.
+
+    Raises:
+        BadArgumentError: an unknown id or field.
+        MissingCodecError: the id is that of another package, which does not provide it here.
+    """
+    if not isinstance(data, Mapping) or data.get("id") not in table:
+        if isinstance(data, Mapping) and package_of(str(data.get("id"))):
+            raise missing(str(data["id"]))
+        raise BadArgumentError(f"{str(data)[:80]} is not a codec; ids are {', '.join(table)}")
+    fields = {k: v for k, v in data.items() if k != "id"}
+    try:
+        return table[data["id"]](**fields)
+    except TypeError as e:
+        raise BadArgumentError(f"codec {data['id']}: {e}") from None
 
 
 def _load(name: str) -> bool:

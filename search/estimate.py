@@ -19,14 +19,13 @@ from ..codec.base import Leaf, Reference
 from ..codec.encode import grouped
 from ..codec.parallel import map_chunks
 from ..codec.state.leaves import NpArray
-from ..codec.weights.codebook import Cells, Fit
+from ..codec.weights import planning
+from ..codec.weights.codebook import Cells, Fit, few_values, fit_closely, held_codebook
 from ..codec.weights.importance import weights_of
+from ..codec.weights.level_assignment import Trade, cheapest_levels, mean_roots, trades
 from ..codec.weights.levels import MAX_BINS, LevelsReference, compatible_parent
-from ..codec.weights.partition import kept, upper_threshold
-from ..codec.weights.planning import Limits, protection_limits, pruning_limits, sketched, spreads, thresholds_before
+from ..codec.weights.planning import Limits
 from ..codec.weights.quantize import Quantize
-from ..codec.weights.ratedistortion import Trade, cheapest_levels, mean_roots, trades
-from ..codec.weights.sketch_refinement import few_values, fit_closely, held_codebook
 from ..kernels.backend.arrays import is_torch
 from ..kernels.histogram import Histogram, kept_histogram
 from ..kernels.quantizer import Thresholds, assign
@@ -124,9 +123,9 @@ class Estimator:
     def __init__(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None], codec: Quantize) -> None:
         self._leaves = list(leaves)
         self._parents = [compatible_parent(parent, leaf.spec) for leaf, parent in zip(leaves, parents, strict=True)]
-        self._sketches = sketched(codec, self._leaves)
+        self._sketches = planning.sketched(codec, self._leaves)
         signed = (s.signed for s in self._sketches)
-        scales = [upper_threshold(h.magnitude(), h.total / 2) for h in signed]
+        scales = [planning.upper_threshold(h.magnitude(), h.total / 2) for h in signed]
         groups = grouped(self._leaves, [codec] * len(self._leaves), self._parents)
         self._groups = groups
         self._chosen = chosen_units(self._leaves, scales, groups)
@@ -163,10 +162,12 @@ class Estimator:
     def _limits(self, codec: Quantize) -> Limits:
         """Return the thresholds over all arrays, cached for protection and for pruning."""
         if codec.protect not in self._protect:
-            self._protect[codec.protect] = protection_limits(codec, self._sketches, thresholds_before(self._parents))
+            self._protect[codec.protect] = planning.protection_limits(
+                codec, self._sketches, planning.thresholds_before(self._parents)
+            )
         key = codec.prune, codec.prune_metric
         if key not in self._prune:
-            self._prune[key] = pruning_limits(codec, self._sketches)
+            self._prune[key] = planning.pruning_limits(codec, self._sketches)
         return Limits(self._protect[codec.protect], self._prune[key])
 
     def _trades(self, codec: Quantize, decided: Limits) -> list[Trade]:
@@ -177,7 +178,7 @@ class Estimator:
             self._roots = mean_roots(self._leaves)
         thresholds = tuple(decided.of(s.layer) for s in self._sketches)
         if thresholds not in self._spreads:
-            self._spreads[thresholds] = spreads(self._sketches, thresholds)
+            self._spreads[thresholds] = planning.spreads(self._sketches, thresholds)
         sizes = [leaf.spec.size for leaf in self._leaves]
         return trades(codec.rate, sizes, self._spreads[thresholds], self._roots)
 
@@ -260,7 +261,7 @@ class Estimator:
         """
         leaf, part, whole = self._leaves[i], self._samples[i], self._sketches[i].signed
         if leaf.gradient is None:
-            return kept(whole, limit)
+            return planning.kept(whole, limit)
         return kept_histogram(part.x, limit, whole.bits, gradient=part.gradient)
 
 

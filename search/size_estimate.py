@@ -12,9 +12,8 @@ from ..codec.base import Leaf
 from ..codec.format import container
 from ..codec.format.schema import StoredArray, StoredGroup, groups_to_json
 from ..codec.state.leaves import LeafSpec, NpArray
-from ..codec.weights.levels import LevelsReference, compatible_parents, head_piece, level_pieces
+from ..codec.weights.levels import LevelsReference, compatible_parents, head_piece, held_values, level_pieces
 from ..codec.weights.planning import Limits
-from ..codec.weights.protected import held_values
 from ..kernels.huffman import huffman_lengths, pack_lengths
 from ..kernels.levels import joint_counts
 from ..kernels.quantizer import Thresholds

@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..codec.arithmetic import own_arithmetic
 from ..codec.checkpoint import Checkpoint
 from ..codec.compress import compress_inputs
 from ..codec.config import Config
+from ..codec.display import Summary
 from ..codec.encode import Economy
 from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.format.ranged import Ranged, Spool
 from ..codec.inputs import Inputs, PastWeights
 from ..codec.named_presets import check_config
+from ..codec.parallel import own_arithmetic
 from ..codec.plan import plan
-from ..codec.summary import Summary
 from . import restore_counter, rewinds
 from .catalog import Catalog, Entry
 from .chain import FOLDER, ChainHead, Size, manifest_over, missing, resolve, smaller

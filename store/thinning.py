@@ -1,6 +1,6 @@
 """Thinning: old steps keep their weights, and lose the moments of their optimizers.
 
-A thinned step has the data file of the whole one without those arrays (`codec.thinning`), and all others to the bit. It
+A thinned step has the data file of the whole one without those arrays (`codec.rebase`), and all others to the bit. It
 keeps its identity. Steps above it are decoded from the former file until they are thinned, removed or compacted.
 
 The new file is written and read back while others may save. The step moves to it by one new generation of its manifest,
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ..codec.checkpoint import Checkpoint
 from ..codec.errors import ShrinkpointError
 from ..codec.parallel import give_way
-from ..codec.thinning import has_moments, moments
+from ..codec.rebase import has_moments, moments
 from . import labels, rewinds
 from .catalog import Catalog, Entry
 from .chain import FOLDER, Node, forest, opener, resolve, walk

@@ -18,9 +18,9 @@ import torch
 
 from ..codec.compress import compress
 from ..codec.config import Config
+from ..codec.display import Row
 from ..codec.named_presets import check_config
 from ..codec.presets import lossless
-from ..codec.summary import Row
 from ..kernels.errors import BadArgumentError
 from ..store.local import follow_umask, sync_folder
 from . import model_card as cards

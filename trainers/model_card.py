@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..codec.summary import Row
+from ..codec.display import Row
 
 NAME = "README.md"
 _BEGIN, _END = "\n<!-- shrinkpoint: begin -->\n", "<!-- shrinkpoint: end -->\n"

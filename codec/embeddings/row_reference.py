@@ -3,17 +3,22 @@
 A *record* holds a row: the float32 numbers of its quantizer, then its codes, bit-packed; or the row's own bytes. Rows
 of one *style* (quantizer and width) have records of one length and lie in one array, in the order of the rows, so a
 reference is as small as the checkpoint's codes, and any subset of rows is an index.
+
+The parameters of the greedy search, which a style has, are chosen on a small sample of rows.
+
+Source: Check-N-Run, section 5.2 ("Parameter selection").
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch, on_gpu, placed_with
+from ...kernels.backend.arrays import bytes_of, is_torch, on_gpu, placed_with
+from ...kernels.backend.arrays import numbers as viewed
 from ...kernels.packing import pack_bits, unpack_bits
 from ...kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 from ..base import CHUNK
@@ -278,13 +283,13 @@ def dequantized(records: Array, style: Style, columns: int) -> Array:
     numbers, codes = opened(records, style, columns)
     if style.method == "kmeans":
         return row_lookup(codes, numbers)
-    return row_dequantize(codes, _scale(numbers, style), _dense(numbers[:, -1]))
+    return row_dequantize(codes, _scale(numbers, style), dense(numbers[:, -1]))
 
 
 def _scale(numbers: Array, style: Style) -> Array:
     """Return the distance of the values of each row, float32 [R]; the quantizer is uniform."""
     if style.method != "symmetric":
-        return _dense(numbers[:, 0])
+        return dense(numbers[:, 0])
     top = (1 << style.bits) - 1
     # On a GPU, torch multiplies by the reciprocal of a plain number.
     return (-numbers[:, 0] - numbers[:, 0]) / (numbers.new_full((1,), top) if is_torch(numbers) else np.float32(top))
@@ -292,24 +297,16 @@ def _scale(numbers: Array, style: Style) -> Array:
 
 def _numbers(records: Array, style: Style) -> Array:
     """Return the float32 numbers [R, n] of records."""
-    head = _dense(records[:, : 4 * style.numbers])
-    if not is_torch(head):
-        return head.view("<f4")
-    import torch
-
-    return head.view(torch.float32)
+    return viewed(dense(records[:, : 4 * style.numbers]), 4, "float")
 
 
 def _bytes_of(numbers: Array) -> Array:
     """Return a matrix of floats as bytes, with as many rows."""
-    if not is_torch(numbers):
-        return np.ascontiguousarray(numbers).view(np.uint8)
-    import torch
-
-    return numbers.contiguous().view(torch.uint8)
+    return bytes_of(dense(numbers))
 
 
-def _dense(x: Array) -> Array:
+def dense(x: Array) -> Array:
+    """Return a matrix whose rows follow one another in memory."""
     return x.contiguous() if is_torch(x) else np.ascontiguousarray(x)
 
 
@@ -323,9 +320,9 @@ def _side_by_side(parts: Sequence[Array]) -> Array:
 def opened(records: Array, style: Style, columns: int) -> tuple[Array, Array]:
     """Split records into float32 numbers [R, n] and codes uint8 [R, D]; the style is not "raw"."""
     padded = -(-columns // 8) * 8
-    flat = _dense(records[:, 4 * style.numbers :]).reshape(-1)
+    flat = dense(records[:, 4 * style.numbers :]).reshape(-1)
     codes = unpack_bits(flat, style.bits, records.shape[0] * padded).reshape(records.shape[0], padded)
-    return _numbers(records, style), _dense(codes[:, :columns])
+    return _numbers(records, style), dense(codes[:, :columns])
 
 
 def pack_codes(codes: Array, bits: int) -> Array:
@@ -347,3 +344,79 @@ def picked(x: Array, rows: NpArray) -> Array:
 def _narrowed(values: NpArray, spec: LeafSpec) -> NpArray:
     """Round float32 values to the array's dtype and return them as bytes [R, bytes of a row]."""
     return rounded(values, spec).reshape(values.shape[0], values.shape[1] * spec.itemsize)
+
+
+SHARE = 1e-5
+LEAST_ROWS = 256
+BINS = tuple(range(5, 65, 5))
+RATIOS = tuple(round(0.1 * k, 1) for k in range(1, 11))
+_BINS_SLACK, _RATIO_SLACK = 0.008, 0.002
+"""Where the gain tapers off: the first candidate within this share of the plain quantizer's error of the best one. With
+it, rows of 64 normal numbers get 15 bins at 2 bits, 25 to 30 at 3 and 40 at 4; the paper found 25, 25 and 45."""
+_LARGEST = np.float32(1e30)
+DEFAULT_BINS = {2: 25, 3: 25, 4: 45}
+
+
+def sample_sizes(rows: Sequence[int]) -> list[int]:
+    """Return the number of rows to sample per table: `SHARE` of all rows, or `LEAST_ROWS`."""
+    total = sum(rows)
+    wanted = max(LEAST_ROWS, SHARE * total)
+    return [min(n, int(np.ceil(wanted * n / total))) for n in rows]
+
+
+def evenly(rows: int, count: int) -> NpArray:
+    """Return `count` evenly spaced row numbers below `rows`."""
+    return (2 * np.arange(count, dtype=np.int64) + 1) * rows // (2 * count) if count else np.empty(0, np.int64)
+
+
+def search_parameters(
+    samples: Sequence[NpArray], bits: int, num_bins: int | None = None, ratio: float | None = None
+) -> tuple[int, float]:
+    """Choose num_bins and ratio of the adaptive quantizer, if None, by mean L2 error on samples.
+
+    First num_bins at ratio 1, then ratio at that num_bins; each the smallest candidate whose error is within a small
+    share of what the best one reaches.
+
+    Args:
+        samples: float32 [R, D] each, of any D; rows that are not finite (or near it) do not count.
+        bits: 2, 3 or 4.
+        num_bins: as given, or None.
+        ratio: as given, or None.
+
+    Example:
+        >>> search_parameters([], 4)
+        (45, 1.0)
+        >>> search_parameters([np.random.default_rng(0).normal(size=(256, 64)).astype("f4")], 4, num_bins=45)[1] < 0.5
+        True
+
+    Source: Check-N-Run, section 5.2.
+    """
+    finite = [x[(np.abs(x) < _LARGEST).all(axis=1)] for x in samples if x.size]
+    finite = [x for x in finite if x.size]
+    if not finite:
+        return num_bins or DEFAULT_BINS[bits], 1.0 if ratio is None else ratio
+    plain = mean_error(finite, bits, 0, 0.0)
+    if num_bins is None:
+        num_bins = int(_first(BINS, lambda n: mean_error(finite, bits, int(n), 1.0), _BINS_SLACK * plain))
+    if ratio is None:
+        ratio = _first(RATIOS, lambda r: mean_error(finite, bits, num_bins, r), _RATIO_SLACK * plain)
+    return num_bins, ratio
+
+
+def _first(candidates: Sequence[float], error: Callable[[float], float], slack: float) -> float:
+    errors = [error(c) for c in candidates]
+    return next(c for c, e in zip(candidates, errors, strict=True) if e <= min(errors) + slack)
+
+
+def mean_error(samples: Sequence[NpArray], bits: int, num_bins: int, ratio: float) -> float:
+    """Return the mean L2 error of the rows; num_bins = 0 means the asymmetric quantizer."""
+    total, count = 0.0, 0
+    for x in samples:
+        if num_bins:
+            codes, scale, minimum = row_quantize(x, bits, "adaptive", num_bins=num_bins, ratio=ratio)
+        else:
+            codes, scale, minimum = row_quantize(x, bits, "asymmetric")
+        miss = row_dequantize(codes, scale, minimum).astype(np.float64) - x
+        total += float(np.sqrt((miss * miss).sum(axis=1)).sum())
+        count += x.shape[0]
+    return total / count

@@ -22,6 +22,7 @@ import numpy as np
 
 from ...kernels.backend.arguments import check_field, choice, integer, number, or_none, shown
 from ...kernels.backend.arrays import is_torch, on_gpu, placed_with
+from ...kernels.backend.arrays import numbers as viewed
 from ...kernels.error_sums import Distortion, distortion
 from ...kernels.packing import pack_bits, unpack_mask
 from .. import entropy
@@ -29,12 +30,12 @@ from ..base import CHUNK, Leaf, Parents, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Chunk, Reader, Writer, chunks_of
 from ..groups import Coded
-from ..lossless.exact import Exact, decode_chunk, encode_chunk
+from ..lossless.exact import Exact, decode_chunk, encode_chunk, exactly
 from ..parallel import map_batches, map_chunks
 from ..state.casting import float_values
 from ..state.leaves import Array, LeafSpec, NpArray, bytes_of_each
-from .profile import DEFAULT_BINS, evenly, sample_sizes, search_parameters
 from .row_reference import (
+    DEFAULT_BINS,
     METHODS,
     MOST_STYLES,
     RAW,
@@ -43,6 +44,8 @@ from .row_reference import (
     Style,
     all_of,
     checked,
+    dense,
+    evenly,
     joined,
     opened,
     pack_codes,
@@ -52,6 +55,8 @@ from .row_reference import (
     replaced,
     row_length,
     same_records,
+    sample_sizes,
+    search_parameters,
 )
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -227,10 +232,9 @@ class Rows:
     def encode(self, leaf: Leaf, parent: Reference | None, plan: Style) -> Stored:
         """Encode one array; `error` is the relative L2 error met, over all rows."""
         if not _has_rows(leaf):
-            stored = Exact().encode(leaf, parent)
-            odd = leaf.kind.role == "weight" and leaf.spec.size
-            note = f"exact: {len(leaf.spec.shape)} dimensions, no rows to quantize" if odd else ""
-            return dataclasses.replace(stored, note=note)
+            if leaf.kind.role != "weight" or not leaf.spec.size:
+                return Exact().encode(leaf, parent)
+            return exactly(leaf, parent, f"{len(leaf.spec.shape)} dimensions, no rows to quantize")
         before = parent if isinstance(parent, RowsReference) and parent.style.size == leaf.spec.shape[0] else None
         touched = marked_rows(leaf.touched, leaf.spec.shape[0], leaf.path)
         for style in self._ladder(plan, leaf.spec):
@@ -308,13 +312,7 @@ def _samples(leaves: Sequence[Leaf], counts: Sequence[int]) -> list[NpArray]:
 
 def _differ(x: Array, y: Array) -> Array:
     """Return bool [R] where x is: whether the rows of two matrices are not bit-identical."""
-    if is_torch(x):
-        import torch
-
-        integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-        return (x.view(integer) != y.view(integer)).any(dim=1)
-    kind = np.dtype(f"i{x.dtype.itemsize}")
-    return (x.view(kind) != y.view(kind)).any(axis=1)
+    return (viewed(x, x.dtype.itemsize, "int") != viewed(y, x.dtype.itemsize, "int")).any(1)
 
 
 def _settled(x: Array, spec: LeafSpec, before: RowsReference, new: NpArray, own: Style) -> NpArray:
@@ -415,18 +413,13 @@ def fingerprints(x: Array) -> Array:
         x: [R, D] NumPy or torch, on any device.
     """
     columns = x.shape[1]
-    itemsize = x.element_size() if is_torch(x) else x.dtype.itemsize
+    itemsize = x.dtype.itemsize
     size = next(n for n in (8, 4, 2) if columns * itemsize % n == 0)
     factors = _factors(columns * itemsize // size)
-    if is_torch(x):
-        import torch
-
-        x = x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-        if on_gpu(x):
-            return _stirred(x.to(torch.int64) * torch.from_numpy(factors).to(x.device)).sum(1)
-        words = x.numpy()
-    else:
-        words = np.ascontiguousarray(x).view(f"i{size}")
+    words = viewed(dense(x), size, "int")
+    if on_gpu(x):
+        return _stirred(words.long() * placed_with(factors, x)).sum(1)
+    words = words.numpy() if is_torch(x) else words
     out = np.empty(words.shape[0], np.int64)
     step = max(1, _BLOCK // words.shape[1])
     for start in range(0, out.size, step):

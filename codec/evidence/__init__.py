@@ -2,7 +2,7 @@
 
 An array may be stored with loss only if there is evidence of its role (`Evidence`). In this order:
 
-    kind         `Kind`, the answer in one word; look-up of what the caller gave as `kinds=`
+    kind         `Kind`, the answer in one word; look-up of what the caller gave as `kinds=`; reasons in files
     module       `kinds(module, optimizer)`: what a torch module and its optimizers say
     names        what path and shape alone say, such as the layer type and places that never hold weights
     entries      entries of optimizers, in every layout that occurs, and the arrays that they belong to

@@ -16,9 +16,25 @@ from typing import Any
 from ...kernels.backend.floats import FORMATS
 from ..state import tree
 from ..state.leaves import SCALARS, SEQUENCES, LeafSpec
-from . import reasons
 from .entries import Entry, Matches, Outline, entries_of, match
-from .kind import TINY, TINY_MOMENT, Kind, Match, by_path, unwrapped
+from .kind import (
+    CODEBOOK,
+    FIRST,
+    FROZEN,
+    NOTHING,
+    SECOND,
+    SEVERAL_TREES,
+    SHORT_RECORDS,
+    TINY,
+    TINY_MOMENT,
+    TRAINED,
+    UNKNOWN_ENTRY,
+    UNMATCHED,
+    Kind,
+    Match,
+    by_path,
+    unwrapped,
+)
 from .moments import Arrays, contradicted, updates
 from .names import Named, is_model, named
 
@@ -191,7 +207,7 @@ def _of_other_trees(
         if kept:
             why = f"kinds are those of {' and '.join(sorted(kept))}"
         else:
-            why = reasons.SEVERAL_TREES + ", ".join(sorted(of_key[key]))
+            why = SEVERAL_TREES + ", ".join(sorted(of_key[key]))
         others[i] = Evidence(Kind(said[i].layer, "state"), "", why, is_unknown=not kept)
     return others
 
@@ -217,7 +233,7 @@ def _ambiguous(
         i: Evidence(
             Kind(said[i].layer, "state"),
             "",
-            reasons.SEVERAL_TREES + ", ".join(sorted(trees.values())),
+            SEVERAL_TREES + ", ".join(sorted(trees.values())),
             is_unknown=True,
         )
         for key, trees in of_key.items()
@@ -265,27 +281,23 @@ def _of_entry(layer: str, entry: Entry, role: str, kind: Kind | None) -> Evidenc
     if kind is not None:
         return Evidence(dataclasses.replace(kind, shape=None), "kinds", f"kinds: {role}")
     if role == "state":
-        return Evidence(Kind(layer, role, entry.parameter or None), "", reasons.UNKNOWN_ENTRY)
+        return Evidence(Kind(layer, role, entry.parameter or None), "", UNKNOWN_ENTRY)
     name = None if entry.parameter.isdigit() or not entry.parameter else entry.parameter
-    return Evidence(Kind(layer, role, name), "structure", reasons.FIRST if role == "first moment" else reasons.SECOND)
+    return Evidence(Kind(layer, role, name), "structure", FIRST if role == "first moment" else SECOND)
 
 
 def _of_parameter(i: int, said: Named, matches: Matches, has_optimizer: bool) -> Evidence:
     state = Kind(said.layer, "state")
     if i in matches.trained:
         if not said.may_be_weight:
-            return Evidence(state, "", reasons.SHORT_RECORDS)
+            return Evidence(state, "", SHORT_RECORDS)
         if said.is_codebook:
-            return Evidence(state, "", reasons.CODEBOOK)
+            return Evidence(state, "", CODEBOOK)
         owner = matches.trained[i][1]
-        return Evidence(Kind(said.layer, "weight", None if owner.isdigit() else owner), "structure", reasons.TRAINED)
+        return Evidence(Kind(said.layer, "weight", None if owner.isdigit() else owner), "structure", TRAINED)
     if has_optimizer:
-        return (
-            Evidence(state, "", reasons.FROZEN)
-            if matches.complete
-            else Evidence(state, "", reasons.UNMATCHED, is_unknown=True)
-        )
-    return Evidence(state, "", reasons.NOTHING, is_unknown=not (said.is_other_part or said.is_average))
+        return Evidence(state, "", FROZEN) if matches.complete else Evidence(state, "", UNMATCHED, is_unknown=True)
+    return Evidence(state, "", NOTHING, is_unknown=not (said.is_other_part or said.is_average))
 
 
 def _bound(evidence: Evidence, spec: LeafSpec, spoilt: str) -> Evidence:

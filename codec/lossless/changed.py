@@ -21,7 +21,7 @@ from ...kernels.backend.arguments import check_field, choice
 from ...kernels.backend.arrays import is_torch, placed_with, to_host
 from ...kernels.packing import changed_mask, gather, scatter
 from .. import entropy
-from ..base import CHUNK, Leaf, Parents, Reference, Stored
+from ..base import CHUNK, Leaf, Parents, Reference, Stored, Unplanned
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from ..groups import Coded, joined_bytes
@@ -36,7 +36,7 @@ _WIDTHS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class Changed(Unplanned):
     """Store an array exactly, as a mask and changed values, or whole if that is smaller.
 
     Args:
@@ -57,10 +57,6 @@ class Changed:
 
     def __post_init__(self) -> None:
         check_field(self, "coder", choice, ("smallest", "published"))
-
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Return None for each array: this codec needs no plans."""
-        return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is 0."""

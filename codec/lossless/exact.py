@@ -6,8 +6,8 @@ A chunk's first byte names the method:
     1 planes       one `entropy` block a byte plane, least significant byte first
     2 difference   planes of the arithmetic difference to the parent's bit patterns
     3 unchanged    the parent's bytes
-    4 scaled       floats alone: `codec.lossless.scaled`
-    5 sizes        floats against their parent: `codec.lossless.differences`
+    4 scaled       floats alone: `codec.lossless.floats`
+    5 sizes        floats against their parent: `codec.lossless.floats`
     6 xor          planes of the exclusive or with the parent's bit patterns: flags, packed fields, flipped signs
     7 sparse       the changes since the parent, if they are few: `codec.lossless.sparse`
 
@@ -17,6 +17,7 @@ decides which of the other methods is used for a large chunk with a parent, and 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -28,15 +29,23 @@ from ...kernels.backend.arrays import bytes_of, is_torch, numbers, placed_with, 
 from ...kernels.levels import joint_counts
 from ...kernels.planes import Method, difference, merge_planes, split_planes, undifference
 from .. import entropy
-from ..base import CHUNK, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored
+from ..base import CHUNK, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored, Unplanned
 from ..errors import CorruptDataError
 from ..format.fields import Chunk, Reader, Writer, chunks_of
 from ..groups import Coded, joined_bytes, joined_spec
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
-from .differences import decode_differences, difference_bits, encode_differences
+from .floats import (
+    LAYOUTS,
+    Layout,
+    decode_differences,
+    decode_scaled,
+    difference_bits,
+    encode_differences,
+    encode_scaled,
+    planes_near,
+)
 from .reference import BytesReference, Patch, PatchedReference, joined_parents, split_reference
-from .scaled import LAYOUTS, Layout, decode_scaled, encode_scaled, planes_near
 from .sparse import Patterns, encode_sparse, located_edges, read_sparse
 
 PLAIN, PLANES, DIFFERENCE, UNCHANGED, SCALED, SIZES, XOR, SPARSE = range(8)
@@ -57,7 +66,7 @@ _NEAR = 1.06
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
+class Exact(Unplanned):
     """Store every bit, as a delta if that is smaller.
 
     Example:
@@ -66,10 +75,6 @@ class Exact:
     """
 
     id: ClassVar[str] = "exact"
-
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Return None for each array: this codec needs no plans."""
-        return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is 0."""
@@ -88,6 +93,11 @@ class Exact:
         pieces, reference = copied_pieces(source, joined_spec(specs), before)
         stored = [Stored("bytes", {}, (), own) for own in split_reference(reference, specs)]
         return EncodedGroups([EncodedGroup(range(len(leaves)), "bytes", {}, pieces, before is not None, stored)])
+
+
+def exactly(leaf: Leaf, parent: Reference | None, why: str) -> Stored:
+    """Store every bit of an array that its own codec cannot take, and note why."""
+    return dataclasses.replace(Exact().encode(leaf, parent), note=f"exact: {why}")
 
 
 def copied_pieces(source: Array, spec: LeafSpec, parent: Reference | None) -> tuple[list[Writer], BytesReference]:

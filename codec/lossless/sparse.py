@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch, on_gpu, placed_with, to_host, write
-from ...kernels.backend.imported import imported
+from ...kernels.backend.arrays import is_torch, numbers, on_gpu, placed_with, to_host, write
 from ...kernels.planes import join_categories, most_bits, split_categories
 from ...kernels.sparse_delta import (
     GAP_BITS,
@@ -39,7 +38,7 @@ from .. import entropy
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from ..state.leaves import Array, LeafSpec, NpArray
-from .scaled import LAYOUTS
+from .floats import LAYOUTS
 
 MOST = 4
 """At most one of this number of elements may have changed; a reader refuses more."""
@@ -88,7 +87,7 @@ class Patterns:
 
     def view(self, data: Array) -> Array:
         """View bytes as patterns, unsigned on the host and signed on a GPU."""
-        return data.view(getattr(imported("torch"), f"int{8 * self.width}") if is_torch(data) else f"<u{self.width}")
+        return numbers(data, self.width, "int" if is_torch(data) else "uint")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,7 @@ Mean, deviation and clusters are those of a chunk, so that memory stays bounded 
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,12 +24,12 @@ from ...kernels.cluster import cluster_dequantize, cluster_quantize
 from ...kernels.error_sums import Distortion, distortion
 from ...kernels.packing import pack_bits
 from .. import entropy
-from ..base import CHUNK, Leaf, Reference, Stored
+from ..base import CHUNK, Leaf, Reference, Stored, Unplanned
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Chunk, Reader, Writer, chunks_of
 from ..groups import Coded, own_parts
 from ..lossless.addends import blocks
-from ..lossless.exact import Exact
+from ..lossless.exact import exactly
 from ..parallel import map_chunks
 from ..state.casting import float_values, largest, rounded
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes, on_host
@@ -46,7 +44,7 @@ _LEAST = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
-class Clusters:
+class Clusters(Unplanned):
     """Store float arrays by cluster quantization, or exactly if not finite or beyond float32.
 
     The summary row's note has the mean relative error (over elements that are not zero) and the mean squared error.
@@ -78,15 +76,11 @@ class Clusters:
         check_field(self, "coder", choice, ("smallest", "published"))
         check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
 
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Return None for each array: this codec needs no plans."""
-        return [None] * len(leaves)
-
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the relative L2 error."""
         spec = leaf.spec
         if spec.dtype == "float64" and 0.0 < largest(leaf.flat) < _LEAST:
-            return _exactly(leaf, parent, "too small for float32")
+            return exactly(leaf, parent, "too small for float32")
 
         def one(start: int) -> tuple[bytes, Distortion, float, int] | None:
             x = leaf.flat[start : start + CHUNK]
@@ -103,17 +97,13 @@ class Clusters:
         parts = map_chunks(one, range(0, spec.size, CHUNK))
         done = [p for p in parts if p is not None]
         if len(done) < len(parts):
-            return _exactly(leaf, parent, "what is not finite, or would not be, has no cluster")
+            return exactly(leaf, parent, "what is not finite, or would not be, has no cluster")
         met = sum((p[1] for p in done), Distortion(0.0, 0.0, 0.0))
         if self.max_error is not None and met.relative_l2 > self.max_error:
-            return _exactly(leaf, parent, f"{self.clusters} clusters miss the error target {self.max_error:g}")
+            return exactly(leaf, parent, f"{self.clusters} clusters miss the error target {self.max_error:g}")
         relative = sum(p[2] for p in done) / max(sum(p[3] for p in done), 1)
         note = f"MRE {relative:.3g}, MSE {met.squared_error / max(spec.size, 1):.3g}"
         return Stored("clusters", {}, [p[0] for p in done], None, met.relative_l2, "relative L2", note)
-
-
-def _exactly(leaf: Leaf, parent: Reference | None, why: str) -> Stored:
-    return dataclasses.replace(Exact().encode(leaf, parent), note=f"exact: {why}")
 
 
 def _errors(x: Array, values: Array, spec: LeafSpec) -> tuple[Distortion, float, int]:

@@ -29,7 +29,7 @@ from ...kernels.histogram import bucket_index
 from ...kernels.moment_grid import ESCAPE as OFF_GRID
 from ...kernels.moment_grid import grid_products, grid_symbols, grid_values
 from .. import entropy
-from ..base import CHUNK, PART, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored
+from ..base import CHUNK, PART, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored, Unplanned
 from ..errors import CorruptDataError
 from ..format.fields import Piece, Reader, Writer, chunks_of, parts_of
 from ..groups import Coded, ends_of, joined_leaf, matrix_of, own_parts, parts
@@ -81,7 +81,7 @@ _HALF = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class FirstMoment:
+class FirstMoment(Unplanned):
     """Store a first moment on a grid in units of the root of its second moment.
 
     A matrix whose parameter does not have a second moment that is known to be in its unit is stored in units of its own
@@ -112,10 +112,6 @@ class FirstMoment:
         check_field(self, "step", number, 0, 16, open_low=True)
         check_alpha(self)
         check_field(self, "max_error", or_none, number, 0, 1, open_low=True)
-
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Return None for each array: this codec needs no plans."""
-        return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the relative L2 error."""

@@ -27,11 +27,11 @@ from ...kernels.error_sums import Distortion, distortion_many
 from ...kernels.histogram import bucket_index, bucket_value
 from ...kernels.scales import MAX_OCTAVES, Octaves, join_octaves, split_octaves
 from .. import entropy
-from ..base import CHUNK, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored
+from ..base import CHUNK, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored, Unplanned
 from ..errors import CorruptDataError
 from ..format.fields import Chunk, Reader, Writer, chunks_of
 from ..groups import Coded, FilledReference, ends_of, joined_leaf, own_parts, parts
-from ..lossless.exact import Exact
+from ..lossless.exact import exactly
 from ..parallel import map_chunks
 from ..state.casting import scaled_distortion, unit
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, on_host
@@ -79,7 +79,7 @@ def check_limits(codec: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class LogBuckets:
+class LogBuckets(Unplanned):
     """Store floats as log buckets, with a bound for the relative error of each value.
 
     Args:
@@ -101,10 +101,6 @@ class LogBuckets:
 
     def __post_init__(self) -> None:
         check_limits(self)
-
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Return None for each array: this codec needs no plans."""
-        return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None, *, unbiased: bool = False) -> Stored:
         """Encode one array; `error` is the largest relative error, or relative L2 with `max_error`.
@@ -130,8 +126,7 @@ class LogBuckets:
             if met <= self.max_error:
                 return dataclasses.replace(stored, error=met, measure="relative L2")
             bits += max(1, math.floor(math.log2(met) - math.log2(self.max_error)))
-        note = f"exact: log buckets miss the error target {self.max_error:g}"
-        return dataclasses.replace(Exact().encode(leaf, parent), note=note)
+        return exactly(leaf, parent, f"log buckets miss the error target {self.max_error:g}")
 
     def groups(self, leaf: Leaf) -> Hashable | None:
         """Return True if arrays can be coded together: without an error target for each."""
@@ -175,7 +170,7 @@ class LogBuckets:
         coded = map_chunks(one, range(0, leaf.spec.size, CHUNK))
         done = [chunk for chunk in coded if chunk is not None]
         if len(done) < len(coded):
-            return _exactly(leaf, parent), 0.0
+            return exactly(leaf, parent, f"magnitudes span more than {MAX_OCTAVES} octaves"), 0.0
         pieces = [piece for piece, _, _ in done]
         met = sum((d for _, d, _ in done), Distortion(0.0, 0.0, 0.0))
         # The first moment needs the decoded values of its second moment, which are available here.
@@ -219,12 +214,6 @@ def _largest_finite(flat: Array) -> float:
     """Return the largest finite magnitude; 0 without one."""
     x = on_host(flat)
     return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
-
-
-def _exactly(leaf: Leaf, parent: Reference | None) -> Stored:
-    stored = Exact().encode(leaf, parent)
-    note = f"exact: magnitudes span more than {MAX_OCTAVES} octaves"
-    return dataclasses.replace(stored, note=note)
 
 
 def _encode_chunk(octaves: Octaves, x: Array) -> bytes:

@@ -39,7 +39,7 @@ from ...kernels.scales import (
     residual_values_many,
 )
 from .. import entropy
-from ..base import CHUNK, PART, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored
+from ..base import CHUNK, PART, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored, Unplanned
 from ..device_coding import is_block
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Piece, Reader, Writer, chunks_of
@@ -82,7 +82,7 @@ _F32 = FORMATS["float32"]
 
 
 @dataclass(frozen=True, slots=True)
-class SecondMoment:
+class SecondMoment(Unplanned):
     """Store a second moment as rank one times powers of two; 1-D arrays as log buckets.
 
     Args:
@@ -107,10 +107,6 @@ class SecondMoment:
         check_field(self, "octaves", number, 1 / 8, MOST_OCTAVES)
         eighths_of(self.octaves)
         check_limits(self)
-
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Return None for each array: this codec needs no plans."""
-        return [None] * len(leaves)
 
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the largest relative error, or relative L2 with `max_error`."""

@@ -26,17 +26,15 @@ import os
 import re
 import struct
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from json.encoder import encode_basestring_ascii
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...kernels.backend.arrays import is_torch
 from ...kernels.backend.imported import imported
 from ..errors import BadArgumentError, CorruptDataError, UnsupportedLeafError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 CLASS, TENSORS, CONTEXT, SIZE, STRIDE = "class", "tensors", "context", "size", "stride"
 PARTS = {CLASS, TENSORS, CONTEXT, SIZE, STRIDE}

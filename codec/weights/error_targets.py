@@ -18,20 +18,27 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.backend.arrays import is_torch, like
-from ...kernels.backend.transfer import to_cpu
+from ...kernels.backend.arrays import is_torch, like, to_cpu
 from ...kernels.error_sums import Distortion
 from ...kernels.histogram import Histogram
 from ...kernels.quantizer import Thresholds
 from ..base import Leaf
 from ..state.leaves import Array, NpArray
-from .codebook import MOST, Cells, Fit, Floats, multiples, predicted_error, to_8_bits
-from .level_assignment import assigned
-from .levels import LevelsReference, rounded_codebook
-from .partition import upper_threshold
-from .planning import QuantizeSettings
-from .ratedistortion import Trade, largest_price
-from .sketch_refinement import fit_closely, held_codebook
+from .codebook import (
+    MOST,
+    Cells,
+    Fit,
+    Floats,
+    fit_closely,
+    held_codebook,
+    multiples,
+    predicted_error,
+    rounded_codebook,
+    to_8_bits,
+)
+from .level_assignment import Trade, assigned, largest_price
+from .levels import LevelsReference
+from .planning import QuantizeSettings, upper_threshold
 from .uniform_quantizer import MULTIPLES_OF
 
 SHARE = 0.9

@@ -39,12 +39,12 @@ from ...kernels.exponent import (
 from ...kernels.huffman import huffman_decode, huffman_encode, huffman_lengths, pack_lengths, unpack_lengths
 from ...kernels.packing import pack_bits, unpack_bits
 from .. import entropy
-from ..base import CHUNK, Leaf, Parents, Reference, Stored
+from ..base import CHUNK, Leaf, Parents, Reference, Stored, Unplanned
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Piece, Reader, Writer
 from ..groups import Coded
 from ..lossless.addends import add, added, blocks, decode_addends, encode_addends
-from ..lossless.exact import Exact, decode_chunk, decode_parts, encode_chunk, parent_bytes
+from ..lossless.exact import Exact, decode_chunk, decode_parts, encode_chunk, exactly, parent_bytes
 from ..lossless.reference import BytesReference
 from ..parallel import map_chunks
 from ..state.casting import float_values, largest, rounded, scaled_distortion, unit
@@ -72,7 +72,7 @@ class ExponentReference(BytesReference):
 
 
 @dataclass(frozen=True, slots=True)
-class ExponentDelta:
+class ExponentDelta(Unplanned):
     """Store float arrays as quantized differences to the restored parent; bases are exact.
 
     An array is stored exactly, and its summary row says why, where a difference is not finite. In a second moment an
@@ -104,10 +104,6 @@ class ExponentDelta:
         check_field(self, "coder", choice, ("smallest", "huffman", "packed"))
         check_field(self, "max_error", or_none, number, 0, 1, open_low=True, open_high=True)
 
-    def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[None]:
-        """Return None for each array: this codec needs no plans."""
-        return [None] * len(leaves)
-
     def encode(self, leaf: Leaf, parent: Reference | None, plan: None = None) -> Stored:
         """Encode one array; `error` is the relative L2 error of the restored array."""
         spec = leaf.spec
@@ -126,7 +122,7 @@ class ExponentDelta:
         buckets = merge_buckets(*(b for _, b, _ in first))
         broken = int(buckets.counts[:, -1].sum())
         if broken:
-            return _exactly(leaf, parent, f"{broken} differences are not finite")
+            return exactly(leaf, parent, f"{broken} differences are not finite")
         promotion = promote(buckets, MAX_BITS if self.bits is None else self.bits)
         if promotion.codebook.size <= 1 << 8 and promotion.table.dtype != np.uint8:
             promotion = dataclasses.replace(promotion, table=promotion.table.astype(np.uint8))
@@ -149,9 +145,9 @@ class ExponentDelta:
         with np.errstate(all="ignore"):
             met = sum(map_chunks(quantized, starts), Distortion(0.0, 0.0, 0.0))
         if not math.isfinite(met.squared_error):
-            return _exactly(leaf, parent, "the restored values would not be finite")
+            return exactly(leaf, parent, "the restored values would not be finite")
         if self.max_error is not None and met.relative_l2 > self.max_error:
-            return _exactly(leaf, parent, f"the differences miss the error target {self.max_error:g}")
+            return exactly(leaf, parent, f"the differences miss the error target {self.max_error:g}")
         tables = parent.tables if isinstance(parent, ExponentReference) else ()
         pieces, tables, how = _encode_levels(levels, addends, tables, self.coder)
         reference = ExponentReference(restored, tables)
@@ -166,10 +162,6 @@ class ExponentDelta:
             note,
             decoded=lambda: reference.values(spec),
         )
-
-
-def _exactly(leaf: Leaf, parent: Reference | None, why: str) -> Stored:
-    return dataclasses.replace(Exact().encode(leaf, parent), note=f"exact: {why}")
 
 
 def _bytes_of(start: int, spec: LeafSpec) -> slice:

@@ -4,10 +4,14 @@ Piece 0 is what the levels refer to: the codebook of each array (or "the parent'
 differences to the parents', and those values that bfloat16 cannot hold, to the bit. The other pieces are chunks of
 levels (`entropy.encode_levels`). To make levels of different codebooks comparable, they are shifted: the first entry
 that is not negative has the same level in all arrays. The levels 0 and 1, which are not entries, do not change.
+
+A protected value is held when its rounding to bfloat16 (to nearest, ties to even; float64 by way of float32), taken
+back to its own dtype, is finite and is zero only if the value is.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +20,7 @@ import numpy as np
 
 from ...kernels.backend.arrays import bytes_of, is_torch, like, on_gpu, placed_with, to_host
 from ...kernels.backend.floats import FORMATS
+from ...kernels.planes import difference, merge_planes, split_planes, undifference
 from ...kernels.quantizer import (
     FIRST_CODE,
     LARGEST_STEP,
@@ -43,16 +48,14 @@ from ..groups import (
     values_of_each,
 )
 from ..parallel import map_chunks
+from ..state.casting import bfloat16_patterns, float_values, from_bfloat16
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, from_bytes
-from .codebook import MOST, spacing, to_8_bits
-from .protected import held_patterns, read_protected, write_protected
+from .codebook import MOST, codebook_array, multiples_of, uniform_of, widened
 
 Codebook = tuple[NpArray, tuple[int, float] | None]
 """Entries, and the first multiple and the step where they are multiples."""
 EXPLICIT, PARENTS, MULTIPLES = 0, 1, 2
 MAX_BINS = MOST
-FARTHEST = 1 << 31
-"""Multiples beyond this have no codebook of their own kind: their steps would be lost in rounding."""
 GAIN_STEPS, LARGEST_GAIN = 256, 4.0
 """Steps of an gain of 1, and the largest gain."""
 
@@ -118,22 +121,6 @@ class LevelsReference(FilledReference):
 def compatible_parent(parent: Reference | None, spec: LeafSpec) -> LevelsReference | None:
     """Return the parent if levels of this array can be a delta against it, else None."""
     return parent if isinstance(parent, LevelsReference) and parent.levels.size == spec.size else None
-
-
-def codebook_array(codebook: NpArray, spec: LeafSpec) -> Array:
-    """Convert a float64 codebook to the array's library and dtype, which hold it exactly."""
-    if spec.library == "torch":
-        import torch
-
-        return torch.from_numpy(codebook).to(getattr(torch, spec.dtype))
-    return codebook.astype(from_bytes(np.empty(0, np.uint8), spec).dtype)
-
-
-def rounded_codebook(codebook: NpArray, spec: LeafSpec) -> NpArray:
-    """Round a codebook to the array's dtype and merge equal entries; float64."""
-    with np.errstate(over="ignore"):
-        wide = widened(codebook_array(codebook, spec))
-    return np.unique(wide[np.isfinite(wide)] + 0.0)
 
 
 def compatible_parents(parents: Parents, specs: Sequence[LeafSpec]) -> list[LevelsReference] | None:
@@ -261,32 +248,6 @@ def _read_planes(data: Reader, count: int, most: int) -> NpArray:
         planes[:, k] = entropy.decode(data.block(), count)
     numbers: NpArray = planes.view("<u8").reshape(-1)
     return numbers
-
-
-def uniform_of(codebook: NpArray, spec: LeafSpec) -> tuple[int, float] | None:
-    """Return first multiple and step of a codebook; None if its entries are not multiples."""
-    # Rounding the entries to 16 bits moves their mean distance a little off the step, which has 8 bits.
-    for step in (spacing(codebook), to_8_bits(spacing(codebook))) if codebook.size > 1 else ():
-        first = round(float(codebook[0]) / step) if 0 < step < np.inf else FARTHEST
-        if abs(first) < FARTHEST and np.array_equal(multiples_of(first, codebook.size, step, spec), codebook):
-            return first, step
-    return None
-
-
-def multiples_of(first: int, size: int, step: float, spec: LeafSpec) -> NpArray:
-    """Return `size` multiples of a step from the `first`-th, in the array's dtype's precision."""
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        wide = np.arange(first, first + size) * step
-        if spec.dtype in ("float32", "float16"):
-            return wide.astype(spec.dtype).astype(np.float64)
-        return wide if spec.dtype == "float64" else widened(codebook_array(wide, spec))
-
-
-def widened(codebook: Array) -> NpArray:
-    """Return values of any float dtype as float64 on the host."""
-    with np.errstate(invalid="ignore"):
-        wide: NpArray = codebook.double().numpy() if is_torch(codebook) else codebook.astype(np.float64)
-    return wide
 
 
 def check_codebook(codebook: NpArray) -> None:
@@ -495,3 +456,80 @@ def read_gain(steps: Any) -> float:
     if type(steps) is not int or not 0 <= steps <= LARGEST_GAIN * GAIN_STEPS:
         raise CorruptDataError("levels: no gain")
     return steps / GAIN_STEPS
+
+
+def _round(data: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArray]:
+    """Return bfloat16 patterns of values, and whether bfloat16 can represent each value."""
+    values = float_values(data, spec)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        nearest = bfloat16_patterns(values.astype(np.float32))
+    found = np.where(np.isfinite(values), nearest, 0).astype(np.uint16)
+    back = float_values(from_bfloat16(found, spec), spec)
+    fits = np.isfinite(values) & np.isfinite(back) & ((back != 0) | (values == 0))
+    return np.where(fits, found, np.uint16(0)).astype(np.uint16), fits
+
+
+def held_values(values: Array, spec: LeafSpec) -> NpArray:
+    """Return protected values as restored, as bytes: rounded to bfloat16 if it holds them."""
+    data = as_bytes(values) if is_torch(values) else np.ascontiguousarray(values).view(np.uint8)
+    found, fits = _round(data, spec)
+    back = from_bfloat16(found, spec).reshape(-1, spec.itemsize)
+    own = data.reshape(-1, spec.itemsize)
+    return np.where(fits[:, None], back, own).reshape(-1)
+
+
+def held_patterns(restored: NpArray, spec: LeafSpec) -> tuple[NpArray, NpArray]:
+    """Return bfloat16 patterns of the result of `held_values`, and positions of exact values."""
+    found, fits = _round(restored, spec)
+    return found, np.flatnonzero(~fits)
+
+
+def write_protected(out: Writer, protected: NpArray, predicted: NpArray, spec: LeafSpec) -> None:
+    """Write protected values as bfloat16 differences to a prediction.
+
+    Values that bfloat16 cannot hold follow exactly, with their positions.
+
+    Args:
+        out: receives the bytes.
+        protected: bytes of n values, as `held_values` returned them.
+        predicted: uint16 [n], bfloat16 patterns.
+        spec: of the array, or of arrays of one dtype.
+    """
+    patterns, odd = held_patterns(protected, spec)
+    out.varint(patterns.size)
+    for plane in split_planes(difference(patterns, predicted, dtype="bfloat16")):
+        out.block(entropy.encode(np.ascontiguousarray(plane)))
+    out.varint(odd.size)
+    for step in np.diff(odd, prepend=0):
+        out.varint(int(step))
+    out.raw(protected.reshape(-1, spec.itemsize)[odd])
+
+
+def read_protected(data: Reader, predicted: NpArray, spec: LeafSpec) -> NpArray:
+    """Return the bytes of the protected values that `write_protected` wrote.
+
+    Args:
+        data: the bytes, from the position where `write_protected` began.
+        predicted: uint16 [n], the same patterns; n is the number of protected elements.
+        spec: as in `write_protected`.
+
+    Raises:
+        CorruptDataError: the bytes are malformed, or hold another number of values.
+    """
+    count = data.varint()
+    if count != predicted.size:
+        raise CorruptDataError(f"levels: {count} protected values do not fit the levels")
+    planes = np.empty((2, count), np.uint8)
+    for plane in planes:
+        plane[:] = entropy.decode(data.block(), count)
+    steps = merge_planes(planes, dtype="uint16")
+    protected = from_bfloat16(undifference(steps, predicted, dtype="bfloat16"), spec)
+    odd = data.varint()
+    if odd > count:
+        raise CorruptDataError("levels: more values beyond bfloat16 than protected ones")
+    at = np.fromiter(itertools.accumulate(min(data.varint(), count) for _ in range(odd)), np.int64, odd)
+    if odd and int(at[-1]) >= count:
+        raise CorruptDataError("levels: a position is out of range")
+    exact = data.array("u1", odd * spec.itemsize).reshape(odd, spec.itemsize)
+    protected.reshape(count, spec.itemsize)[at] = exact
+    return protected

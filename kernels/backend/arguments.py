@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..errors import BadArgumentError
-from .arrays import DEVICES, device_of, dtype_name, is_allocated, is_torch, on_gpu
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
-
-    from .arrays import Array
+from .arrays import DEVICES, Array, device_of, dtype_name, is_allocated, is_torch, on_gpu
 
 T = TypeVar("T")
 UNSIGNED = ("uint8", "uint16", "uint32")

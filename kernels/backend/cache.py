@@ -2,7 +2,8 @@
 
 Numba's own cache is an index with numbered files. A file truncated by a power loss or a full disk makes the function
 raise an error, and so do two processes that choose the same number. Here each signature has its own file, which holds
-its key and a checksum and is renamed to its final name only when it is complete.
+its key and a checksum and is renamed to its final name only when it is complete. A mark in the cache says that all
+kernels of a purpose are compiled.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import json
 import os
 import pickle
+import sys
 import uuid
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import llvmlite  # type: ignore[import-untyped]
 import numba
+import numpy as np
 from numba.core import caching
+from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _DIGEST = 16
 loaded: set[str] = set()
@@ -168,7 +172,7 @@ class _Files:
         return os.path.join(self._folder, f"{self._base}.{name}.nbc")
 
 
-_COMPILED_INTO = ("prefetch.py", "local_array.py", "compiler.py", "jit.py", "../sparse_delta/lanes.py")
+_COMPILED_INTO = ("instructions.py", "local_array.py", "jit.py")
 """Modules that decide what the code of every cached function is."""
 
 
@@ -201,3 +205,53 @@ def warn_uncached(reason: str) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+KERNELS = 137
+"""Number of kernels that `shrinkpoint warm` compiles; shown as a total before it is known."""
+
+
+def is_warmed() -> bool:
+    """Return whether the cache has a mark of any purpose."""
+    folder = _folder()
+    return folder is not None and any(folder.glob("warmed.*.nbc"))
+
+
+def kernels_of(purpose: str) -> int:
+    """Return the number of kernels that a purpose needs; 0 if not all are compiled."""
+    path = _path(purpose)
+    if path is None:
+        return 0
+    try:
+        files = json.loads(path.read_text())
+        return len(files) if all(map(os.path.exists, files)) else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def mark_warmed(purpose: str) -> None:
+    """Note that all kernels of a purpose are compiled: those that this process has used."""
+    path, files = _path(purpose), sorted(loaded | stored)
+    if path is not None and files:
+        temporary = path.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps(files))
+            os.replace(temporary, path)
+
+
+def _folder() -> Path | None:
+    try:
+        return Path(folder_of(is_warmed))
+    except (RuntimeError, OSError):
+        return None
+
+
+def _path(purpose: str) -> Path | None:
+    """Return the file of a mark, whose name depends on all that kernels depend on.
+
+    Removing `*.nbc` removes it, too."""
+    folder = _folder()
+    machine = cpu_target.target_context.codegen().magic_tuple()
+    versions = (sys.version, numba.__version__, llvmlite.__version__, np.__version__)
+    name = checksum(repr((purpose, machine, versions)).encode()).hex()
+    return None if folder is None else folder / f"warmed.{name}.nbc"

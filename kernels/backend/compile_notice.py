@@ -52,7 +52,7 @@ class CompileNotice(event.Listener):
                 self._log()
 
     def _log(self) -> None:
-        from .warmed import KERNELS, is_warmed
+        from .cache import KERNELS, is_warmed
 
         first = self._next is None
         self._next = (self._next or PATIENCE) + PERIOD

@@ -7,16 +7,12 @@ Each subject writes down the functions of its back ends as protocols, which the 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from types import ModuleType
+from typing import Generic, TypeVar, cast
 
 from . import first_calls
-from .arrays import on_gpu
+from .arrays import Array, on_gpu
 from .imported import back_end_module
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from .arrays import Array
 
 B = TypeVar("B")
 

@@ -6,10 +6,7 @@ import os
 import sys
 import threading
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from types import ModuleType
+from types import ModuleType
 
 
 def imported(name: str) -> ModuleType | None:

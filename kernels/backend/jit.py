@@ -1,23 +1,181 @@
-"""Numba settings shared by all CPU kernels.
+"""Numba settings and compilers shared by all CPU kernels.
 
 Every compiled function of the CPU back end is decorated with `njit` from here: no fastmath and no contraction, so that
 the three back ends agree to the bit; the GIL released; the result cached on disk (see `cache`). Numba's disk cache does
 not notice a change in a callee in another module. A cached function may therefore only call functions of its own
-module. The only exceptions are `prefetch`, `local_array` and `lanes`, which are part of the cache key.
+module. The only exceptions are `instructions` and `local_array`, which are part of the cache key.
+
+Numba gives every compiled function machine code of its own, including the small ones that only other compiled functions
+call. Here a helper remains LLVM code until it is part of an entry point, and an entry point that creates no array is
+not linked with Numba's memory management (`docs/decisions/first-call.md`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable
+from types import BuiltinFunctionType
+from typing import Any, TypeVar, cast
 
 import numba
+from llvmlite.binding import Linkage  # type: ignore[import-untyped]
+from numba.core import types
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler, Flags
+from numba.core.registry import CPUDispatcher
+from numba.core.runtime.nrt import rtsys
+from numba.core.targetconfig import ConfigStack
 
 from . import compile_notice
 from .cache import Kept, warn_uncached
-from .compiler import EntryCompiler, Helper, HelperCompiler
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+_NUMBERS = (types.Number, types.Boolean, types.RangeType, types.RangeIteratorType)
+_PLAIN = (*_NUMBERS, types.Array, types.SliceType, types.Tuple, types.UniTuple)
+"""Types of arguments for which the same call always has the same signature."""
+_OWN = (types.Function, types.NumberClass, BuiltinFunctionType, str)
+"""Types of Numba's own functions: of operators, conversions and iterators."""
+_signatures: dict[tuple[Any, tuple[types.Type, ...], bool], Any] = {}
+"""Signature of each call of these functions with these types, with or without memory management."""
+
+
+class EntryLibrary(JITCodeLibrary):
+    """Code of a function that Python calls."""
+
+    def _optimize_final_module(self) -> None:
+        """Make linked functions internal, so that inlining can remove them, and optimize."""
+        for function in self._final_module.functions:
+            if not function.is_declaration and function.linkage == Linkage.linkonce_odr:
+                function.linkage = Linkage.internal
+        super()._optimize_final_module()  # type: ignore[no-untyped-call]
+
+    def add_linking_library(self, library: Any) -> None:
+        """Link a library, except Numba's memory management into a function that creates no array."""
+        if library is not rtsys.library or ConfigStack.top_or_none().nrt:  # type: ignore[no-untyped-call]
+            super().add_linking_library(library)  # type: ignore[no-untyped-call]
+
+
+class HelperLibrary(EntryLibrary):
+    """Code of a function that only compiled functions call and that is linked into them."""
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        """Leave functions unchanged until they are linked into a caller."""
+        ll_module.data_layout = self._codegen._data_layout
+
+    def finalize(self) -> None:
+        """Link only the functions that this one calls."""
+        self._raise_if_finalized()  # type: ignore[no-untyped-call]
+        for library in dict.fromkeys(self._linking_libraries):
+            getattr(self, "_reload_init", set()).update(getattr(library, "_reload_init", ()))
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._finalize_dynamic_globals()  # type: ignore[no-untyped-call]
+        self._finalized = True
+
+    @property
+    def codegen(self) -> Any:
+        """Code generator that does not write the environment of a callable function."""
+        return _WithoutAddress(self._codegen)
+
+
+class _WithoutAddress:
+    """Code generator of a helper function, which Python cannot call by an address."""
+
+    def __init__(self, codegen: Any) -> None:
+        self._codegen = codegen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._codegen, name)
+
+    def set_env(self, name: str, environment: Any) -> None:
+        """Do nothing: exceptions use the environment of the calling function."""
+
+
+class RememberedCalls:
+    """A typing context that keeps the signatures of Numba's own functions.
+
+    For each call, as of `+`, Numba tries all implementations that it knows, again for each place in the source: a
+    quarter of the time that compiling takes.
+
+    Args:
+        context: the typing context of the compiler.
+        nrt: whether code is compiled with memory management; implementations differ.
+    """
+
+    def __init__(self, context: Any, nrt: bool) -> None:
+        self._context, self._nrt = context, nrt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def resolve_function_type(self, func: Any, args: tuple[types.Type, ...], kws: Any) -> Any:
+        """Return the signature of a call; None without one."""
+        if kws or not isinstance(func, _OWN) or not all(isinstance(a, _PLAIN) for a in args):
+            return self._context.resolve_function_type(func, args, kws)
+        key = func, tuple(args), self._nrt
+        found = _signatures.get(key)
+        if found is None:
+            found = _signatures[key] = self._context.resolve_function_type(func, args, kws)
+        return found
+
+
+class KeptFlags(Flags):
+    """Flags of the compiler that collect their values once.
+
+    Numba looks signatures up by flags, and collects all values of both for each comparison and each hash.
+    """
+
+    __slots__ = ("_known",)
+    _known: dict[str, Any] | None
+
+    def __init__(self, flags: Flags) -> None:
+        super().__init__(flags)  # type: ignore[no-untyped-call]
+        self._known = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name != "_known":
+            self._known = None
+
+    def values(self) -> dict[str, Any]:
+        """Return the value of each flag."""
+        if self._known is None:
+            self._known = super().values()  # type: ignore[no-untyped-call]
+        return self._known
+
+    def __hash__(self) -> int:
+        return hash(KeptFlags)
+
+    def __eq__(self, other: object) -> bool:
+        return self.values() == other.values() if isinstance(other, Flags) else NotImplemented  # type: ignore[no-untyped-call]
+
+
+class EntryCompiler(Compiler):
+    """Compiler of functions that Python calls."""
+
+    library_class: type[JITCodeLibrary] = EntryLibrary
+
+    def compile_extra(self, func: Any) -> Any:
+        """Compile a function into a library of this compiler's class."""
+        if self.state.library is None:
+            library: Any = self.library_class(self.state.targetctx.codegen(), func.__qualname__)
+            library.enable_object_caching()
+            self.state.library = library
+        self.state.flags = KeptFlags(self.state.flags)
+        self.state.typingctx = RememberedCalls(self.state.typingctx, self.state.flags.nrt)
+        return super().compile_extra(func)  # type: ignore[no-untyped-call]
+
+
+class HelperCompiler(EntryCompiler):
+    """Compiler of functions that only compiled functions call."""
+
+    library_class = HelperLibrary
+
+
+class Helper(CPUDispatcher):
+    """A function that only compiled functions call."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run uncompiled: Python can call no machine code of a helper."""
+        return self.py_func(*arguments)
+
 
 F = TypeVar("F", bound="Callable[..., object]")
 compile_notice.install()

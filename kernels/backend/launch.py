@@ -7,20 +7,16 @@ warm-up is needed, and ahead-of-time compilation checks exactly the code that wi
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.utils.dlpack
 import triton
 
-from .arrays import is_torch
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from .arrays import Array
+from .arrays import Array, is_torch
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 when this module was imported)."""
@@ -64,10 +60,6 @@ class Launch:
     def programs(self, n: int) -> int:
         """Number of programs that cover n elements."""
         return -(-n // (self.size(n) * self.repeats))
-
-    def grid(self, n: int) -> tuple[int]:
-        """The launch grid that covers n elements."""
-        return (self.programs(n),)
 
     def constants(self, n: int) -> dict[str, Any]:
         """`BLOCK`, `ROUNDS` of a kernel with that loop, and the compiler options.

@@ -21,13 +21,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from ..backend.arguments import array, integer, same_device
+from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch
 from ..backend.floats import FORMATS
 from ..errors import BadArgumentError, CorruptDataError
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -40,6 +37,8 @@ class BackEnd(Protocol):
 back_end = Dispatch[BackEnd]("cluster")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 SUM_BLOCK = 1024

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backend.arrays import like, to_numpy
+from ..backend.arrays import Array, like, to_numpy
 from ..backend.jit import njit_in_place, njit_inline
 from ..backend.local_array import local_array
 from ..rows.cpu import as_float32
 from . import SHIFT, SUM_BLOCK, Clusters, boundaries, dynamic_map, first_code, ranges, thresholds, unknown_label
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 HALF = SUM_BLOCK // 2
 BLOCK = 1024

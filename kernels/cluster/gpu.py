@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.gpu_bits import order_key, single
+from ..backend.arrays import Array
+from ..backend.device_functions import order_key, single
 from ..backend.launch import Launch, like, on_device, tensor
 from . import MOST, SHIFT, SUM_BLOCK, Clusters, boundaries, dynamic_map, first_code, ranges, thresholds, unknown_label
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 SUMS = Launch(block=8192, warps=8)
 LABEL = Launch(block=1024, warps=1, rounds=16)

@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_ends, same_device
+from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch, OnHost
 from ..backend.floats import FORMATS
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -34,6 +31,8 @@ back_end = Dispatch[BackEnd]("error_sums")
 on_host = OnHost[HostBackEnd]("error_sums")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backend.arrays import dtype_name, to_numpy
+from ..backend.arrays import Array, dtype_name, to_numpy
 from ..backend.jit import njit_in_place, njit_inline
 from ..backend.widen import widened
 from . import Distortion
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 _STEP = 1 << 20
 _LANES = 128

@@ -6,18 +6,14 @@ differ between back ends.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.gpu_bits import widened
+from ..backend.arrays import Array
+from ..backend.device_functions import widened
 from ..backend.launch import Launch, tensor
 from . import Distortion
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 SUMS = Launch(block=1024, warps=8)
 

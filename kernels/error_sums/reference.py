@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from array_api_compat import array_namespace
 
+from ..backend.arrays import Array
 from . import Distortion
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..backend.arrays import Array
 
 
 def distortion(x: Array, y: Array) -> Distortion:

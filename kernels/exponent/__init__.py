@@ -14,14 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_arrays, check_table, instance, integer, same_device, shown
-from ..backend.arrays import dtype_name
+from ..backend.arrays import Array, dtype_name
 from ..backend.dispatch import Dispatch
 from ..backend.floats import FloatFormat, format_named
 from ..errors import BadArgumentError, CorruptDataError
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -41,6 +37,8 @@ class BackEnd(Protocol):
 back_end = Dispatch[BackEnd]("exponent")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 MAX_BITS = 12

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backend.arrays import dtype_name, like, to_numpy
+from ..backend.arrays import Array, dtype_name, like, to_numpy
 from ..backend.floats import format_named
 from ..backend.jit import njit_in_place
 from ..backend.widen import widened
 from ..planes.cpu import as_values, patterns
 from . import Buckets, Promotion, unknown_level
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 PART = 1 << 15
 """Elements that are widened at once: they stay in the second-level cache."""

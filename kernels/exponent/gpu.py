@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.arrays import dtype_name
+from ..backend.arrays import Array, dtype_name
+from ..backend.device_functions import magnitude_bits, pattern_of, widened
 from ..backend.floats import format_named
-from ..backend.gpu_bits import magnitude_bits, pattern_of, widened
 from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, tensor
 from ..planes.gpu import UNSIGNED
 from . import Buckets, Promotion, unknown_level
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 COUNT = Launch(block=1024, warps=4, rounds=8)
 LOOK_UP = Launch(block=2048, warps=8)

@@ -6,8 +6,7 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from ..backend.arrays import Array, dtype_name
-from ..backend.bits import from_bits, sign_and_magnitude, to_bits
-from ..backend.floats import format_named
+from ..backend.floats import format_named, from_bits, sign_and_magnitude, to_bits
 from . import Buckets, Promotion, unknown_level
 
 

@@ -7,6 +7,7 @@ is addition, and every back end gives the same counts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,17 +27,11 @@ from ..backend.arguments import (
     same_device,
     sequence,
 )
-from ..backend.arrays import dtype_name
+from ..backend.arrays import Array, dtype_name
 from ..backend.dispatch import Dispatch, OnHost
 from ..backend.floats import FORMATS, FloatFormat, format_named
 from ..errors import BadArgumentError
 from ..quantizer import Thresholds, check_gradient, dtype_name_of, product_format
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -68,6 +63,8 @@ back_end = Dispatch[BackEnd]("histogram")
 on_host = OnHost[HostBackEnd]("histogram")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 

@@ -8,24 +8,19 @@ buckets, element by element, because clearing and adding up the counters would t
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backend.arrays import Array, bit_view, dtype_name, like, to_numpy
 from ..backend.floats import FORMATS, FloatFormat, format_named
+from ..backend.instructions import AHEAD, prefetch
 from ..backend.jit import njit_in_place, njit_inline
-from ..backend.prefetch import AHEAD, prefetch
 from ..backend.widen import widened
-from ..quantizer import magnitude_bits, product_format
+from ..quantizer import Thresholds, magnitude_bits, product_format
 from . import Histogram, target
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from ..backend.arrays import Array
-    from ..quantizer import Thresholds
 
 
 @njit_in_place

@@ -6,28 +6,22 @@ the end; totals are 64-bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.arrays import dtype_name
+from ..backend.arrays import Array, dtype_name, to_cpu
+from ..backend.device_functions import bucket_of, magnitude_bits, pattern_of, product_magnitude, special_levels
 from ..backend.floats import FORMATS
-from ..backend.gpu_bits import bucket_of, magnitude_bits, pattern_of, product_magnitude, special_levels
 from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, run, tensor
-from ..backend.transfer import to_cpu
+from ..quantizer import Thresholds, product_format
 from ..quantizer import magnitude_bits as threshold_bits
-from ..quantizer import product_format
 from . import Histogram, target
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from ..backend.arrays import Array
-    from ..quantizer import Thresholds
 
 ELEMENTS = Launch(block=1024, warps=8)
 

@@ -5,22 +5,17 @@ Subnormals are normalized first; the bucket of every element is computed, then e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace
 
 from ..backend.arrays import Array, dtype_name
-from ..backend.bits import from_bits, sign_and_magnitude
-from ..backend.floats import FORMATS, FloatFormat, format_named
-from ..quantizer import product_format
+from ..backend.floats import FORMATS, FloatFormat, format_named, from_bits, sign_and_magnitude
+from ..quantizer import Thresholds, product_format
 from ..quantizer.reference import kept, product
 from . import Histogram, target
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ..quantizer import Thresholds
 
 
 def magnitude_index(magnitude: Array, fmt: FloatFormat, bits: int) -> Array:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ..backend.arguments import array, check_ends, check_table, choice, integer, number, same_device, sequence, shown
-from ..backend.arrays import on_gpu, to_numpy
+from ..backend.arrays import Array, on_gpu, to_numpy
 from ..backend.dispatch import Dispatch, OnHost
 from ..errors import BadArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -44,6 +39,8 @@ back_end = Dispatch[BackEnd]("kmeans")
 on_host = OnHost[HostBackEnd]("kmeans")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 

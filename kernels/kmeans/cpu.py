@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from ..backend.arrays import like, to_numpy
+from ..backend.arrays import Array, like, to_numpy
 from ..backend.jit import njit_in_place, njit_inline
 from ..backend.local_array import local_array
 from . import prepared
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ..backend.arrays import Array
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 _MANY = 64

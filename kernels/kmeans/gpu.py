@@ -6,22 +6,18 @@ order of operations is defined in `reference.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.launch import Launch, like, on, tensor
-from ..backend.transfer import to_cpu
+from ..backend.arrays import Array, to_cpu
+from ..backend.launch import Launch, like, run, tensor
 from . import prepared
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from ..backend.arrays import Array
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 Table = np.ndarray[Any, np.dtype[np.int64]]
@@ -41,7 +37,7 @@ def solve_depth(
     weight_ptr,
     moment_ptr,
     best_ptr,
-    following_ptr,
+    next_ptr,
     cut_ptr,
     depth,
     low,
@@ -49,15 +45,16 @@ def solve_depth(
     first,
     last,
     NODES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Solve all segments of one depth of the divide and conquer.
 
-    NODES segments are solved in parallel, with WIDTH candidates at a time. The bits of the segment number select a half
-    at each depth. The candidates of a segment are bounded by the cuts of the nearest middles below and above it, which
-    earlier depths have stored in `cut`.
+    NODES segments are solved in parallel, with BLOCK / NODES candidates at a time. The bits of the segment number
+    select a half at each depth. The candidates of a segment are bounded by the cuts of the nearest middles below and
+    above it, which earlier depths have stored in `cut`.
     """
-    lane = tl.arange(0, WIDTH)
+    width: tl.constexpr = BLOCK // NODES
+    lane = tl.arange(0, width)
     for group in range(0, 1 << depth, NODES):
         node = group + tl.arange(0, NODES)
         exists = node < (1 << depth)
@@ -79,7 +76,7 @@ def solve_depth(
         moment_j = tl.load(moment_ptr + j)
         most = tl.full((NODES,), -float("inf"), tl.float64)
         at = begin
-        for offset in range(0, tl.max(end - begin, axis=0) + 1, WIDTH):
+        for offset in range(0, tl.max(end - begin, axis=0) + 1, width):
             i = begin[:, None] + (offset + lane)[None, :]
             mine = i <= end[:, None]
             i = tl.where(mine, i, 0)
@@ -95,7 +92,7 @@ def solve_depth(
             better = top > most
             at = tl.where(better, where, at)
             most = tl.where(better, top, most)
-        tl.store(following_ptr + j, most, mask=exists)
+        tl.store(next_ptr + j, most, mask=exists)
         tl.store(cut_ptr + j, at, mask=exists)
     tl.debug_barrier()
 
@@ -262,7 +259,7 @@ def exact_kernel(
     tl.debug_barrier()
     for row in range(2, k + 1):
         best_ptr = scratch_ptr + (row & 1) * (m + 1)
-        following_ptr = scratch_ptr + (1 - (row & 1)) * (m + 1)
+        next_ptr = scratch_ptr + (1 - (row & 1)) * (m + 1)
         cut_ptr = cuts_ptr + row * stride
         low = tl.where(row == k, m, row)
         high = m - (k - row)
@@ -271,48 +268,15 @@ def exact_kernel(
         while (1 << depth) <= high - low + 1:
             if depth < 3:
                 solve_depth(
-                    weight_ptr,
-                    moment_ptr,
-                    best_ptr,
-                    following_ptr,
-                    cut_ptr,
-                    depth,
-                    low,
-                    high,
-                    row - 1,
-                    m - 1,
-                    4,
-                    BLOCK // 4,
+                    weight_ptr, moment_ptr, best_ptr, next_ptr, cut_ptr, depth, low, high, row - 1, m - 1, 4, BLOCK
                 )
             elif depth < 7:
                 solve_depth(
-                    weight_ptr,
-                    moment_ptr,
-                    best_ptr,
-                    following_ptr,
-                    cut_ptr,
-                    depth,
-                    low,
-                    high,
-                    row - 1,
-                    m - 1,
-                    64,
-                    BLOCK // 64,
+                    weight_ptr, moment_ptr, best_ptr, next_ptr, cut_ptr, depth, low, high, row - 1, m - 1, 64, BLOCK
                 )
             else:
                 solve_depth(
-                    weight_ptr,
-                    moment_ptr,
-                    best_ptr,
-                    following_ptr,
-                    cut_ptr,
-                    depth,
-                    low,
-                    high,
-                    row - 1,
-                    m - 1,
-                    256,
-                    BLOCK // 256,
+                    weight_ptr, moment_ptr, best_ptr, next_ptr, cut_ptr, depth, low, high, row - 1, m - 1, 256, BLOCK
                 )
             depth += 1
     # Backward pass: cluster r begins at the cut of row r. The cuts of all codes are stored, then used one per lane.
@@ -541,23 +505,8 @@ def _exact(problems: Sequence[tuple[Array, Array]], k: Sequence[int]) -> list[to
     x, w = torch.empty_like(raw_x), torch.empty_like(raw_w)
     weight, moment = raw_x.new_empty(raw_x.numel() + len(problems)), raw_x.new_empty(raw_x.numel() + len(problems))
     odd = torch.zeros(1, dtype=torch.int32, device=w_all.device)
-    with on(w_all):
-        prepare_kernel[(len(problems),)](
-            # inputs
-            raw_x,
-            raw_w,
-            # inputs and outputs
-            rows,
-            # outputs
-            x,
-            w,
-            weight,
-            moment,
-            odd,
-            # constants
-            FIELDS=FIELDS,
-            **EXACT.constants(32 * max(sizes)),
-        )
+    outputs = rows, x, w, weight, moment, odd  # the rows are inputs also
+    run(prepare_kernel, len(problems), raw_x, raw_w, *outputs, FIELDS=FIELDS, **EXACT.constants(32 * max(sizes)))
     if odd.item():
         return None
     codes = raw_x.new_empty(sum(int(row[1]) for row in table))
@@ -585,24 +534,9 @@ def _launch_exact(
     for some, cuts in _launches(table, numbers):
         mine = rows[some]
         mine[:, 7] = torch.tensor(np.cumsum([0, *cuts[:-1]]), device=x.device)
-        with on(x):
-            exact_kernel[(len(some),)](
-                # inputs
-                x,
-                w,
-                weight,
-                moment,
-                mine,
-                # scratch
-                x.new_empty(scratch),
-                torch.empty(sum(cuts), dtype=torch.int32, device=x.device),
-                # outputs
-                codes,
-                # constants
-                FIELDS=FIELDS,
-                CODES=LLOYD.block,
-                **EXACT.constants(32 * int(table[some, 0].max())),
-            )
+        rooms = x.new_empty(scratch), torch.empty(sum(cuts), dtype=torch.int32, device=x.device)
+        constants = {"FIELDS": FIELDS, "CODES": LLOYD.block, **EXACT.constants(32 * int(table[some, 0].max()))}
+        run(exact_kernel, len(some), x, w, weight, moment, mine, *rooms, codes, **constants)
 
 
 def _solve(problems: list[_Problem], device: torch.device, iterations: int) -> list[torch.Tensor]:
@@ -620,23 +554,8 @@ def _solve(problems: list[_Problem], device: torch.device, iterations: int) -> l
     rows = torch.from_numpy(table).to(device)
     _launch_exact(x, w, weight, moment, table, rows, exact, scratch, codes)
     if lloyd:
-        iterated = rows[lloyd]
-        with on(x):
-            lloyd_kernel[(iterated.shape[0],)](
-                # inputs
-                x,
-                w,
-                iterated,
-                iterations,
-                # scratch
-                x.new_empty(scratch),
-                # inputs and outputs
-                codes,
-                # constants
-                FIELDS=FIELDS,
-                BLOCK=LLOYD.block,
-                **LLOYD.options,
-            )
+        constants = {"FIELDS": FIELDS, "BLOCK": LLOYD.block, **LLOYD.options}
+        run(lloyd_kernel, len(lloyd), x, w, rows[lloyd], iterations, x.new_empty(scratch), codes, **constants)
     return list(codes.split([p.codes.size for p in problems]))
 
 

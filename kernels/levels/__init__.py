@@ -9,12 +9,9 @@ import math
 from typing import TYPE_CHECKING, Protocol
 
 from ..backend.arguments import array, integer, same_device
+from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch
 from ..errors import BadArgumentError
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -30,6 +27,8 @@ class BackEnd(Protocol):
 back_end = Dispatch[BackEnd]("levels")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 MAX_SIZE = 256

@@ -6,17 +6,14 @@ wait for each other. More than two parts are not faster, because each part write
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backend.arrays import like, to_numpy
+from ..backend.arrays import Array, like, to_numpy
 from ..backend.jit import njit_in_place
 from ..backend.local_array import local_array
 from ..errors import BadArgumentError, CorruptDataError
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.launch import Launch, like, on, tensor
+from ..backend.arrays import Array
+from ..backend.launch import Launch, like, tensor
 from ..errors import BadArgumentError, CorruptDataError
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 SUBTRACT = Launch(block=8192, warps=8)
 GROUP = Launch(block=512, warps=1, interpreted=1 << 16)
@@ -44,23 +40,8 @@ def subtract_kernel(first_ptr, second_ptr, n: tl.int64, size: tl.int32, out_ptr,
 
 def _subtract(first: Array, second: Array, size: int) -> tuple[torch.Tensor, bool]:
     a, b = tensor(first), tensor(second)
-    out = torch.empty_like(b)
-    if b.numel() == 0:
-        return out, True
-    outside = torch.zeros(1, dtype=torch.int32, device=b.device)
-    with on(b):
-        subtract_kernel[SUBTRACT.grid(b.numel())](
-            # inputs
-            a,
-            b,
-            b.numel(),
-            size,
-            # outputs
-            out,
-            outside,
-            # constants
-            **SUBTRACT.constants(b.numel()),
-        )
+    out, outside = torch.empty_like(b), torch.zeros(1, dtype=torch.int32, device=b.device)
+    SUBTRACT.run(subtract_kernel, b.numel(), a, b, b.numel(), size, out, outside)
     return out, not outside.item()
 
 
@@ -163,43 +144,15 @@ def _regroup(values: Array, keys: Array, size: int, *, split: bool) -> tuple[tor
     t, k = tensor(values), tensor(keys)
     out = torch.empty(t.numel() if split else k.shape, dtype=torch.uint8, device=k.device)
     blocks = GROUP.programs(k.numel())
-    if blocks == 0:
-        return out, torch.zeros(size, dtype=torch.int64, device=k.device)
     counts = torch.empty((size, blocks), dtype=torch.int32, device=k.device)
     outside = torch.zeros(1, dtype=torch.int32, device=k.device)
-    with on(k):
-        count_keys_kernel[(blocks,)](
-            # inputs
-            k,
-            k.numel(),
-            blocks,
-            size,
-            # outputs
-            counts,
-            outside,
-            # constants
-            BINS=32 if size <= 32 else 256,
-            **GROUP.constants(k.numel()),
-        )
+    bins = 32 if size <= 32 else 256
+    GROUP.run(count_keys_kernel, k.numel(), k, k.numel(), blocks, size, counts, outside, BINS=bins)
     if outside.item():
         return None
-    with on(k):
-        regroup_kernel[(blocks,)](
-            # inputs
-            t,
-            k,
-            counts.reshape(-1).cumsum(0, dtype=torch.int64),
-            counts,
-            k.numel(),
-            blocks,
-            size,
-            # outputs
-            out,
-            # constants
-            SPLIT=split,
-            FIELD=GROUP.size(k.numel()).bit_length() - 1,
-            **GROUP.constants(k.numel()),
-        )
+    ends = counts.reshape(-1).cumsum(0, dtype=torch.int64)
+    field = GROUP.size(k.numel()).bit_length() - 1
+    GROUP.run(regroup_kernel, k.numel(), t, k, ends, counts, k.numel(), blocks, size, out, SPLIT=split, FIELD=field)
     return out, counts.sum(1)
 
 
@@ -273,28 +226,14 @@ def joint_counts(previous: Array, current: Array, previous_size: int, current_si
     a, b = tensor(previous).reshape(-1), tensor(current).reshape(-1)
     totals = torch.zeros((previous_size, current_size), dtype=torch.int64, device=b.device)
     outside = torch.zeros(1, dtype=torch.int32, device=b.device)
+    bins = 32 if max(previous_size, current_size) <= 32 else 256
+    table = next((size for size in PAIR_TABLES if totals.numel() <= size), 0)
     for begin in range(0, b.numel(), SLICE):
         part = b[begin : begin + SLICE]
-        programs = PAIRS.programs(part.numel())
-        copies = max(1, min(COPIES, programs, COPIED_COUNTERS // totals.numel()))
+        copies = max(1, min(COPIES, PAIRS.programs(part.numel()), COPIED_COUNTERS // totals.numel()))
         counts = torch.zeros((copies, previous_size, current_size), dtype=torch.int32, device=b.device)
-        with on(b):
-            pairs_kernel[(programs,)](
-                # inputs
-                a[begin : begin + SLICE],
-                part,
-                part.numel(),
-                previous_size,
-                current_size,
-                copies,
-                # outputs
-                counts,
-                outside,
-                # constants
-                BINS=32 if max(previous_size, current_size) <= 32 else 256,
-                TABLE=next((size for size in PAIR_TABLES if totals.numel() <= size), 0),
-                **PAIRS.constants(part.numel()),
-            )
+        inputs = a[begin : begin + SLICE], part, part.numel(), previous_size, current_size, copies
+        PAIRS.run(pairs_kernel, part.numel(), *inputs, counts, outside, BINS=bins, TABLE=table)
         totals += counts.sum(0)
     if outside.item():
         raise BadArgumentError(

@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_table, number, same_device
+from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -27,6 +24,8 @@ class BackEnd(Protocol):
 back_end = Dispatch[BackEnd]("moment_grid")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 ESCAPE = 0

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backend.arrays import like, to_numpy
+from ..backend.arrays import Array, like, to_numpy
 from ..backend.jit import njit_in_place
 from ..backend.local_array import local_array
 from . import ESCAPE, FARTHEST
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 _STEP = 1 << 10
 """Elements per block, whose quotients stay in the first-level cache."""

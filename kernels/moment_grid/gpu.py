@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.gpu_bits import rounded
+from ..backend.arrays import Array
+from ..backend.device_functions import rounded, tables, tally, totals
 from ..backend.launch import Launch, like, on_device, tensor
-from ..backend.tally import tables, tally, totals
 from . import ESCAPE, FARTHEST
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 SYMBOLS = Launch(block=256, warps=1, registers=255, rounds=32)
 VALUES = Launch(block=1024, warps=4)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace, device
 
+from ..backend.arrays import Array
 from . import ESCAPE, FARTHEST
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 
 def _root(xp: Any, square: Array) -> Array:

@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, choice, number
+from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -30,6 +27,8 @@ class BackEnd(Protocol):
 back_end = Dispatch[BackEnd]("multiples")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 FLOATS = ("float32", "float64")

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ..backend.arrays import like, to_numpy
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
+from ..backend.arrays import Array, like, to_numpy
 
 
 def square_sum(x: Array) -> tuple[float, float]:

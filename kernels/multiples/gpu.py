@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from ..backend.arrays import Array
 from ..backend.launch import INTERPRETED, Launch, like, on_device, run, tensor
 from . import LANES, PART, halvings
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 SQUARES = Launch(block=32, warps=4)
 """In parts of at most 128 elements."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from array_api_compat import array_namespace
 
+from ..backend.arrays import Array
 from . import LANES, PART
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 
 def square_sum(x: Array) -> tuple[float, float]:

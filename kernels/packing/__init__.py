@@ -20,14 +20,10 @@ from ..backend.arguments import (
     same_device,
     stored_bytes,
 )
-from ..backend.arrays import dtype_name
+from ..backend.arrays import Array, dtype_name
 from ..backend.dispatch import Dispatch
-from ..errors import BadArgumentError, CorruptDataError
-from ..planes import width_of
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
+from ..errors import CorruptDataError
+from ..planes import check_alike, width_of
 
 
 class BackEnd(Protocol):
@@ -45,6 +41,8 @@ class BackEnd(Protocol):
 back_end = Dispatch[BackEnd]("packing")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 
@@ -126,11 +124,7 @@ def changed_mask(current: Array, previous: Array) -> Array:
         >>> changed_mask(np.array([1.0, 0.0, 3.0]), np.array([1.0, -0.0, 4.0])).tolist()
         [6]
     """
-    _check_same("current", current, "previous", previous)
-    if tuple(current.shape) != tuple(previous.shape):
-        raise BadArgumentError(
-            f"current has shape {tuple(current.shape)} and previous {tuple(previous.shape)}; they must be the same"
-        )
+    check_alike(current, previous)
     return back_end(current).changed_mask(current, previous)
 
 
@@ -248,15 +242,6 @@ def trailing_bits_set() -> CorruptDataError:
 def wrong_count(marked: int, values: int) -> CorruptDataError:
     """Return the error for a mask whose set bits and values differ in number."""
     return CorruptDataError(f"mask marks {marked} elements, but there are {values} values")
-
-
-def _check_same(name: str, x: Array, other: str, y: Array) -> None:
-    """Check that two arrays share one dtype of fixed width and one device."""
-    check_arrays(**{name: x, other: y})
-    width_of(dtype_name(x))
-    if dtype_name(x) != dtype_name(y):
-        raise BadArgumentError(f"{name} has dtype {dtype_name(x)} and {other} {dtype_name(y)}; they must be the same")
-    same_device(name, x, other, y)
 
 
 def _check_mask(name: str, data: Array, n: int) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backend.arrays import like, to_numpy, writeable
+from ..backend.arrays import Array, like, to_numpy, writeable
 from ..backend.jit import njit_in_place, njit_inline
 from ..backend.local_array import local_array
 from ..errors import BadArgumentError, CorruptDataError
 from ..planes.cpu import as_values, patterns
 from . import trailing_bits_set, wrong_count
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 NumPy = np.ndarray[Any, Any]
 Int = Any  # a machine integer or truth value inside compiled code

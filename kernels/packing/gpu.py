@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.launch import INTEGERS, Launch, bit_view, like, on, tensor
+from ..backend.arrays import Array
+from ..backend.launch import INTEGERS, Launch, bit_view, like, run, tensor
 from ..errors import BadArgumentError, CorruptDataError
 from . import trailing_bits_set, wrong_count
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 PACK = Launch(block=1024, warps=8)
 """In words."""
@@ -78,20 +74,9 @@ def pack_bits(values: Array, width: int, *, checked: bool = True) -> Array:
     if width == 0:
         outside |= bit_view(t).any()
     elif words.numel():
-        block = PACK.size(words.numel())
-        with on(t):
-            pack_kernel[(-(-words.numel() // (block // width * width)),)](
-                # inputs
-                bit_view(t),
-                t.numel(),
-                words.numel(),
-                width,
-                # outputs
-                words,
-                outside,
-                # constants
-                **PACK.constants(words.numel()),
-            )
+        programs = -(-words.numel() // (PACK.size(words.numel()) // width * width))
+        inputs = bit_view(t), t.numel(), words.numel(), width
+        run(pack_kernel, programs, *inputs, words, outside, **PACK.constants(words.numel()))
     if checked and width < 8 * t.element_size() and outside.item():  # a full width needs no check and no wait
         raise BadArgumentError(f"values holds some that do not fit a width of {width} bits")
     return like(words.view(torch.uint8)[:size], values)
@@ -132,18 +117,7 @@ def unpack_bits(data: Array, width: int, n: int, dtype: str = "uint8") -> Array:
     make = torch.empty if width else torch.zeros
     values = make(n, dtype=INTEGERS[kind.itemsize], device=t.device)
     if size:
-        with on(t):
-            unpack_kernel[UNPACK.grid(n)](
-                # inputs
-                t,
-                n,
-                size,
-                width,
-                # outputs
-                values,
-                # constants
-                **UNPACK.constants(n),
-            )
+        UNPACK.run(unpack_kernel, n, t, n, size, width, values)
     return like(values.view(kind), data)
 
 
@@ -173,19 +147,8 @@ def pack_mask_kernel(current_ptr, previous_ptr, n: tl.int64, bits_ptr, COMPARE: 
 def _pack(current: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
     n = current.numel()
     bits = torch.empty((n + 7) // 8, dtype=torch.uint8, device=current.device)
-    if n:
-        with on(current):
-            pack_mask_kernel[PACK_MASK.grid(n)](
-                # inputs
-                bit_view(current),
-                bit_view(current if previous is None else previous),
-                n,
-                # outputs
-                bits,
-                # constants
-                COMPARE=previous is not None,
-                **PACK_MASK.constants(n),
-            )
+    other = bit_view(current if previous is None else previous)
+    PACK_MASK.run(pack_mask_kernel, n, bit_view(current), other, n, bits, COMPARE=previous is not None)
     return bits
 
 
@@ -214,17 +177,7 @@ def unpack_mask(data: Array, n: int) -> Array:
     if n % 8 and int(bits[-1]) >> (n % 8):
         raise trailing_bits_set()
     flags = torch.empty(n, dtype=torch.uint8, device=bits.device)
-    if n:
-        with on(bits):
-            unpack_mask_kernel[UNPACK_MASK.grid(n)](
-                # inputs
-                bits,
-                n,
-                # outputs
-                flags,
-                # constants
-                **UNPACK_MASK.constants(n),
-            )
+    UNPACK_MASK.run(unpack_mask_kernel, n, bits, n, flags)
     return like(flags.view(torch.bool), data)
 
 
@@ -275,17 +228,7 @@ def _marked(bits: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, int
     counts = torch.empty(blocks, dtype=torch.int32, device=bits.device)
     if blocks == 0:
         return counts, counts.to(torch.int64), 0
-    with on(bits):
-        count_kernel[(blocks,)](
-            # inputs
-            bits,
-            bits.numel(),
-            # outputs
-            counts,
-            # constants
-            BYTES=MOVE.size(n) // 8,
-            **MOVE.options,
-        )
+    run(count_kernel, blocks, bits, bits.numel(), counts, BYTES=MOVE.size(n) // 8, **MOVE.options)
     ends = counts.cumsum(0, dtype=torch.int64)
     total, last = torch.stack([ends[-1], bits[-1].to(torch.int64)]).tolist()
     if n % 8 and last >> (n % 8):
@@ -299,19 +242,7 @@ def gather(x: Array, mask_bits: Array) -> Array:
     counts, ends, total = _marked(bits, t.numel())
     out = torch.empty(total, dtype=t.dtype, device=t.device)
     if total:
-        with on(t):
-            gather_kernel[MOVE.grid(t.numel())](
-                # inputs
-                bit_view(t),
-                bits,
-                ends,
-                counts,
-                t.numel(),
-                # outputs
-                bit_view(out),
-                # constants
-                **MOVE.constants(t.numel()),
-            )
+        MOVE.run(gather_kernel, t.numel(), bit_view(t), bits, ends, counts, t.numel(), bit_view(out))
     return like(out, x)
 
 
@@ -322,19 +253,5 @@ def scatter(base: Array, mask_bits: Array, values: Array) -> Array:
     if total != v.numel():
         raise wrong_count(total, v.numel())
     out = torch.empty_like(t)
-    if t.numel():
-        with on(t):
-            scatter_kernel[MOVE.grid(t.numel())](
-                # inputs
-                bit_view(t),
-                bit_view(v),
-                bits,
-                ends,
-                counts,
-                t.numel(),
-                # outputs
-                bit_view(out),
-                # constants
-                **MOVE.constants(t.numel()),
-            )
+    MOVE.run(scatter_kernel, t.numel(), bit_view(t), bit_view(v), bits, ends, counts, t.numel(), bit_view(out))
     return like(out, base)

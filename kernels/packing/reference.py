@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from array_api_compat import array_namespace
 
 from ..backend.arrays import Array
 from ..errors import BadArgumentError, CorruptDataError
 from ..planes.reference import patterns, unsigned, with_dtype_of
 from . import trailing_bits_set, wrong_count
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 
 def pack_bits(values: Array, width: int, *, checked: bool = True) -> Array:

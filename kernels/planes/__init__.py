@@ -8,18 +8,13 @@ are.
 from __future__ import annotations
 
 import math
+from types import ModuleType
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from ..backend.arguments import array, check_arrays, choice, host_memory, integer, same_device, stored_bytes
-from ..backend.arrays import dtype_name, is_torch, on_gpu
+from ..backend.arrays import Array, dtype_name, is_torch, on_gpu
 from ..backend.dispatch import Dispatch, OnHost, compiled_back_end
 from ..errors import BadArgumentError
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -46,6 +41,8 @@ back_end = Dispatch[BackEnd]("planes")
 on_host = OnHost[HostBackEnd]("planes")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
@@ -263,6 +260,19 @@ def _check_pair(name: str, x: Array, other: str, y: Array, method: str, dtype: s
     if width_of(meant) != width_of(own):
         raise BadArgumentError(f"dtype is {meant}, {width_of(meant)} bits wide; {other} has {width_of(own)}")
     return meant
+
+
+def check_alike(current: Array, previous: Array) -> None:
+    """Check that two arrays share one dtype of fixed width, one device and one shape."""
+    check_arrays(current=current, previous=previous)
+    name, other = dtype_name(current), dtype_name(previous)
+    width_of(name)
+    if name != other:
+        raise BadArgumentError(f"current has dtype {name} and previous {other}; they must be the same")
+    same_device("current", current, "previous", previous)
+    shape, wanted = tuple(current.shape), tuple(previous.shape)
+    if shape != wanted:
+        raise BadArgumentError(f"current has shape {shape} and previous {wanted}; they must be the same")
 
 
 VALUE_WIDTHS = {"uint16": 16, "uint32": 32, "uint64": 64}

@@ -5,24 +5,18 @@ The category of an integer comes from the exponent of a float.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir  # type: ignore[import-untyped]
-from numba.core import config, types
-from numba.extending import intrinsic
 
-from ..backend.arrays import dtype_name, is_torch, like, to_numpy, writeable, writeable_view
+from ..backend.arrays import Array, dtype_name, is_torch, like, to_numpy, writeable, writeable_view
+from ..backend.instructions import eight_bytes, ones, put_word, spread, squeeze
 from ..backend.jit import njit_in_place, njit_inline
 from ..backend.local_array import local_array
 from ..errors import CorruptDataError
 from . import VALUE_WIDTHS as WIDTHS
 from . import category_count, ordered_by_sign, width_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ..backend.arrays import Array
 
 BLOCK = 512
 """Elements per block, which stays in the first-level cache during the pass of each plane."""
@@ -242,15 +236,6 @@ def _undifference(diff: Any, previous: Any, signed: Any, out: Any) -> None:
                 target[i] = kind(parent[i] + steps[i])
 
 
-INTERPRETED = bool(config.DISABLE_JIT)  # type: ignore[attr-defined]
-HAS_BMI2 = (
-    not INTERPRETED
-    and not config.CPU_FEATURES  # type: ignore[attr-defined]
-    and config.CPU_NAME is None  # type: ignore[attr-defined]
-    and bool(dict(binding.get_host_cpu_features()).get("bmi2"))
-)
-"""Whether code is compiled for this processor, and it moves the bits of a mask by one instruction."""
-_WORD = ir.IntType(64)
 NumPy = np.ndarray[Any, Any]
 CATEGORY_BLOCK = 512
 """Values per block: their categories are found by vectorized loops before their open bits are packed."""
@@ -288,108 +273,6 @@ def join_categories(categories: Array, extra: Array, bits: int, dtype: str, out:
     if total < 0 or data.size != (total + 7) // 8 or (total % 8 and data[-1] >> (total % 8)):
         raise CorruptDataError(f"{data.size} bytes are not the bits that the categories leave open")
     return like(values, categories) if out is None else out
-
-
-def _lanes(builder: Any, mask: Any, element: Any) -> Any:
-    """Yield shift, mask and number of bits of each lane of a word; masks hold the lowest bits."""
-    width = element.bitwidth
-    for first in range(0, 64, width):
-        own = builder.and_(builder.lshr(mask, _WORD(first)), _WORD((1 << width) - 1))
-        yield _WORD(first), own, builder.ctpop(own)
-
-
-def _spread(typing: Any, bits: Any, mask: Any, element: Any) -> Any:
-    """Code that puts the lowest bits of a word where the mask has ones (BMI2 on x86)."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if HAS_BMI2:
-            return _bmi2(builder, "pdep", arguments)
-        out, rest = _WORD(0), arguments[0]
-        for first, own, size in _lanes(builder, arguments[1], signature.args[2]):
-            out = builder.or_(out, builder.shl(builder.and_(rest, own), first))
-            rest = builder.lshr(rest, size)
-        return out
-
-    return types.uint64(types.uint64, types.uint64, element), generate
-
-
-def _squeeze(typing: Any, word: Any, mask: Any, element: Any) -> Any:
-    """Emit code that moves the bits under a mask next to one another: the inverse of `_spread`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if HAS_BMI2:
-            return _bmi2(builder, "pext", arguments)
-        out, at = _WORD(0), _WORD(0)
-        for first, own, size in _lanes(builder, arguments[1], signature.args[2]):
-            out = builder.or_(out, builder.shl(builder.and_(builder.lshr(arguments[0], first), own), at))
-            at = builder.add(at, size)
-        return out
-
-    return types.uint64(types.uint64, types.uint64, element), generate
-
-
-def _bmi2(builder: Any, name: str, arguments: Any) -> Any:
-    full = f"llvm.x86.bmi.{name}.64"
-    found = builder.module.globals.get(full)
-    return builder.call(found or ir.Function(builder.module, ir.FunctionType(_WORD, [_WORD] * 2), full), arguments[:2])
-
-
-def _get(typing: Any, data: Any, at: Any) -> Any:
-    """Code that loads a word of eight bytes from any byte on."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        memory = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        return builder.load(builder.bitcast(builder.gep(memory, [arguments[1]]), _WORD.as_pointer()), align=1)
-
-    return types.uint64(data, types.int64), generate
-
-
-def _set(typing: Any, data: Any, at: Any, word: Any) -> Any:
-    """Code that stores a word of eight bytes from any byte on."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        memory = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        at = builder.bitcast(builder.gep(memory, [arguments[1]]), _WORD.as_pointer())
-        builder.store(arguments[2], at, align=1)
-        return context.get_dummy_value()
-
-    return types.void(data, types.int64, types.uint64), generate
-
-
-def _count(typing: Any, word: Any) -> Any:
-    """Code for the number of set bits."""
-    return types.int64(types.uint64), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
-
-
-if INTERPRETED:
-
-    def spread(bits: Any, mask: Any, element: Any) -> Any:
-        """Put the lowest bits of a word where the mask has ones."""
-        places = [i for i in range(64) if int(mask) >> i & 1]
-        return np.uint64(sum((int(bits) >> k & 1) << i for k, i in enumerate(places)))
-
-    def squeeze(word: Any, mask: Any, element: Any) -> Any:
-        """Put the bits for which the mask has ones next to one another."""
-        places = [i for i in range(64) if int(mask) >> i & 1]
-        return np.uint64(sum((int(word) >> i & 1) << k for k, i in enumerate(places)))
-
-    def get(data: Any, at: Any) -> Any:
-        """Load a word of eight bytes."""
-        return np.frombuffer(data[at : at + 8].tobytes(), np.uint64)[0]
-
-    def put(data: Any, at: Any, word: Any) -> None:
-        """Store a word of eight bytes."""
-        data[at : at + 8] = np.frombuffer(np.uint64(word).tobytes(), np.uint8)
-
-    def count(word: Any) -> Any:
-        """The number of set bits."""
-        return np.int64(int(word).bit_count())
-else:
-    spread: Any = intrinsic(_spread)  # type: ignore[no-redef]
-    squeeze: Any = intrinsic(_squeeze)  # type: ignore[no-redef]
-    get: Any = intrinsic(_get)  # type: ignore[no-redef]
-    put: Any = intrinsic(_set)  # type: ignore[no-redef]
-    count: Any = intrinsic(_count)  # type: ignore[no-redef]
 
 
 @njit_in_place
@@ -434,12 +317,12 @@ def _split_categories(values: NumPy, bits: Any, categories: NumPy, extra: NumPy)
             for half in range(halves):
                 mask = open_bits[j] & (whole if halves == 1 else low << np.uint64(32 * half))
                 held |= squeeze(words[j], mask, kind(0)) << np.uint64(fill)
-                put(extra, at, held)
-                fill += count(mask)
+                put_word(extra, at, held)
+                fill += np.int64(ones(mask))
                 at += fill >> 3
                 held >>= np.uint64(fill & 56)
                 fill &= 7
-    put(extra, at, held)
+    put_word(extra, at, held)
     return 8 * at + fill
 
 
@@ -513,8 +396,8 @@ def _join(categories: NumPy, data: NumPy, available: int, bits: Any, values: Num
         for j in range((own.size + lanes - 1) // lanes):
             for half in range(halves):
                 mask = open_bits[j] & (whole if halves == 1 else low << np.uint64(32 * half))
-                words[j] |= spread(get(data, at >> 3) >> np.uint64(at & 7), mask, kind(0))
-                at += count(mask)
+                words[j] |= spread(eight_bytes(data, at >> 3) >> np.uint64(at & 7), mask, kind(0))
+                at += np.int64(ones(mask))
         for i in range(out.size):
             out[i] = joined[i]
     return at

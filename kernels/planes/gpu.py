@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.arrays import dtype_name
-from ..backend.gpu_bits import order_key
-from ..backend.launch import INTEGERS, Launch, bit_view, like, on, tensor
+from ..backend.arrays import Array, dtype_name
+from ..backend.device_functions import order_key
+from ..backend.launch import INTEGERS, Launch, bit_view, like, tensor
 from . import ordered_by_sign, width_of
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 ELEMENTS = Launch(block=4096, warps=8)
 
@@ -43,19 +38,8 @@ def split_planes(x: Array, rotation: int = 0) -> Array:
     """See `shrinkpoint.kernels.planes.split_planes`."""
     t = tensor(x)
     planes = torch.empty((t.element_size(), t.numel()), dtype=torch.uint8, device=t.device)
-    if t.numel():
-        with on(t):
-            split_kernel[ELEMENTS.grid(t.numel())](
-                # inputs
-                bit_view(t),
-                t.numel(),
-                # outputs
-                planes,
-                # constants
-                ITEMSIZE=t.element_size(),
-                ROTATION=rotation,
-                **ELEMENTS.constants(t.numel()),
-            )
+    patterns = bit_view(t)
+    ELEMENTS.run(split_kernel, t.numel(), patterns, t.numel(), planes, ITEMSIZE=t.element_size(), ROTATION=rotation)
     return like(planes, x)
 
 
@@ -82,19 +66,7 @@ def merge_planes(planes: Array, dtype: str, rotation: int = 0, out: Array | None
     t = tensor(planes)
     itemsize, n = width_of(dtype) // 8, t.shape[1]
     patterns = torch.empty(n, dtype=INTEGERS[itemsize], device=t.device) if out is None else bit_view(out)
-    if n:
-        with on(t):
-            merge_kernel[ELEMENTS.grid(n)](
-                # inputs
-                t,
-                n,
-                # outputs
-                patterns,
-                # constants
-                ITEMSIZE=itemsize,
-                ROTATION=rotation,
-                **ELEMENTS.constants(n),
-            )
+    ELEMENTS.run(merge_kernel, n, t, n, patterns, ITEMSIZE=itemsize, ROTATION=rotation)
     return like(patterns.view(UNSIGNED[itemsize]), planes) if out is None else out
 
 
@@ -195,31 +167,9 @@ def _combine(
     """Combine patterns of two arrays by `kernel` or exclusive or; flat, in `room` if given."""
     a, b = bit_view(first), bit_view(second)
     out = torch.empty_like(a) if room is None else bit_view(room)
-    if a.numel() == 0:
-        return out
-    with on(a):
-        if method == "xor":
-            xor_kernel[ELEMENTS.grid(a.numel())](
-                # inputs
-                a,
-                b,
-                a.numel(),
-                # outputs
-                out,
-                # constants
-                **ELEMENTS.constants(a.numel()),
-            )
-        else:
-            kernel[ELEMENTS.grid(a.numel())](
-                # inputs
-                a,
-                b,
-                a.numel(),
-                # outputs
-                out,
-                # constants
-                WIDTH=8 * a.element_size(),
-                FLOAT=ordered_by_sign(dtype),
-                **ELEMENTS.constants(a.numel()),
-            )
+    if method == "xor":
+        ELEMENTS.run(xor_kernel, a.numel(), a, b, a.numel(), out)
+    else:
+        width, float_ = 8 * a.element_size(), ordered_by_sign(dtype)
+        ELEMENTS.run(kernel, a.numel(), a, b, a.numel(), out, WIDTH=width, FLOAT=float_)
     return out

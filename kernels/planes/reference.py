@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace
 
 from ..backend.arrays import Array, dtype_name, is_torch, to_numpy
-from ..backend.bits import from_bits, to_bits
-from ..backend.floats import FORMATS
+from ..backend.floats import FORMATS, from_bits, to_bits
 from ..errors import CorruptDataError
 from . import VALUE_WIDTHS as WIDTHS
 from . import category_count, ordered_by_sign, width_of
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 
 def split_planes(x: Array, rotation: int = 0) -> Array:

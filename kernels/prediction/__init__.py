@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_table, integer
+from ..backend.arrays import Array
 from ..backend.dispatch import OnHost
 from ..errors import BadArgumentError
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import cpu, reference
 
 
 class HostBackEnd(Protocol):
@@ -38,6 +35,8 @@ class HostBackEnd(Protocol):
 on_host = OnHost[HostBackEnd]("prediction")
 
 if TYPE_CHECKING:
+    from . import cpu, reference
+
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 RANK = 8

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backend.arrays import like, to_numpy
+from ..backend.arrays import Array, like, to_numpy
 from ..backend.jit import njit_in_place, njit_inline
-from . import CLIP, LEAST_ROWS, RANK, SAMPLE, TOP, UNIT, WHOLE
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import Heights
+from . import CLIP, LEAST_ROWS, RANK, SAMPLE, TOP, UNIT, WHOLE, Heights
 
 NumPy = np.ndarray[Any, Any]
 SHORT = 1 << 20

@@ -6,16 +6,13 @@ import math
 from collections.abc import Iterable
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace
 
-from . import CLIP, RANK, TOP, UNIT, sample_rows
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import Heights
+from ..backend.arrays import Array
+from . import CLIP, RANK, TOP, UNIT, Heights, sample_rows
 
 NpArray = np.ndarray[Any, Any]
 

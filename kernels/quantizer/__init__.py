@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_arrays, check_ends, check_field, check_table, instance, number, same_device
-from ..backend.arrays import dtype_name, is_torch, to_host
+from ..backend.arrays import Array, dtype_name, is_torch, to_host
 from ..backend.dispatch import Dispatch, OnHost
 from ..backend.floats import FORMATS, FloatFormat, format_named
 from ..errors import BadArgumentError
 from ..planes import WIDTHS
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -45,6 +41,8 @@ back_end = Dispatch[BackEnd]("quantizer")
 on_host = OnHost[HostBackEnd]("quantizer")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 

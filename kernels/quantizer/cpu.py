@@ -8,21 +8,18 @@ Levels of equidistant entries need one rounding and no table.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backend.arrays import bit_view, dtype_name, like, to_numpy
+from ..backend.arrays import Array, bit_view, dtype_name, like, to_numpy
 from ..backend.floats import FloatFormat, format_named
+from ..backend.instructions import AHEAD, prefetch
 from ..backend.jit import njit_in_place
 from ..backend.local_array import local_array
-from ..backend.prefetch import AHEAD, prefetch
 from ..errors import CorruptDataError
 from ..histogram.cpu import keep_range, product_blocks
 from . import FIRST_CODE, PROTECTED, Thresholds, boundaries, product_format
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 Patterns = np.ndarray[Any, Any]

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.arrays import dtype_name
+from ..backend.arrays import Array, dtype_name
+from ..backend.device_functions import magnitude_bits, pattern_of, product_magnitude, special_levels, widened
 from ..backend.floats import FORMATS
-from ..backend.gpu_bits import magnitude_bits, pattern_of, product_magnitude, special_levels, widened
 from ..backend.launch import Launch, bit_view, like, on_device, tensor
 from ..errors import CorruptDataError
 from ..histogram.gpu import threshold_patterns
-from . import boundaries, product_format
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import Thresholds
+from . import Thresholds, boundaries, product_format
 
 ASSIGN = Launch(block=2048, warps=8, registers=128)
 VALUES = Launch(block=4096, warps=8)

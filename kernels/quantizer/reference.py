@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace
 
 from ..backend.arrays import Array
 from ..errors import CorruptDataError
-from . import product_format
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..backend.arrays import Array
-    from . import Thresholds
+from . import Thresholds, product_format
 
 _TINY = 2.0**-1000
 

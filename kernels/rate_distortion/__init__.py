@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_table, number, same_device, shown
+from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch, OnHost
 from ..backend.floats import FORMATS
 from ..errors import BadArgumentError
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -39,6 +36,8 @@ back_end = Dispatch[BackEnd]("rate_distortion")
 on_host = OnHost[HostBackEnd]("rate_distortion")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 

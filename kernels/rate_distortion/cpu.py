@@ -6,20 +6,16 @@ values per pair of levels decides that without arithmetic. Extrapolation is one 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from ..backend.arrays import dtype_name, like, to_numpy
+from ..backend.arrays import Array, dtype_name, like, to_numpy
 from ..backend.jit import njit_in_place, njit_inline
 from ..backend.widen import NARROW, widened
 from ..errors import BadArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ..backend.arrays import Array
-    from . import Table
+from . import Table
 
 _STEP = 1 << 20
 _FEW = 1 << 16
@@ -177,7 +173,7 @@ def _parts(
 def rate_distortion_levels(
     x: Array, levels: Array, previous: Array, codebook: Table, prices: Table, importance: Array | None = None
 ) -> Array:
-    """See `kernels.ratedistortion`."""
+    """See `kernels.rate_distortion`."""
     out = np.empty(levels.shape[0], np.uint8)
     for start, values, own, before, weights in _parts(x, levels, previous, importance, _STEP):
         if not _choose(values, own, before, codebook, prices, weights, out[start : start + _STEP]):
@@ -186,7 +182,7 @@ def rate_distortion_levels(
 
 
 def settled_bounds(codebook: Table, prices: Table, slack: float) -> Table:
-    """See `kernels.ratedistortion`."""
+    """See `kernels.rate_distortion`."""
     bounds = np.empty((*prices.shape, 4), np.float32)
     _bounds(codebook.astype(np.float64), prices.astype(np.float64), slack, bounds)
     return bounds
@@ -195,7 +191,7 @@ def settled_bounds(codebook: Table, prices: Table, slack: float) -> Table:
 def unsettled(
     x: Array, levels: Array, previous: Array, bounds: Table, importance: Array | None = None
 ) -> tuple[Array, Array, Array, Array, Array | None]:
-    """See `kernels.ratedistortion`."""
+    """See `kernels.rate_distortion`."""
     weighted = importance is not None and importance.shape[0] > 0
     low, high = np.empty(bounds.shape[:2], np.float32), np.empty(bounds.shape[:2], np.float32)
     _ranges(bounds, float(to_numpy(importance).min()) if weighted else 1.0, low, high)

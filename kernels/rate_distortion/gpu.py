@@ -5,19 +5,15 @@ Extrapolation is two reads and a write, bound by memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.gpu_bits import single, widened
+from ..backend.arrays import Array
+from ..backend.device_functions import single, widened
 from ..backend.launch import Launch, like, on_device, tensor
 from ..errors import BadArgumentError
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import Table
+from . import Table
 
 CHOOSE = Launch(block=1024, warps=4, registers=128)
 SETTLE = Launch(block=1024, warps=4)

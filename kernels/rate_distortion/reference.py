@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from array_api_compat import array_namespace
 
-from ..backend.arrays import dtype_name
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import Table
+from ..backend.arrays import Array, dtype_name
+from . import Table
 
 
 def rate_distortion_levels(
@@ -22,7 +17,7 @@ def rate_distortion_levels(
     prices: Table,
     importance: Array | None = None,
 ) -> Array:
-    """See `kernels.ratedistortion`."""
+    """See `kernels.rate_distortion`."""
     xp = array_namespace(x)
     codes, table = xp.asarray(codebook), xp.reshape(xp.asarray(prices), (-1,))
     width, top = prices.shape[1], codebook.shape[0] + 1
@@ -49,7 +44,7 @@ def rate_distortion_levels(
 
 
 def settled_bounds(codebook: Table, prices: Table, slack: float) -> Table:
-    """See `kernels.ratedistortion`; float64, candidates in the order nearest - 1, + 1, previous."""
+    """See `kernels.rate_distortion`; float64, candidates: nearest - 1, + 1, previous."""
     contexts, width = prices.shape
     bounds = np.empty((contexts, width, 4))
     bounds[:] = -np.inf, 0.0, np.inf, 0.0
@@ -90,7 +85,7 @@ def settled_bounds(codebook: Table, prices: Table, slack: float) -> Table:
 def unsettled(
     x: Array, levels: Array, previous: Array, bounds: Table, importance: Array | None = None
 ) -> tuple[Array, Array, Array, Array, Array | None]:
-    """See `kernels.ratedistortion`."""
+    """See `kernels.rate_distortion`."""
     xp = array_namespace(x)
     pair = xp.astype(previous, xp.int64) * bounds.shape[1] + xp.astype(levels, xp.int64)
     low, low_worth, high, high_worth = (

@@ -15,13 +15,10 @@ import math
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from ..backend.arguments import array, choice, integer, number, same_device
+from ..backend.arrays import Array
 from ..backend.dispatch import Dispatch
 from ..backend.floats import FORMATS
 from ..errors import CorruptDataError
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -38,6 +35,8 @@ class BackEnd(Protocol):
 back_end = Dispatch[BackEnd]("rows")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
 
 Method = Literal["symmetric", "asymmetric", "adaptive"]

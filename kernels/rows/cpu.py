@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backend.arrays import dtype_name, is_torch, like, to_numpy
+from ..backend.arrays import Array, dtype_name, is_torch, like, to_numpy
 from ..backend.jit import njit, njit_in_place, njit_inline
 from . import ERROR_STEPS, KMEANS_STEPS, search_steps, unknown_code
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 SHIFTER = np.float32(1.5 * 2**23)
 """Adding and subtracting this rounds a float32 of magnitude up to 2**22 to a whole number, halves to even."""

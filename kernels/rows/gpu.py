@@ -7,18 +7,16 @@ reads back from its cache. Sums are of integers, so their order does not matter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.gpu_bits import rounded, single
+from ..backend.arrays import Array
+from ..backend.device_functions import rounded, single
 from ..backend.launch import INTERPRETED, Launch, like, run, tensor
 from . import ERROR_STEPS, KMEANS_STEPS, search_steps, unknown_code
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 TILE = Launch(block=512, warps=4, registers=255)
 """`block` is rows times columns of a tile."""

@@ -8,11 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from ..backend.arguments import array, integer, room_for
+from ..backend.arrays import Array
 from ..backend.dispatch import OnHost
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import cpu, reference
 
 
 class HostBackEnd(Protocol):
@@ -25,6 +22,8 @@ class HostBackEnd(Protocol):
 on_host = OnHost[HostBackEnd]("runlength")
 
 if TYPE_CHECKING:
+    from . import cpu, reference
+
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
 LONGEST = 2**31 - 1

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backend.arrays import like, writeable
+from ..backend.arrays import Array, like, writeable
 from ..backend.jit import njit_in_place, njit_inline
 from ..errors import CorruptDataError
 from . import LONGEST
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 NumPy = np.ndarray[Any, Any]
 Int = Any  # a machine integer or truth value inside compiled code

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from array_api_compat import array_namespace
 
+from ..backend.arrays import Array
 from ..errors import CorruptDataError
 from . import LONGEST
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 
 def rle_encode(values: Array) -> Array:

@@ -13,13 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..backend.arguments import array, check_table, instance, integer, number, same_device, shown
-from ..backend.arrays import dtype_name, on_gpu
+from ..backend.arrays import Array, dtype_name, on_gpu
 from ..backend.dispatch import Dispatch, OnHost
 from ..errors import BadArgumentError
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
 
 
 class BackEnd(Protocol):
@@ -59,6 +55,8 @@ back_end = Dispatch[BackEnd]("scales")
 on_host = OnHost[HostBackEnd]("scales")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 

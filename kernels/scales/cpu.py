@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backend.arrays import Array, like, to_numpy, writeable
 from ..backend.jit import njit, njit_in_place, njit_inline
 from ..backend.local_array import local_array
-from . import ESCAPE, FARTHEST, FIRST, MAX_OCTAVES, SCALE, ZERO, Octaves, cell_centers
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import Factors, Shapes
+from . import ESCAPE, FARTHEST, FIRST, MAX_OCTAVES, SCALE, ZERO, Factors, Octaves, Shapes, cell_centers
 
 
 @njit_in_place

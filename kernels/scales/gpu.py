@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.gpu_bits import rounded
+from ..backend.arrays import Array, to_cpu
+from ..backend.device_functions import rounded, tables, tally, totals
 from ..backend.launch import Launch, like, on_device, tensor
-from ..backend.tally import tables, tally, totals
-from ..backend.transfer import to_cpu
-from . import FARTHEST, FIRST, MAX_OCTAVES, SCALE, Octaves, cell_centers, check_counts
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
-    from . import Factors, Shapes
+from . import FARTHEST, FIRST, MAX_OCTAVES, SCALE, Factors, Octaves, Shapes, cell_centers, check_counts
 
 SPLIT = Launch(block=2048, warps=8)
 JOIN = Launch(block=2048, warps=4)

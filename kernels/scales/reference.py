@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace, device
 
 from ..backend.arrays import Array, to_numpy
-from ..backend.bits import sign_and_magnitude
-from . import ESCAPE, FARTHEST, FIRST, MAX_OCTAVES, SCALE, ZERO, Octaves, cell_centers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ..backend.arrays import Array
-    from . import Factors, Shapes
+from ..backend.floats import sign_and_magnitude
+from . import ESCAPE, FARTHEST, FIRST, MAX_OCTAVES, SCALE, ZERO, Factors, Octaves, Shapes, cell_centers
 
 
 def split_octaves(index: Array, bits: int, buckets: int) -> Octaves | None:

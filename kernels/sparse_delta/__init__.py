@@ -19,22 +19,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..backend.arguments import array, check_arrays, choice, integer, same_device, sequence, stored_bytes
-from ..backend.arrays import dtype_name
+from ..backend.arrays import Array, dtype_name
 from ..backend.dispatch import Dispatch, OnHost
 from ..errors import BadArgumentError, CorruptDataError
 from ..planes import VALUE_WIDTHS as LARGE
-from ..planes import Method, ordered_by_sign, width_of
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from ..backend.arrays import Array
-    from . import cpu, gpu, reference
+from ..planes import Method, check_alike, ordered_by_sign, width_of
 
 
 class BackEnd(Protocol):
@@ -67,6 +61,8 @@ back_end = Dispatch[BackEnd]("sparse_delta")
 on_host = OnHost[HostBackEnd]("sparse_delta")
 
 if TYPE_CHECKING:
+    from . import cpu, gpu, reference
+
     _EVERYWHERE: tuple[BackEnd, ...] = (reference, cpu, gpu)
     _ON_HOST: tuple[HostBackEnd, ...] = (reference, cpu)
 
@@ -369,23 +365,11 @@ def _pair(
     current: Array, previous: Array, edges: Sequence[int], limit: int | None, dtype: str | None
 ) -> tuple[str, tuple[int, ...], int]:
     """Check two arrays and the settings of their comparison; return dtype, edges and limit."""
-    check_arrays(current=current, previous=previous)
-    _same(current, previous, "current", "previous")
-    if tuple(current.shape) != tuple(previous.shape):
-        raise BadArgumentError(
-            f"current has shape {tuple(current.shape)} and previous {tuple(previous.shape)}; they must be the same"
-        )
+    check_alike(current, previous)
     name = _pattern_dtype(dtype, previous)
     checked = _edges(edges, name)
     n = math.prod(previous.shape)
     return name, checked, n if limit is None else min(integer("limit", limit, 0), n)
-
-
-def _same(x: Array, y: Array, name: str, other: str) -> None:
-    width_of(dtype_name(x))
-    if dtype_name(x) != dtype_name(y):
-        raise BadArgumentError(f"{name} has dtype {dtype_name(x)} and {other} {dtype_name(y)}; they must be the same")
-    same_device(name, x, other, y)
 
 
 def _out(out: Array, x: Array, name: str) -> None:

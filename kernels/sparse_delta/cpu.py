@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backend.arrays import is_torch, like, to_numpy, writeable, writeable_view
+from ..backend.arrays import Array, is_torch, like, to_numpy, writeable, writeable_view
+from ..backend.instructions import EDGES, LANES
 from ..planes import ordered_by_sign
 from ..planes.cpu import as_values, patterns
 from . import GAP_BITS, SparseDelta, wrong_changes, wrong_gap, wrong_rank
-from .change_application import mark, put, put_classes
-from .change_collection import compact, group
-from .change_symbols import join, split
-from .lanes import EDGES, LANES
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
+from .loops import compact, group, join, mark, put, put_classes, split
 
 MUCH = 1 << 20
 """Bytes that do not stay in the cache anyway."""

@@ -6,21 +6,17 @@ arrays (docs/decisions/sparse-deltas.md).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from ..backend.gpu_bits import order_key
+from ..backend.arrays import Array
+from ..backend.device_functions import order_key
 from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, tensor
 from ..planes import ordered_by_sign, width_of
 from ..planes.gpu import UNSIGNED, sign_extended
 from . import SparseDelta, wrong_rank
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 CLASSES = 8
 COLLECT = Launch(block=2048, warps=8, registers=255)

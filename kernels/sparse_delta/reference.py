@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace
 
-from ..backend.arrays import dtype_name, to_numpy
+from ..backend.arrays import Array, dtype_name, to_numpy
 from ..backend.lists import array, numbers
 from ..planes import reference as planes
 from ..planes import width_of
 from . import GAP_BITS, SMALL, SYMBOLS, SparseDelta, wrong_changes, wrong_gap, wrong_rank
-
-if TYPE_CHECKING:
-    from ..backend.arrays import Array
 
 
 def collect_changes(

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec.arithmetic import own_arithmetic
-from shrinkpoint.codec.parallel import map_chunks, set_threads
+from shrinkpoint.codec.parallel import map_chunks, own_arithmetic, set_threads
 
 CONFIGS = {
     "default": sp.Config(),

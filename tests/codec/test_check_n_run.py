@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.codec.embeddings import rows as codec
-from shrinkpoint.codec.embeddings.profile import search_parameters
 from shrinkpoint.codec.embeddings.row_reference import (
     RAW,
     RowsReference,
@@ -25,6 +24,7 @@ from shrinkpoint.codec.embeddings.row_reference import (
     quantized,
     replaced,
     same_records,
+    search_parameters,
 )
 from shrinkpoint.codec.groups import Coded
 from shrinkpoint.codec.state.leaves import LeafSpec, read_leaf

@@ -11,9 +11,9 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
 from shrinkpoint.codec.entropy import table
-from shrinkpoint.codec.weights import ratedistortion
+from shrinkpoint.codec.weights import level_assignment
+from shrinkpoint.codec.weights.level_assignment import cheapest_levels
 from shrinkpoint.codec.weights.levels import LevelsReference
-from shrinkpoint.codec.weights.ratedistortion import cheapest_levels
 from shrinkpoint.kernels.kmeans import quantization_loss, weighted_kmeans
 from shrinkpoint.kernels.levels import joint_counts
 from shrinkpoint.kernels.quantizer import Thresholds, assign
@@ -135,7 +135,7 @@ def test_more_rounds_of_the_encoder_cost_less(monkeypatch: pytest.MonkeyPatch) -
     nearest = assign(moved, Thresholds(), codebook)
     price = 0.01
     several = cheapest_levels(moved, nearest, before, codebook.size + 2, codebook, price)
-    monkeypatch.setattr(ratedistortion, "ROUNDS", 1)
+    monkeypatch.setattr(level_assignment, "ROUNDS", 1)
     one = cheapest_levels(moved, nearest, before, codebook.size + 2, codebook, price)
     costs = [_cost(moved, codebook, before, levels, price) for levels in (nearest, one, several)]
     assert costs[2] < 0.99 * costs[1] < costs[0]
@@ -179,7 +179,7 @@ def test_settled_elements_need_no_look(
         calls.append("all" if part.shape[0] == x.size else "few")
         return unsettled(part, *others)
 
-    monkeypatch.setattr(ratedistortion, "unsettled", counted)
+    monkeypatch.setattr(level_assignment, "unsettled", counted)
     size = codebook.size + 2 if parent else 1
     inside = before if parent else np.zeros_like(before)
     expected = _every_element(x, nearest, inside, codebook, rate, importance, max(size, 2))
@@ -283,12 +283,12 @@ def test_narrow_weights_far_from_zero_are_as_good_as_the_best_codebook(
 
 
 def test_ordinary_weights_are_sketched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shrinkpoint.codec.weights import sketch_refinement
+    from shrinkpoint.codec.weights import codebook
 
     def never(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(sketch_refinement, "finer", never)
+    monkeypatch.setattr(codebook, "finer", never)
     for x in (drawn(200, 200), drawn(200, 200) ** 3, np.random.default_rng(0).uniform(-1, 2, (200, 200)).astype("f4")):
         for like in (torch.float32, torch.bfloat16):
             sp.compress({"weight": torch.from_numpy(x).to(like)}, cfg=sp.Config())

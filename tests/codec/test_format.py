@@ -15,7 +15,7 @@ import xxhash
 from blake3 import blake3
 
 import shrinkpoint as sp
-from shrinkpoint.codec.evidence.reasons import REASONS
+from shrinkpoint.codec.evidence.kind import REASONS
 from shrinkpoint.codec.rebase import rebase
 from shrinkpoint.codec.state.tree import taken_apart
 

@@ -14,7 +14,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec import entropy
 from shrinkpoint.codec.errors import CorruptDataError
 from shrinkpoint.codec.lossless import exact
-from shrinkpoint.codec.lossless.differences import MANTISSA
+from shrinkpoint.codec.lossless.floats import MANTISSA
 from shrinkpoint.kernels.planes import difference as pattern_difference
 from shrinkpoint.kernels.planes import split_planes
 from shrinkpoint.kernels.rans import entropy_bits

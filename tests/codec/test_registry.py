@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 import shrinkpoint as sp
-from shrinkpoint.codec.base import from_json
 from shrinkpoint.codec.config import CODECS
 from shrinkpoint.codec.lossless.exact import Exact
-from shrinkpoint.codec.registry import register
+from shrinkpoint.codec.registry import from_json, register
 from shrinkpoint.codec.streams import STREAMS
 from shrinkpoint.codec.weights.quantize import Quantize
 
@@ -33,7 +32,7 @@ py-modules = ["tiny_codec"]
 """
 WRITE = """
 import sys, numpy as np, shrinkpoint as sp
-from shrinkpoint.codec.base import from_json
+from shrinkpoint.codec.registry import from_json
 from shrinkpoint.codec.config import CODECS
 assert "tiny_codec" not in sys.modules
 w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)

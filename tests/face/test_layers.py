@@ -15,9 +15,7 @@ CODEC = ("state", "evidence", "format", "entropy", "groups", "lossless", "moment
 GROUND = {
     "errors",
     "extras",
-    "arithmetic",
     "base",
-    "other_packages",
     "registry",
     "parallel",
     "device_coding",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shrinkpoint.kernels.backend.warmed import KERNELS
+from shrinkpoint.kernels.backend.cache import KERNELS
 
 USE = """
 import sys, time, torch, shrinkpoint as sp

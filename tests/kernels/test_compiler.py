@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numba.core.compiler import Flags
 
-from shrinkpoint.kernels.backend import compiler
-from shrinkpoint.kernels.backend.compiler import EntryCompiler, KeptFlags, RememberedCalls
+from shrinkpoint.kernels.backend import jit
+from shrinkpoint.kernels.backend.jit import EntryCompiler, KeptFlags, RememberedCalls
 
 
 def folded(x: Any, table: Any, out: Any) -> Any:
@@ -46,12 +46,12 @@ class Plain(EntryCompiler):
 
 
 def test_remembered_signatures_do_not_change_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_signatures", {})
+    monkeypatch.setattr(jit, "_signatures", {})
     first = code(EntryCompiler)
-    assert len(compiler._signatures) > 10
+    assert len(jit._signatures) > 10
     again = code(EntryCompiler)
-    monkeypatch.setattr(compiler, "RememberedCalls", lambda context, nrt: context)
-    monkeypatch.setattr(compiler, "KeptFlags", lambda flags: flags)
+    monkeypatch.setattr(jit, "RememberedCalls", lambda context, nrt: context)
+    monkeypatch.setattr(jit, "KeptFlags", lambda flags: flags)
     assert first == again == code(Plain)
 
 
@@ -63,11 +63,11 @@ def test_a_call_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
             self.calls += 1
             return f"signature {self.calls}"
 
-    monkeypatch.setattr(compiler, "_signatures", {})
+    monkeypatch.setattr(jit, "_signatures", {})
     context = Context()
     with_memory, without = RememberedCalls(context, True), RememberedCalls(context, False)
     own, array = numba.types.Function, numba.int32[::1]
-    assert own in compiler._OWN
+    assert own in jit._OWN
     found = [with_memory.resolve_function_type("getitem", (array, numba.int64), {}) for _ in range(3)]
     assert found == ["signature 1"] * 3
     assert without.resolve_function_type("getitem", (array, numba.int64), {}) == "signature 2"

@@ -21,20 +21,22 @@ import torch
 pytest.importorskip("triton")
 
 from shrinkpoint import kernels
-from shrinkpoint.kernels.backend import aot
 from shrinkpoint.kernels.backend.floats import FORMATS
 from shrinkpoint.kernels.backend.launch import INTERPRETED
 from shrinkpoint.kernels.exponent import promote
 from shrinkpoint.kernels.quantizer import Thresholds
+
+from . import aot
 
 OLDEST = importlib.import_module("triton").__version__.startswith("3.6.")
 """Whether this is the oldest Triton, whose compiler allocates registers differently."""
 MODULES = [
     importlib.import_module(m.name)
     for m in pkgutil.walk_packages(kernels.__path__, "shrinkpoint.kernels.")
-    if m.name.rpartition(".")[2] in ("gpu", "gpu_bits", "launch", "tally", "aot")
+    if m.name.rpartition(".")[2] in ("gpu", "device_functions", "launch")
 ]
 assert len(MODULES) > 10
+ROOT = Path(aot.__file__).parents[2]
 BY_SIZE = {"BLOCK", "ROUNDS", "ROWS", "COLUMNS", "FIELD", "BYTES"}
 """Constants that the interpreter chooses itself, most by the size of the data."""
 
@@ -90,7 +92,7 @@ def test_every_build_compiles_without_spills_and_rounds_like_the_cpu(tmp_path: P
     """Compile every build for one architecture; `bench/results/aot.json` holds all of them."""
     path, arch = tmp_path / "aot.json", aot.UNALIGNED_ARCHITECTURE
     command = [sys.executable, "-m", aot.__name__, "--arch", str(arch), "--json", str(path)]
-    result = subprocess.run(command, env=_compiling(), capture_output=True, text=True, timeout=1800)
+    result = subprocess.run(command, env=_compiling(), cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert path.exists(), result.stderr
     rows = json.loads(path.read_text())["rows"]
     found = [f"{row['name']} sm_{row['arch']} {row['arguments']}: {row['problems']}" for row in rows if row["problems"]]
@@ -150,7 +152,7 @@ def test_what_must_not_be_is_found(tmp_path: Path) -> None:
         textwrap.dedent("""
         import triton
         import triton.language as tl
-        from shrinkpoint.kernels.backend import aot
+        from tests.kernels import aot
         from shrinkpoint.kernels.kmeans import gpu as kmeans
         from shrinkpoint.kernels.backend.launch import Launch
 
@@ -180,7 +182,9 @@ def test_what_must_not_be_is_found(tmp_path: Path) -> None:
                 print(aot.compile_build(tight, 90, arguments).problems)
         """)
     )
-    run = subprocess.run([sys.executable, script], env=_compiling(), capture_output=True, text=True, timeout=300)
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**_compiling(), "PYTHONPATH": paths}
+    run = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=300)
     plain, divided, fused, _, narrow, aligned, unaligned = run.stdout.splitlines() or pytest.fail(run.stderr)
     assert plain == "[]"
     assert "div.full" in divided

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MODULES = [
     importlib.import_module(m.name)
     for m in pkgutil.walk_packages(kernels.__path__, "shrinkpoint.kernels.")
-    if m.name.rpartition(".")[2] in ("gpu", "gpu_bits", "launch", "tally")
+    if m.name.rpartition(".")[2] in ("gpu", "device_functions", "launch")
 ]
 
 

@@ -10,20 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shrinkpoint.kernels.backend.instructions import BLOCK
 from shrinkpoint.kernels.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.kernels.planes import WIDTHS, difference, ordered_by_sign
 from shrinkpoint.kernels.sparse_delta import (
     SparseDelta,
     apply_changes,
-    change_symbols,
     collect_changes,
     gap_shifts,
     join_changes,
     locate_changes,
+    loops,
     split_changes,
 )
 from shrinkpoint.kernels.sparse_delta import cpu as compiled
-from shrinkpoint.kernels.sparse_delta.lanes import BLOCK
 
 from .patterns import array_of, patterns_of, random_patterns
 
@@ -216,9 +216,9 @@ def test_no_index_leaves_its_array(fresh: np.random.Generator) -> None:
     words = np.zeros((extra.size + 7) // 8 + 2, np.uint64)
     words.view(np.uint8)[: extra.size] = extra
     ranks, changes, state = np.zeros(4, np.int64), np.zeros(4, np.uint16), np.zeros(2, np.int64)
-    if hasattr(change_symbols.join, "py_func"):
+    if hasattr(loops.join, "py_func"):
         with np.errstate(over="ignore"):
-            done = change_symbols.join.py_func(
+            done = loops.join.py_func(
                 np.asarray([3, 1]),
                 np.asarray([2, 0]),
                 1 << 14,

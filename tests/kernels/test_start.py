@@ -22,7 +22,7 @@ from shrinkpoint import kernels as k
 
 from .test_cache import start
 
-GPU = ("gpu", "gpu_bits", "launch", "tally", "aot")
+GPU = ("gpu", "device_functions", "launch")
 MODULES = [
     m.name for m in pkgutil.walk_packages(k.__path__, "shrinkpoint.kernels.") if m.name.rpartition(".")[2] not in GPU
 ]

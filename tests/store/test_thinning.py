@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.codec.checkpoint import Checkpoint
 from shrinkpoint.codec.evidence.kind import Kind
-from shrinkpoint.codec.rebase import rebase
-from shrinkpoint.codec.thinning import has_moments, moments
+from shrinkpoint.codec.rebase import has_moments, moments, rebase
 from shrinkpoint.store.checksummed_json import seal
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.retention import Retention

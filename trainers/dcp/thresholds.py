@@ -22,8 +22,8 @@ from ...codec.config import Config
 from ...codec.errors import ShrinkpointError
 from ...codec.inputs import Inputs
 from ...codec.plan import ArrayPlan, plan
-from ...codec.weights.partition import Sketch, magnitudes
-from ...codec.weights.planning import Limits, Plan, check_gradients, limits, plans, sketched, thresholds_before
+from ...codec.weights import planning
+from ...codec.weights.planning import Limits, Plan, Sketch
 from ...codec.weights.quantize import Quantize
 from ...kernels.quantizer import Thresholds
 
@@ -65,10 +65,12 @@ class Weights:
         self.summaries: dict[Quantize, Summary] = {}
         for codec, plans_of_codec in groups.items():
             group = [one.leaf for one in plans_of_codec]
-            check_gradients(codec, group)
-            found = sketched(codec, group)
+            planning.check_gradients(codec, group)
+            found = planning.sketched(codec, group)
             self.sketches[codec] = {leaf.key: sketch for leaf, sketch in zip(group, found, strict=True)}
-            self.summaries[codec] = Summary(_by_layer(found), thresholds_before([one.parent for one in plans_of_codec]))
+            self.summaries[codec] = Summary(
+                _by_layer(found), planning.thresholds_before([one.parent for one in plans_of_codec])
+            )
 
     def prepared_by(self, decided: Mapping[Quantize, Limits]) -> dict[Codec, Prepare]:
         """Return functions that plan these weights under the given thresholds, by codec."""
@@ -77,13 +79,15 @@ class Weights:
     def _plans(
         self, codec: Quantize, decided: Limits, leaves: Sequence[Leaf], parents: Sequence[Reference | None]
     ) -> list[Plan]:
-        return plans(codec, leaves, parents, [self.sketches[codec][leaf.key] for leaf in leaves], decided)
+        return planning.plans(codec, leaves, parents, [self.sketches[codec][leaf.key] for leaf in leaves], decided)
 
 
 def _by_layer(sketches: Sequence[Sketch]) -> tuple[Sketch, ...]:
     """Merge the sketches of each layer type to one, which is sent to other ranks."""
     layers = dict.fromkeys(s.layer for s in sketches)
-    return tuple(Sketch.of(layer, magnitudes(s.values for s in sketches if s.layer == layer)) for layer in layers)
+    return tuple(
+        Sketch.of(layer, planning.magnitudes(s.values for s in sketches if s.layer == layer)) for layer in layers
+    )
 
 
 def decide(summaries: Sequence[Mapping[Quantize, Summary]]) -> dict[Quantize, Limits]:
@@ -93,7 +97,7 @@ def decide(summaries: Sequence[Mapping[Quantize, Summary]]) -> dict[Quantize, Li
         received = [of_rank[codec] for of_rank in summaries if codec in of_rank]
         sketches = [sketch for summary in received for sketch in summary.sketches]
         before = next((summary.before for summary in received if summary.before is not None), None)
-        decided[codec] = limits(codec, sketches, before)
+        decided[codec] = planning.limits(codec, sketches, before)
     return decided
 
 

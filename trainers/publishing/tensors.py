@@ -12,8 +12,7 @@ import xxhash
 
 from ...codec.errors import BadArgumentError
 from ...codec.state.leaves import LeafSpec, NpArray, is_sharded, local_part
-from ...kernels.backend.arrays import is_allocated
-from ...kernels.backend.transfer import to_cpu
+from ...kernels.backend.arrays import is_allocated, to_cpu
 from .layout import Where, whole
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from ..codec.checkpoint import Checkpoint
-    from ..codec.summary import Row
+    from ..codec.display import Row
     from ..store.manifest import Manifest
 
     Ranks = Mapping[Any, Checkpoint]

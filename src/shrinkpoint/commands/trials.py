@@ -19,7 +19,7 @@ from .diff import compare, side_of
 
 if TYPE_CHECKING:
     from ..codec.config import Config
-    from ..codec.summary import Row
+    from ..codec.display import Row
 
 T = TypeVar("T")
 _RESET = "/proc/self/clear_refs"

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..codec.errors import BadArgumentError
-from ..codec.evidence.reasons import NOTHING, UNMATCHED
+from ..codec.evidence.kind import NOTHING, UNMATCHED
 from .convert import steps_from_names
 from .output import listed
 
 if TYPE_CHECKING:
-    from ..codec.summary import Row
+    from ..codec.display import Row
     from .trials import Trial
 
 _IMPORT = "import shrinkpoint as sp"

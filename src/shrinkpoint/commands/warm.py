@@ -39,14 +39,14 @@ def warm(
     Otherwise the first save and the first load compile them, in up to 40 s. Run this on the machine of the training as
     the same user, or when its container image is built. A second run only says that they are compiled.
     """
-    from ..kernels.backend import cache, warmed
+    from ..kernels.backend import cache
 
     purpose = f"{__version__} {preset and sorted(set(preset))} {_sources()}"
     begin, before = time.perf_counter(), len(cache.stored)
-    kernels = warmed.kernels_of(purpose)
+    kernels = cache.kernels_of(purpose)
     if not kernels:
         _compile(preset, as_json)
-        warmed.mark(purpose)
+        cache.mark_warmed(purpose)
         kernels = len(cache.loaded | cache.stored)
     compiled, seconds = len(cache.stored) - before, time.perf_counter() - begin
     if as_json:
@@ -68,7 +68,7 @@ def _compile(preset: list[str] | None, as_json: bool) -> None:
     """Save, load and search as a training would, and show how many kernels are compiled."""
     from numba.core import event
 
-    from ..kernels.backend import cache, first_calls, warmed
+    from ..kernels.backend import cache, first_calls
     from ..kernels.backend.compile_notice import LOG
 
     class Counter(event.Listener):
@@ -84,7 +84,7 @@ def _compile(preset: list[str] | None, as_json: bool) -> None:
             done = len(cache.loaded | cache.stored)
             if done != self.last:
                 self.last = done
-                show(done, max(done, warmed.KERNELS), "")
+                show(done, max(done, cache.KERNELS), "")
 
     first_calls.compile_at_once()
     cfgs = [config(name, None) for name in preset or ("default", "lossless")]

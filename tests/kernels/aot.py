@@ -1,6 +1,6 @@
 """Compilation of every GPU kernel in every launched configuration, without a GPU.
 
-    python -m shrinkpoint.kernels.backend.aot [--arch 90] [--every] [--json FILE]
+    python -m tests.kernels.aot [--arch 90] [--every] [--json FILE]
 
 compiles the builds of `plan()` and prints registers, shared memory and spills. Triton makes another build of a kernel
 for arguments that are not multiples of 16, such as an unaligned slice or an odd number of elements, so each entry of
@@ -17,46 +17,43 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..cluster import MOST, SHIFT, SUM_BLOCK
-from ..cluster import gpu as cluster
-from ..error_sums import gpu as error_sums
-from ..exponent import gpu as exponent
-from ..histogram import gpu as histogram
-from ..kmeans import gpu as kmeans
-from ..levels import gpu as levels
-from ..moment_grid import ESCAPE as OFF_GRID
-from ..moment_grid import FARTHEST as FARTHEST_POINT
-from ..moment_grid import gpu as moment_grid
-from ..multiples import LANES, PART
-from ..multiples import gpu as multiples
-from ..packing import gpu as packing
-from ..planes import gpu as planes
-from ..quantizer import gpu as quantizer
-from ..rans import STATES, WIDE_STATES
-from ..rans import gpu as rans
-from ..rate_distortion import gpu as rate_distortion
-from ..rows import ERROR_STEPS, KMEANS_STEPS
-from ..rows import gpu as rows
-from ..scales import FARTHEST as FARTHEST_CELL
-from ..scales import FIRST, SCALE
-from ..scales import gpu as scales
-from ..sparse_delta import gpu as sparse_delta
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from .launch import Launch
+from shrinkpoint.kernels.backend.launch import Launch
+from shrinkpoint.kernels.cluster import MOST, SHIFT, SUM_BLOCK
+from shrinkpoint.kernels.cluster import gpu as cluster
+from shrinkpoint.kernels.error_sums import gpu as error_sums
+from shrinkpoint.kernels.exponent import gpu as exponent
+from shrinkpoint.kernels.histogram import gpu as histogram
+from shrinkpoint.kernels.kmeans import gpu as kmeans
+from shrinkpoint.kernels.levels import gpu as levels
+from shrinkpoint.kernels.moment_grid import ESCAPE as OFF_GRID
+from shrinkpoint.kernels.moment_grid import FARTHEST as FARTHEST_POINT
+from shrinkpoint.kernels.moment_grid import gpu as moment_grid
+from shrinkpoint.kernels.multiples import LANES, PART
+from shrinkpoint.kernels.multiples import gpu as multiples
+from shrinkpoint.kernels.packing import gpu as packing
+from shrinkpoint.kernels.planes import gpu as planes
+from shrinkpoint.kernels.quantizer import gpu as quantizer
+from shrinkpoint.kernels.rans import STATES, WIDE_STATES
+from shrinkpoint.kernels.rans import gpu as rans
+from shrinkpoint.kernels.rate_distortion import gpu as rate_distortion
+from shrinkpoint.kernels.rows import ERROR_STEPS, KMEANS_STEPS
+from shrinkpoint.kernels.rows import gpu as rows
+from shrinkpoint.kernels.scales import FARTHEST as FARTHEST_CELL
+from shrinkpoint.kernels.scales import FIRST, SCALE
+from shrinkpoint.kernels.scales import gpu as scales
+from shrinkpoint.kernels.sparse_delta import gpu as sparse_delta
 
 ARCHITECTURES = (80, 90, 100)
 """Compute capabilities: A100, H100 / H200, B200."""
@@ -460,7 +457,7 @@ def compile_all(tasks: list[tuple[int, int, str]], processes: int = 2) -> list[R
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile, print, and write the JSON; returns 1 if any build has a problem."""
-    parser = argparse.ArgumentParser(prog="python -m shrinkpoint.kernels.backend.aot", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.aot", description=__doc__)
     parser.add_argument("--arch", type=int, action="append", help="compute capability; default 80, 90 and 100")
     parser.add_argument("--every", action="store_true", help="each build with each kind of arguments (`ARGUMENTS`)")
     parser.add_argument("--json", type=Path, help="where to write what each build uses")
