@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..codec.errors import BadArgumentError
-from . import options
-from .files import check_free, write_file
+from . import inputs
+from .inputs import AsJson, Force, Parents, Step, check_exists, newest_intact, open_store, parse_step, resolved, subtree
 from .interchange import SUFFIXES, check_target, format_of, load_state, save_state
-from .options import AsJson, Force, Parents, Step
-from .output import busy, emit, line, listed, note, size
-from .sources import check_exists, is_url, newest_intact, open_store, parse_step, resolved, subtree
+from .outputs import busy, check_free, emit, line, listed, note, size, write_file
 
 if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint
@@ -95,7 +93,7 @@ def compress(
             f"the destination is missing: shrinkpoint compress {target} DESTINATION, a file ending in .spt or a store"
         )
     in_store = InStore(step, step_from_name, against, base, metric)
-    cfg = options.config(preset, config, rate, max_rel_error)
+    cfg = inputs.config(preset, config, rate, max_rel_error)
     numbered = _placed(sources, target, in_store, parents)
     for source in sources:
         check_exists(str(source))
@@ -304,7 +302,7 @@ def _state(
             if given:
                 raise BadArgumentError(f"{option}: {source} is a file, not a store")
         return decompress(resolved(Path(source), parents or [])), {"file": source}
-    if parents and not is_url(source):
+    if parents and not inputs.is_url(source):
         os.stat(source)
     if parents:
         raise BadArgumentError(f"--parent: {source} is a store, which finds parents by itself")

@@ -12,17 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
+from ..codec.base import CHUNK
 from ..codec.errors import BadArgumentError
+from ..codec.parallel import map_chunks
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array, read_leaf, same_storage_key
+from ..kernels.backend.arrays import is_torch
 from .dcp import load_step
-from .files import is_spt
+from .inputs import AsJson, Parents, is_spt, open_store, parse_step, resolved
 from .interchange import load_state
-from .options import AsJson, Parents
-from .output import busy, emit, line, size, table
-from .sources import open_store, parse_step, resolved
+from .outputs import busy, emit, line, size, table
 
 if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint
@@ -270,12 +272,6 @@ def distance(old: Any, new: Any, spec: LeafSpec) -> tuple[float | None, float]:
         >>> distance(np.array([3.0, 4.0]), np.array([3.0, 4.5]), LeafSpec("numpy", "float64", (2,)))
         (0.1, 0.5)
     """
-    import numpy as np
-
-    from ..codec.base import CHUNK
-    from ..codec.parallel import map_chunks
-    from ..report.histogram import widened
-
     if not spec.size:
         return 0.0, 0.0
     numbers = _is_numeric(new)
@@ -303,7 +299,15 @@ def distance(old: Any, new: Any, spec: LeafSpec) -> tuple[float | None, float]:
 
 
 def _is_numeric(flat: Any) -> bool:
-    from ..kernels.backend.arrays import is_torch
-
     name = str(flat.dtype).removeprefix("torch.") if is_torch(flat) else flat.dtype.name
     return re.fullmatch(r"u?int(8|16|32|64)|b?float(16|32|64|8_\w+)|complex(64|128)", name) is not None
+
+
+def widened(flat: Any) -> Any:
+    """Convert a flat array of numbers, NumPy or torch, to float64 (or complex128) NumPy."""
+    if is_torch(flat):
+        import torch
+
+        return flat.to(torch.complex128 if flat.dtype.is_complex else torch.float64).numpy()
+    with np.errstate(invalid="ignore"):  # NumPy warns about signalling NaNs
+        return flat.astype(np.complex128 if flat.dtype.kind == "c" else np.float64)

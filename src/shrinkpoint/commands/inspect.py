@@ -11,28 +11,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
-from ..integrity import is_sealed
-from ..store import labels, restore_counter
+from ..store import history, labels
 from ..store.catalog import FROZEN, Catalog
 from ..store.manifest import lacking
-from .files import is_spt
-from .options import AsJson, Parents, Step, StoreUrl
-from .output import busy, emit, line, listed, nearest, note, size, steps_done, table
-from .seal import newest_sealed, report_differences, verify_sealed
-from .sources import (
-    chain_of,
+from . import inputs
+from .inputs import (
+    AsJson,
+    Parents,
+    Step,
+    StoreUrl,
     check_exists,
-    header_of_file,
-    headers_of_folder,
-    headers_of_step,
-    is_sharded,
+    is_spt,
     is_store,
     newest_intact,
-    open_listing,
     open_store,
     parse_step,
-    read_file,
 )
+from .outputs import busy, emit, line, listed, nearest, note, size, steps_done, table
+from .seal import is_sealed, newest_sealed, verify_sealed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -152,16 +148,16 @@ def _open(source: str, step: str | None) -> tuple[Ranks, dict[str, Any]]:
     Its origin is named for --json."""
 
     def headers(number: int) -> Ranks:
-        return headers_of_step(store, store.describe(number))
+        return inputs.headers_of_step(store, store.describe(number))
 
     path = Path(source)
-    if path.is_file() or (not is_store(source) and is_sharded(path)):
+    if path.is_file() or (not is_store(source) and inputs.is_sharded(path)):
         if step is not None:
             kind = "file" if path.is_file() else "folder of one checkpoint"
             raise BadArgumentError(f"--step {step!r}: {source} is a {kind}, not a store")
         if path.is_file():
-            return {None: header_of_file(path)}, {"file": source}
-        return headers_of_folder(path), {"folder": source}
+            return {None: inputs.header_of_file(path)}, {"file": source}
+        return inputs.headers_of_folder(path), {"folder": source}
     store = open_store(source)
     if step is None:
         number, ckpts = newest_intact(store, headers)
@@ -219,7 +215,7 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
     holds files that only removed steps or older generations need. `compact` and `gc` free these. In between it names
     the bytes of frozen parameters that the steps share, if there are any.
     """
-    files = open_listing(store)
+    files = inputs.open_listing(store)
     pins, tags = labels.pins(files), labels.tags(files)
     found: list[dict[str, Any]] = []
     entries, problems = Catalog(files).readable()
@@ -234,7 +230,7 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
         entry |= {"base": base_of(m), "lacks": dict(m.lacks)}
         found.append(entry | {"restore_cost": m.restore_cost, "metric": m.metric, "id": m.id})
     wrong = [entry for entry in found if "problem" in entry]
-    restores = restore_counter.count(files)
+    restores = history.count_restores(files)
     occupied = folder_nbytes(store)
     frozen = sum(entry.manifest.stored_nbytes for entry in Catalog(files.below(FROZEN)).readable()[0].values())
     if as_json:
@@ -362,7 +358,8 @@ def _verify_sealed(source: str, quiet: bool) -> list[dict[str, Any]]:
             f"`shrinkpoint seal {source}` writes one while it is intact"
         )
     try:
-        return report_differences(path, verify_sealed(path, quiet))
+        found = verify_sealed(path, quiet)
+        return [{"path": str(path), "file": d.file, "kind": d.kind, "problem": f"{path}: {d}"} for d in found]
     except CorruptDataError as error:
         return [{"path": source, "problem": str(error)}]
 
@@ -402,7 +399,7 @@ def _verify_files(files: list[Path], parents: list[Path]) -> list[dict[str, Any]
     problems: dict[Path, str] = {}
     for path in dict.fromkeys([*files, *parents]):
         try:
-            found[path] = read_file(path)
+            found[path] = inputs.read_file(path)
         except (CorruptDataError, NewerFormatError) as error:
             problems[path] = str(error)
     below = {ckpt.identity: ckpt for ckpt in found.values()}
@@ -412,7 +409,7 @@ def _verify_files(files: list[Path], parents: list[Path]) -> list[dict[str, Any]
         if path in found:
             try:
                 with busy(f"verify {path}"):
-                    decompress(chain_of(found[path], path, below))
+                    decompress(inputs.chain_of(found[path], path, below))
                 how = "decoded"
             except MissingParentError:
                 how = "checksums"

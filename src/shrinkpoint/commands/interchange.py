@@ -18,8 +18,8 @@ from ..codec.state import tree
 from ..codec.state.leaves import is_array
 from ..store.regular_files import regular
 from .dcp import is_dcp, load_dcp, load_plain, save_dcp
-from .files import check_apart, check_free, is_spt, write_file, write_folder
-from .output import listed, note
+from .inputs import is_spt, is_utf8
+from .outputs import check_apart, check_free, listed, note, write_file, write_folder
 
 FORMATS = ("pt", "safetensors", "dcp")
 _TREE = "shrinkpoint.tree"
@@ -218,7 +218,7 @@ def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
                 value = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
             except TypeError as error:
                 raise UnsupportedLeafError(f"{node.path}: safetensors: {error}") from None
-        if node.path == "__metadata__" or not _is_utf8(node.path):
+        if node.path == "__metadata__" or not is_utf8(node.path):
             raise BadArgumentError(f"safetensors does not allow the array name {ascii(node.path)[:80]}; use --to pt")
         if node.path in arrays:
             raise BadArgumentError(f"two arrays have the path {node.path!r}, and names in safetensors must be unique")
@@ -239,15 +239,7 @@ def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
 def _are_texts(value: Any) -> bool:
     """Return whether a value can be the metadata of a safetensors header."""
     texts = [*value, *value.values()] if type(value) is dict else []
-    return bool(texts) and _TREE not in texts and all(type(text) is str and _is_utf8(text) for text in texts)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return bool(texts) and _TREE not in texts and all(type(text) is str and is_utf8(text) for text in texts)
 
 
 def _check_dcp(state: Any) -> None:

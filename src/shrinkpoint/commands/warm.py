@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import __version__
-from .options import AsJson, config
-from .output import count_done, emit, line
+from .inputs import AsJson, config
+from .outputs import count_done, emit, line
 
 if TYPE_CHECKING:
     from ..codec.config import Config
