@@ -52,17 +52,16 @@ def sizes(run: Run) -> str:
 
     def draw(figure: Any) -> None:
         top, bottom = figure.subplots(2, 1, sharex=True)
-        steps = [s.step for s in run.steps]
-        top.plot(steps, [s.raw_nbytes / 1e6 for s in run.steps], color=_FAINT, label="state")
-        top.plot(steps, [s.nbytes / 1e6 for s in run.steps], color=COLOURS[0], marker=".", label="stored")
-        bases = [s for s in run.steps if not s.delta]
-        top.plot(
-            [s.step for s in bases], [s.nbytes / 1e6 for s in bases], "s", color=COLOURS[1], label="stored as a base"
-        )
+        saved = [s.manifest for s in run.steps]
+        steps, stored = [m.step for m in saved], [m.stored_nbytes / 1e6 for m in saved]
+        top.plot(steps, [m.raw_nbytes / 1e6 for m in saved], color=_FAINT, label="state")
+        top.plot(steps, stored, color=COLOURS[0], marker=".", label="stored")
+        bases = [(m.step, nbytes) for m, nbytes in zip(saved, stored, strict=True) if not m.is_delta]
+        top.plot([step for step, _ in bases], [n for _, n in bases], "s", color=COLOURS[1], label="stored as a base")
         _log_axis(top)
         top.set_ylabel("MB")
         top.legend(**_ABOVE)
-        bottom.plot(steps, [s.ratio for s in run.steps], color=COLOURS[0], marker=".")
+        bottom.plot(steps, [m.ratio for m in saved], color=COLOURS[0], marker=".")
         bottom.set_ylim(bottom=0)
         bottom.set_ylabel("ratio")
         for axes in (top, bottom):
@@ -128,7 +127,7 @@ def errors(run: Run) -> str:
 
 def quality(run: Run) -> str:
     """Draw the metric of the steps and the demo's held-out losses; "" if neither exists."""
-    rated = [(s.step, s.metric) for s in run.steps if s.metric is not None]
+    rated = [(s.step, s.manifest.metric) for s in run.steps if s.manifest.metric is not None]
     if not rated and not run.curves:
         return ""
 
