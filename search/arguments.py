@@ -14,7 +14,6 @@ from ..codec.errors import BadArgumentError, ShrinkpointWarning
 from ..kernels.backend.arguments import check_field, choice, flag, instance, integer, number, or_none
 from .cube import Cube
 from .process_group import ProcessGroup
-from .progress import Progress
 from .result import DIRECTIONS, SearchResult, Trial, essence, outcome
 from .search_state import ARRAYS, SearchInputs, WatchedInputs
 
@@ -22,6 +21,7 @@ _NEGLIGIBLE = 1e-3
 """Share of the threshold below which a search is not worth its evaluations."""
 
 METHODS = ("planned", "published")
+Progress = bool | Callable[[Trial], None] | None
 
 
 @dataclass(frozen=True, slots=True)

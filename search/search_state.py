@@ -194,14 +194,6 @@ def _hashed(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Restored:
-    """A state decoded from its checkpoint, and the bytes of the checkpoint."""
-
-    state: Any
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class SearchState:
     """A state with its parent, and the arrays that the points of a cube encode differently.
 
@@ -336,8 +328,10 @@ class SearchState:
             self._sizes[rate] = (self._rest(rate) if rate else self._taken_over)[0].nbytes
         return self._sizes[rate]
 
-    def restored(self, cfg: Config, *, whole: bool = False) -> Restored:
-        """Compress and decompress the state, into fresh arrays that the caller may change.
+    def restored(self, cfg: Config, *, whole: bool = False) -> tuple[Any, int]:
+        """Return the state decoded from its checkpoint, and the bytes of the checkpoint.
+
+        The arrays are fresh; the caller may change them.
 
         Args:
             cfg: the configuration.
@@ -357,7 +351,7 @@ class SearchState:
             kept = {opened.arrays[i].key for i in others}
             nbytes += sum(r.nbytes + _RECORD for r in rest.records if r.key in kept)
         state = tree.unflatten(opened.nodes, lambda number, _place: made[number], rebuild=True)
-        return Restored(state, nbytes)
+        return state, nbytes
 
     def _by_number(self, part: Any, numbers: Sequence[int]) -> dict[int, Array]:
         _, found = tree.flatten(part, is_stored_as_array)
