@@ -24,9 +24,9 @@ from ...kernels.backend.imported import imported
 from ..catalog import Entry
 from ..chain import ChainHead
 from ..compaction import MAX_COST
+from ..history import Loaded
 from ..lock import InUseError
 from ..retention import Retention
-from ..rewinds import Loaded
 from ..session import Begun, Saved, Session
 from ..store import Store
 from .channel import above_standard_streams, close_all, receive, send, start_worker
