@@ -63,24 +63,12 @@ class Point:
 
     def codec(self) -> Quantize:
         """Return the codec of the point for weights; raise BadArgumentError for values out of range."""
+        shares: dict[str, Any] = {"prune": self.prune, "prune_metric": self.metric, "protect": self.protect}
         if self.system == "inshrinkerator":
-            rule = inshrinkerator(
-                self.bins,
-                embedding_bins=self.embedding_bins,
-                prune=self.prune,
-                prune_metric=self.metric,
-                protect=self.protect,
-            ).rules[0]
+            rule = inshrinkerator(self.bins, embedding_bins=self.embedding_bins, **shares).rules[0]
             if isinstance(rule.codec, Quantize):
                 return rule.codec
-        return Quantize(
-            bins=self.bins,
-            embedding_bins=self.embedding_bins,
-            prune=self.prune,
-            prune_metric=self.metric,
-            protect=self.protect,
-            rate=self.rate,
-        )
+        return Quantize(bins=self.bins, embedding_bins=self.embedding_bins, rate=self.rate, **shares)
 
     def config(
         self, *, embedding_bins: int | None = None, chain: ChainPolicy | None = None, ahead: bool = False

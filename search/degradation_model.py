@@ -114,13 +114,11 @@ def _places(candidates: Sequence[Candidate]) -> Floats:
 def _covariance(a: Sequence[Candidate], b: Sequence[Candidate]) -> Floats:
     distance = np.square(_places(a)[:, None] - _places(b)[None]).sum(axis=2)
     local = _LOCAL**2 * np.exp(-0.5 * distance)
-    covariance: Floats = (_trend(a) * np.square(_DEVIATION)) @ _trend(b).T + local
-    return covariance
+    return np.asarray((_trend(a) * np.square(_DEVIATION)) @ _trend(b).T + local)
 
 
 def _mean(candidates: Sequence[Candidate]) -> Floats:
-    mean: Floats = _trend(candidates) @ np.array(_MEAN) + _REFERENCE
-    return mean
+    return np.asarray(_trend(candidates) @ np.array(_MEAN) + _REFERENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +166,7 @@ def _products(a: Sequence[Candidate], b: Sequence[Candidate]) -> Floats:
     none = np.zeros(length, np.float32)
     left, right = (np.array([none if c.pattern is None else c.pattern for c in x]) for x in (a, b))
     left, right = left.reshape(len(a), length), right.reshape(len(b), length)
-    product: Floats = (left @ right.T).astype(np.float64)
-    return product
+    return np.asarray((left @ right.T).astype(np.float64))
 
 
 def _signed(candidates: Sequence[Candidate]) -> Floats:
@@ -227,13 +224,11 @@ def _fitted(prior: _Prior, signed_scale: float) -> _Fit:
 
 def _curvature(prior: _Prior, inverse: Floats, x: Floats) -> Floats:
     slope = _exp(x)
-    curvature: Floats = prior.precision + slope[:, None] * inverse * slope
-    return curvature
+    return np.asarray(prior.precision + slope[:, None] * inverse * slope)
 
 
 def _exp(x: Floats) -> Floats:
-    result: Floats = np.exp(np.minimum(x, _LARGEST))
-    return result
+    return np.asarray(np.exp(np.minimum(x, _LARGEST)))
 
 
 def _fits(known: Sequence[Known], floor: float) -> tuple[list[_Fit], Floats]:
@@ -321,11 +316,9 @@ def draws(candidates: Sequence[Candidate], known: Sequence[Known], floor: float)
 
 def degradations(candidates: Sequence[Candidate], known: Sequence[Known], floor: float) -> Floats:
     """Return the expected (median) degradation of each candidate."""
-    median: Floats = np.median(draws(candidates, known, floor), axis=0)
-    return median
+    return np.asarray(np.median(draws(candidates, known, floor), axis=0))
 
 
 def chances(candidates: Sequence[Candidate], known: Sequence[Known], threshold: float, floor: float) -> Floats:
     """Return the probability of each candidate to pass, by the model alone."""
-    share: Floats = (draws(candidates, known, floor) <= threshold).mean(axis=0)
-    return share
+    return np.asarray((draws(candidates, known, floor) <= threshold).mean(axis=0))

@@ -330,18 +330,8 @@ def _axis(cube: Cube, name: str) -> list[float]:
 def _point(cube: Cube, *, middle: bool) -> Point:
     """Return the middle of a cube of one metric, or its most aggressive point."""
     axes = {name: _axis(cube, name) for name in _SIGNS}
-    at = {name: axis[(len(axis) - 1) // 2 if middle else 0] for name, axis in axes.items()}
-    return normal(
-        Point(
-            int(at["bins"]),
-            at["prune"],
-            cube.metric[0],
-            at["protect"],
-            at["rate"],
-            cube.embedding_bins[-1],
-            cube.system,
-        )
-    )
+    at: dict[str, Any] = {name: axis[(len(axis) - 1) // 2 if middle else 0] for name, axis in axes.items()}
+    return normal(Point(**at, metric=cube.metric[0], embedding_bins=cube.embedding_bins[-1], system=cube.system))
 
 
 def _with_axis(cube: Cube, name: str, values: Sequence[float]) -> Cube:

@@ -21,7 +21,7 @@ from .estimate import Estimator
 from .process_group import Json, ProcessGroup
 from .quality import SURELY, Direction, Evaluate, Scale, measured, scale
 from .result import LEVELS, SearchResult, Trial
-from .search_state import SearchState
+from .search_state import SearchState, unlike
 
 LOG = logging.getLogger("shrinkpoint.search")
 _REPEATS = 2
@@ -292,7 +292,7 @@ class Trials:
     def _quality(self, point: Point | str | None, restored: object = None) -> float:
         what = "the state itself" if point is None else str(point)
         quality = measured(self._evaluate, self.search_state.exact() if point is None else restored, what)
-        path = None if self._watched is None else self._watched.unlike(self._inputs.watch())
+        path = None if self._watched is None else unlike(self._watched, self._inputs.watch())
         if path is not None:
             raise BadArgumentError(
                 f"evaluate changed {path} of the state that is being saved; "

@@ -330,11 +330,10 @@ class Obstore:
             return bool(self.info(path))
         return False
 
-    def ls(self, path: str, detail: bool = True) -> list[Any]:
-        """Return the objects in a folder: names, or their details."""
+    def ls(self, path: str, detail: bool) -> list[dict[str, Any]]:
+        """Return names and sizes of the objects in a folder."""
         objects = self._call(self._api.list_with_delimiter, self._name(path))["objects"]
-        details = [{"name": posixpath.join(self._bucket, o["path"]), "size": o["size"]} for o in objects]
-        return details if detail else [o["name"] for o in details]
+        return [{"name": posixpath.join(self._bucket, o["path"]), "size": o["size"]} for o in objects]
 
     def du(self, path: str) -> int:
         """Return the bytes of all objects below a folder."""

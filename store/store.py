@@ -417,16 +417,14 @@ class Store:
         if out is not None and reader is None:
             entry, state = self._catalog.settled(step, lambda e: (e, self._load_into(e.manifest, out)))
             self.session.resume_later(entry)
-            self._note_thinned(entry.manifest)
-            self._count(step, count)
-            return state
-        entry, ckpt, base = self._resolve(step)
-        state = decompress(ckpt, out=None if callable(out) else out)
-        if reader is not None and reader.hits > hits:
-            # Files that were not read from storage may be damaged there: no delta is built on them.
-            self.session.resume_without_parent(step)
         else:
-            self.session.resume(entry, ckpt, base)
+            entry, ckpt, base = self._resolve(step)
+            state = decompress(ckpt, out=None if callable(out) else out)
+            if reader is not None and reader.hits > hits:
+                # Files that were not read from storage may be damaged there: no delta is built on them.
+                self.session.resume_without_parent(step)
+            else:
+                self.session.resume(entry, ckpt, base)
         self._note_thinned(entry.manifest)
         self._count(step, count)
         return state

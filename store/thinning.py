@@ -21,8 +21,8 @@ from ..codec.parallel import give_way
 from ..codec.thinning import has_moments, moments
 from . import history, labels
 from .catalog import Catalog, Entry
-from .chain import FOLDER, Node, forest, opener, resolve, walk
-from .compaction import Parent, rewritten
+from .chain import FOLDER, Node, Parent, forest, opener, resolve, walk
+from .compaction import rewritten
 from .lock import Lease
 from .manifest import Manifest
 from .retention import Retention, kept

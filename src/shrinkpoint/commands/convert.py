@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,6 +89,8 @@ def compress(
 
     Nothing in a source is executed: a .pt file or DCP folder that holds more than tensors and plain values is refused.
     """
+    from ..codec.compress import compress as encode
+
     if not sources:
         raise BadArgumentError(
             f"the destination is missing: shrinkpoint compress {target} DESTINATION, a file ending in .spt or a store"
@@ -107,8 +110,12 @@ def compress(
         check_free(Path(target), force)
         state = load(sources[0])
         with busy("compressing"):
-            ckpt = _to_file(state, Path(target), parents or [], cfg, force)
-        _print_saved(ckpt, {"file": target}, as_json)
+            ckpt = encode(state, resolved(parents[0], parents[1:]) if parents else None, cfg)
+            write_file(Path(target), force, methodcaller("write_bytes", ckpt.to_bytes()))
+        if as_json:
+            emit(_saved_fields(ckpt, {"file": target}))
+        else:
+            _print_saved(ckpt, {"file": target})
         return
     _check_steps(target, numbered, force)
     saved = []
@@ -116,7 +123,7 @@ def compress(
         where = {"store": target, "step": number}
         saved.append(_saved_fields(ckpt, where))
         if not as_json:
-            _print_saved(ckpt, where, as_json=False)
+            _print_saved(ckpt, where)
     if as_json:
         emit({"store": target, "steps": saved} if in_store.step_from_name else saved[0])
 
@@ -201,10 +208,7 @@ def _worst_errors(ckpt: Checkpoint) -> dict[str, float]:
     return {m: max(r.error for r in errors if r.measure == m) for m in sorted({r.measure for r in errors})}
 
 
-def _print_saved(ckpt: Checkpoint, where: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        emit(_saved_fields(ckpt, where))
-        return
+def _print_saved(ckpt: Checkpoint, where: dict[str, Any]) -> None:
     kind = "delta" if ckpt.is_delta else "base"
     to = ", ".join(map(str, where.values()))
     line(f"{size(ckpt.raw_nbytes)} -> {size(ckpt.nbytes)}, ratio {ckpt.ratio:.2f}, {kind}: {to}")
@@ -224,15 +228,6 @@ def _check_steps(url: str, steps: Iterable[int], force: bool) -> None:
 def _root(state: Any, under: str) -> Any:
     """Return the state as a tree; a single array becomes a dict with its name."""
     return state if isinstance(state, (dict, list, tuple)) else {under.rpartition("/")[2]: state}
-
-
-def _to_file(state: Any, target: Path, parents: list[Path], cfg: Config, force: bool) -> Checkpoint:
-    from ..codec.compress import compress as encode
-
-    ckpt = encode(state, resolved(parents[0], parents[1:]) if parents else None, cfg)
-    data = ckpt.to_bytes()
-    write_file(target, force, lambda path: path.write_bytes(data))
-    return ckpt
 
 
 def _to_store(

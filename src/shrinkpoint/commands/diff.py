@@ -174,35 +174,24 @@ def _of_path(path: Path, parents: list[Path]) -> Side:
 def _of_checkpoint(ckpt: Checkpoint) -> Side:
     skeleton = tree.unflatten(ckpt.header["tree"], lambda _number, _place: _ARRAY)
     values = dict(_plain_values(skeleton))
-    arrays: dict[str, tuple[LeafSpec, int | None, Callable[[], Any]]] = {}
-    for name, record in _named(ckpt.records, lambda r: (r.path, r.key)):
-        arrays[name] = (record.spec, record.nbytes, partial(_values, ckpt, record))
-    return Side(arrays, values, ckpt.nbytes)
+    records = _named(ckpt.records, lambda r: (r.path, r.key))
+    return Side({name: (r.spec, r.nbytes, partial(_values, ckpt, r)) for name, r in records}, values, ckpt.nbytes)
 
 
 def _values(ckpt: Checkpoint, record: ArrayRecord) -> Any:
     return ckpt.reference_of(record).values(record.spec)
 
 
-def _itself(flat: Any) -> Any:
-    return flat
-
-
 def side_of(state: Any) -> Side:
     """Return the arrays and plain values of a state."""
     _, found = tree.flatten(state, is_array)
-    seen: set[Any] = set()
-    unique = []
+    unique: dict[Any, Any] = {}
     for node in found:
         key = same_storage_key(node.value)
-        if key is None or key not in seen:
-            unique.append(node)
-            seen.add(key)
-    arrays: dict[str, tuple[LeafSpec, int | None, Callable[[], Any]]] = {}
-    for name, node in _named(unique, lambda n: (n.path, n.key)):
-        spec, flat = read_leaf(node.value, node.path)
-        arrays[name] = (spec, None, partial(_itself, flat))
-    return Side(arrays, dict(_plain_values(state)), None)
+        unique.setdefault(id(node) if key is None else key, node)
+    read = {name: read_leaf(node.value, node.path) for name, node in _named(unique.values(), lambda n: (n.path, n.key))}
+    values = dict(_plain_values(state))
+    return Side({name: (spec, None, lambda flat=flat: flat) for name, (spec, flat) in read.items()}, values, None)
 
 
 def _named(items: Any, names: Callable[[Any], tuple[str, str]]) -> Iterator[tuple[str, Any]]:

@@ -204,13 +204,8 @@ def copy(
         there = opened.copy(target, asked or None, repair=repair).steps()
     # A concurrent run may add or remove steps during the copy.
     chosen = asked or sorted(set(there) & {*before, *opened.steps()})
-    _print(
-        as_json,
-        f"{len(chosen)} steps are in {target}, which has {len(there)}",
-        store=store,
-        target=target,
-        steps=chosen,
-    )
+    text = f"{len(chosen)} steps are in {target}, which has {len(there)}"
+    _print(as_json, text, store=store, target=target, steps=chosen)
 
 
 def _print(as_json: bool, text: str, **data: object) -> None:

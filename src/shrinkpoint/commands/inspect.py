@@ -15,18 +15,7 @@ from ..store import history, labels
 from ..store.catalog import FROZEN, Catalog
 from ..store.manifest import lacking
 from . import inputs
-from .inputs import (
-    AsJson,
-    Parents,
-    Step,
-    StoreUrl,
-    check_exists,
-    is_spt,
-    is_store,
-    newest_intact,
-    open_store,
-    parse_step,
-)
+from .inputs import AsJson, Parents, Step, StoreUrl, is_spt, is_store, open_store, parse_step
 from .outputs import busy, emit, line, listed, nearest, note, size, steps_done, table
 from .seal import is_sealed, newest_sealed, verify_sealed
 
@@ -160,7 +149,7 @@ def _open(source: str, step: str | None) -> tuple[Ranks, dict[str, Any]]:
         return inputs.headers_of_folder(path), {"folder": source}
     store = open_store(source)
     if step is None:
-        number, ckpts = newest_intact(store, headers)
+        number, ckpts = inputs.newest_intact(store, headers)
     else:
         number = store.describe(parse_step(step)).step
         ckpts = headers(number)
@@ -352,7 +341,7 @@ def _is_checkpoint_file(source: str) -> bool:
 def _verify_sealed(source: str, quiet: bool) -> list[dict[str, Any]]:
     path = Path(source)
     if not is_sealed(path):
-        check_exists(source)
+        inputs.check_exists(source)
         raise CorruptDataError(
             f"{source}: neither a store nor a checkpoint file, and it has no seal; "
             f"`shrinkpoint seal {source}` writes one while it is intact"
@@ -372,11 +361,11 @@ def _print_newest(sources: list[str], as_json: bool) -> None:
     found: dict[str, Any]
     if is_store(run):
         store = open_store(run)
-        step, _ = newest_intact(store, store.read)
+        step, _ = inputs.newest_intact(store, store.read)
         found = {"store": run, "step": step}
     else:
         if not Path(run).is_dir():
-            check_exists(run)
+            inputs.check_exists(run)
             raise BadArgumentError(f"--newest: {run} is not a folder")
         found = {"path": str(newest_sealed(Path(run), as_json))}
     if as_json:

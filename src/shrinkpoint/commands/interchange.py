@@ -314,9 +314,9 @@ def unreadable(path: Path) -> str | None:
         return "an ONNX model; a .pt or safetensors file or a DCP folder is needed here"
     if head.startswith(_ZIP):
         return _unreadable_zip(path)
-    if _is_safetensors(path, head):
+    if path.suffix == ".safetensors" or (len(head) > 8 and head[8:9] == b"{"):
         return _truncated_safetensors(path, head)
-    if text.startswith((b"{", b"[")) and _is_ascii(head):
+    if text.startswith((b"{", b"[")) and all(byte in b"\t\r\n" or 32 <= byte < 127 for byte in head):
         return "a JSON document; a .pt or safetensors file or a DCP folder is needed here"
     return None
 
@@ -341,10 +341,6 @@ def _unreadable_zip(path: Path) -> str | None:
     return None
 
 
-def _is_safetensors(path: Path, head: bytes) -> bool:
-    return path.suffix == ".safetensors" or (len(head) > 8 and head[8:9] == b"{")
-
-
 def _truncated_safetensors(path: Path, head: bytes) -> str | None:
     """The reason, if the file is shorter than its header says."""
     size = os.stat(path).st_size
@@ -366,7 +362,3 @@ def _truncated_safetensors(path: Path, head: bytes) -> str | None:
         return f"the file is truncated: it has {size} of {whole} bytes" if size < whole else None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return None
-
-
-def _is_ascii(head: bytes) -> bool:
-    return all(byte in b"\t\r\n" or 32 <= byte < 127 for byte in head)

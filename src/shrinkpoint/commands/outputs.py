@@ -123,38 +123,29 @@ def _bar(what: str, total: int | None, *numbers: str) -> Iterator[Callable[..., 
 
 
 @contextlib.contextmanager
-def count_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
+def steps_done(what: str, *, quiet: bool) -> Iterator[Callable[[int | None, int, int], None]]:
     """Show how many of a number of things are done, on standard error.
 
     It is a bar on a terminal, and otherwise a few lines unless `quiet`.
 
-    The function it yields is called with (done, total, the name of the last item, or "").
+    The function it yields is called with (step, or None for things other than steps, done, total), like the callbacks
+    of `Store`.
     """
     if not _is_terminal():
 
-        def show_line(done: int, total: int, last: str) -> None:
+        def show_line(step: int | None, done: int, total: int) -> None:
             every = -(-total // LINES)
             if not quiet and total and (done % every == 0 or done == total):
-                note(f"{what}: {last} ({done} of {total})" if last else f"{what}: {done}/{total}")
+                note(f"{what}: {done}/{total}" if step is None else f"{what}: step {step} ({done} of {total})")
 
         yield show_line
         return
     with _bar(what, None, "MofNCompleteColumn", "TimeRemainingColumn") as update:
 
-        def show(done: int, total: int, last: str) -> None:
-            update(completed=done, total=total, description=f"{what}: {last}" if last else what)
+        def show(step: int | None, done: int, total: int) -> None:
+            update(completed=done, total=total, description=what if step is None else f"{what}: step {step}")
 
         yield show
-
-
-@contextlib.contextmanager
-def steps_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, int], None]]:
-    """Show progress over steps as `count_done` does.
-
-    The function it yields is called with (step, done, total), like the callbacks of `Store`.
-    """
-    with count_done(what, quiet=quiet) as show:
-        yield lambda step, done, total: show(done, total, f"step {step}")
 
 
 @contextlib.contextmanager

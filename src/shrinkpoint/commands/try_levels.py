@@ -426,10 +426,11 @@ def _calls(sources: Sequence[Source], level: str) -> dict[str, list[str]]:
     found = {"Python": [_IMPORT, f'sp.Store("run", {preset}).save(step, state)']}
     if source.refused:
         return found
-    if len(sources) > 1 and _have_steps([s.path for s in sources]):
-        words = [*(str(s.path) for s in sources), "run", "--step-from-name"]
-    else:
-        words = [str(source.path), f"{source.path.stem}.spt"]
+    words = [str(source.path), f"{source.path.stem}.spt"]
+    if len(sources) > 1:
+        with contextlib.suppress(BadArgumentError):  # the names do not give the steps
+            steps_from_names([s.path for s in sources])
+            words = [*(str(s.path) for s in sources), "run", "--step-from-name"]
     words = ["shrinkpoint", "compress", *words, "--preset", level.replace("_", "-")]
     return found | {"command line": [shlex.join(words)]}
 
@@ -438,15 +439,6 @@ def _recommended(trials: Sequence[Trial]) -> str:
     """Return the level for a first run: exact weights, or lossless where those gain little."""
     lossless, exact_weights = trials[0], trials[1]
     return "exact_weights" if lossless.nbytes > _LITTLE * exact_weights.nbytes else "lossless"
-
-
-def _have_steps(paths: Sequence[Path]) -> bool:
-    """Return whether the names of checkpoints give their steps."""
-    try:
-        steps_from_names(paths)
-    except BadArgumentError:
-        return False
-    return True
 
 
 def load_function(option: str, name: str) -> Callable[[Any, str], float]:
