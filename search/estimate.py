@@ -7,7 +7,6 @@ counts approximates the coder. Results are shared between all points that use th
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from ..kernels.backend.arrays import is_torch
 from ..kernels.histogram import Histogram, kept_histogram
 from ..kernels.quantizer import Thresholds, assign
 from . import sample as sizes
-from .cube import Point
+from .cube import Point, normal
 from .sample import Sample, Unit, chosen_units, energy, sample
 
 _PATTERN, _SHORTEST = 1 << 14, 64
@@ -136,7 +135,7 @@ class Estimator:
 
     def __call__(self, points: Sequence[Point]) -> list[Estimate]:
         """Return one estimate per point."""
-        codecs = [_normal(p.codec()) for p in points]
+        codecs = [normal(p).codec() for p in points]
         missing = [c for c in dict.fromkeys(codecs) if c not in self._found]
         if missing:
             limits = [self._limits(c) for c in missing]
@@ -255,10 +254,6 @@ class Estimator:
         if leaf.gradient is None:
             return kept(whole, limit)
         return kept_histogram(part.x, limit, whole.bits, gradient=part.gradient)
-
-
-def _normal(codec: Quantize) -> Quantize:
-    return dataclasses.replace(codec, prune_metric="magnitude") if codec.prune == 0.0 else codec
 
 
 def _codebook(

@@ -152,7 +152,7 @@ def test_sums_are_those_of_the_store(tmp_path: Path) -> None:
         assert s.parts["first moments"] == sum(r.stored_bytes for r in rows if r.path.endswith("exp_avg"))
         assert s.parts["embedding weights"] == rows[0].stored_bytes
         worst = max(r.error for r in rows if r.measure == "relative L2" and r.path.startswith("model"))
-        assert s.errors["weights, relative L2"].largest == worst
+        assert s.errors["weights", "relative L2"].largest == worst
         assert sum(s.choices.values()) == len(rows)
         assert s.manifest == manifest
     assert run.steps[0].labels == ("pinned",)

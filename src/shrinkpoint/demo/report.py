@@ -14,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 from ..bench.machine import commit
+from ..report.charts import COLOURS, FAINT, INK, PLAIN, RED
 from .config import SIZES, threads
 
 if TYPE_CHECKING:
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 LATE = 0.75
 """Start of the late part of a run, as a share of its steps."""
 PARTS = {"weights": "weights", "optimizer": "optimizer state", "whole": "whole training state"}
-_INK, _FAINT, _RED = "#22252b", "#9aa3af", "#c8102e"
-_BLUE, _ORANGE = "#0072b2", "#e69f00"  # distinguishable with colour blindness
+_BLUE, _ORANGE = COLOURS[:2]
 
 
 def summarize(config: DemoConfig, run: History, baseline: History) -> dict[str, Any]:
@@ -171,21 +171,12 @@ def draw(result: dict[str, Any], curves: dict[str, Any], path: Path) -> bool:
         import matplotlib as mpl
     except ImportError:
         return False
-    style: dict[Any, Any] = {
+    style = PLAIN | {
         "font.size": 11,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": _FAINT,
-        "axes.labelcolor": _INK,
         "axes.titlelocation": "left",
         "axes.titleweight": "bold",
-        "axes.grid": True,
-        "grid.color": "#e6e8eb",
         "legend.edgecolor": "none",
         "legend.framealpha": 0.9,
-        "text.color": _INK,
-        "xtick.color": _INK,
-        "ytick.color": _INK,
     }
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -225,7 +216,7 @@ def _losses(axes: Any, result: dict[str, Any], curves: dict[str, Any]) -> None:
         steps, losses = zip(*curves[name]["readings"], strict=True)
         face, size = ("white", 4) if name == "run" else (colour, 7)
         axes.plot(steps, losses, marker, color=colour, markersize=size, markerfacecolor=face)
-    axes.plot([], [], "o", color=_FAINT, markersize=4, label="on held-out text (lines: training, smoothed)")
+    axes.plot([], [], "o", color=FAINT, markersize=4, label="on held-out text (lines: training, smoothed)")
     axes.set_ylabel("loss (nats a byte)")
     held_out = [loss for _, loss in curves["baseline"]["readings"]]
     axes.set_ylim(0.96 * min(*held_out, *smooth[1]), 1.15 * max(held_out))
@@ -242,7 +233,7 @@ def _ratios(axes: Any, result: dict[str, Any]) -> None:
     for values, name, colour, width in (
         (weights, "weights", _BLUE, 1.4),
         (optimizer, "optimizer state", _ORANGE, 1.4),
-        (whole, "whole training state", _INK, 2.2),
+        (whole, "whole training state", INK, 2.2),
     ):
         axes.plot(steps, values, "o-", color=colour, linewidth=width, markersize=4, label=name)
     axes.set_yscale("log", base=2)
@@ -259,8 +250,8 @@ def _restores(axes: Any, restores: Sequence[dict[str, Any]], *, label: bool) -> 
         at, back = restore["at"], restore["resumed"] or 0
         # A label that would overlap the one before is placed above it.
         row, before = (row + 1 if at - before < 0.2 * axes.get_xlim()[1] else 0), at
-        axes.axvspan(back, at, color=_RED, alpha=0.10, linewidth=0)
-        axes.axvline(at, color=_RED, linewidth=1.2, linestyle="--")
+        axes.axvspan(back, at, color=RED, alpha=0.10, linewidth=0)
+        axes.axvline(at, color=RED, linewidth=1.2, linestyle="--")
         if label:
             where = "killed in a save" if restore["during"] == "save" else "killed"
             left = at < 0.75 * axes.get_xlim()[1]
@@ -271,7 +262,7 @@ def _restores(axes: Any, restores: Sequence[dict[str, Any]], *, label: bool) -> 
                 xytext=(5 if left else -5, 0),
                 ha="left" if left else "right",
                 textcoords="offset points",
-                color=_RED,
+                color=RED,
                 fontsize=9.5,
                 va="bottom",
                 bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},

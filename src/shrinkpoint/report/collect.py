@@ -51,12 +51,10 @@ class Error:
     """Errors of the arrays of one role in one step.
 
     Args:
-        measure: "relative L2" or "relative".
         median: median of the arrays' errors.
         largest: their maximum.
     """
 
-    measure: str
     median: float
     largest: float
 
@@ -88,7 +86,7 @@ class StepRow:
         labels: "pinned", and tags.
         parts: category -> stored bytes; they sum to `manifest.stored_nbytes`.
         raw_parts: category -> bytes of the arrays.
-        errors: role and measure -> errors.
+        errors: role and measure ("relative L2" or "relative") -> errors.
         choices: number of arrays by choice.
     """
 
@@ -96,7 +94,7 @@ class StepRow:
     labels: tuple[str, ...]
     parts: dict[str, int]
     raw_parts: dict[str, int]
-    errors: dict[str, Error]
+    errors: dict[tuple[str, str], Error]
     choices: Counter[Choice]
 
     @property
@@ -142,11 +140,8 @@ class Tensor:
     histogram: Histogram
 
 
-class Decoded(NamedTuple):
-    """An array of a step, and the function that decodes it."""
-
-    record: ArrayRecord
-    reference: Callable[[], Reference]
+Decoded = tuple[ArrayRecord, Callable[[], Reference]]
+"""An array of a step, and the function that decodes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +262,7 @@ def _records(store: Store, manifest: Manifest) -> list[ArrayRecord]:
 def _row(manifest: Manifest, records: Sequence[ArrayRecord], labels: tuple[str, ...]) -> StepRow:
     parts: Counter[str] = Counter()
     raw: Counter[str] = Counter()
-    errors: dict[str, list[float]] = {}
+    errors: dict[tuple[str, str], list[float]] = {}
     choices: Counter[Choice] = Counter()
     for record in records:
         kind = category(record)
@@ -276,9 +271,9 @@ def _row(manifest: Manifest, records: Sequence[ArrayRecord], labels: tuple[str, 
         choices[Choice(kind, record.codec, record.stream, record.why, record.note.partition(":")[0])] += 1
         if record.measure != "exact":
             role = kind if kind.endswith("moments") else "weights"
-            errors.setdefault(f"{role}, {record.measure}", []).append(record.error)
+            errors.setdefault((role, record.measure), []).append(record.error)
     parts[HEADER] = manifest.stored_nbytes - sum(parts.values())
-    found = {k: Error(k.rpartition(", ")[2], statistics.median(v), max(v)) for k, v in errors.items()}
+    found = {key: Error(statistics.median(values), max(values)) for key, values in errors.items()}
     return StepRow(manifest, labels, dict(parts), dict(raw), found, choices)
 
 
@@ -299,18 +294,18 @@ def _arrays_of(store: Store, manifest: Manifest) -> list[Decoded]:
     """Return the arrays of a step; the shards of a sharded one are joined."""
     if not manifest.shards:
         ckpt = store.read(manifest.step)
-        return [Decoded(record, partial(ckpt.reference_of, record)) for record in ckpt.records]
+        return [(record, partial(ckpt.reference_of, record)) for record in ckpt.records]
     from ..codec.moments.logbuckets import ValuesReference
 
     # One record stands for all shards of a tensor.
     shards = {record.path: record for record in _records(store, manifest)}
     _, arrays = flatten(load_step(store, manifest.step), is_array)
-    found = []
+    found: list[Decoded] = []
     for node in arrays:
         spec = LeafSpec("torch", str(node.value.dtype).removeprefix("torch."), tuple(node.value.shape))
         if node.path in shards:
             values = partial(ValuesReference, node.value.reshape(-1))
-            found.append(Decoded(replace(shards[node.path], spec=spec), values))
+            found.append((replace(shards[node.path], spec=spec), values))
     return found
 
 
@@ -366,11 +361,12 @@ def histogram(memory: Reference, spec: LeafSpec) -> Histogram:
 
 
 def _tensors(arrays: Sequence[Decoded]) -> tuple[tuple[Tensor, ...], int]:
-    found = [a for a in arrays if a.record.spec.dtype in FLOATS and a.record.spec.size]
-    largest = sorted(found, key=lambda a: -a.record.spec.size)[:MAX_TENSORS]
+    found = [(record, decode) for record, decode in arrays if record.spec.dtype in FLOATS and record.spec.size]
+    largest = sorted(found, key=lambda array: -array[0].spec.size)[:MAX_TENSORS]
 
     def one(array: Decoded) -> Tensor:
-        return Tensor(array.record, category(array.record), histogram(array.reference(), array.record.spec))
+        record, decode = array
+        return Tensor(record, category(record), histogram(decode(), record.spec))
 
     return tuple(map_chunks(one, largest)), len(found)
 

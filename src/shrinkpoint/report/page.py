@@ -136,10 +136,10 @@ def _summary(run: Run) -> list[str]:
         return ["<p>No step can be read.</p>"]
     raw, stored = (sum(getattr(s.manifest, name) for s in run.steps) for name in ("raw_nbytes", "stored_nbytes"))
     deltas = sum(s.manifest.is_delta for s in run.steps)
-    worst: dict[str, tuple[float, str]] = {}
-    for name, error in (item for s in run.steps for item in s.errors.items()):
-        worst[name] = max(worst.get(name, (0.0, "")), (error.largest, error.measure))
-    errors = ", ".join(f"{charts.role_of(name)} {most:.2g} ({measure})" for name, (most, measure) in worst.items())
+    worst: dict[tuple[str, str], float] = {}
+    for key, error in (item for s in run.steps for item in s.errors.items()):
+        worst[key] = max(worst.get(key, 0.0), error.largest)
+    errors = ", ".join(f"{role} {most:.2g} ({measure})" for (role, measure), most in worst.items())
     times = f"{raw / stored:.1f} times smaller"
     result = f"{len(run.steps)} checkpoints are {times}: {size(stored)} instead of {size(raw)}."
     facts = [
