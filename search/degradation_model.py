@@ -19,16 +19,15 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec
+from typing import Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from .cube import Point
 
-P = ParamSpec("P")
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Pattern = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -259,23 +258,6 @@ def _pools() -> Any:
     return ThreadpoolController()
 
 
-def _on_one_thread(function: Callable[P, Floats]) -> Callable[P, Floats]:
-    """Run a function with BLAS limited to one thread.
-
-    Matrices of two hundred rows do not gain from threads, which wait for each other where other work uses the cores;
-    and another order of summation could give another plan on another machine. The limit holds for the whole process, so
-    concurrent searches take turns: the second would otherwise find the limit set and restore it as the normal state.
-    """
-
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Floats:
-        with _TURN, _pools().limit(limits=1, user_api="blas"):
-            return function(*args, **kwargs)
-
-    return wrapper
-
-
-@_on_one_thread
 def draws(candidates: Sequence[Candidate], known: Sequence[Known], floor: float) -> Floats:
     """Return degradations of the candidates, [SAMPLES, n], drawn from the fitted model.
 
@@ -284,8 +266,18 @@ def draws(candidates: Sequence[Candidate], known: Sequence[Known], floor: float)
         known: trials so far.
         floor: the smallest degradation that `evaluate` can distinguish from zero, > 0.
 
+    BLAS is limited to one thread: matrices of two hundred rows do not gain from threads, which wait for each other
+    where other work uses the cores; and another order of summation could give another plan on another machine. The
+    limit holds for the whole process, so concurrent searches take turns: the second would otherwise find the limit set
+    and restore it as the normal state.
+
     Source: Rasmussen and Williams, "Gaussian Processes for Machine Learning" (2006), section 2.2.
     """
+    with _TURN, _pools().limit(limits=1, user_api="blas"):
+        return _drawn(candidates, known, floor)
+
+
+def _drawn(candidates: Sequence[Candidate], known: Sequence[Known], floor: float) -> Floats:
     n = len(candidates)
     if not n:
         return np.zeros((SAMPLES, 0))

@@ -73,14 +73,14 @@ class SearchInputs:
 
         Values of sharded arrays are not hashed, because each process has its own part.
         """
-        prev, earlier, kinds = self.opened.prev, self.opened.past_weights, self.opened.kinds or {}
+        prev, past, kinds = self.opened.prev, self.opened.past_weights, self.opened.kinds or {}
         layers = {path: kind if isinstance(kind, str) else _of_kind(kind) for path, kind in kinds.items()}
         hashes = (
             _hashed(watched[""].shared),
             "" if prev is None else prev.id,
             "" if self.grads is None else _hashed(watched["grads/"].shared),
             _hashed(sorted(layers.items())),
-            "" if earlier is None else _hashed(_of_past(earlier)),
+            "" if past is None else _hashed([repr(past.steps), TreeHashes.of(past.weights, "earlier/").shared]),
         )
         return dict(zip(ARRAYS, hashes, strict=True))
 
@@ -159,10 +159,6 @@ def _places(nodes: Sequence[Any]) -> dict[str, str]:
         else:
             found.setdefault(path, repr(value))
     return dict(sorted(found.items(), key=lambda item: (-item[0].count("/"), item[0])))
-
-
-def _of_past(earlier: PastWeights) -> list[Any]:
-    return [repr(earlier.steps), TreeHashes.of(earlier.weights, "earlier/").shared]
 
 
 def _of_kind(kind: Any) -> list[Any]:

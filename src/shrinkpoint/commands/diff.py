@@ -95,7 +95,7 @@ def diff(
         elif len(things) == 2:
             paths = [Path(thing) for thing in things]
             known = [*(parents or []), *(path for path in paths if is_spt(path))]  # one may be the other's parent
-            old, new = (_of_path(path, known) for path in paths)
+            old, new = (_of_checkpoint(resolved(p, known)) if is_spt(p) else side_of(load_state(p)) for p in paths)
         else:
             raise BadArgumentError(f"{len(things)} arguments; give STORE OLD NEW, or two files")
     with busy("comparing"):
@@ -165,10 +165,6 @@ def _of_step(store: Store, step: int | str) -> Side:
     if not manifest.shards:
         return _of_checkpoint(store.read(step))
     return replace(side_of(load_step(store, manifest.step)), nbytes=manifest.stored_nbytes)
-
-
-def _of_path(path: Path, parents: list[Path]) -> Side:
-    return _of_checkpoint(resolved(path, parents)) if is_spt(path) else side_of(load_state(path))
 
 
 def _of_checkpoint(ckpt: Checkpoint) -> Side:

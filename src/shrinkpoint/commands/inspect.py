@@ -20,7 +20,7 @@ from .outputs import busy, emit, line, listed, nearest, note, size, steps_done, 
 from .seal import is_sealed, newest_sealed, verify_sealed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from ..codec.checkpoint import Checkpoint
     from ..codec.summary import Row
@@ -31,7 +31,12 @@ if TYPE_CHECKING:
     RankRow = tuple[int | None, Row]
     """A row of a summary, and the rank of a sharded checkpoint."""
 
-ORDERS = ("path", "bytes", "error")
+ORDERS: dict[str, Callable[[Row], float]] = {
+    "path": lambda _: 0.0,
+    "bytes": lambda row: -row.stored_bytes,
+    "error": lambda row: -row.error,
+}
+"""Keys of the orders of arrays; "path" is the order in which they are stored."""
 _ERRORS = (">relative L2", ">worst element")
 """Columns of `error_columns`."""
 
@@ -62,7 +67,8 @@ def info(
         ranks = "it is not sharded" if None in ckpts else f"its ranks are {listed([*map(str, ckpts)])}"
         raise BadArgumentError(f"--rank {rank}: {ranks}")
     shown = ckpts if rank is None else {rank: ckpts[rank]}
-    rows = _ordered(_matching([(at, row) for at, ckpt in shown.items() for row in ckpt.summary()], paths), sort)
+    rows = _matching([(at, row) for at, ckpt in shown.items() for row in ckpt.summary()], paths)
+    rows = sorted(rows, key=lambda found: ORDERS[sort](found[1]))
     if as_json:
         parts = []
         for at, ckpt in shown.items():
@@ -188,12 +194,6 @@ def parts_of(paths: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def _ordered(rows: list[RankRow], sort: str) -> list[RankRow]:
-    if sort == "bytes":
-        return sorted(rows, key=lambda found: -found[1].stored_bytes)
-    return sorted(rows, key=lambda found: -found[1].error) if sort == "error" else rows
-
-
 def ls(store: StoreUrl, as_json: AsJson = False) -> None:
     """List the steps of a store. Exit code 1 if a manifest cannot be read.
 
@@ -301,19 +301,21 @@ def verify(
         return
     problems: list[dict[str, Any]] = []
     checked: list[dict[str, Any]] = []
-    files: list[str] = []
+    files: list[Path] = []
     for source in sources:
         if is_store(source):
-            found, steps, labels = _verify_store(source, as_json)
-            checked += [{"store": source, "step": step} for step in steps]
+            store = open_store(source)
+            checked += [{"store": source, "step": step} for step in store.steps()]
+            with steps_done("verify", quiet=as_json) as progress:
+                found = store.verify(progress)
             problems += [{"store": source, "step": step, "problem": why} for step, why in found.items()]
-            problems += [{"store": source, "file": name, "problem": why} for name, why in labels.items()]
-        elif _is_checkpoint_file(source):
-            files.append(source)
+            problems += [{"store": source, "file": name, "problem": why} for name, why in store.verify_labels().items()]
+        elif is_spt(path := Path(source)) or (path.suffix == ".spt" and not is_sealed(path)):
+            files.append(path)
         else:
             checked.append({"path": source})
             problems += _verify_sealed(source, as_json)
-    for result in _verify_files([Path(f) for f in files], parents or []):
+    for result in _verify_files(files, parents or []):
         checked.append({key: result[key] for key in ("file", "how", "id")})
         if result["problem"]:
             problems.append({"file": result["file"], "problem": result["problem"]})
@@ -330,12 +332,6 @@ def verify(
         line(f"{len(checked)} checkpoints checked, {len(damaged) - others} not intact{records}")
     if problems:
         raise typer.Exit(1)
-
-
-def _is_checkpoint_file(source: str) -> bool:
-    """Return whether a path is a checkpoint file, or has the name of one."""
-    path = Path(source)
-    return is_spt(path) or (path.suffix == ".spt" and not is_sealed(path))
 
 
 def _verify_sealed(source: str, quiet: bool) -> list[dict[str, Any]]:
@@ -372,13 +368,6 @@ def _print_newest(sources: list[str], as_json: bool) -> None:
         emit(found)
     else:
         line(str(found.get("path", found.get("step"))))
-
-
-def _verify_store(url: str, quiet: bool) -> tuple[dict[int, str], list[int], dict[str, str]]:
-    store = open_store(url)
-    steps = store.steps()
-    with steps_done("verify", quiet=quiet) as progress:
-        return store.verify(progress), steps, store.verify_labels()
 
 
 def _verify_files(files: list[Path], parents: list[Path]) -> list[dict[str, Any]]:
