@@ -254,7 +254,8 @@ class Cube:
     def from_json(data: Any) -> Cube:
         """Return the cube that `to_json` described; raise BadArgumentError for other values."""
         fields = _fields(data, Cube, "cube")
-        return Cube(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        axes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        return Cube(**axes)
 
 
 def _fields(data: Any, kind: type[Any], what: str) -> Mapping[str, Any]:

@@ -104,7 +104,8 @@ class TreeHashes:
 
         def one(node: tree.ArrayNode) -> tuple[str, str, str, bool]:
             spec, flat = arrays.read_leaf(arrays.local_part(node.value), name + node.path)
-            digest = "".join(map(xxhash.xxh3_128_hexdigest, (repr(spec).encode(), arrays.as_bytes(flat).data)))
+            parts = (repr(spec).encode(), arrays.as_bytes(flat).data)
+            digest = "".join(xxhash.xxh3_128_hexdigest(part) for part in parts)
             layout = f"{node.value.dtype} {tuple(node.value.shape)}"
             return name + node.path, digest, layout, arrays.is_sharded(node.value)
 

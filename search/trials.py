@@ -390,10 +390,13 @@ class Trials:
     def _record(self, asked: Point | str | None, nbytes: int, quality: float, rank: int, seconds: float) -> Trial:
         point, level = (asked, None) if isinstance(asked, Point) else (None, asked)
         c = None if point is None else self._candidates[point]
-        estimated = (0.0, 0.0, 0.0) if c is None else (c.nbytes, c.error, c.pruned)
-        outcome = (None if math.isnan(quality) else quality, 0.0, asked is None, "the state itself")
-        circumstances = (self.rounds, rank, self.state, seconds, point is not None and self.is_ahead, level)
-        return Trial(point, nbytes, *estimated, None, *outcome, *circumstances)
+        estimates: dict[str, Any] = dict.fromkeys(("estimated", "error", "pruned"), 0.0)
+        if c is not None:
+            estimates = {"estimated": c.nbytes, "error": c.error, "pruned": c.pruned}
+        found: dict[str, Any] = {"quality": None if math.isnan(quality) else quality, "passed": asked is None}
+        found |= {"expected": None, "degradation": 0.0, "reason": "the state itself", "seconds": seconds}
+        where: dict[str, Any] = {"round": self.rounds, "rank": rank, "state": self.state, "level": level}
+        return Trial(point, nbytes, ahead=point is not None and self.is_ahead, **estimates, **found, **where)
 
     def _scored(self, trial: Trial, expected: float | None, number: int) -> Trial:
         """Return the trial with its degradation, and the reason why it passes or fails."""

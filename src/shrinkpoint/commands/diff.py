@@ -187,7 +187,11 @@ def side_of(state: Any) -> Side:
         unique.setdefault(id(node) if key is None else key, node)
     read = {name: read_leaf(node.value, node.path) for name, node in _named(unique.values(), lambda n: (n.path, n.key))}
     values = dict(_plain_values(state))
-    return Side({name: (spec, None, lambda flat=flat: flat) for name, (spec, flat) in read.items()}, values, None)
+    return Side({name: (spec, None, partial(_itself, flat)) for name, (spec, flat) in read.items()}, values, None)
+
+
+def _itself(flat: Any) -> Any:
+    return flat
 
 
 def _named(items: Any, names: Callable[[Any], tuple[str, str]]) -> Iterator[tuple[str, Any]]:
