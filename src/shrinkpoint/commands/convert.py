@@ -89,8 +89,6 @@ def compress(
 
     Nothing in a source is executed: a .pt file or DCP folder that holds more than tensors and plain values is refused.
     """
-    from ..codec.compress import compress as encode
-
     if not sources:
         raise BadArgumentError(
             f"the destination is missing: shrinkpoint compress {target} DESTINATION, a file ending in .spt or a store"
@@ -107,6 +105,8 @@ def compress(
             return _root(subtree(state, under), under) if under else state
 
     if numbered is None:
+        from ..codec.compress import compress as encode
+
         check_free(Path(target), force)
         state = load(sources[0])
         with busy("compressing"):

@@ -54,7 +54,7 @@ def load_state(path: Path) -> Any:
     if path.is_dir():
         if not is_dcp(path):
             kind = "a store" if (path / "steps").is_dir() else "not a folder of torch.distributed.checkpoint"
-            names = folder_contents(path)
+            names = listed(sorted(p.name for p in path.iterdir() if p.suffix in SUFFIXES), 3)
             raise CorruptDataError(
                 f"{path}: is {kind}; a .pt or safetensors file or a DCP folder is needed here"
                 + (f", such as its {names}" if names else "")
@@ -319,11 +319,6 @@ def unreadable(path: Path) -> str | None:
     if text.startswith((b"{", b"[")) and all(byte in b"\t\r\n" or 32 <= byte < 127 for byte in head):
         return "a JSON document; a .pt or safetensors file or a DCP folder is needed here"
     return None
-
-
-def folder_contents(folder: Path) -> str:
-    """Name the files in a folder that `compress` could read, for messages; "" without any."""
-    return listed(sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES), 3)
 
 
 def _unreadable_zip(path: Path) -> str | None:

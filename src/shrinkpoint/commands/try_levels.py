@@ -133,7 +133,8 @@ def try_levels(
     lossless, default = trials[0], trials[LEVELS.index("default")]
     reasons = _reasons(default.rows)
     advice = _advice(lossless, default, reasons, read)
-    level = _recommended(trials)
+    # For a first run: exact weights, or lossless where those gain little.
+    level = "exact_weights" if lossless.nbytes > _LITTLE * trials[1].nbytes else "lossless"
     calls = _calls(read, level)
     results = [_result(trial, default, sizes) for trial in trials]
     if as_json:
@@ -433,12 +434,6 @@ def _calls(sources: Sequence[Source], level: str) -> dict[str, list[str]]:
             words = [*(str(s.path) for s in sources), "run", "--step-from-name"]
     words = ["shrinkpoint", "compress", *words, "--preset", level.replace("_", "-")]
     return found | {"command line": [shlex.join(words)]}
-
-
-def _recommended(trials: Sequence[Trial]) -> str:
-    """Return the level for a first run: exact weights, or lossless where those gain little."""
-    lossless, exact_weights = trials[0], trials[1]
-    return "exact_weights" if lossless.nbytes > _LITTLE * exact_weights.nbytes else "lossless"
 
 
 def load_function(option: str, name: str) -> Callable[[Any, str], float]:
