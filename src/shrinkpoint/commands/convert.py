@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
@@ -20,7 +20,6 @@ from .outputs import busy, check_free, emit, line, listed, note, size, write_fil
 
 if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint
-    from ..codec.config import Config
 
 ENDING = ".spt"
 STEP_WORDS = ("step", "iter(?:ation)?", "checkpoint|ckpt", "epoch")
@@ -117,15 +116,30 @@ def compress(
         else:
             _print_saved(ckpt, {"file": target})
         return
-    _check_steps(target, numbered, force)
-    saved = []
-    for number, ckpt in _to_store(numbered, load, target, in_store, cfg):
+    from ..store.store import Store
+
+    store = Store(target, cfg)
+    taken = sorted(set(store.steps()) & set(numbered))
+    if taken and not force:
+        names = f"step {taken[0]}" if len(taken) == 1 else f"steps {listed([str(s) for s in taken])}"
+        it = "it" if len(taken) == 1 else "them"
+        raise BadArgumentError(f"{target} already has {names}; --force replaces {it}")
+    saved: list[dict[str, Any]] = []
+    for number, source in numbered.items():
+        state = load(source)
+        with busy(f"compressing {source}"):
+            # Loading a step makes it the parent of the next save; later ones are deltas against the one before.
+            if not saved and against is not None:
+                store.load(parse_step(against), count=False)
+            elif not saved and not base and store.steps():
+                newest_intact(store, lambda s: store.load(s, count=False))
+            ckpt = store.save(number, state, metric=metric).checkpoint
         where = {"store": target, "step": number}
         saved.append(_saved_fields(ckpt, where))
         if not as_json:
             _print_saved(ckpt, where)
     if as_json:
-        emit({"store": target, "steps": saved} if in_store.step_from_name else saved[0])
+        emit({"store": target, "steps": saved} if step_from_name else saved[0])
 
 
 def _placed(
@@ -216,42 +230,9 @@ def _print_saved(ckpt: Checkpoint, where: dict[str, Any]) -> None:
     line(f"largest error of an array: {worst}" if worst else "every array is exact")
 
 
-def _check_steps(url: str, steps: Iterable[int], force: bool) -> None:
-    from ..store.store import Store
-
-    taken = sorted(set(Store(url).steps()) & set(steps))
-    if taken and not force:
-        names = f"step {taken[0]}" if len(taken) == 1 else f"steps {listed([str(s) for s in taken])}"
-        raise BadArgumentError(f"{url} already has {names}; --force replaces {'it' if len(taken) == 1 else 'them'}")
-
-
 def _root(state: Any, under: str) -> Any:
     """Return the state as a tree; a single array becomes a dict with its name."""
     return state if isinstance(state, (dict, list, tuple)) else {under.rpartition("/")[2]: state}
-
-
-def _to_store(
-    sources: dict[int, Path], load: Callable[[Path], Any], url: str, asked: InStore, cfg: Config
-) -> Iterator[tuple[int, Checkpoint]]:
-    """Save each source under its step, each as a delta against the one before.
-
-    The options choose the parent of the first one.
-    """
-    from ..store.store import Store
-
-    store = Store(url, cfg)
-    first = True
-    for step, source in sources.items():
-        state = load(source)
-        with busy(f"compressing {source}"):
-            if first:  # loading a step makes it the parent of the next save
-                if asked.against is not None:
-                    store.load(parse_step(asked.against), count=False)
-                elif not asked.base and store.steps():
-                    newest_intact(store, lambda s: store.load(s, count=False))
-                first = False
-            saved = store.save(step, state, metric=asked.metric)
-        yield step, saved.checkpoint
 
 
 def restore(

@@ -76,13 +76,11 @@ def _read_config(file: Path) -> Config:
     from ..codec.config import Config
 
     try:
-        data = loads(file.read_bytes())
-    except ValueError as error:
-        raise BadArgumentError(f"{file}: not JSON: {str(error)[:200]}") from None
-    try:
-        return Config.from_json(data)
+        return Config.from_json(loads(file.read_bytes()))
     except BadArgumentError as error:
         raise BadArgumentError(f"{file}: {error}") from None
+    except ValueError as error:
+        raise BadArgumentError(f"{file}: not JSON: {str(error)[:200]}") from None
 
 
 def is_url(text: str) -> bool:
