@@ -140,7 +140,7 @@ def trained(*, quick: bool) -> Pair:
     import torch
 
     from shrinkpoint.demo.config import SIZES
-    from shrinkpoint.demo.corpus import Corpus
+    from shrinkpoint.demo.task import Corpus
     from shrinkpoint.demo.trainer import Training
 
     name, steps = ("tiny", 40) if quick else ("small", 150)

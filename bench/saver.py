@@ -191,7 +191,7 @@ class Trainer:
 
     def __init__(self, threads: int) -> None:
         from shrinkpoint.demo.config import SIZES
-        from shrinkpoint.demo.model import GPT
+        from shrinkpoint.demo.task import GPT
 
         size = SIZES["small"]
         torch.set_num_threads(threads)
@@ -203,7 +203,7 @@ class Trainer:
 
     def step(self) -> None:
         """Run one training step."""
-        from shrinkpoint.demo.model import loss
+        from shrinkpoint.demo.task import loss
 
         self.optimizer.zero_grad()
         loss(self.model, self.batch).backward()  # type: ignore[no-untyped-call]

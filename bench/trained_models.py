@@ -157,7 +157,7 @@ def states(
 
 def gpt_states(size: Size, device: str, at: Sequence[int]) -> list[Tree]:
     """Train a GPT with AdamW on Python's sources, and return its states at these steps."""
-    from shrinkpoint.demo.corpus import Corpus
+    from shrinkpoint.demo.task import Corpus
 
     torch.manual_seed(0)
     text = torch.frombuffer(bytearray(Corpus().train), dtype=torch.uint8).to(device)

@@ -14,14 +14,14 @@ from ..codec.errors import BadArgumentError, ShrinkpointWarning
 from ..kernels.backend.arguments import check_field, choice, flag, instance, integer, number, or_none
 from .cube import Cube
 from .process_group import ProcessGroup
-from .progress import Progress
 from .result import DIRECTIONS, SearchResult, Trial, essence, outcome
-from .search_state import ARRAYS, SearchInputs, WatchedInputs
+from .search_state import ARRAYS, SearchInputs, Watched
 
 _NEGLIGIBLE = 1e-3
 """Share of the threshold below which a search is not worth its evaluations."""
 
 METHODS = ("planned", "published")
+Progress = bool | Callable[[Trial], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class CheckedInputs:
     """
 
     inputs: SearchInputs
-    watched: WatchedInputs | None
+    watched: Watched | None
     fingerprint: str
 
 
@@ -148,7 +148,7 @@ def check_arguments(
     Raises:
         BadArgumentError: an argument is unusable, here or on another process, or differs between processes.
     """
-    taken: list[tuple[SearchInputs, WatchedInputs | None]] = []
+    taken: list[tuple[SearchInputs, Watched | None]] = []
 
     def check() -> dict[str, Any] | None:
         _check(arguments)

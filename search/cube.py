@@ -63,24 +63,12 @@ class Point:
 
     def codec(self) -> Quantize:
         """Return the codec of the point for weights; raise BadArgumentError for values out of range."""
+        shares: dict[str, Any] = {"prune": self.prune, "prune_metric": self.metric, "protect": self.protect}
         if self.system == "inshrinkerator":
-            rule = inshrinkerator(
-                self.bins,
-                embedding_bins=self.embedding_bins,
-                prune=self.prune,
-                prune_metric=self.metric,
-                protect=self.protect,
-            ).rules[0]
+            rule = inshrinkerator(self.bins, embedding_bins=self.embedding_bins, **shares).rules[0]
             if isinstance(rule.codec, Quantize):
                 return rule.codec
-        return Quantize(
-            bins=self.bins,
-            embedding_bins=self.embedding_bins,
-            prune=self.prune,
-            prune_metric=self.metric,
-            protect=self.protect,
-            rate=self.rate,
-        )
+        return Quantize(bins=self.bins, embedding_bins=self.embedding_bins, rate=self.rate, **shares)
 
     def config(
         self, *, embedding_bins: int | None = None, chain: ChainPolicy | None = None, ahead: bool = False
@@ -127,12 +115,7 @@ class Point:
     @staticmethod
     def from_json(data: Any) -> Point:
         """Return the point that `to_json` described; raise BadArgumentError for other values."""
-        names = {f.name for f in dataclasses.fields(Point)}
-        if not isinstance(data, Mapping) or set(data) != names:
-            raise BadArgumentError(
-                f"{str(data)[:80]} is not a point of a cube; its fields are {', '.join(sorted(names))}"
-            )
-        return Point(**data)
+        return Point(**_fields(data, Point, "point of a cube"))
 
     def __str__(self) -> str:
         parts = [f"bins {self.bins}"]
@@ -270,11 +253,16 @@ class Cube:
     @staticmethod
     def from_json(data: Any) -> Cube:
         """Return the cube that `to_json` described; raise BadArgumentError for other values."""
-        names = {f.name for f in dataclasses.fields(Cube)}
-        if not isinstance(data, Mapping) or set(data) != names:
-            raise BadArgumentError(f"{str(data)[:80]} is not a cube; its fields are {', '.join(sorted(names))}")
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        return Cube(**fields)
+        fields = _fields(data, Cube, "cube")
+        axes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        return Cube(**axes)
+
+
+def _fields(data: Any, kind: type[Any], what: str) -> Mapping[str, Any]:
+    names = {f.name for f in dataclasses.fields(kind)}
+    if not isinstance(data, Mapping) or set(data) != names:
+        raise BadArgumentError(f"{str(data)[:80]} is not a {what}; its fields are {', '.join(sorted(names))}")
+    return data
 
 
 def _ascends(axis: Sequence[Any]) -> bool:

@@ -19,16 +19,15 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec
+from typing import Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from .cube import Point
 
-P = ParamSpec("P")
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Pattern = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -114,13 +113,11 @@ def _places(candidates: Sequence[Candidate]) -> Floats:
 def _covariance(a: Sequence[Candidate], b: Sequence[Candidate]) -> Floats:
     distance = np.square(_places(a)[:, None] - _places(b)[None]).sum(axis=2)
     local = _LOCAL**2 * np.exp(-0.5 * distance)
-    covariance: Floats = (_trend(a) * np.square(_DEVIATION)) @ _trend(b).T + local
-    return covariance
+    return np.asarray((_trend(a) * np.square(_DEVIATION)) @ _trend(b).T + local)
 
 
 def _mean(candidates: Sequence[Candidate]) -> Floats:
-    mean: Floats = _trend(candidates) @ np.array(_MEAN) + _REFERENCE
-    return mean
+    return np.asarray(_trend(candidates) @ np.array(_MEAN) + _REFERENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +165,7 @@ def _products(a: Sequence[Candidate], b: Sequence[Candidate]) -> Floats:
     none = np.zeros(length, np.float32)
     left, right = (np.array([none if c.pattern is None else c.pattern for c in x]) for x in (a, b))
     left, right = left.reshape(len(a), length), right.reshape(len(b), length)
-    product: Floats = (left @ right.T).astype(np.float64)
-    return product
+    return np.asarray((left @ right.T).astype(np.float64))
 
 
 def _signed(candidates: Sequence[Candidate]) -> Floats:
@@ -227,13 +223,11 @@ def _fitted(prior: _Prior, signed_scale: float) -> _Fit:
 
 def _curvature(prior: _Prior, inverse: Floats, x: Floats) -> Floats:
     slope = _exp(x)
-    curvature: Floats = prior.precision + slope[:, None] * inverse * slope
-    return curvature
+    return np.asarray(prior.precision + slope[:, None] * inverse * slope)
 
 
 def _exp(x: Floats) -> Floats:
-    result: Floats = np.exp(np.minimum(x, _LARGEST))
-    return result
+    return np.asarray(np.exp(np.minimum(x, _LARGEST)))
 
 
 def _fits(known: Sequence[Known], floor: float) -> tuple[list[_Fit], Floats]:
@@ -264,23 +258,6 @@ def _pools() -> Any:
     return ThreadpoolController()
 
 
-def _on_one_thread(function: Callable[P, Floats]) -> Callable[P, Floats]:
-    """Run a function with BLAS limited to one thread.
-
-    Matrices of two hundred rows do not gain from threads, which wait for each other where other work uses the cores;
-    and another order of summation could give another plan on another machine. The limit holds for the whole process, so
-    concurrent searches take turns: the second would otherwise find the limit set and restore it as the normal state.
-    """
-
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Floats:
-        with _TURN, _pools().limit(limits=1, user_api="blas"):
-            return function(*args, **kwargs)
-
-    return wrapper
-
-
-@_on_one_thread
 def draws(candidates: Sequence[Candidate], known: Sequence[Known], floor: float) -> Floats:
     """Return degradations of the candidates, [SAMPLES, n], drawn from the fitted model.
 
@@ -289,8 +266,18 @@ def draws(candidates: Sequence[Candidate], known: Sequence[Known], floor: float)
         known: trials so far.
         floor: the smallest degradation that `evaluate` can distinguish from zero, > 0.
 
+    BLAS is limited to one thread: matrices of two hundred rows do not gain from threads, which wait for each other
+    where other work uses the cores; and another order of summation could give another plan on another machine. The
+    limit holds for the whole process, so concurrent searches take turns: the second would otherwise find the limit set
+    and restore it as the normal state.
+
     Source: Rasmussen and Williams, "Gaussian Processes for Machine Learning" (2006), section 2.2.
     """
+    with _TURN, _pools().limit(limits=1, user_api="blas"):
+        return _drawn(candidates, known, floor)
+
+
+def _drawn(candidates: Sequence[Candidate], known: Sequence[Known], floor: float) -> Floats:
     n = len(candidates)
     if not n:
         return np.zeros((SAMPLES, 0))
@@ -321,11 +308,9 @@ def draws(candidates: Sequence[Candidate], known: Sequence[Known], floor: float)
 
 def degradations(candidates: Sequence[Candidate], known: Sequence[Known], floor: float) -> Floats:
     """Return the expected (median) degradation of each candidate."""
-    median: Floats = np.median(draws(candidates, known, floor), axis=0)
-    return median
+    return np.asarray(np.median(draws(candidates, known, floor), axis=0))
 
 
 def chances(candidates: Sequence[Candidate], known: Sequence[Known], threshold: float, floor: float) -> Floats:
     """Return the probability of each candidate to pass, by the model alone."""
-    share: Floats = (draws(candidates, known, floor) <= threshold).mean(axis=0)
-    return share
+    return np.asarray((draws(candidates, known, floor) <= threshold).mean(axis=0))

@@ -7,7 +7,6 @@ counts approximates the coder. Results are shared between all points that use th
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,16 +28,9 @@ from ..codec.weights.quantize import Quantize
 from ..kernels.backend.arrays import is_torch
 from ..kernels.histogram import Histogram, kept_histogram
 from ..kernels.quantizer import Thresholds, assign
-from .cube import Point
+from . import sample as sizes
+from .cube import Point, normal
 from .sample import Sample, Unit, chosen_units, energy, sample
-from .size_estimate import (
-    nbytes_of_codebook,
-    nbytes_of_group,
-    nbytes_of_header,
-    nbytes_of_levels,
-    nbytes_of_protected,
-    sampled_levels,
-)
 
 _PATTERN, _SHORTEST = 1 << 14, 64
 """Number of elements of all arrays whose errors are kept to compare points; and the minimum for each array."""
@@ -142,7 +134,7 @@ class Estimator:
 
     def __call__(self, points: Sequence[Point]) -> list[Estimate]:
         """Return one estimate per point."""
-        codecs = [_normal(p.codec()) for p in points]
+        codecs = [normal(p).codec() for p in points]
         missing = [c for c in dict.fromkeys(codecs) if c not in self._found]
         if missing:
             limits = [self._limits(c) for c in missing]
@@ -153,7 +145,7 @@ class Estimator:
             size = sum(leaf.spec.size for leaf in self._leaves)
             if self._header is None:
                 is_delta = any(before is not None for before in self._parents)
-                self._header = nbytes_of_header(self._leaves, limits[0], is_delta, self._groups)
+                self._header = sizes.nbytes_of_header(self._leaves, limits[0], is_delta, self._groups)
             for codec, (nbytes, error, pruned), pattern in zip(missing, sums, patterns, strict=True):
                 share = pruned / error if error else 0.0
                 self._found[codec] = Estimate(self._header + float(nbytes), float(error / size), float(share), pattern)
@@ -235,15 +227,15 @@ class Estimator:
         """Return the bytes of all arrays that a unit represents, without their records."""
         if unit.count:
             each = zip(members, found, strict=True)
-            samples = [sampled_levels(q.levels, q.codebook, m.part, m.leaf.spec) for m, q in each]
-            return unit.times * nbytes_of_group(samples, [m.part for m in members], unit)
+            samples = [sizes.sampled_levels(q.levels, q.codebook, m.part, m.leaf.spec) for m, q in each]
+            return unit.times * sizes.nbytes_of_group(samples, [m.part for m in members], unit)
         ((member,), (own,), (quantized,)) = members, asked, found
         spec, limit = member.leaf.spec, own.limit
         if (shares := (limit.protect_magnitude, limit.protect_sensitivity)) not in member.protected:
-            member.protected[shares] = nbytes_of_protected(quantized.levels, member.part, spec)
-        nbytes = member.protected[shares] + nbytes_of_codebook(quantized.codebook, member.before, spec)
+            member.protected[shares] = sizes.nbytes_of_protected(quantized.levels, member.part, spec)
+        nbytes = member.protected[shares] + sizes.nbytes_of_codebook(quantized.codebook, member.before, spec)
         size, columns = quantized.codebook.size + 2, spec.columns
-        return unit.scale * (nbytes + nbytes_of_levels(quantized.levels, size, member.part, codec.coder, columns))
+        return unit.scale * (nbytes + sizes.nbytes_of_levels(quantized.levels, size, member.part, codec.coder, columns))
 
     def _all_values(self, i: int, histogram: Histogram, most: int) -> NpArray | None:
         """Return the distinct values of an array if there are at most `most`, else None."""
@@ -263,10 +255,6 @@ class Estimator:
         if leaf.gradient is None:
             return planning.kept(whole, limit)
         return kept_histogram(part.x, limit, whole.bits, gradient=part.gradient)
-
-
-def _normal(codec: Quantize) -> Quantize:
-    return dataclasses.replace(codec, prune_metric="magnitude") if codec.prune == 0.0 else codec
 
 
 def _codebook(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,18 +19,8 @@ from ..codec.config import Config
 from ..codec.inputs import Inputs, PastWeights
 from ..codec.parallel import map_chunks
 from ..codec.plan import gathered, plan
+from ..codec.state import leaves as arrays
 from ..codec.state import tree
-from ..codec.state.leaves import (
-    as_bytes,
-    build_leaf,
-    from_bytes,
-    is_array,
-    is_sharded,
-    is_stored_as_array,
-    local_part,
-    read_leaf,
-    tie,
-)
 from ..codec.weights.importance import with_importance
 from ..codec.weights.levels import compatible_parent
 from ..codec.weights.quantize import Quantize
@@ -71,25 +61,26 @@ class SearchInputs:
     @property
     def is_sharded(self) -> bool:
         """Return whether this process has only a part of some array."""
-        return any(is_sharded(node.value) for node in self.opened.arrays)
+        return any(arrays.is_sharded(node.value) for node in self.opened.arrays)
 
-    def watch(self) -> WatchedInputs:
+    def watch(self) -> Watched:
         """Hash the state and gradients, for later comparison."""
-        return WatchedInputs.of(self.state, self.grads)
+        trees = {"": self.state} if self.grads is None else {"": self.state, "grads/": self.grads}
+        return {name: TreeHashes.of(tree, name) for name, tree in trees.items()}
 
-    def fingerprints(self, watched: WatchedInputs) -> dict[str, str]:
+    def fingerprints(self, watched: Watched) -> dict[str, str]:
         """Return a hash of each argument, equal on processes with the same arguments.
 
         Values of sharded arrays are not hashed, because each process has its own part.
         """
-        prev, earlier, kinds = self.opened.prev, self.opened.past_weights, self.opened.kinds or {}
+        prev, past, kinds = self.opened.prev, self.opened.past_weights, self.opened.kinds or {}
         layers = {path: kind if isinstance(kind, str) else _of_kind(kind) for path, kind in kinds.items()}
         hashes = (
-            _hashed(watched.state.shared),
+            _hashed(watched[""].shared),
             "" if prev is None else prev.id,
-            "" if watched.grads is None else _hashed(watched.grads.shared),
+            "" if self.grads is None else _hashed(watched["grads/"].shared),
             _hashed(sorted(layers.items())),
-            "" if earlier is None else _hashed(_of_past(earlier)),
+            "" if past is None else _hashed([repr(past.steps), TreeHashes.of(past.weights, "earlier/").shared]),
         )
         return dict(zip(ARRAYS, hashes, strict=True))
 
@@ -109,13 +100,14 @@ class TreeHashes:
     @staticmethod
     def of(value: Any, name: str) -> TreeHashes:
         """Hash the arrays of a tree; paths begin with `name`."""
-        nodes, unique = tie(*tree.flatten(value, is_array))
+        nodes, unique = arrays.tie(*tree.flatten(value, arrays.is_array))
 
         def one(node: tree.ArrayNode) -> tuple[str, str, str, bool]:
-            spec, flat = read_leaf(local_part(node.value), name + node.path)
-            digest = xxhash.xxh3_128_hexdigest(repr(spec).encode()) + xxhash.xxh3_128_hexdigest(as_bytes(flat).data)
+            spec, flat = arrays.read_leaf(arrays.local_part(node.value), name + node.path)
+            parts = (repr(spec).encode(), arrays.as_bytes(flat).data)
+            digest = "".join(xxhash.xxh3_128_hexdigest(part) for part in parts)
             layout = f"{node.value.dtype} {tuple(node.value.shape)}"
-            return name + node.path, digest, layout, is_sharded(node.value)
+            return name + node.path, digest, layout, arrays.is_sharded(node.value)
 
         return TreeHashes(nodes, map_chunks(one, unique))
 
@@ -140,24 +132,14 @@ class TreeHashes:
         return name + path or "the tree"
 
 
-@dataclass(frozen=True)
-class WatchedInputs:
-    """Hashes of the state and gradients, which `evaluate` must not change."""
+Watched = dict[str, TreeHashes]
+"""Hashes of the state and gradients, which `evaluate` must not change, by the beginning of their paths."""
 
-    state: TreeHashes
-    grads: TreeHashes | None
 
-    @staticmethod
-    def of(state: Any, grads: Any) -> WatchedInputs:
-        """Hash the present values of state and gradients."""
-        return WatchedInputs(TreeHashes.of(state, ""), None if grads is None else TreeHashes.of(grads, "grads/"))
-
-    def unlike(self, now: WatchedInputs) -> str | None:
-        """Return the path of the first difference, or None."""
-        path = self.state.unlike(now.state, "")
-        if path is None and self.grads is not None and now.grads is not None:
-            path = self.grads.unlike(now.grads, "grads/")
-        return path
+def unlike(before: Watched, now: Watched) -> str | None:
+    """Return the path of the first difference, or None."""
+    paths = (hashes.unlike(now[name], name) for name, hashes in before.items())
+    return next((path for path in paths if path is not None), None)
 
 
 def _places(nodes: Sequence[Any]) -> dict[str, str]:
@@ -180,10 +162,6 @@ def _places(nodes: Sequence[Any]) -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: (-item[0].count("/"), item[0])))
 
 
-def _of_past(earlier: PastWeights) -> list[Any]:
-    return [repr(earlier.steps), TreeHashes.of(earlier.weights, "earlier/").shared]
-
-
 def _of_kind(kind: Any) -> list[Any]:
     rows = (kind.rows, kind.rows_since_base)
     return [repr(kind), *(None if r is None else xxhash.xxh3_128_hexdigest(np.ascontiguousarray(r).data) for r in rows)]
@@ -191,14 +169,6 @@ def _of_kind(kind: Any) -> list[Any]:
 
 def _hashed(value: Any) -> str:
     return str(xxhash.xxh3_128_hexdigest(json.dumps(value, default=repr).encode()))
-
-
-@dataclass(frozen=True)
-class Restored:
-    """A state decoded from its checkpoint, and the bytes of the checkpoint."""
-
-    state: Any
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -227,6 +197,8 @@ class SearchState:
     codec: Quantize
     system: str
     others: Config
+    _sizes: dict[float, int] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Bytes of the arrays that points do not change, by rate."""
 
     @staticmethod
     def made(inputs: SearchInputs, point: Point, *, rated: bool = True) -> SearchState:
@@ -239,7 +211,7 @@ class SearchState:
         """
         cfg = point.config()
         whole = [
-            dataclasses.replace(node, value=node.value.full_tensor()) if is_sharded(node.value) else node
+            dataclasses.replace(node, value=node.value.full_tensor()) if arrays.is_sharded(node.value) else node
             for node in inputs.opened.arrays
         ]
         opened = gathered(dataclasses.replace(inputs.opened, arrays=whole))
@@ -287,17 +259,12 @@ class SearchState:
         """Return whether the number of bins for embeddings changes any array."""
         return any(leaf.kind.layer == "embedding" for leaf in self.leaves)
 
-    @property
-    def size(self) -> int:
-        """Number of elements that a point changes."""
-        return sum(leaf.spec.size for leaf in self.leaves)
-
     def exact(self) -> Any:
         """Return a bit-exact copy of the state, in the form of a restored state."""
 
         def one(node: tree.ArrayNode) -> Array:
-            spec, flat = read_leaf(node.value, node.path)
-            return build_leaf(from_bytes(as_bytes(flat).copy(), spec), spec)
+            spec, flat = arrays.read_leaf(node.value, node.path)
+            return arrays.build_leaf(arrays.from_bytes(arrays.as_bytes(flat).copy(), spec), spec)
 
         made = map_chunks(one, self.opened.arrays)
         return tree.unflatten(self.opened.nodes, lambda number, _place: made[number], rebuild=True)
@@ -321,11 +288,6 @@ class SearchState:
         return ckpt, {i: found[i] for i in numbers if i not in self._small_others}
 
     @cached_property
-    def _sizes(self) -> dict[float, int]:
-        """Return the bytes of the arrays that points do not change, by rate."""
-        return {}
-
-    @cached_property
     def _small_others(self) -> frozenset[int]:
         """Return small arrays that are compressed at every point instead of cached."""
         return frozenset(self.small) - frozenset(self.quantized)
@@ -336,8 +298,10 @@ class SearchState:
             self._sizes[rate] = (self._rest(rate) if rate else self._taken_over)[0].nbytes
         return self._sizes[rate]
 
-    def restored(self, cfg: Config, *, whole: bool = False) -> Restored:
-        """Compress and decompress the state, into fresh arrays that the caller may change.
+    def restored(self, cfg: Config, *, whole: bool = False) -> tuple[Any, int]:
+        """Return the state decoded from its checkpoint, and the bytes of the checkpoint.
+
+        The arrays are fresh; the caller may change them.
 
         Args:
             cfg: the configuration.
@@ -357,10 +321,10 @@ class SearchState:
             kept = {opened.arrays[i].key for i in others}
             nbytes += sum(r.nbytes + _RECORD for r in rest.records if r.key in kept)
         state = tree.unflatten(opened.nodes, lambda number, _place: made[number], rebuild=True)
-        return Restored(state, nbytes)
+        return state, nbytes
 
     def _by_number(self, part: Any, numbers: Sequence[int]) -> dict[int, Array]:
-        _, found = tree.flatten(part, is_stored_as_array)
+        _, found = tree.flatten(part, arrays.is_stored_as_array)
         by_key = {node.key: node.value for node in found}
         return {i: by_key[self.opened.arrays[i].key] for i in numbers}
 

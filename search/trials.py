@@ -1,30 +1,83 @@
-"""Trials of a search, run and recorded in rounds over the processes.
+"""Trials of a search, run and recorded in rounds over the processes, and their report.
 
-Trials of an interrupted search are replayed, not repeated.
+Trials of an interrupted search are replayed, not repeated. Each trial has a line of a log, and on a terminal a bar.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..codec.errors import BadArgumentError, ShrinkpointError
-from .arguments import CheckedInputs
+from .arguments import CheckedInputs, Progress
 from .cube import Cube, Point, normal
 from .degradation_model import Candidate, Known, Pattern
-from .direction import SURELY, Direction
 from .estimate import Estimator
 from .process_group import Json, ProcessGroup
-from .progress import ProgressReport
-from .quality import Evaluate, Scale, measured, passes, scale
+from .quality import SURELY, Direction, Evaluate, Scale, measured, scale
 from .result import LEVELS, SearchResult, Trial
-from .search_state import SearchState
+from .search_state import SearchState, unlike
 
+LOG = logging.getLogger("shrinkpoint.search")
 _REPEATS = 2
 _FAR = 2.0
 """Largest factor between the baselines of two searches; above it, `evaluate` may be another function."""
+
+
+class ProgressReport:
+    """Report trials and notes of a search; as a context manager, remove the bar at the end.
+
+    Args:
+        progress: True: a bar on standard error; False: no bar; None: a bar if standard error is a terminal; a callable:
+            called with every trial when it is done, without a bar.
+        total: maximum number of trials.
+        silent: neither bar nor log, because another process reports.
+    """
+
+    def __init__(self, progress: Progress, total: int, silent: bool) -> None:
+        self._call = progress if callable(progress) else None
+        self._silent = silent
+        shown = sys.stderr.isatty() if progress is None else progress is True
+        self._bar: Any = None
+        if shown and not silent:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as Bar
+
+            columns = (TextColumn("search"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+            self._bar = Bar(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("baseline", total=total)
+
+    def __enter__(self) -> ProgressReport:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def trial(self, trial: Trial) -> None:
+        """Report a trial that is done."""
+        if self._call is not None:
+            self._call(trial)
+        if not self._silent:
+            what = str(trial.point or trial.level or "baseline")
+            quality = "nan" if trial.quality is None else f"{trial.quality:.6g}"
+            found = f"quality {quality}, degradation {trial.degradation:+.3%}, {trial.nbytes} bytes"
+            LOG.info("%s: %s, %.2f s: %s", what, found, trial.seconds, trial.reason)
+        if self._bar is not None:
+            self._bar.update(self._task, advance=1, description=trial.reason)
+
+    def say(self, text: str, *, warn: bool = False) -> None:
+        """Log a line, as a warning if `warn`, unless the report is silent."""
+        if not self._silent:
+            LOG.log(logging.WARNING if warn else logging.INFO, "%s", text)
 
 
 class Trials:
@@ -99,7 +152,15 @@ class Trials:
     @property
     def passing(self) -> list[Trial]:
         """Return the passing trials of points that may be chosen."""
-        return [t for t in self.tried if t.passed and t.point is not None and not self.direction.is_apart(t.point)]
+        return [t for t, _ in self._counting(self.found) if t.passed]
+
+    def _counting(self, trials: Sequence[Trial]) -> list[tuple[Trial, Point]]:
+        """Return the trials of points that may be chosen, with the present setting, and the points."""
+        return [
+            (t, normal(t.point))
+            for t in trials
+            if t.point is not None and t.ahead == self.is_ahead and not self.direction.is_apart(t.point)
+        ]
 
     @property
     def has_seen_itself(self) -> bool:
@@ -171,14 +232,10 @@ class Trials:
 
     def known(self, stale: Sequence[Trial] = ()) -> list[Known]:
         """Return the trials for the degradation model; `stale` ones are of an earlier checkpoint."""
-        tried = [
-            (t, normal(t.point)) for t in self.tried if t.point is not None and not self.direction.is_apart(t.point)
-        ]
-        self._expect([p for _, p in tried])
-        return [_known(t, stale=False, pattern=self._candidates[p].pattern) for t, p in tried] + [
-            _known(t, stale=True)
-            for t in stale
-            if t.point is not None and t.ahead == self.is_ahead and not self.direction.is_apart(t.point)
+        fresh = self._counting(self.found)
+        self._expect([p for _, p in fresh])
+        return [_known(t, p, self._candidates[p].pattern) for t, p in fresh] + [
+            _known(t, p, None, stale=True) for t, p in self._counting(stale)
         ]
 
     def round(self, points: Sequence[Point], expected: Sequence[float | None]) -> list[Trial]:
@@ -218,11 +275,10 @@ class Trials:
             begin = time.perf_counter()
             point = points[place]
             if isinstance(point, Point):
-                restored = self.search_state.restored(self.search_state.config(point))
+                restored, nbytes = self.search_state.restored(self.search_state.config(point))
             else:
-                restored = self.search_state.without_drift().restored(LEVELS[point](), whole=True)
-            quality = self._quality(point, restored.state)
-            return [repr(quality), restored.nbytes, time.perf_counter() - begin]
+                restored, nbytes = self.search_state.without_drift().restored(LEVELS[point](), whole=True)
+            return [repr(self._quality(point, restored)), nbytes, time.perf_counter() - begin]
 
         results = [r for r in self._all(f"{[str(p) for p in points]}", mine) if r is not None]
         if self.search_state.is_sharded:
@@ -236,7 +292,7 @@ class Trials:
     def _quality(self, point: Point | str | None, restored: object = None) -> float:
         what = "the state itself" if point is None else str(point)
         quality = measured(self._evaluate, self.search_state.exact() if point is None else restored, what)
-        path = None if self._watched is None else self._watched.unlike(self._inputs.watch())
+        path = None if self._watched is None else unlike(self._watched, self._inputs.watch())
         if path is not None:
             raise BadArgumentError(
                 f"evaluate changed {path} of the state that is being saved; "
@@ -334,29 +390,18 @@ class Trials:
     def _record(self, asked: Point | str | None, nbytes: int, quality: float, rank: int, seconds: float) -> Trial:
         point, level = (asked, None) if isinstance(asked, Point) else (None, asked)
         c = None if point is None else self._candidates[point]
-        return Trial(
-            point,
-            nbytes,
-            0.0 if c is None else c.nbytes,
-            0.0 if c is None else c.error,
-            0.0 if c is None else c.pruned,
-            None,
-            None if math.isnan(quality) else quality,
-            0.0,
-            asked is None,
-            "the state itself",
-            self.rounds,
-            rank,
-            self.state,
-            seconds,
-            point is not None and self.is_ahead,
-            level,
-        )
+        estimates: dict[str, Any] = dict.fromkeys(("estimated", "error", "pruned"), 0.0)
+        if c is not None:
+            estimates = {"estimated": c.nbytes, "error": c.error, "pruned": c.pruned}
+        found: dict[str, Any] = {"quality": None if math.isnan(quality) else quality, "passed": asked is None}
+        found |= {"expected": None, "degradation": 0.0, "reason": "the state itself", "seconds": seconds}
+        where: dict[str, Any] = {"round": self.rounds, "rank": rank, "state": self.state, "level": level}
+        return Trial(point, nbytes, ahead=point is not None and self.is_ahead, **estimates, **found, **where)
 
     def _scored(self, trial: Trial, expected: float | None, number: int) -> Trial:
         """Return the trial with its degradation, and the reason why it passes or fails."""
         loss = self.scale.degradation(trial.quality)
-        passed = passes(loss, self.allowed)
+        passed = loss <= self.allowed  # an infinity or NaN is not within any threshold
         if math.isinf(loss):
             reason = f"fails: quality is {'not a number' if trial.quality is None else trial.quality}"
         else:
@@ -384,8 +429,6 @@ def _ratio(a: float, b: float) -> float:
     return math.inf if a * b <= 0 else high / low
 
 
-def _known(trial: Trial, *, stale: bool, pattern: Pattern | None = None) -> Known:
-    if trial.point is None:
-        raise BadArgumentError("the baseline is not a trial of a point")
-    candidate = Candidate(normal(trial.point), trial.nbytes, trial.error, trial.pruned, pattern)
+def _known(trial: Trial, point: Point, pattern: Pattern | None, *, stale: bool = False) -> Known:
+    candidate = Candidate(point, trial.nbytes, trial.error, trial.pruned, pattern)
     return Known(candidate, trial.degradation, trial.passed, stale)

@@ -339,7 +339,20 @@ def smaller(
 
 
 @dataclass(frozen=True, slots=True)
-class ChainHead:
+class Parent:
+    """A step that others may become deltas over: its checkpoint, resolved, and its manifest."""
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+
+    @property
+    def carried(self) -> int:
+        """Bytes of the arrays that must be decoded before a delta over this step."""
+        return self.manifest.carried + carried_by(self.checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainHead(Parent):
     """The parent of the next delta, and the checkpoint saved or loaded last.
 
     Args:
@@ -348,8 +361,6 @@ class ChainHead:
         last: manifest of the checkpoint saved or loaded last: the parent itself, or one above it.
     """
 
-    checkpoint: Checkpoint
-    manifest: Manifest
     last: Manifest
 
     @staticmethod
@@ -373,11 +384,6 @@ class ChainHead:
     def base_size(self) -> Size:
         """Return the size of the chain's base if its state was as large as the parent's."""
         return Size(self.last.base_nbytes, self.checkpoint.raw_nbytes)
-
-    @property
-    def carried(self) -> int:
-        """Bytes of the arrays that must be decoded before a delta against this head."""
-        return self.manifest.carried + carried_by(self.checkpoint)
 
     def next(self, policy: ChainPolicy) -> ChainHead | None:
         """Return this head, or None if a base is due."""

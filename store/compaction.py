@@ -25,7 +25,7 @@ from ..codec.parallel import give_way
 from ..codec.rebase import rebase
 from ..codec.state.leaves import as_bytes
 from .catalog import Catalog, Entry
-from .chain import FOLDER, Node, carried_by, forest, opener, reason, walk
+from .chain import FOLDER, Node, Parent, carried_by, forest, opener, reason, walk
 from .files import Files
 from .lock import Lease
 from .manifest import Manifest, data_name
@@ -68,19 +68,6 @@ def digit_base(steps: int, depth: int) -> int:
         if steps <= least:
             return base
     raise AssertionError
-
-
-@dataclass(frozen=True, slots=True)
-class Parent:
-    """A step that others may become deltas over: its checkpoint, and its new manifest."""
-
-    checkpoint: Checkpoint
-    manifest: Manifest
-
-    @property
-    def carried(self) -> int:
-        """Bytes of the arrays that must be decoded before a delta over this step."""
-        return self.manifest.carried + carried_by(self.checkpoint)
 
 
 def placed_over(manifest: Manifest, parent: Parent | None) -> Manifest:

@@ -136,12 +136,6 @@ class MemoryCopies:
         """Steps held, ascending."""
         return sorted({step for step, *_ in self._index()})
 
-    def nbytes(self) -> int:
-        """Bytes held."""
-        with contextlib.suppress(OSError):
-            return sum(os.stat(f"{self.folder}/{name}").st_size for name in os.listdir(self.folder) if is_data(name))
-        return 0
-
     def drop(self, steps: Sequence[int]) -> None:
         """Remove the copies of some steps."""
         with contextlib.suppress(OSError), self._locked(create=False):

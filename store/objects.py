@@ -1,6 +1,10 @@
 """Objects of any fsspec file system except the local disk, with retries.
 
 obstore is an optional client for some of them: `Store("obstore::s3://bucket/run")`.
+
+URLs of the Hugging Face Hub are `hf://datasets/user/repo/run` and `hf://buckets/user/bucket/run`. Each change of a
+repository is a commit. A commit that names its parent is refused if another came first, so files are created once.
+Buckets have none.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import functools
 import inspect
 import posixpath
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
@@ -24,6 +28,10 @@ T = TypeVar("T")
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that a retry does not change."""
 _MISTAKES = (TypeError, ValueError, AttributeError, NotImplementedError, ImportError, MemoryError, RecursionError)
+_REFUSED = 412
+"""Status of a commit whose parent is not the last commit any more."""
+_PATIENCE = 64
+"""Commits of others, one after the other, before a file that is created."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +163,92 @@ class ObjectFiles(Files):
                 self._retry(functools.partial(self.fs.rm_file, self.path(name)))
 
 
+class HubFiles(ObjectFiles):
+    """The files below a path of a bucket of the Hub."""
+
+    def read(self, name: str) -> bytes:
+        """Return all bytes of a file; FileNotFoundError if it does not exist."""
+        self.fs.invalidate_cache()  # it may be newer than a listing
+        return super().read(name)
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return name -> size of the files in a folder.
+
+        Raises:
+            FileNotFoundError: the bucket or repository does not exist.
+        """
+        found = super().sizes(folder)
+        if not found:
+            self.fs.resolve_path(self.root)
+        return found
+
+
+class RepositoryFiles(HubFiles):
+    """The files below a path of a repository of the Hub."""
+
+    _staged: Mapping[str, bytes] = {}
+
+    @contextlib.contextmanager
+    def staged(self, name: str, data: Iterable[Bytes]) -> Iterator[None]:
+        """Within this, let `create` write this file too, in the same commit."""
+        self._staged = {name: b"".join(data)}
+        try:
+            yield
+        finally:
+            self._staged = {}
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a file that must not exist; False if it does, with other bytes."""
+        for _ in range(_PATIENCE):
+            created = self._retry(lambda: self._create(name, data))
+            if created is not None:
+                return created
+        raise TimeoutError(f"{self.path(name)}: others commit to this repository all the time")
+
+    def _create(self, name: str, data: bytes) -> bool | None:
+        """Return the result of `create`; None if another commit came first."""
+        from huggingface_hub import CommitOperationAdd
+
+        head = self.fs._api.repo_info(**self._repository()).sha
+        if self._present([name], revision=head):
+            return self.read(name) == data
+        added = [CommitOperationAdd(self._in_repo(n), d) for n, d in {**self._staged, name: data}.items()]
+        try:
+            self._commit(added, f"Add {name}", parent_commit=head)
+        except OSError as e:
+            if getattr(getattr(e, "response", None), "status_code", None) == _REFUSED:
+                return None
+            raise
+        return True
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove files, in one commit; missing ones are skipped."""
+        from huggingface_hub import CommitOperationDelete
+
+        def attempt() -> None:
+            if present := self._present(names):
+                self._commit([CommitOperationDelete(path) for path in present], f"Remove {len(present)} files")
+
+        if names:
+            self._retry(attempt)
+
+    def _commit(self, operations: Sequence[Any], message: str, **options: Any) -> None:
+        self.fs._api.create_commit(operations=operations, commit_message=message, **self._repository(), **options)
+        self.fs.invalidate_cache()
+
+    def _present(self, names: Sequence[str], **revision: str) -> list[str]:
+        """Return the paths of those files that exist."""
+        where: Any = {**self._repository(), **revision}
+        return [found.path for found in self.fs._api.get_paths_info(paths=[*map(self._in_repo, names)], **where)]
+
+    def _repository(self) -> dict[str, Any]:
+        place = self.fs.resolve_path(self.root)
+        return {"repo_id": place.repo_id, "repo_type": place.repo_type, "revision": place.revision}
+
+    def _in_repo(self, name: str) -> str:
+        return str(self.fs.resolve_path(self.path(name)).path_in_repo)
+
+
 PREFIX = "obstore::"
 """In front of a URL: use obstore for it."""
 _SCHEMES = ("s3", "gs", "az", "memory")
@@ -236,11 +330,10 @@ class Obstore:
             return bool(self.info(path))
         return False
 
-    def ls(self, path: str, detail: bool = True) -> list[Any]:
-        """Return the objects in a folder: names, or their details."""
+    def ls(self, path: str, detail: bool) -> list[dict[str, Any]]:
+        """Return names and sizes of the objects in a folder."""
         objects = self._call(self._api.list_with_delimiter, self._name(path))["objects"]
-        details = [{"name": posixpath.join(self._bucket, o["path"]), "size": o["size"]} for o in objects]
-        return details if detail else [o["name"] for o in details]
+        return [{"name": posixpath.join(self._bucket, o["path"]), "size": o["size"]} for o in objects]
 
     def du(self, path: str) -> int:
         """Return the bytes of all objects below a folder."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
-from . import labels, restore_counter, rewinds
+from . import history, labels
 from .catalog import FOLDER as STEPS
 from .catalog import FROZEN, Catalog, Entry, manifest_path
 from .chain import FOLDER, forest, is_whole, opener, reason, resolve, walk
@@ -46,8 +46,8 @@ PARTS = (
     Part(FROZEN, is_store=True),
     Part(labels.PINS, copy=labels.copy_pins),
     Part(labels.TAGS, read=labels.read_file, copy=labels.copy_tags),
-    Part(restore_counter.FOLDER, copy=restore_counter.copy),
-    Part(rewinds.FOLDER, read=rewinds.read_file, copy=rewinds.copy),
+    Part(history.RESTORES, copy=history.copy_restores),
+    Part(history.LEFT, read=history.read_rewind, copy=history.copy_rewinds),
 )
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from ..codec.errors import BadArgumentError, CorruptDataError, ShrinkpointError
 from ..codec.parallel import give_way
 from ..kernels.backend.arguments import check_field, flag, integer, or_none
-from . import labels, rewinds
+from . import history, labels
 from .catalog import FOLDER as STEPS
 from .catalog import FROZEN, Catalog, Entry, manifest_path, named, unknown
 from .chain import FOLDER as DATA
@@ -95,7 +95,7 @@ def collect(
         Names of the files that were removed, or would be.
 
     Raises:
-        CorruptDataError: a manifest, tag or record of `rewinds` cannot be read, so that the files it needs are unknown.
+        CorruptDataError: a manifest, tag or record of `history` cannot be read, so that the files it needs are unknown.
     """
     files = catalog.files
     generations = catalog.generations()
@@ -107,13 +107,13 @@ def collect(
             f"{problems[step]}; remove the step with Store.drop({step}) or `shrinkpoint drop {files.root} {step}`, "
             "then collect again"
         )
-    protected, records = labels.protected(files), rewinds.read(files)
+    protected, records = labels.protected(files), history.read_rewinds(files)
     if retention is not None and retention.best and all(e.manifest.metric is None for e in entries.values()):
         if entries:
             message = f"{files.root}: best={retention.best}, but no step has a metric: all are kept; see Store.rate"
             warnings.warn(message, StoreWarning, stacklevel=3)
     elif retention is not None:
-        behind = rewinds.left_behind(catalog, records)
+        behind = history.left_behind(catalog, records)
         keep = protected | kept(files, retention, entries)
         if behind:
             # A run that went back has two ends; each keeps its steps as if it were the newest.
@@ -129,7 +129,7 @@ def collect(
         for name in files.list(part.folder)
         if name.startswith(TEMPORARY) or (part.folder == DATA and is_data(name) and name not in needed)
     ]
-    garbage += rewinds.garbage(records, {s: e.manifest.identity for s, e in entries.items()})
+    garbage += history.garbage(records, {s: e.manifest.identity for s, e in entries.items()})
     if not dry_run:
         for steps in _in_turn(list(doomed), lease):
             catalog.drop({step: doomed[step] for step in steps})

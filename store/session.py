@@ -24,7 +24,7 @@ from ..codec.inputs import Inputs, PastWeights
 from ..codec.named_presets import check_config
 from ..codec.parallel import own_arithmetic
 from ..codec.plan import plan
-from . import restore_counter, rewinds
+from . import history
 from .catalog import Catalog, Entry
 from .chain import FOLDER, ChainHead, Size, manifest_over, missing, resolve, smaller
 from .files import StoreWarning
@@ -114,7 +114,7 @@ class Session:
     def __init__(self, catalog: Catalog, cfg: Config, copies: MemoryCopies | None) -> None:
         self.head: ChainHead | None = None
         """What the next delta builds on; None: the next checkpoint is a base."""
-        self.loaded: rewinds.Loaded | None = None
+        self.loaded: history.Loaded | None = None
         """The step that was loaded; None from the first save on."""
         self.catalog = catalog
         self._cfg, self._copies = cfg, copies
@@ -147,7 +147,7 @@ class Session:
     def resume_without_parent(self, step: int) -> None:
         """Continue from a step that may be damaged in storage: the next checkpoint is a base."""
         self.forget()
-        self.loaded = rewinds.Loaded.of(self.catalog, step)
+        self.loaded = history.Loaded.of(self.catalog, step)
 
     def adopt(self, head: ChainHead) -> None:
         """Continue from the head of a session for the same store in this process."""
@@ -215,12 +215,12 @@ class Session:
 
     def count_restores(self) -> int:
         """Return how often the run was restored, by any process."""
-        self._restores = restore_counter.count(self.catalog.files)
+        self._restores = history.count_restores(self.catalog.files)
         return self._restores
 
     def add_restore(self, step: int) -> None:
         """Count a restore of this step."""
-        self._restores = restore_counter.add(self.catalog.files, step, self._restores)
+        self._restores = history.add_restore(self.catalog.files, step, self._restores)
 
     # ------------------------------------------------------------------------------------------------------ saving
 
@@ -333,18 +333,18 @@ class Session:
         """
         lease.renew()
         catalog, files, step = self.catalog, self.catalog.files, manifest.step
-        rewinds.unmark(files, step, manifest.identity)
+        history.unmark(files, step, manifest.identity)
         steps = list(catalog.recent())
         existing: Entry | None = None
         with contextlib.suppress(CorruptDataError, NewerFormatError):
             existing = catalog.get(step) if step in steps else None
         is_replayed = existing is not None and existing.manifest.identity == manifest.identity
-        record = None if is_replayed else rewinds.new_record(catalog, steps, manifest, self.loaded, self._left)
+        record = None if is_replayed else history.new_record(catalog, steps, manifest, self.loaded, self._left)
         if record is not None:
-            undo.callback(rewinds.undo, catalog, record, manifest)
+            undo.callback(history.undo_rewind, catalog, record, manifest)
             warnings.warn(record.message(files.root), StoreWarning, stacklevel=4)
             # Before the step: a process killed in between has gone back and saved nothing.
-            rewinds.write(files, record)
+            history.write_rewind(files, record)
         elif not is_replayed and step in steps and self.loaded is None and step not in self._left:
             message = f"{files.root}: step {step} was stored with another state, which this save replaces"
             warnings.warn(message, StoreWarning, stacklevel=4)

@@ -18,7 +18,7 @@ from ..codec.inputs import PastWeights
 from ..codec.named_presets import check_config
 from ..codec.partial import check_patterns, decompress_into, decompress_only
 from ..kernels.backend.arguments import flag, function, instance, no_device, number, or_none, sequence
-from . import labels, rewinds
+from . import history, labels
 from .catalog import Catalog, Entry, manifest_path, named, unknown
 from .chain import FOLDER as DATA
 from .chain import ChainHead, intact, opener, resolve
@@ -137,7 +137,7 @@ class Store:
         Raises:
             CorruptDataError: a record of a run that went back cannot be read.
         """
-        return rewinds.load_order(self.steps(), rewinds.skipped_by_load(self._catalog))
+        return history.load_order(self.steps(), history.skipped_by_load(self._catalog))
 
     def manifests(self) -> tuple[dict[int, Manifest], dict[int, str]]:
         """Return the manifests by step, and the reasons for steps whose manifest cannot be read."""
@@ -377,12 +377,12 @@ class Store:
         if not steps:
             raise BadArgumentError(f"{self.url} holds no checkpoint")
         skipped: list[str] = []
-        behind: Mapping[int, rewinds.Rewind] = {}
+        behind: Mapping[int, history.Rewind] = {}
         try:
-            behind = rewinds.skipped_by_load(self._catalog)
+            behind = history.skipped_by_load(self._catalog)
         except CorruptDataError as e:
             warnings.warn(f"{e}: load() takes the highest step", StoreWarning, stacklevel=3)
-        for candidate in rewinds.load_order(steps, behind):
+        for candidate in history.load_order(steps, behind):
             try:
                 state = self._load(candidate, patterns, count, out)
             except DAMAGE as e:
@@ -394,7 +394,7 @@ class Store:
             if skipped:
                 message = f"{self._files.root}: loaded step {candidate}; skipped {'; '.join(skipped)}"
                 warnings.warn(message, SkippedCheckpointWarning, stacklevel=3)
-            if message := rewinds.skipped_message(self._files.root, candidate, behind):
+            if message := history.skipped_message(self._files.root, candidate, behind):
                 warnings.warn(message, StoreWarning, stacklevel=3)
             return state
         reader = None if patterns or self._read_copies else reader_of_copies(self._files, self.url)
@@ -417,16 +417,14 @@ class Store:
         if out is not None and reader is None:
             entry, state = self._catalog.settled(step, lambda e: (e, self._load_into(e.manifest, out)))
             self.session.resume_later(entry)
-            self._note_thinned(entry.manifest)
-            self._count(step, count)
-            return state
-        entry, ckpt, base = self._resolve(step)
-        state = decompress(ckpt, out=None if callable(out) else out)
-        if reader is not None and reader.hits > hits:
-            # Files that were not read from storage may be damaged there: no delta is built on them.
-            self.session.resume_without_parent(step)
         else:
-            self.session.resume(entry, ckpt, base)
+            entry, ckpt, base = self._resolve(step)
+            state = decompress(ckpt, out=None if callable(out) else out)
+            if reader is not None and reader.hits > hits:
+                # Files that were not read from storage may be damaged there: no delta is built on them.
+                self.session.resume_without_parent(step)
+            else:
+                self.session.resume(entry, ckpt, base)
         self._note_thinned(entry.manifest)
         self._count(step, count)
         return state

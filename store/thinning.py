@@ -19,10 +19,10 @@ from ..codec.checkpoint import Checkpoint
 from ..codec.errors import ShrinkpointError
 from ..codec.parallel import give_way
 from ..codec.rebase import has_moments, moments
-from . import labels, rewinds
+from . import history, labels
 from .catalog import Catalog, Entry
-from .chain import FOLDER, Node, forest, opener, resolve, walk
-from .compaction import Parent, rewritten
+from .chain import FOLDER, Node, Parent, forest, opener, resolve, walk
+from .compaction import rewritten
 from .lock import Lease
 from .manifest import Manifest
 from .retention import Retention, kept
@@ -50,7 +50,7 @@ def steps_to_thin(catalog: Catalog, retention: Retention, *, read: bool) -> set[
         return kept(files, rule, entries) if read else rule.kept(dict.fromkeys(entries))
 
     keep = labels.protected(files) | newest(whole)
-    if behind := rewinds.left_behind(catalog, rewinds.read(files)):
+    if behind := history.left_behind(catalog, history.read_rewinds(files)):
         keep |= newest({s: e for s, e in whole.items() if s not in behind})
     return {s for s, e in whole.items() if s not in keep and not e.manifest.shards}
 

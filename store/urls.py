@@ -17,9 +17,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ..codec.errors import BadArgumentError
 from .files import Files
-from .hub_files import HubFiles, RepositoryFiles
 from .local import LocalFiles
-from .objects import PREFIX, ObjectFiles, open_client
+from .objects import PREFIX, HubFiles, ObjectFiles, RepositoryFiles, open_client
 
 UNOPENED = (ValueError, ImportError, AttributeError, TypeError, KeyError, NotImplementedError)
 """Errors of fsspec and its file systems for an invalid URL."""

@@ -18,14 +18,11 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.__main__ import main
 from shrinkpoint.bench.machine import commit
-from shrinkpoint.demo.config import SIZES, DemoError, Job, checkpoint_steps, demo_config, preset_names
-from shrinkpoint.demo.corpus import Batches, Corpus
-from shrinkpoint.demo.kills import Killer
-from shrinkpoint.demo.model import GPT, held_out_loss
-from shrinkpoint.demo.picture import draw
-from shrinkpoint.demo.report import summarize, tables
+from shrinkpoint.demo.config import SIZES, DemoError, Job, checkpoint_steps, demo_config, presets
+from shrinkpoint.demo.report import draw, summarize, tables
 from shrinkpoint.demo.run import Folder
-from shrinkpoint.demo.supervisor import History, supervise
+from shrinkpoint.demo.supervisor import History, Killer, supervise
+from shrinkpoint.demo.task import GPT, Batches, Corpus, held_out_loss
 
 STEPS, EVERY = 24, 4
 SAVES = list(range(4, 25, 4))
@@ -242,8 +239,8 @@ def test_a_linked_store_is_unlinked_not_emptied(tmp_path: Path) -> None:
 def test_defaults() -> None:
     config = demo_config()
     assert 20 <= len(checkpoint_steps(config.steps, config.every)) <= 30
-    assert preset_names()[0] == "default"
-    assert {"inshrinkerator", "lossless"} <= set(preset_names())
+    assert next(iter(presets())) == "default"
+    assert {"inshrinkerator", "lossless"} <= presets().keys()
     assert 3e6 <= sum(p.numel() for p in model("small").parameters()) <= 6e6
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from shrinkpoint.demo.picture import draw as demo_picture
+from shrinkpoint.demo.report import draw as demo_picture
 
 from .. import kernels
 from ..harness import Row

@@ -19,7 +19,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.codec.named_presets import NAMED
 from shrinkpoint.demo.config import SIZES
-from shrinkpoint.demo.corpus import Corpus
+from shrinkpoint.demo.task import Corpus
 from shrinkpoint.demo.trainer import Training
 
 from ..harness import Options, Row, Rows

@@ -1,16 +1,91 @@
-"""The command line, `shrinkpoint COMMAND` or `python -m shrinkpoint COMMAND`."""
+"""The command line, `shrinkpoint COMMAND` or `python -m shrinkpoint COMMAND`.
+
+Errors become one line without a traceback, and an exit code.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import sys
 import traceback
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .commands import convert, diff, housekeeping, inspect, report, seal, try_levels, warm
-from .commands.exit_codes import FAULT, Guarded, fault
+from .commands.outputs import note, printable
+from .kernels.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
+
+WRONG, USAGE, FAULT = 1, 2, 70
+"""Exit codes for damaged data or failing storage, for wrong usage, and for a fault of this program (`EX_SOFTWARE` of
+sysexits.h); Ctrl-C gives 130."""
+
+_MEANT = {
+    "restore": "decompress extract unpack load export",
+    "compress": "save encode pack import",
+    "info": "show inspect summary",
+    "ls": "list steps",
+}
+"""What users call commands."""
+
+
+class Guarded(TyperGroup):
+    """A group of commands whose errors become one line and an exit code."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the first word names, with advice for the names of other tools."""
+        for command, others in _MEANT.items():
+            if args and args[0] in others.split():
+                fail(f"there is no command {args[0]!r}; did you mean {command!r}?", USAGE)
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            with plain_warnings():
+                return super().invoke(ctx)
+        except BadArgumentError as error:
+            fail(str(error), USAGE)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # the reader of our output has closed it
+            fail(_text_of(error), WRONG)
+        except ShrinkpointError as error:
+            fail(str(error), WRONG)
+        except MemoryError:
+            fail("this needs more memory than is available", WRONG)
+
+
+def fail(message: str, code: int) -> None:
+    """Print an error message and exit."""
+    note(message)
+    raise typer.Exit(code)
+
+
+def _text_of(error: OSError) -> str:
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    text = error.strerror or str(error) or type(error).__name__
+    # A save that fails notes that the steps before it are intact.
+    return "; ".join([f"{' -> '.join(names)}: {text}" if names else text, *getattr(error, "__notes__", ())])
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Show warnings as one line without their place in the code."""
+
+    def show(message: Warning | str, *_place: object, **_more: object) -> None:
+        text = message.for_command_line() if isinstance(message, ShrinkpointWarning) else message
+        print(f"shrinkpoint: warning: {printable(text)}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
 
 app = typer.Typer(
     name="shrinkpoint",
@@ -94,39 +169,25 @@ def bench(context: typer.Context) -> None:
 
 
 app.command("try")(try_levels.try_levels)
-for command in (
-    inspect.info,
-    inspect.ls,
-    inspect.verify,
-    seal.seal,
-    diff.diff,
-    convert.compress,
-    convert.restore,
-    report.report,
-    housekeeping.compact,
-    housekeeping.gc,
-    housekeeping.drop,
-    housekeeping.pin,
-    housekeeping.unpin,
-    housekeeping.tag,
-    housekeeping.untag,
-    housekeeping.rate,
-    housekeeping.copy,
-    warm.warm,
-):
+_READING = (inspect.info, inspect.ls, inspect.verify, seal.seal, diff.diff)
+_WRITING = (convert.compress, convert.restore, report.report, *housekeeping.COMMANDS, warm.warm)
+for command in (*_READING, *_WRITING):
     # A metric may be negative, which looks like an option.
     app.command(context_settings={"ignore_unknown_options": command is housekeeping.rate})(command)
 
 
 def main() -> None:
-    """Run the command line; see `commands.exit_codes` for its exit codes."""
+    """Run the command line."""
     try:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
         traceback.print_exc()
-        typer.echo(f"shrinkpoint: {fault(error)}", err=True)
+        note(
+            f"this is a fault of shrinkpoint, the data is intact: {type(error).__name__}: {error}; "
+            "please report it with the lines above"
+        )
         sys.exit(FAULT)
 
 

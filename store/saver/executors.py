@@ -24,9 +24,9 @@ from ...kernels.backend.imported import imported
 from ..catalog import Entry
 from ..chain import ChainHead
 from ..compaction import MAX_COST
+from ..history import Loaded
 from ..lock import InUseError
 from ..retention import Retention
-from ..rewinds import Loaded
 from ..session import Begun, Saved, Session
 from ..store import Store
 from .channel import above_standard_streams, close_all, receive, send, start_worker
@@ -182,49 +182,30 @@ class ThreadExecutor(Executor):
         self._stop = True
 
 
-class CompressingExecutor(Executor):
+class CompressingExecutor(ThreadExecutor):
     """Executor that compresses a state while the trainer waits, so that no copy of it is made.
 
-    A thread writes the coded bytes, which wait on the disk of the store.
+    A thread writes the coded bytes, which wait on the disk of the store. `cancel` only stops the maintenance; a state
+    that is compressed is saved.
     """
 
-    on_device = True
-
     def __init__(self, store: Store, maintenance: Maintenance) -> None:
-        self._writer = ThreadExecutor(store, maintenance)
-        self.arena, self.pid = self._writer.arena, self._writer.pid
-        self._session = self._writer.session
+        super().__init__(store, maintenance)
         self._begun: Begun | None = None
 
     def take(self, job: Job, planned: Plan, trees: Mapping[str, Any]) -> Snapshot:
         """See Executor."""
         # References that the trainer's own store has, too, are not freed.
-        self._session.consumes = not self._writer.adopt(job.origin)
-        (grads, metric, asked), kinds = trees["options"], _kinds(trees["kinds"])
-        cfg = None if asked is None else Config.from_json(json.loads(asked))
-        self._begun = self._session.begin(
-            job.step, trees["state"], grads=grads, kinds=kinds, metric=metric, cfg=cfg, last=True
-        )
+        self.session.consumes = not self.adopt(job.origin)
+        self._begun = self.session.begin(job.step, trees["state"], **_save_options(trees), last=True)
         return Snapshot({}, [], [])
-
-    def hand(self, job: Job, snapshot: Snapshot) -> None:
-        """See Executor."""
-        self._writer.hand(job, snapshot)
 
     def run(self, job: Job, snapshot: Snapshot) -> tuple[dict[str, Any], list[Warned]]:
         """See Executor."""
         begun, self._begun = self._begun, None
         assert begun is not None
-        self._writer.handed = False
-        return outcome(self._session.finish(begun)), []
-
-    def maintain(self) -> list[Warned]:
-        """See Executor."""
-        return self._writer.maintain()
-
-    def cancel(self) -> None:
-        """Stop the maintenance; a state that is compressed is saved."""
-        self._writer.cancel()
+        self.handed = False
+        return outcome(self.session.finish(begun)), []
 
 
 class ProcessExecutor(Executor):
@@ -258,7 +239,7 @@ class ProcessExecutor(Executor):
             with theirs:
                 self._process = start_worker(theirs.fileno(), self._log, threads)
             self.pid = self._process.pid
-            options = {"store": store_options(store), "maintenance": maintenance.to_json(), "nice": nice}
+            options = {"store": store_options(store), "maintenance": asdict(maintenance), "nice": nice}
             options["consumes"] = consumes
             # A worker that died at once is noticed when it is first waited for.
             with contextlib.suppress(ConnectionError):
@@ -406,8 +387,12 @@ def kinds_tree(kinds: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def _kinds(tree: Mapping[str, Any]) -> dict[str, Any] | None:
-    return {path: kind if isinstance(kind, str) else Kind(**kind) for path, kind in tree.items()} or None
+def _save_options(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of `Session.save` in the trees of a snapshot."""
+    grads, metric, asked = trees["options"]
+    kinds = {path: kind if isinstance(kind, str) else Kind(**kind) for path, kind in trees["kinds"].items()} or None
+    cfg = None if asked is None else Config.from_json(json.loads(asked))
+    return {"grads": grads, "kinds": kinds, "metric": metric, "cfg": cfg}
 
 
 def perform(
@@ -424,8 +409,7 @@ def perform(
         alone: use this thread only.
     """
     trees = rebuild(snapshot, arena)
-    grads, metric, asked = trees["options"]
-    cfg = None if asked is None else Config.from_json(json.loads(asked))
+    options = _save_options(trees)
     with contextlib.suppress(Stopped), stoppable(stop, alone=alone), contextlib.ExitStack() as streams:
         # Arrays that stayed on a GPU are read on a separate stream, after their copies are complete.
         for device, event in snapshot.ready:
@@ -434,7 +418,7 @@ def perform(
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_event(event)
             streams.enter_context(torch.cuda.stream(stream))
-        return session.save(step, trees["state"], grads=grads, kinds=_kinds(trees["kinds"]), metric=metric, cfg=cfg)
+        return session.save(step, trees["state"], **options)
     return None
 
 
@@ -471,13 +455,9 @@ class Maintenance:
     def __bool__(self) -> bool:
         return self.compact is not None or self.keep is not None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {"compact": self.compact, "keep": None if self.keep is None else asdict(self.keep)}
-
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Maintenance:
-        """Invert `to_json`."""
+        """Invert `dataclasses.asdict`."""
         return Maintenance(data["compact"], None if data["keep"] is None else Retention(**data["keep"]))
 
 

@@ -33,18 +33,8 @@ from ..manifest import check_metric, check_step
 from ..retention import Retention
 from ..store import Store
 from ..urls import is_of_this_process, one_name
-from . import host_copy
-from .executors import (
-    CompressingExecutor,
-    Executor,
-    Job,
-    Maintenance,
-    Origin,
-    ProcessExecutor,
-    ThreadExecutor,
-    Warned,
-    kinds_tree,
-)
+from . import executors, host_copy
+from .executors import Executor, Job, Origin, ProcessExecutor, Warned
 from .exit import EXIT_CLEANUP
 from .snapshot import Plan, Snapshot, plan
 
@@ -356,10 +346,10 @@ class Saver:
         self.store, self.on_busy, self.keep = store, on_busy, keep
         is_here = in_memory or os.name != "posix" or snapshot == "compressed"
         self.mode = mode or ("thread" if is_here else "process")
-        self._maintenance = maintenance = Maintenance(compact, keep)
-        self._new_executor: Callable[[], Executor] = functools.partial(ThreadExecutor, store, maintenance)
+        self._maintenance = maintenance = executors.Maintenance(compact, keep)
+        self._new_executor: Callable[[], Executor] = functools.partial(executors.ThreadExecutor, store, maintenance)
         if snapshot == "compressed":
-            self._new_executor = functools.partial(CompressingExecutor, store, maintenance)
+            self._new_executor = functools.partial(executors.CompressingExecutor, store, maintenance)
         elif self.mode == "process":
             self._new_executor = functools.partial(
                 ProcessExecutor,
@@ -507,7 +497,7 @@ class Saver:
             if runner.busy and self.on_busy == "skip":
                 future.set_result(SaveResult(step, "skipped", stall=time.perf_counter() - begin))
                 return future
-            trees = {"state": state, "options": [grads, metric, asked], "kinds": kinds_tree(kinds)}
+            trees = {"state": state, "options": [grads, metric, asked], "kinds": executors.kinds_tree(kinds)}
             planned = plan(trees)
             waiting = time.perf_counter()
             if runner.busy:

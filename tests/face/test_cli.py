@@ -36,10 +36,9 @@ from typer.testing import CliRunner
 import shrinkpoint as sp
 from shrinkpoint.__main__ import app
 from shrinkpoint.commands.convert import compress
-from shrinkpoint.commands.files import write_file, write_folder
+from shrinkpoint.commands.inputs import config
 from shrinkpoint.commands.interchange import load_state, save_state
-from shrinkpoint.commands.options import config
-from shrinkpoint.commands.output import printable, size
+from shrinkpoint.commands.outputs import printable, size, write_file, write_folder
 from shrinkpoint.demo.config import presets
 from shrinkpoint.store.files import StoreWarning
 from tests.codec.common import difference

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import shrinkpoint as sp
-from shrinkpoint import integrity
+from shrinkpoint.commands import seal as integrity
 from shrinkpoint.trainers.dcp import Reader, Writer
 
 from .test_cli import bad, good, run

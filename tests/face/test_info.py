@@ -87,8 +87,8 @@ def test_diff_joins_the_shards_of_a_step() -> None:
 def test_a_report_joins_the_shards_of_a_step(tmp_path: Path) -> None:
     store = sp.Store(GOLDEN / "sharded")
     run = collect(store, name="ranks")
-    assert [row.nbytes for row in run.steps] == [store.describe(step).stored_nbytes for step in store.steps()]
-    assert [sum(row.parts.values()) for row in run.steps] == [row.nbytes for row in run.steps]
+    assert [row.manifest for row in run.steps] == [store.describe(step) for step in store.steps()]
+    assert [sum(row.parts.values()) for row in run.steps] == [row.manifest.stored_nbytes for row in run.steps]
     weights = {"model": {"w": torch.zeros(31, 40)}}
     dcp.load(weights, storage_reader=Reader(store, store.steps()[-1]), no_dist=True)
     (shown,) = [t for t in run.tensors if t.record.path == "model/w"]

@@ -24,10 +24,8 @@ import shrinkpoint as sp
 from shrinkpoint.__main__ import app
 from shrinkpoint.report import collect as collecting
 from shrinkpoint.report.charts import VARIABLES
-from shrinkpoint.report.collect import _spread, collect
-from shrinkpoint.report.histogram import BINS, histogram
-from shrinkpoint.report.page import data, page, text
-from shrinkpoint.report.script import SCRIPT
+from shrinkpoint.report.collect import BINS, _spread, collect, histogram
+from shrinkpoint.report.page import SCRIPT, data, page, text
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = (
@@ -149,16 +147,16 @@ def test_sums_are_those_of_the_store(tmp_path: Path) -> None:
     for s in run.steps:
         manifest = store.describe(s.step)
         rows = store.read(s.step).summary()
-        assert sum(s.parts.values()) == s.nbytes == manifest.nbytes
-        assert sum(s.raw_parts.values()) == s.raw_nbytes
+        assert sum(s.parts.values()) == s.manifest.stored_nbytes == manifest.nbytes
+        assert sum(s.raw_parts.values()) == s.manifest.raw_nbytes
         assert s.parts["first moments"] == sum(r.stored_bytes for r in rows if r.path.endswith("exp_avg"))
         assert s.parts["embedding weights"] == rows[0].stored_bytes
         worst = max(r.error for r in rows if r.measure == "relative L2" and r.path.startswith("model"))
-        assert s.errors["weights, relative L2"].largest == worst
+        assert s.errors["weights", "relative L2"].largest == worst
         assert sum(s.choices.values()) == len(rows)
-        assert s.metric == manifest.metric
+        assert s.manifest == manifest
     assert run.steps[0].labels == ("pinned",)
-    assert [s.delta for s in run.steps] == [False, True, True, False]
+    assert [s.manifest.is_delta for s in run.steps] == [False, True, True, False]
     kinds = {(c.kind, c.codec, c.stream, c.note): c.why for c in run.steps[1].choices}
     assert ("linear weights", "quantize", "levels", "codebook frozen") in kinds
     assert all(kinds.values())  # each array has a reason

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import shrinkpoint as sp
-from shrinkpoint import integrity
+from shrinkpoint.commands import seal as integrity
 
 from .test_cli import bad, good, parsed, run
 

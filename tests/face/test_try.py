@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import shrinkpoint as sp
 from shrinkpoint.commands import trials
-from shrinkpoint.commands.output import size
+from shrinkpoint.commands.outputs import size
 from shrinkpoint.commands.trials import measure
 from shrinkpoint.kernels.backend import first_calls
 

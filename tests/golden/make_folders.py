@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shrinkpoint as sp
-from shrinkpoint import integrity, trainers
+from shrinkpoint import trainers
+from shrinkpoint.commands import seal as integrity
 from shrinkpoint.trainers.dcp import Writer
 from shrinkpoint.trainers.hub import save_pretrained
 from shrinkpoint.trainers.pointers import write_pointer

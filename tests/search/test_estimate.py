@@ -17,8 +17,8 @@ from shrinkpoint.kernels.quantizer import Thresholds
 from shrinkpoint.searching import sample as sampling
 from shrinkpoint.searching.cube import Cube, Point
 from shrinkpoint.searching.estimate import Estimator
+from shrinkpoint.searching.sample import nbytes_of_levels, nbytes_of_protected
 from shrinkpoint.searching.search_state import SearchState
-from shrinkpoint.searching.size_estimate import nbytes_of_levels, nbytes_of_protected
 
 from .calls import search_state
 from .common import perceptron

@@ -13,7 +13,7 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import BadArgumentError, ShrinkpointError
-from shrinkpoint.searching import Cube, Point, exhaustive, neighbourhood
+from shrinkpoint.searching import Cube, Point, methods
 from shrinkpoint.searching.estimate import Estimate, Estimator
 
 from .calls import search
@@ -112,14 +112,14 @@ def test_trials_that_differ_in_the_last_bit_of_an_estimate_go_on(monkeypatch: py
 
 
 def test_a_plan_that_differs_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, count = exhaustive.next_trials, iter(range(100))
+    plan, count = methods.next_trials, iter(range(100))
 
     def elsewhere(*args: Any, **named: Any) -> list[Point]:
         # Another order of sums on another machine would do the same.
         chosen = plan(*args, **named)
         return chosen if next(count) % 2 else chosen[::-1]
 
-    monkeypatch.setattr(exhaustive, "next_trials", elsewhere)
+    monkeypatch.setattr(methods, "next_trials", elsewhere)
     found = searches(monkeypatch, 2, lambda rank: given())
     for error in found:
         assert isinstance(error, ShrinkpointError)
@@ -155,7 +155,7 @@ def test_of_those_that_pass_beside_each_other_the_smallest_wins(monkeypatch: pyt
     assert len(sizes) >= 2
     assert result.nbytes == min(sizes)
     # A larger one that passed stood before it, so that the first to pass would not do.
-    queue = neighbourhood._queue
+    queue = methods._queue
     order: list[int] = []
 
     def turned(*args: Any, **named: Any) -> Any:
@@ -163,7 +163,7 @@ def test_of_those_that_pass_beside_each_other_the_smallest_wins(monkeypatch: pyt
         order.append(len(points))
         return points[::-1], discarded
 
-    monkeypatch.setattr(neighbourhood, "_queue", turned)
+    monkeypatch.setattr(methods, "_queue", turned)
     again = searches(monkeypatch, 8, lambda rank: given(evaluate=fickle, last=last, relax=False, steps=4))[0]
     assert isinstance(again, sp.SearchResult)
     passing = [t for t in again.trials if t.point is not None and t.passed]

@@ -9,7 +9,7 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube, Point, normal
-from shrinkpoint.searching.published import divided, parts
+from shrinkpoint.searching.methods import divided, parts
 
 from .common import perceptron
 

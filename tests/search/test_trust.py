@@ -19,7 +19,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.bench.studies.workloads import WORKLOADS, Run
 from shrinkpoint.codec.errors import BadArgumentError
-from shrinkpoint.searching import conclusion
+from shrinkpoint.searching import run
 from shrinkpoint.searching.cube import Cube, Point
 from shrinkpoint.searching.search_state import TreeHashes
 
@@ -518,7 +518,7 @@ def test_the_time_between_two_processes_is_not_all_training(monkeypatch: pytest.
     stored = json.dumps(dataclasses.replace(last, finished=time.time() - 1e6).to_json())
     here = sp.search(state, Loss(state), 0.02, last=sp.SearchResult.from_json(json.loads(stored)))
     assert here.share == pytest.approx(here.seconds / 1e6, rel=0.1)
-    monkeypatch.setattr(conclusion, "_PROCESS", "another")
+    monkeypatch.setattr(run, "_PROCESS", "another")
     elsewhere = sp.search(state, Loss(state), 0.02, last=sp.SearchResult.from_json(json.loads(stored)))
     assert elsewhere.share is None
     assert elsewhere == here

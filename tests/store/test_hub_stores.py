@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import shrinkpoint as sp
-from shrinkpoint.store.hub_files import HubFiles, RepositoryFiles
 from shrinkpoint.store.lock import ObjectLock
-from shrinkpoint.store.objects import Retry
+from shrinkpoint.store.objects import HubFiles, RepositoryFiles, Retry
 from tests.store.hub_server import Hub
 
 hub_api = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed; `make frameworks` has it")

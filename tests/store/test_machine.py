@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import shrinkpoint as sp
-from shrinkpoint.store import local, rewinds
+from shrinkpoint.store import history, local
 from shrinkpoint.store.files import StoreWarning
 from shrinkpoint.store.retention import Retention
 from tests.store.common import data_path, leftovers, lossless, same, state
@@ -217,7 +217,7 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 assert died
         # The record comes first: killed in between the run has gone back and saved nothing.
-        recorded = {(s, i) for r in rewinds.read(self.store._files) for s, i in r.left.items()}
+        recorded = {(s, i) for r in history.read_rewinds(self.store._files) for s, i in r.left.items()}
         now = {s: (s, self.store.describe(s).identity) for s, _ in behind}
         if behind and all(pair in recorded for pair in now.values()):
             self.leave(behind)

@@ -15,8 +15,9 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 
 import shrinkpoint as sp
-from shrinkpoint import integrity, trainers
+from shrinkpoint import trainers
 from shrinkpoint.codec.format import container
+from shrinkpoint.commands import seal as integrity
 from shrinkpoint.store.checksummed_json import seal, unseal
 from shrinkpoint.store.files import StoreWarning
 from shrinkpoint.trainers.dcp import ParentNotUsedWarning, Reader, Writer

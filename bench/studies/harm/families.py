@@ -182,7 +182,7 @@ def on_text(name: str, model: Callable[[], nn.Module], steps: int, rate: float, 
 
 def gpt() -> Family:
     """A byte-level GPT of two layers, 0.12 M parameters, on the standard library's sources."""
-    from shrinkpoint.demo.model import GPT
+    from shrinkpoint.demo.task import GPT
 
     return on_text("GPT", lambda: GPT(2, 64, 4, _CONTEXT, dropout=0.0, bias=False), 500, 3e-3)
 

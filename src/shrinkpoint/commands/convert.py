@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..codec.errors import BadArgumentError
-from . import options
-from .files import check_free, write_file
+from . import inputs
+from .inputs import AsJson, Force, Parents, Step, check_exists, newest_intact, open_store, parse_step, resolved, subtree
 from .interchange import SUFFIXES, check_target, format_of, load_state, save_state
-from .options import AsJson, Force, Parents, Step
-from .output import busy, emit, line, listed, note, size
-from .sources import check_exists, is_url, newest_intact, open_store, parse_step, resolved, subtree
+from .outputs import busy, check_free, emit, line, listed, note, size, write_file
 
 if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint
-    from ..codec.config import Config
 
 ENDING = ".spt"
 STEP_WORDS = ("step", "iter(?:ation)?", "checkpoint|ckpt", "epoch")
@@ -95,7 +93,7 @@ def compress(
             f"the destination is missing: shrinkpoint compress {target} DESTINATION, a file ending in .spt or a store"
         )
     in_store = InStore(step, step_from_name, against, base, metric)
-    cfg = options.config(preset, config, rate, max_rel_error)
+    cfg = inputs.config(preset, config, rate, max_rel_error)
     numbered = _placed(sources, target, in_store, parents)
     for source in sources:
         check_exists(str(source))
@@ -106,21 +104,42 @@ def compress(
             return _root(subtree(state, under), under) if under else state
 
     if numbered is None:
+        from ..codec.compress import compress as encode
+
         check_free(Path(target), force)
         state = load(sources[0])
         with busy("compressing"):
-            ckpt = _to_file(state, Path(target), parents or [], cfg, force)
-        _print_saved(ckpt, {"file": target}, as_json)
+            ckpt = encode(state, resolved(parents[0], parents[1:]) if parents else None, cfg)
+            write_file(Path(target), force, methodcaller("write_bytes", ckpt.to_bytes()))
+        if as_json:
+            emit(_saved_fields(ckpt, {"file": target}))
+        else:
+            _print_saved(ckpt, {"file": target})
         return
-    _check_steps(target, numbered, force)
-    saved = []
-    for number, ckpt in _to_store(numbered, load, target, in_store, cfg):
+    from ..store.store import Store
+
+    store = Store(target, cfg)
+    taken = sorted(set(store.steps()) & set(numbered))
+    if taken and not force:
+        names = f"step {taken[0]}" if len(taken) == 1 else f"steps {listed([str(s) for s in taken])}"
+        it = "it" if len(taken) == 1 else "them"
+        raise BadArgumentError(f"{target} already has {names}; --force replaces {it}")
+    saved: list[dict[str, Any]] = []
+    for number, source in numbered.items():
+        state = load(source)
+        with busy(f"compressing {source}"):
+            # Loading a step makes it the parent of the next save; later ones are deltas against the one before.
+            if not saved and against is not None:
+                store.load(parse_step(against), count=False)
+            elif not saved and not base and store.steps():
+                newest_intact(store, lambda s: store.load(s, count=False))
+            ckpt = store.save(number, state, metric=metric).checkpoint
         where = {"store": target, "step": number}
         saved.append(_saved_fields(ckpt, where))
         if not as_json:
-            _print_saved(ckpt, where, as_json=False)
+            _print_saved(ckpt, where)
     if as_json:
-        emit({"store": target, "steps": saved} if in_store.step_from_name else saved[0])
+        emit({"store": target, "steps": saved} if step_from_name else saved[0])
 
 
 def _placed(
@@ -203,10 +222,7 @@ def _worst_errors(ckpt: Checkpoint) -> dict[str, float]:
     return {m: max(r.error for r in errors if r.measure == m) for m in sorted({r.measure for r in errors})}
 
 
-def _print_saved(ckpt: Checkpoint, where: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        emit(_saved_fields(ckpt, where))
-        return
+def _print_saved(ckpt: Checkpoint, where: dict[str, Any]) -> None:
     kind = "delta" if ckpt.is_delta else "base"
     to = ", ".join(map(str, where.values()))
     line(f"{size(ckpt.raw_nbytes)} -> {size(ckpt.nbytes)}, ratio {ckpt.ratio:.2f}, {kind}: {to}")
@@ -214,51 +230,9 @@ def _print_saved(ckpt: Checkpoint, where: dict[str, Any], as_json: bool) -> None
     line(f"largest error of an array: {worst}" if worst else "every array is exact")
 
 
-def _check_steps(url: str, steps: Iterable[int], force: bool) -> None:
-    from ..store.store import Store
-
-    taken = sorted(set(Store(url).steps()) & set(steps))
-    if taken and not force:
-        names = f"step {taken[0]}" if len(taken) == 1 else f"steps {listed([str(s) for s in taken])}"
-        raise BadArgumentError(f"{url} already has {names}; --force replaces {'it' if len(taken) == 1 else 'them'}")
-
-
 def _root(state: Any, under: str) -> Any:
     """Return the state as a tree; a single array becomes a dict with its name."""
     return state if isinstance(state, (dict, list, tuple)) else {under.rpartition("/")[2]: state}
-
-
-def _to_file(state: Any, target: Path, parents: list[Path], cfg: Config, force: bool) -> Checkpoint:
-    from ..codec.compress import compress as encode
-
-    ckpt = encode(state, resolved(parents[0], parents[1:]) if parents else None, cfg)
-    data = ckpt.to_bytes()
-    write_file(target, force, lambda path: path.write_bytes(data))
-    return ckpt
-
-
-def _to_store(
-    sources: dict[int, Path], load: Callable[[Path], Any], url: str, asked: InStore, cfg: Config
-) -> Iterator[tuple[int, Checkpoint]]:
-    """Save each source under its step, each as a delta against the one before.
-
-    The options choose the parent of the first one.
-    """
-    from ..store.store import Store
-
-    store = Store(url, cfg)
-    first = True
-    for step, source in sources.items():
-        state = load(source)
-        with busy(f"compressing {source}"):
-            if first:  # loading a step makes it the parent of the next save
-                if asked.against is not None:
-                    store.load(parse_step(asked.against), count=False)
-                elif not asked.base and store.steps():
-                    newest_intact(store, lambda s: store.load(s, count=False))
-                first = False
-            saved = store.save(step, state, metric=asked.metric)
-        yield step, saved.checkpoint
 
 
 def restore(
@@ -304,7 +278,7 @@ def _state(
             if given:
                 raise BadArgumentError(f"{option}: {source} is a file, not a store")
         return decompress(resolved(Path(source), parents or [])), {"file": source}
-    if parents and not is_url(source):
+    if parents and not inputs.is_url(source):
         os.stat(source)
     if parents:
         raise BadArgumentError(f"--parent: {source} is a store, which finds parents by itself")

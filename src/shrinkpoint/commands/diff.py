@@ -12,17 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
+from ..codec.base import CHUNK
 from ..codec.errors import BadArgumentError
+from ..codec.parallel import map_chunks
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array, read_leaf, same_storage_key
+from ..kernels.backend.arrays import is_torch
 from .dcp import load_step
-from .files import is_spt
+from .inputs import AsJson, Parents, is_spt, open_store, parse_step, resolved
 from .interchange import load_state
-from .options import AsJson, Parents
-from .output import busy, emit, line, size, table
-from .sources import open_store, parse_step, resolved
+from .outputs import busy, emit, line, size, table
 
 if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint
@@ -93,7 +95,7 @@ def diff(
         elif len(things) == 2:
             paths = [Path(thing) for thing in things]
             known = [*(parents or []), *(path for path in paths if is_spt(path))]  # one may be the other's parent
-            old, new = (_of_path(path, known) for path in paths)
+            old, new = (_of_checkpoint(resolved(p, known)) if is_spt(p) else side_of(load_state(p)) for p in paths)
         else:
             raise BadArgumentError(f"{len(things)} arguments; give STORE OLD NEW, or two files")
     with busy("comparing"):
@@ -165,42 +167,31 @@ def _of_step(store: Store, step: int | str) -> Side:
     return replace(side_of(load_step(store, manifest.step)), nbytes=manifest.stored_nbytes)
 
 
-def _of_path(path: Path, parents: list[Path]) -> Side:
-    return _of_checkpoint(resolved(path, parents)) if is_spt(path) else side_of(load_state(path))
-
-
 def _of_checkpoint(ckpt: Checkpoint) -> Side:
     skeleton = tree.unflatten(ckpt.header["tree"], lambda _number, _place: _ARRAY)
     values = dict(_plain_values(skeleton))
-    arrays: dict[str, tuple[LeafSpec, int | None, Callable[[], Any]]] = {}
-    for name, record in _named(ckpt.records, lambda r: (r.path, r.key)):
-        arrays[name] = (record.spec, record.nbytes, partial(_values, ckpt, record))
-    return Side(arrays, values, ckpt.nbytes)
+    records = _named(ckpt.records, lambda r: (r.path, r.key))
+    return Side({name: (r.spec, r.nbytes, partial(_values, ckpt, r)) for name, r in records}, values, ckpt.nbytes)
 
 
 def _values(ckpt: Checkpoint, record: ArrayRecord) -> Any:
     return ckpt.reference_of(record).values(record.spec)
 
 
-def _itself(flat: Any) -> Any:
-    return flat
-
-
 def side_of(state: Any) -> Side:
     """Return the arrays and plain values of a state."""
     _, found = tree.flatten(state, is_array)
-    seen: set[Any] = set()
-    unique = []
+    unique: dict[Any, Any] = {}
     for node in found:
         key = same_storage_key(node.value)
-        if key is None or key not in seen:
-            unique.append(node)
-            seen.add(key)
-    arrays: dict[str, tuple[LeafSpec, int | None, Callable[[], Any]]] = {}
-    for name, node in _named(unique, lambda n: (n.path, n.key)):
-        spec, flat = read_leaf(node.value, node.path)
-        arrays[name] = (spec, None, partial(_itself, flat))
-    return Side(arrays, dict(_plain_values(state)), None)
+        unique.setdefault(id(node) if key is None else key, node)
+    read = {name: read_leaf(node.value, node.path) for name, node in _named(unique.values(), lambda n: (n.path, n.key))}
+    values = dict(_plain_values(state))
+    return Side({name: (spec, None, partial(_itself, flat)) for name, (spec, flat) in read.items()}, values, None)
+
+
+def _itself(flat: Any) -> Any:
+    return flat
 
 
 def _named(items: Any, names: Callable[[Any], tuple[str, str]]) -> Iterator[tuple[str, Any]]:
@@ -270,12 +261,6 @@ def distance(old: Any, new: Any, spec: LeafSpec) -> tuple[float | None, float]:
         >>> distance(np.array([3.0, 4.0]), np.array([3.0, 4.5]), LeafSpec("numpy", "float64", (2,)))
         (0.1, 0.5)
     """
-    import numpy as np
-
-    from ..codec.base import CHUNK
-    from ..codec.parallel import map_chunks
-    from ..report.histogram import widened
-
     if not spec.size:
         return 0.0, 0.0
     numbers = _is_numeric(new)
@@ -303,7 +288,15 @@ def distance(old: Any, new: Any, spec: LeafSpec) -> tuple[float | None, float]:
 
 
 def _is_numeric(flat: Any) -> bool:
-    from ..kernels.backend.arrays import is_torch
-
     name = str(flat.dtype).removeprefix("torch.") if is_torch(flat) else flat.dtype.name
     return re.fullmatch(r"u?int(8|16|32|64)|b?float(16|32|64|8_\w+)|complex(64|128)", name) is not None
+
+
+def widened(flat: Any) -> Any:
+    """Convert a flat array of numbers, NumPy or torch, to float64 (or complex128) NumPy."""
+    if is_torch(flat):
+        import torch
+
+        return flat.to(torch.complex128 if flat.dtype.is_complex else torch.float64).numpy()
+    with np.errstate(invalid="ignore"):  # NumPy warns about signalling NaNs
+        return flat.astype(np.complex128 if flat.dtype.kind == "c" else np.float64)

@@ -10,9 +10,8 @@ import typer
 from ..codec.errors import BadArgumentError
 from ..store.catalog import FOLDER, Catalog
 from ..store.manifest import manifest_name
-from .options import AsJson, StoreUrl
-from .output import busy, emit, line, note, steps_done
-from .sources import open_store, parse_step
+from .inputs import AsJson, StoreUrl, open_store, parse_step
+from .outputs import busy, emit, line, note, steps_done
 
 StepArgument = Annotated[str, typer.Argument(metavar="STEP", help="Number or tag.")]
 
@@ -205,13 +204,8 @@ def copy(
         there = opened.copy(target, asked or None, repair=repair).steps()
     # A concurrent run may add or remove steps during the copy.
     chosen = asked or sorted(set(there) & {*before, *opened.steps()})
-    _print(
-        as_json,
-        f"{len(chosen)} steps are in {target}, which has {len(there)}",
-        store=store,
-        target=target,
-        steps=chosen,
-    )
+    text = f"{len(chosen)} steps are in {target}, which has {len(there)}"
+    _print(as_json, text, store=store, target=target, steps=chosen)
 
 
 def _print(as_json: bool, text: str, **data: object) -> None:
@@ -219,3 +213,7 @@ def _print(as_json: bool, text: str, **data: object) -> None:
         emit(data)
     else:
         line(text)
+
+
+COMMANDS = (compact, gc, drop, pin, unpin, tag, untag, rate, copy)
+"""All of them, in the order of the help."""

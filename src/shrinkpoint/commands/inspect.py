@@ -11,31 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
-from ..integrity import is_sealed
-from ..store import labels, restore_counter
+from ..store import history, labels
 from ..store.catalog import FROZEN, Catalog
 from ..store.manifest import lacking
-from .files import is_spt
-from .options import AsJson, Parents, Step, StoreUrl
-from .output import busy, emit, line, listed, nearest, note, size, steps_done, table
-from .seal import newest_sealed, report_differences, verify_sealed
-from .sources import (
-    chain_of,
-    check_exists,
-    header_of_file,
-    headers_of_folder,
-    headers_of_step,
-    is_sharded,
-    is_store,
-    newest_intact,
-    open_listing,
-    open_store,
-    parse_step,
-    read_file,
-)
+from . import inputs
+from .inputs import AsJson, Parents, Step, StoreUrl, is_spt, is_store, open_store, parse_step
+from .outputs import busy, emit, line, listed, nearest, note, size, steps_done, table
+from .seal import is_sealed, newest_sealed, verify_sealed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from ..codec.checkpoint import Checkpoint
     from ..codec.display import Row
@@ -46,7 +31,12 @@ if TYPE_CHECKING:
     RankRow = tuple[int | None, Row]
     """A row of a summary, and the rank of a sharded checkpoint."""
 
-ORDERS = ("path", "bytes", "error")
+ORDERS: dict[str, Callable[[Row], float]] = {
+    "path": lambda _: 0.0,
+    "bytes": lambda row: -row.stored_bytes,
+    "error": lambda row: -row.error,
+}
+"""Keys of the orders of arrays; "path" is the order in which they are stored."""
 _ERRORS = (">relative L2", ">worst element")
 """Columns of `error_columns`."""
 
@@ -77,7 +67,8 @@ def info(
         ranks = "it is not sharded" if None in ckpts else f"its ranks are {listed([*map(str, ckpts)])}"
         raise BadArgumentError(f"--rank {rank}: {ranks}")
     shown = ckpts if rank is None else {rank: ckpts[rank]}
-    rows = _ordered(_matching([(at, row) for at, ckpt in shown.items() for row in ckpt.summary()], paths), sort)
+    rows = _matching([(at, row) for at, ckpt in shown.items() for row in ckpt.summary()], paths)
+    rows = sorted(rows, key=lambda found: ORDERS[sort](found[1]))
     if as_json:
         parts = []
         for at, ckpt in shown.items():
@@ -152,19 +143,19 @@ def _open(source: str, step: str | None) -> tuple[Ranks, dict[str, Any]]:
     Its origin is named for --json."""
 
     def headers(number: int) -> Ranks:
-        return headers_of_step(store, store.describe(number))
+        return inputs.headers_of_step(store, store.describe(number))
 
     path = Path(source)
-    if path.is_file() or (not is_store(source) and is_sharded(path)):
+    if path.is_file() or (not is_store(source) and inputs.is_sharded(path)):
         if step is not None:
             kind = "file" if path.is_file() else "folder of one checkpoint"
             raise BadArgumentError(f"--step {step!r}: {source} is a {kind}, not a store")
         if path.is_file():
-            return {None: header_of_file(path)}, {"file": source}
-        return headers_of_folder(path), {"folder": source}
+            return {None: inputs.header_of_file(path)}, {"file": source}
+        return inputs.headers_of_folder(path), {"folder": source}
     store = open_store(source)
     if step is None:
-        number, ckpts = newest_intact(store, headers)
+        number, ckpts = inputs.newest_intact(store, headers)
     else:
         number = store.describe(parse_step(step)).step
         ckpts = headers(number)
@@ -203,12 +194,6 @@ def parts_of(paths: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def _ordered(rows: list[RankRow], sort: str) -> list[RankRow]:
-    if sort == "bytes":
-        return sorted(rows, key=lambda found: -found[1].stored_bytes)
-    return sorted(rows, key=lambda found: -found[1].error) if sort == "error" else rows
-
-
 def ls(store: StoreUrl, as_json: AsJson = False) -> None:
     """List the steps of a store. Exit code 1 if a manifest cannot be read.
 
@@ -219,7 +204,7 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
     holds files that only removed steps or older generations need. `compact` and `gc` free these. In between it names
     the bytes of frozen parameters that the steps share, if there are any.
     """
-    files = open_listing(store)
+    files = inputs.open_listing(store)
     pins, tags = labels.pins(files), labels.tags(files)
     found: list[dict[str, Any]] = []
     entries, problems = Catalog(files).readable()
@@ -234,7 +219,7 @@ def ls(store: StoreUrl, as_json: AsJson = False) -> None:
         entry |= {"base": base_of(m), "lacks": dict(m.lacks)}
         found.append(entry | {"restore_cost": m.restore_cost, "metric": m.metric, "id": m.id})
     wrong = [entry for entry in found if "problem" in entry]
-    restores = restore_counter.count(files)
+    restores = history.count_restores(files)
     occupied = folder_nbytes(store)
     frozen = sum(entry.manifest.stored_nbytes for entry in Catalog(files.below(FROZEN)).readable()[0].values())
     if as_json:
@@ -316,19 +301,21 @@ def verify(
         return
     problems: list[dict[str, Any]] = []
     checked: list[dict[str, Any]] = []
-    files: list[str] = []
+    files: list[Path] = []
     for source in sources:
         if is_store(source):
-            found, steps, labels = _verify_store(source, as_json)
-            checked += [{"store": source, "step": step} for step in steps]
+            store = open_store(source)
+            checked += [{"store": source, "step": step} for step in store.steps()]
+            with steps_done("verify", quiet=as_json) as progress:
+                found = store.verify(progress)
             problems += [{"store": source, "step": step, "problem": why} for step, why in found.items()]
-            problems += [{"store": source, "file": name, "problem": why} for name, why in labels.items()]
-        elif _is_checkpoint_file(source):
-            files.append(source)
+            problems += [{"store": source, "file": name, "problem": why} for name, why in store.verify_labels().items()]
+        elif is_spt(path := Path(source)) or (path.suffix == ".spt" and not is_sealed(path)):
+            files.append(path)
         else:
             checked.append({"path": source})
             problems += _verify_sealed(source, as_json)
-    for result in _verify_files([Path(f) for f in files], parents or []):
+    for result in _verify_files(files, parents or []):
         checked.append({key: result[key] for key in ("file", "how", "id")})
         if result["problem"]:
             problems.append({"file": result["file"], "problem": result["problem"]})
@@ -347,22 +334,17 @@ def verify(
         raise typer.Exit(1)
 
 
-def _is_checkpoint_file(source: str) -> bool:
-    """Return whether a path is a checkpoint file, or has the name of one."""
-    path = Path(source)
-    return is_spt(path) or (path.suffix == ".spt" and not is_sealed(path))
-
-
 def _verify_sealed(source: str, quiet: bool) -> list[dict[str, Any]]:
     path = Path(source)
     if not is_sealed(path):
-        check_exists(source)
+        inputs.check_exists(source)
         raise CorruptDataError(
             f"{source}: neither a store nor a checkpoint file, and it has no seal; "
             f"`shrinkpoint seal {source}` writes one while it is intact"
         )
     try:
-        return report_differences(path, verify_sealed(path, quiet))
+        found = verify_sealed(path, quiet)
+        return [{"path": str(path), "file": d.file, "kind": d.kind, "problem": f"{path}: {d}"} for d in found]
     except CorruptDataError as error:
         return [{"path": source, "problem": str(error)}]
 
@@ -375,24 +357,17 @@ def _print_newest(sources: list[str], as_json: bool) -> None:
     found: dict[str, Any]
     if is_store(run):
         store = open_store(run)
-        step, _ = newest_intact(store, store.read)
+        step, _ = inputs.newest_intact(store, store.read)
         found = {"store": run, "step": step}
     else:
         if not Path(run).is_dir():
-            check_exists(run)
+            inputs.check_exists(run)
             raise BadArgumentError(f"--newest: {run} is not a folder")
         found = {"path": str(newest_sealed(Path(run), as_json))}
     if as_json:
         emit(found)
     else:
         line(str(found.get("path", found.get("step"))))
-
-
-def _verify_store(url: str, quiet: bool) -> tuple[dict[int, str], list[int], dict[str, str]]:
-    store = open_store(url)
-    steps = store.steps()
-    with steps_done("verify", quiet=quiet) as progress:
-        return store.verify(progress), steps, store.verify_labels()
 
 
 def _verify_files(files: list[Path], parents: list[Path]) -> list[dict[str, Any]]:
@@ -402,7 +377,7 @@ def _verify_files(files: list[Path], parents: list[Path]) -> list[dict[str, Any]
     problems: dict[Path, str] = {}
     for path in dict.fromkeys([*files, *parents]):
         try:
-            found[path] = read_file(path)
+            found[path] = inputs.read_file(path)
         except (CorruptDataError, NewerFormatError) as error:
             problems[path] = str(error)
     below = {ckpt.identity: ckpt for ckpt in found.values()}
@@ -412,7 +387,7 @@ def _verify_files(files: list[Path], parents: list[Path]) -> list[dict[str, Any]
         if path in found:
             try:
                 with busy(f"verify {path}"):
-                    decompress(chain_of(found[path], path, below))
+                    decompress(inputs.chain_of(found[path], path, below))
                 how = "decoded"
             except MissingParentError:
                 how = "checksums"

@@ -18,8 +18,8 @@ from ..codec.state import tree
 from ..codec.state.leaves import is_array
 from ..store.regular_files import regular
 from .dcp import is_dcp, load_dcp, load_plain, save_dcp
-from .files import check_apart, check_free, is_spt, write_file, write_folder
-from .output import listed, note
+from .inputs import is_spt, is_utf8
+from .outputs import check_apart, check_free, listed, note, write_file, write_folder
 
 FORMATS = ("pt", "safetensors", "dcp")
 _TREE = "shrinkpoint.tree"
@@ -54,7 +54,7 @@ def load_state(path: Path) -> Any:
     if path.is_dir():
         if not is_dcp(path):
             kind = "a store" if (path / "steps").is_dir() else "not a folder of torch.distributed.checkpoint"
-            names = folder_contents(path)
+            names = listed(sorted(p.name for p in path.iterdir() if p.suffix in SUFFIXES), 3)
             raise CorruptDataError(
                 f"{path}: is {kind}; a .pt or safetensors file or a DCP folder is needed here"
                 + (f", such as its {names}" if names else "")
@@ -218,7 +218,7 @@ def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
                 value = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
             except TypeError as error:
                 raise UnsupportedLeafError(f"{node.path}: safetensors: {error}") from None
-        if node.path == "__metadata__" or not _is_utf8(node.path):
+        if node.path == "__metadata__" or not is_utf8(node.path):
             raise BadArgumentError(f"safetensors does not allow the array name {ascii(node.path)[:80]}; use --to pt")
         if node.path in arrays:
             raise BadArgumentError(f"two arrays have the path {node.path!r}, and names in safetensors must be unique")
@@ -239,15 +239,7 @@ def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
 def _are_texts(value: Any) -> bool:
     """Return whether a value can be the metadata of a safetensors header."""
     texts = [*value, *value.values()] if type(value) is dict else []
-    return bool(texts) and _TREE not in texts and all(type(text) is str and _is_utf8(text) for text in texts)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return bool(texts) and _TREE not in texts and all(type(text) is str and is_utf8(text) for text in texts)
 
 
 def _check_dcp(state: Any) -> None:
@@ -322,16 +314,11 @@ def unreadable(path: Path) -> str | None:
         return "an ONNX model; a .pt or safetensors file or a DCP folder is needed here"
     if head.startswith(_ZIP):
         return _unreadable_zip(path)
-    if _is_safetensors(path, head):
+    if path.suffix == ".safetensors" or (len(head) > 8 and head[8:9] == b"{"):
         return _truncated_safetensors(path, head)
-    if text.startswith((b"{", b"[")) and _is_ascii(head):
+    if text.startswith((b"{", b"[")) and all(byte in b"\t\r\n" or 32 <= byte < 127 for byte in head):
         return "a JSON document; a .pt or safetensors file or a DCP folder is needed here"
     return None
-
-
-def folder_contents(folder: Path) -> str:
-    """Name the files in a folder that `compress` could read, for messages; "" without any."""
-    return listed(sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES), 3)
 
 
 def _unreadable_zip(path: Path) -> str | None:
@@ -347,10 +334,6 @@ def _unreadable_zip(path: Path) -> str | None:
     if names and all(name.endswith(".npy") for name in names):
         return "a NumPy .npz file; a .pt or safetensors file or a DCP folder is needed here"
     return None
-
-
-def _is_safetensors(path: Path, head: bytes) -> bool:
-    return path.suffix == ".safetensors" or (len(head) > 8 and head[8:9] == b"{")
 
 
 def _truncated_safetensors(path: Path, head: bytes) -> str | None:
@@ -374,7 +357,3 @@ def _truncated_safetensors(path: Path, head: bytes) -> str | None:
         return f"the file is truncated: it has {size} of {whole} bytes" if size < whole else None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return None
-
-
-def _is_ascii(head: bytes) -> bool:
-    return all(byte in b"\t\r\n" or 32 <= byte < 127 for byte in head)

@@ -7,10 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .files import check_apart, check_free, write_file
-from .options import AsJson, Force
-from .output import emit, line, note, size, steps_done
-from .sources import is_store, open_store, parse_step
+from .inputs import AsJson, Force, is_store, open_store, parse_step
+from .outputs import check_apart, check_free, emit, line, note, size, steps_done, write_file
 
 
 def report(

@@ -1,12 +1,17 @@
-"""`try`: show what a checkpoint becomes at every level, and its quality; nothing is written."""
+"""`try`: show what a checkpoint becomes at every level, and its quality; nothing is written.
+
+Below the table are the reasons of exact arrays, remedies, and calls to paste.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import importlib
 import math
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -18,21 +23,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..codec.errors import UnsupportedLeafError
+from ..codec.evidence.kind import NOTHING, UNMATCHED
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array
 from ..kernels.errors import BadArgumentError
-from . import try_advice
+from .convert import steps_from_names
 from .dcp import is_dcp
 from .diff import side_of
+from .inputs import AsJson, check_exists, config
 from .interchange import load_state
-from .options import AsJson, config
-from .output import busy, emit, line, size, stages_done, table
-from .sources import check_exists
+from .outputs import busy, emit, line, listed, size, stages_done, table
 from .trials import packages, try_level, try_package
 
 if TYPE_CHECKING:
+    from ..codec.display import Row
     from .trials import Trial
-    from .try_advice import Reason
 
 OPTIMIZER = "optimizer.pt"
 """File of the optimizer's state in a folder that Transformers' Trainer saves."""
@@ -41,6 +46,48 @@ _LINES = 3
 """Maximum number of lines about exact arrays."""
 _NONE = "-"
 """Cell of a value that does not exist."""
+_IMPORT = "import shrinkpoint as sp"
+_LITTLE = 1.1
+"""Ratio of two sizes below which the smaller one gains little."""
+_MUCH = 0.2
+"""Share of the bytes in arrays of unknown role from which `_advice` has a remedy."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint that was read.
+
+    Args:
+        path: as given.
+        kind: "file" (also a DCP folder), "model" (a folder of safetensors files), or "trainer" (the same with the
+            optimizer's state).
+        state: its arrays and plain values.
+        refused: why other values are left out, one reason a value.
+    """
+
+    path: Path
+    kind: str
+    state: Any
+    refused: list[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reason:
+    """A reason for which arrays are exact at the default level.
+
+    Args:
+        why: the reason.
+        share: of the bytes of the state.
+        arrays: their number.
+        largest: path of the largest one.
+        is_unknown: whether the role of the arrays is unknown.
+    """
+
+    why: str
+    share: float
+    arrays: int
+    largest: str
+    is_unknown: bool
 
 
 def try_levels(
@@ -84,10 +131,11 @@ def try_levels(
         raise BadArgumentError(f"{checkpoint}: it has no arrays, so there is nothing to compress")
     trials = _trials([source.state for source in read], function)
     lossless, default = trials[0], trials[LEVELS.index("default")]
-    reasons = try_advice.reasons(default.rows)
-    advice = try_advice.advice(lossless, default, reasons, read)
-    level = try_advice.recommended(trials)
-    calls = try_advice.calls(read, level)
+    reasons = _reasons(default.rows)
+    advice = _advice(lossless, default, reasons, read)
+    # For a first run: exact weights, or lossless where those gain little.
+    level = "exact_weights" if lossless.nbytes > _LITTLE * trials[1].nbytes else "lossless"
+    calls = _calls(read, level)
     results = [_result(trial, default, sizes) for trial in trials]
     if as_json:
         emit(
@@ -120,7 +168,7 @@ def try_levels(
             line(f"{name + ':' if text is lines[0] else '':13} {text}")
 
 
-def read_source(path: Path) -> try_advice.Source:
+def read_source(path: Path) -> Source:
     """Read a checkpoint, executing nothing in it.
 
     Raises:
@@ -137,7 +185,7 @@ def read_source(path: Path) -> try_advice.Source:
     else:
         state = load_state(path)
     found, refused = _storable(state)
-    return try_advice.Source(path, kind, found, refused)
+    return Source(path, kind, found, refused)
 
 
 def _storable(state: Any) -> tuple[Any, list[str]]:
@@ -289,6 +337,103 @@ def _reason_cells(reasons: Sequence[Reason]) -> list[tuple[str, int, str]]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %" if share >= 0.0005 else "<0.1 %"
+
+
+def _reasons(rows: Sequence[Row]) -> list[Reason]:
+    """Return the reasons of exact arrays, those of the most bytes first.
+
+    Args:
+        rows: `summary()` at the default level.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.measure == "exact" and row.raw_bytes:
+            groups.setdefault(row.why.removeprefix("exact: "), []).append(row)
+    raw = sum(row.raw_bytes for row in rows)
+    found = [
+        Reason(
+            why,
+            sum(row.raw_bytes for row in group) / raw,
+            len(group),
+            max(group, key=lambda row: row.raw_bytes).path,
+            why in (NOTHING, UNMATCHED),
+        )
+        for why, group in groups.items()
+    ]
+    return sorted(found, key=lambda reason: -reason.share)
+
+
+def _advice(lossless: Trial, default: Trial, exact: Sequence[Reason], sources: Sequence[Source]) -> list[str]:
+    """Return paragraphs on levels that gain little, and on remedies.
+
+    Args:
+        lossless, default: results of these levels.
+        exact: see `_reasons`.
+        sources: the checkpoint, and perhaps a later one.
+    """
+    unknown = [reason for reason in exact if reason.is_unknown]
+    share = sum(reason.share for reason in unknown)
+    is_lossy = any(row.measure != "exact" for row in default.rows)
+    found = []
+    if not is_lossy:
+        found.append(
+            "Nothing is gained by the lossy levels: all arrays are exact, for the reasons above, and every level is "
+            f"{lossless.ratio:.2f} x lossless."
+        )
+    elif lossless.nbytes < _LITTLE * default.nbytes:
+        found.append(
+            f"Little is gained by the default level: {default.ratio:.2f} x; lossless is {lossless.ratio:.2f} x."
+        )
+    elif share > _MUCH:
+        found.append(f"More could be gained: nothing says what {share:.0%} of the bytes are.")
+    if share > _MUCH:
+        pattern = glob.escape(unknown[0].largest)
+        is_matched = all(reason.why != UNMATCHED for reason in unknown)
+        optimizer = "save the optimizer's state in the same checkpoint, or " if is_matched else ""
+        found.append(
+            "An array changes only where something names its kind, as an optimizer's entry does. If these are "
+            f"trained weights, {optimizer}say so in Python: kinds=sp.kinds(model, optimizer), or a rule "
+            f"for each, such as cfg=sp.Config([({pattern!r}, sp.Quantize())]). `shrinkpoint compress` takes such a "
+            "configuration as --config FILE.json, which Config.to_json() writes."
+        )
+    if lossless.ratio < _LITTLE:
+        found.append(f"Little is gained without loss: {lossless.ratio:.2f} x. The bytes of these arrays look random.")
+    if default.delta_nbytes is not None and default.delta_nbytes > default.nbytes / _LITTLE:
+        found.append("The delta is not smaller than a base: the two checkpoints are not near each other.")
+    for source in sources:
+        if source.refused:
+            found.append(
+                f"`compress` and `Store.save` refuse {source.path} until these values are plain ones; they are left "
+                f"out here: {listed(source.refused, 3)}."
+            )
+    return found
+
+
+def _calls(sources: Sequence[Source], level: str) -> dict[str, list[str]]:
+    """Return the lines to paste, by their language.
+
+    Args:
+        sources: the checkpoint, and perhaps a later one.
+        level: to be used.
+    """
+    source = sources[0]
+    preset = "sp.Config()" if level == "default" else f"sp.presets.{level}()"
+    if source.kind == "trainer":
+        callback = f"trainer.add_callback(CompressCallback({preset}))"
+        return {"Python": [_IMPORT, "from shrinkpoint.trainers.transformers import CompressCallback", callback]}
+    if source.kind == "model":
+        folder = str(source.path)
+        return {"Python": [_IMPORT, f"sp.save_pretrained({folder!r}, {folder + '-small'!r}, cfg={preset})"]}
+    found = {"Python": [_IMPORT, f'sp.Store("run", {preset}).save(step, state)']}
+    if source.refused:
+        return found
+    words = [str(source.path), f"{source.path.stem}.spt"]
+    if len(sources) > 1:
+        with contextlib.suppress(BadArgumentError):  # the names do not give the steps
+            steps_from_names([s.path for s in sources])
+            words = [*(str(s.path) for s in sources), "run", "--step-from-name"]
+    words = ["shrinkpoint", "compress", *words, "--preset", level.replace("_", "-")]
+    return found | {"command line": [shlex.join(words)]}
 
 
 def load_function(option: str, name: str) -> Callable[[Any, str], float]:

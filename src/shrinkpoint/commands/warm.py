@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import __version__
-from .options import AsJson, config
-from .output import count_done, emit, line
+from .inputs import AsJson, config
+from .outputs import emit, line, steps_done
 
 if TYPE_CHECKING:
     from ..codec.config import Config
@@ -84,7 +84,7 @@ def _compile(preset: list[str] | None, as_json: bool) -> None:
             done = len(cache.loaded | cache.stored)
             if done != self.last:
                 self.last = done
-                show(done, max(done, cache.KERNELS), "")
+                show(None, done, max(done, cache.KERNELS))
 
     first_calls.compile_at_once()
     cfgs = [config(name, None) for name in preset or ("default", "lossless")]
@@ -92,7 +92,7 @@ def _compile(preset: list[str] | None, as_json: bool) -> None:
         cfgs += [config("default", None, rate=0.002), config("default", None, max_rel_error=0.01)]
     LOG.disabled = True  # the notice that kernels are compiled, and that this command compiles them
     try:
-        with count_done("kernels", quiet=as_json) as show, event.install_listener("numba:compile", Counter()):
+        with steps_done("kernels", quiet=as_json) as show, event.install_listener("numba:compile", Counter()):
             for cfg, dtype in itertools.product(cfgs, DTYPES):
                 save_and_load(cfg, dtype)
             if not preset:

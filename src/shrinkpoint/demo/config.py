@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..kernels.errors import BadArgumentError, ShrinkpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CHECKPOINTS = 25
 """Number of checkpoints of a run when `every` is not given."""
@@ -99,7 +97,7 @@ def demo_config(
         every: steps between checkpoints, 1 to steps; default: about 25 checkpoints.
         kills: number of times the trainer is killed, from 0 to one less than the number of checkpoints.
         seed: seed of the model, the order of the data and the times of the kills, 0 to 2**32 - 1.
-        preset: a name of `preset_names()`.
+        preset: a name of `presets()`.
         size: a name of `SIZES`.
         full: whether the default of `steps` is that of a long run; not together with `steps`.
 
@@ -120,7 +118,7 @@ def demo_config(
     most = len(checkpoint_steps(steps, every)) - 1
     _check("kills", kills, 0 <= kills <= most, f"between 0 and {most}, one less than the number of checkpoints")
     _check("seed", seed, 0 <= seed < 2**32, "between 0 and 2**32 - 1")
-    _check("preset", preset, preset in preset_names(), f"one of {', '.join(preset_names())}")
+    _check("preset", preset, preset in presets(), f"one of {', '.join(presets())}")
     return DemoConfig(Path(out), steps, every, kills, seed, preset, size)
 
 
@@ -139,11 +137,6 @@ def presets() -> dict[str, Callable[[], Any]]:
     from ..codec.named_presets import NAMED
 
     return {name.replace("_", "-"): preset for name, preset in NAMED.items()}
-
-
-def preset_names() -> list[str]:
-    """The names that `--preset` accepts."""
-    return list(presets())
 
 
 def threads(size: Size) -> int:

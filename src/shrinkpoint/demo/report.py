@@ -1,29 +1,30 @@
-"""The results of a demo run, as numbers and as tables."""
+"""The results of a demo run, as numbers, tables and a picture."""
 
 from __future__ import annotations
 
 import platform
 import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
 
 from ..bench.machine import commit
+from ..report.charts import COLOURS, FAINT, INK, PLAIN, RED
 from .config import SIZES, threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from .config import DemoConfig
-    from .process import Event
-    from .supervisor import History
+    from .supervisor import Event, History
 
 LATE = 0.75
 """Start of the late part of a run, as a share of its steps."""
 PARTS = {"weights": "weights", "optimizer": "optimizer state", "whole": "whole training state"}
+_BLUE, _ORANGE = COLOURS[:2]
 
 
 def summarize(config: DemoConfig, run: History, baseline: History) -> dict[str, Any]:
@@ -156,3 +157,123 @@ def _equal_until(run: History, baseline: History) -> int:
             break
         until = step
     return until
+
+
+def draw(result: dict[str, Any], curves: dict[str, Any], path: Path) -> bool:
+    """Draw the picture of a result into a PNG file; False if matplotlib is not installed.
+
+    Args:
+        result: of `summarize`.
+        curves: of `curves`.
+        path: the file.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return False
+    style = PLAIN | {
+        "font.size": 11,
+        "axes.titlelocation": "left",
+        "axes.titleweight": "bold",
+        "legend.edgecolor": "none",
+        "legend.framealpha": 0.9,
+    }
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(10, 8), layout="constrained")
+        FigureCanvasAgg(figure)
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+        _losses(top, result, curves)
+        _ratios(bottom, result)
+        top.set_title(_title(result), fontsize=13)
+        bottom.set_xlabel("training step")
+        bottom.set_xlim(0, result["config"]["steps"] * 1.01)
+        for axes in (top, bottom):
+            _restores(axes, result["restores"], label=axes is bottom)
+        figure.savefig(path, dpi=150)
+    return True
+
+
+def _title(result: dict[str, Any]) -> str:
+    kills, ratio, change = len(result["restores"]), result["ratio"], result["held_out"]["change_percent"]
+    killed = f"killed {kills} times" if kills > 1 else "killed once" if kills else "never killed"
+    return (
+        f"A GPT of {result['parameters'] / 1e6:.1f} M parameters, {killed}: "
+        f"held-out loss {abs(change):.2f} % {'worse' if change > 0 else 'better'}\n"
+        f"with checkpoints {ratio['whole']:.1f} times smaller (weights {ratio['weights']:.1f} times)"
+    )
+
+
+def _losses(axes: Any, result: dict[str, Any], curves: dict[str, Any]) -> None:
+    baseline = {step: loss for life in curves["baseline"]["lives"] for step, loss in life}
+    smooth = _smooth(baseline)
+    axes.plot(*smooth, color=_ORANGE, linewidth=5, alpha=0.5, label="baseline: not compressed, not killed")
+    kept = {step: loss for life in curves["run"]["lives"] for step, loss in life}
+    axes.plot(*_smooth(kept), color=_BLUE, linewidth=1.6, label="killed, and resumed from compressed checkpoints")
+    for name, colour, marker in (("baseline", _ORANGE, "s"), ("run", _BLUE, "o")):
+        steps, losses = zip(*curves[name]["readings"], strict=True)
+        face, size = ("white", 4) if name == "run" else (colour, 7)
+        axes.plot(steps, losses, marker, color=colour, markersize=size, markerfacecolor=face)
+    axes.plot([], [], "o", color=FAINT, markersize=4, label="on held-out text (lines: training, smoothed)")
+    axes.set_ylabel("loss (nats a byte)")
+    held_out = [loss for _, loss in curves["baseline"]["readings"]]
+    axes.set_ylim(0.96 * min(*held_out, *smooth[1]), 1.15 * max(held_out))
+    axes.legend(loc="upper right")
+
+
+def _ratios(axes: Any, result: dict[str, Any]) -> None:
+    saved = result["checkpoints"]
+    steps = [event["step"] for event in saved]
+    weights, optimizer = (
+        [event["parts"][part][0] / event["parts"][part][1] for event in saved] for part in ("weights", "optimizer")
+    )
+    whole = [event["raw"] / event["stored"] for event in saved]
+    for values, name, colour, width in (
+        (weights, "weights", _BLUE, 1.4),
+        (optimizer, "optimizer state", _ORANGE, 1.4),
+        (whole, "whole training state", INK, 2.2),
+    ):
+        axes.plot(steps, values, "o-", color=colour, linewidth=width, markersize=4, label=name)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} x")
+    axes.set_ylabel("times smaller (log scale)")
+    axes.legend(loc="upper left", ncols=3)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 1.0), high * 1.6)
+
+
+def _restores(axes: Any, restores: Sequence[dict[str, Any]], *, label: bool) -> None:
+    row, before = 0, float("-inf")
+    for restore in restores:
+        at, back = restore["at"], restore["resumed"] or 0
+        # A label that would overlap the one before is placed above it.
+        row, before = (row + 1 if at - before < 0.2 * axes.get_xlim()[1] else 0), at
+        axes.axvspan(back, at, color=RED, alpha=0.10, linewidth=0)
+        axes.axvline(at, color=RED, linewidth=1.2, linestyle="--")
+        if label:
+            where = "killed in a save" if restore["during"] == "save" else "killed"
+            left = at < 0.75 * axes.get_xlim()[1]
+            axes.annotate(
+                f"{where} at {at},\nresumed from {back}",
+                xy=(at, 0.02 + 0.15 * (row % 3)),
+                xycoords=("data", "axes fraction"),
+                xytext=(5 if left else -5, 0),
+                ha="left" if left else "right",
+                textcoords="offset points",
+                color=RED,
+                fontsize=9.5,
+                va="bottom",
+                bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
+            )
+
+
+def _smooth(losses: dict[int, float]) -> tuple[list[int], list[float]]:
+    """Exponential moving average over about 1/40 of the steps, corrected for its start."""
+    steps, smooth, mean, weight = sorted(losses), [], 0.0, 0.0
+    new = 1 / (1 + len(steps) / 40)
+    for step in steps:
+        mean, weight = mean + new * (losses[step] - mean), weight + new * (1 - weight)
+        smooth.append(mean / weight)
+    return steps, smooth

@@ -31,8 +31,7 @@ import torch
 
 from ..trainers.state import capture, restore
 from .config import SIZES, Job, Size, checkpoint_steps, presets
-from .corpus import Batches, Corpus
-from .model import GPT, held_out_loss, loss
+from .task import GPT, Batches, Corpus, held_out_loss, loss
 
 Send = Callable[..., None]
 PROBE_FROM = 0.8

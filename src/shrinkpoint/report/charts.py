@@ -15,35 +15,36 @@ from .collect import HEADER, Run
 if TYPE_CHECKING:
     from .collect import StepRow
 
-_INK, _FAINT, _GRID, _RED = "#22252b", "#9aa3af", "#e6e8eb", "#c8102e"
-VARIABLES = {"ink": _INK, "faint": _FAINT, "grid": _GRID, "red": _RED}
+INK, FAINT, GRID, RED = "#22252b", "#9aa3af", "#e6e8eb", "#c8102e"
+VARIABLES = {"ink": INK, "faint": FAINT, "grid": GRID, "red": RED}
 """Colours that the page replaces in its dark form, by their names in its style sheet."""
 _WIDTH = 5.4
 """Width of a figure in inches; its text is about as large as that of a page on a telephone."""
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7a5195", "#999999", "#44aa99")
 """Colours distinguishable with colour blindness (Okabe and Ito), in the order of use."""
-_STYLE: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.size": 10,
+PLAIN: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _FAINT,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+"""Style of pictures: lines and grid in the background."""
+_STYLE = PLAIN | {
+    "font.family": "sans-serif",
+    "font.size": 10,
     "axes.facecolor": "none",
     "figure.facecolor": "none",
     "savefig.facecolor": "none",
-    "axes.labelcolor": _INK,
-    "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": _GRID,
     "legend.frameon": False,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
     "svg.fonttype": "none",
     "text.parse_math": False,
 }
-
-
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 2}
 
 
@@ -52,17 +53,16 @@ def sizes(run: Run) -> str:
 
     def draw(figure: Any) -> None:
         top, bottom = figure.subplots(2, 1, sharex=True)
-        steps = [s.step for s in run.steps]
-        top.plot(steps, [s.raw_nbytes / 1e6 for s in run.steps], color=_FAINT, label="state")
-        top.plot(steps, [s.nbytes / 1e6 for s in run.steps], color=COLOURS[0], marker=".", label="stored")
-        bases = [s for s in run.steps if not s.delta]
-        top.plot(
-            [s.step for s in bases], [s.nbytes / 1e6 for s in bases], "s", color=COLOURS[1], label="stored as a base"
-        )
+        saved = [s.manifest for s in run.steps]
+        steps, stored = [m.step for m in saved], [m.stored_nbytes / 1e6 for m in saved]
+        top.plot(steps, [m.raw_nbytes / 1e6 for m in saved], color=FAINT, label="state")
+        top.plot(steps, stored, color=COLOURS[0], marker=".", label="stored")
+        bases = [(m.step, nbytes) for m, nbytes in zip(saved, stored, strict=True) if not m.is_delta]
+        top.plot([step for step, _ in bases], [n for _, n in bases], "s", color=COLOURS[1], label="stored as a base")
         _log_axis(top)
         top.set_ylabel("MB")
         top.legend(**_ABOVE)
-        bottom.plot(steps, [s.ratio for s in run.steps], color=COLOURS[0], marker=".")
+        bottom.plot(steps, [m.ratio for m in saved], color=COLOURS[0], marker=".")
         bottom.set_ylim(bottom=0)
         bottom.set_ylabel("ratio")
         for axes in (top, bottom):
@@ -100,23 +100,23 @@ def errors(run: Run) -> str:
 
     Each measure has a chart of its own.
     """
-    measures: dict[str, list[str]] = {}
-    for name, measure in sorted({(name, e.measure) for s in run.steps for name, e in s.errors.items()}):
-        measures.setdefault(measure, []).append(name)
+    measures: dict[str, list[tuple[str, str]]] = {}
+    for key in sorted({key for s in run.steps for key in s.errors}):
+        measures.setdefault(key[1], []).append(key)
     if not measures:
         return ""
-    colours = dict(zip((n for names in measures.values() for n in names), itertools.cycle(COLOURS), strict=False))
+    colours = dict(zip(itertools.chain(*measures.values()), itertools.cycle(COLOURS), strict=False))
 
     def draw(figure: Any) -> None:
         charts = figure.subplots(len(measures), 1, sharex=True, squeeze=False)[:, 0]
-        for axes, (measure, names) in zip(charts, measures.items(), strict=True):
-            for name in names:
-                found = [(s.step, s.errors[name]) for s in run.steps if name in s.errors]
+        for axes, (measure, keys) in zip(charts, measures.items(), strict=True):
+            for key in keys:
+                found = [(s.step, s.errors[key]) for s in run.steps if key in s.errors]
                 steps = [step for step, _ in found]
                 medians, largest = [e.median for _, e in found], [e.largest for _, e in found]
-                axes.plot(steps, medians, color=colours[name], marker=".", label=f"{role_of(name)}: median")
-                axes.plot(steps, largest, color=colours[name], ls=":", label=f"{role_of(name)}: largest")
-            if any(s.errors[name].median > 0 for s in run.steps for name in names if name in s.errors):
+                axes.plot(steps, medians, color=colours[key], marker=".", label=f"{key[0]}: median")
+                axes.plot(steps, largest, color=colours[key], ls=":", label=f"{key[0]}: largest")
+            if any(s.errors[key].median > 0 for s in run.steps for key in keys if key in s.errors):
                 _log_axis(axes)
             axes.set_ylabel(f"{measure} error")
             _step_axis(axes)
@@ -128,7 +128,7 @@ def errors(run: Run) -> str:
 
 def quality(run: Run) -> str:
     """Draw the metric of the steps and the demo's held-out losses; "" if neither exists."""
-    rated = [(s.step, s.metric) for s in run.steps if s.metric is not None]
+    rated = [(s.step, s.manifest.metric) for s in run.steps if s.manifest.metric is not None]
     if not rated and not run.curves:
         return ""
 
@@ -155,11 +155,6 @@ def categories(steps: Sequence[StepRow]) -> list[str]:
     return sorted(total, key=lambda name: (name == HEADER, -total[name], name))
 
 
-def role_of(name: str) -> str:
-    """Return the role in a name of errors, which ends with their measure."""
-    return name.rpartition(", ")[0]
-
-
 def _log_axis(axes: Any) -> None:
     """Make the axis logarithmic with plain numbers, because mathematical text is disabled."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -178,7 +173,7 @@ def _step_axis(axes: Any) -> None:
 
 def _mark_restores(axes: Any, run: Run) -> None:
     for step in sorted(set(run.restored)):
-        axes.axvline(step, color=_RED, lw=1, ls="--")
+        axes.axvline(step, color=RED, lw=1, ls="--")
 
 
 def _svg(draw: Callable[[Any], None], name: str, height: float) -> str:

@@ -1,4 +1,4 @@
-"""Read the data of a report from a store: headers of all steps, and arrays of one."""
+"""Read the data of a report from a store: headers of all steps, histograms of one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from ..codec.base import CHUNK, Reference
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.evidence.moments import guess
 from ..codec.format.bounded_json import loads
@@ -17,15 +20,15 @@ from ..codec.parallel import map_chunks
 from ..codec.records import ArrayRecord
 from ..codec.state.leaves import LeafSpec, is_array
 from ..codec.state.tree import flatten
+from ..codec.weights.levels import LevelsReference
 from ..commands.dcp import load_step
-from ..commands.sources import headers_of_step
-from ..store import restore_counter
+from ..commands.diff import widened
+from ..commands.inputs import headers_of_step
+from ..store import history
 from ..store.regular_files import MOST_JSON, read_file
 from ..store.urls import open_files
-from .histogram import Histogram, histogram
 
 if TYPE_CHECKING:
-    from ..codec.base import Reference
     from ..store.manifest import Manifest
     from ..store.store import Store
 
@@ -35,6 +38,8 @@ MAX_TENSORS = 300
 """Maximum number of histograms shown, those of the largest float arrays."""
 MAX_NOTES = 40
 """Maximum number of different choices of codecs shown."""
+BINS = 64
+"""Maximum number of bins of a histogram."""
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 HEADER = "header and checksums"
 DAMAGE = (CorruptDataError, MissingParentError, NewerFormatError)
@@ -46,12 +51,10 @@ class Error:
     """Errors of the arrays of one role in one step.
 
     Args:
-        measure: "relative L2" or "relative".
         median: median of the arrays' errors.
         largest: their maximum.
     """
 
-    measure: str
     median: float
     largest: float
 
@@ -79,35 +82,53 @@ class StepRow:
     """Properties of one step.
 
     Args:
-        step: its number.
-        delta: whether it is stored as a delta.
-        nbytes: stored bytes.
-        raw_nbytes: bytes of the state.
-        restore_cost: cost of restoring it, in multiples of a base.
-        metric: quality of the model, or None.
+        manifest: of the step.
         labels: "pinned", and tags.
-        parts: category -> stored bytes; they sum to `nbytes`.
+        parts: category -> stored bytes; they sum to `manifest.stored_nbytes`.
         raw_parts: category -> bytes of the arrays.
-        errors: role and measure -> errors.
+        errors: role and measure ("relative L2" or "relative") -> errors.
         choices: number of arrays by choice.
     """
 
-    step: int
-    delta: bool
-    nbytes: int
-    raw_nbytes: int
-    restore_cost: float
-    metric: float | None
+    manifest: Manifest
     labels: tuple[str, ...]
     parts: dict[str, int]
     raw_parts: dict[str, int]
-    errors: dict[str, Error]
+    errors: dict[tuple[str, str], Error]
     choices: Counter[Choice]
 
     @property
-    def ratio(self) -> float:
-        """`raw_nbytes / nbytes`."""
-        return self.raw_nbytes / self.nbytes
+    def step(self) -> int:
+        """Number of the step."""
+        return self.manifest.step
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Equal bins over the finite values of an array, and its codebook.
+
+    Args:
+        low: the least finite value.
+        high: the largest one.
+        counts: number of values in each of `BINS` bins from low to high; one bin if low equals high; empty if all
+            values are not finite.
+        zeros: number of values that are zero.
+        odd: number of values that are not finite.
+        codebook: ascending entries; empty for an array without a codebook.
+        uses: number of uses of each entry.
+        protected: number of values stored in addition to the codebook.
+        pruned: number of values set to zero by pruning.
+    """
+
+    low: float
+    high: float
+    counts: tuple[int, ...]
+    zeros: int
+    odd: int
+    codebook: tuple[float, ...] = ()
+    uses: tuple[int, ...] = ()
+    protected: int = 0
+    pruned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +140,8 @@ class Tensor:
     histogram: Histogram
 
 
-class Decoded(NamedTuple):
-    """An array of a step, and the function that decodes it."""
-
-    record: ArrayRecord
-    reference: Callable[[], Reference]
+Decoded = tuple[ArrayRecord, Callable[[], Reference]]
+"""An array of a step, and the function that decodes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +223,7 @@ def collect(
         name=name,
         steps=tuple(rows),
         all_steps=len(numbers),
-        restored=tuple(restore_counter.steps(open_files(store.url))),
+        restored=tuple(history.restored_steps(open_files(store.url))),
         restores=store.restores(),
         tensors=tensors,
         all_tensors=all_tensors,
@@ -244,7 +262,7 @@ def _records(store: Store, manifest: Manifest) -> list[ArrayRecord]:
 def _row(manifest: Manifest, records: Sequence[ArrayRecord], labels: tuple[str, ...]) -> StepRow:
     parts: Counter[str] = Counter()
     raw: Counter[str] = Counter()
-    errors: dict[str, list[float]] = {}
+    errors: dict[tuple[str, str], list[float]] = {}
     choices: Counter[Choice] = Counter()
     for record in records:
         kind = category(record)
@@ -253,21 +271,10 @@ def _row(manifest: Manifest, records: Sequence[ArrayRecord], labels: tuple[str, 
         choices[Choice(kind, record.codec, record.stream, record.why, record.note.partition(":")[0])] += 1
         if record.measure != "exact":
             role = kind if kind.endswith("moments") else "weights"
-            errors.setdefault(f"{role}, {record.measure}", []).append(record.error)
+            errors.setdefault((role, record.measure), []).append(record.error)
     parts[HEADER] = manifest.stored_nbytes - sum(parts.values())
-    return StepRow(
-        manifest.step,
-        manifest.is_delta,
-        manifest.stored_nbytes,
-        manifest.raw_nbytes,
-        manifest.restore_cost,
-        manifest.metric,
-        labels,
-        dict(parts),
-        dict(raw),
-        {k: Error(k.rpartition(", ")[2], statistics.median(v), max(v)) for k, v in errors.items()},
-        choices,
-    )
+    found = {key: Error(statistics.median(values), max(values)) for key, values in errors.items()}
+    return StepRow(manifest, labels, dict(parts), dict(raw), found, choices)
 
 
 def _newest(store: Store, step: int | str | None, problems: dict[int, str]) -> tuple[int | None, list[Decoded]]:
@@ -287,27 +294,79 @@ def _arrays_of(store: Store, manifest: Manifest) -> list[Decoded]:
     """Return the arrays of a step; the shards of a sharded one are joined."""
     if not manifest.shards:
         ckpt = store.read(manifest.step)
-        return [Decoded(record, partial(ckpt.reference_of, record)) for record in ckpt.records]
+        return [(record, partial(ckpt.reference_of, record)) for record in ckpt.records]
     from ..codec.moments.logbuckets import ValuesReference
 
     # One record stands for all shards of a tensor.
     shards = {record.path: record for record in _records(store, manifest)}
     _, arrays = flatten(load_step(store, manifest.step), is_array)
-    found = []
+    found: list[Decoded] = []
     for node in arrays:
         spec = LeafSpec("torch", str(node.value.dtype).removeprefix("torch."), tuple(node.value.shape))
         if node.path in shards:
             values = partial(ValuesReference, node.value.reshape(-1))
-            found.append(Decoded(replace(shards[node.path], spec=spec), values))
+            found.append((replace(shards[node.path], spec=spec), values))
     return found
 
 
+def histogram(memory: Reference, spec: LeafSpec) -> Histogram:
+    """Return the histogram of a decoded array of floats.
+
+    Args:
+        memory: the array, as `Checkpoint.reference_of` returns it.
+        spec: its dtype and shape.
+
+    Example:
+        >>> import shrinkpoint as sp
+        >>> ckpt = sp.compress([np.array([0.0, 1.0, 1.0, 4.0])])
+        >>> found = histogram(ckpt.reference_of(ckpt.records[0]), ckpt.records[0].spec)
+        >>> found.low, found.high, found.counts[0], found.counts[16], found.zeros
+        (0.0, 4.0, 1, 2, 1)
+    """
+    flat = memory.values(spec)
+    starts = range(0, spec.size, CHUNK)
+    low, high, odd, zeros = np.inf, -np.inf, 0, 0
+    for start in starts:
+        x = widened(flat[start : start + CHUNK])
+        finite = x[np.isfinite(x)]
+        odd += x.size - finite.size
+        zeros += int((finite == 0).sum())
+        low, high = float(finite.min(initial=low)), float(finite.max(initial=high))
+    counts: Any = np.zeros(0, np.int64)
+    if low == high:
+        counts = np.array([spec.size - odd])
+    elif low < high:
+        # Scaled so that the width of a bin is finite for all values.
+        scale = 2.0 ** -max(0, int(np.frexp(max(abs(low), abs(high)))[1]) - 1000)
+        edges = np.linspace(low * scale, high * scale, BINS + 1)
+        counts = np.zeros(BINS, np.int64)
+        if (np.diff(edges) > 0).all():
+            for start in starts:
+                x = widened(flat[start : start + CHUNK])
+                counts += np.histogram(x[np.isfinite(x)] * scale, bins=edges)[0]
+        else:
+            counts = np.array([spec.size - odd])  # the values are closer than float64 can divide
+    shape = (low, high) if low <= high else (0.0, 0.0)
+    found = Histogram(*shape, tuple(map(int, counts)), zeros, odd)
+    if not isinstance(memory, LevelsReference):
+        return found
+    uses = np.bincount(memory.levels, minlength=memory.size)
+    return replace(
+        found,
+        codebook=tuple(map(float, memory.codebook)),
+        uses=tuple(map(int, uses[2:])),
+        protected=int(uses[1]),
+        pruned=int(uses[0]),
+    )
+
+
 def _tensors(arrays: Sequence[Decoded]) -> tuple[tuple[Tensor, ...], int]:
-    found = [a for a in arrays if a.record.spec.dtype in FLOATS and a.record.spec.size]
-    largest = sorted(found, key=lambda a: -a.record.spec.size)[:MAX_TENSORS]
+    found = [(record, decode) for record, decode in arrays if record.spec.dtype in FLOATS and record.spec.size]
+    largest = sorted(found, key=lambda array: -array[0].spec.size)[:MAX_TENSORS]
 
     def one(array: Decoded) -> Tensor:
-        return Tensor(array.record, category(array.record), histogram(array.reference(), array.record.spec))
+        record, decode = array
+        return Tensor(record, category(record), histogram(decode(), record.spec))
 
     return tuple(map_chunks(one, largest)), len(found)
 

@@ -1,4 +1,8 @@
-"""Output of commands: results on standard output, notes and progress on standard error."""
+"""Outputs of commands: results, notes, progress, and files.
+
+Results go to standard output, notes and progress to standard error. Files and folders are written completely or not
+at all.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,20 @@ import functools
 import itertools
 import json
 import math
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from ..codec.display import printable as printable
 from ..codec.display import size as size
+from ..kernels.errors import BadArgumentError
+from ..store import local
+from ..store.files import TEMPORARY
 
 LINES = 20
 """Maximum number of lines of progress where standard error is not a terminal."""
@@ -113,38 +123,29 @@ def _bar(what: str, total: int | None, *numbers: str) -> Iterator[Callable[..., 
 
 
 @contextlib.contextmanager
-def count_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
+def steps_done(what: str, *, quiet: bool) -> Iterator[Callable[[int | None, int, int], None]]:
     """Show how many of a number of things are done, on standard error.
 
     It is a bar on a terminal, and otherwise a few lines unless `quiet`.
 
-    The function it yields is called with (done, total, the name of the last item, or "").
+    The function it yields is called with (step, or None for things other than steps, done, total), like the callbacks
+    of `Store`.
     """
     if not _is_terminal():
 
-        def show_line(done: int, total: int, last: str) -> None:
+        def show_line(step: int | None, done: int, total: int) -> None:
             every = -(-total // LINES)
             if not quiet and total and (done % every == 0 or done == total):
-                note(f"{what}: {last} ({done} of {total})" if last else f"{what}: {done}/{total}")
+                note(f"{what}: {done}/{total}" if step is None else f"{what}: step {step} ({done} of {total})")
 
         yield show_line
         return
     with _bar(what, None, "MofNCompleteColumn", "TimeRemainingColumn") as update:
 
-        def show(done: int, total: int, last: str) -> None:
-            update(completed=done, total=total, description=f"{what}: {last}" if last else what)
+        def show(step: int | None, done: int, total: int) -> None:
+            update(completed=done, total=total, description=what if step is None else f"{what}: step {step}")
 
         yield show
-
-
-@contextlib.contextmanager
-def steps_done(what: str, *, quiet: bool) -> Iterator[Callable[[int, int, int], None]]:
-    """Show progress over steps as `count_done` does.
-
-    The function it yields is called with (step, done, total), like the callbacks of `Store`.
-    """
-    with count_done(what, quiet=quiet) as show:
-        yield lambda step, done, total: show(done, total, f"step {step}")
 
 
 @contextlib.contextmanager
@@ -184,3 +185,107 @@ def stages_done(total: int) -> Iterator[Callable[[str], None]]:
     with _bar("", total, "MofNCompleteColumn", "TimeElapsedColumn") as update:
         begun = itertools.count()
         yield lambda stage: update(completed=next(begun), description=stage)
+
+
+def check_free(target: Path, force: bool) -> None:
+    """Raise BadArgumentError if the target exists and may not be replaced."""
+    if os.path.lexists(target) and not force:
+        raise BadArgumentError(f"{target} exists; use --force to replace it")
+
+
+def check_apart(target: Path, read: Iterable[str]) -> None:
+    """Raise BadArgumentError if an output would overwrite an input or a part of one.
+
+    New files directly in an input folder are allowed, such as a report next to the folders of a store.
+
+    Args:
+        target: the output.
+        read: the inputs: files, folders and URLs.
+    """
+    from ..store.urls import one_name  # which imports fsspec
+
+    own = Path(os.path.realpath(target))
+    for name in map(one_name, read):
+        path = Path(name)
+        if own == path:
+            raise BadArgumentError(f"the output {target} is also the input")
+        if own in path.parents:
+            raise BadArgumentError(f"the output {target} contains the input {name}")
+        if path in own.parent.parents and own.exists():
+            raise BadArgumentError(f"the output {target} is a part of the input {name}")
+
+
+def write_file(target: Path, force: bool, write: Callable[[Path], object]) -> None:
+    """Write a file under a temporary name with `write(path)`, make it durable, and rename it.
+
+    Its permissions follow the umask.
+
+    Args:
+        target: the final name; its folder is created if necessary.
+        force: whether the file may replace another.
+        write: writes the file at the path passed to it.
+
+    Raises:
+        BadArgumentError: the target exists.
+    """
+    check_free(target, force)
+    temporary = _temporary(target)
+    try:
+        try:
+            write(temporary)
+            local.follow_umask(str(temporary))
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = error.filename or str(target)  # a write to a full disk raises without a name
+            raise
+        if force:
+            os.replace(temporary, target)
+        else:
+            try:
+                local.link(str(temporary), str(target))
+            except FileExistsError:
+                check_free(target, force)
+                raise
+        local.sync_folder(str(target.parent))
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_folder(target: Path, force: bool, write: Callable[[Path], object]) -> None:
+    """Write a folder completely or not at all; `write(path)` creates and syncs its files."""
+    check_free(target, force)
+    temporary = _temporary(target)
+    former: Path | None = None
+    try:
+        write(temporary)
+        local.sync_folder(str(temporary))
+        if os.path.lexists(target):
+            check_free(target, force)
+            former = _temporary(target)
+        try:
+            if former is not None:
+                os.rename(target, former)
+            os.rename(temporary, target)
+        except BaseException:  # also for Ctrl-C between the two calls
+            if former is not None and os.path.lexists(former) and not os.path.lexists(target):
+                os.rename(former, target)
+            raise
+        local.sync_folder(str(target.parent))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if former is not None and os.path.lexists(former):
+            if former.is_dir() and not former.is_symlink():
+                shutil.rmtree(former, ignore_errors=True)
+            else:
+                former.unlink()
+
+
+def _temporary(target: Path) -> Path:
+    """A free temporary name in the folder of a target."""
+    if not target.name:
+        raise BadArgumentError(f"{target} is not a name for an output")
+    local.make_folder(str(target.parent.absolute()))
+    names = (target.parent / f"{TEMPORARY}{os.getpid()}-{n}-{target.name}" for n in itertools.count())
+    return next(name for name in names if not os.path.lexists(name))

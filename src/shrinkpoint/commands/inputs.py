@@ -1,4 +1,4 @@
-"""Inputs of commands: stores (folders or URLs), sharded checkpoints, and checkpoint files."""
+"""Inputs of commands: options, configurations, stores, and checkpoint files."""
 
 from __future__ import annotations
 
@@ -6,28 +6,81 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
+from ..codec.format.bounded_json import loads
 from ..codec.format.ranged import Ranged
+from ..demo.config import presets
 from ..store.catalog import Catalog
 from ..store.regular_files import read_file as read_bytes
 from ..store.regular_files import regular
 from .dcp import METADATA, is_dcp, is_ours
-from .files import is_spt
-from .output import listed, nearest, note
+from .outputs import listed, nearest, note
 
 if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint
+    from ..codec.config import Config
     from ..store.files import Files
     from ..store.manifest import Manifest
     from ..store.store import Store
     from ..trainers.dcp.metadata import RankFile
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
+Step = Annotated[str | None, typer.Option(help="Step or tag of a store; by default the newest intact step.")]
+Parents = Annotated[
+    list[Path] | None,
+    typer.Option("--parent", help="A file of the chain that a delta file needs; repeatable, in any order."),
+]
+StoreUrl = Annotated[str, typer.Argument(metavar="STORE", help="A folder or fsspec URL.")]
 T = TypeVar("T")
 _ALONE = re.compile(r"__(\d{1,6})\.metadata")
 """Metadata of a rank that saved without the others (`use_collectives=False`)."""
+
+
+def config(
+    preset: str | None, file: Path | None, rate: float | None = None, max_rel_error: float | None = None
+) -> Config:
+    """Return the configuration that the options of a command choose.
+
+    Args:
+        preset: a name of `presets`; None: the configuration in `file`, else "default".
+        file: JSON of `Config.to_json`, or None.
+        rate: replaces the rate of the configuration, unless None.
+        max_rel_error: replaces the error limit of the configuration, unless None.
+
+    Raises:
+        BadArgumentError: both a preset and a file; an unknown preset; a file that is not a configuration; out of range.
+        OSError: the file cannot be read.
+    """
+    if preset is not None and file is not None:
+        raise BadArgumentError("--preset and --config are both given; use one of them")
+    if file is not None:
+        found = _read_config(file)
+    else:
+        known = presets()
+        if (preset or "default") not in known:
+            near = nearest(str(preset), known)
+            raise BadArgumentError(f"--preset is {preset!r}; it must be one of {', '.join(known)}{near}")
+        found = known[preset or "default"]()
+    changed: dict[str, Any] = {"rate": rate, "max_rel_error": max_rel_error}
+    return replace(found, **{name: value for name, value in changed.items() if value is not None})
+
+
+def _read_config(file: Path) -> Config:
+    from ..codec.config import Config
+
+    try:
+        return Config.from_json(loads(file.read_bytes()))
+    except BadArgumentError as error:
+        raise BadArgumentError(f"{file}: {error}") from None
+    except ValueError as error:
+        raise BadArgumentError(f"{file}: not JSON: {str(error)[:200]}") from None
 
 
 def is_url(text: str) -> bool:
@@ -120,6 +173,25 @@ def check_exists(path: str) -> None:
 def parse_step(text: str) -> int | str:
     """A step's number, or a tag."""
     return int(text) if text.isascii() and text.isdigit() else text
+
+
+def is_spt(path: Path) -> bool:
+    """Return whether a file is a shrinkpoint checkpoint file."""
+    from ..codec.format.container import MAGIC
+
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb", opener=regular) as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text has no parts that UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def newest_intact(store: Store, read: Callable[[int], T]) -> tuple[int, T]:

@@ -1,4 +1,6 @@
-"""Rewinds: records of the steps that a run left behind by going back to an older step.
+"""The history of a run: its restores, and the steps that it left behind (rewinds).
+
+Each restore is one small numbered file.
 
 A run that goes back to step 50 of 100 and saves 60 and 70 has two ends. Neither step numbers nor clocks show which one
 is current, but the first save after going back knows, and records it before its step exists:
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import re
 import uuid
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
@@ -21,15 +24,73 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..codec.errors import CorruptDataError, NewerFormatError
+from ..codec.format.bounded_json import loads
 from .catalog import Catalog, named
 from .checksummed_json import read_sealed, seal
 from .files import Files
 from .manifest import MAX_STEP, Manifest
 
-FOLDER = "left"
-_NAME = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.json")
+RESTORES, LEFT = "restores", "left"
+_RESTORE = re.compile(r"([0-9]{9})\.json")
+_MOST = 10**9 - 1
+_TRIES = 10
+_REWIND = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.json")
 _IDENTITY = re.compile("[0-9a-f]{64}")
 _WITHOUT = "remove it once you know which steps are wanted: without it load() takes the highest"
+
+
+def count_restores(files: Files) -> int:
+    """Return the number of restores so far: the highest number."""
+    return max((int(name[:9]) for name in _restores(files)), default=0)
+
+
+def restored_steps(files: Files) -> list[int]:
+    """Return the steps that were restored, in order; unreadable records are left out."""
+    restored = []
+    for name in _restores(files):
+        try:
+            step = loads(files.read(f"{RESTORES}/{name}"))["step"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if type(step) is int and step >= 0:
+            restored.append(step)
+    return restored
+
+
+def add_restore(files: Files, step: int, known: int) -> int:
+    """Count a restore of this step; return the new number of restores."""
+    # The token distinguishes this restore from another of the same step with the same number at the same moment.
+    data = json.dumps({"step": step, "token": uuid.uuid4().hex}).encode()
+    return _append(files, max(known, count_restores(files)) + 1, data)
+
+
+def copy_restores(source: Files, target: Files, _: object) -> None:
+    """Count the source's restores, of all steps, in the target too, each only once."""
+    there, number = {target.read(f"{RESTORES}/{name}") for name in _restores(target)}, count_restores(target)
+    for data in [source.read(f"{RESTORES}/{name}") for name in _restores(source)]:
+        if data not in there:
+            number = _append(target, number + 1, data)
+
+
+def _restores(files: Files) -> list[str]:
+    return [name for name in files.list(RESTORES) if _RESTORE.fullmatch(name)]
+
+
+def _append(files: Files, number: int, data: bytes) -> int:
+    """Write a record under the first free number from this one on; return the number."""
+    tries = 0
+    while number <= _MOST:
+        try:
+            if files.create(f"{RESTORES}/{number:09d}.json", data):
+                return number
+            number += 1
+        except FileNotFoundError:
+            # A reader holds no lock, so `gc` may remove the temporary file as garbage, even several times.
+            tries += 1
+            if tries == _TRIES:
+                raise
+    # A number of over nine digits would not be found.
+    raise CorruptDataError(f"{files.path(f'{RESTORES}/{_MOST:09d}.json')}: a run is not restored so often; remove it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +136,7 @@ class Rewind:
     @property
     def path(self) -> str:
         """Path of the record, relative to the store."""
-        return f"{FOLDER}/{self.file}"
+        return f"{LEFT}/{self.file}"
 
     def message(self, root: str) -> str:
         """Return the warning for the save; `root` is the store's location."""
@@ -146,14 +207,14 @@ def _identities(catalog: Catalog, steps: Iterable[int]) -> dict[int, str]:
     return identities
 
 
-def write(files: Files, record: Rewind) -> None:
+def write_rewind(files: Files, record: Rewind) -> None:
     """Make a record durable."""
     fields = {"version": 1, **asdict(record)}
     del fields["file"]
     files.write(record.path, seal(fields))
 
 
-def undo(catalog: Catalog, record: Rewind, manifest: Manifest) -> None:
+def undo_rewind(catalog: Catalog, record: Rewind, manifest: Manifest) -> None:
     """Remove the record of a failed save, unless its step exists.
 
     An interrupt may come after the commit. If that is unknown, the record stays, as after a crash.
@@ -164,29 +225,29 @@ def undo(catalog: Catalog, record: Rewind, manifest: Manifest) -> None:
             catalog.files.remove([record.path])
 
 
-def read(files: Files) -> list[Rewind]:
+def read_rewinds(files: Files) -> list[Rewind]:
     """Return all records.
 
     Raises:
         CorruptDataError: one cannot be read, so the newest end of the run is unknown.
     """
-    return [record for name in files.list(FOLDER) if (record := read_file(files, name)) is not None]
+    return [record for name in files.list(LEFT) if (record := read_rewind(files, name)) is not None]
 
 
-def read_file(files: Files, name: str) -> Rewind | None:
+def read_rewind(files: Files, name: str) -> Rewind | None:
     """Return the record that a file holds; None for other files."""
-    if not _NAME.fullmatch(name):
+    if not _REWIND.fullmatch(name):
         return None
     parse = functools.partial(Rewind.of, name)
-    return read_sealed(files, f"{FOLDER}/{name}", parse, "a record of a run that went back", _WITHOUT)
+    return read_sealed(files, f"{LEFT}/{name}", parse, "a record of a run that went back", _WITHOUT)
 
 
 def unmark(files: Files, step: int, identity: str) -> None:
     """Remove a checkpoint from the records, because the same one is saved again."""
     with contextlib.suppress(CorruptDataError):
-        for record in read(files):
+        for record in read_rewinds(files):
             if record.left.get(step) == identity:
-                write(files, replace(record, left={s: i for s, i in record.left.items() if s != step}))
+                write_rewind(files, replace(record, left={s: i for s, i in record.left.items() if s != step}))
 
 
 def left_behind(catalog: Catalog, records: Collection[Rewind]) -> dict[int, Rewind]:
@@ -204,9 +265,9 @@ def skipped_by_load(catalog: Catalog) -> dict[int, Rewind]:
     """Return the steps that `load()` skips while there are others.
 
     Raises:
-        CorruptDataError: as `read`.
+        CorruptDataError: as `read_rewinds`.
     """
-    return {step: record for step, record in left_behind(catalog, read(catalog.files)).items() if record.passed}
+    return {step: record for step, record in left_behind(catalog, read_rewinds(catalog.files)).items() if record.passed}
 
 
 def load_order(steps: Iterable[int], behind: Container[int]) -> list[int]:
@@ -225,17 +286,17 @@ def skipped_message(root: str, step: int, behind: Mapping[int, Rewind]) -> str:
     )
 
 
-def copy(source: Files, target: Files, chosen: Mapping[int, str]) -> None:
+def copy_rewinds(source: Files, target: Files, chosen: Mapping[int, str]) -> None:
     """Copy the records that a copy of some steps (number -> identity) needs."""
     catalog = Catalog(source)
-    records = [r for r in read(source) if any(chosen.get(step) == identity for step, identity in r.left.items())]
+    records = [r for r in read_rewinds(source) if not r.left.items().isdisjoint(chosen.items())]
     # If the store has no such step either, the run has gone back and saved nothing yet.
     present = _identities(catalog, catalog.steps()) if any(not r.is_followed(chosen) for r in records) else {}
     for record in records:
         if record.is_followed(chosen) or not record.is_followed(present):
-            write(target, record)
+            write_rewind(target, record)
 
 
 def garbage(records: Collection[Rewind], now: Mapping[int, str]) -> list[str]:
     """Return the paths of records whose steps are all removed; `now`: the other identities."""
-    return [r.path for r in records if not any(now.get(step) == identity for step, identity in r.left.items())]
+    return [r.path for r in records if r.left.items().isdisjoint(now.items())]
