@@ -14,7 +14,6 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -22,17 +21,17 @@ from typing import Any
 
 import numpy as np
 
-import shrinkpoint as sp
 from shrinkpoint.codec.base import CHUNK
+from shrinkpoint.codec.named_presets import NAMED
 from shrinkpoint.codec.weights.ratedistortion import cheapest_levels
 
-from . import coders, data, first_call, memory, small_arrays, trained_models
+from . import coders, data, fresh, small_arrays, trained_models
 from .data import Pair
 from .devices import threads
-from .file_peers import OTHERS, equal, tensors
+from .file_peers import OTHERS, checked_calls, tensors
 from .harness import (
+    Call,
     Case,
-    CheckFailed,
     Job,
     Options,
     Peer,
@@ -46,15 +45,10 @@ from .harness import (
     same,
     wall_clock,
 )
-from .whole_states import BASE, COMPRESS, DECOMPRESS, DELTA, Work, torch_calls
+from .whole_states import BASE, COMPRESS, DECOMPRESS, DELTA, Work, copies, torch_calls
 
 TITLE = "compress and decompress whole training states, against memcpy, exact coders and torch.save"
-CONFIGS: dict[str, Callable[[], sp.Config]] = {
-    "default": sp.Config,
-    "precise": sp.presets.precise,
-    "exact_weights": sp.presets.exact_weights,
-    "lossless": sp.presets.lossless,
-}
+CONFIGS = {name: NAMED[name] for name in ("default", "precise", "exact_weights", "lossless")}
 DEFAULT, EXACT = "default", "lossless"
 FLOOR, FRESH, TORCH, ZIPNN = "memcpy", "memcpy, fresh", "torch.save", "zipnn"
 CODERS = ("zstd -1", ZIPNN, "blosc2", "pcodec", "OpenZL", "z4ai")
@@ -135,10 +129,10 @@ class Plan:
     def _peers(self, state: Any, way: str, kind: str) -> Iterator[Peer]:
         raw, decode, names = _flat(state), way == DECOMPRESS, self.names(way, kind)
         targets = {peer: target for (*place, peer), target in self.targets.items() if place == [way, kind]}
-        yield Peer(FLOOR, lambda: _copies(raw, self.threads), target=targets.get(FLOOR))
+        yield Peer(FLOOR, lambda: copies(raw, self.threads), target=targets.get(FLOOR))
         if FRESH in names:
             note = "into newly allocated arrays, as decompressed values arrive"
-            yield Peer(FRESH, lambda: _copies(raw, self.threads, fresh=True), note=note)
+            yield Peer(FRESH, lambda: copies(raw, self.threads, fresh=True), note=note)
         known = [name for name in names if name in CODERS]
         yield from coders.peers(raw, known, threads=self.threads, decode=decode, targets=targets)
         if TORCH in names:
@@ -183,13 +177,9 @@ def _ratio(peer: str, state: Any) -> float:
         return amount / sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
-def _saved(name: str, state: Any, folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Save a state by a peer of `bench store`, check that it comes back, and return both calls."""
-    other, arrays, path = next(x for x in OTHERS if x.name == name), tensors(state), folder / "state"
-    other.save(arrays, path)
-    if not equal(arrays, other.load(arrays, path)):
-        raise CheckFailed(f"{name}: other arrays come back")
-    return lambda: other.save(arrays, path), lambda: other.load(arrays, path)
+def _saved(name: str, state: Any, folder: Path) -> tuple[Call, Call]:
+    """Return the calls by which a peer of `bench store` saves and loads a state."""
+    return checked_calls(next(other for other in OTHERS if other.name == name), tensors(state), folder / "state")
 
 
 def _through_files(name: str, state: Any, decode: bool) -> Callable[[], object]:
@@ -197,27 +187,6 @@ def _through_files(name: str, state: Any, decode: bool) -> Callable[[], object]:
     folder = tempfile.mkdtemp()
     call = _saved(name, state, Path(folder))[decode]
     weakref.finalize(call, shutil.rmtree, folder, ignore_errors=True)
-    return call
-
-
-def _copies(arrays: list[Any], count: int, *, fresh: bool = False) -> Callable[[], object]:
-    """Copy all arrays, each thread its share; with `fresh` to memory allocated each time."""
-    arrays = [x.view(np.uint8) for x in arrays]
-    used = [] if fresh else [np.ones_like(x) for x in arrays]
-
-    def part(number: int, into: list[Any]) -> None:
-        for source, target in zip(arrays, into, strict=True):
-            cut = slice(number * source.size // count, (number + 1) * source.size // count)
-            np.copyto(target[cut], source[cut])
-
-    def call() -> None:
-        into = [np.empty_like(x) for x in arrays] if fresh else used
-        if count == 1:
-            part(0, into)
-        else:
-            list(pool.map(part, range(count), [into] * count))
-
-    pool = ThreadPoolExecutor(count)
     return call
 
 
@@ -368,7 +337,7 @@ def _gpt(options: Options) -> Callable[[], tuple[Pair, Pair]]:
 
 def run(options: Options) -> list[Row]:
     """Return all rows."""
-    rows = [*small_arrays.rows(options), *first_call.rows(options)]
+    rows = [*small_arrays.rows(options), *fresh.first_calls(options)]
     if small_arrays.alone(options):
         return rows
     make = _gpt(options)
@@ -389,4 +358,4 @@ def run(options: Options) -> list[Row]:
         n = CHUNK if options.quick else 25_000_000
         if options.wanted(ENCODER):
             rows += run_cases([encoder(data.Sample(n, gpt()), n)], options, one_thread_clock())
-    return rows + memory.rows(gpt, 5_000_000 if options.quick else 100_000_000, options)
+    return rows + fresh.memory(gpt, 5_000_000 if options.quick else 100_000_000, options)

@@ -50,6 +50,11 @@ def _zipnn(threads: int) -> Coder:
     return Coder(lambda x: codecs.get(x.itemsize, codecs[4]).compress(x.tobytes()), codecs[4].decompress)
 
 
+def _lz4(threads: int) -> Coder:
+    frame = library("lz4.frame")
+    return Coder(lambda x: frame.compress(x.view(np.uint8)), frame.decompress)
+
+
 def _blosc2(threads: int) -> Coder:
     blosc2 = library("blosc2")
 
@@ -105,13 +110,14 @@ CODERS: Mapping[str, Callable[[int], Coder]] = {
     "zstd -1": _zstd(1),
     "zstd -3": _zstd(3),
     "zstd -19": _zstd(19),
+    "LZ4": _lz4,
     "zipnn": _zipnn,
     "blosc2": _blosc2,
     "pcodec": _pcodec,
     "OpenZL": _openzl,
     "z4ai": _z4ai,
 }
-"""Each is called with the number of threads, which pcodec and OpenZL do not have."""
+"""Each is called with the number of threads, which LZ4, pcodec and OpenZL do not have."""
 
 
 def parts(arrays: Iterable[Array]) -> list[Array]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -133,6 +133,21 @@ def arrays(tree: Any, path: str = "") -> Iterator[tuple[str, npt.NDArray[Any]]]:
             yield from arrays(value, f"{path}/{number}" if path else str(number))
     elif isinstance(tree, np.ndarray) or is_torch(tree):
         yield path, to_numpy(tree)
+
+
+def relative_l2(arrays: Iterable[tuple[str, Any, Any]]) -> dict[str, float]:
+    """Return the relative L2 error of arrays by their kind, all of a kind together.
+
+    Args:
+        arrays: kind, exact values and others of each array.
+    """
+    sums: dict[str, list[float]] = {}
+    for kind, exact, other in arrays:
+        a, b = (np.asarray(x, np.float64) for x in (exact, other))
+        found = sums.setdefault(kind, [0.0, 0.0])
+        found[0] += float(np.square(a - b).sum())
+        found[1] += float(np.square(a).sum())
+    return {kind: math.sqrt(error / all_) if all_ else 0.0 for kind, (error, all_) in sums.items()}
 
 
 def trained(*, quick: bool) -> Pair:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from . import data
+from .harness import Call, CheckFailed
 from .peers import library
 
 TORCH, DURABLE = "torch.save", "torch.save + fsync"
@@ -48,6 +49,18 @@ class Other:
     name: str
     save: Callable[[Arrays, Path], object]
     load: Callable[[Arrays, Path], Any]
+
+
+def checked_calls(other: Other, arrays: Arrays, path: Path) -> tuple[Call, Call]:
+    """Return the calls by which a library saves and loads arrays, once they have come back.
+
+    Raises:
+        CheckFailed: other arrays come back.
+    """
+    other.save(arrays, path)
+    if not equal(arrays, other.load(arrays, path)):
+        raise CheckFailed(f"{other.name}: other arrays come back")
+    return partial(other.save, arrays, path), partial(other.load, arrays, path)
 
 
 def torch_save(state: Any, path: Path, *, durable: bool = False) -> None:

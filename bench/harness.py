@@ -325,8 +325,9 @@ def repetitions(call: Call, clock: Clock) -> int:
 
 
 def interleave(
-    calls: Mapping[str, tuple[Call, int]], *, rounds: int = ROUNDS, clock: Clock, budget: float = 0.5
-) -> dict[str, Timing]:
+    calls: Mapping[str, tuple[Call, int]], *, rounds: int = ROUNDS, clock: Clock, budget: float = 0.5,
+    before: Mapping[str, Call] | None = None,
+) -> dict[str, Timing]:  # fmt: skip
     """Time every call once a round, all in turn, for at least `rounds` rounds.
 
     Args:
@@ -334,6 +335,7 @@ def interleave(
         rounds: fewest rounds.
         clock: how to time.
         budget: seconds; more rounds, up to `MOST_ROUNDS`, are taken while less than this has been spent.
+        before: name -> a call before each timing, which is not timed.
 
     Example:
         >>> timings = interleave({"nothing": (lambda: None, 1)}, clock=wall_clock)
@@ -348,6 +350,8 @@ def interleave(
         done = 0
         while done < rounds or (done < MOST_ROUNDS and time.perf_counter() - begin < budget):
             for name, (call, times) in calls.items():
+                if before and name in before:
+                    before[name]()
                 seconds[name].append(clock(call, times))
             done += 1
     finally:

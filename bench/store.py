@@ -31,11 +31,10 @@ from shrinkpoint.commands.trials import peak
 from . import data
 from .data import Pair
 from .devices import threads
-from .file_peers import OTHERS, UNSYNCED, Arrays, Other, equal, tensors
+from .file_peers import OTHERS, UNSYNCED, Arrays, Other, checked_calls, tensors
 from .harness import (
     Call,
     Case,
-    CheckFailed,
     Job,
     Options,
     Peer,
@@ -49,7 +48,7 @@ from .harness import (
     wall_clock,
 )
 from .saver import stalls
-from .whole_states import check_errors
+from .whole_states import check_errors, copies
 
 TITLE = (
     "save, load, memory, restore after compaction, flipped bits; against torch.save, safetensors, DCP, moonclip, npz"
@@ -162,25 +161,21 @@ class _Work:
     def _job(self, call: Call, others: tuple[Other, ...], *, loading: bool) -> Job:
         arrays = tensors(self.pair.after)
         raw = float(sum(x.nbytes for x in arrays.values()))
-        into = {name: x.clone() for name, x in arrays.items()}
-
-        def copy() -> None:
-            for name, x in arrays.items():
-                into[name].copy_(x)
-
         peers = [Peer(other.name, partial(self.other, other, arrays, loading)) for other in others]
         parent = sp.compress(self.pair.before, cfg=self.cfg) if self.kind == "delta" else None
         ratio = sp.compress(self.pair.after, parent, self.cfg).ratio
         note = f"{raw / 1e6:.0f} MB raw, ratio {ratio:.2f}; {self.pair.origin}"
-        return Job(call, self.check, raw, [Peer(FLOOR, lambda: copy), *peers], note)
+        return Job(
+            call,
+            self.check,
+            raw,
+            [Peer(FLOOR, lambda: copies([x.numpy().reshape(-1) for x in arrays.values()])), *peers],
+            note,
+        )
 
     def other(self, other: Other, arrays: Arrays, loading: bool) -> Call:
         """Return the call of another library, once its arrays have come back."""
-        path = self.folder / f"other-{other.name.replace(' ', '')}"
-        other.save(arrays, path)
-        if not equal(arrays, other.load(arrays, path)):
-            raise CheckFailed(f"{other.name}: other arrays come back")
-        return (lambda: other.load(arrays, path)) if loading else (lambda: other.save(arrays, path))
+        return checked_calls(other, arrays, self.folder / f"other-{other.name.replace(' ', '')}")[loading]
 
 
 # ---------------------------------------------------------------------------------------------------------- memory

@@ -25,21 +25,34 @@ from typing import Any
 
 import numpy as np
 import torch
-import zstandard
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import CHUNK
 from shrinkpoint.kernels.sparse_delta import collect_and_locate
 from shrinkpoint.trainers.publishing.ranks import Counted
 
-from . import processes
+from . import coders, processes
 from .devices import Device, gpu, threads
-from .harness import ROUNDS, Call, CheckFailed, Clock, Options, Row, Rows, at_least, at_most, cpu_clock, wall_clock
-from .peers import library
+from .harness import (
+    ROUNDS,
+    Call,
+    CheckFailed,
+    Clock,
+    Options,
+    Row,
+    Rows,
+    at_least,
+    at_most,
+    cpu_clock,
+    interleave,
+    same,
+    wall_clock,
+)
 
 TITLE = "exact deltas at the speed of memory, and publishing to a model that serves"
 FLOOR = "memcpy"
 MASK = "BitSnap's mask"
+SERVED = "bits of the served model"
 TWO_CORES = "two cores, 2 %"
 GPU_ROWS = {
     "gpu collect": at_least(0.35),
@@ -106,12 +119,6 @@ def run(options: Options) -> list[Row]:
     return rows
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "the served bits are not the published ones") -> None:
-    """Raise CheckFailed unless two tensors of 16-bit values are equal bit for bit."""
-    if not torch.equal(a.view(torch.int16), b.view(torch.int16)):
-        raise CheckFailed(what)
-
-
 def in_turn(
     calls: Mapping[str, Call], clock: Clock, before: Mapping[str, Call], rounds: int = ROUNDS
 ) -> dict[str, list[float]]:
@@ -123,12 +130,9 @@ def in_turn(
         before: calls before some of them, outside of the timing.
         rounds: that count.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
-        for name, call in calls.items():
-            before.get(name, lambda: None)()
-            seconds[name].append(clock(call, 1))
-    return {name: found[1:] for name, found in seconds.items()}
+    each = {name: (call, 1) for name, call in calls.items()}
+    found = interleave(each, rounds=rounds + 1, clock=clock, budget=0.0, before=before)
+    return {name: list(timing.seconds[1:]) for name, timing in found.items()}
 
 
 def _codec(share: Share, n: int) -> list[Row]:
@@ -140,13 +144,13 @@ def _codec(share: Share, n: int) -> list[Row]:
         base = sp.compress({"w": old}, cfg=cfg)
         blob = sp.compress({"w": new}, base, cfg).to_bytes()
         back = sp.decompress(sp.Checkpoint.from_bytes(blob), base)["w"]
-        same_bits(back, new, "the delta does not give the same bits")
+        same("bits of the delta", back, new)
         publisher, served = sp.Publisher(folder), {"w": old.clone()}
         publisher.publish(0, {"w": old})
         subscriber = sp.Subscriber(folder, served)
         publisher.publish(1, {"w": new})
         subscriber.update()
-        same_bits(served["w"], new)
+        same(SERVED, served["w"], new)
         target, source = np.empty(2 * n, np.uint8), new.view(torch.uint8).numpy()
 
         def undo() -> None:
@@ -179,7 +183,7 @@ def _codec(share: Share, n: int) -> list[Row]:
     for peer in (name for name in calls if name.endswith("of XOR") or name == MASK):
         against("encode", peer)
     xor = _xor(old, new)
-    sizes = {f"zstd-{level} of XOR": len(zstandard.ZstdCompressor(level=level).compress(xor)) for level in (1, 3)}
+    sizes = {f"zstd-{level} of XOR": coders.size(f"zstd -{level}", [xor]) for level in (1, 3)}
     size, ours = f"size, {share.name}", len(blob)
     for peer, taken in (sizes | _other_formats(old, new)).items():
         rows.add(size, ours, "bytes", (peer, taken), note, ratio=taken / ours)
@@ -190,19 +194,12 @@ def _codec(share: Share, n: int) -> list[Row]:
     return rows
 
 
-def _other_coders() -> dict[str, Callable[[bytes], object]]:
-    """Coders of bytes that are installed, on one thread."""
-    found: dict[str, Callable[[bytes], object]] = {
-        f"zstd-{level}": zstandard.ZstdCompressor(level=level).compress for level in (1, 3)
-    }
-    with suppress(ImportError):
-        found["LZ4"] = library("lz4.frame").compress
-    with suppress(ImportError):
-        standalone, config = library("pcodec.standalone"), library("pcodec").ChunkConfig()
-        found["pcodec"] = lambda data: standalone.simple_compress(np.frombuffer(data, np.uint16), config)
-    with suppress(ImportError):
-        zipnn = library("zipnn").ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=1)
-        found["zipnn"] = lambda data: zipnn.compress(bytearray(data))
+def _other_coders() -> dict[str, Callable[[Any], object]]:
+    """Coders of arrays that are installed, on one thread."""
+    found: dict[str, Callable[[Any], object]] = {}
+    for name in ("zstd -1", "zstd -3", "LZ4", "pcodec", "zipnn"):
+        with suppress(ImportError):
+            found[name.replace(" ", "")] = coders.CODERS[name](1).encode
     return found
 
 
@@ -222,9 +219,9 @@ def _other_formats(old: torch.Tensor, new: torch.Tensor) -> dict[str, int]:
     return found
 
 
-def _xor(old: torch.Tensor, new: torch.Tensor) -> bytes:
-    """The exclusive or of two byte strings."""
-    return (old.view(torch.int16) ^ new.view(torch.int16)).numpy().tobytes()
+def _xor(old: torch.Tensor, new: torch.Tensor) -> Any:
+    """Return the exclusive or of the bit patterns."""
+    return (old.view(torch.int16) ^ new.view(torch.int16)).numpy().view(np.uint16)
 
 
 def _dense(old: torch.Tensor, new: torch.Tensor) -> int | None:
@@ -293,7 +290,7 @@ def _device_rows(old: torch.Tensor, new: torch.Tensor, device: Device) -> list[R
         return [(one[1], one[2]) for one in found if one is not None]
 
     for (a, b), (at, values) in zip(parts, collect(), strict=True):
-        same_bits(b.clone().index_put_((at,), values), a, "the changes do not give the same bits")
+        same("bits of the changes", b.clone().index_put_((at,), values), a)
     calls: dict[str, Call] = {
         "device copy": lambda: into.copy_(new),
         "gpu collect": collect,
@@ -324,7 +321,7 @@ def _published(
     done = publisher.publish(version, state)
     subscriber.update()
     for name, part in state.items():
-        same_bits(served[name], part)
+        same(SERVED, served[name], part)
     report = subscriber.last
     assert report is not None
     return done, {"publish": done.seconds, "prepare": report.prepare_seconds, "pause": report.pause_seconds}
@@ -374,7 +371,7 @@ def _ranks(n: int) -> list[Row]:
             for version in range(ROUNDS + 2):
                 found = [r.result() for r in [pool.submit(publish, i, version) for i in range(count)]]
                 subscriber.update(version=version)
-                same_bits(served["w"], state)
+                same(SERVED, served["w"], state)
                 rounds.append((max(seconds for seconds, _ in found), found[0][1].nbytes))
                 state.view(torch.int16)[torch.rand(state.shape, generator=g) < 0.01] += 1
         seconds, nbytes = (statistics.median(values) for values in zip(*rounds[2:], strict=True))

@@ -1,9 +1,10 @@
-"""Whole states: checkpoints, timed calls, checks, and `torch.save` as a peer."""
+"""Whole states: checkpoints, timed calls, checks; copies of memory and `torch.save` as peers."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from typing import Any
 
@@ -123,3 +124,24 @@ def torch_calls(state: Any, *, decode: bool) -> Callable[[], object]:
         return save
     saved = save()
     return lambda: torch.load(io.BytesIO(saved), weights_only=False)
+
+
+def copies(arrays: list[Any], count: int = 1, *, fresh: bool = False) -> Callable[[], object]:
+    """Return the call that copies flat arrays, each thread its share; with `fresh` to memory allocated each time."""
+    arrays = [x.view(np.uint8) for x in arrays]
+    used = [] if fresh else [np.ones_like(x) for x in arrays]
+
+    def part(number: int, into: list[Any]) -> None:
+        for source, target in zip(arrays, into, strict=True):
+            cut = slice(number * source.size // count, (number + 1) * source.size // count)
+            np.copyto(target[cut], source[cut])
+
+    def call() -> None:
+        into = [np.empty_like(x) for x in arrays] if fresh else used
+        if count == 1:
+            part(0, into)
+        else:
+            list(pool.map(part, range(count), [into] * count))
+
+    pool = ThreadPoolExecutor(count)
+    return call

@@ -57,7 +57,7 @@ def case(made: Job, **more: Any) -> Case:
 
 def test_quick_rows_and_json_have_the_agreed_shape(tmp_path: Path) -> None:
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
-    only = "joint_counts,rans_encode,500 tensors: assign"
+    only = "joint_counts,rans_encode,500 tensors: log"
     assert main(["kernels", "--quick", "--only", only, "--json", str(out), "--plot", str(picture)]) == 0
     found = json.loads(out.read_text())
     assert list(found) == ["machine", "versions", "commit", "run", "rows"]
@@ -66,7 +66,12 @@ def test_quick_rows_and_json_have_the_agreed_shape(tmp_path: Path) -> None:
     assert all(list(row) == KEYS for row in found["rows"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     here = {row["row"]: row for row in found["rows"] if row["peer"] == "memcpy"}
-    assert set(here) == {"joint_counts", "assign + joint_counts", "rans_encode conditional", "500 tensors: assign"}
+    assert set(here) == {
+        "joint_counts",
+        "assign + joint_counts",
+        "rans_encode conditional",
+        "500 tensors: log_histogram",
+    }
     for row in found["rows"]:
         if row["value"] is not None and row["peer_value"] is not None:
             assert row["ratio"] == pytest.approx(row["value"] / row["peer_value"])

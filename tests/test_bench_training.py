@@ -18,7 +18,7 @@ from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import __main__ as command
 from shrinkpoint.bench.evidence import pages, results
 from shrinkpoint.bench.harness import Options, Row, Rows
-from shrinkpoint.bench.studies import accuracy, faults, transfer, workloads
+from shrinkpoint.bench.studies import faults, training, transfer, workloads
 from shrinkpoint.bench.studies.faults import InStore, Peer, Trainings, Uncompressed, end_of, endure, kills
 from shrinkpoint.bench.studies.workloads import Run, State, Workload
 from shrinkpoint.codec.compress import compress_inputs
@@ -222,7 +222,7 @@ def test_nothing_stays_in_memory() -> None:
 
 
 def test_a_searched_system_changes_its_configuration() -> None:
-    searching = faults.Searching(0.05, accuracy.OWN_CUBE, batches=1)
+    searching = faults.Searching(0.05, training.OWN_CUBE, batches=1)
     with threads(1):
         system = InStore(sp.Config(), searching=searching)
         run = Run(short(), 0)

@@ -11,9 +11,9 @@ from pathlib import Path
 from ..plot import pyplot
 from ..studies import overview as study
 from ..studies.harm.campaign import RESULTS
-from ..studies.harm.families import SET_ASIDE
-from ..studies.harm.groups import ALL as FAMILIES
-from ..studies.harm.groups import CHOSE, HELD_BACK, REGRESSIONS, SENSITIVE
+from ..studies.harm.families import CHOSE, SENSITIVE, SET_ASIDE
+from ..studies.harm.held_back import ALL as FAMILIES
+from ..studies.harm.held_back import HELD_BACK
 from ..studies.harm.settings import PARTS
 from ..studies.harm.summary import Campaign, Effect, Found
 from .cells import markdown, number
@@ -38,11 +38,13 @@ def campaign() -> Campaign:
     return Campaign(json.loads(line) for line in lines)
 
 
+_REGRESSIONS = ("autoencoder", "regression", "VAE", "diffusion, EMA")
+"""Families whose outputs are values, without the physics-informed network."""
 _ALONE = ("PINN", "grokking")
 _LABELS = "classifiers, language models"
 TASKS = {
-    _LABELS: tuple(name for name in FAMILIES if name not in (*REGRESSIONS, *_ALONE)),
-    "regression, generative": REGRESSIONS,
+    _LABELS: tuple(name for name in FAMILIES if name not in (*_REGRESSIONS, *_ALONE)),
+    "regression, generative": _REGRESSIONS,
     "physics (PINN)": ("PINN",),
     "learnt late (grokking)": ("grokking",),
 }
@@ -270,11 +272,6 @@ def front() -> str:
         kind, before = part, (bits, far)
     head = ["part", "setting", "bits in a base", "in a delta", "in a chain", "divergence, 1e-5 nats", "answers changed"]
     return markdown([*head, "less divergence for a bit more"], lines)
-
-
-def measured() -> bool:
-    """Return whether results of killed trainings exist to draw."""
-    return any(campaign().found(family, "default") for family in FAMILIES)
 
 
 _COLOURS = {"exact_weights": "#6c757d", "precise": "#3a7d44", "default": "#2a6f97", "compact": "#b5651d"}

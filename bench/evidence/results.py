@@ -3,11 +3,108 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from .cells import Json, markdown
-from .provenance import HEADER, commits, manifest_line
+
+UNKNOWN = "not recorded"
+SHOWN = ("python", "torch", "triton", "numpy", "numba")
+"""Packages whose versions are shown; all of them are in the JSON."""
+HEADER = ("", "commit: rows", "asked for", "machine", "versions")
+MARK, ON = "; measured at ", " on "
+"""How the note of a row ends that was measured at another commit than its document's, and on another processor."""
+_AT = re.compile(rf"{MARK}([0-9a-f]+\+?)(?:{ON}(.+))?$")
+
+
+def manifest_line(name: str, document: Mapping[str, Any]) -> list[str]:
+    """Return the cells of one file, under `HEADER`.
+
+    Args:
+        name: of the file.
+        document: its JSON: of a benchmark, of the demo, of the ahead-of-time test.
+    """
+    machine = document.get("machine")
+    versions = {"python": (machine or {}).get("python")} | document.get("versions", {})
+    about = ", ".join(f"{package} {versions[package]}" for package in SHOWN if versions.get(package))
+    return [
+        f"`{name}`",
+        _commits(document),
+        _asked(document),
+        _machine(machine) + elsewhere(document),
+        about or UNKNOWN,
+    ]
+
+
+def commits(document: Mapping[str, Any]) -> Counter[str]:
+    """Count rows by the commit they were measured at; "+" marks uncommitted changes.
+
+    A row that an earlier run left says so at the end of its note; the others are the document's own.
+
+    Example:
+        >>> rows = [{"note": "a; measured at abc1234+"}, {"note": "b"}, {"note": "c"}]
+        >>> sorted(commits({"commit": "0123456789", "rows": rows}).items())
+        [('0123456', 2), ('abc1234+', 1)]
+    """
+    own = str(document.get("commit") or UNKNOWN)
+    if own != UNKNOWN:
+        own = own[:7] + ("+" if own.endswith("+") else "")
+    found: Counter[str] = Counter()
+    for row in document.get("rows", []):
+        earlier = _AT.search(str(row.get("note", "")))
+        found[earlier[1] if earlier else own] += 1
+    return found or Counter({own: 0})
+
+
+def elsewhere(document: Mapping[str, Any]) -> str:
+    """Return the other processors that some rows were measured on, or "".
+
+    Example:
+        >>> elsewhere({"rows": [{"note": "a; measured at abc1234 on a Xeon"}, {"note": "b; measured at abc1234"}]})
+        '; 1 row on a Xeon'
+    """
+    notes = (_AT.search(str(row.get("note", ""))) for row in document.get("rows", []))
+    found = Counter(match[2] for match in notes if match and match[2])
+    return "".join(f"; {rows} row{'s' if rows > 1 else ''}{ON}{cpu}" for cpu, rows in found.most_common())
+
+
+def _commits(document: Mapping[str, Any]) -> str:
+    cells = []
+    for commit, rows in commits(document).most_common():
+        shown = commit if commit == UNKNOWN else f"`{commit}`"
+        cells.append(f"{shown}: {rows}" if rows else shown)
+    stopped = f"; did not come to its end ({document['stopped']})" if "stopped" in document else ""
+    return ", ".join(cells) + stopped
+
+
+def _asked(document: Mapping[str, Any]) -> str:
+    """Return the command and the seeds; for the demo its configuration."""
+    run = document.get("run")
+    if isinstance(run, Mapping):
+        seeds = run.get("seeds")
+        return f"`{run['command']}`" + (f", seeds {', '.join(map(str, seeds))}" if seeds else "")
+    config = document.get("config")
+    if isinstance(config, Mapping):
+        return ", ".join(f"{key} {value}" for key, value in config.items())
+    return UNKNOWN
+
+
+def _machine(machine: Mapping[str, Any] | None) -> str:
+    """Return processor, cores and GPU of a result, and whether the machine was busy."""
+    if machine is None:
+        return UNKNOWN
+    if "cores" not in machine:
+        return ", ".join(f"{key} {value}" for key, value in machine.items())
+    cores, load = machine["cores"], (machine.get("load") or [0.0])[0]
+    busy = f"busy (load {load:.0f})" if load > cores else ""
+    parts = (machine.get("cpu"), f"{cores} cores", machine.get("gpu") or "no GPU", busy)
+    return ", ".join(str(part) for part in parts if part)
+
+
+# ----------------------------------------------------------------------------------------------------------- documents
 
 HOME = Path(__file__).resolve().parents[2]
 RESULTS = HOME / "bench" / "results"

@@ -14,11 +14,11 @@ from ..devices import FLOORS, Device, cpu, threads
 from ..devices import gpu as gpu_device
 from ..harness import Case, Options, Row, run_cases
 from ..plot import Bar, Bars, Lines, draw, limit
-from . import bits, entropy, histogram, kmeans, levels, moments, published, quantizer, sparse_delta, states
+from . import bits, entropy, histogram, kmeans, levels, moments, published, quantizer, states
 from .place import Place
 
 TITLE = "each kernel against memcpy and its peers, on one CPU thread and on the GPU"
-SUBJECTS = (histogram, quantizer, levels, bits, published, moments, entropy, states, kmeans, sparse_delta)
+SUBJECTS = (histogram, quantizer, levels, bits, published, moments, entropy, states, kmeans)
 SWEPT = (
     *("copy to new memory", "log_histogram", "assign", "split_by_level", "merge_by_level", "difference"),
     *("huffman_encode", "huffman_decode", "rans_encode conditional", "rans_decode conditional"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ ONE, EACH = "one tensor", "a call each"
 def cases(at: Place) -> list[Case]:
     """Return the cases of the subject."""
     others: tuple[str, ...] = ("torch.histc", "torch.quantile")
+    kept_many = lambda parts: kernels.kept_histogram_many(parts, [at.sample.thresholds] * TENSORS, BITS)  # noqa: E731
     others = (*others, "cupy.percentile") if at.device.gpu else ("np.histogram", "np.quantile", *others, "ddsketch")
     return [
         at.case("log_histogram", lambda: whole(at), at.target(0.70, 0.85), others),
@@ -29,8 +31,8 @@ def cases(at: Place) -> list[Case]:
         at.case("bucket_value", lambda: values(at)),
         at.case("merge", lambda: merged(at), unit="us", on="cpu"),
         at.case("quantile", lambda: quantiles(at), unit="us", on="cpu"),
-        many(at, "log_histogram", lambda: sketches(at)),
-        many(at, "kept_histogram", lambda: kept_sketches(at)),
+        many(at, "log_histogram", lambda parts: kernels.log_histogram_many(parts, BITS, signed=True), sketch),
+        many(at, "kept_histogram", kept_many, lambda x: kernels.kept_histogram(x, at.sample.thresholds, BITS)),
     ]
 
 
@@ -66,11 +68,8 @@ def halved(at: Place) -> Job:
 
 def sensitivity(at: Place) -> Job:
     """Count products of weights and gradients."""
-    (x, g), p = at.arrays(*at.pair()), at.prefix
-    w, gradient = (part[:p] for part in at.pair())
-    expected = oracle("histogram").log_histogram(w, BITS, signed=False, gradient=gradient)
-    check = comes_back("counts", lambda: kernels.log_histogram(x[:p], BITS, gradient=g[:p]), expected, at.says)
-    return at.job(lambda: kernels.log_histogram(x, BITS, gradient=g), check, 8)
+    x, gradient = at.pair()
+    return at.compared(Call("histogram.log_histogram", (x,), (BITS,), named={"gradient": gradient}), 8)
 
 
 def _kept(at: Place) -> Call:
@@ -119,57 +118,30 @@ def row(name: str) -> str:
     return f"{TENSORS} tensors: {name}"
 
 
-def elements(at: Place) -> int:
-    """Elements of the model: `TENSORS * SMALL`, fewer where there is not as much data."""
-    return min(TENSORS * SMALL, at.n) // TENSORS * TENSORS
-
-
-def many(at: Place, name: str, make: Any, others: tuple[str, ...] = (EACH,)) -> Case:
-    """Return a case of many tensors, with the same kernel on one tensor as its peer."""
-    names = (ONE, *others, at.device.floor)
-    return Case(row(name), elements(at), "GB/s", make, at.device.name, None, names, at.device.missing)
-
-
-def tensors(at: Place) -> tuple[Any, list[Any]]:
-    """All elements as one array, and as the arrays of the model."""
-    (whole,), step = at.arrays(at.sample.before(elements(at))), elements(at) // TENSORS
-    return whole, [whole[i : i + step] for i in range(0, elements(at), step)]
-
-
-def many_job(at: Place, calls: dict[str, Any], check: Any, note: str) -> Job:
-    """Return the job of a kernel on all tensors of a model.
+def many(at: Place, name: str, together: Callable[[list[Any]], Any], single: Callable[[Any], Any]) -> Case:
+    """Return a case of many tensors; its peers are the same kernel on one tensor, and a call for each of them.
 
     Args:
         at: where.
-        calls: "": on all tensors; `ONE`: on one tensor of all their elements; `EACH`: a call for each tensor.
-        check: of the results.
-        note: how it is called.
+        name: of the kernel.
+        together: counts all tensors in one call.
+        single: counts one tensor.
     """
-    nbytes = 4 * elements(at)
-    notes = {ONE: "the same kernel, all elements in one tensor", EACH: f"{TENSORS} calls of one tensor"}
-    others = [Peer(name, lambda name=name: calls[name], note=notes[name]) for name in calls if name]  # type: ignore[misc]
-    said = f"{note} of {elements(at) // TENSORS:,} elements"
-    return Job(calls[""], check, float(nbytes), [*others, at.device.copy(nbytes)], said)
+    step = min(SMALL, at.n // TENSORS)
+    size = step * TENSORS
 
+    def make() -> Job:
+        (whole,) = at.arrays(at.sample.before(size))
+        parts = [whole[i : i + step] for i in range(0, size, step)]
 
-def sketches(at: Place) -> Job:
-    """Count all tensors in one call."""
-    return _sketched(at, lambda parts: kernels.log_histogram_many(parts, BITS, signed=True), sketch)
+        def check() -> str:
+            same("counts", kernels.merge(*together(parts)), single(whole))
+            return "merged counts = counts of one tensor"
 
+        one = Peer(ONE, lambda: lambda: single(whole), note="the same kernel, all elements in one tensor")
+        each = Peer(EACH, lambda: lambda: [single(part) for part in parts], note=f"{TENSORS} calls of one tensor")
+        note = f"one call with {TENSORS} tensors of {step:,} elements"
+        return Job(lambda: together(parts), check, 4.0 * size, [one, each, at.device.copy(4 * size)], note)
 
-def kept_sketches(at: Place) -> Job:
-    """Count the kept elements of all tensors in one call."""
-    limits = at.sample.thresholds
-    together = lambda parts: kernels.kept_histogram_many(parts, [limits] * TENSORS, BITS)  # noqa: E731
-    return _sketched(at, together, lambda x: kernels.kept_histogram(x, limits, BITS))
-
-
-def _sketched(at: Place, together: Any, single: Any) -> Job:
-    whole, parts = tensors(at)
-    calls = {"": lambda: together(parts), ONE: lambda: single(whole), EACH: lambda: [single(part) for part in parts]}
-
-    def check() -> str:
-        same("counts", kernels.merge(*together(parts)), single(whole))
-        return "merged counts = counts of one tensor"
-
-    return many_job(at, calls, check, f"one call with {TENSORS} tensors")
+    names = (ONE, EACH, at.device.floor)
+    return Case(row(name), size, "GB/s", make, at.device.name, None, names, at.device.missing)

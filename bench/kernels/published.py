@@ -9,8 +9,8 @@ import numpy as np
 from shrinkpoint.kernels import cluster, exponent
 from shrinkpoint.kernels.rows import row_quantize
 
-from ..harness import Case, Job, host, near, same
-from .place import COLUMNS, FEW, ROWS, Call, Place, comes_back, oracle
+from ..harness import Case, Job, host, near
+from .place import COLUMNS, FEW, ROWS, Call, Place
 
 _SLOW = 1 << 20
 """Most elements of a case that takes many steps an element."""
@@ -30,7 +30,7 @@ def cases(at: Place) -> list[Case]:
         at.case("row_lookup", lambda: looked_up(at)),
         at.case("cluster_quantize", clustered),
         at.case("cluster_dequantize", lambda: dequantized(at)),
-        at.case("exponent_buckets", lambda: counted(at)),
+        at.case("exponent_buckets", lambda: at.compared(Call("exponent.exponent_buckets", (at.steps(),)), 4)),
         at.case("exponent_quantize", lambda: at.compared(_quantize(at), 5)),
         at.case("exponent_dequantize", lambda: values_of_buckets(at)),
         at.case("exponent_differences", lambda: at.compared(Call("exponent.exponent_differences", _states(at)), 12)),
@@ -80,24 +80,9 @@ def _few(at: Place) -> int:
 
 def dequantized(at: Place) -> Job:
     """Restore values from labels and codes."""
-    found = cluster.cluster_quantize(*at.arrays(at.sample.before(at.n)))
-    few = (found.codes[: at.prefix], found.labels[: at.prefix], found.scale, found.minimum)
-    expected = oracle("cluster").cluster_dequantize(*map(host, few))
-    check = comes_back("values", lambda: cluster.cluster_dequantize(*few), expected, at.says)
-    return at.job(lambda: cluster.cluster_dequantize(*found), check, 6)
-
-
-def counted(at: Place) -> Job:
-    """Count exponents."""
-    values = at.steps()
-    (x,) = at.arrays(values)
-
-    def check() -> str:
-        found = exponent.exponent_buckets(x[: at.prefix]), oracle("exponent").exponent_buckets(values[: at.prefix])
-        same("buckets", *[(part.counts, part.lowest, part.highest, part.zeros) for part in found])
-        return at.says
-
-    return at.job(lambda: exponent.exponent_buckets(x), check, 4)
+    found = cluster.cluster_quantize(at.sample.before(at.n))
+    parts = found.codes, found.labels, found.scale, found.minimum
+    return at.compared(Call("cluster.cluster_dequantize", parts), 6)
 
 
 def _quantize(at: Place) -> Call:

@@ -12,8 +12,7 @@ from shrinkpoint.kernels import quantizer as kernels
 
 from .. import peers
 from ..harness import Case, Job, near, same
-from .histogram import ONE, TENSORS, elements, many, many_job, tensors
-from .place import LEVELS, ROUNDING, Call, Place, comes_back, oracle
+from .place import LEVELS, ROUNDING, Call, Place, oracle
 
 _STEP = (2.0**-13, "int16")
 """Step of multiples, and their dtype."""
@@ -26,11 +25,10 @@ def cases(at: Place) -> list[Case]:
     search = ("torch.bucketize",) if at.device.gpu else ("np.searchsorted", "torch.bucketize")
     return [
         at.case("assign", lambda: assign(at), at.target(0.55, 0.85), search),
-        at.case("assign with gradient", lambda: with_gradient(at)),
+        at.case("assign with gradient", lambda: at.compared(_assign(at, at.sample.after(at.n)), 9)),
         at.case("assign + joint_counts", lambda: with_counts(at), at.target(0.30, 0.85)),
         at.case("dequantize", lambda: dequantize(at)),
         at.case("boundaries", lambda: boundaries(at), unit="us", on="cpu"),
-        many(at, "assign", lambda: assign_many(at), ()),
         at.case("rate_distortion_levels", lambda: cheapest(at)),
         at.case("unsettled", lambda: unsettled(at)),
         at.case("extrapolate", extrapolated),
@@ -42,28 +40,17 @@ def cases(at: Place) -> list[Case]:
     ]
 
 
-def _expected(at: Place, x: Any, gradient: Any = None) -> Any:
-    codes = at.sample.codebook.astype(np.float64)
-    return oracle("quantizer").assign(x, at.sample.thresholds, codes, gradient=gradient)
-
-
 def assign(at: Place) -> Job:
     """Find each weight's level."""
-    values, limits, codebook = at.sample.before(at.n), at.sample.thresholds, at.sample.codebook
+    values, codebook = at.sample.before(at.n), at.sample.codebook
     bounds = kernels.boundaries(codebook, "float32").astype(np.float32)
-    others = peers.bucketing(at.device, at.device.array(values), bounds, values)
-    full = (limits, codebook.astype(np.float64))
-    call = Call("quantizer.assign", (values,), (limits, codebook), full, {"gradient": None})
-    return at.compared(call, 5, others)
+    return at.compared(_assign(at, None), 5, peers.bucketing(at.device, at.device.array(values), bounds, values))
 
 
-def with_gradient(at: Place) -> Job:
-    """Find levels where products with the gradient protect."""
-    limits, codebook, p = at.sample.thresholds, at.sample.codebook, at.prefix
-    x, g = at.arrays(*at.pair())
-    expected = _expected(at, *(part[:p] for part in at.pair()))
-    check = comes_back("levels", lambda: kernels.assign(x[:p], limits, codebook, gradient=g[:p]), expected, at.says)
-    return at.job(lambda: kernels.assign(x, limits, codebook, gradient=g), check, 9)
+def _assign(at: Place, gradient: Any) -> Call:
+    limits, codebook = at.sample.thresholds, at.sample.codebook
+    full = limits, codebook.astype(np.float64)
+    return Call("quantizer.assign", (at.sample.before(at.n),), (limits, codebook), full, {"gradient": gradient})
 
 
 def with_counts(at: Place) -> Job:
@@ -76,7 +63,7 @@ def with_counts(at: Place) -> Job:
         return levels, level_kernels.joint_counts(previous[:count], levels, LEVELS, LEVELS)
 
     def check() -> str:
-        levels = _expected(at, at.sample.after(p))
+        levels = oracle("quantizer").assign(at.sample.after(p), limits, codebook.astype(np.float64), gradient=None)
         counts = oracle("levels").joint_counts(at.sample.levels_before(p), levels, LEVELS, LEVELS)
         same("levels and counts", both(p), (levels, counts))
         return at.says
@@ -101,24 +88,6 @@ def boundaries(at: Place) -> Job:
         seen=lambda found: np.searchsorted(found, x, side="right"),
         says=f"{x.size:,} elements = the nearest code",
     )
-
-
-def assign_many(at: Place) -> Job:
-    """Find the levels of many small tensors."""
-    limits, codebook = at.sample.thresholds, at.sample.codebook
-    (whole, parts), step = tensors(at), elements(at) // TENSORS
-
-    def check() -> str:
-        levels = kernels.assign(whole, limits, codebook)
-        for number, part in enumerate(parts):
-            same("levels", kernels.assign(part, limits, codebook), levels[number * step : (number + 1) * step])
-        return "levels = levels of one tensor"
-
-    calls = {
-        "": lambda: [kernels.assign(part, limits, codebook) for part in parts],
-        ONE: lambda: kernels.assign(whole, limits, codebook),
-    }
-    return many_job(at, calls, check, f"{TENSORS} calls")
 
 
 # ------------------------------------------------------------------------------------------------------ rate-distortion

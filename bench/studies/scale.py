@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import shrinkpoint as sp
 
-from .. import data, memory, processes
+from .. import data, fresh, processes
 from ..devices import threads
 from ..harness import Options, Row, Rows, at_most, wall_clock
 from . import workloads
@@ -55,7 +55,7 @@ def shard(options: Options) -> list[Row]:
     rows = Rows(size=2_000_000 if options.quick else SHARD)
     pair = data.trained(quick=options.quick)
     with tempfile.TemporaryDirectory() as folder:
-        source = str(memory.write_pools(pair, folder))
+        source = str(fresh.write_pools(pair, folder))
         for level, what in itertools.product(("default", "exact_weights"), _ACTIONS):
             rows.start = f"175 M shard, {level}, {what}"
             found = processes.call("shrinkpoint.bench.studies.scale:shard_child", source, rows.size, what, level)
@@ -74,9 +74,9 @@ _ACTIONS = ("compress base", "compress delta", "restore base")
 def shard_child(source: str, parameters: int, what: str, level: str) -> dict[str, Any]:
     """Measure an operation on a shard in this process."""
     config = sp.Config() if level == "default" else sp.presets.exact_weights()
-    pair = memory.read_pools(source)
+    pair = fresh.read_pools(source)
     with threads(1):
-        memory.warm(pair, config)
+        fresh.warm(pair, config)
         state = data.drawn_state(pair, parameters)
         parent = None if what == "compress base" else sp.compress(state.before, cfg=config)
         if parent is not None and what == "restore base":
@@ -90,12 +90,12 @@ def shard_child(source: str, parameters: int, what: str, level: str) -> dict[str
                 kept.append(sp.compress(state.before if parent is None else state.after, parent, config))
 
         begin = time.process_time()
-        extra = memory.extra_of(call)
+        extra = fresh.extra_of(call)
         seconds = time.process_time() - begin
     answer = {"seconds": seconds, "raw": state.nbytes}
     if what == "restore base":
-        return answer | {"extra": extra - state.nbytes, "how": f"{memory.HOW}, without the state returned"}
-    return answer | {"extra": extra, "how": f"{memory.HOW}, file and reference included", "stored": kept[0].nbytes}
+        return answer | {"extra": extra - state.nbytes, "how": f"{fresh.HOW}, without the state returned"}
+    return answer | {"extra": extra, "how": f"{fresh.HOW}, file and reference included", "stored": kept[0].nbytes}
 
 
 # ---------------------------------------------------------------------------------------------------- a long chain

@@ -32,6 +32,7 @@ from shrinkpoint.trainers.sensitivity import batches_that_count
 from ..devices import threads
 from ..harness import Options, Row, Rows, at_most
 from . import overhead, workloads
+from .faults import quality
 from .workloads import Run, State, Workload
 
 TITLE = "evaluations, seconds and size of searched configurations, and losses after a restore"
@@ -77,21 +78,10 @@ def trained(workload: Workload, checkpoints: int) -> Training:
             run.train(step)
             seconds = time.perf_counter() - begin
             kept.append(Checkpoint(step, {"model": copy.deepcopy(run.model.state_dict())}, tracker.grads(), seconds))
-    held_out = workload.held_out()
-    count = _BATCHES.get(workload.name, len(held_out) // 2)
-    probe = copy.deepcopy(run.model).eval()
-
-    def loss(batches: list[Any]) -> Callable[[State], float]:
-        @torch.no_grad()
-        def mean(state: State) -> float:
-            probe.load_state_dict(state["model"])
-            return statistics.fmean(float(workload.loss(probe, batch)) for batch in batches)
-
-        return mean
-
+    count = _BATCHES.get(workload.name, len(workload.held_out()) // 2)
     size = sum(p.numel() for p in run.model.parameters())
     kinds = sp.kinds(run.model, run.optimizer)
-    return Training(workload.name, size, kept, loss(held_out[:count]), loss(held_out[count : 2 * count]), kinds)
+    return Training(workload.name, size, kept, quality(run, count), quality(run, count, first=count), kinds)
 
 
 @dataclass(frozen=True)

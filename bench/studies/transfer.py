@@ -33,7 +33,7 @@ from shrinkpoint.searching.cube import Cube
 from ..data import layers_kinds
 from ..harness import ONE_THREAD, CheckFailed, Options, Row, Rows, at_least, lacking
 from . import workloads
-from .accuracy import Ladder, adaptive_ladder, uniform_ladder
+from .baselines.quantizers import Ladder, adaptive_ladder, uniform_ladder
 from .faults import of_seeds, over_seeds
 from .workloads import Run
 

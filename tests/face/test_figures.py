@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from shrinkpoint.bench.evidence.levels import campaign
-from shrinkpoint.bench.studies.harm.groups import HELD_BACK
+from shrinkpoint.bench.studies.harm.held_back import HELD_BACK
 from shrinkpoint.bench.studies.harm.summary import Effect
 
 HOME = Path(__file__).parents[2]

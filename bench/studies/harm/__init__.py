@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 
 from ...harness import Options, Row
-from . import campaign, families, groups, measure
+from . import campaign, families
+from .held_back import ALL
 from .settings import NULL
 from .summary import Campaign, bench_rows
 
@@ -29,10 +30,10 @@ def run(options: Options) -> list[Row]:
     if options.quick:
         return _quick(options)
     rows = campaign.Rows(campaign.RESULTS)
-    chosen = [name for name in groups.ALL if options.wanted(name)]
+    chosen = [name for name in ALL if options.wanted(name)]
     options.seeds.update(range(SEEDS))
     campaign.measure(rows, range(SEEDS), families=chosen, say=options.say)
-    sizes = {name: make().workload.parameters for name, make in groups.ALL.items()}
+    sizes = {name: make().workload.parameters for name, make in ALL.items()}
     return options.done(bench_rows(Campaign(rows.rows), sizes))
 
 
@@ -41,9 +42,9 @@ def _quick(options: Options) -> list[Row]:
     family = dataclasses.replace(made, workload=dataclasses.replace(made.workload, steps=80))
     with tempfile.TemporaryDirectory() as folder:
         rows = campaign.Rows(Path(folder) / "harm.jsonl")
-        rows.add("end", family.name, campaign.UNINTERRUPTED, 0, measure.uninterrupted(family, 0))
+        rows.add("end", family.name, campaign.UNINTERRUPTED, 0, campaign.uninterrupted(family, 0))
         for setting in (NULL, "default"):
             options.say(f"{family.name}: killed, {setting}")
-            rows.add("killed", family.name, setting, 0, measure.killed(family, setting, 0, failures=2))
-        found = bench_rows(Campaign(rows.rows), dict.fromkeys(groups.ALL, family.workload.parameters))
+            rows.add("killed", family.name, setting, 0, campaign.killed(family, setting, 0, failures=2))
+        found = bench_rows(Campaign(rows.rows), dict.fromkeys(ALL, family.workload.parameters))
     return options.done([row for row in found if row.row.startswith(f"{family.name}, default")])

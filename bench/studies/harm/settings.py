@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import shrinkpoint as sp
+from shrinkpoint.codec.named_presets import NAMED
 
 NULL = "null"
 """All arrays within 1e-4, and not stored at all: what a training's own sensitivity makes of next to nothing."""
-LEVELS: dict[str, Callable[[], sp.Config]] = {
-    "default": sp.Config,
-    "precise": sp.presets.precise,
-    "exact_weights": sp.presets.exact_weights,
-    "compact": sp.presets.compact,
-    "lossless": sp.presets.lossless,
-}
+LEVELS = {name: NAMED[name] for name in ("default", "precise", "exact_weights", "compact", "lossless")}
 KILLED = (NULL, "default", "precise", "exact_weights", "compact")
 """Levels that trainings are killed with; a lossless one ends where the uninterrupted training does."""
 

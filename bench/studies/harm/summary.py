@@ -15,8 +15,7 @@ from typing import Any
 
 from ...harness import Row, Rows, Target
 from .families import SET_ASIDE
-from .groups import ALL as FAMILIES
-from .groups import HELD_BACK
+from .held_back import ALL, HELD_BACK
 from .settings import LEVELS, NULL
 
 _T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
@@ -154,7 +153,7 @@ def bench_rows(campaign: Campaign, sizes: dict[str, int]) -> list[Row]:
     rows = Rows()
     for setting in LEVELS:
         ratios: list[float] = []
-        for family in FAMILIES:
+        for family in ALL:
             rows.start, rows.size = f"{family}, {setting}", sizes[family]
             found = campaign.found(family, setting)
             chains = [row["ratio"] for row in campaign.of("chain", family, setting).values()]
@@ -164,7 +163,7 @@ def bench_rows(campaign: Campaign, sizes: dict[str, int]) -> list[Row]:
             if setting != "lossless":
                 _quality(rows, family, setting, found)
         rows.start, rows.size = f"mean, {setting}", 0
-        mean, note = statistics.fmean(ratios) if ratios else None, f"{len(ratios)} of {len(FAMILIES)} families"
+        mean, note = statistics.fmean(ratios) if ratios else None, f"{len(ratios)} of {len(ALL)} families"
         _add(rows, "whole state, chain", mean, "x", RATIO[setting], note, least=True)
     return rows
 

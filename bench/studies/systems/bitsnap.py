@@ -21,6 +21,8 @@ from shrinkpoint.kernels.packing import changed_mask, gather
 from ...devices import threads
 from ...harness import Call, CheckFailed, Options, Row, Rows, interleave, one_thread_clock, seconds_of, times_smaller
 from .. import workloads
+from ..baselines.excp import ExCP
+from ..baselines.quantizers import Naive8Bit
 from ..workloads import Run, State, Workload
 from .table import FIGURES, Experiment, States, l2_errors, mean, raw_bytes, restored, slowed, states, stored_bytes
 
@@ -125,8 +127,6 @@ def errors(x: Array, y: Array) -> tuple[float, float]:
 
 def clustered(name: str, options: Options) -> list[Row]:
     """Tables 3 and 4: errors of the moments, next to naive 8-bit; and the ratio of section 3.4."""
-    from ..baselines.grids import Naive8Bit
-
     with threads(1):
         trained = states(options.quick)
         state = trained.after[0]
@@ -306,9 +306,6 @@ _WEIGHTS = {"training": (0.2, 0.4, 0.4), "checkpointing": (0.4, 0.2, 0.4)}
 
 def score(name: str, options: Options) -> list[Row]:
     """Return the score Q of several systems on one state; the note names open choices."""
-    from ..baselines.excp import ExCP
-    from ..baselines.grids import Naive8Bit
-
     presets = {"bitsnap": sp.presets.bitsnap(), "default": sp.Config()}
     presets |= {"inshrinkerator": sp.presets.inshrinkerator(), "lossless": sp.presets.lossless()}
     found: dict[str, tuple[float, float, float]] = {}

@@ -1,18 +1,19 @@
-"""Inshrinkerator's table 7, figures 5 and 12: bins for a quality, rankings, delta coders."""
+"""Inshrinkerator's tables 7 and 9 to 12, figures 5 and 12: bins for a quality, rankings, delta coders."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
@@ -24,23 +25,19 @@ from shrinkpoint.searching.cube import Cube
 from ...devices import threads
 from ...harness import Options, Row, Rows
 from .. import workloads
+from ..baselines.parts import Floats, Grid, parts
+from ..baselines.quantizers import (
+    POWERS,
+    RATIOS,
+    STEPS,
+    Range,
+    Sketch,
+    clustered,
+    greedy_ranges,
+    uniform_space,
+)
 from ..search import Training, chain, trained
 from ..workloads import Run, State, Workload
-from . import spaces
-from .spaces import (
-    Candidate,
-    Floats,
-    Kinds,
-    Sketch,
-    Space,
-    clustered,
-    even,
-    greedy_ranges,
-    kinds_of,
-    ladder,
-    weights_of,
-    with_weights,
-)
 from .table import FIGURES, Experiment, restored
 
 THRESHOLDS = (0.001, 0.01, 0.05)
@@ -51,6 +48,143 @@ _PAPER: dict[str, Any] = FIGURES["inshrinkerator table 7"]
 """Table 7. Its text drops cells without a result: of four columns ResNet18 has two figures at 0.1 % and all four at 1
 and 5 %. GPT-2 and ViT have eight figures, two, three and three, and none of k-means, which the paper says took over
 half an hour for models of their size."""
+
+
+# ---------------------------------------------------------------------------------------------------- search spaces
+
+# A space gives a state's candidates by ascending bins, and the search, the same for all, takes the first whose restored
+# state is good enough. Where layers have bins of their own, their mean counts each layer by its elements.
+
+
+def weights_of(state: State) -> dict[str, Floats]:
+    """The weights of a model that our codec would quantize, flat, by their names."""
+    return {part.path.split("/", 1)[1]: part.values for part in parts(state).of("weight")}
+
+
+def with_weights(state: State, values: Mapping[str, Floats]) -> State:
+    """Return the state with some weights replaced."""
+    model = {
+        name: torch.from_numpy(values[name]).view(value.shape) if name in values else value
+        for name, value in state["model"].items()
+    }
+    return {**state, "model": model}
+
+
+def even(x: Floats, bins: int, within: Range | None = None) -> Floats:
+    """The nearest of `bins` even values in a range, by default that of x."""
+    low, high = (float(x.min()), float(x.max())) if within is None else within
+    grid = Grid(low, high, bins)
+    return grid.values(grid.levels(x))
+
+
+Kinds = Mapping[str, Any]
+LADDER = (4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 254)
+"""Numbers of bins that every system is tried with."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration of a system, applied to one state.
+
+    Args:
+        bins: mean over the quantized weights.
+        same: of a space's candidates, those for which it is equal restore the same.
+        restore: the state after a save and a load.
+    """
+
+    bins: float
+    same: Hashable
+    restore: Callable[[], State] = field(compare=False)
+
+
+Space = Callable[[State, Kinds], Iterator[Candidate]]
+"""Candidates for a state whose weights are of these kinds, by ascending bins."""
+
+
+def ladder(restore: Callable[[State, int, Kinds], State]) -> Space:
+    """Search space with the same numbers of bins for every system and no other choice."""
+
+    def space(state: State, kinds: Kinds) -> Iterator[Candidate]:
+        return (Candidate(bins, bins, partial(restore, state, bins, kinds)) for bins in LADDER)
+
+    return space
+
+
+def kinds_of(module: nn.Module) -> Kinds:
+    """Return the kinds of a module's weights; a tied head counts as an embedding."""
+    found: dict[str, Any] = dict(sp.kinds(module))
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for same in names.values():
+        table = next((name for name in same if found[name].layer == "embedding"), None)
+        found |= {} if table is None else dict.fromkeys(same, found[table])
+    return found
+
+
+def _mean(weights: Mapping[str, Floats], bins: Mapping[str, int]) -> float:
+    """Mean number of bins of an element."""
+    return sum(bins[name] * x.size for name, x in weights.items()) / sum(x.size for x in weights.values())
+
+
+def _apart(weights: Mapping[str, Floats], kinds: Kinds, bins: int, embedding_bins: int) -> dict[str, int]:
+    """Number of bins of each weight, where embeddings have their own."""
+    return {name: embedding_bins if kinds[name].layer == "embedding" else bins for name in weights}
+
+
+def published(state: State, kinds: Kinds) -> Iterator[Candidate]:
+    """Table 9, for `presets.inshrinkerator`: bins, also of embeddings, and protected shares."""
+    weights, cube = weights_of(state), Cube(prune=(0.0,), metric=("magnitude",), system="inshrinkerator")
+
+    def restored(config: sp.Config) -> Any:
+        return sp.decompress(sp.compress(state, cfg=config, kinds=kinds))
+
+    found = []
+    for point, embedding_bins in itertools.product(cube, cube.embedding_bins):
+        bins = _apart(weights, kinds, point.bins, embedding_bins)
+        config = point.config(embedding_bins=embedding_bins)
+        found.append(Candidate(_mean(weights, bins), (*bins.values(), point.protect), partial(restored, config)))
+    return iter(sorted(found, key=lambda one: one.bins))
+
+
+def _quantized(
+    state: State, weights: Mapping[str, Floats], quantize: Callable[[Floats, int], Floats], bins: Mapping[str, int]
+) -> State:
+    """Return the state whose weights were quantized to their numbers of bins."""
+    return with_weights(state, {name: quantize(x, bins[name]) for name, x in weights.items()})
+
+
+def uniform(state: State, _: Kinds) -> Iterator[Candidate]:
+    """Table 10, for QD-compressor: even bins by a layer's entropy, between two limits."""
+    weights = weights_of(state)
+    for mean, bins, _system in uniform_space(weights.values()):
+        own = dict(zip(weights, bins, strict=True))
+        yield Candidate(mean, bins, partial(_quantized, state, weights, even, own))
+
+
+def adaptive(state: State, _: Kinds) -> Iterator[Candidate]:
+    """Table 11, for Check-N-Run: even bins in a range narrowed by a greedy search."""
+    weights = weights_of(state)
+    sketches = {name: Sketch.of(x) for name, x in weights.items()}
+
+    def restored(bins: int, ranges: Mapping[str, Range]) -> State:
+        return with_weights(state, {name: even(x, bins, ranges[name]) for name, x in weights.items()})
+
+    for bins, steps in itertools.product(POWERS, STEPS):
+        ranges = {name: greedy_ranges(one, bins, steps, RATIOS) for name, one in sketches.items()}
+        for place in range(len(RATIOS)):
+            own = {name: found[place] for name, found in ranges.items()}
+            yield Candidate(bins, (bins, *own.values()), partial(restored, bins, own))
+
+
+def kmeans(state: State, kinds: Kinds) -> Iterator[Candidate]:
+    """Table 12, for GOBO: clusters of least L1 distance, outliers apart."""
+    weights, found = weights_of(state), []
+    for count, embedding_bins in itertools.product(POWERS, (16, 32)):
+        bins = _apart(weights, kinds, count, embedding_bins)
+        restore = partial(_quantized, state, weights, clustered, bins)
+        found.append(Candidate(_mean(weights, bins), tuple(bins.values()), restore))
+    return iter(sorted(found, key=lambda one: one.bins))
 
 
 # ---------------------------------------------------------------------------------------------------- table 7
@@ -81,9 +215,12 @@ def _of_config(config: Callable[[int], sp.Config]) -> Space:
 
 def _each(quantize: Callable[[Floats, int], Floats]) -> Space:
     """Search space of another quantizer for every weight that our codec would quantize."""
-    return ladder(
-        lambda state, bins, _: with_weights(state, {name: quantize(x, bins) for name, x in weights_of(state).items()})
-    )
+
+    def restored(state: State, bins: int, _: Kinds) -> State:
+        weights = weights_of(state)
+        return _quantized(state, weights, quantize, dict.fromkeys(weights, bins))
+
+    return ladder(restored)
 
 
 def _narrowed(x: Floats, bins: int) -> Floats:
@@ -101,12 +238,10 @@ ON_THE_LADDER: dict[str, System] = {
 }
 """The same numbers of bins for all, and nothing else to choose."""
 IN_THEIR_SPACES: dict[str, System] = {
-    PUBLISHED: System(spaces.published, "table 9: bins, bins of embeddings, protected share; k-means++ with sigma 0.2"),
-    UNIFORM: System(
-        spaces.uniform, "table 10: limits of the bins that a layer's entropy asks for, as in QD-compressor"
-    ),
-    ADAPTIVE: System(spaces.adaptive, "table 11: bins, step bins and range of Check-N-Run's greedy search"),
-    KMEANS: System(spaces.kmeans, "table 12: bins, bins of embeddings, outliers below -4, as in GOBO"),
+    PUBLISHED: System(published, "table 9: bins, bins of embeddings, protected share; k-means++ with sigma 0.2"),
+    UNIFORM: System(uniform, "table 10: limits of the bins that a layer's entropy asks for, as in QD-compressor"),
+    ADAPTIVE: System(adaptive, "table 11: bins, step bins and range of Check-N-Run's greedy search"),
+    KMEANS: System(kmeans, "table 12: bins, bins of embeddings, outliers below -4, as in GOBO"),
 }
 """What each system's search has to choose from in the paper."""
 
@@ -204,8 +339,6 @@ Levels = list[LevelsReference]
 
 
 def _levels(state: State, ckpt: sp.Checkpoint) -> Levels:
-    from ..baselines.parts import parts
-
     references = (ckpt.parent_reference(part.key, part.spec) for part in parts(state).arrays)
     return [reference for reference in references if isinstance(reference, LevelsReference)]
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,9 @@ import shrinkpoint as sp
 from shrinkpoint.kernels.exponent import exponent_buckets
 
 from ...devices import threads
-from ...harness import Options, Row, Rows, at_most, times_smaller
+from ...harness import Options, Row, Rows, at_most, cpu_clock, times_smaller
+from ..baselines.partial import Scar, TopN
+from ..baselines.parts import parts
 from .table import Chain, Experiment, Mean, mean, stored_bytes
 
 State = dict[str, Any]
@@ -138,12 +139,12 @@ _USERS, _ITEMS, _RANK = 600, 400, 8
 
 
 class Factors(nn.Module):
-    """A matrix of ratings as the product of two thin ones."""
+    """A matrix of ratings as the product of two thin ones, whose elements have deviation `scale`."""
 
-    def __init__(self) -> None:
+    def __init__(self, users: int = _USERS, items: int = _ITEMS, rank: int = _RANK, scale: float = 0.3) -> None:
         super().__init__()
-        self.users = nn.Parameter(0.3 * torch.randn(_USERS, _RANK))
-        self.items = nn.Parameter(0.3 * torch.randn(_ITEMS, _RANK))
+        self.users = nn.Parameter(scale * torch.randn(users, rank))
+        self.items = nn.Parameter(scale * torch.randn(items, rank))
 
     def forward(self, places: Tensor) -> Tensor:
         """int64 [n, 2] -> ratings [n]."""
@@ -162,9 +163,14 @@ def _ratings() -> tuple[Tensor, Tensor]:
 
 
 def _rating_batches(seed: int, iteration: int) -> Iterator[tuple[Tensor, Tensor]]:
-    places, values = _ratings()
+    return _shuffled(_ratings(), 1200, seed, iteration)
+
+
+def _shuffled(ratings: tuple[Tensor, Tensor], size: int, seed: int, iteration: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the ratings of an iteration in batches, in random order."""
+    places, values = ratings
     order = torch.from_numpy(np.random.default_rng([seed, iteration]).permutation(len(values)))
-    for chosen in torch.split(order, 1200):
+    for chosen in torch.split(order, size):
         yield places[chosen], values[chosen]
 
 
@@ -203,8 +209,6 @@ def raw_bytes(model: nn.Module) -> int:
 
 def coded_bytes(state: State) -> int:
     """Bytes of the weights that the systems code."""
-    from ..baselines.parts import parts
-
     return sum(part.spec.nbytes for part in parts(state).of("weight"))
 
 
@@ -238,8 +242,6 @@ def rework(task: Task) -> Callable[[str, Options], list[Row]]:
     """Figure 3 on one task; LeNet takes too long for `--quick`."""
 
     def run(name: str, options: Options) -> list[Row]:
-        from ..baselines.partial import Scar, TopN
-
         rows = []
         with threads(1):
             for bits in (2,) if options.quick else (2, 3):
@@ -403,33 +405,21 @@ def overhead(name: str, options: Options) -> list[Row]:
     ratings = _BIG_RATINGS // 50 if options.quick else _BIG_RATINGS
     g = torch.Generator().manual_seed(4)
     places = torch.stack([torch.randint(n, (ratings,), generator=g) for n in (_BIG_USERS, _BIG_ITEMS)], dim=1)
-    values = torch.randn(ratings, generator=g)
-    shapes = (("users", _BIG_USERS), ("items", _BIG_ITEMS))
-    model = {name: nn.Parameter(torch.randn(rows, _BIG_RANK, generator=g) / 6) for name, rows in shapes}
-    optimizer = torch.optim.SGD(model.values(), lr=30.0)
-    chain = Chain(sp.presets.lc_checkpoint(3))
+    drawn = places, torch.randn(ratings, generator=g)
+    model, batches = partial(Factors, _BIG_USERS, _BIG_ITEMS, _BIG_RANK, 1 / 6), partial(_shuffled, drawn, 2000)
+    task = Task("matrix factorization", model, batches, _squared, lambda: drawn, 30.0, (0, 0), "")
+    run, chain = Training(task, 0), Chain(sp.presets.lc_checkpoint(3))
+    kinds = _kinds(run.state())
     spent: dict[str, list[float]] = {"train": [], "save": []}
-
-    def checkpoint() -> None:
-        state = {"model": {key: value.detach().clone() for key, value in model.items()}}
-        chain.save(state, _kinds(state))
-
     with threads(1):
-        checkpoint()
+        chain.save(run.state(), kinds)
         for iteration in range(2 if options.quick else 6):
-            begin = time.process_time()
-            for chosen in torch.split(torch.randperm(ratings, generator=g), 2000):
-                optimizer.zero_grad(set_to_none=True)
-                found = (model["users"][places[chosen, 0]] * model["items"][places[chosen, 1]]).sum(dim=1)
-                F.mse_loss(found, values[chosen]).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-            middle = time.process_time()
-            checkpoint()
+            seconds = cpu_clock(run.advance, 1), cpu_clock(lambda: chain.save(run.state(), kinds), 1)
             if iteration:  # the first save pays for compilation
-                spent["train"].append(middle - begin)
-                spent["save"].append(time.process_time() - middle)
+                for what, one in zip(spent.values(), seconds, strict=True):
+                    what.append(one)
     train, save = (statistics.median(spent[what]) for what in ("train", "save"))
-    size, value = sum(p.numel() for p in model.values()), 100 * save / train
+    size, value = sum(p.numel() for p in run.model.parameters()), 100 * save / train
     note = (
         f"an iteration {train:.2f} s of processor, a save {1e3 * save:.0f} ms, medians of {len(spent['train'])}; "
         f"{ratings:,} drawn ratings of {_BIG_USERS:,} users and {_BIG_ITEMS:,} items, rank {_BIG_RANK}; the paper: "

@@ -41,17 +41,13 @@ class AdagradRun(Run):
     """The embedding model under Adagrad."""
 
     def __init__(self, seed: int, steps: int) -> None:
-        super().__init__(dataclasses.replace(workloads.embedding(steps), rate=RATE), seed)
-        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=RATE)
+        how: dict[str, Any] = {"rate": RATE, "optimizer": torch.optim.Adagrad, "decay": 0.0}
+        super().__init__(dataclasses.replace(workloads.embedding(steps), **how), seed)
 
     def tables(self) -> Floats:
         """All rows of all tables."""
         found: Floats = torch.cat([w.detach() for n, w in self.model.named_parameters() if "tables" in n]).numpy()
         return found
-
-    def kinds(self) -> dict[str, Any]:
-        """Kinds of the arrays: the tables are embeddings."""
-        return sp.kinds(self.model, self.optimizer)
 
 
 class SparseRun(AdagradRun):
