@@ -25,10 +25,8 @@ from shrinkpoint.codec.base import CHUNK
 from shrinkpoint.codec.named_presets import NAMED
 from shrinkpoint.codec.weights.ratedistortion import cheapest_levels
 
-from . import coders, data, fresh, small_arrays, trained_models
+from . import data, fresh, peers, small_arrays
 from .data import Pair
-from .devices import threads
-from .file_peers import OTHERS, checked_calls, tensors
 from .harness import (
     Call,
     Case,
@@ -43,8 +41,10 @@ from .harness import (
     one_thread_clock,
     run_cases,
     same,
+    threads,
     wall_clock,
 )
+from .peers import OTHERS, checked_calls, tensors
 from .whole_states import BASE, COMPRESS, DECOMPRESS, DELTA, Work, copies, torch_calls
 
 TITLE = "compress and decompress whole training states, against memcpy, exact coders and torch.save"
@@ -134,7 +134,7 @@ class Plan:
             note = "into newly allocated arrays, as decompressed values arrive"
             yield Peer(FRESH, lambda: copies(raw, self.threads, fresh=True), note=note)
         known = [name for name in names if name in CODERS]
-        yield from coders.peers(raw, known, threads=self.threads, decode=decode, targets=targets)
+        yield from peers.coder_peers(raw, known, threads=self.threads, decode=decode, targets=targets)
         if TORCH in names:
             yield Peer(TORCH, lambda: torch_calls(state, decode=decode), note="no compression, to and from memory")
         for name in names:
@@ -163,7 +163,7 @@ class Plan:
 
 def _flat(state: Any) -> list[Any]:
     """Arrays of a state for peers: flat, the tiny ones joined."""
-    return coders.parts(x for _, x in data.arrays(state))
+    return peers.flat_parts(x for _, x in data.arrays(state))
 
 
 def _ratio(peer: str, state: Any) -> float:
@@ -171,7 +171,7 @@ def _ratio(peer: str, state: Any) -> float:
     raw = _flat(state)
     amount = float(sum(x.nbytes for x in raw))
     if peer in CODERS:
-        return amount / coders.size(peer, raw)
+        return amount / peers.coded_size(peer, raw)
     with tempfile.TemporaryDirectory() as folder:
         _saved(peer, state, Path(folder))
         return amount / sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
@@ -194,8 +194,8 @@ def trained_states(options: Options) -> dict[str, Callable[[], Pair]]:
     """Return the states by their names in rows; each is made once, when it is first needed."""
     quick = options.quick
     made = {
-        "ViT": lambda: trained_models.seeing("ViT", quick=quick),
-        "ResNet-18": lambda: trained_models.seeing("ResNet-18", quick=quick),
+        "ViT": lambda: data.seeing("ViT", quick=quick),
+        "ResNet-18": lambda: data.seeing("ResNet-18", quick=quick),
         "192 matrices 256 x 256": lambda: small_arrays.trained(small_arrays.squares(quick=quick)),
         "400 layers 64 x 64": lambda: small_arrays.trained(small_arrays.layers(quick=quick)),
         "LoRA rank 16": lambda: small_arrays.trained(small_arrays.lora(quick=quick)),
@@ -326,9 +326,9 @@ def _gpt(options: Options) -> Callable[[], tuple[Pair, Pair]]:
     @cache
     def make() -> tuple[Pair, Pair]:
         options.say("making the states")
-        size = trained_models.SMALL if options.quick else trained_models.MEDIUM
+        size = data.SMALL if options.quick else data.MEDIUM
         at = (size.steps, size.steps + 1, size.steps + 10)
-        before, near, later = trained_models.gpt_states(size, "cpu", at)
+        before, near, later = data.gpt_states(size, "cpu", at)
         origin = f"{size.says} trained here, steps {at[0]} and"
         return Pair(before, later, f"{origin} {at[2]}"), Pair(before, near, f"{origin} {at[1]}")
 

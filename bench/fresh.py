@@ -1,4 +1,4 @@
-"""Rows of `bench codec` from fresh processes: the first calls, and the peak of extra memory.
+"""Functions in fresh processes, and rows of `bench codec` from such: the first calls, and the peak of extra memory.
 
 First calls: processor time of the first saves and the first load, with an empty kernel cache. Memory: the child makes
 the state, runs the codec once on a small one (so that code is loaded), and measures the peak of its resident set above
@@ -9,8 +9,11 @@ returned state, which is taken off again, unless it is decoded into existing ten
 from __future__ import annotations
 
 import copy
+import json
+import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,11 +23,72 @@ from typing import Any
 import numpy as np
 
 import shrinkpoint as sp
+from shrinkpoint.codec.named_presets import NAMED
 from shrinkpoint.commands.trials import peak
 
-from . import processes
 from .data import Pair, drawn_state
-from .harness import Options, Row, Rows, at_most
+from .harness import Options, Row, Rows, at_most, threads
+
+_CODE = """
+import json, sys
+from {module} import {name}
+print(json.dumps({name}(*json.loads(sys.argv[1]))))
+"""
+
+
+def call(function: str, *arguments: Any, **environment: str) -> Any:
+    """Call a function in a fresh process, and return its result.
+
+    Args:
+        function: "module:name".
+        arguments: as JSON has them.
+        environment: variables in addition to those of this process.
+
+    Raises:
+        ValueError: the process failed; its last words are in the message.
+    """
+    return _result(_begun(function, arguments, environment), 3600)
+
+
+def ranks(function: str, world: int, *arguments: Any, seconds: float) -> list[Any]:
+    """Call a function in one process for each rank, and return their results.
+
+    Args:
+        function: "module:name"; it is given a new folder, `world`, the rank, and the arguments.
+        world: number of processes.
+        arguments: further ones, the same for all.
+        seconds: time limit of each.
+
+    Raises:
+        ValueError: a process failed; its last words are in the message.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        running = [_begun(function, (folder, world, rank, *arguments), {}) for rank in range(world)]
+        try:
+            return [_result(process, seconds) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+
+
+def _begun(function: str, arguments: Any, environment: dict[str, str]) -> subprocess.Popen[str]:
+    module, _, name = function.partition(":")
+    command = [sys.executable, "-P", "-c", _CODE.format(module=module, name=name), json.dumps(arguments)]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**os.environ, **environment}, **pipes)
+
+
+def _result(process: subprocess.Popen[str], seconds: float) -> Any:
+    try:
+        out, error = process.communicate(timeout=seconds)
+    finally:
+        process.kill()  # of no effect where it has ended
+    if process.returncode:
+        raise ValueError(error[-2000:] or f"status {process.returncode}")
+    return json.loads(out.splitlines()[-1])
+
+
+# ------------------------------------------------------------------------------------------------ rows of `bench codec`
 
 NAMES = {"save": "first base and delta, empty kernel cache", "load": "first load, empty kernel cache"}
 LIMITS = {"save": 6.0, "load": 2.5}
@@ -42,7 +106,7 @@ def first_calls(options: Options) -> list[Row]:
         with tempfile.TemporaryDirectory() as folder:
             for what, spent in times.items():
                 cache = str(Path(folder) / f"cache-{what}")
-                spent.append(processes.call("shrinkpoint.bench.fresh:first_child", what, folder, NUMBA_CACHE_DIR=cache))
+                spent.append(call("shrinkpoint.bench.fresh:first_child", what, folder, NUMBA_CACHE_DIR=cache))
     for what, spent in times.items():
         note = f"processor time, {len(spent)} processes, {min(spent):.2f} to {max(spent):.2f} s; imports not counted"
         found.add(NAMES[what], statistics.median(spent), "s", note=note, target=at_most(LIMITS[what]))
@@ -115,7 +179,7 @@ def memory(real: Callable[[], Pair], parameters: int, options: Options) -> list[
         for what, name in names.items():
             options.say(name)
             try:
-                answer = processes.call("shrinkpoint.bench.fresh:memory_child", str(source), parameters, what)
+                answer = call("shrinkpoint.bench.fresh:memory_child", str(source), parameters, what)
                 extra, raw, value = answer["extra"], answer["raw"], answer["extra"] / answer["raw"]
                 note = f"{extra / 1e6:.0f} MB in addition to {raw / 1e6:.0f} MB; {answer['how']}"
                 note += f"; drawn from: {real().origin}"
@@ -143,9 +207,9 @@ def read_pools(source: str) -> Pair:
     return Pair(states[0], states[1], "pools")
 
 
-def warm(pair: Pair, config: Any = None) -> None:
+def warm(pair: Pair, cfg: sp.Config) -> None:
     """Run the codec once on a small state, so that code is loaded."""
-    cfg, small = config or sp.Config(), drawn_state(pair, 200_000)
+    small = drawn_state(pair, 200_000)
     base = sp.compress(small.before, cfg=cfg)
     sp.compress(small.after, base, cfg)
     sp.decompress(sp.Checkpoint.from_bytes(base.to_bytes()))
@@ -163,19 +227,34 @@ def extra_of(call: Callable[[], object]) -> int:
     return extra
 
 
-def memory_child(source: str, parameters: int, what: str) -> dict[str, Any]:
-    """Measure an operation in this process, on a state drawn from pools."""
-    pair = read_pools(source)
-    warm(pair)
-    state, how = drawn_state(pair, parameters), HOW
+def memory_child(source: str, parameters: int, what: str, level: str = "default", cores: int = 0) -> dict[str, Any]:
+    """Measure an operation in this process, on a state drawn from pools.
+
+    Args:
+        source: file of the pools.
+        parameters: of the state.
+        what: "compress" (a base), "delta", "decompress", or "out": into existing tensors.
+        level: name of the configuration.
+        cores: threads; 0: all.
+    """
+    pair, config, kept = read_pools(source), NAMED[level](), list[Any]()
+    with threads(cores or os.cpu_count() or 1):
+        warm(pair, config)
+        state = drawn_state(pair, parameters)
+        base = None if what == "compress" else sp.compress(state.before, cfg=config)
+        blob, out = b"" if base is None else base.to_bytes(), state.after if what == "out" else None
+        if what in ("compress", "delta"):
+            after = state.before if base is None else state.after
+            call: Callable[[], Any] = lambda: sp.compress(after, base, config)  # noqa: E731
+        else:
+            base = None
+            call = lambda: sp.decompress(sp.Checkpoint.from_bytes(blob), out=out)  # noqa: E731
+        begin = time.process_time()
+        extra = extra_of(lambda: kept.append(call()))
+        seconds = time.process_time() - begin
+    answer = {"seconds": seconds, "extra": extra, "raw": state.nbytes, "how": HOW}
     if what in ("compress", "delta"):
-        parent = sp.compress(state.before) if what == "delta" else None
-        extra = extra_of(lambda: sp.compress(state.before if parent is None else state.after, parent))
-        how += ", the result included"
-    else:
-        blob = sp.compress(state.before).to_bytes()
-        out = state.after if what == "out" else None
-        extra = extra_of(lambda: sp.decompress(sp.Checkpoint.from_bytes(blob), out=out))
-        if out is None:
-            extra, how = extra - state.nbytes, f"{how}, without the state returned"
-    return {"extra": extra, "raw": state.nbytes, "how": how}
+        return answer | {"how": f"{HOW}, file and reference included", "stored": kept[0].nbytes}
+    if what == "out":
+        return answer
+    return answer | {"extra": extra - state.nbytes, "how": f"{HOW}, without the state returned"}

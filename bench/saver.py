@@ -29,11 +29,10 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.codec.memory_limit import check_room
 
-from . import data, processes
+from . import data, fresh
 from .data import Pair
-from .file_peers import DCP_PROCESS, DCP_THREAD, DURABLE, ORBAX, TORCH, beginner, pids, remove_saved, tensors
 from .harness import CheckFailed, Options, Row, Rows, absent, at_least, at_most, spread, times_smaller
-from .peers import library
+from .peers import DCP_PROCESS, DCP_THREAD, DURABLE, ORBAX, TORCH, beginner, library, pids, remove_saved, tensors
 from .whole_states import copies
 
 TITLE = "what an asynchronous save costs a trainer, against memcpy, torch.save, DCP async_save and moonclip"
@@ -226,8 +225,7 @@ def _overheads(options: Options) -> list[Row]:
     """Overhead of saves on a training loop: processor time and, without `--quick`, wall time."""
     before, rows = torch.get_num_threads(), list[Row]()
     try:
-        if options.wanted("overhead in processor time"):
-            options.say("overhead in processor time")
+        if options.begins("overhead in processor time"):
             rows += _overhead_of_processor(options)
         if options.wanted("overhead on the wall") and not options.quick:
             options.say("overhead on the wall")
@@ -338,7 +336,7 @@ def modes(options: Options) -> list[Row]:
             got = dict[str, Any]()
             try:
                 check_room(round((1.5 + takes) * 12 * parameters), now.start)
-                got = processes.call("shrinkpoint.bench.saver:child", name, parameters)
+                got = fresh.call("shrinkpoint.bench.saver:child", name, parameters)
                 note = f"{got['extra'] / 1e6:.0f} MB in addition to {got['raw'] / 1e6:.0f} MB"
             except (MemoryError, OSError, ValueError) as error:
                 note = f"not measured: {str(error).strip().splitlines()[-1]}"

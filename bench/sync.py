@@ -31,21 +31,23 @@ from shrinkpoint.codec.base import CHUNK
 from shrinkpoint.kernels.sparse_delta import collect_and_locate
 from shrinkpoint.trainers.publishing.ranks import Counted
 
-from . import coders, processes
-from .devices import Device, gpu, threads
+from . import fresh, peers
 from .harness import (
     ROUNDS,
     Call,
     CheckFailed,
     Clock,
+    Device,
     Options,
     Row,
     Rows,
     at_least,
     at_most,
     cpu_clock,
+    gpu,
     interleave,
     same,
+    threads,
     wall_clock,
 )
 
@@ -111,8 +113,7 @@ def run(options: Options) -> list[Row]:
         "large memory": (_large, 24, 30),
     }
     for name, (measure, quick, full) in parts.items():
-        if options.wanted(name):
-            options.say(name)
+        if options.begins(name):
             rows += options.done(measure(1 << (quick if options.quick else full)))
     if options.wanted("reinforcement learning"):
         rows += options.done(_learning(options.quick))
@@ -182,14 +183,12 @@ def _codec(share: Share, n: int) -> list[Row]:
         against(name, FLOOR, limit)
     for peer in (name for name in calls if name.endswith("of XOR") or name == MASK):
         against("encode", peer)
-    xor = _xor(old, new)
-    sizes = {f"zstd-{level} of XOR": coders.size(f"zstd -{level}", [xor]) for level in (1, 3)}
-    size, ours = f"size, {share.name}", len(blob)
-    for peer, taken in (sizes | _other_formats(old, new)).items():
-        rows.add(size, ours, "bytes", (peer, taken), note, ratio=taken / ours)
-    dense = _dense(old, new)
-    if dense is not None:
-        most = at_most(1.12 if share.name == "13 %" else 1.03, "ratio")
+    xor, size, ours = _xor(old, new), f"size, {share.name}", len(blob)
+    taken = {f"zstd-{level} of XOR": peers.coded_size(f"zstd -{level}", [xor]) for level in (1, 3)}
+    for peer, nbytes in (taken | ({} if share.rate is None else _other_formats(old, new))).items():
+        rows.add(size, ours, "bytes", (peer, nbytes), note, ratio=nbytes / ours)
+    if share.rate is not None:
+        dense, most = _dense(old, new), at_most(1.12 if share.name == "13 %" else 1.03, "ratio")
         rows.add(size, ours, "bytes", ("every element coded", dense), note, ratio=ours / dense, target=most)
     return rows
 
@@ -199,7 +198,7 @@ def _other_coders() -> dict[str, Callable[[Any], object]]:
     found: dict[str, Callable[[Any], object]] = {}
     for name in ("zstd -1", "zstd -3", "LZ4", "pcodec", "zipnn"):
         with suppress(ImportError):
-            found[name.replace(" ", "")] = coders.CODERS[name](1).encode
+            found[name.replace(" ", "")] = peers.CODERS[name](1).encode
     return found
 
 
@@ -208,9 +207,7 @@ def _other_formats(old: torch.Tensor, new: torch.Tensor) -> dict[str, int]:
     from shrinkpoint.trainers.publishing import delta_folders
     from shrinkpoint.trainers.publishing.host_copy import Change
 
-    at = np.flatnonzero(old.view(torch.int16).numpy() != new.view(torch.int16).numpy())
-    if not at.size:
-        return {}
+    at = np.flatnonzero(_xor(old, new))
     found = {"positions and values (48 bits)": 6 * at.size}
     places = torch.from_numpy(at)
     change = Change("w", at, old[places], new[places])
@@ -224,14 +221,11 @@ def _xor(old: torch.Tensor, new: torch.Tensor) -> Any:
     return (old.view(torch.int16) ^ new.view(torch.int16)).numpy().view(np.uint16)
 
 
-def _dense(old: torch.Tensor, new: torch.Tensor) -> int | None:
-    """Return the bytes of the delta with every element coded; None if nothing changed."""
-    from shrinkpoint.codec.base import CHUNK
+def _dense(old: torch.Tensor, new: torch.Tensor) -> int:
+    """Return the bytes of the delta with every element coded."""
     from shrinkpoint.codec.lossless import exact
     from shrinkpoint.codec.state.leaves import LeafSpec
 
-    if torch.equal(old.view(torch.int16), new.view(torch.int16)):
-        return None
     spec, step = LeafSpec("torch", "bfloat16", (old.numel(),)), 4 * CHUNK
     before, after = (x.view(torch.uint8).numpy() for x in (old, new))
     parts = range(0, before.size, step)
@@ -411,7 +405,7 @@ def large_child(n: int) -> dict[str, Any]:
 
 def _large(n: int) -> list[Row]:
     """Return rows of a large state: seconds, and memory in addition to the state and a copy."""
-    found, rows = processes.call("shrinkpoint.bench.sync:large_child", n), Rows(size=n, device="cpu")
+    found, rows = fresh.call("shrinkpoint.bench.sync:large_child", n), Rows(size=n, device="cpu")
     smaller = 2 * n / found["bytes"]
     note = f"{n / 1e9:.2g} B parameters, 1 % changed; {smaller:.0f} times smaller than the model; wall clock"
     for what, seconds in zip(("base", "delta", "delta and base"), found["times"], strict=True):
@@ -426,7 +420,7 @@ def _learning(quick: bool) -> list[Row]:
     home = Path(__file__).resolve().parents[1] / "examples"
     paths = os.pathsep.join(os.path.abspath(path) for path in (str(home), *sys.path))
     with tempfile.TemporaryDirectory() as folder:
-        found = processes.call("rl_sync:main", folder, *((3, 64) if quick else (8, 256)), PYTHONPATH=paths)
+        found = fresh.call("rl_sync:main", folder, *((3, 64) if quick else (8, 256)), PYTHONPATH=paths)
     rows = Rows("", found["parameters"], "cpu")
     size, peer = found["bytes"], found["zstd-1 of XOR"]
     note = f"{100 * found['changed']:.3g} % changed a version; {'equal' if found['equal'] else 'DIFFERENT'} logits"

@@ -21,7 +21,7 @@ import torch
 
 import shrinkpoint as sp
 
-from . import frameworks, processes
+from . import frameworks, fresh
 from .frameworks import FRAMEWORKS, Job, Outcome, saved_bytes
 from .harness import CheckFailed, Options, Row, Rows, at_most, times_smaller
 
@@ -37,9 +37,8 @@ def run(options: Options) -> list[Row]:
     """All rows."""
     rows: list[Row] = []
     for name in FRAMEWORKS:
-        if not options.wanted(name):
+        if not options.begins(name):
             continue
-        options.say(name)
         found = Rows(name, device=DEVICE)
         if options.quick and name not in QUICK:
             found.add("", None, "ms", note="not measured: --quick")
@@ -163,7 +162,7 @@ def ranked(world: int, parameters: int) -> dict[str, Any]:
     Raises:
         ValueError: a process failed; its last words are in the message.
     """
-    found: dict[str, Any] = processes.ranks("shrinkpoint.bench.trainers:rank", world, parameters, seconds=600)[0]
+    found: dict[str, Any] = fresh.ranks("shrinkpoint.bench.trainers:rank", world, parameters, seconds=600)[0]
     return found
 
 

@@ -48,6 +48,10 @@ class Work:
         """Compress the state again."""
         return sp.compress(self.state(kind), self.parent(kind), self._cfg)
 
+    def restored(self, kind: str) -> Any:
+        """Return the state that the bytes of its checkpoint give."""
+        return sp.decompress(sp.Checkpoint.from_bytes(self.stored(kind).to_bytes()), self.parent(kind))
+
     def _stored(self, kind: str) -> sp.Checkpoint:
         return self.compress(kind)
 
@@ -55,8 +59,8 @@ class Work:
         blob = self.stored(kind).to_bytes()
         if self.compress(kind).to_bytes() != blob:
             raise CheckFailed("the same state gives other bytes the second time")
-        back = sp.decompress(sp.Checkpoint.from_bytes(blob), self.parent(kind))
-        return check_errors(self.state(kind), back, self.stored(kind))
+        exact = self.pair.after if kind == DELTA else self.pair.before
+        return check_errors(exact, self.restored(kind), self.stored(kind))
 
     def job(self, way: str, kind: str, peers: Sequence[Peer], amount: float | None = None) -> Job:
         """Return the job of `compress` from memory, or of `decompress` from bytes.

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import tables
-from shrinkpoint.bench.harness import Options
+from shrinkpoint.bench.harness import Options, threads
 from shrinkpoint.bench.studies import real, scale, training, workloads
 from shrinkpoint.bench.studies.baselines.quantizers import QDCompressor, adaptive_ladder, uniform_ladder
 from shrinkpoint.bench.studies.faults import end_of, quality
@@ -123,8 +122,8 @@ def test_the_encoder_learns_and_goes_on_exactly_from_a_state() -> None:
         run.train(4)
         blob = sp.compress(run.state(), cfg=sp.presets.lossless()).to_bytes()
         run.train(6)
-        again = real.Training(sp.decompress(sp.Checkpoint.from_bytes(blob)), 0)
-        again.step = 4
+        again = real.Training(fresh, 0)
+        again.restore(sp.decompress(sp.Checkpoint.from_bytes(blob)))
         again.train(6)
     for a, b in zip(run.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b)

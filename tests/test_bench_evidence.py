@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shrinkpoint.bench.evidence import cells, levels, pages, results, tables
+from shrinkpoint.bench.evidence import levels, pages, results, tables
 
 HOME = Path(__file__).parents[1]
 
@@ -137,7 +137,7 @@ def test_every_table_stands_in_a_page() -> None:
     assert {name for text in found for _, name, _ in pages._BLOCK.findall(text)} == set(pages.TABLES)
 
 
-@pytest.mark.parametrize("module", [cells, levels, results])
+@pytest.mark.parametrize("module", [levels, results])
 def test_examples(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted
@@ -165,7 +165,7 @@ def test_ours_beside_every_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_a_target_that_the_figures_do_not_tell_is_open() -> None:
-    lines = cells.aimed([row("a", target="<= 1", met=None), row("b", target="<= 1", met=None, value=None)])
+    lines = results.aimed([row("a", target="<= 1", met=None), row("b", target="<= 1", met=None, value=None)])
     first, second = lines.splitlines()[2:]
     assert first == "| a | 1 MB/s | <= 1 | cannot tell |  |"
     assert second == "| b | not measured | <= 1 | not measured |  |"

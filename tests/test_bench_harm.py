@@ -17,8 +17,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.bench.evidence import levels
 from shrinkpoint.bench.studies.harm import campaign, families, held_back
-from shrinkpoint.bench.studies.harm.campaign import Answers, divergence
-from shrinkpoint.bench.studies.harm.summary import Campaign, Effect, bench_rows
+from shrinkpoint.bench.studies.harm.campaign import Answers, Campaign, Effect, bench_rows, divergence
 from shrinkpoint.bench.studies.workloads import Run
 
 pytest.importorskip("sklearn")
@@ -130,7 +129,7 @@ family = dataclasses.replace(made, workload=dataclasses.replace(made.workload, s
 held_back.ALL["MLP"] = lambda: family
 say = lambda text: print(text, flush=True)
 campaign.measure(
-    campaign.Rows(Path(sys.argv[1])), [0, 1], families=("MLP",), levels=("null", "default"), parts=(), say=say
+    campaign.RowFile(Path(sys.argv[1])), [0, 1], families=("MLP",), levels=("null", "default"), parts=(), say=say
 )
 """
 """A campaign of short, real trainings."""
@@ -157,19 +156,19 @@ def test_a_campaign_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     assert again.splitlines()[0] == "MLP, seed 1: killed, default"
     assert path.read_text().startswith(before)
     subprocess.run([*command, str(whole)], capture_output=True, check=True)
-    keys = [(row["what"], row["setting"], row["seed"]) for row in campaign.Rows(path).rows]
+    keys = [(row["what"], row["setting"], row["seed"]) for row in campaign.RowFile(path).rows.values()]
     assert len(keys) == len(set(keys)) == 13
-    numbers = [[row | {"commit": None} for row in campaign.Rows(file).rows] for file in (path, whole)]
+    numbers = [[row | {"commit": None} for row in campaign.RowFile(file).rows.values()] for file in (path, whole)]
     assert numbers[0] == numbers[1]
 
 
 def test_rows_name_commit_versions_and_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row says what measured it; its configuration can be made again."""
     monkeypatch.setattr(campaign, "_commit", lambda: "abc")
-    rows = campaign.Rows(tmp_path / "harm.jsonl")
+    rows = campaign.RowFile(tmp_path / "harm.jsonl")
     rows.add("killed", "MLP", "precise", 0, {"loss": 0.123456789})
     rows.add("end", "MLP", campaign.UNINTERRUPTED, 0, {"loss": 1.0})
-    precise, end = campaign.Rows(rows.path).rows
+    precise, end = campaign.RowFile(rows.path).rows.values()
     assert (precise["loss"], precise["commit"], precise["torch"]) == (0.1234568, "abc", torch.__version__)
     assert sp.Config.from_json(precise["config"]) == sp.presets.precise()
     assert end["config"] is None
@@ -203,14 +202,14 @@ def test_a_family_without_its_package_is_left_out(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(campaign, "uninterrupted", uninterrupted)
     some: dict[str, Any] = {"families": ("mixer, schedule-free", "experts"), "levels": ("null",), "say": said.append}
-    rows = campaign.Rows(tmp_path / "harm.jsonl")
+    rows = campaign.RowFile(tmp_path / "harm.jsonl")
     package[0] = "another"
     with pytest.raises(ModuleNotFoundError):
         campaign.measure(rows, [0], **some)
     package[0] = "schedulefree"
     campaign.measure(rows, [0], **some)
     assert "mixer, schedule-free: not measured: schedulefree is not installed" in said
-    assert [row["family"] for row in rows.rows if row["what"] == "end"] == ["experts"]
+    assert [row["family"] for row in rows.rows.values() if row["what"] == "end"] == ["experts"]
 
 
 def test_what_is_stored_exactly_ends_exactly() -> None:

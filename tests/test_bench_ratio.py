@@ -15,9 +15,8 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.bench import codec, data
 from shrinkpoint.bench.__main__ import main
-from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import ratios
-from shrinkpoint.bench.harness import Options, Row, is_red, measure, wall_clock
+from shrinkpoint.bench.harness import Options, Row, is_red, measure, threads, wall_clock
 from shrinkpoint.bench.studies import merge, ratio, workloads
 from shrinkpoint.bench.studies.outcomes import (
     EQUAL,

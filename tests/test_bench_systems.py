@@ -19,12 +19,11 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.bench import coders
+from shrinkpoint.bench import peers
 from shrinkpoint.bench.__main__ import main
-from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import pages, results
 from shrinkpoint.bench.evidence import systems as papers
-from shrinkpoint.bench.harness import Options, Row, times_smaller
+from shrinkpoint.bench.harness import Options, Row, threads, times_smaller
 from shrinkpoint.bench.studies import merge, systems, workloads
 from shrinkpoint.bench.studies.baselines.partial import Scar
 from shrinkpoint.bench.studies.baselines.quantizers import POWERS, RATIOS, STEPS, QDCompressor, Sketch, greedy_ranges
@@ -147,7 +146,7 @@ def test_peers_get_the_better_of_both_differences(dtype: torch.dtype) -> None:
         assert np.array_equal(found[others.XOR] ^ old, now)
         name = str(dtype).removeprefix("torch.")
         assert np.array_equal(undifference(found[others.ARITHMETIC], old, dtype=name), now)
-        sizes = {how: coders.size("zstd -19", [values]) for how, values in found.items()}
+        sizes = {how: peers.coded_size("zstd -19", [values]) for how, values in found.items()}
         assert min(sizes, key=lambda how: sizes[how]) == better
         for peer in ("zstd -19", "pcodec") if importlib.util.find_spec("pcodec") else ("zstd -19",):
             size, note = others.PEERS[peer](after, before)

@@ -10,14 +10,11 @@ from pathlib import Path
 
 from ..plot import pyplot
 from ..studies import overview as study
-from ..studies.harm.campaign import RESULTS
+from ..studies.harm.campaign import PARTS, RESULTS, Campaign, Effect, Found
 from ..studies.harm.families import CHOSE, SENSITIVE, SET_ASIDE
 from ..studies.harm.held_back import ALL as FAMILIES
 from ..studies.harm.held_back import HELD_BACK
-from ..studies.harm.settings import PARTS
-from ..studies.harm.summary import Campaign, Effect, Found
-from .cells import markdown, number
-from .results import rows_of
+from .results import markdown, number, rows_of
 
 NAMES = {
     "lossless": "`presets.lossless()`",

@@ -17,7 +17,7 @@ from shrinkpoint.kernels.errors import BadArgumentError
 from .. import kernels
 from ..harness import Row
 from ..studies import ratio as ratio_study
-from . import catalogue, levels, ratios, results, speeds, systems, tables
+from . import levels, ratios, results, speeds, systems, tables
 from .results import HOME, documents, rows_of
 
 _SHOWN = ("evidence", "alternatives", "choosing", "systems", "saver", "trainers", "scaling", "security")
@@ -32,7 +32,7 @@ def _named(*made: Callable[[], str], start: str = "") -> dict[str, Callable[[], 
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **_named(speeds.speed, speeds.choices, speeds.states, systems.papers, results.manifest, catalogue.kernels),
+    **_named(speeds.speed, speeds.choices, speeds.states, systems.papers, results.manifest, speeds.kernels),
     **_named(tables.demo, tables.real, tables.flips, tables.fuzzed, tables.kernel_sizes, tables.saver, tables.saves),
     **_named(tables.saver_overhead, tables.frameworks, tables.trainers, tables.ranks, tables.optimizers),
     **_named(tables.optimizers_not_run, tables.shard, tables.scale, tables.computed, tables.table_5_all),

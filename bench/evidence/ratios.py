@@ -11,8 +11,7 @@ from ..harness import Row
 from ..studies import ratio as bench_ratio
 from ..studies.outcomes import PUBLISHED, RUINED, System, lost_later, medians, percent, setting_of
 from ..studies.systems.others import LOSSY
-from .cells import NONE, Json, aimed, crossed, markdown, number, order, system_name
-from .results import documents, rows_of
+from .results import NONE, Json, aimed, crossed, documents, markdown, number, order, rows_of, system_name
 
 FINE = (
     "*fine* has 128 bins and second moments to a quarter of each, *finer* both moments to an eighth, *finest* 254 bins "

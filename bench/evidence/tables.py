@@ -8,9 +8,22 @@ from collections.abc import Iterable, Sequence
 
 from ..studies.real import CONTINUED
 from ..studies.training import PREFIX
-from .cells import NONE, Json, aimed, crossed, figure, markdown, met, number, shown, spread
 from .levels import change
-from .results import by_place, documents, rows_of
+from .results import (
+    NONE,
+    Json,
+    aimed,
+    by_place,
+    crossed,
+    documents,
+    figure,
+    markdown,
+    met,
+    number,
+    rows_of,
+    shown,
+    spread,
+)
 
 _FLIPPED = "flipped bits"
 _SAVER = (

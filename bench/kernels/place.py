@@ -15,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..data import CODES, Sample
-from ..devices import Array, Device
-from ..harness import Case, CheckFailed, Job, Peer, Target, agree, at_least, same
+from ..harness import Array, Case, CheckFailed, Device, Job, Peer, Target, agree, at_least, same
 
 PREFIX = (1 << 16) + 1
 """Elements that are compared with the oracle."""

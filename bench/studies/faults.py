@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -61,10 +62,10 @@ def ratio(sizes: Sequence[Size], part: str = "whole") -> float:
 class System:
     """Storage for the checkpoints of one training; what needs nothing does nothing."""
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: Any) -> None:
         """Notify the system that a process begins to train `run`."""
 
-    def save(self, run: Run) -> Size | None:
+    def save(self, run: Any) -> Size | None:
         """Store the run's state, and return its size."""
         raise NotImplementedError
 
@@ -337,45 +338,7 @@ def end_of(workload: Workload, seed: int) -> End:
     return End(run.held_out_loss(), run.accuracy())
 
 
-class Trained(Protocol):
-    """A training at some step."""
-
-    step: int
-
-
-T = TypeVar("T", bound=Trained)
 J = TypeVar("J")
-
-
-def through_kills(
-    run: T, steps: int, failures: int, spacing: int, *, advance: Callable[[T, int], object],
-    save: Callable[[T], object], restore: Callable[[T], T],
-) -> T:  # fmt: skip
-    """Train to the end through evenly spread kills, as every study of kills does.
-
-    Args:
-        run: at its first step.
-        steps: of the whole training.
-        failures: how often it is killed.
-        spacing: steps from one checkpoint to the next.
-        advance: trains a run to a step, or to an earlier one.
-        save: stores a checkpoint.
-        restore: given the killed run, returns the one that goes on.
-    """
-    due = kills(steps, failures, spacing)
-    while run.step < steps:
-        advance(run, min(run.step // spacing * spacing + spacing, *due[:1], steps))
-        if due and run.step == due[0]:
-            due.pop(0)
-            run = restore(run)
-        elif run.step % spacing == 0:
-            save(run)
-    return run
-
-
-def noted(steps: int, failures: int, spacing: int) -> set[int]:
-    """Return the steps of the checkpoints that will be restored."""
-    return {step // spacing * spacing for step in kills(steps, failures, spacing)}
 
 
 def warm_up(workload: Workload, seed: int, system: System, spacing: int) -> None:
@@ -412,7 +375,7 @@ class KilledTraining(Generic[J]):
         train, save: processor seconds of the steps and of the saves.
     """
 
-    run: Run
+    run: Any
     sizes: list[Size]
     restores: list[tuple[int, J, J]]
     train: list[float]
@@ -420,45 +383,41 @@ class KilledTraining(Generic[J]):
 
 
 def killed_training(
-    workload: Workload, seed: int, system: System, failures: int, spacing: int, judge: Callable[[Run], J] | None
+    make: Callable[[], Any], steps: int, system: System, failures: int, spacing: int, judge: Callable[[Any], J] | None
 ) -> KilledTraining[J]:
-    """Train a workload to its end through evenly spread kills.
+    """Train to the end through evenly spread kills, as every study of kills does.
 
     Args:
-        workload: the training.
-        seed: of the training.
+        make: builds the training at its first step: a `Run`, or an object with the same methods.
+        steps: of the whole training.
         system: where its checkpoints go; a new one.
         failures: how often it is killed, at least 1.
         spacing: steps from one checkpoint to the next.
         judge: looks at the run at each checkpoint that will be restored, and after the restore; None: nothing does.
     """
-    restores = noted(workload.steps, failures, spacing) if judge is not None else set()
+    due = kills(steps, failures, spacing)
+    restores = {step // spacing * spacing for step in due}
     judged: dict[int, J] = {}
-    run = Run(workload, seed)
+    run = make()
     found = KilledTraining[J](run, [], [], [], [])
-
-    def advance(run: Run, until: int) -> None:
-        with _timed(found.train):
-            run.train(until)
-
-    def save(run: Run) -> None:
-        with _timed(found.save):
-            size = system.save(run)
-        found.sizes.extend([] if size is None else [size])
-        if judge is not None and run.step in restores:
-            judged[run.step] = judge(run)
-
-    def restore(_: Run) -> Run:
-        state, run = system.restore(), Run(workload, seed)
-        run.restore(state)
-        system.begin(run)
-        if judge is not None:
-            found.restores.append((run.step, judged[run.step], judge(run)))
-        return run
-
     system.begin(run)
     try:
-        run = through_kills(run, workload.steps, failures, spacing, advance=advance, save=save, restore=restore)
+        while run.step < steps:
+            with _timed(found.train):
+                run.train(min(run.step // spacing * spacing + spacing, *due[:1], steps))
+            if due and run.step == due[0]:
+                due.pop(0)
+                state, run = system.restore(), make()
+                run.restore(state)
+                system.begin(run)
+                if judge is not None:
+                    found.restores.append((run.step, judged[run.step], judge(run)))
+            elif run.step % spacing == 0:
+                with _timed(found.save):
+                    size = system.save(run)
+                found.sizes.extend([] if size is None else [size])
+                if judge is not None and run.step in restores:
+                    judged[run.step] = judge(run)
     finally:
         system.end()
     return dataclasses.replace(found, run=run)
@@ -482,7 +441,7 @@ def endure(
     def judge(run: Run) -> End:
         return End(probe(run, batches), run.accuracy(batches))
 
-    found = killed_training(workload, seed, system, failures, spacing, judge)
+    found = killed_training(partial(Run, workload, seed), workload.steps, system, failures, spacing, judge)
     run, sizes, ends = found.run, found.sizes, [(before, after) for _, before, after in found.restores]
     return Outcome(
         degradation=100 * (run.held_out_loss() / exact - 1),

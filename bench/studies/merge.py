@@ -89,9 +89,9 @@ def merged(old: Json, new: Sequence[Json]) -> Json:
     sizes = {row.size for row in found}
     if len(sizes) != 1:
         raise BadArgumentError(f"results of one model of {model} have sizes {sizes}")
-    made = {of: outcomes.get(f"{model}, {of}") for of in kept if of in ratio.SYSTEMS}
-    if None in made.values():
-        raise BadArgumentError(f"outcomes are missing of {', '.join(of for of, one in made.items() if one is None)}")
+    made = {of: outcomes.get(f"{model}, {of}", []) for of in kept if of in ratio.SYSTEMS}
+    if lost := [of for of, one in made.items() if not one]:
+        raise BadArgumentError(f"outcomes are missing of {', '.join(lost)}")
     systems = {of: System.of_json(one) for of, one in made.items()}
     found += summary_rows(model, sizes.pop(), systems)
     newest = (old, *new)[-1]

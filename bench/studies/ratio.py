@@ -30,8 +30,7 @@ from shrinkpoint.codec.moments.logbuckets import LogBuckets
 from shrinkpoint.codec.weights.quantize import Quantize
 
 from ..data import layers_kinds
-from ..devices import threads
-from ..harness import Options, Row, lacking
+from ..harness import Options, Row, lacking, threads
 from ..plot import pyplot
 from . import workloads
 from .faults import InStore, Size, ratio
@@ -112,8 +111,8 @@ _QUICK = ("default", "rate 0.004", "inshrinkerator 32")
 def _outcome(sizes: Sequence[Size], late: Sequence[Size], found: Restored) -> Outcome:
     """Return the outcome of a chain by its sizes, those of its last third, and the losses of its restored state."""
     deltas, bases = [size for size in late if size.is_delta], [size for size in sizes if not size.is_delta]
-    times = (ratio(some) for some in (sizes, deltas, bases))
-    return Outcome(*times, 32 / ratio(deltas, "weights"), found.at_once, found.later, found.staleness)
+    chain, last, base = (ratio(some) for some in (sizes, deltas, bases))
+    return Outcome(chain, last, base, 32 / ratio(deltas, "weights"), found.at_once, found.later, found.staleness)
 
 
 @dataclass

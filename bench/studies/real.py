@@ -10,10 +10,10 @@ not imported, and a file is read without running code from it. A state is compre
 from __future__ import annotations
 
 import contextlib
-import itertools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,11 +27,10 @@ from torch import Tensor, nn
 import shrinkpoint as sp
 
 from ..data import arrays, relative_l2
-from ..devices import threads
-from ..harness import Options, Row, Rows, cpu_clock, seconds_of
+from ..harness import Options, Row, Rows, cpu_clock, seconds_of, threads
 from ..whole_states import check_errors
-from .faults import of_seeds, through_kills
-from .harm.settings import LEVELS
+from .faults import InStore, KilledTraining, Reshuffled, System, killed_training, of_seeds, ratio
+from .harm.campaign import LEVELS
 from .systems.others import PEERS
 from .workloads import cloned
 
@@ -268,7 +267,6 @@ CONTINUED = "continued resemblyzer, "
 """What the names of its rows begin with."""
 _SPEAKERS, _UTTERANCES, _FRAMES = 8, 4, 60
 _HELD_OUT = 6
-_NUMBERS = itertools.count()
 
 
 def drawn(seed: int, number: int) -> Tensor:
@@ -283,7 +281,7 @@ def drawn(seed: int, number: int) -> Tensor:
 
 
 class Training:
-    """The encoder and its Adam, as the file has them or as a state has them.
+    """The encoder and its Adam, as the file has them, with the methods of a `Run`.
 
     Args:
         file: the state in the package's file.
@@ -322,9 +320,19 @@ class Training:
     def _speakers(self) -> Tensor:
         return torch.arange(_SPEAKERS).repeat_interleave(_UTTERANCES)
 
+    def kinds(self) -> dict[str, sp.Kind]:
+        """Return what `sp.kinds` says of both."""
+        return sp.kinds(self.model, self.optimizer)
+
     def state(self) -> State:
-        """State that a resumed run needs."""
-        return {"model_state": self.model.state_dict(), "optimizer_state": self.optimizer.state_dict()}
+        """Return all that a resumed run needs, cloned."""
+        return cloned({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step})
+
+    def restore(self, state: State) -> None:
+        """Go on from a state."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(cloned(state["optimizer"]))
+        self.step = state["step"]
 
 
 @dataclass(frozen=True)
@@ -336,39 +344,12 @@ class End:
     ratio: float
 
 
-def killed(file: State, seed: int, config: sp.Config | None, *, reshuffled: bool = False, steps: int = STEPS) -> End:
-    """Train with two kills, each followed by a restore.
-
-    Args:
-        file: the state in the package's file.
-        seed: of the data.
-        config: of the store; None: states are kept as they are.
-        reshuffled: other batches after each kill.
-        steps: of the training.
-    """
-    url, kept = f"memory://bench-continued-{next(_NUMBERS)}", (0, file)
-    store = None if config is None else sp.Store(url, config)
-    sizes = [0, 0]
-
-    def save(run: Training) -> None:
-        nonlocal kept
-        kept = run.step, cloned(run.state())
-        sizes[0] += sum(x.nbytes for _, x in arrays(kept[1]))
-        if store is not None:
-            sizes[1] += store.save(*kept, kinds=sp.kinds(run.model, run.optimizer)).nbytes
-
-    def restore(run: Training) -> Training:
-        nonlocal store
-        store = None if config is None else sp.Store(url, config)
-        step, state = kept if store is None else (store.steps()[-1], store.load())
-        again = Training(state, run.seed + (100 if reshuffled else 0))
-        again.step = step
-        return again
-
-    run = Training(file, seed)
-    run = through_kills(run, steps, KILLS, SPACING, advance=Training.train, save=save, restore=restore)
-    run.seed = seed
-    return End(*run.held_out(), sizes[0] / sizes[1] if sizes[1] else 1.0)
+def killed(file: State, seed: int, system: System, steps: int = STEPS) -> End:
+    """Train with two kills, each followed by a restore from the system."""
+    done: KilledTraining[None] = killed_training(lambda: Training(file, seed), steps, system, KILLS, SPACING, None)
+    done.run.seed = seed
+    loss, accuracy = done.run.held_out()
+    return End(loss, accuracy, ratio(done.sizes))
 
 
 def continued(file: State, options: Options) -> list[Row]:
@@ -387,16 +368,19 @@ def continued(file: State, options: Options) -> list[Row]:
         before[seed] = run.held_out()
         run.train(steps)
         exact[seed] = run.held_out()
-    systems: dict[str, Callable[[int], End]] = {
-        name: lambda seed, make=make: killed(file, seed, make(), steps=steps)  # type: ignore[misc]
-        for name, make in LEVELS.items()
-    }
-    systems[OTHER_BATCHES] = lambda seed: killed(file, seed, None, reshuffled=True, steps=steps)
+    systems: dict[str, Callable[[], System]] = {name: partial(_stored, name) for name in LEVELS}
+    systems[OTHER_BATCHES] = Reshuffled
     found: list[Row] = []
     for name in wanted:
         options.say(f"{CONTINUED}{name}")
-        found += options.done(_of_system(name, [systems[name](seed) for seed in seeds], exact, before, steps))
+        found += options.done(
+            _of_system(name, [killed(file, seed, systems[name](), steps) for seed in seeds], exact, before, steps)
+        )
     return found
+
+
+def _stored(level: str) -> System:
+    return InStore(LEVELS[level]())
 
 
 def _of_system(

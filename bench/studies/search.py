@@ -29,8 +29,7 @@ import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube, Point, normal
 from shrinkpoint.trainers.sensitivity import batches_that_count
 
-from ..devices import threads
-from ..harness import Options, Row, Rows, at_most
+from ..harness import Options, Row, Rows, at_most, threads
 from . import overhead, workloads
 from .faults import quality
 from .workloads import Run, State, Workload
@@ -102,16 +101,6 @@ class Step:
     elsewhere: float
     training: float
 
-    @property
-    def evaluations(self) -> int:
-        """Calls of `evaluate`."""
-        return self.found.evaluations
-
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes."""
-        return self.stored.nbytes
-
 
 PUBLISHED = sp.SearchOptions(method="published", budget=1000, progress=False)
 _PLANNED = sp.SearchOptions(progress=False)
@@ -131,10 +120,8 @@ def chain(
 
 def against_published(training: Training, threshold: float, own: list[Step], published: list[Step]) -> list[Row]:
     """Return rows of evaluations and bytes next to those of the published search."""
-
-    calls, sizes = (
-        [[getattr(step, part) for step in steps] for steps in (own, published)] for part in ("evaluations", "nbytes")
-    )
+    calls = [[step.found.evaluations for step in steps] for steps in (own, published)]
+    sizes = [[step.stored.nbytes for step in steps] for steps in (own, published)]
     rows = Rows(f"{training.name}, {threshold:.1%}", training.size)
     note = f"divide and conquer, then neighbours by decreasing ratio; {len(own)} checkpoints"
     for what, unit, (ours, theirs) in (
@@ -248,7 +235,7 @@ def of_chain(training: Training, threshold: float, steps: list[Step], default: i
     add("later searches as a share of training time", 100 * share, "%", more=beside)
     add("largest loss on the data evaluated", 100 * max(step.loss for step in steps), "%", 100 * threshold)
     add("largest loss on other held-out data", 100 * max(elsewhere), "%", more=_spread(elsewhere))
-    stored = sum(step.nbytes for step in steps)
+    stored = sum(step.stored.nbytes for step in steps)
     rows.add("bytes of the chain", stored, "bytes", (FIXED, default), note, ratio=default / stored)
     return rows
 

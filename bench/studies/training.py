@@ -21,8 +21,7 @@ from dataclasses import dataclass
 import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube
 
-from ..devices import threads
-from ..harness import ONE_THREAD, Options, Row
+from ..harness import ONE_THREAD, Options, Row, threads
 from . import transfer, workloads
 from .baselines.quantizers import Ladder, adaptive_ladder, uniform_ladder
 from .faults import End, InStore, Outcome, Peer, Reshuffled, Searching, Size, System, Trainings, of_seeds, quality

@@ -59,15 +59,32 @@ def digit_images(rng: np.random.Generator | None, count: int) -> Tensor:
     return images[_TRAINED_ON:][:count] if rng is None else images[rng.integers(0, _TRAINED_ON, count)]
 
 
-def losses(outputs: Callable[[nn.Module, Any], Tensor], targets: Callable[[Any], Tensor]) -> Any:
-    return lambda model, batch: F.cross_entropy(outputs(model, batch), targets(batch))
-
-
 def first(model: nn.Module, batch: Any) -> Any:
     return model(batch[0])
 
 
 second: Callable[[Any], Tensor] = itemgetter(1)
+
+
+def supervised(
+    name: str, model: Callable[[], nn.Module], batch: Callable[[np.random.Generator], Any],
+    held_out: Callable[[], list[Any]], steps: int, rate: float, *, outputs: Callable[[nn.Module, Any], Tensor] = first,
+    targets: Callable[[Any], Tensor] = second, classifies: bool = True, **more: Any,
+) -> Family:  # fmt: skip
+    """Return a family by the cross entropy of its classes, or the squared error of its values.
+
+    Args:
+        name, model, batch, held_out, steps, rate: as of `Workload`.
+        outputs, targets, classifies: as of `Family`; by default the model gets a batch's first part, whose targets are
+            the second.
+        more: further arguments of `Workload`.
+    """
+    error: Callable[..., Tensor] = F.cross_entropy if classifies else F.mse_loss
+
+    def loss(model: nn.Module, given: Any) -> Tensor:
+        return error(outputs(model, given), targets(given))
+
+    return Family(Workload(name, model, batch, loss, held_out, steps, rate, **more), outputs, targets, classifies)
 
 
 # ------------------------------------------------------------------------------------------------------------ digits
@@ -93,8 +110,7 @@ def _digits_held_out() -> list[tuple[Tensor, Tensor]]:
 
 def on_digits(name: str, model: Callable[[], nn.Module], steps: int, rate: float, **more: Any) -> Family:
     """Return a family of classifiers of noisy digits; `more` are arguments of `Workload`."""
-    workload = Workload(name, model, _digits_batch, losses(first, second), _digits_held_out, steps, rate, **more)
-    return Family(workload, first, second, classifies=True)
+    return supervised(name, model, _digits_batch, _digits_held_out, steps, rate, **more)
 
 
 def mlp() -> Family:
@@ -157,10 +173,7 @@ def autoencoder() -> Family:
         images, rng = digits()[0][_TRAINED_ON:], np.random.default_rng(1)
         return [(_noisy(images, rng), images.flatten(1)) for _ in range(_COPIES)]
 
-    def loss(model: nn.Module, given: Any) -> Tensor:
-        return F.mse_loss(model(given[0]), given[1])
-
-    return Family(Workload("autoencoder", make, batch, loss, held_out, 500, 1e-3), first, second, classifies=False)
+    return supervised("autoencoder", make, batch, held_out, 500, 1e-3, classifies=False)
 
 
 # -------------------------------------------------------------------------------------------------------------- text
@@ -178,10 +191,9 @@ def _bytes_to_come(text: Any) -> Any:
 
 def on_text(name: str, model: Callable[[], nn.Module], steps: int, rate: float, **more: Any) -> Family:
     """Return a family of byte-level language models; `more` are arguments of `Workload`."""
-    loss = losses(_next_bytes, _bytes_to_come)
     batch, held_out = partial(text_batch, context=_CONTEXT, batch=8), partial(text_held_out, _CONTEXT, 120, 40)
-    workload = Workload(name, model, batch, loss, held_out, steps, rate, **more)
-    return Family(workload, _next_bytes, _bytes_to_come, classifies=True)
+    given: dict[str, Any] = {"outputs": _next_bytes, "targets": _bytes_to_come}
+    return supervised(name, model, batch, held_out, steps, rate, **given, **more)
 
 
 def gpt() -> Family:
@@ -231,8 +243,7 @@ def embedding() -> Family:
 def on_clicks(name: str, rate: float, **more: Any) -> Family:
     """Return a family of click predictors; `more` are arguments of `Workload`."""
     make, batch = partial(Embedded, CLICK_FIELDS, _IDS, _WIDTH, 2), partial(_clicks, count=512)
-    workload = Workload(name, make, batch, losses(first, second), _click_held_out, 500, rate, **more)
-    return Family(workload, first, second, classifies=True)
+    return supervised(name, make, batch, _click_held_out, 500, rate, **more)
 
 
 _NODES, _FEATURES, _GROUPS = 1200, 96, 8
@@ -286,8 +297,7 @@ def graph() -> Family:
     def outputs(model: nn.Module, given: Any) -> Any:
         return model(given[0], given[2])
 
-    workload = Workload("graph network", _GraphNetwork, batch, losses(outputs, second), held_out, 500, 2e-3)
-    return Family(workload, outputs, second, classifies=True)
+    return supervised("graph network", _GraphNetwork, batch, held_out, 500, 2e-3, outputs=outputs)
 
 
 _ADAM = partial(torch.optim.Adam, betas=BETAS)
@@ -324,12 +334,8 @@ def regression() -> Family:
         x = _points(np.random.default_rng(17), 4096, 3)
         return [(x, _smooth(x))]
 
-    def loss(model: nn.Module, given: Any) -> Tensor:
-        return F.mse_loss(model(given[0]), given[1])
-
-    make = partial(_perceptron, 3, 128, 3)
-    workload = Workload("regression", make, batch, loss, held_out, 1000, 3e-3, optimizer=_ADAM, decay=0.0)
-    return Family(workload, first, second, classifies=False)
+    more: dict[str, Any] = {"classifies": False, "optimizer": _ADAM, "decay": 0.0}
+    return supervised("regression", partial(_perceptron, 3, 128, 3), batch, held_out, 1000, 3e-3, **more)
 
 
 # ----------------------------------------------------------------------------------------------------------- physics
@@ -449,9 +455,8 @@ def grokking() -> Family:
 
     optimizer = partial(torch.optim.AdamW, betas=(0.9, 0.98))
     batch, held_out = lambda rng: half(slice(known)), lambda: [half(slice(known, None))]
-    loss, more = losses(first, second), {"optimizer": optimizer, "decay": 1.0}
-    workload = Workload("grokking", _Adder, batch, loss, held_out, 1500, 1e-2, **more)  # type: ignore[arg-type]
-    return Family(workload, first, second, classifies=True)
+    more: dict[str, Any] = {"optimizer": optimizer, "decay": 1.0}
+    return supervised("grokking", _Adder, batch, held_out, 1500, 1e-2, **more)
 
 
 FAMILIES: dict[str, Callable[[], Family]] = {

@@ -31,6 +31,7 @@ from .families import (
     on_clicks,
     on_digits,
     on_text,
+    supervised,
 )
 
 
@@ -157,10 +158,9 @@ def diffusion() -> Family:
         return model(given[0], given[1])
 
     batch = lambda rng: _noised(rng, digit_images(rng, 64))  # noqa: E731
-    loss = lambda model, given: F.mse_loss(outputs(model, given), given[2])  # noqa: E731
     more: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, betas=BETAS), "decay": 0.01, "average": 0.98}
-    workload = Workload("diffusion, EMA", _Denoiser, batch, loss, held_out, 500, 2e-3, end=NEAR_ZERO, **more)
-    return Family(workload, outputs, itemgetter(2), classifies=False)
+    more |= {"outputs": outputs, "targets": itemgetter(2), "classifies": False, "end": NEAR_ZERO}
+    return supervised("diffusion, EMA", _Denoiser, batch, held_out, 500, 2e-3, **more)
 
 
 # ------------------------------------------------------------------------------------------------------------- adapters

@@ -22,8 +22,7 @@ from shrinkpoint.codec.weights.quantize import Quantize
 from shrinkpoint.kernels.levels import delta
 from shrinkpoint.searching.cube import Cube
 
-from ...devices import threads
-from ...harness import Options, Row, Rows
+from ...harness import Options, Row, Rows, threads
 from .. import workloads
 from ..baselines.parts import Floats, Grid, parts
 from ..baselines.quantizers import (
@@ -402,10 +401,7 @@ def ablation(name: str, options: Options) -> list[Row]:
                 raw = 4 * sum(reference.levels.size for reference in levels)
                 for coder, size in CODERS.items():
                     ratios[coder].append(raw / sum(size(*pair) for pair in zip(previous, levels, strict=True)))
-            note = (
-                f"{how}; {len(found) - 1} deltas {_APART} steps apart, bytes of the levels alone over float32; the "
-                "paper's checkpoints are hours apart, in a longer training"
-            )
+            note = f"{how}; {len(found) - 1} deltas {_APART} steps apart, bytes of the levels alone over float32"
             for coder, values in ratios.items():
                 figures = _FIGURE.get(coder, (None, None)) if policy == SEARCHED else (None, None)
                 ends = ("overall", statistics.harmonic_mean(values)), ("highest", max(values))
@@ -420,7 +416,7 @@ def ablation(name: str, options: Options) -> list[Row]:
 
 def rankings(name: str, options: Options) -> list[Row]:
     """Figure 5b: how far magnitude and sensitivity agree on the importance of weights."""
-    rows, note = Rows(name), "the paper shows a picture of ResNet-152: a strong correlation, with many outliers"
+    rows = Rows(name)
     with threads(1):
         for label in ("MLP",) if options.quick else ("MLP", "CNN"):
             training, _ = _trained(label, options.quick)
@@ -428,11 +424,11 @@ def rankings(name: str, options: Options) -> list[Row]:
                 ranks = _ranks(checkpoint.state["model"], checkpoint.grads or {})
                 where, size = f"{label} at step {checkpoint.step}", ranks.shape[1]
                 agreement = float(np.corrcoef(*ranks)[0, 1])
-                rows.add(f"{where}, correlation of the ranks", agreement, "", note=note, size=size)
+                rows.add(f"{where}, correlation of the ranks", agreement, "", size=size)
                 for share in (0.005, 0.2):
                     both = 100 * float((ranks > 1 - share).all(axis=0).sum() / (ranks[0] > 1 - share).sum())
                     what = f"of the {100 * share:g} % largest, those also most sensitive"
-                    rows.add(f"{where}, {what}", both, "%", note=note, size=size)
+                    rows.add(f"{where}, {what}", both, "%", size=size)
     return rows
 
 

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 import shrinkpoint as sp
 from shrinkpoint.kernels.exponent import exponent_buckets
 
-from ...devices import threads
-from ...harness import Options, Row, Rows, at_most, cpu_clock, times_smaller
+from ...harness import Options, Row, Rows, at_most, cpu_clock, threads, times_smaller
 from ..baselines.partial import Scar, TopN
 from ..baselines.parts import parts
 from .table import Chain, Experiment, Mean, mean, stored_bytes
@@ -334,10 +333,7 @@ def buckets(name: str, options: Options) -> list[Row]:
             found = [_bucket_errors(task, seed, apart) for seed in range(2 if options.quick else 8)]
             ranks = min(len(errors) for errors in found)
             means = [statistics.fmean(errors[i] for errors in found) for i in range(ranks)]
-            note = (
-                f"logistic regression, {len(found)} seeds, {ranks} buckets; the paper shows a picture: the highest "
-                "weigh most, 2 bits hold the most important and 3 bits all effective ones"
-            )
+            note = f"logistic regression, {len(found)} seeds, {ranks} buckets"
             for kept, bits in ((3, 2), (7, 3)):
                 what = f"{apart} iterations apart, error in the {kept} highest buckets ({bits} bits keep them)"
                 share = 100 * sum(means[:kept]) / sum(means) if any(means) else math.nan
@@ -388,10 +384,7 @@ def failure(name: str, options: Options) -> list[Row]:
                 extra[system].append(Training(task, seed).rework(state, step, run.loss()) + at - end)
     rows = Rows(name)
     for system, values in extra.items():
-        note = (
-            f"{mean(values)}; a failure after iteration {at}, loss of iteration {end}; {task.note}; the paper has one "
-            "run on MovieLens25M, and saves 6 iterations of 91 s"
-        )
+        note = f"{mean(values)}; a failure after iteration {at}, loss of iteration {end}; {task.note}"
         paper = "LC-Checkpoint, figure 6", published[system]
         rows.add(f"extra iterations to the same loss, {system}", mean(values).mean, "iterations", paper, note)
     return rows
@@ -422,8 +415,7 @@ def overhead(name: str, options: Options) -> list[Row]:
     size, value = sum(p.numel() for p in run.model.parameters()), 100 * save / train
     note = (
         f"an iteration {train:.2f} s of processor, a save {1e3 * save:.0f} ms, medians of {len(spent['train'])}; "
-        f"{ratings:,} drawn ratings of {_BIG_USERS:,} users and {_BIG_ITEMS:,} items, rank {_BIG_RANK}; the paper: "
-        "less than 4 s of 91 s"
+        f"{ratings:,} drawn ratings of {_BIG_USERS:,} users and {_BIG_ITEMS:,} items, rank {_BIG_RANK}"
     )
     rows, peer = Rows(name, size), ("LC-Checkpoint, section 4.5: around 4 %", 4.0)
     rows.add("matrix factorization, 3 bits, a save each iteration", value, "%", peer, note, target=at_most(4.0))
@@ -441,7 +433,7 @@ def exponents(name: str, options: Options) -> list[Row]:
         after = run.state()["model"]
     last = [key for key, value in after.items() if value.ndim == 4][-1]
     rows, paper = Rows(name), ("LC-Checkpoint, section 3.1.1: fewer usually suffice", 32)
-    note = f"sign and exponent; LeNet after {run.iteration} iterations; the paper shows AlexNet's"
+    note = f"sign and exponent; LeNet after {run.iteration} iterations"
     for what, x in (("weights", after[last]), ("differences of one iteration", after[last] - before[last])):
         counts = np.sort(exponent_buckets(x.flatten().numpy()).counts.reshape(-1))[::-1]
         for share in (0.99, 1.0):

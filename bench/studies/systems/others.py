@@ -22,9 +22,8 @@ from shrinkpoint.codec.entropy import Matrix, in_context
 from shrinkpoint.kernels.packing import pack_bits
 from shrinkpoint.kernels.planes import difference
 
-from ... import coders
-from ...devices import threads
-from ...harness import CheckFailed, Options, Row, Rows, at_least
+from ... import peers
+from ...harness import CheckFailed, Options, Row, Rows, at_least, threads
 from ...peers import library
 from .. import workloads
 from ..baselines.excp import ZSTD_LEVEL, ExCP, KimBelyaev, coded_size
@@ -64,7 +63,7 @@ def _smaller(coder: str) -> Peer:
         found = inputs(model, before)
         if before is None and found["patterns"].itemsize == 4:
             found = {"patterns": found["patterns"].view(np.float32)}
-        sizes = {how: coders.size(coder, [values]) for how, values in found.items()}
+        sizes = {how: peers.coded_size(coder, [values]) for how, values in found.items()}
         best = min(sizes, key=lambda how: sizes[how])
         others = [f"{size:,} bytes by {how}" for how, size in sizes.items() if how != best]
         return sizes[best], "; ".join([best, *others]) if others else ""
@@ -110,7 +109,7 @@ def _lmzip(model: Model, before: Model | None) -> int:
 def _z4ai(model: Model, before: Model | None) -> int:
     now = _patterns(model)
     if before is None:
-        return coders.size("z4ai", [now])
+        return peers.coded_size("z4ai", [now])
     z4ai, data, old = library("z4ai"), now.tobytes(), _patterns(before).tobytes()
     packed = z4ai.compress_delta(data, old, dtype="fp32" if now.itemsize == 4 else "bf16", threads=1)
     if z4ai.decompress_delta(packed, old) != data:

@@ -21,7 +21,7 @@ from ..baselines.parts import parts
 from ..workloads import Run, State
 
 FIGURES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
-"""Figures of the papers."""
+"""Figures of the papers, and remarks on how they differ from ours."""
 _STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262, 15: 2.145, 20: 2.093, 30: 2.045}
 """Two-sided 95 % quantiles of Student's t by sample size; between two the one of the smaller size counts."""
 
@@ -41,8 +41,10 @@ class Experiment:
     def rows(self, options: Options) -> list[Row]:
         """Return its rows, or one with the reason for a missing measurement."""
         options.say(self.name)
+        remark = FIGURES["remarks"].get(self.name)
         try:
-            return self.run(self.name, options)
+            found = self.run(self.name, options)
+            return [dataclasses.replace(row, note="; ".join(filter(None, (row.note, remark)))) for row in found]
         except ImportError as error:
             rows = Rows(self.name)
             rows.add("", None, "", note=f"not measured: {error.name or error} is not installed")
