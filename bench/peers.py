@@ -581,7 +581,8 @@ def beginner(name: str, root: Path, stack: contextlib.ExitStack) -> Begin:
     how = AsyncCheckpointerType.PROCESS if name == DCP_PROCESS else AsyncCheckpointerType.THREAD
 
     def dcp_begin(state: Any) -> Any:
-        return dcp.async_save(state, checkpoint_id=str(path()), async_checkpointer_type=how).result  # type: ignore[attr-defined]
+        future: Any = dcp.async_save(state, checkpoint_id=str(path()), async_checkpointer_type=how)  # type: ignore[attr-defined]
+        return future.result
 
     return dcp_begin
 

@@ -30,14 +30,14 @@ def short(family: families.Family, steps: int) -> families.Family:
 def test_divergence_of_known_classes() -> None:
     exact = Answers(torch.tensor([[0.0, 0.0], [3.0, 0.0]]), 2.0, 1.0)
     other = Answers(torch.tensor([[math.log(3.0), 0.0], [0.0, 3.0]]), 2.1, 0.5)
-    found = divergence(families.mlp(), exact, other)
+    found = divergence(families.FAMILIES["MLP"](), exact, other)
     first = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
     p = 1 / (1 + math.exp(-3.0))
     second = p * 3.0 - (1 - p) * 3.0
     assert found["divergence"] == pytest.approx((first + second) / 2)
     assert found["changed"] == 0.5  # of a tie the first one is the answer
     assert found["loss"] == pytest.approx(0.05)
-    assert divergence(families.mlp(), exact, exact) == {"divergence": 0.0, "changed": 0.0, "loss": 0.0}
+    assert divergence(families.FAMILIES["MLP"](), exact, exact) == {"divergence": 0.0, "changed": 0.0, "loss": 0.0}
 
 
 def test_divergence_of_values_is_relative() -> None:
@@ -214,7 +214,7 @@ def test_a_family_without_its_package_is_left_out(tmp_path: Path, monkeypatch: p
 
 def test_what_is_stored_exactly_ends_exactly() -> None:
     """An exact setting ends as the uninterrupted training, with equal answers at restores."""
-    family = short(families.mlp(), 40)
+    family = short(families.FAMILIES["MLP"](), 40)
     found = campaign.killed(family, "lossless", 0, failures=2)
     assert (found["loss"], found["accuracy"]) == tuple(
         campaign.uninterrupted(family, 0)[k] for k in ("loss", "accuracy")
@@ -296,7 +296,7 @@ def test_schedules_of_held_back_families_end_near_zero(name: str) -> None:
     """Schedule-free training has no schedule; the others end at a hundredth."""
     workload = held_back.ALL[name]().workload
     assert workload.end == (1.0 if "schedule-free" in name else 0.01)
-    run = Run(families.mlp().workload, 0)
+    run = Run(families.FAMILIES["MLP"]().workload, 0)
     run.step = run.workload.steps
     assert run.learning_rate() == pytest.approx(0.1 * run.workload.rate)
 

@@ -161,7 +161,7 @@ def test_peers_get_the_better_of_both_differences(dtype: torch.dtype) -> None:
 
 def test_rework_counts_iterations_until_the_loss_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lc, "MOST_REWORK", 9)
-    task = lc.TASKS["matrix factorization"]()
+    task = lc.TASKS["matrix factorization"]
     with threads(1):
         run = lc.Training(task, 0)
         first = run.state()
@@ -182,7 +182,7 @@ def test_the_three_systems_get_the_same_size_and_lc_wins(label: str, monkeypatch
     bits = (2, 3) if label == "matrix factorization" else (2,)
     monkeypatch.setattr(lc, "SEEDS", 2)
     with threads(1):
-        found = lc.rework(lc.TASKS[label]())("x", Options(quick=len(bits) == 1))
+        found = lc.rework(lc.TASKS[label], "x", Options(quick=len(bits) == 1))
     for width in bits:
         for peer, low in (("SCAR", {2: 2.88, 3: 1.9}), ("TOPN", {2: 2.17, 3: 1.52})):
             (row,) = (r for r in found if r.row == f"x: iterations of rework, {width} bits" and r.peer == peer)
@@ -200,7 +200,7 @@ def test_the_three_systems_get_the_same_size_and_lc_wins(label: str, monkeypatch
 def test_all_systems_count_the_same_arrays() -> None:
     """All systems count the same arrays; biases and LeNet's outer weights are exact."""
     with threads(1):
-        run = lc.Training(lc.TASKS["LeNet"](), 0)
+        run = lc.Training(lc.TASKS["LeNet"], 0)
         first = run.state()
         ours, scar = table.Chain(sp.presets.lc_checkpoint(2)), table.Chain(Scar(1.0))
         for chain in (ours, scar):
@@ -226,14 +226,14 @@ def test_each_step_makes_it_smaller() -> None:
 
 def test_a_bucket_set_to_zero_changes_the_loss() -> None:
     with threads(1):
-        errors = lc._bucket_errors(lc.TASKS["logistic regression"](), 0, 10)
+        errors = lc._bucket_errors(lc.TASKS["logistic regression"], 0, 10)
     assert len(errors) > 10
     assert min(errors) >= 0
     assert sum(errors[:8]) > 100 * sum(errors[-8:])
 
 
 def test_chains_restore_what_they_saved() -> None:
-    run = lc.Training(lc.TASKS["matrix factorization"](), 0)
+    run = lc.Training(lc.TASKS["matrix factorization"], 0)
     ours, theirs = table.Chain(sp.presets.lc_checkpoint(3)), table.Chain(Scar(0.25))
     with threads(1):
         for _ in range(5):

@@ -365,19 +365,17 @@ class SmallViT(nn.Module):
         return self.head(self.blocks(tokens)[:, 0])
 
 
-def cnn(steps: int = 900) -> Workload:
-    """A CNN of 0.23 M parameters on scikit-learn's digits."""
-    return Workload("CNN", _cnn, _digits_batch, _classified, _digits_held_out, steps, 2e-3, right=_right_class)
+def _on_digits(name: str, model: Callable[[], nn.Module], rate: float, steps: int = 900) -> Workload:
+    """Return a classifier of scikit-learn's digits."""
+    return Workload(name, model, _digits_batch, _classified, _digits_held_out, steps, rate, right=_right_class)
 
 
-def mlp(steps: int = 900) -> Workload:
-    """A three-layer perceptron of 0.3 M parameters on scikit-learn's digits."""
-    return Workload("MLP", _mlp, _digits_batch, _classified, _digits_held_out, steps, 2e-3, right=_right_class)
-
-
-def vit(steps: int = 900) -> Workload:
-    """A vision transformer of 0.2 M parameters on scikit-learn's digits."""
-    return Workload("ViT", SmallViT, _digits_batch, _classified, _digits_held_out, steps, 1e-3, right=_right_class)
+cnn = partial(_on_digits, "CNN", _cnn, 2e-3)
+"""A CNN of 0.23 M parameters."""
+mlp = partial(_on_digits, "MLP", _mlp, 2e-3)
+"""A three-layer perceptron of 0.3 M parameters."""
+vit = partial(_on_digits, "ViT", SmallViT, 1e-3)
+"""A vision transformer of 0.2 M parameters."""
 
 
 # ---------------------------------------------------------------------------------------------------- embeddings

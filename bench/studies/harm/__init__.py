@@ -37,7 +37,7 @@ def run(options: Options) -> list[Row]:
 
 
 def _quick(options: Options) -> list[Row]:
-    made = families.mlp()
+    made = families.FAMILIES["MLP"]()
     family = dataclasses.replace(made, workload=dataclasses.replace(made.workload, steps=80))
     with tempfile.TemporaryDirectory() as folder:
         rows = campaign.RowFile(Path(folder) / "harm.jsonl")

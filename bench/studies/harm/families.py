@@ -9,6 +9,7 @@ classifier does not notice is a large part of the remaining loss.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from shrinkpoint.demo.model import GPT
 
 from ..workloads import BETAS, CLICK_FIELDS, Embedded, Workload, clicks, digits, encoder, text_batch, text_held_out
 
@@ -113,15 +116,15 @@ def on_digits(name: str, model: Callable[[], nn.Module], steps: int, rate: float
     return supervised(name, model, _digits_batch, _digits_held_out, steps, rate, **more)
 
 
-def mlp() -> Family:
-    """A perceptron of three layers, 0.08 M parameters."""
-    make = lambda: nn.Sequential(  # noqa: E731
-        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, _DIGITS)
-    )
-    return on_digits("MLP", make, 500, 1e-3)
+def _layers(*widths: int) -> nn.Module:
+    """Return linear layers with ReLU between them, on flattened images."""
+    pairs = itertools.pairwise(widths)
+    parts = [part for into, out in pairs for part in (nn.Linear(into, out), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *parts[:-1])
 
 
 def _convolutions(norm: Callable[[int], nn.Module]) -> nn.Module:
+    """Return two convolutions with norms, and two linear layers."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1), norm(32), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, padding=1), norm(64), nn.ReLU(), nn.MaxPool2d(2),
@@ -129,17 +132,9 @@ def _convolutions(norm: Callable[[int], nn.Module]) -> nn.Module:
     )  # fmt: skip
 
 
-def cnn() -> Family:
-    """Two convolutions with group norm and a perceptron, 0.05 M parameters."""
-    return on_digits("CNN", lambda: _convolutions(lambda n: nn.GroupNorm(8, n)), 400, 2e-3)
-
-
-def cnn_batch_norm() -> Family:
-    """A CNN with batch norm, whose running statistics are kept exactly."""
-    return on_digits("CNN, batch norm", lambda: _convolutions(nn.BatchNorm2d), 400, 2e-3)
-
-
 class _SmallViT(nn.Module):
+    """A vision transformer on 8 patches."""
+
     def __init__(self, width: int = 64, layers: int = 2) -> None:
         super().__init__()
         self.patches = nn.Conv2d(1, width, (2, 4), stride=(2, 4))
@@ -152,17 +147,9 @@ class _SmallViT(nn.Module):
         return self.head(self.blocks(tokens).mean(dim=1))
 
 
-def vit() -> Family:
-    """A vision transformer on 8 patches, 0.07 M parameters."""
-    return on_digits("ViT", _SmallViT, 500, 3e-3)
-
-
 def autoencoder() -> Family:
     """A denoising autoencoder with a bottleneck of 32, 0.05 M parameters."""
-    make = lambda: nn.Sequential(  # noqa: E731
-        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 32), nn.Linear(32, 256), nn.ReLU(),
-        nn.Linear(256, 64),
-    )  # fmt: skip
+    make = lambda: nn.Sequential(_layers(64, 256, 32), _layers(32, 256, 64))  # noqa: E731
 
     def batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         images = digits()[0][rng.integers(0, _TRAINED_ON, 64)]
@@ -196,14 +183,9 @@ def on_text(name: str, model: Callable[[], nn.Module], steps: int, rate: float, 
     return supervised(name, model, batch, held_out, steps, rate, **given, **more)
 
 
-def gpt() -> Family:
-    """A byte-level GPT of two layers, 0.12 M parameters, on the standard library's sources."""
-    from shrinkpoint.demo.model import GPT
-
-    return on_text("GPT", lambda: GPT(2, 64, 4, _CONTEXT, dropout=0.0, bias=False), 500, 3e-3)
-
-
 class _SmallLSTM(nn.Module):
+    """A byte-level LSTM."""
+
     def __init__(self, width: int = 96) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, 48)
@@ -212,11 +194,6 @@ class _SmallLSTM(nn.Module):
 
     def forward(self, text: Tensor) -> Any:
         return self.head(self.lstm(self.embedding(text))[0])
-
-
-def lstm() -> Family:
-    """A byte-level LSTM, 0.09 M parameters, on the standard library's sources."""
-    return on_text("LSTM", _SmallLSTM, 500, 5e-3)
 
 
 # ------------------------------------------------------------------------------------------------- tables and graphs
@@ -233,11 +210,6 @@ def _clicks(rng: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
 def _click_held_out() -> list[tuple[Tensor, Tensor]]:
     rng = np.random.default_rng(11)
     return [_clicks(rng, 5000) for _ in range(4)]
-
-
-def embedding() -> Family:
-    """Four tables of 1,500 x 24 and a perceptron, 0.16 M parameters: a click predictor."""
-    return on_clicks("embedding", 2e-3)
 
 
 def on_clicks(name: str, rate: float, **more: Any) -> Family:
@@ -405,6 +377,8 @@ class _Layer(nn.Module):
 
 
 class _StateSpace(nn.Module):
+    """A byte-level model of two state-space layers."""
+
     def __init__(self, width: int = 96) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, width)
@@ -413,11 +387,6 @@ class _StateSpace(nn.Module):
 
     def forward(self, text: Tensor) -> Any:
         return self.head(self.layers(self.embedding(text)))
-
-
-def state_space() -> Family:
-    """A byte-level model of two state-space layers, 0.09 M parameters, trained by NAdam."""
-    return on_text("state space", _StateSpace, 500, 3e-3, optimizer=torch.optim.NAdam, decay=0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------- grokking
@@ -460,14 +429,14 @@ def grokking() -> Family:
 
 
 FAMILIES: dict[str, Callable[[], Family]] = {
-    "MLP": mlp,
-    "CNN": cnn,
-    "CNN, batch norm": cnn_batch_norm,
-    "ViT": vit,
-    "GPT": gpt,
-    "embedding": embedding,
+    "MLP": partial(on_digits, "MLP", partial(_layers, 64, 256, 256, _DIGITS), 500, 1e-3),
+    "CNN": partial(on_digits, "CNN", partial(_convolutions, partial(nn.GroupNorm, 8)), 400, 2e-3),
+    "CNN, batch norm": partial(on_digits, "CNN, batch norm", partial(_convolutions, nn.BatchNorm2d), 400, 2e-3),
+    "ViT": partial(on_digits, "ViT", _SmallViT, 500, 3e-3),
+    "GPT": partial(on_text, "GPT", partial(GPT, 2, 64, 4, _CONTEXT, dropout=0.0, bias=False), 500, 3e-3),
+    "embedding": partial(on_clicks, "embedding", 2e-3),
     "autoencoder": autoencoder,
-    "LSTM": lstm,
+    "LSTM": partial(on_text, "LSTM", _SmallLSTM, 500, 5e-3),
     "graph network": graph,
 }
 SET_ASIDE = ("LSTM", "graph network")
@@ -475,7 +444,7 @@ SET_ASIDE = ("LSTM", "graph network")
 SENSITIVE: dict[str, Callable[[], Family]] = {
     "regression": regression,
     "PINN": physics,
-    "state space": state_space,
+    "state space": partial(on_text, "state space", _StateSpace, 500, 3e-3, optimizer=torch.optim.NAdam, decay=0.0),
     "grokking": grokking,
 }
 """They chose `presets.precise()`, together with the nine of `FAMILIES`, which chose the other levels.

@@ -27,7 +27,6 @@ from .families import (
     Family,
     digit_images,
     first,
-    gpt,
     on_clicks,
     on_digits,
     on_text,
@@ -99,16 +98,6 @@ class _Experts(nn.Module):
         values = torch.einsum("bew,ewv->bev", hidden, self.down)
         picked = values.gather(1, chosen[..., None].expand(-1, -1, values.shape[-1]))
         return self.head((shares[..., None] * picked).sum(1).relu())
-
-
-def experts() -> Family:
-    """A mixture of eight experts in stacked arrays, 0.07 M parameters."""
-    return on_digits("experts", _Experts, 500, 2e-3, end=NEAR_ZERO)
-
-
-def recommender() -> Family:
-    """The click predictor with tables of 1,500 x 24, 0.16 M parameters, trained by RMSprop."""
-    return on_clicks("recommender", 1e-3, optimizer=torch.optim.RMSprop, decay=0.0, end=NEAR_ZERO)
 
 
 # ------------------------------------------------------------------------------------------------------------ diffusion
@@ -187,13 +176,13 @@ class _Adapted(nn.Module):
 def _pretrained() -> dict[str, Tensor]:
     """Return the weights of the GPT, trained for 300 steps on the text as it is."""
     before = torch.get_rng_state()
-    weights = Run(gpt().workload, 100, until=300).model.state_dict()
+    weights = Run(FAMILIES["GPT"]().workload, 100, until=300).model.state_dict()
     torch.set_rng_state(before)  # the caller draws its adapters from its own seed
     return weights
 
 
 def _adapted() -> nn.Module:
-    model = gpt().workload.model()
+    model = FAMILIES["GPT"]().workload.model()
     if not next(model.parameters()).is_meta:
         model.load_state_dict(_pretrained())
     model.requires_grad_(False)
@@ -328,8 +317,8 @@ _SETTINGS: dict[str, tuple[Made, float, dict[str, Any]]] = {
 """Optimizer, learning rate, and further settings of the workload, each with an optimizer that no other family has."""
 HELD_BACK: dict[str, Callable[[], Family]] = {
     "VAE": vae,
-    "experts": experts,
-    "recommender": recommender,
+    "experts": partial(on_digits, "experts", _Experts, 500, 2e-3, end=NEAR_ZERO),
+    "recommender": partial(on_clicks, "recommender", 1e-3, optimizer=torch.optim.RMSprop, decay=0.0, end=NEAR_ZERO),
     "diffusion, EMA": diffusion,
     "LoRA": lora,
     **{name: _family(name, *settings) for name, settings in _SETTINGS.items()},

@@ -287,26 +287,22 @@ def _trained(label: str, quick: bool) -> tuple[Training, Kinds]:
     return trained(workload, 1 if quick else CHECKPOINTS), kinds_of(workload.model())
 
 
-def bins(label: str, systems: Mapping[str, System]) -> Callable[[str, Options], list[Row]]:
+def bins(label: str, systems: Mapping[str, System], name: str, options: Options) -> list[Row]:
     """Table 7 for one model."""
-
-    def run(name: str, options: Options) -> list[Row]:
-        if options.quick and label != "MLP":
-            return []
-        with threads(1):
-            training, kinds = _trained(label, options.quick)
-            rows = []
-            for column, system in systems.items():
-                if options.quick and column not in (OURS, UNIFORM):
-                    continue
-                found = []
-                for checkpoint in training.checkpoints:
-                    options.say(f"{name}: {column}, step {checkpoint.step}")
-                    found.append(least_bins(training, checkpoint.state, system.space(checkpoint.state, kinds)))
-                rows += _bins_rows(name, label, column, system, training, found)
+    rows: list[Row] = []
+    if options.quick and label != "MLP":
         return rows
-
-    return run
+    with threads(1):
+        training, kinds = _trained(label, options.quick)
+        for column, system in systems.items():
+            if options.quick and column not in (OURS, UNIFORM):
+                continue
+            found = []
+            for checkpoint in training.checkpoints:
+                options.say(f"{name}: {column}, step {checkpoint.step}")
+                found.append(least_bins(training, checkpoint.state, system.space(checkpoint.state, kinds)))
+            rows += _bins_rows(name, label, column, system, training, found)
+    return rows
 
 
 def _bins_rows(
@@ -441,8 +437,14 @@ def _ranks(model: State, grads: Mapping[str, Any]) -> npt.NDArray[Any]:
 
 
 EXPERIMENTS = (
-    *(Experiment(f"Inshrinkerator bins on {label}", bins(label, ON_THE_LADDER)) for label in workloads.WORKLOADS),
-    *(Experiment(f"Inshrinkerator spaces on {label}", bins(label, IN_THEIR_SPACES)) for label in workloads.WORKLOADS),
+    *(
+        Experiment(f"Inshrinkerator bins on {label}", partial(bins, label, ON_THE_LADDER))
+        for label in workloads.WORKLOADS
+    ),
+    *(
+        Experiment(f"Inshrinkerator spaces on {label}", partial(bins, label, IN_THEIR_SPACES))
+        for label in workloads.WORKLOADS
+    ),
     Experiment("Inshrinkerator delta coder", ablation),
     Experiment("Inshrinkerator rankings", rankings),
 )

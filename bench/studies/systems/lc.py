@@ -177,20 +177,21 @@ def _squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-TASKS: dict[str, Callable[[], Task]] = {
-    "logistic regression": lambda: Task(
+_TASKS = (
+    Task(
         "logistic regression", lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), _image_batches, _classified,
         _images, 0.05, (30, 60), "scikit-learn's digits enlarged to 28 x 28, where the paper has MNIST; batches of 128",
     ),
-    "LeNet": lambda: Task(
+    Task(
         "LeNet", _lenet, _image_batches, _classified, lambda: tuple(part[:400] for part in _images()), 0.1, (50, 70),
         "LeNet-5 on scikit-learn's digits enlarged to 28 x 28, where the paper has MNIST; batches of 128",
     ),
-    "matrix factorization": lambda: Task(
+    Task(
         "matrix factorization", Factors, _rating_batches, _squared, _ratings, 30.0, (20, 40),
         "a drawn matrix of rank 8 (600 x 400, 5 % seen), where the paper has MovieLens; an iteration is a pass",
     ),
-}  # fmt: skip
+)  # fmt: skip
+TASKS = {task.name: task for task in _TASKS}
 
 
 # ---------------------------------------------------------------------------------------------------- systems
@@ -237,27 +238,25 @@ def _reworks(task: Task, seed: int, systems: dict[str, Callable[[float], Any]]) 
     return found
 
 
-def rework(task: Task) -> Callable[[str, Options], list[Row]]:
+def rework(task: Task, name: str, options: Options) -> list[Row]:
     """Figure 3 on one task; LeNet takes too long for `--quick`."""
-
-    def run(name: str, options: Options) -> list[Row]:
-        rows = []
-        with threads(1):
-            for bits in (2,) if options.quick else (2, 3):
-                # Partitions are not divided: take the number of partitions whose size is nearest.
-                systems: dict[str, Callable[[float], Any]] = {
-                    "LC-Checkpoint": lambda _, bits=bits: sp.presets.lc_checkpoint(bits),  # type: ignore[misc]
-                    "SCAR": lambda share: Scar(1 / max(1, round(1 / share))),
-                    "TOPN": TopN,
-                }
-                seeds = []
-                for seed in range(2 if options.quick else SEEDS):
-                    options.say(f"{name}, {bits} bits: seed {seed}")
-                    seeds.append(_reworks(task, seed, systems))
-                rows += _rework_rows(name, task, bits, seeds)
+    rows: list[Row] = []
+    if options.quick and task.name == "LeNet":
         return rows
-
-    return lambda name, options: [] if options.quick and task.name == "LeNet" else run(name, options)
+    with threads(1):
+        for bits in (2,) if options.quick else (2, 3):
+            # Partitions are not divided: take the number of partitions whose size is nearest.
+            systems: dict[str, Callable[[float], Any]] = {
+                "LC-Checkpoint": lambda _, bits=bits: sp.presets.lc_checkpoint(bits),  # type: ignore[misc]
+                "SCAR": lambda share: Scar(1 / max(1, round(1 / share))),
+                "TOPN": TopN,
+            }
+            seeds = []
+            for seed in range(2 if options.quick else SEEDS):
+                options.say(f"{name}, {bits} bits: seed {seed}")
+                seeds.append(_reworks(task, seed, systems))
+            rows += _rework_rows(name, task, bits, seeds)
+    return rows
 
 
 def _rework_rows(name: str, task: Task, bits: int, seeds: list[dict[str, tuple[int, float]]]) -> list[Row]:
@@ -307,7 +306,7 @@ def shares(name: str, options: Options) -> list[Row]:
     rows = Rows(name)
     with threads(1):
         for label, bits in itertools.product(("logistic regression",) if options.quick else TASKS, (2, 3)):
-            run, base = Training(TASKS[label](), 0), sp.presets.lc_checkpoint(bits)
+            run, base = Training(TASKS[label], 0), sp.presets.lc_checkpoint(bits)
             kinds = _kinds(run.state())
             head = sp.compress(run.state(), None, base, kinds=kinds)
             sizes: dict[str, list[int]] = {step: [] for step in _STEPS}
@@ -327,7 +326,7 @@ def shares(name: str, options: Options) -> list[Row]:
 
 def buckets(name: str, options: Options) -> list[Row]:
     """Figure 5: error of the loss when one bucket of the difference is set to zero."""
-    task, rows = TASKS["logistic regression"](), Rows(name)
+    task, rows = TASKS["logistic regression"], Rows(name)
     with threads(1):
         for apart in (10,) if options.quick else (10, 30, 60):
             found = [_bucket_errors(task, seed, apart) for seed in range(2 if options.quick else 8)]
@@ -368,7 +367,7 @@ def _bucket_errors(task: Task, seed: int, apart: int) -> list[float]:
 
 def failure(name: str, options: Options) -> list[Row]:
     """Figure 6: extra iterations to convergence after a failure in the 7th."""
-    task, at, end = TASKS["matrix factorization"](), 7, 30
+    task, at, end = TASKS["matrix factorization"], 7, 30
     published = {"LC-Checkpoint, 3 bits, each iteration": 1.0, "full, every 10 iterations": 7.0}
     extra: dict[str, list[float]] = {system: [] for system in published}
     with threads(1):
@@ -425,7 +424,7 @@ def overhead(name: str, options: Options) -> list[Row]:
 def exponents(name: str, options: Options) -> list[Row]:
     """Figure 2: the number of exponents that cover nearly all elements of a convolution."""
     with threads(1):
-        run = Training(TASKS["LeNet"](), 0)
+        run = Training(TASKS["LeNet"], 0)
         for _ in range(3 if options.quick else 50):
             run.advance()
         before = run.state()["model"]
@@ -444,7 +443,7 @@ def exponents(name: str, options: Options) -> list[Row]:
 
 
 EXPERIMENTS = (
-    *(Experiment(f"LC-Checkpoint rework on {label}", rework(make())) for label, make in TASKS.items()),
+    *(Experiment(f"LC-Checkpoint rework on {label}", partial(rework, task)) for label, task in TASKS.items()),
     Experiment("LC-Checkpoint sizes of its steps", shares),
     Experiment("LC-Checkpoint weight of a bucket", buckets),
     Experiment("LC-Checkpoint cost of a failure", failure),
