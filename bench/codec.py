@@ -118,10 +118,10 @@ class Plan:
         work = Work(self.pair, CONFIGS[self.config]())
         for kind in self.kinds:
             for way in self.ways:
-                name, peers = self.name(f"{way} {kind}"), self.names(way, kind)
+                name = self.name(f"{way} {kind}")
                 size = work.pair.parameters if wanted(name) else 0
                 make, target = partial(self._job, work, way, kind), self.targets.get((way, kind, FLOOR))
-                yield Case(name, size, "MB/s", make, self.device, target, peers)
+                yield Case(name, size, "MB/s", make, self.device, target, self.names(way, kind))
 
     def _job(self, work: Work, way: str, kind: str) -> Job:
         return work.job(way, kind, list(self._peers(work.state(kind), way, kind)))
@@ -150,8 +150,8 @@ class Plan:
                 continue
             stored, rows.size = work.stored(kind), work.pair.parameters
             ours = stored.raw_nbytes / stored.nbytes
-            peers = [peer for peer in self.peers.get(kind, ()) if peer in (*CODERS, *FILES)]
-            for peer in (*peers,) or (None,):
+            others = [peer for peer in self.peers.get(kind, ()) if peer in (*CODERS, *FILES)]
+            for peer in (*others,) or (None,):
                 theirs, note = None, f"{stored.raw_nbytes:,} bytes to {stored.nbytes:,}; {work.pair.origin}"
                 try:
                     theirs = None if peer is None else _ratio(peer, work.state(kind))

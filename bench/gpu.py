@@ -27,20 +27,7 @@ from shrinkpoint.codec.device_coding import set_device_coding
 
 from . import data, kernels
 from .data import Pair
-from .harness import (
-    ROUNDS,
-    Case,
-    Device,
-    Job,
-    Options,
-    Peer,
-    Row,
-    Rows,
-    gpu,
-    run_cases,
-    threads,
-    wall_clock,
-)
+from .harness import ROUNDS, Case, Device, Job, Options, Peer, Row, Rows, gpu, run_cases, threads, wall_clock
 from .whole_states import BASE, COMPRESS, DELTA, Work
 
 TITLE = "the GPU's rows: each kernel against a copy on the device, and whole states compressed from it"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..studies.real import CONTINUED
 from ..studies.training import PREFIX
@@ -350,11 +350,6 @@ def computed() -> str:
 # ------------------------------------------------------------------------------------------------------------ trainings
 
 
-def table5_rows() -> dict[str, dict[str, Json]]:
-    """Return the rows by training and system, then by label."""
-    return by_place(rows_of("training-table-5-*.json"), PREFIX)
-
-
 def _split(place: str) -> tuple[str, str]:
     """Split a name into training, which ends with "steps", and system.
 
@@ -366,46 +361,46 @@ def _split(place: str) -> tuple[str, str]:
     return f"{training} steps", system
 
 
+Column = tuple[str, Callable[[Json | None], str]]
+"""Label of a row, and what its cell shows."""
+
+
+def _times(row: Json | None) -> str:
+    return shown(row, " x")
+
+
+def _percent(row: Json | None) -> str:
+    return shown(row, " %")
+
+
+def _of_trainings(pattern: str, prefix: str, columns: Sequence[Column]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name and the cells of each training whose rows begin with a prefix."""
+    for name, found in by_place(rows_of(pattern), prefix).items():
+        yield name, [cell(found.get(label)) for label, cell in columns]
+
+
 def table_5_all() -> str:
     """Table of final accuracy, final loss and ratio of weights, by training and system."""
-    lines = []
-    for place, rows in table5_rows().items():
-        training, system = _split(place)
-        accuracy, loss, weights = (
-            rows.get(label)
-            for label in ("accuracy lost at the end", "degradation of the loss at the end", "weights, all checkpoints")
-        )
-        ratio = NONE if weights is None else f"{number(weights['value'])} x"
-        lines.append([training, system, spread(accuracy), spread(loss), ratio])
-    return markdown(["", "", "accuracy lost, %", "loss, %", "weights"], lines)
+    columns: list[Column] = [("accuracy lost at the end", spread), ("degradation of the loss at the end", spread)]
+    columns.append(("weights, all checkpoints", _times))
+    found = _of_trainings("training-table-5-*.json", PREFIX, columns)
+    header = ["", "", "accuracy lost, %", "loss, %", "weights"]
+    return markdown(header, ([*_split(place), *cells] for place, cells in found))
 
 
 def continued() -> str:
     """Loss and accuracy of the real training that went on, by level."""
-    lines = [
-        [
-            name,
-            spread(rows.get("loss at the end")),
-            spread(rows.get("accuracy lost at the end")),
-            NONE if (ratio := rows.get("whole state, all checkpoints")) is None else f"{number(ratio['value'])} x",
-        ]
-        for name, rows in by_place(rows_of("real-continued.json"), CONTINUED).items()
-    ]
-    return markdown(["", "loss at the end, %", "accuracy lost, points", "whole state"], lines)
+    columns: list[Column] = [("loss at the end", spread), ("accuracy lost at the end", spread)]
+    columns.append(("whole state, all checkpoints", _times))
+    found = _of_trainings("real-continued.json", CONTINUED, columns)
+    header = ["", "loss at the end, %", "accuracy lost, points", "whole state"]
+    return markdown(header, ([name, *cells] for name, cells in found))
 
 
 def transfer() -> str:
     """Return the table of transfer: ratios, losses and accuracies."""
-    lines = [
-        [
-            name,
-            shown(found.get("ratio"), " x"),
-            shown(found.get("loss change straight after restore"), " %"),
-            spread(found.get("loss change after fine-tuning")),
-            spread(found.get("accuracy lost after fine-tuning")),
-        ]
-        for name, found in by_place(rows_of("training-transfer-*.json"), "transfer ").items()
-    ]
-    return markdown(
-        ["", "ratio", "loss straight after restore", "loss after fine-tuning, %", "accuracy lost, points"], lines
-    )
+    columns: list[Column] = [("ratio", _times), ("loss change straight after restore", _percent)]
+    columns += [(f"{what} after fine-tuning", spread) for what in ("loss change", "accuracy lost")]
+    found = _of_trainings("training-transfer-*.json", "transfer ", columns)
+    header = ["", "ratio", "loss straight after restore", "loss after fine-tuning, %", "accuracy lost, points"]
+    return markdown(header, ([name, *cells] for name, cells in found))

@@ -25,16 +25,7 @@ from shrinkpoint.searching.cube import Cube
 from ...harness import Options, Row, Rows, threads
 from .. import workloads
 from ..baselines.parts import Floats, Grid, parts
-from ..baselines.quantizers import (
-    POWERS,
-    RATIOS,
-    STEPS,
-    Range,
-    Sketch,
-    clustered,
-    greedy_ranges,
-    uniform_space,
-)
+from ..baselines.quantizers import POWERS, RATIOS, STEPS, Range, Sketch, clustered, greedy_ranges, uniform_space
 from ..search import Training, chain, trained
 from ..workloads import Run, State, Workload
 from .table import FIGURES, Experiment, restored
