@@ -146,12 +146,8 @@ def _codec(share: Share, n: int) -> list[Row]:
         blob = sp.compress({"w": new}, base, cfg).to_bytes()
         back = sp.decompress(sp.Checkpoint.from_bytes(blob), base)["w"]
         same("bits of the delta", back, new)
-        publisher, served = sp.Publisher(folder), {"w": old.clone()}
-        publisher.publish(0, {"w": old})
-        subscriber = sp.Subscriber(folder, served)
-        publisher.publish(1, {"w": new})
-        subscriber.update()
-        same(SERVED, served["w"], new)
+        publisher, subscriber, served = _served(folder, {"w": old})
+        _published(publisher, subscriber, 1, {"w": new}, served)
         target, source = np.empty(2 * n, np.uint8), new.view(torch.uint8).numpy()
 
         def undo() -> None:
@@ -292,9 +288,7 @@ def _device_rows(old: torch.Tensor, new: torch.Tensor, device: Device) -> list[R
     }
     seconds = in_turn(calls, device.clock, {})
     with tempfile.TemporaryDirectory() as folder:
-        publisher, served = sp.Publisher(folder), {"w": old.clone()}
-        publisher.publish(0, {"w": old})
-        subscriber, spent = sp.Subscriber(folder, served), []
+        (publisher, subscriber, served), spent = _served(folder, {"w": old}), []
         for version in range(1, 2 * ROUNDS + 3):
             state = {"w": old if version % 2 == 0 else new}
             spent.append(_published(publisher, subscriber, version, state, served)[1])
@@ -306,6 +300,13 @@ def _device_rows(old: torch.Tensor, new: torch.Tensor, device: Device) -> list[R
         note = f"2 % changed; a copy on the device takes {floor:.3g} ms"
         rows.add(name, value, "ms", ("device copy", floor), note, ratio=floor / value, target=target)
     return rows
+
+
+def _served(folder: str, state: dict[str, Any]) -> tuple[sp.Publisher, sp.Subscriber, dict[str, Any]]:
+    """Publish the first version of a state, and return publisher, subscriber, and the model that is served."""
+    publisher, served = sp.Publisher(folder), {name: part.clone() for name, part in state.items()}
+    publisher.publish(0, state)
+    return publisher, sp.Subscriber(folder, served), served
 
 
 def _published(
@@ -327,11 +328,8 @@ def _publishing(n: int) -> list[Row]:
     spent, rows = [], Rows(size=n, device="cpu")
     g = torch.Generator().manual_seed(1)
     with tempfile.TemporaryDirectory() as folder:
-        publisher = sp.Publisher(folder)
         state = {str(i): part.clone() for i, part in enumerate(torch.split(new, 1 << 20))}
-        served = {name: part.clone() for name, part in state.items()}
-        publisher.publish(0, state)
-        subscriber = sp.Subscriber(folder, served)
+        publisher, subscriber, served = _served(folder, state)
         for version in range(1, ROUNDS + 2):
             for part in state.values():
                 part.view(torch.int16)[torch.rand(part.shape, generator=g) < 0.01] += 1

@@ -11,7 +11,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from shrinkpoint.codec.errors import BadArgumentError
 
@@ -29,17 +29,6 @@ WITHIN = "late weight deltas at a loss within a standard error of"
 RUINED = "ruined"
 """The word for a loss of NaN: the training that went on from there did not survive."""
 CASES = ("no parent", "10 steps apart")
-
-
-class Losses(Protocol):
-    """Changes of held-out loss at once and after further steps, percent; staleness, steps."""
-
-    @property
-    def at_once(self) -> float: ...
-    @property
-    def later(self) -> float: ...
-    @property
-    def staleness(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -63,6 +52,10 @@ class Restored:
     at_once: float
     later: float
     staleness: float
+
+
+Losses = Outcome | Restored
+"""Changes of held-out loss at once and after further steps, percent; staleness, steps."""
 
 
 @dataclass(frozen=True)
