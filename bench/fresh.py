@@ -1,4 +1,4 @@
-"""Functions in fresh processes, and rows of `bench codec` from such: the first calls, and the peak of extra memory.
+"""Functions in fresh processes; rows of first calls and extra memory for `bench codec`.
 
 First calls: processor time of the first saves and the first load, with an empty kernel cache. Memory: the child makes
 the state, runs the codec once on a small one (so that code is loaded), and measures the peak of its resident set above

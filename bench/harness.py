@@ -1,4 +1,4 @@
-"""Rows, targets, devices and interleaved timing of all benchmarks; every call is checked first.
+"""Rows, targets, devices and timing of all benchmarks; every call is checked first.
 
 A benchmark is a list of `Case`s. `measure` builds one, runs its correctness check, and only then times it, its floor
 (a copy of memory) and its peers in turn, round after round, so that a busy machine is as busy for the one as for the

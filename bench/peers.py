@@ -44,14 +44,6 @@ def host_quantiles(x: npt.NDArray[np.float32]) -> list[Peer]:
     some, said = _part(x, 1_000_000)
     few, said_few = _part(x, 20_000)
 
-    def histc() -> Call:
-        tensor = torch.from_numpy(x)
-        return lambda: torch.histc(tensor, _BINS)
-
-    def torch_quantile() -> Call:
-        tensor, q = torch.from_numpy(some), torch.tensor(QUANTILES)
-        return lambda: torch.quantile(tensor, q)
-
     def ddsketch() -> Call:
         sketch = library("ddsketch").DDSketch
         values = few.tolist()
@@ -67,8 +59,8 @@ def host_quantiles(x: npt.NDArray[np.float32]) -> list[Peer]:
     return [
         Peer("np.histogram", lambda: lambda: np.histogram(some, _BINS), some.nbytes, note=f"{_BINS} even bins {said}"),
         Peer("np.quantile", lambda: lambda: np.quantile(some, QUANTILES), some.nbytes, note=f"5 quantiles {said}"),
-        Peer("torch.histc", histc, note=f"{_BINS} even bins"),
-        Peer("torch.quantile", torch_quantile, some.nbytes, note=f"5 quantiles {said}"),
+        Peer("torch.histc", lambda: partial(torch.histc, torch.from_numpy(x), _BINS), note=f"{_BINS} even bins"),
+        Peer("torch.quantile", lambda: _torch_quantiles(some), some.nbytes, note=f"5 quantiles {said}"),
         Peer("ddsketch", ddsketch, few.nbytes, note=f"alpha 0.01, {said_few}"),
     ]
 
@@ -77,29 +69,32 @@ def gpu_quantiles(x: Array, percentile: Target) -> list[Peer]:
     """Histograms and quantiles on the GPU; the published system was compared with CuPy's."""
     some = x[:_TORCH_QUANTILE_MOST]
 
-    def quantile() -> Call:
-        q = torch.tensor(QUANTILES, device=x.device)
-        return lambda: torch.quantile(some, q)
-
     def cupy() -> Call:
         module = library("cupy")
         array, q = module.from_dlpack(x), module.asarray(QUANTILES) * 100
         return lambda: module.percentile(array, q)
 
     return [
-        Peer("torch.histc", lambda: lambda: torch.histc(x, _BINS), note=f"{_BINS} even bins"),
-        Peer("torch.quantile", quantile, float(4 * some.numel()), note=f"on {some.numel():,} elements, its limit"),
+        Peer("torch.histc", lambda: partial(torch.histc, x, _BINS), note=f"{_BINS} even bins"),
+        Peer(
+            "torch.quantile", lambda: _torch_quantiles(some), 4.0 * some.numel(),
+            note=f"on {some.numel():,} elements, its limit",
+        ),
         Peer("cupy.percentile", cupy, target=percentile),
-    ]
+    ]  # fmt: skip
+
+
+def _torch_quantiles(x: Any) -> Call:
+    values = torch.as_tensor(x)
+    return partial(torch.quantile, values, torch.tensor(QUANTILES, device=values.device))
 
 
 def bucketing(device: Device, x: Array, boundaries: npt.NDArray[np.float32], before: npt.NDArray[Any]) -> list[Peer]:
     """Peers that find the nearest code by binary search over the boundaries."""
 
     def bucketize() -> Call:
-        tensor = x if device.gpu else torch.from_numpy(x)
-        bounds = torch.from_numpy(boundaries).to(tensor.device)
-        return lambda: torch.bucketize(tensor, bounds, out_int32=True)
+        tensor = torch.as_tensor(x)
+        return partial(torch.bucketize, tensor, torch.from_numpy(boundaries).to(tensor.device), out_int32=True)
 
     peers = [Peer("torch.bucketize", bucketize)]
     if not device.gpu:
@@ -111,12 +106,7 @@ def bucketing(device: Device, x: Array, boundaries: npt.NDArray[np.float32], bef
 
 def sorting(device: Device, keys: Array) -> list[Peer]:
     """Peers that group values by a stable sort of the keys."""
-
-    def torch_sort() -> Call:
-        tensor = keys if device.gpu else torch.from_numpy(keys)
-        return lambda: torch.sort(tensor, stable=True)
-
-    peers = [Peer("torch.sort", torch_sort)]
+    peers = [Peer("torch.sort", lambda: partial(torch.sort, torch.as_tensor(keys), stable=True))]
     if not device.gpu:
         peers.insert(0, Peer("np.argsort", lambda: lambda: np.argsort(keys, kind="stable"), note="kind='stable'"))
     return peers
@@ -126,7 +116,7 @@ def unsorting(device: Device, keys: Any, grouped: Any) -> list[Peer]:
     """Peers that put values back to their positions before a stable sort of the keys."""
 
     def torch_sort() -> Call:
-        by, values = (keys, grouped) if device.gpu else (torch.from_numpy(keys), torch.from_numpy(grouped))
+        by, values = torch.as_tensor(keys), torch.as_tensor(grouped)
 
         def call() -> object:
             order = torch.sort(by, stable=True).indices
@@ -134,17 +124,14 @@ def unsorting(device: Device, keys: Any, grouped: Any) -> list[Peer]:
 
         return call
 
-    def argsort() -> Call:
-        def call() -> object:
-            out = np.empty_like(grouped)
-            out[np.argsort(keys, kind="stable")] = grouped
-            return out
-
-        return call
+    def argsort() -> object:
+        out = np.empty_like(grouped)
+        out[np.argsort(keys, kind="stable")] = grouped
+        return out
 
     peers = [Peer("torch.sort", torch_sort, note="sort and scatter")]
     if not device.gpu:
-        peers.insert(0, Peer("np.argsort", argsort, note="kind='stable', and scatter"))
+        peers.insert(0, Peer("np.argsort", lambda: argsort, note="kind='stable', and scatter"))
     return peers
 
 
@@ -226,19 +213,11 @@ def raw_kmeans(x: npt.NDArray[np.float32], k: int, target: Target | None = None,
     return [Peer(name, make, target=target, note="20 iterations") for name, make in makes.items()]
 
 
-def zstd_table(table: bytes, *, unpack: bool) -> Peer:
-    """Peer that compresses or decompresses a table by zstandard at level 19."""
-
-    def make() -> Call:
-        z = library("zstandard")
-        compressor = z.ZstdCompressor(level=19)
-        if not unpack:
-            return lambda: compressor.compress(table)
-        packed, out = compressor.compress(table), z.ZstdDecompressor()
-        return lambda: out.decompress(packed)
-
-    size = len(library("zstandard").ZstdCompressor(level=19).compress(table))
-    return Peer("zstd -19", make, note=f"of {len(table):,} bytes, {size:,} bytes")
+def zstd_table(table: npt.NDArray[Any], *, unpack: bool) -> list[Peer]:
+    """Compress or decompress a table by zstandard at level 19."""
+    plain = table.reshape(-1).view(np.uint8)
+    note = f"of {plain.size:,} bytes, {coded_size('zstd -19', [plain]):,} bytes"
+    return coder_peers([plain], ("zstd -19",), decode=unpack, note=note)
 
 
 # ----------------------------------------------------------------------------------------------------- coders of arrays

@@ -195,7 +195,7 @@ def _job(work: Work, way: str, kind: str) -> Job:
 
 
 def sizes(state: State, works: Mapping[str, Work], options: Options) -> list[Row]:
-    """Return the bytes of the three checkpoints, and of the base above the entropy of its symbols."""
+    """Return rows of bytes: of three checkpoints, and above the entropy of the symbols."""
     rows = Rows()
     if options.wanted(name := _row(state, "bytes above the entropy")):
         model = {"model": works[DEFAULT].pair.before["model"]}

@@ -303,7 +303,7 @@ def _device_rows(old: torch.Tensor, new: torch.Tensor, device: Device) -> list[R
 
 
 def _served(folder: str, state: dict[str, Any]) -> tuple[sp.Publisher, sp.Subscriber, dict[str, Any]]:
-    """Publish the first version of a state, and return publisher, subscriber, and the model that is served."""
+    """Publish a first version; return publisher, subscriber and the served model."""
     publisher, served = sp.Publisher(folder), {name: part.clone() for name, part in state.items()}
     publisher.publish(0, state)
     return publisher, sp.Subscriber(folder, served), served

@@ -1,4 +1,4 @@
-"""Whole states: checkpoints, timed calls, checks; copies of memory and `torch.save` as peers."""
+"""Whole states: checkpoints, timed calls, checks; memory copies and `torch.save`."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def torch_calls(state: Any, *, decode: bool) -> Callable[[], object]:
 
 
 def copies(arrays: list[Any], count: int = 1, *, fresh: bool = False) -> Callable[[], object]:
-    """Return the call that copies flat arrays, each thread its share; with `fresh` to memory allocated each time."""
+    """Return the call that copies flat arrays on some threads; `fresh`: to new memory."""
     arrays = [x.view(np.uint8) for x in arrays]
     used = [] if fresh else [np.ones_like(x) for x in arrays]
 

@@ -1,4 +1,4 @@
-"""Committed results under `bench/results`: the cells of tables, documents and rows, and their origin."""
+"""Committed results under `bench/results`: cells of tables, documents, origin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speeds of a large state next to the peers', the picture of costs, and the catalogue of kernels with their speeds."""
+"""Speeds of states and peers, the picture of costs, and the catalogue of kernels."""
 
 from __future__ import annotations
 

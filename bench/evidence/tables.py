@@ -1,4 +1,4 @@
-"""Tables that show the rows of a bench as they are, one bench a section; and the targets of each bench."""
+"""Tables that show rows of the benches as they are, and the targets of each bench."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sketches of weights by log buckets, and codebooks: the exact optimum on buckets, k-means on raw data."""
+"""Sketches of weights by log buckets, and codebooks of buckets and of raw data."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def row(name: str) -> str:
 
 
 def many(at: Place, name: str, together: Callable[[list[Any]], Any], single: Callable[[Any], Any]) -> Case:
-    """Return a case of many tensors; its peers are the same kernel on one tensor, and a call for each of them.
+    """Return a case of many tensors, next to one tensor and to a call for each.
 
     Args:
         at: where.

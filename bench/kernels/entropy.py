@@ -122,7 +122,7 @@ def _packed(
 ) -> Job:  # fmt: skip
     """Return the job of packing a table, or of unpacking it; `plain` is what zstandard gets."""
     wanted, says = ((lambda: table), "comes back") if unpack else (expected, "= oracle")
-    others = [peers.zstd_table(plain.tobytes(), unpack=unpack)]
+    others = peers.zstd_table(plain, unpack=unpack)
     return at.table(calls[unpack], wanted, note, says=says, others=others)
 
 

@@ -1,4 +1,4 @@
-"""What changes between checkpoints: levels by counts, groups, differences, run lengths; 16-bit patterns by places."""
+"""Changes between checkpoints: counts, groups and differences of levels; 16-bit patterns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights to levels and back: by a codebook, multiples of a step, and the quantizers of the published systems."""
+"""Weights to levels and back: codebooks, multiples of a step, published quantizers."""
 
 from __future__ import annotations
 

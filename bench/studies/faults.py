@@ -371,7 +371,7 @@ class KilledTraining(Generic[J]):
     Args:
         run: after the last step.
         sizes: of all checkpoints.
-        restores: step of each checkpoint that was restored, what was judged there before, and after the restore.
+        restores: step of each checkpoint that was restored, and the judgements before and after the restore.
         train, save: processor seconds of the steps and of the saves.
     """
 
@@ -426,7 +426,7 @@ def killed_training(
 def endure(
     workload: Workload, seed: int, system: System, *, failures: int, exact: float, spacing: int = 10, batches: int = 2
 ) -> Outcome:
-    """Train a workload to its end through evenly spread failures, and return the losses, bytes and seconds.
+    """Train through evenly spread failures, and return losses, bytes and seconds.
 
     Args:
         workload: the training.

@@ -109,7 +109,7 @@ _QUICK = ("default", "rate 0.004", "inshrinkerator 32")
 
 
 def _outcome(sizes: Sequence[Size], late: Sequence[Size], found: Restored) -> Outcome:
-    """Return the outcome of a chain by its sizes, those of its last third, and the losses of its restored state."""
+    """Return the outcome of a chain by its sizes and the losses of its restored state."""
     deltas, bases = [size for size in late if size.is_delta], [size for size in sizes if not size.is_delta]
     chain, last, base = (ratio(some) for some in (sizes, deltas, bases))
     return Outcome(chain, last, base, 32 / ratio(deltas, "weights"), found.at_once, found.later, found.staleness)

@@ -407,7 +407,7 @@ def _click_truth(ids: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def clicks(rng: np.random.Generator, count: int, ids: int = _IDS, scale: float = 0.25) -> tuple[Tensor, Tensor]:
-    """Draw ids by a power law (probability ~ 1 / rank), and clicks by products of their hidden vectors."""
+    """Draw ids by a power law (1 / rank), and clicks by products of hidden vectors."""
     u = rng.random((count, CLICK_FIELDS))
     drawn = np.minimum((np.exp(u * math.log(ids + 1)) - 1).astype(np.int64), ids - 1)
     vectors, pairs = _click_truth(ids)

@@ -1,4 +1,4 @@
-"""ExCP, and Kim and Belyaev: pruned residuals and moments, packed or coded in the context of the last codes."""
+"""ExCP, and Kim and Belyaev: pruned residuals and moments, packed or coded by contexts."""
 
 from __future__ import annotations
 

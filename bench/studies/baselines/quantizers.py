@@ -1,4 +1,4 @@
-"""Baselines that quantize arrays one by one: naive 8-bit, Adaptive, QD-compressor, GOBO; and their search spaces."""
+"""Baselines that quantize each array by itself, and their search spaces."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ def adaptive_ladder(_: State) -> Iterator[Rung]:
 
 
 def uniform_space(weights: Collection[Floats]) -> list[tuple[float, tuple[int, ...], QDCompressor]]:
-    """Return table 10 by ascending mean bins of an element: the mean, the bins of each layer, and the system."""
+    """Return table 10 by mean bins: the mean, the bins of each layer, the system."""
     wanted, sizes = [wanted_bins(x) for x in weights], [x.size for x in weights]
     found = []
     for least, most in itertools.product(POWERS, POWERS):

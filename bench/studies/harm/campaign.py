@@ -1,4 +1,4 @@
-"""The campaign of `bench harm`: settings, trainings, their rows in a file, and what follows from the rows.
+"""The campaign of `bench harm`: settings, trainings, rows in a file, and their summary.
 
 A row is one family, setting and seed, one line of JSON. Everything is a function of these three, so a row that was
 measured is never measured again. A line names the commit that measured it, the versions of this package and torch, and

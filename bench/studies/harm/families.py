@@ -1,4 +1,4 @@
-"""Thirteen small model families that chose settings, each trained in seconds, and their outputs.
+"""Thirteen small families of models that chose settings, each trained in seconds.
 
 Each is a `Workload`: its weights, batches and their order are functions of a seed and a step alone, so that two runs of
 one seed differ by the checkpoint alone. Models have 0.02 to 0.2 million parameters. Nine train to a plateau. Small

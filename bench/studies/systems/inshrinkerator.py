@@ -1,4 +1,4 @@
-"""Inshrinkerator's tables 7 and 9 to 12, figures 5 and 12: bins for a quality, rankings, delta coders."""
+"""Inshrinkerator's tables 7 and 9 to 12, figures 5 and 12: bins, rankings, delta coders."""
 
 from __future__ import annotations
 

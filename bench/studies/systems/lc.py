@@ -138,7 +138,7 @@ _USERS, _ITEMS, _RANK = 600, 400, 8
 
 
 class Factors(nn.Module):
-    """A matrix of ratings as the product of two thin ones, whose elements have deviation `scale`."""
+    """A matrix of ratings as the product of two thin ones of deviation `scale`."""
 
     def __init__(self, users: int = _USERS, items: int = _ITEMS, rank: int = _RANK, scale: float = 0.3) -> None:
         super().__init__()

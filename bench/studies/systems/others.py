@@ -1,4 +1,4 @@
-"""Other libraries and systems: exact and lossy coders of whole models, ExCP and its successor."""
+"""Other libraries and systems on whole models: exact and lossy coders, ExCP."""
 
 from __future__ import annotations
 
