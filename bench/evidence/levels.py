@@ -114,7 +114,7 @@ def origin() -> str:
 
 def _ratios(level: str, families: Iterable[str]) -> tuple[str, tuple[str, str]]:
     """Return the mean ratio of chains, and the least one with its family."""
-    ratios = {family: ratio for family in families if (ratio := _ratio_of(family, level)) is not None}
+    ratios = {family: ratio for family in families if (ratio := campaign().ratio(family, level)) is not None}
     if not ratios:
         return _MISSING, (_MISSING, "")
     smallest = min(ratios, key=ratios.__getitem__)
@@ -186,14 +186,6 @@ def change(value: float, unit: str = " %") -> str:
     return "equal" if float(text) == 0 else f"{text}{unit} {'worse' if value > 0 else 'better'}"
 
 
-def _ratio_of(family: str, level: str) -> float | None:
-    """Return the ratio of a chain of whole states, of killed trainings if there are any."""
-    found = campaign().found(family, level)
-    if found is not None:
-        return found.ratio
-    return next((row["ratio"] for row in campaign().of("chain", family, level).values()), None)
-
-
 def _effect(found: Effect | None, unit: str = " %") -> list[str]:
     """Return the cells of a mean, its standard error and its bound."""
     if found is None:
@@ -231,7 +223,7 @@ def exact_levels() -> str:
     """Return a line a family for the two levels that restore the model bit for bit."""
     lines = []
     for family in FAMILIES:
-        found, ratio = campaign().found(family, "exact_weights"), _ratio_of(family, "lossless")
+        found, ratio = campaign().found(family, "exact_weights"), campaign().ratio(family, "lossless")
         cells = [_MISSING] * 8
         if found is not None:
             seeds, ends = _ends(found)

@@ -354,7 +354,6 @@ class Campaign:
         if not rows or setting == NULL:
             return None
         restores = [restore for row in rows for restore in row["restores"]]
-        chains = list(self.of("chain", family, setting).values()) or rows
         changed = [r["changed"] for r in restores if r["changed"] is not None]
         losses = [100 * r["loss"] for r in restores]
         return Found(
@@ -364,14 +363,15 @@ class Campaign:
             max(losses),
             self.against_null(family, setting, "loss"),
             self.against_null(family, setting, "accuracy"),
-            statistics.fmean(row["ratio"] for row in chains),
-            statistics.fmean(row["weights"] for row in chains),
+            self.ratio(family, setting) or math.nan,
+            self.ratio(family, setting, "weights") or math.nan,
         )
 
-    def plateau(self, family: str) -> float | None:
-        """Return the percent by which the loss falls over the last tenth, mean over seeds."""
-        ends = self.of("end", family, UNINTERRUPTED).values()
-        return statistics.fmean(100 * (row["before"] / row["loss"] - 1) for row in ends) if ends else None
+    def ratio(self, family: str, setting: str, what: str = "ratio") -> float | None:
+        """Return the ratio of whole states, or of "weights", over chains; without those over killed trainings."""
+        rows = self.of("chain", family, setting) or self.of("killed", family, setting)
+        found = [row[what] for row in rows.values() if what in row]
+        return statistics.fmean(found) if found else None
 
 
 def bench_rows(campaign: Campaign, sizes: dict[str, int]) -> list[Row]:
@@ -387,10 +387,9 @@ def bench_rows(campaign: Campaign, sizes: dict[str, int]) -> list[Row]:
         for family in ALL:
             rows.start, rows.size = f"{family}, {setting}", sizes[family]
             found = campaign.found(family, setting)
-            chains = [row["ratio"] for row in campaign.of("chain", family, setting).values()]
-            ratio = found.ratio if found else statistics.fmean(chains) if chains else None
-            ratios += [] if ratio is None else [ratio]
-            _add(rows, "whole state, chain", ratio, "x", LEAST.get(setting), least=True)
+            smaller = campaign.ratio(family, setting)
+            ratios += [] if smaller is None else [smaller]
+            _add(rows, "whole state, chain", smaller, "x", LEAST.get(setting), least=True)
             if setting != "lossless":
                 _quality(rows, family, setting, found)
         rows.start, rows.size = f"mean, {setting}", 0
