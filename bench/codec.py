@@ -14,7 +14,6 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -22,17 +21,15 @@ from typing import Any
 
 import numpy as np
 
-import shrinkpoint as sp
 from shrinkpoint.codec.base import CHUNK
+from shrinkpoint.codec.named_presets import NAMED
 from shrinkpoint.codec.weights.level_assignment import cheapest_levels
 
-from . import coders, data, first_call, memory, small_arrays, trained_models
+from . import data, fresh, peers, small_arrays
 from .data import Pair
-from .devices import threads
-from .file_peers import OTHERS, equal, tensors
 from .harness import (
+    Call,
     Case,
-    CheckFailed,
     Job,
     Options,
     Peer,
@@ -44,17 +41,14 @@ from .harness import (
     one_thread_clock,
     run_cases,
     same,
+    threads,
     wall_clock,
 )
-from .whole_states import BASE, COMPRESS, DECOMPRESS, DELTA, Work, torch_calls
+from .peers import OTHERS, checked_calls, tensors
+from .whole_states import BASE, COMPRESS, DECOMPRESS, DELTA, Work, copies, torch_calls
 
 TITLE = "compress and decompress whole training states, against memcpy, exact coders and torch.save"
-CONFIGS: dict[str, Callable[[], sp.Config]] = {
-    "default": sp.Config,
-    "precise": sp.presets.precise,
-    "exact_weights": sp.presets.exact_weights,
-    "lossless": sp.presets.lossless,
-}
+CONFIGS = {name: NAMED[name] for name in ("default", "precise", "exact_weights", "lossless")}
 DEFAULT, EXACT = "default", "lossless"
 FLOOR, FRESH, TORCH, ZIPNN = "memcpy", "memcpy, fresh", "torch.save", "zipnn"
 CODERS = ("zstd -1", ZIPNN, "blosc2", "pcodec", "OpenZL", "z4ai")
@@ -124,10 +118,10 @@ class Plan:
         work = Work(self.pair, CONFIGS[self.config]())
         for kind in self.kinds:
             for way in self.ways:
-                name, peers = self.name(f"{way} {kind}"), self.names(way, kind)
+                name = self.name(f"{way} {kind}")
                 size = work.pair.parameters if wanted(name) else 0
                 make, target = partial(self._job, work, way, kind), self.targets.get((way, kind, FLOOR))
-                yield Case(name, size, "MB/s", make, self.device, target, peers)
+                yield Case(name, size, "MB/s", make, self.device, target, self.names(way, kind))
 
     def _job(self, work: Work, way: str, kind: str) -> Job:
         return work.job(way, kind, list(self._peers(work.state(kind), way, kind)))
@@ -135,12 +129,12 @@ class Plan:
     def _peers(self, state: Any, way: str, kind: str) -> Iterator[Peer]:
         raw, decode, names = _flat(state), way == DECOMPRESS, self.names(way, kind)
         targets = {peer: target for (*place, peer), target in self.targets.items() if place == [way, kind]}
-        yield Peer(FLOOR, lambda: _copies(raw, self.threads), target=targets.get(FLOOR))
+        yield Peer(FLOOR, lambda: copies(raw, self.threads), target=targets.get(FLOOR))
         if FRESH in names:
             note = "into newly allocated arrays, as decompressed values arrive"
-            yield Peer(FRESH, lambda: _copies(raw, self.threads, fresh=True), note=note)
+            yield Peer(FRESH, lambda: copies(raw, self.threads, fresh=True), note=note)
         known = [name for name in names if name in CODERS]
-        yield from coders.peers(raw, known, threads=self.threads, decode=decode, targets=targets)
+        yield from peers.coder_peers(raw, known, threads=self.threads, decode=decode, targets=targets)
         if TORCH in names:
             yield Peer(TORCH, lambda: torch_calls(state, decode=decode), note="no compression, to and from memory")
         for name in names:
@@ -156,8 +150,8 @@ class Plan:
                 continue
             stored, rows.size = work.stored(kind), work.pair.parameters
             ours = stored.raw_nbytes / stored.nbytes
-            peers = [peer for peer in self.peers.get(kind, ()) if peer in (*CODERS, *FILES)]
-            for peer in (*peers,) or (None,):
+            others = [peer for peer in self.peers.get(kind, ()) if peer in (*CODERS, *FILES)]
+            for peer in (*others,) or (None,):
                 theirs, note = None, f"{stored.raw_nbytes:,} bytes to {stored.nbytes:,}; {work.pair.origin}"
                 try:
                     theirs = None if peer is None else _ratio(peer, work.state(kind))
@@ -169,7 +163,7 @@ class Plan:
 
 def _flat(state: Any) -> list[Any]:
     """Arrays of a state for peers: flat, the tiny ones joined."""
-    return coders.parts(x for _, x in data.arrays(state))
+    return peers.flat_parts(x for _, x in data.arrays(state))
 
 
 def _ratio(peer: str, state: Any) -> float:
@@ -177,19 +171,15 @@ def _ratio(peer: str, state: Any) -> float:
     raw = _flat(state)
     amount = float(sum(x.nbytes for x in raw))
     if peer in CODERS:
-        return amount / coders.size(peer, raw)
+        return amount / peers.coded_size(peer, raw)
     with tempfile.TemporaryDirectory() as folder:
         _saved(peer, state, Path(folder))
         return amount / sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
-def _saved(name: str, state: Any, folder: Path) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Save a state by a peer of `bench store`, check that it comes back, and return both calls."""
-    other, arrays, path = next(x for x in OTHERS if x.name == name), tensors(state), folder / "state"
-    other.save(arrays, path)
-    if not equal(arrays, other.load(arrays, path)):
-        raise CheckFailed(f"{name}: other arrays come back")
-    return lambda: other.save(arrays, path), lambda: other.load(arrays, path)
+def _saved(name: str, state: Any, folder: Path) -> tuple[Call, Call]:
+    """Return the calls by which a peer of `bench store` saves and loads a state."""
+    return checked_calls(next(other for other in OTHERS if other.name == name), tensors(state), folder / "state")
 
 
 def _through_files(name: str, state: Any, decode: bool) -> Callable[[], object]:
@@ -200,33 +190,12 @@ def _through_files(name: str, state: Any, decode: bool) -> Callable[[], object]:
     return call
 
 
-def _copies(arrays: list[Any], count: int, *, fresh: bool = False) -> Callable[[], object]:
-    """Copy all arrays, each thread its share; with `fresh` to memory allocated each time."""
-    arrays = [x.view(np.uint8) for x in arrays]
-    used = [] if fresh else [np.ones_like(x) for x in arrays]
-
-    def part(number: int, into: list[Any]) -> None:
-        for source, target in zip(arrays, into, strict=True):
-            cut = slice(number * source.size // count, (number + 1) * source.size // count)
-            np.copyto(target[cut], source[cut])
-
-    def call() -> None:
-        into = [np.empty_like(x) for x in arrays] if fresh else used
-        if count == 1:
-            part(0, into)
-        else:
-            list(pool.map(part, range(count), [into] * count))
-
-    pool = ThreadPoolExecutor(count)
-    return call
-
-
 def trained_states(options: Options) -> dict[str, Callable[[], Pair]]:
     """Return the states by their names in rows; each is made once, when it is first needed."""
     quick = options.quick
     made = {
-        "ViT": lambda: trained_models.seeing("ViT", quick=quick),
-        "ResNet-18": lambda: trained_models.seeing("ResNet-18", quick=quick),
+        "ViT": lambda: data.seeing("ViT", quick=quick),
+        "ResNet-18": lambda: data.seeing("ResNet-18", quick=quick),
         "192 matrices 256 x 256": lambda: small_arrays.trained(small_arrays.squares(quick=quick)),
         "400 layers 64 x 64": lambda: small_arrays.trained(small_arrays.layers(quick=quick)),
         "LoRA rank 16": lambda: small_arrays.trained(small_arrays.lora(quick=quick)),
@@ -357,9 +326,9 @@ def _gpt(options: Options) -> Callable[[], tuple[Pair, Pair]]:
     @cache
     def make() -> tuple[Pair, Pair]:
         options.say("making the states")
-        size = trained_models.SMALL if options.quick else trained_models.MEDIUM
+        size = data.SMALL if options.quick else data.MEDIUM
         at = (size.steps, size.steps + 1, size.steps + 10)
-        before, near, later = trained_models.gpt_states(size, "cpu", at)
+        before, near, later = data.gpt_states(size, "cpu", at)
         origin = f"{size.says} trained here, steps {at[0]} and"
         return Pair(before, later, f"{origin} {at[2]}"), Pair(before, near, f"{origin} {at[1]}")
 
@@ -368,7 +337,7 @@ def _gpt(options: Options) -> Callable[[], tuple[Pair, Pair]]:
 
 def run(options: Options) -> list[Row]:
     """Return all rows."""
-    rows = [*small_arrays.rows(options), *first_call.rows(options)]
+    rows = [*small_arrays.rows(options), *fresh.first_calls(options)]
     if small_arrays.alone(options):
         return rows
     make = _gpt(options)
@@ -389,4 +358,4 @@ def run(options: Options) -> list[Row]:
         n = CHUNK if options.quick else 25_000_000
         if options.wanted(ENCODER):
             rows += run_cases([encoder(data.Sample(n, gpt()), n)], options, one_thread_clock())
-    return rows + memory.rows(gpt, 5_000_000 if options.quick else 100_000_000, options)
+    return rows + fresh.memory(gpt, 5_000_000 if options.quick else 100_000_000, options)

@@ -15,7 +15,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,10 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.codec.device_coding import set_device_coding
 
-from . import kernels, trained_models
+from . import data, kernels
 from .data import Pair
-from .devices import Device, gpu, threads
-from .harness import ROUNDS, Case, CheckFailed, Job, Options, Peer, Row, Rows, run_cases, wall_clock
-from .whole_states import check_errors
+from .harness import ROUNDS, Case, Device, Job, Options, Peer, Row, Rows, gpu, run_cases, threads, wall_clock
+from .whole_states import BASE, COMPRESS, DELTA, Work
 
 TITLE = "the GPU's rows: each kernel against a copy on the device, and whole states compressed from it"
 plot = kernels.plot
@@ -56,25 +56,25 @@ _BYTES = 60
 def run(options: Options) -> list[Row]:
     """All rows; open ones without a GPU."""
     device = "cpu" if gpu().missing else "cuda"
-    large, medium = (trained_models.LARGE, trained_models.MEDIUM) if device == "cuda" else (trained_models.SMALL,) * 2
+    large, medium = (data.LARGE, data.MEDIUM) if device == "cuda" else (data.SMALL,) * 2
     found: list[Row] = []
     every = tuple(name for name in CONFIGS if name not in CODED_THERE)
     usual = ("default", *CODED_THERE)
     if wanted(large.says, options, usual) or options.wanted(STALL):
-        pair = trained_models.trained(large, device)
+        pair = data.trained_gpt(large, device)
         found += rows(pair, large.says, options, usual)
         found += stall(pair, large.says, options)
     with threads(1):
         found += kernels.on_gpu(options)
     if wanted(f"all presets, {medium.says}", options, every):
-        pair = trained_models.trained(medium, device)
+        pair = data.trained_gpt(medium, device)
         found += rows(pair, f"all presets, {medium.says}", options, every)
     return found
 
 
 def wanted(label: str, options: Options, configs: tuple[str, ...] = ("default",)) -> bool:
     """Return whether any of the rows is asked for."""
-    names = [name(kind, config, label) for config in configs for kind in ("base", "delta")]
+    names = [name(kind, config, label) for config in configs for kind in (BASE, DELTA)]
     asked = [options.wanted(row) for row in names]  # all of them, so that `--only` can list them
     return any(asked)
 
@@ -99,14 +99,16 @@ def cases(card: Device, pair: Pair, label: str, configs: tuple[str, ...] = ("def
         label: of the state in the rows' names.
         configs: names in `CONFIGS`.
     """
-    size, work = pair.parameters, _Work(card, pair)
-    missing = card.missing or no_room(card, size)
-    peers = (card.floor, TO_HOST)
+    size, there = pair.parameters, cache(partial(_moved, card, pair))
+    missing, peers = card.missing or no_room(card, size), (card.floor, TO_HOST)
+
+    def job(config: str, kind: str) -> Job:
+        return _OnGpu(card, pair, there, config).compressing(kind)
+
     return [
-        Case(name(kind, config, label), size, "MB/s", make, card.name, peers=peers, missing=missing)
-        for config in configs
-        for kind in ("base", "delta")
-        for make in [partial(work.job, config, kind)]
+        Case(name(kind, c, label), size, "MB/s", partial(job, c, kind), card.name, peers=peers, missing=missing)
+        for c in configs
+        for kind in (BASE, DELTA)
     ]
 
 
@@ -115,23 +117,22 @@ def stall(pair: Pair, label: str, options: Options) -> list[Row]:
     card = gpu()
     missing = card.missing or no_room(card, pair.parameters)
     row = f"{STALL} {PLACE}, {label}"
-    if not options.wanted(row):
+    if not options.begins(row):
         return []
-    options.say(row)
     rows = Rows("", pair.parameters, card.name)
     if missing:
         rows.add(row, None, "ms", (TO_HOST, None), f"not measured: {missing}")
         return options.done(rows)
-    work = _Work(card, pair)
-    copy = work.to_host(work.after).make()
+    before, after = (_moved(card, pair, kind) for kind in (BASE, DELTA))
+    copy = to_host(card, after).make()
     waits, copies, durable = [], [], []
     with tempfile.TemporaryDirectory() as folder, sp.Saver(sp.Store(Path(folder) / "run")) as saver:
-        saver.save(0, work.before).result()
+        saver.save(0, before).result()
         for step in range(1, ROUNDS + 1):
             if card.gpu:
                 torch.cuda.synchronize()
             begin = time.perf_counter()
-            future = saver.save(step, work.after)
+            future = saver.save(step, after)
             waits.append(time.perf_counter() - begin)
             future.result()
             durable.append(time.perf_counter() - begin)
@@ -152,73 +153,68 @@ def no_room(card: Device, parameters: int) -> str:
     return f"needs {needed / 1e9:.0f} GB of the GPU's memory, {free / 1e9:.0f} are free" if needed > free else ""
 
 
-class _Work:
-    """The states of a pair on a device, made when they are first asked for."""
+class _OnGpu(Work):
+    """The states of a pair on a device by one configuration.
 
-    def __init__(self, card: Device, pair: Pair) -> None:
-        self.card, self.pair = card, pair
-        self.parent = cache(partial(self.compressed, kind="base"))
+    Args:
+        card: the device.
+        pair: the states, on the host.
+        there: returns the state of "base" or "delta" on the device.
+        config: name in `CONFIGS`.
+    """
 
-    @cached_property
-    def before(self) -> Any:
-        return self._there(self.pair.before)
+    def __init__(self, card: Device, pair: Pair, there: Callable[[str], Any], config: str) -> None:
+        super().__init__(lambda: pair, CONFIGS[config]())
+        self.card, self.there, self.coded_there = card, there, config in CODED_THERE
 
-    @cached_property
-    def after(self) -> Any:
-        return self._there(self.pair.after)
+    def state(self, kind: str) -> Any:
+        return self.there(kind)
 
-    def _there(self, state: Any) -> Any:
-        """Move the tensors to the device; AdamW's step counts stay on the host, as in PyTorch."""
-
-        def moved(x: Any) -> Any:
-            return self.card.array(x.numpy()) if isinstance(x, torch.Tensor) and x.ndim else x
-
-        return torch.utils._pytree.tree_map(moved, state)
-
-    def to_host(self, state: Any) -> Peer:
-        """Copying all tensors to page-locked memory that is there already."""
-
-        def make() -> Callable[[], object]:
-            sources = [torch.as_tensor(x) for x in torch.utils._pytree.tree_leaves(state) if hasattr(x, "shape")]
-            places = [torch.empty(x.shape, dtype=x.dtype, pin_memory=self.card.gpu) for x in sources]
-
-            def call() -> None:
-                for place, source in zip(places, sources, strict=True):
-                    place.copy_(source, non_blocking=True)
-                if self.card.gpu:
-                    torch.cuda.synchronize()
-
-            return call
-
-        return Peer(TO_HOST, make)
-
-    def compressed(self, config: str, kind: str) -> sp.Checkpoint:
-        """Compress a state, for a delta after the base."""
-        parent = self.parent(config) if kind == "delta" else None
-        set_device_coding(config in CODED_THERE)
+    def compress(self, kind: str) -> sp.Checkpoint:
+        set_device_coding(self.coded_there)
         try:
-            return sp.compress(self.before if parent is None else self.after, parent, CONFIGS[config]())
+            return super().compress(kind)
         finally:
             set_device_coding(None)
 
-    def job(self, config: str, kind: str) -> Job:
+    def restored(self, kind: str) -> Any:
+        return sp.decompress(self.stored(kind), self.parent(kind))
+
+    def compressing(self, kind: str) -> Job:
         """Return the job of a base or a delta."""
-        stored = self.compressed(config, kind)
+        nbytes = self.stored(kind).raw_nbytes
         with _crossed() as copies:
-            again = self.compressed(config, kind)
-        on_host, there = (self.pair.before, self.before) if kind == "base" else (self.pair.after, self.after)
+            self.compress(kind)
+        job = self.job(COMPRESS, kind, [self.card.copy(nbytes), to_host(self.card, self.state(kind))])
+        crossed = f"to the host {sum(copies) / self.pair.parameters:.2f} bytes a parameter in {len(copies)} copies"
+        return replace(job, note=f"{job.note}; {crossed}")
 
-        def check() -> str:
-            if again.to_bytes() != stored.to_bytes():
-                raise CheckFailed("the same state gives other bytes the second time")
-            back = sp.decompress(stored, self.parent(config) if kind == "delta" else None)
-            return check_errors(on_host, back, stored)
 
-        crossed = sum(copies) / self.pair.parameters
-        note = f"ratio {stored.ratio:.2f}, {stored.raw_nbytes / 1e6:.1f} MB raw; to the host {crossed:.2f} bytes a "
-        note += f"parameter in {len(copies)} copies; {self.pair.origin}"
-        floors = [self.card.copy(stored.raw_nbytes), self.to_host(there)]
-        return Job(partial(self.compressed, config, kind), check, float(stored.raw_nbytes), floors, note)
+def _moved(card: Device, pair: Pair, kind: str) -> Any:
+    """Move a state's tensors to the device; AdamW's step counts stay on the host, as in PyTorch."""
+
+    def moved(x: Any) -> Any:
+        return card.array(x.numpy()) if isinstance(x, torch.Tensor) and x.ndim else x
+
+    return torch.utils._pytree.tree_map(moved, pair.before if kind == BASE else pair.after)
+
+
+def to_host(card: Device, state: Any) -> Peer:
+    """Copying all tensors to page-locked memory that is there already."""
+
+    def make() -> Callable[[], object]:
+        sources = [torch.as_tensor(x) for x in torch.utils._pytree.tree_leaves(state) if hasattr(x, "shape")]
+        places = [torch.empty(x.shape, dtype=x.dtype, pin_memory=card.gpu) for x in sources]
+
+        def call() -> None:
+            for place, source in zip(places, sources, strict=True):
+                place.copy_(source, non_blocking=True)
+            if card.gpu:
+                torch.cuda.synchronize()
+
+        return call
+
+    return Peer(TO_HOST, make)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Rows, targets and interleaved timing of all benchmarks; every call is checked first.
+"""Rows, targets, devices and timing of all benchmarks; every call is checked first.
 
 A benchmark is a list of `Case`s. `measure` builds one, runs its correctness check, and only then times it, its floor
 (a copy of memory) and its peers in turn, round after round, so that a busy machine is as busy for the one as for the
@@ -12,9 +12,14 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 Call = Callable[[], object]
 Clock = Callable[[Call, int], float]
@@ -219,6 +224,12 @@ class Options:
         self.names[row] = None
         return self.only is None or any(word in row for word in self.words())
 
+    def begins(self, row: str) -> bool:
+        """Return whether a row is wanted; if so, say that it is measured now."""
+        if wanted := self.wanted(row):
+            self.say(row)
+        return wanted
+
     def strange(self) -> list[str]:
         """Words of `--only` that occur in no row name seen so far."""
         return [word for word in self.words() if not any(word in name for name in self.names)]
@@ -245,8 +256,6 @@ def wall_clock(call: Call, times: int) -> float:
 
 def cuda_clock(call: Call, times: int) -> float:
     """Seconds between two CUDA events around the calls, a call."""
-    import torch
-
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     begin.record()
@@ -325,8 +334,9 @@ def repetitions(call: Call, clock: Clock) -> int:
 
 
 def interleave(
-    calls: Mapping[str, tuple[Call, int]], *, rounds: int = ROUNDS, clock: Clock, budget: float = 0.5
-) -> dict[str, Timing]:
+    calls: Mapping[str, tuple[Call, int]], *, rounds: int = ROUNDS, clock: Clock, budget: float = 0.5,
+    before: Mapping[str, Call] | None = None,
+) -> dict[str, Timing]:  # fmt: skip
     """Time every call once a round, all in turn, for at least `rounds` rounds.
 
     Args:
@@ -334,6 +344,7 @@ def interleave(
         rounds: fewest rounds.
         clock: how to time.
         budget: seconds; more rounds, up to `MOST_ROUNDS`, are taken while less than this has been spent.
+        before: name -> a call before each timing, which is not timed.
 
     Example:
         >>> timings = interleave({"nothing": (lambda: None, 1)}, clock=wall_clock)
@@ -348,6 +359,8 @@ def interleave(
         done = 0
         while done < rounds or (done < MOST_ROUNDS and time.perf_counter() - begin < budget):
             for name, (call, times) in calls.items():
+                if before and name in before:
+                    before[name]()
                 seconds[name].append(clock(call, times))
             done += 1
     finally:
@@ -487,8 +500,6 @@ def same(name: str, result: Any, expected: Any) -> None:
 
 def agree(name: str, result: Any, expected: Any, within: float = 0.0) -> None:
     """Raise CheckFailed unless two results have equal bits (float64: agree within a share)."""
-    import numpy as np
-
     ours, theirs = list(_parts(result)), list(_parts(expected))
     if len(ours) != len(theirs):
         raise CheckFailed(f"{name}: {len(ours)} results, not {len(theirs)}")
@@ -502,8 +513,6 @@ def agree(name: str, result: Any, expected: Any, within: float = 0.0) -> None:
 
 def near(name: str, result: Any, expected: Any, within: float, of_largest: float = 0.0) -> None:
     """Raise CheckFailed unless numbers are equal up to a share of their own and of the largest."""
-    import numpy as np
-
     room = of_largest * float(np.abs(expected).max(initial=0.0))
     if not np.allclose(result, expected, rtol=within, atol=room):
         raise CheckFailed(f"{name}: further than {within:g} from the expected values")
@@ -525,3 +534,90 @@ def _same_array(name: str, a: Any, b: Any) -> None:
         different = int((a != b).sum()) if a.shape == b.shape else -1
         where = f"{different} elements differ" if different >= 0 else f"shapes {a.shape} and {b.shape}"
         raise CheckFailed(f"{name}: {a.dtype} and {b.dtype}, {where}")
+
+
+# -------------------------------------------------------------------------------------------------------------- devices
+
+Array = Any
+FLOORS = ("memcpy", "device copy")
+"""The copy on the CPU, and on a GPU."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A place to measure.
+
+    Args:
+        name: as in the table.
+        gpu: whether arrays are CUDA tensors (else NumPy arrays).
+        clock: how to time.
+        missing: why nothing can be measured on it here, or "".
+    """
+
+    name: str
+    gpu: bool
+    clock: Clock
+    missing: str = ""
+
+    @property
+    def floor(self) -> str:
+        """Name of the copy every row is held against."""
+        return FLOORS[self.gpu]
+
+    def array(self, x: npt.NDArray[Any]) -> Array:
+        """x on this device: a NumPy array as it is, or a CUDA tensor."""
+        if not self.gpu:
+            return x
+        return torch.from_numpy(x).cuda()
+
+    def copy(self, nbytes: int, target: Target | None = None) -> Peer:
+        """Peer that copies so many bytes, from and to memory that is mapped already: the floor."""
+        return Peer(self.floor, lambda: self._copy(nbytes), amount=float(nbytes), target=target)
+
+    def _copy(self, nbytes: int) -> Callable[[], object]:
+        if self.gpu:
+            source = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
+            into = torch.empty_like(source)
+            return lambda: into.copy_(source)
+        origin = np.ones(nbytes, np.uint8)
+        place = np.ones(nbytes, np.uint8)
+        return lambda: np.copyto(place, origin)
+
+
+def cpu() -> Device:
+    """The processor, restricted to one thread."""
+    return Device("cpu, 1 thread", False, one_thread_clock())
+
+
+def gpu() -> Device:
+    """The current CUDA device, or a device on which nothing is measured."""
+    if not torch.cuda.is_available():
+        return Device("gpu", True, cuda_clock, "no GPU")
+    return Device(f"gpu, {torch.cuda.get_device_name()}", True, cuda_clock)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Bound the threads of this library, torch, and the pools that threadpoolctl knows."""
+    import shrinkpoint as sp
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    sp.set_threads(count)
+    try:
+        with _pools(count):
+            yield
+    finally:
+        sp.set_threads(None)
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _pools(count: int) -> Iterator[None]:
+    try:
+        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped,unused-ignore]
+    except ImportError:
+        yield
+        return
+    with threadpool_limits(limits=count):
+        yield

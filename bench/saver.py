@@ -9,12 +9,16 @@ holds beyond the snapshot it shares.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import itertools
 import os
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,12 +27,13 @@ import numpy as np
 import torch
 
 import shrinkpoint as sp
+from shrinkpoint.codec.memory_limit import check_room
 
-from . import data, save_memory
+from . import data, fresh
 from .data import Pair
-from .file_peers import DCP_PROCESS, DCP_THREAD, TORCH, beginner, remove_saved, tensors
 from .harness import CheckFailed, Options, Row, Rows, absent, at_least, at_most, spread, times_smaller
-from .peers import library
+from .peers import DCP_PROCESS, DCP_THREAD, DURABLE, ORBAX, TORCH, beginner, library, pids, remove_saved, tensors
+from .whole_states import copies
 
 TITLE = "what an asynchronous save costs a trainer, against memcpy, torch.save, DCP async_save and moonclip"
 FLOOR, MOONCLIP = "memcpy", "moonclip, asynchronous"
@@ -48,7 +53,7 @@ def run(options: Options) -> list[Row]:
         # Larger than the cache also with --quick: a copy within the cache would measure something else.
         for parameters in (5_000_000,) if options.quick else (5_000_000, 50_000_000):
             rows += options.done(stalls(data.drawn_state(real, parameters), parameters, options))
-    return rows + options.done(save_memory.rows(options)) + _overheads(options)
+    return rows + options.done(modes(options)) + _overheads(options)
 
 
 def stalls(pair: Pair, parameters: int, options: Options) -> list[Row]:
@@ -64,17 +69,20 @@ def stalls(pair: Pair, parameters: int, options: Options) -> list[Row]:
         except CheckFailed as error:
             rows.add("stall of save", None, "ms", note=f"CHECK FAILED: {error}")
             return rows
-        calls: dict[str, Callable[[], object]] = {FLOOR: _copy(pair)}
+        calls: dict[str, Callable[[], object]] = {
+            FLOOR: copies([np.ascontiguousarray(x).reshape(-1) for _, x in data.arrays(pair.before)])
+        }
         notes: dict[str, str] = {}
-        for name in (TORCH, DCP_THREAD, DCP_PROCESS):
+        peers: dict[str, Callable[[], Callable[[], object]]] = {
+            name: partial(_other, pair, name, root, stack) for name in (TORCH, DCP_THREAD, DCP_PROCESS)
+        }
+        for name, make in (peers | {MOONCLIP: partial(_moonclip, pair, root)}).items():
             try:
-                calls[name] = _other(pair, beginner(name, root, stack))
+                calls[name] = make()
+            except ImportError as error:
+                notes[name] = absent(error)
             except Exception as error:
                 notes[name] = f"not measured: {type(error).__name__}: {error}"
-        try:
-            calls[MOONCLIP] = _moonclip(pair, root)
-        except ImportError as error:
-            notes[MOONCLIP] = absent(error)
         seconds: dict[str, list[float]] = {name: [] for name in ("", *calls)}
         processor: dict[str, list[float]] = {"": [], FLOOR: []}
         durable: list[float] = []
@@ -130,19 +138,9 @@ def _check(saver: sp.Saver, pair: Pair) -> str:
     return "checked: same bytes as compress"
 
 
-def _copy(pair: Pair) -> Callable[[], object]:
-    arrays = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for _, x in data.arrays(pair.before)]
-    into = [np.ones_like(x) for x in arrays]
-
-    def call() -> None:
-        for source, target in zip(arrays, into, strict=True):
-            np.copyto(target, source)
-
-    return call
-
-
-def _other(pair: Pair, begin: Callable[[Any], Callable[[], object]]) -> Callable[[], object]:
+def _other(pair: Pair, name: str, root: Path, stack: contextlib.ExitStack) -> Callable[[], object]:
     """Return the call of another library, after a first save, which may start helpers."""
+    begin = beginner(name, root, stack)
     begin(pair.before)()
     return lambda: begin(pair.before)
 
@@ -227,8 +225,7 @@ def _overheads(options: Options) -> list[Row]:
     """Overhead of saves on a training loop: processor time and, without `--quick`, wall time."""
     before, rows = torch.get_num_threads(), list[Row]()
     try:
-        if options.wanted("overhead in processor time"):
-            options.say("overhead in processor time")
+        if options.begins("overhead in processor time"):
             rows += _overhead_of_processor(options)
         if options.wanted("overhead on the wall") and not options.quick:
             options.say("overhead on the wall")
@@ -301,3 +298,172 @@ def _cpu_seconds(pid: int | None) -> float | None:
     except OSError:
         return None
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# ---------------------------------------------------------------------------- modes and peers in processes of their own
+
+# Memory is the anonymous and shared memory of trainer and worker together (proportional, so that a shared page counts
+# once), sampled every 20 ms, above the memory before the save. Pages of files are left out: the system drops them on
+# demand, and other processes share them. Each mode first saves a small state, so that code is loaded. Next to each time
+# stands a copy of the state to memory that is in use already, in the same process, since a busy machine slows both
+# down; for the same reason the worker has the trainer's niceness here.
+
+MODES: dict[str, tuple[dict[str, Any] | None, Any, float]] = {
+    "Saver": ({"nice": 0}, at_most(1.3), 1.5),
+    "Saver(mode='thread')": ({"mode": "thread"}, None, 1.6),
+    "Saver(snapshot='compressed')": ({"snapshot": "compressed"}, at_most(0.35), 0.6),
+    TORCH: (None, None, 0.1),
+    DCP_THREAD: (None, None, 1.2),
+    DCP_PROCESS: (None, None, 3.2),
+    ORBAX: (None, None, 2.2),
+}
+"""Arguments of a Saver (None: a peer), target, and about how much memory it takes, in multiples of the state."""
+SIZES = (8_388_608, 83_886_080, 335_544_320)
+_EVERY, _SAVES, _BLOCK = 0.02, 3, 1 << 26
+_SMALL = 1 << 18
+"""Parameters of the state that is saved first."""
+
+
+def modes(options: Options) -> list[Row]:
+    """Three rows for each mode or peer and size."""
+    found: list[Row] = []
+    for parameters in SIZES[: 1 if options.quick else 3]:
+        for name, (_, target, takes) in MODES.items():
+            now = Rows(f"{name} of {12 * parameters / 1e9:.1f} GB", parameters, "cpu, all cores")
+            if not options.wanted(f"{now.start}: extra memory"):
+                continue
+            options.say(now.start)
+            got = dict[str, Any]()
+            try:
+                check_room(round((1.5 + takes) * 12 * parameters), now.start)
+                got = fresh.call("shrinkpoint.bench.saver:child", name, parameters)
+                note = f"{got['extra'] / 1e6:.0f} MB in addition to {got['raw'] / 1e6:.0f} MB"
+            except (MemoryError, OSError, ValueError) as error:
+                note = f"not measured: {str(error).strip().splitlines()[-1]}"
+            extra = got["extra"] / got["raw"] if got else None
+            now.add("extra memory", extra, "x raw state", note=note, target=target)
+            for part in ("stall", "until durable"):
+                value, copy = got.get(part), got.get("copy")
+                now.add(part, value, "s", ("memcpy", copy), note, ratio=times_smaller(value, copy))
+            found += options.done(now)
+    return found
+
+
+def child(name: str, parameters: int) -> dict[str, float]:
+    """Measure a mode or peer in this process."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        begin, of = _call(name, Path(folder), stack)
+        _load_code(name, begin, of()[1:])
+        arrays, step, kinds = _run(parameters)
+        step()
+        raw = sum(array.nbytes for array in arrays())
+        buffer = memoryview(bytearray(_BLOCK))
+        copies = [_copied(arrays, buffer)]
+        before, extra, stalls, durables = 0, 0, list[float](), list[float]()
+        for _ in range(_SAVES):
+            now = step()
+            _trim()
+            before = before or sum(map(_held, of()))
+            with _watched(of) as log:
+                start = time.perf_counter()
+                finish = begin(now, kinds)
+                stalls.append(time.perf_counter() - start)
+                finish()
+                durables.append(time.perf_counter() - start)
+            extra = max(extra, max(log) - before)
+            copies.append(_copied(arrays, buffer))
+            remove_saved(Path(folder))
+    return {"extra": extra, "raw": raw, "stall": min(stalls), "until durable": min(durables), "copy": min(copies)}
+
+
+def _load_code(name: str, begin: Callable[..., Any], others: list[int]) -> None:
+    """Save a small state once other processes are idle.
+
+    Ours begins a chain of its own, so that the large state becomes a base.
+    """
+    used = -1.0
+    while used != (used := sum(_cpu_seconds(pid) or 0.0 for pid in others)):
+        time.sleep(2)
+    _, step, kinds = _run(_SMALL)
+    if MODES[name][0] is None:
+        begin(step(), kinds)()
+        return
+    base = sp.compress(step(), kinds=kinds)
+    sp.compress(step(), base, kinds=kinds)
+    begin({"step": 0}, {})()
+
+
+def _run(parameters: int) -> tuple[Callable[[], list[Any]], Callable[[], Any], Any]:
+    """Return functions for a state's arrays and for one more step, and the kinds."""
+    torch.manual_seed(0)
+    side = parameters // 8 // 4096
+    model = torch.nn.Sequential(*[torch.nn.Linear(4096, side, bias=False) for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> dict[str, Any]:
+        for p in model.parameters():
+            p.grad = 1e-3 * torch.randn_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def arrays() -> list[Any]:
+        held = [value for entry in optimizer.state.values() for value in entry.values() if value.ndim]
+        return [*(p.detach() for p in model.parameters()), *held]
+
+    return arrays, step, sp.kinds(model, optimizer)
+
+
+def _copied(arrays: Callable[[], list[Any]], buffer: memoryview) -> float:
+    """Return the seconds of a copy of all bytes to memory that is in use."""
+    views = [memoryview(array.numpy().reshape(-1)).cast("B") for array in arrays()]
+    start = time.perf_counter()
+    for view in views:
+        for at in range(0, len(view), _BLOCK):
+            part = view[at : at + _BLOCK]
+            buffer[: len(part)] = part
+    return time.perf_counter() - start
+
+
+def _call(name: str, root: Path, stack: contextlib.ExitStack) -> tuple[Callable[..., Any], Callable[[], list[int]]]:
+    """Return a function to begin a save, which returns one to wait for it, and one for pids."""
+    options, number = MODES[name][0], itertools.count()
+    if options is None:
+        other = beginner(DURABLE if name == TORCH else name, root, stack)
+        return lambda state, _: other(state), partial(pids, name)
+    saver = stack.enter_context(sp.Saver(sp.Store(root / "ours"), **options))
+    return (
+        lambda state, kinds: saver.save(next(number), state, kinds=kinds).result,
+        lambda: [*pids(name), *([saver.pid] if saver.pid else [])],
+    )
+
+
+def _held(pid: int) -> int:
+    """Return the bytes of anonymous and shared memory of a process, shared pages in proportion."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+        return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    return 0
+
+
+@contextlib.contextmanager
+def _watched(pids: Callable[[], list[int]]) -> Iterator[list[int]]:
+    """Record the memory of processes meanwhile."""
+    log, ended = [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_EVERY):
+            log.append(sum(map(_held, pids())))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield log
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _trim() -> None:
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -7,24 +7,24 @@ a fixed direction and noise, scaled by row and column: moments differ between th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 import shrinkpoint as sp
+from shrinkpoint.codec.named_presets import NAMED
 
-from .data import Pair, arrays
-from .devices import threads
-from .harness import Case, Job, Options, Peer, Row, Rows, Target, at_most, one_thread_clock, run_cases
+from .data import Pair, arrays, layers_kinds
+from .harness import Case, Job, Options, Peer, Row, Rows, at_most, one_thread_clock, run_cases, threads
 from .whole_states import BASE, COMPRESS, DECOMPRESS, DELTA, Work, torch_calls
 
 NAME = "many small arrays"
 EACH = "ms/array"
 TORCH = "torch.save"
-EXACT = "lossless"
+DEFAULT, EXACT = "default", "lossless"
 SLOW = {"compress base": 0.15, "compress delta": 0.15, "decompress delta": 0.06, "lossless base": 0.12}
 """Rows of times, and the most milliseconds an array of 400 layers of 64 x 64 may take."""
 OVER_ENTROPY = at_most(40)
@@ -170,63 +170,49 @@ STATES = (
 )
 
 
-class StateRows:
-    """The rows of one state; its checkpoints are made when the first row needs them."""
+def _row(state: State, what: str) -> str:
+    return f"{NAME}, {state.name}: {what}"
 
-    def __init__(self, state: State, *, quick: bool) -> None:
-        self._state, self._quick = state, quick
-        self._works = {
-            name: Work(lambda: self.pair, cfg) for name, cfg in (("", sp.Config()), (EXACT, sp.presets.lossless()))
-        }
 
-    @cached_property
-    def pair(self) -> Pair:
-        """Two successive training states."""
-        return self._state.make(self._quick)
+def _count(tree: Any) -> int:
+    """Return the number of arrays of a state."""
+    return sum(1 for _ in arrays(tree))
 
-    @cached_property
-    def count(self) -> int:
-        """Number of arrays."""
-        return sum(1 for _ in arrays(self.pair.before))
 
-    def row(self, what: str) -> str:
-        """Return the name of a row."""
-        return f"{NAME}, {self._state.name}: {what}"
+def cases(state: State, works: Mapping[str, Work], wanted: Callable[[str], bool]) -> Iterator[Case]:
+    """Yield the four rows of times, of processor milliseconds an array."""
+    for what, limit in SLOW.items():
+        name, (way, _, kind) = _row(state, what), what.rpartition(" ")
+        work, way = (works[EXACT], COMPRESS) if way == EXACT else (works[DEFAULT], way)
+        size, target = _count(work.pair.before) if wanted(name) else 0, at_most(limit) if state.targets else None
+        yield Case(name, size, EACH, partial(_job, work, way, kind), target=target, peers=(TORCH,))
 
-    def cases(self, wanted: Callable[[str], bool]) -> Iterator[Case]:
-        """The four rows of times, of processor milliseconds an array."""
-        for what, limit in SLOW.items():
-            way, _, kind = what.rpartition(" ")
-            target = Target(limit, "value", least=False) if self._state.targets else None
-            size, name = self.count if wanted(self.row(what)) else 0, EXACT if way == EXACT else ""
-            make = partial(self._job, COMPRESS if way == EXACT else way, kind, self._works[name])
-            yield Case(self.row(what), size, EACH, make, target=target, peers=(TORCH,))
 
-    def _job(self, way: str, kind: str, work: Work) -> Job:
-        calls = partial(torch_calls, work.state(kind), decode=way == DECOMPRESS)
-        peer = Peer(TORCH, calls, note="no compression, to and from memory")
-        return work.job(way, kind, [peer], float(self.count))
+def _job(work: Work, way: str, kind: str) -> Job:
+    calls = partial(torch_calls, work.state(kind), decode=way == DECOMPRESS)
+    peer = Peer(TORCH, calls, note="no compression, to and from memory")
+    return work.job(way, kind, [peer], float(_count(work.pair.before)))
 
-    def sizes(self, options: Options) -> list[Row]:
-        """Bytes of the three checkpoints, and of the base above the entropy of its symbols."""
-        rows = Rows()
-        if options.wanted(name := self.row("bytes above the entropy")):
-            model = {"model": self.pair.before["model"]}
-            kinds = {name: "linear" for name, x in model["model"].items() if x.ndim > 1}
-            weights, count = sp.compress(model, kinds=kinds), sum(1 for _ in arrays(model))
-            floor = entropy_bytes(weights)
-            note = (
-                f"base of the {count:,} arrays of the model, {weights.nbytes:,} bytes; entropy {floor:,.0f} bytes: of "
-                f"the values an array comes back with, of an exact one by byte planes, below {_SHORT} elements raw"
-            )
-            value = (weights.nbytes - floor) / count
-            rows.add(name, value, "bytes/array", note=note, size=count, target=OVER_ENTROPY)
-        for of, kind in (("", BASE), ("", DELTA), (EXACT, BASE)):
-            if options.wanted(name := self.row(f"bytes of the {of} {kind}".replace("  ", " "))):
-                stored = self._works[of].stored(kind)
-                raw, size, note = stored.raw_nbytes, stored.nbytes, f"{self.count:,} arrays"
-                rows.add(name, size, "bytes", ("raw", raw), note, ratio=raw / size, size=self.count)
-        return rows
+
+def sizes(state: State, works: Mapping[str, Work], options: Options) -> list[Row]:
+    """Return rows of bytes: of three checkpoints, and above the entropy of the symbols."""
+    rows = Rows()
+    if options.wanted(name := _row(state, "bytes above the entropy")):
+        model = {"model": works[DEFAULT].pair.before["model"]}
+        weights, count = sp.compress(model, kinds=layers_kinds(model["model"])), _count(model)
+        floor = entropy_bytes(weights)
+        note = (
+            f"base of the {count:,} arrays of the model, {weights.nbytes:,} bytes; entropy {floor:,.0f} bytes: of "
+            f"the values an array comes back with, of an exact one by byte planes, below {_SHORT} elements raw"
+        )
+        value = (weights.nbytes - floor) / count
+        rows.add(name, value, "bytes/array", note=note, size=count, target=OVER_ENTROPY)
+    for of, config, kind in ((BASE, DEFAULT, BASE), (DELTA, DEFAULT, DELTA), (f"{EXACT} {BASE}", EXACT, BASE)):
+        if options.wanted(name := _row(state, f"bytes of the {of}")):
+            stored, count = works[config].stored(kind), _count(works[config].pair.before)
+            raw, size, note = stored.raw_nbytes, stored.nbytes, f"{count:,} arrays"
+            rows.add(name, size, "bytes", ("raw", raw), note, ratio=raw / size, size=count)
+    return rows
 
 
 def entropy_bytes(stored: sp.Checkpoint) -> float:
@@ -265,7 +251,8 @@ def rows(options: Options) -> list[Row]:
     found: list[Row] = []
     with threads(1):
         for state in STATES:
-            of_state = StateRows(state, quick=options.quick)
-            found += run_cases(of_state.cases(options.wanted), options, one_thread_clock())
-            found += options.done(of_state.sizes(options))
+            pair = cache(partial(state.make, options.quick))
+            works = {config: Work(pair, NAMED[config]()) for config in (DEFAULT, EXACT)}
+            found += run_cases(cases(state, works, options.wanted), options, one_thread_clock())
+            found += options.done(sizes(state, works, options))
     return found

@@ -30,12 +30,9 @@ from shrinkpoint.commands.trials import peak
 
 from . import data
 from .data import Pair
-from .devices import threads
-from .file_peers import OTHERS, UNSYNCED, Arrays, Other, equal, tensors
 from .harness import (
     Call,
     Case,
-    CheckFailed,
     Job,
     Options,
     Peer,
@@ -46,10 +43,12 @@ from .harness import (
     one_thread_clock,
     run_cases,
     seconds_of,
+    threads,
     wall_clock,
 )
+from .peers import OTHERS, UNSYNCED, Arrays, Other, checked_calls, tensors
 from .saver import stalls
-from .whole_states import check_errors
+from .whole_states import check_errors, copies
 
 TITLE = (
     "save, load, memory, restore after compaction, flipped bits; against torch.save, safetensors, DCP, moonclip, npz"
@@ -71,25 +70,11 @@ def run(options: Options) -> list[Row]:
         rows += options.done(_memory(pair, parameters, folder, options))
         if not options.quick and options.wanted("stall, memory, durable"):
             rows += options.done(stalls(pair, parameters, options))
-        small = few_arrays(data.drawn_state(real, 400_000 if options.quick else 5_000_000), 4)
+        side = 316 if options.quick else 1118
+        small = data.drawn_shapes(real, {f"l{i}.weight": (side, side) for i in range(4)})
         for measured in (_restores, _parts, _flips):
             rows += options.done(measured(small, folder, options))
     return rows
-
-
-def few_arrays(pair: Pair, count: int) -> Pair:
-    """Return a pair of the same values in square matrices with their moments."""
-    side = int((pair.pools["weight"][0].size // count) ** 0.5)
-
-    def state(which: int) -> Any:
-        def matrix(role: str, i: int) -> Any:
-            flat = pair.pools[role][which][i * side * side : (i + 1) * side * side]
-            return torch.from_numpy(flat.reshape(side, side).copy())
-
-        moments = {i: {m: matrix(m, i) for m in ("exp_avg", "exp_avg_sq")} for i in range(count)}
-        return {"model": {f"l{i}.weight": matrix("weight", i) for i in range(count)}, "optimizer": {"state": moments}}
-
-    return Pair(state(0), state(1), f"{count} matrices of {pair.origin}")
 
 
 # ---------------------------------------------------------------------------------------------- saving and loading
@@ -162,25 +147,16 @@ class _Work:
     def _job(self, call: Call, others: tuple[Other, ...], *, loading: bool) -> Job:
         arrays = tensors(self.pair.after)
         raw = float(sum(x.nbytes for x in arrays.values()))
-        into = {name: x.clone() for name, x in arrays.items()}
-
-        def copy() -> None:
-            for name, x in arrays.items():
-                into[name].copy_(x)
-
         peers = [Peer(other.name, partial(self.other, other, arrays, loading)) for other in others]
         parent = sp.compress(self.pair.before, cfg=self.cfg) if self.kind == "delta" else None
         ratio = sp.compress(self.pair.after, parent, self.cfg).ratio
         note = f"{raw / 1e6:.0f} MB raw, ratio {ratio:.2f}; {self.pair.origin}"
-        return Job(call, self.check, raw, [Peer(FLOOR, lambda: copy), *peers], note)
+        floor = Peer(FLOOR, lambda: copies([x.numpy().reshape(-1) for x in arrays.values()]))
+        return Job(call, self.check, raw, [floor, *peers], note)
 
     def other(self, other: Other, arrays: Arrays, loading: bool) -> Call:
         """Return the call of another library, once its arrays have come back."""
-        path = self.folder / f"other-{other.name.replace(' ', '')}"
-        other.save(arrays, path)
-        if not equal(arrays, other.load(arrays, path)):
-            raise CheckFailed(f"{other.name}: other arrays come back")
-        return (lambda: other.load(arrays, path)) if loading else (lambda: other.save(arrays, path))
+        return checked_calls(other, arrays, self.folder / f"other-{other.name.replace(' ', '')}")[loading]
 
 
 # ---------------------------------------------------------------------------------------------------------- memory
@@ -245,9 +221,8 @@ def _restores(pair: Pair, folder: Path, options: Options) -> list[Row]:
     rows, exact = Rows(size=length), sp.presets.lossless()
     for config in list(CONFIGS)[: 1 if options.quick else None]:
         name = f"restore from a chain of {length}, {config}"
-        if not options.wanted(name):
+        if not options.begins(name):
             continue
-        options.say(name)
         cfg = sp.Config(CONFIGS[config]().rules, chain=sp.ChainPolicy(None))
         root = folder / f"chain-{config}"
         store = sp.Store(root, cfg)
@@ -291,9 +266,8 @@ def _restores(pair: Pair, folder: Path, options: Options) -> list[Row]:
 def _parts(pair: Pair, folder: Path, options: Options) -> list[Row]:
     """Rows of reading one array of a base: time and bytes against the whole."""
     name = "load one array of a base"
-    if not options.wanted(name):
+    if not options.begins(name):
         return []
-    options.say(name)
     store = sp.Store(folder / "parts")
     store.save(0, pair.after)
     paths = [path for path, x in data.arrays(pair.after) if x.size >= 10_000]
@@ -317,9 +291,8 @@ def _parts(pair: Pair, folder: Path, options: Options) -> list[Row]:
 def _flips(pair: Pair, folder: Path, options: Options) -> list[Row]:
     """Count how many of 200 single flipped bits each library loads without an error."""
     name = "flipped bits that load silently"
-    if not options.wanted(name):
+    if not options.begins(name):
         return []
-    options.say(name)
     arrays, root, rows = tensors(pair.after), folder / "flips", Rows(size=FLIPS)
     lossy, exact = sp.Store(root / "ours" / "lossy"), sp.Store(root / "ours" / "exact", sp.presets.lossless())
     lossy.save(0, pair.before)

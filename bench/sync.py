@@ -25,21 +25,36 @@ from typing import Any
 
 import numpy as np
 import torch
-import zstandard
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import CHUNK
 from shrinkpoint.kernels.sparse_delta import collect_and_locate
 from shrinkpoint.trainers.publishing.ranks import Counted
 
-from . import processes
-from .devices import Device, gpu, threads
-from .harness import ROUNDS, Call, CheckFailed, Clock, Options, Row, Rows, at_least, at_most, cpu_clock, wall_clock
-from .peers import library
+from . import fresh, peers
+from .harness import (
+    ROUNDS,
+    Call,
+    CheckFailed,
+    Clock,
+    Device,
+    Options,
+    Row,
+    Rows,
+    at_least,
+    at_most,
+    cpu_clock,
+    gpu,
+    interleave,
+    same,
+    threads,
+    wall_clock,
+)
 
 TITLE = "exact deltas at the speed of memory, and publishing to a model that serves"
 FLOOR = "memcpy"
 MASK = "BitSnap's mask"
+SERVED = "bits of the served model"
 TWO_CORES = "two cores, 2 %"
 GPU_ROWS = {
     "gpu collect": at_least(0.35),
@@ -98,18 +113,11 @@ def run(options: Options) -> list[Row]:
         "large memory": (_large, 24, 30),
     }
     for name, (measure, quick, full) in parts.items():
-        if options.wanted(name):
-            options.say(name)
+        if options.begins(name):
             rows += options.done(measure(1 << (quick if options.quick else full)))
     if options.wanted("reinforcement learning"):
         rows += options.done(_learning(options.quick))
     return rows
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "the served bits are not the published ones") -> None:
-    """Raise CheckFailed unless two tensors of 16-bit values are equal bit for bit."""
-    if not torch.equal(a.view(torch.int16), b.view(torch.int16)):
-        raise CheckFailed(what)
 
 
 def in_turn(
@@ -123,12 +131,9 @@ def in_turn(
         before: calls before some of them, outside of the timing.
         rounds: that count.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
-        for name, call in calls.items():
-            before.get(name, lambda: None)()
-            seconds[name].append(clock(call, 1))
-    return {name: found[1:] for name, found in seconds.items()}
+    each = {name: (call, 1) for name, call in calls.items()}
+    found = interleave(each, rounds=rounds + 1, clock=clock, budget=0.0, before=before)
+    return {name: list(timing.seconds[1:]) for name, timing in found.items()}
 
 
 def _codec(share: Share, n: int) -> list[Row]:
@@ -140,13 +145,9 @@ def _codec(share: Share, n: int) -> list[Row]:
         base = sp.compress({"w": old}, cfg=cfg)
         blob = sp.compress({"w": new}, base, cfg).to_bytes()
         back = sp.decompress(sp.Checkpoint.from_bytes(blob), base)["w"]
-        same_bits(back, new, "the delta does not give the same bits")
-        publisher, served = sp.Publisher(folder), {"w": old.clone()}
-        publisher.publish(0, {"w": old})
-        subscriber = sp.Subscriber(folder, served)
-        publisher.publish(1, {"w": new})
-        subscriber.update()
-        same_bits(served["w"], new)
+        same("bits of the delta", back, new)
+        publisher, subscriber, served = _served(folder, {"w": old})
+        _published(publisher, subscriber, 1, {"w": new}, served)
         target, source = np.empty(2 * n, np.uint8), new.view(torch.uint8).numpy()
 
         def undo() -> None:
@@ -178,31 +179,22 @@ def _codec(share: Share, n: int) -> list[Row]:
         against(name, FLOOR, limit)
     for peer in (name for name in calls if name.endswith("of XOR") or name == MASK):
         against("encode", peer)
-    xor = _xor(old, new)
-    sizes = {f"zstd-{level} of XOR": len(zstandard.ZstdCompressor(level=level).compress(xor)) for level in (1, 3)}
-    size, ours = f"size, {share.name}", len(blob)
-    for peer, taken in (sizes | _other_formats(old, new)).items():
-        rows.add(size, ours, "bytes", (peer, taken), note, ratio=taken / ours)
-    dense = _dense(old, new)
-    if dense is not None:
-        most = at_most(1.12 if share.name == "13 %" else 1.03, "ratio")
+    xor, size, ours = _xor(old, new), f"size, {share.name}", len(blob)
+    taken = {f"zstd-{level} of XOR": peers.coded_size(f"zstd -{level}", [xor]) for level in (1, 3)}
+    for peer, nbytes in (taken | ({} if share.rate is None else _other_formats(old, new))).items():
+        rows.add(size, ours, "bytes", (peer, nbytes), note, ratio=nbytes / ours)
+    if share.rate is not None:
+        dense, most = _dense(old, new), at_most(1.12 if share.name == "13 %" else 1.03, "ratio")
         rows.add(size, ours, "bytes", ("every element coded", dense), note, ratio=ours / dense, target=most)
     return rows
 
 
-def _other_coders() -> dict[str, Callable[[bytes], object]]:
-    """Coders of bytes that are installed, on one thread."""
-    found: dict[str, Callable[[bytes], object]] = {
-        f"zstd-{level}": zstandard.ZstdCompressor(level=level).compress for level in (1, 3)
-    }
-    with suppress(ImportError):
-        found["LZ4"] = library("lz4.frame").compress
-    with suppress(ImportError):
-        standalone, config = library("pcodec.standalone"), library("pcodec").ChunkConfig()
-        found["pcodec"] = lambda data: standalone.simple_compress(np.frombuffer(data, np.uint16), config)
-    with suppress(ImportError):
-        zipnn = library("zipnn").ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=1)
-        found["zipnn"] = lambda data: zipnn.compress(bytearray(data))
+def _other_coders() -> dict[str, Callable[[Any], object]]:
+    """Coders of arrays that are installed, on one thread."""
+    found: dict[str, Callable[[Any], object]] = {}
+    for name in ("zstd -1", "zstd -3", "LZ4", "pcodec", "zipnn"):
+        with suppress(ImportError):
+            found[name.replace(" ", "")] = peers.CODERS[name](1).encode
     return found
 
 
@@ -211,9 +203,7 @@ def _other_formats(old: torch.Tensor, new: torch.Tensor) -> dict[str, int]:
     from shrinkpoint.trainers.publishing import delta_folders
     from shrinkpoint.trainers.publishing.host_copy import Change
 
-    at = np.flatnonzero(old.view(torch.int16).numpy() != new.view(torch.int16).numpy())
-    if not at.size:
-        return {}
+    at = np.flatnonzero(_xor(old, new))
     found = {"positions and values (48 bits)": 6 * at.size}
     places = torch.from_numpy(at)
     change = Change("w", at, old[places], new[places])
@@ -222,19 +212,16 @@ def _other_formats(old: torch.Tensor, new: torch.Tensor) -> dict[str, int]:
     return found
 
 
-def _xor(old: torch.Tensor, new: torch.Tensor) -> bytes:
-    """The exclusive or of two byte strings."""
-    return (old.view(torch.int16) ^ new.view(torch.int16)).numpy().tobytes()
+def _xor(old: torch.Tensor, new: torch.Tensor) -> Any:
+    """Return the exclusive or of the bit patterns."""
+    return (old.view(torch.int16) ^ new.view(torch.int16)).numpy().view(np.uint16)
 
 
-def _dense(old: torch.Tensor, new: torch.Tensor) -> int | None:
-    """Return the bytes of the delta with every element coded; None if nothing changed."""
-    from shrinkpoint.codec.base import CHUNK
+def _dense(old: torch.Tensor, new: torch.Tensor) -> int:
+    """Return the bytes of the delta with every element coded."""
     from shrinkpoint.codec.lossless import exact
     from shrinkpoint.codec.state.leaves import LeafSpec
 
-    if torch.equal(old.view(torch.int16), new.view(torch.int16)):
-        return None
     spec, step = LeafSpec("torch", "bfloat16", (old.numel(),)), 4 * CHUNK
     before, after = (x.view(torch.uint8).numpy() for x in (old, new))
     parts = range(0, before.size, step)
@@ -293,7 +280,7 @@ def _device_rows(old: torch.Tensor, new: torch.Tensor, device: Device) -> list[R
         return [(one[1], one[2]) for one in found if one is not None]
 
     for (a, b), (at, values) in zip(parts, collect(), strict=True):
-        same_bits(b.clone().index_put_((at,), values), a, "the changes do not give the same bits")
+        same("bits of the changes", b.clone().index_put_((at,), values), a)
     calls: dict[str, Call] = {
         "device copy": lambda: into.copy_(new),
         "gpu collect": collect,
@@ -301,9 +288,7 @@ def _device_rows(old: torch.Tensor, new: torch.Tensor, device: Device) -> list[R
     }
     seconds = in_turn(calls, device.clock, {})
     with tempfile.TemporaryDirectory() as folder:
-        publisher, served = sp.Publisher(folder), {"w": old.clone()}
-        publisher.publish(0, {"w": old})
-        subscriber, spent = sp.Subscriber(folder, served), []
+        (publisher, subscriber, served), spent = _served(folder, {"w": old}), []
         for version in range(1, 2 * ROUNDS + 3):
             state = {"w": old if version % 2 == 0 else new}
             spent.append(_published(publisher, subscriber, version, state, served)[1])
@@ -317,6 +302,13 @@ def _device_rows(old: torch.Tensor, new: torch.Tensor, device: Device) -> list[R
     return rows
 
 
+def _served(folder: str, state: dict[str, Any]) -> tuple[sp.Publisher, sp.Subscriber, dict[str, Any]]:
+    """Publish a first version; return publisher, subscriber and the served model."""
+    publisher, served = sp.Publisher(folder), {name: part.clone() for name, part in state.items()}
+    publisher.publish(0, state)
+    return publisher, sp.Subscriber(folder, served), served
+
+
 def _published(
     publisher: sp.Publisher, subscriber: sp.Subscriber, version: int, state: dict[str, Any], served: dict[str, Any]
 ) -> tuple[sp.Published, dict[str, float]]:
@@ -324,7 +316,7 @@ def _published(
     done = publisher.publish(version, state)
     subscriber.update()
     for name, part in state.items():
-        same_bits(served[name], part)
+        same(SERVED, served[name], part)
     report = subscriber.last
     assert report is not None
     return done, {"publish": done.seconds, "prepare": report.prepare_seconds, "pause": report.pause_seconds}
@@ -336,11 +328,8 @@ def _publishing(n: int) -> list[Row]:
     spent, rows = [], Rows(size=n, device="cpu")
     g = torch.Generator().manual_seed(1)
     with tempfile.TemporaryDirectory() as folder:
-        publisher = sp.Publisher(folder)
         state = {str(i): part.clone() for i, part in enumerate(torch.split(new, 1 << 20))}
-        served = {name: part.clone() for name, part in state.items()}
-        publisher.publish(0, state)
-        subscriber = sp.Subscriber(folder, served)
+        publisher, subscriber, served = _served(folder, state)
         for version in range(1, ROUNDS + 2):
             for part in state.values():
                 part.view(torch.int16)[torch.rand(part.shape, generator=g) < 0.01] += 1
@@ -374,7 +363,7 @@ def _ranks(n: int) -> list[Row]:
             for version in range(ROUNDS + 2):
                 found = [r.result() for r in [pool.submit(publish, i, version) for i in range(count)]]
                 subscriber.update(version=version)
-                same_bits(served["w"], state)
+                same(SERVED, served["w"], state)
                 rounds.append((max(seconds for seconds, _ in found), found[0][1].nbytes))
                 state.view(torch.int16)[torch.rand(state.shape, generator=g) < 0.01] += 1
         seconds, nbytes = (statistics.median(values) for values in zip(*rounds[2:], strict=True))
@@ -414,7 +403,7 @@ def large_child(n: int) -> dict[str, Any]:
 
 def _large(n: int) -> list[Row]:
     """Return rows of a large state: seconds, and memory in addition to the state and a copy."""
-    found, rows = processes.call("shrinkpoint.bench.sync:large_child", n), Rows(size=n, device="cpu")
+    found, rows = fresh.call("shrinkpoint.bench.sync:large_child", n), Rows(size=n, device="cpu")
     smaller = 2 * n / found["bytes"]
     note = f"{n / 1e9:.2g} B parameters, 1 % changed; {smaller:.0f} times smaller than the model; wall clock"
     for what, seconds in zip(("base", "delta", "delta and base"), found["times"], strict=True):
@@ -429,7 +418,7 @@ def _learning(quick: bool) -> list[Row]:
     home = Path(__file__).resolve().parents[1] / "examples"
     paths = os.pathsep.join(os.path.abspath(path) for path in (str(home), *sys.path))
     with tempfile.TemporaryDirectory() as folder:
-        found = processes.call("rl_sync:main", folder, *((3, 64) if quick else (8, 256)), PYTHONPATH=paths)
+        found = fresh.call("rl_sync:main", folder, *((3, 64) if quick else (8, 256)), PYTHONPATH=paths)
     rows = Rows("", found["parameters"], "cpu")
     size, peer = found["bytes"], found["zstd-1 of XOR"]
     note = f"{100 * found['changed']:.3g} % changed a version; {'equal' if found['equal'] else 'DIFFERENT'} logits"

@@ -8,16 +8,20 @@ with the default configuration. Ranks: the same state of one size, cut over 1, 2
 
 from __future__ import annotations
 
+import statistics
 import tempfile
+import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 import shrinkpoint as sp
 
-from . import frameworks, ranks
+from . import frameworks, fresh
 from .frameworks import FRAMEWORKS, Job, Outcome, saved_bytes
 from .harness import CheckFailed, Options, Row, Rows, at_most, times_smaller
 
@@ -33,9 +37,8 @@ def run(options: Options) -> list[Row]:
     """All rows."""
     rows: list[Row] = []
     for name in FRAMEWORKS:
-        if not options.wanted(name):
+        if not options.begins(name):
             continue
-        options.say(name)
         found = Rows(name, device=DEVICE)
         if options.quick and name not in QUICK:
             found.add("", None, "ms", note="not measured: --quick")
@@ -143,6 +146,26 @@ def _different(found: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
     return sum(int((a.view(torch.int32) != b.contiguous().view(torch.int32)).sum()) for a, b in pairs)
 
 
+# ------------------------------------------------------------------------------------------- saves by several processes
+
+SAVES = 5
+_LAYERS = 8
+
+
+def ranked(world: int, parameters: int) -> dict[str, Any]:
+    """Return seconds, bytes and metadata bytes of a save by some ranks, ours and torch's.
+
+    Args:
+        world: number of processes, 1 or more.
+        parameters: weights of the whole state; two moments each come on top.
+
+    Raises:
+        ValueError: a process failed; its last words are in the message.
+    """
+    found: dict[str, Any] = fresh.ranks("shrinkpoint.bench.trainers:rank", world, parameters, seconds=600)[0]
+    return found
+
+
 def _ranks(options: Options) -> list[Row]:
     """Rows of several processes on this machine."""
     rows = Rows(size=8_000_000, device=DEVICE)
@@ -152,7 +175,7 @@ def _ranks(options: Options) -> list[Row]:
             rows.add("save", None, "s", note="not measured: --quick")
             continue
         options.say(f"{world} ranks")
-        found = ranks.measure(world, rows.size)
+        found = ranked(world, rows.size)
         said = (
             f"{world} processes over gloo, one thread each; {rows.size:,} weights with AdamW's moments; deltas, lossy"
         )
@@ -165,3 +188,75 @@ def _ranks(options: Options) -> list[Row]:
             ratio = times_smaller(value, peer)
             rows.add(what, value, unit, ("FileSystemWriter", peer), said + more, ratio=ratio)
     return rows
+
+
+def rank(meeting: str, world: int, number: int, parameters: int) -> dict[str, Any] | None:
+    """Run one rank; the first one returns the figures."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from shrinkpoint.trainers.dcp import Reader, Writer
+
+    warnings.simplefilter("ignore")
+    folder, answer = Path(meeting), None
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=number, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    seconds: dict[str, list[float]] = {"ours": [], "own": []}
+    writer = Writer()
+    state = _first(mesh, parameters)
+    for save_number in range(SAVES + 1):
+        for how in ("ours", "own") if save_number % 2 else ("own", "ours"):
+            where = folder / f"{how}-{save_number}"
+            storage = writer if how == "ours" else FileSystemWriter(where)
+            dist.barrier()
+            begin = time.perf_counter()
+            save(state, storage_writer=storage, checkpoint_id=where)
+            slowest = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if save_number:  # the first is a base, and pays for loading
+                seconds[how].append(float(slowest))
+        _drift(state)
+    if number == 0:
+        answer = dict[str, Any](saves=SAVES)
+        for how, times in seconds.items():
+            last = folder / f"{how}-{SAVES}"
+            own = sum(p.stat().st_size for p in last.rglob("*") if p.is_file() and p.stat().st_nlink == 1)
+            metadata = (last / ".metadata").stat().st_size
+            answer[how] = {"seconds": statistics.median(times), "nbytes": own, "metadata": metadata}
+        Reader(folder / f"ours-{SAVES}").read_metadata()
+    dist.barrier()
+    dist.destroy_process_group()
+    return answer
+
+
+def _first(mesh: Any, parameters: int) -> dict[str, Any]:
+    """Return weights and moments of a few square matrices, cut by rows."""
+    import torch
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    width = round((parameters / _LAYERS) ** 0.5)
+    torch.manual_seed(0)
+    state: dict[str, Any] = {"model": {}, "optim": {"state": {}}}
+    for i in range(_LAYERS):
+        gradient = torch.randn(width, width) * 1e-3
+        made = {"weight": torch.randn(width, width) * 0.02, "exp_avg": gradient, "exp_avg_sq": gradient.square()}
+        cut = {name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in made.items()}
+        state["model"][f"layer{i}.weight"] = cut.pop("weight")
+        state["optim"]["state"][f"layer{i}.weight"] = cut
+    return state
+
+
+def _drift(state: dict[str, Any]) -> None:
+    """Change the state as some training steps would."""
+    import torch
+
+    for name, weight in state["model"].items():
+        here, moments = weight.to_local(), state["optim"]["state"][name]
+        first, second = moments["exp_avg"].to_local(), moments["exp_avg_sq"].to_local()
+        first.mul_(0.9).add_(torch.randn_like(first), alpha=1e-4)
+        second.mul_(0.99).add_(first.square(), alpha=0.01)
+        here.sub_(first / (second.sqrt() + 1e-8), alpha=1e-4)

@@ -1,9 +1,10 @@
-"""Whole states: checkpoints, timed calls, checks, and `torch.save` as a peer."""
+"""Whole states: checkpoints, timed calls, checks; memory copies and `torch.save`."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from typing import Any
 
@@ -47,6 +48,10 @@ class Work:
         """Compress the state again."""
         return sp.compress(self.state(kind), self.parent(kind), self._cfg)
 
+    def restored(self, kind: str) -> Any:
+        """Return the state that the bytes of its checkpoint give."""
+        return sp.decompress(sp.Checkpoint.from_bytes(self.stored(kind).to_bytes()), self.parent(kind))
+
     def _stored(self, kind: str) -> sp.Checkpoint:
         return self.compress(kind)
 
@@ -54,8 +59,8 @@ class Work:
         blob = self.stored(kind).to_bytes()
         if self.compress(kind).to_bytes() != blob:
             raise CheckFailed("the same state gives other bytes the second time")
-        back = sp.decompress(sp.Checkpoint.from_bytes(blob), self.parent(kind))
-        return check_errors(self.state(kind), back, self.stored(kind))
+        exact = self.pair.after if kind == DELTA else self.pair.before
+        return check_errors(exact, self.restored(kind), self.stored(kind))
 
     def job(self, way: str, kind: str, peers: Sequence[Peer], amount: float | None = None) -> Job:
         """Return the job of `compress` from memory, or of `decompress` from bytes.
@@ -123,3 +128,24 @@ def torch_calls(state: Any, *, decode: bool) -> Callable[[], object]:
         return save
     saved = save()
     return lambda: torch.load(io.BytesIO(saved), weights_only=False)
+
+
+def copies(arrays: list[Any], count: int = 1, *, fresh: bool = False) -> Callable[[], object]:
+    """Return the call that copies flat arrays on some threads; `fresh`: to new memory."""
+    arrays = [x.view(np.uint8) for x in arrays]
+    used = [] if fresh else [np.ones_like(x) for x in arrays]
+
+    def part(number: int, into: list[Any]) -> None:
+        for source, target in zip(arrays, into, strict=True):
+            cut = slice(number * source.size // count, (number + 1) * source.size // count)
+            np.copyto(target[cut], source[cut])
+
+    def call() -> None:
+        into = [np.empty_like(x) for x in arrays] if fresh else used
+        if count == 1:
+            part(0, into)
+        else:
+            list(pool.map(part, range(count), [into] * count))
+
+    pool = ThreadPoolExecutor(count)
+    return call

@@ -20,11 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shrinkpoint.bench.studies.baselines.excp import ExCP
-from shrinkpoint.bench.studies.baselines.gobo import centroids, outliers
-from shrinkpoint.bench.studies.baselines.grids import Adaptive, Naive8Bit, QDCompressor
 from shrinkpoint.bench.studies.baselines.partial import Scar, TopN, affordable
 from shrinkpoint.bench.studies.baselines.parts import Baseline, Saved, State
-from shrinkpoint.bench.studies.systems.spaces import clustered
+from shrinkpoint.bench.studies.baselines.quantizers import (
+    Adaptive,
+    Naive8Bit,
+    QDCompressor,
+    centroids,
+    clustered,
+    outliers,
+)
 from shrinkpoint.codec.errors import BadArgumentError, MissingParentError
 
 BASELINES: dict[str, Callable[[], Baseline]] = {

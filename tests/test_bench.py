@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from shrinkpoint.bench import codec, coders, data, kernels, trained_models
+import shrinkpoint as sp
+from shrinkpoint.bench import codec, data, kernels, peers, whole_states
 from shrinkpoint.bench import gpu as bench_gpu
 from shrinkpoint.bench.__main__ import BENCHMARKS, main, result
-from shrinkpoint.bench.devices import Device
-from shrinkpoint.bench.evidence import catalogue
+from shrinkpoint.bench.evidence import speeds
 from shrinkpoint.bench.harness import (
     Case,
     CheckFailed,
+    Device,
     Job,
     Options,
     Peer,
@@ -37,7 +38,7 @@ from shrinkpoint.bench.harness import (
     same,
     wall_clock,
 )
-from shrinkpoint.bench.kernels import kmeans
+from shrinkpoint.bench.kernels import codebooks
 from shrinkpoint.bench.kernels.place import Place
 
 KEYS = ["row", "device", "size", "value", "unit", "peer", "peer_value", "ratio", "target", "met", "note"]
@@ -57,7 +58,7 @@ def case(made: Job, **more: Any) -> Case:
 
 def test_quick_rows_and_json_have_the_agreed_shape(tmp_path: Path) -> None:
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
-    only = "joint_counts,rans_encode,500 tensors: assign"
+    only = "joint_counts,rans_encode,500 tensors: log"
     assert main(["kernels", "--quick", "--only", only, "--json", str(out), "--plot", str(picture)]) == 0
     found = json.loads(out.read_text())
     assert list(found) == ["machine", "versions", "commit", "run", "rows"]
@@ -66,7 +67,12 @@ def test_quick_rows_and_json_have_the_agreed_shape(tmp_path: Path) -> None:
     assert all(list(row) == KEYS for row in found["rows"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     here = {row["row"]: row for row in found["rows"] if row["peer"] == "memcpy"}
-    assert set(here) == {"joint_counts", "assign + joint_counts", "rans_encode conditional", "500 tensors: assign"}
+    assert set(here) == {
+        "joint_counts",
+        "assign + joint_counts",
+        "rans_encode conditional",
+        "500 tensors: log_histogram",
+    }
     for row in found["rows"]:
         if row["value"] is not None and row["peer_value"] is not None:
             assert row["ratio"] == pytest.approx(row["value"] / row["peer_value"])
@@ -102,15 +108,15 @@ def test_every_target_of_the_plan_has_a_row() -> None:
 
 
 def test_every_kernel_has_a_row_and_a_test() -> None:
-    rows = {kmeans.LOSS}
+    rows = {codebooks.LOSS}
     for name in ("cpu, 1 thread", "gpu"):
         device = Device(name, name == "gpu", wall_clock, "no GPU")
         rows |= {c.row for c in kernels.cases(Place(device, data.Sample(1000), 1000))}
-    named = catalogue.functions()
-    without = (*catalogue.SCALAR, *catalogue.IN_STATES)
-    assert {catalogue.ROWS.get(name, name) for name in named if name not in without} <= rows
-    assert set(catalogue.ROWS) | set(without) <= set(named)
-    lines = catalogue.kernels().splitlines()[2:]
+    named = speeds.functions()
+    without = (*speeds.SCALAR, *speeds.IN_STATES)
+    assert {speeds.ROWS.get(name, name) for name in named if name not in without} <= rows
+    assert set(speeds.ROWS) | set(without) <= set(named)
+    lines = speeds.kernels().splitlines()[2:]
     assert len(lines) == len(named)
     assert all("[test]" in line for line in lines)
 
@@ -121,7 +127,7 @@ def test_a_table_gets_no_speed_if_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -
     assert len(tables) == 18
     for found in tables:
         name = found.row
-        module = import_module(f"shrinkpoint.kernels.{catalogue.functions()[name]}")
+        module = import_module(f"shrinkpoint.kernels.{speeds.functions()[name]}")
         right = getattr(module, name)
         with monkeypatch.context() as patched:
             patched.setattr(module, name, lambda *arguments, right=right: other(right(*arguments)))
@@ -352,7 +358,7 @@ def test_plans_hold_every_level_of_every_state_and_the_default_on_two_threads() 
 
 @pytest.mark.parametrize("name", ["ViT", "ResNet-18"])
 def test_models_that_see_are_trained(name: str) -> None:
-    found = trained_models.seeing(name, quick=True)
+    found = data.seeing(name, quick=True)
     before, after = (dict(data.arrays(state)) for state in (found.before, found.after))
     assert list(before) == list(after)
     moved = [path for path in before if data.role_of(path) and not np.array_equal(before[path], after[path])]
@@ -361,23 +367,23 @@ def test_models_that_see_are_trained(name: str) -> None:
 
 
 def test_a_coder_that_loses_a_bit_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    lossy = coders.Coder(lambda x: x.tobytes(), lambda stored: bytes(len(stored)))
-    monkeypatch.setattr(coders, "CODERS", {**coders.CODERS, "lossy": lambda _: lossy})
+    lossy = peers.Coder(lambda x: x.tobytes(), lambda stored: bytes(len(stored)))
+    monkeypatch.setattr(peers, "CODERS", {**peers.CODERS, "lossy": lambda _: lossy})
     x = np.arange(300, dtype=np.float32)
     with pytest.raises(CheckFailed, match="lossy: other bytes come back"):
-        coders.size("lossy", [x])
-    (row,) = measure(case(job(peers=tuple(coders.peers([x], ["lossy"])))), Options(), wall_clock)
+        peers.coded_size("lossy", [x])
+    (row,) = measure(case(job(peers=tuple(peers.coder_peers([x], ["lossy"])))), Options(), wall_clock)
     assert row.peer_value is None
     assert "other bytes come back" in row.note
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # zipnn's import
-@pytest.mark.parametrize("name", list(coders.CODERS))
+@pytest.mark.parametrize("name", list(peers.CODERS))
 @pytest.mark.parametrize("dtype", ["float32", "uint16", "int64", "uint8"])
 def test_coders_of_other_libraries_return_the_bytes(name: str, dtype: str) -> None:
     x = (np.random.default_rng(0).standard_normal(3000) * 50).astype(dtype)
     try:
-        assert 0 < coders.size(name, [x, x[:7]]) < 3 * x.nbytes
+        assert 0 < peers.coded_size(name, [x, x[:7]]) < 3 * x.nbytes
     except ImportError as error:
         pytest.skip(str(error))
 
@@ -442,20 +448,20 @@ def test_a_state_that_breaks_its_bound_gets_no_speed_on_a_gpu_either(monkeypatch
     def wrong(*_: Any) -> str:
         raise CheckFailed("an array is not exact")
 
-    monkeypatch.setattr(bench_gpu, "check_errors", wrong)
+    monkeypatch.setattr(whole_states, "check_errors", wrong)
     case = bench_gpu.cases(Device("gpu", False, wall_clock), pair(), "test")[0]
     assert all(is_red(row) and row.value is None for row in measure(case, Options(), wall_clock))
 
 
 def test_a_codec_that_breaks_its_bound_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = codec.sp.decompress
+    right = sp.decompress
 
     def wrong(*arguments: Any) -> Any:
         state = right(*arguments)
         state["model"]["weight"][0, 0] += 1.0
         return state
 
-    monkeypatch.setattr(codec.sp, "decompress", wrong)
+    monkeypatch.setattr(sp, "decompress", wrong)
     for config in codec.CONFIGS:
         plan = codec.Plan("test", pair, config, kinds=("base",))
         rows = [row for c in plan.cases() for row in measure(c, Options(), wall_clock)]

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.bench.devices import threads
-from shrinkpoint.bench.evidence import scale as scale_tables
-from shrinkpoint.bench.harness import Options
-from shrinkpoint.bench.studies import accuracy, continued, scale, workloads
-from shrinkpoint.bench.studies.baselines.grids import QDCompressor
+from shrinkpoint.bench.evidence import tables
+from shrinkpoint.bench.harness import Options, threads
+from shrinkpoint.bench.studies import real, scale, training, workloads
+from shrinkpoint.bench.studies.baselines.quantizers import QDCompressor, adaptive_ladder, uniform_ladder
 from shrinkpoint.bench.studies.faults import end_of, quality
 from shrinkpoint.bench.studies.workloads import Run, State, Workload
 
@@ -49,61 +48,61 @@ def test_a_search_sees_loss_or_accuracy_of_what_is_restored(run: Run) -> None:
 
 def test_ladders_ascend() -> None:
     state = Run(short(), 0).state()
-    for ladder in (accuracy.adaptive_ladder, accuracy.uniform_ladder):
+    for ladder in (adaptive_ladder, uniform_ladder):
         places = [place for place, _ in ladder(state)]
         assert places == sorted(places)
         assert len(places) > 5
-    assert len(list(accuracy.adaptive_ladder(state))) == 6 * 4 * 5
-    assert all(isinstance(system, QDCompressor) for _, system in accuracy.uniform_ladder(state))
+    assert len(list(adaptive_ladder(state))) == 6 * 4 * 5
+    assert all(isinstance(system, QDCompressor) for _, system in uniform_ladder(state))
 
 
 @pytest.mark.parametrize(("threshold", "met"), [(10.0, True), (-1.0, False)])
 def test_a_searched_baseline_takes_the_first_that_passes_and_never_a_coarser_one_later(
     run: Run, threshold: float, met: bool
 ) -> None:
-    system = accuracy.SearchedPeer(accuracy.uniform_ladder, threshold, "loss", 1)
+    system = training.SearchedPeer(uniform_ladder, threshold, "loss", 1)
     with threads(1):
         size = system.save(run)
         first, calls = system.floor, system.evaluations
         system.save(run)
     assert (system.unmet == 0) is met
-    rungs = len(list(accuracy.uniform_ladder(run.state())))
+    rungs = len(list(uniform_ladder(run.state())))
     if met:
         assert (calls, system.evaluations) == (2, 4)
-        assert system.floor >= first == next(accuracy.uniform_ladder(run.state()))[0]
+        assert system.floor >= first == next(uniform_ladder(run.state()))[0]
     else:
         assert calls == rungs + 1  # all were tried, and the finest is taken
     assert size.raw_weights > 2 * size.weights
 
 
 def test_rows_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {name: accuracy.SYSTEMS[name] for name in ("Config(), fixed", accuracy.OTHER_BATCHES)}
-    monkeypatch.setattr(accuracy, "SYSTEMS", few)
-    rows = accuracy.rows(Options(quick=True, only="table 5"))
-    assert len(rows) == len(few) * len(accuracy.COLUMNS)
+    few = {name: training.SYSTEMS[name] for name in ("Config(), fixed", training.OTHER_BATCHES)}
+    monkeypatch.setattr(training, "SYSTEMS", few)
+    rows = training.table5(Options(quick=True, only="table 5"))
+    assert len(rows) == len(few) * len(training.COLUMNS)
     assert {row.row.partition(", quick, ")[2].partition(": ")[0] for row in rows} == set(few)
     by_name = {row.row: row for row in rows}
-    exact = f"table 5, MLP, quick, {accuracy.OTHER_BATCHES}"
+    exact = f"table 5, MLP, quick, {training.OTHER_BATCHES}"
     assert by_name[f"{exact}: accuracy lost at a restore"].value == 0
     assert by_name[f"{exact}: weights, all checkpoints"].value == 1
     assert "uninterrupted" in rows[0].note
-    assert accuracy.rows(Options(quick=True)) == []
+    assert training.table5(Options(quick=True)) == []
 
 
 def test_a_system_s_name_says_what_it_is() -> None:
-    for name in accuracy.SYSTEMS:
-        assert "fixed" in name or "searched at each checkpoint for" in name or name == accuracy.OTHER_BATCHES
-    assert {"Inshrinkerator, fixed, 32 bins", "Config(), fixed"} < set(accuracy.SYSTEMS)
+    for name in training.SYSTEMS:
+        assert "fixed" in name or "searched at each checkpoint for" in name or name == training.OTHER_BATCHES
+    assert {"Inshrinkerator, fixed, 32 bins", "Config(), fixed"} < set(training.SYSTEMS)
 
 
 def test_computed_shares_follow_from_the_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("compress delta, default, GPT", "decompress delta, default, GPT")
     rows = [{"row": n, "device": "cpu, 1 thread", "size": 1e8, "value": 1000.0} for n in names]
-    monkeypatch.setattr(scale_tables, "rows_of", lambda _: rows)
-    monkeypatch.setattr(scale_tables, "PAPER_MODELS", {"a": 150e6})  # 1.8 GB: 1.8 s each way
-    assert scale_tables.computed().splitlines()[-1] == "| a | 1.8 s | 3.6 s | 0.3 % | 0.2 % |"
-    monkeypatch.setattr(scale_tables, "rows_of", lambda _: [])
-    assert "not measured" in scale_tables.computed()
+    monkeypatch.setattr(tables, "rows_of", lambda _: rows)
+    monkeypatch.setattr(tables, "PAPER_MODELS", {"a": 150e6})  # 1.8 GB: 1.8 s each way
+    assert tables.computed().splitlines()[-1] == "| a | 1.8 s | 3.6 s | 0.3 % | 0.2 % |"
+    monkeypatch.setattr(tables, "rows_of", lambda _: [])
+    assert "not measured" in tables.computed()
 
 
 def test_a_chain_of_many_steps() -> None:
@@ -116,17 +115,17 @@ def test_a_chain_of_many_steps() -> None:
 def test_the_encoder_learns_and_goes_on_exactly_from_a_state() -> None:
     with threads(1):
         torch.manual_seed(0)
-        model = continued.Encoder()
+        model = real.Encoder()
         fresh = {"model_state": model.state_dict()}
         fresh["optimizer_state"] = torch.optim.Adam(model.parameters(), lr=1e-4).state_dict()
-        run = continued.Training(fresh, 0)
+        run = real.Training(fresh, 0)
         run.train(4)
         blob = sp.compress(run.state(), cfg=sp.presets.lossless()).to_bytes()
         run.train(6)
-        again = continued.Training(sp.decompress(sp.Checkpoint.from_bytes(blob)), 0)
-        again.step = 4
+        again = real.Training(fresh, 0)
+        again.restore(sp.decompress(sp.Checkpoint.from_bytes(blob)))
         again.train(6)
     for a, b in zip(run.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert continued.drawn(0, 1).shape == (8, 4, 60, 40)
-    assert not torch.equal(continued.drawn(0, 1), continued.drawn(0, 2))
+    assert real.drawn(0, 1).shape == (8, 4, 60, 40)
+    assert not torch.equal(real.drawn(0, 1), real.drawn(0, 2))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shrinkpoint.bench.evidence import cells, levels, pages, parts, pictures, provenance, results
+from shrinkpoint.bench.evidence import levels, pages, results, tables
 
 HOME = Path(__file__).parents[1]
 
@@ -26,24 +26,24 @@ def pinned(package: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("name", sorted(pictures.pictures()))
+@pytest.mark.parametrize("name", sorted(pages.PICTURES))
 def test_pictures_are_those_of_the_results(name: str, tmp_path: Path) -> None:
     """With the pinned Matplotlib a committed picture equals a new one byte for byte."""
     pytest.importorskip("matplotlib")
     here, wanted = (importlib.metadata.version("matplotlib"), pinned("matplotlib"))
     if here != wanted:
         pytest.skip(f"Matplotlib {here} draws other bytes than {wanted}, which the pictures are drawn with")
-    pictures.pictures()[name](tmp_path / name)
-    committed = pictures.PICTURES / name
+    pages.PICTURES[name](tmp_path / name)
+    committed = pages.FOLDER / name
     assert committed.exists()
     same = (tmp_path / name).read_bytes() == committed.read_bytes()
     assert same, f"docs/pictures/{name} is not what bench/results has; run python -m bench.evidence"
 
 
 def test_every_picture_is_drawn_from_results_and_shown() -> None:
-    assert {path.name for path in pictures.PICTURES.iterdir()} == set(pictures.pictures())
+    assert {path.name for path in pages.FOLDER.iterdir()} == set(pages.PICTURES)
     text = "".join(path.read_text(encoding="utf-8") for path in [HOME / "README.md", *(HOME / "docs").glob("*.md")])
-    assert all(f"pictures/{name})" in text for name in pictures.pictures())
+    assert all(f"pictures/{name})" in text for name in pages.PICTURES)
 
 
 # ------------------------------------------------------------------------------------------------------ where from
@@ -62,20 +62,20 @@ def test_rows_of_several_commits_are_counted_by_commit() -> None:
             {"note": "weight"},
         ],
     }
-    assert provenance.manifest_line("a.json", document) == [
+    assert results.manifest_line("a.json", document) == [
         "`a.json`",
         "`0123456+`: 2, `abc1234`: 1, `abc1234+`: 1",
         "`python -m bench store`, seeds 0, 1",
         "A, 2 cores, no GPU",
         "python 3.11.7, numpy 2.0",
     ]
-    line = provenance.manifest_line("a.json", {**document, "stopped": "interrupted", "run": None})
+    line = results.manifest_line("a.json", {**document, "stopped": "interrupted", "run": None})
     assert line[1].endswith("; did not come to its end (interrupted)")
-    assert line[2] == provenance.UNKNOWN
+    assert line[2] == results.UNKNOWN
 
 
 def test_what_has_no_commit_says_so() -> None:
-    assert provenance.manifest_line("aot.json", {"versions": {"triton": "3"}, "rows": [{}, {}]}) == [
+    assert results.manifest_line("aot.json", {"versions": {"triton": "3"}, "rows": [{}, {}]}) == [
         "`aot.json`",
         "not recorded: 2",
         "not recorded",
@@ -88,7 +88,7 @@ def test_every_result_is_in_the_manifest_with_all_its_rows() -> None:
     text = results.manifest()
     for name, document in results.documents("*.json").items():
         assert f"| `{name}` |" in text
-        assert sum(provenance.commits(document).values()) == len(document.get("rows", []))
+        assert sum(results.commits(document).values()) == len(document.get("rows", []))
     assert "`3975d12+`: 250" in text
 
 
@@ -103,8 +103,8 @@ def test_every_commit_that_results_name_is_in_the_history() -> None:
     named = {
         (name, commit.removesuffix("+"))
         for name, document in results.documents("*.json").items()
-        for commit in provenance.commits(document)
-        if commit != provenance.UNKNOWN
+        for commit in results.commits(document)
+        if commit != results.UNKNOWN
     }
     kept = levels.campaign().rows.values()
     named |= {("harm.jsonl", row["commit"].removesuffix("+")) for row in kept if row["commit"] is not None}
@@ -137,7 +137,7 @@ def test_every_table_stands_in_a_page() -> None:
     assert {name for text in found for _, name, _ in pages._BLOCK.findall(text)} == set(pages.TABLES)
 
 
-@pytest.mark.parametrize("module", [cells, levels, results])
+@pytest.mark.parametrize("module", [levels, results])
 def test_examples(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted
@@ -155,17 +155,17 @@ def test_ours_beside_every_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     ]
     result(tmp_path, "store.json", rows)
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    assert parts.beside("store.json", ("MB/s", "x raw state")).splitlines() == [
+    assert tables.beside("store.json", ("MB/s", "x raw state")).splitlines() == [
         "|  | parameters | shrinkpoint | torch.save | moonclip | DCP |",
         "|---|---|---|---|---|---|",
         "| save | 5 M | 210 MB/s | 874 | not measured |  |",
         "| memory | 5 M | 1.29 x raw state | 1 |  | 1.16 |",
     ]
-    assert parts.beside("absent.json", ("ms",)) == "*not measured*"
+    assert tables.beside("absent.json", ("ms",)) == "*not measured*"
 
 
 def test_a_target_that_the_figures_do_not_tell_is_open() -> None:
-    lines = cells.aimed([row("a", target="<= 1", met=None), row("b", target="<= 1", met=None, value=None)])
+    lines = results.aimed([row("a", target="<= 1", met=None), row("b", target="<= 1", met=None, value=None)])
     first, second = lines.splitlines()[2:]
     assert first == "| a | 1 MB/s | <= 1 | cannot tell |  |"
     assert second == "| b | not measured | <= 1 | not measured |  |"

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from shrinkpoint.bench import data, devices, harness, kernels, trained_models
+from shrinkpoint.bench import data, harness, kernels
 from shrinkpoint.bench import gpu as bench_gpu
 from shrinkpoint.bench.__main__ import main
-from shrinkpoint.bench.devices import Device
-from shrinkpoint.bench.harness import Options, Row, is_red, measure, wall_clock
+from shrinkpoint.bench.harness import Device, Options, Row, is_red, measure, wall_clock
 from shrinkpoint.bench.kernels.place import Place
 from shrinkpoint.codec.parallel import set_threads
 from shrinkpoint.kernels.backend.arrays import is_torch
@@ -35,7 +34,7 @@ class Rehearsal(Device):
         return torch.from_numpy(x.copy())
 
     def copy(self, nbytes: int, target: Any = None) -> Any:
-        return devices.cpu().copy(nbytes, target)
+        return harness.cpu().copy(nbytes, target)
 
 
 @pytest.fixture
@@ -92,7 +91,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("config", ["default", "inshrinkerator", "default, coded there"])
 def test_states_are_trained_checked_and_counted(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = trained_models.trained(trained_models.SMALL, "cpu")
+    pair = data.trained_gpt(data.SMALL, "cpu")
     assert pair.parameters > 100_000
     here = Device("as if it were a gpu", False, wall_clock)
     monkeypatch.setattr(bench_gpu, "gpu", lambda: here)

@@ -16,9 +16,8 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.bench.evidence import levels
-from shrinkpoint.bench.studies.harm import by_optimizer, campaign, families, groups, measure
-from shrinkpoint.bench.studies.harm.measure import Answers, divergence
-from shrinkpoint.bench.studies.harm.summary import Campaign, Effect, bench_rows
+from shrinkpoint.bench.studies.harm import campaign, families, held_back
+from shrinkpoint.bench.studies.harm.campaign import Answers, Campaign, Effect, bench_rows, divergence
 from shrinkpoint.bench.studies.workloads import Run
 
 pytest.importorskip("sklearn")
@@ -31,14 +30,14 @@ def short(family: families.Family, steps: int) -> families.Family:
 def test_divergence_of_known_classes() -> None:
     exact = Answers(torch.tensor([[0.0, 0.0], [3.0, 0.0]]), 2.0, 1.0)
     other = Answers(torch.tensor([[math.log(3.0), 0.0], [0.0, 3.0]]), 2.1, 0.5)
-    found = divergence(families.mlp(), exact, other)
+    found = divergence(families.FAMILIES["MLP"](), exact, other)
     first = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
     p = 1 / (1 + math.exp(-3.0))
     second = p * 3.0 - (1 - p) * 3.0
     assert found["divergence"] == pytest.approx((first + second) / 2)
     assert found["changed"] == 0.5  # of a tie the first one is the answer
     assert found["loss"] == pytest.approx(0.05)
-    assert divergence(families.mlp(), exact, exact) == {"divergence": 0.0, "changed": 0.0, "loss": 0.0}
+    assert divergence(families.FAMILIES["MLP"](), exact, exact) == {"divergence": 0.0, "changed": 0.0, "loss": 0.0}
 
 
 def test_divergence_of_values_is_relative() -> None:
@@ -83,7 +82,7 @@ def test_ends_are_paired_with_the_null_of_their_seed() -> None:
     assert found.accuracy.mean == pytest.approx(1.0)
     assert found.rms == pytest.approx(0.2)
     assert found.agreement == pytest.approx(99.0)
-    by_name = {row.row: row for row in bench_rows(Campaign(rows), dict.fromkeys(groups.ALL, 1))}
+    by_name = {row.row: row for row in bench_rows(Campaign(rows), dict.fromkeys(held_back.ALL, 1))}
     assert by_name["MLP, default: whole state, chain"].met is True
     assert by_name["MLP, default: same answers at a restore"].met is False
     missing = by_name["GPT, default: loss after ten kills, 95 % bound"]
@@ -114,23 +113,23 @@ def test_the_groups_have_their_own_lines_and_seeds(monkeypatch: pytest.MonkeyPat
     lines = {
         tuple(cell.strip() for cell in line.split("|")[1:3]): line for line in levels.levels_by_group().splitlines()
     }
-    chose = f"| {len(groups.CHOSE)} | 0 to 2 | 25 x | 25 x | equal |"
+    chose = f"| {len(families.CHOSE)} | 0 to 2 | 25 x | 25 x | equal |"
     assert chose in lines["`Config()`", "chose settings"]
-    nothing = f"| {len(groups.HELD_BACK)} | 0 to 1 | 25 x | 25 x | not measured |"  # one seed has no bound
+    nothing = f"| {len(held_back.HELD_BACK)} | 0 to 1 | 25 x | 25 x | not measured |"  # one seed has no bound
     assert nothing in lines["`Config()`", "chose nothing"]
-    assert not set(groups.CHOSE) & set(groups.HELD_BACK)
+    assert not set(families.CHOSE) & set(held_back.HELD_BACK)
 
 
 SCRIPT = """
 import dataclasses, sys
 from pathlib import Path
-from shrinkpoint.bench.studies.harm import campaign, groups
-made = groups.ALL["MLP"]()
+from shrinkpoint.bench.studies.harm import campaign, held_back
+made = held_back.ALL["MLP"]()
 family = dataclasses.replace(made, workload=dataclasses.replace(made.workload, steps=130))
-groups.ALL["MLP"] = lambda: family
+held_back.ALL["MLP"] = lambda: family
 say = lambda text: print(text, flush=True)
 campaign.measure(
-    campaign.Rows(Path(sys.argv[1])), [0, 1], families=("MLP",), levels=("null", "default"), parts=(), say=say
+    campaign.RowFile(Path(sys.argv[1])), [0, 1], families=("MLP",), levels=("null", "default"), parts=(), say=say
 )
 """
 """A campaign of short, real trainings."""
@@ -157,19 +156,19 @@ def test_a_campaign_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     assert again.splitlines()[0] == "MLP, seed 1: killed, default"
     assert path.read_text().startswith(before)
     subprocess.run([*command, str(whole)], capture_output=True, check=True)
-    keys = [(row["what"], row["setting"], row["seed"]) for row in campaign.Rows(path).rows]
+    keys = [(row["what"], row["setting"], row["seed"]) for row in campaign.RowFile(path).rows.values()]
     assert len(keys) == len(set(keys)) == 13
-    numbers = [[row | {"commit": None} for row in campaign.Rows(file).rows] for file in (path, whole)]
+    numbers = [[row | {"commit": None} for row in campaign.RowFile(file).rows.values()] for file in (path, whole)]
     assert numbers[0] == numbers[1]
 
 
 def test_rows_name_commit_versions_and_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row says what measured it; its configuration can be made again."""
     monkeypatch.setattr(campaign, "_commit", lambda: "abc")
-    rows = campaign.Rows(tmp_path / "harm.jsonl")
+    rows = campaign.RowFile(tmp_path / "harm.jsonl")
     rows.add("killed", "MLP", "precise", 0, {"loss": 0.123456789})
     rows.add("end", "MLP", campaign.UNINTERRUPTED, 0, {"loss": 1.0})
-    precise, end = campaign.Rows(rows.path).rows
+    precise, end = campaign.RowFile(rows.path).rows.values()
     assert (precise["loss"], precise["commit"], precise["torch"]) == (0.1234568, "abc", torch.__version__)
     assert sp.Config.from_json(precise["config"]) == sp.presets.precise()
     assert end["config"] is None
@@ -203,25 +202,25 @@ def test_a_family_without_its_package_is_left_out(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(campaign, "uninterrupted", uninterrupted)
     some: dict[str, Any] = {"families": ("mixer, schedule-free", "experts"), "levels": ("null",), "say": said.append}
-    rows = campaign.Rows(tmp_path / "harm.jsonl")
+    rows = campaign.RowFile(tmp_path / "harm.jsonl")
     package[0] = "another"
     with pytest.raises(ModuleNotFoundError):
         campaign.measure(rows, [0], **some)
     package[0] = "schedulefree"
     campaign.measure(rows, [0], **some)
     assert "mixer, schedule-free: not measured: schedulefree is not installed" in said
-    assert [row["family"] for row in rows.rows if row["what"] == "end"] == ["experts"]
+    assert [row["family"] for row in rows.rows.values() if row["what"] == "end"] == ["experts"]
 
 
 def test_what_is_stored_exactly_ends_exactly() -> None:
     """An exact setting ends as the uninterrupted training, with equal answers at restores."""
-    family = short(families.mlp(), 40)
-    found = measure.killed(family, "lossless", 0, failures=2)
+    family = short(families.FAMILIES["MLP"](), 40)
+    found = campaign.killed(family, "lossless", 0, failures=2)
     assert (found["loss"], found["accuracy"]) == tuple(
-        measure.uninterrupted(family, 0)[k] for k in ("loss", "accuracy")
+        campaign.uninterrupted(family, 0)[k] for k in ("loss", "accuracy")
     )
     assert [r["divergence"] for r in found["restores"]] == [0.0, 0.0]
-    assert measure.killed(family, "compact", 0, failures=2)["loss"] != found["loss"]
+    assert campaign.killed(family, "compact", 0, failures=2)["loss"] != found["loss"]
 
 
 SPECIAL = ("diffusion, EMA", "LoRA", "text, bf16 masters", "mixer, schedule-free")
@@ -230,11 +229,11 @@ SPECIAL = ("diffusion, EMA", "LoRA", "text, bf16 masters", "mixer, schedule-free
 
 def made(name: str) -> families.Family:
     """Return a family, unless its optimizer's package is not installed."""
-    family = groups.ALL[name]()
+    family = held_back.ALL[name]()
     try:
         Run(family.workload, 0)
     except ModuleNotFoundError as error:
-        if error.name not in by_optimizer.PACKAGES:
+        if error.name not in held_back.PACKAGES:
             raise
         pytest.skip(f"{error.name} is not installed")
     return family
@@ -244,8 +243,8 @@ def made(name: str) -> families.Family:
 def test_further_parts_of_a_state_go_through_kills(name: str) -> None:
     """A lossless training with an average, masters or an iterate ends as if not killed."""
     family = short(made(name), 40)
-    found = measure.killed(family, "lossless", 0, failures=2)
-    assert found["loss"] == measure.uninterrupted(family, 0)["loss"]
+    found = campaign.killed(family, "lossless", 0, failures=2)
+    assert found["loss"] == campaign.uninterrupted(family, 0)["loss"]
     assert [r["divergence"] for r in found["restores"]] == [0.0, 0.0]
 
 
@@ -261,13 +260,13 @@ def test_the_average_is_judged() -> None:
     """Answers of a family with an average are those of the average."""
     family = made("diffusion, EMA")
     run = Run(family.workload, 0, until=5)
-    before = measure.answers(family, run).outputs
+    before = campaign.answers(family, run).outputs
     with torch.no_grad():
         next(run.model.parameters()).add_(1.0)
-        assert torch.equal(measure.answers(family, run).outputs, before)
+        assert torch.equal(campaign.answers(family, run).outputs, before)
         assert run.average is not None
         next(run.average.parameters()).add_(1.0)
-    assert not torch.equal(measure.answers(family, run).outputs, before)
+    assert not torch.equal(campaign.answers(family, run).outputs, before)
 
 
 def test_judging_a_schedule_free_training_does_not_change_it() -> None:
@@ -285,38 +284,38 @@ def test_judging_a_schedule_free_training_does_not_change_it() -> None:
 def test_the_null_leaves_frozen_parameters() -> None:
     """A level keeps them exactly, so the null must not change them."""
     run = Run(made("LoRA").workload, 0, until=2)
-    system = measure.Perturbed(0)
+    system = campaign.Perturbed(0)
     system.save(run)
     before, after = run.state()["model"], system.restore()["model"]
     changed = {name for name, x in before.items() if not torch.equal(x, after[name])}
     assert changed == {name for name, p in run.model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("name", groups.HELD_BACK)
+@pytest.mark.parametrize("name", held_back.HELD_BACK)
 def test_schedules_of_held_back_families_end_near_zero(name: str) -> None:
     """Schedule-free training has no schedule; the others end at a hundredth."""
-    workload = groups.ALL[name]().workload
+    workload = held_back.ALL[name]().workload
     assert workload.end == (1.0 if "schedule-free" in name else 0.01)
-    run = Run(families.mlp().workload, 0)
+    run = Run(families.FAMILIES["MLP"]().workload, 0)
     run.step = run.workload.steps
     assert run.learning_rate() == pytest.approx(0.1 * run.workload.rate)
 
 
 def test_every_optimizer_is_in_the_second_group() -> None:
     """By the names of families, or by the optimizer itself."""
-    names = " ".join(groups.HELD_BACK)
+    names = " ".join(held_back.HELD_BACK)
     wanted = ("SGD", "Lion", "Muon", "ADOPT", "AdEMAMix", "schedule-free", "SOAP", "masters", "EMA")
     assert all(word in names for word in wanted)
-    made = [groups.ALL[name]().workload for name in ("VAE", "recommender", "LoRA")]
+    made = [held_back.ALL[name]().workload for name in ("VAE", "recommender", "LoRA")]
     kept = [Run(workload, 0, until=1).optimizer for workload in made]
     assert kept[0].param_groups[0]["amsgrad"]
     assert [type(optimizer).__name__ for optimizer in kept[1:]] == ["RMSprop", "NAdam"]
 
 
-@pytest.mark.parametrize("name", groups.ALL)
+@pytest.mark.parametrize("name", held_back.ALL)
 def test_each_family_trains_and_answers(name: str) -> None:
     family = short(made(name), 10)
     rows: dict[str, Any] = {}
-    measure.resumed(family, ["lossless"], 0, rows.__setitem__, after=(0,))
+    campaign.resumed(family, ["lossless"], 0, rows.__setitem__, after=(0,))
     assert rows["lossless"]["after"]["0"]["divergence"] == 0.0
     assert 15_000 < family.workload.parameters < 200_000

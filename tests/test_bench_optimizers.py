@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shrinkpoint.bench.evidence import optimizers as table
 from shrinkpoint.bench.evidence import results
+from shrinkpoint.bench.evidence import tables as table
 from shrinkpoint.bench.studies import optimizers as study
 
 SUBJECTS = dict(study.subjects("torch"))

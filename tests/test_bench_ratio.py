@@ -15,10 +15,9 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.bench import codec, data
 from shrinkpoint.bench.__main__ import main
-from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import ratios
-from shrinkpoint.bench.harness import Options, Row, is_red, measure, wall_clock
-from shrinkpoint.bench.studies import curves, merge, ratio, workloads
+from shrinkpoint.bench.harness import Options, Row, is_red, measure, threads, wall_clock
+from shrinkpoint.bench.studies import merge, ratio, workloads
 from shrinkpoint.bench.studies.outcomes import (
     EQUAL,
     WITHIN,
@@ -356,19 +355,11 @@ def test_our_weights_are_held_against_the_published_ones_strictly_and_within_cha
     assert strict.met is within.met is None
     # A setting for whole states counts too: its loss includes that of its lossier moments.
     for name in ("default", "rate 0.1"):
-        strict, _ = weights_rows("M", 1, {**found, name: system(weight_bits=0.2, later=0.1)}, "inshrinkerator 16")
-        assert (strict.value, strict.ratio) == (0.2, 5.0)
+        strict, _ = weights_rows(
+            "M", 1, {**found, name: system(weight_bits=0.2, later=(0.1, 0.1, 0.1))}, "inshrinkerator 16"
+        )
+        assert (strict.value, strict.ratio) == pytest.approx((0.2, 5.0))
         assert strict.note.startswith(f"ours: {name};")
-
-
-def test_seeds_that_are_not_known_are_not_paired() -> None:
-    known = system(weight_bits=1.0, later=(0.1, 0.2, 0.3))
-    means = dataclasses.replace(system(weight_bits=0.5, later=(0.1, 0.2, 0.3)), outcomes=())
-    strict, within = weights_rows("M", 1, {"inshrinkerator 32": known, "weights, a": means}, "inshrinkerator 32")
-    assert strict.value == 0.5
-    assert "paired: not known" in strict.note
-    assert within.value is None
-    assert within.note.endswith("paired: not known of weights, a")
 
 
 def test_a_median_counts_a_model_without_a_setting_as_nothing() -> None:
@@ -384,13 +375,6 @@ def test_a_median_counts_a_model_without_a_setting_as_nothing() -> None:
     (row,) = medians(rows(5.0, None, 4.5, None))
     assert (row.value, row.met) == (2.25, False)
     assert medians([]) == []
-
-
-def test_a_median_leaves_out_what_is_not_known() -> None:
-    row = Row(f"M: {WITHIN} inshrinkerator 16", "cpu", 1, 0.5, "bits", "x", 1.0, 2.0, None, None, "")
-    other = dataclasses.replace(row, row=f"N{row.row[1:]}", value=None, ratio=None, note="paired: not known of a")
-    assert [found.value for found in medians([row, other])] == [2.0]
-    assert [found.value for found in medians([row, dataclasses.replace(other, note="none")])] == [1.0]
 
 
 def test_weights_alone_are_the_smallest_that_lose_at_most_a_percent_at_once() -> None:
@@ -410,19 +394,6 @@ def test_weights_alone_are_the_smallest_that_lose_at_most_a_percent_at_once() ->
 # ---------------------------------------------------------------------------------------------------- results
 
 
-def test_a_system_comes_back_from_its_rows() -> None:
-    outcomes = [outcome(chain=c, later=x, late=NAN) for c, x in ((30.0, 0.1), (32.0, 0.3))]
-    rows = system_rows("M", "default", 1, outcomes)
-    again = System.of_rows({row.row.partition(": ")[2]: row for row in rows})
-    assert again.mean.chain == 31.0
-    assert math.isnan(again.mean.late)
-    assert again.outcomes == ()
-    assert str(again) == str(System.of(outcomes))
-    assert "later +0.20 (+0.10 ... +0.30) %" in str(again)
-    with pytest.raises(BadArgumentError, match="missing"):
-        System.of_rows({rows[0].row.partition(": ")[2]: rows[0]})
-
-
 def test_outcomes_are_json_without_numbers_that_json_lacks() -> None:
     text = json.dumps(to_json({"M, default": [outcome(later=NAN)]}), allow_nan=False)
     (again,) = json.loads(text)["M, default"]
@@ -430,7 +401,7 @@ def test_outcomes_are_json_without_numbers_that_json_lacks() -> None:
     assert dataclasses.replace(outcome_of(again), later=1.0) == outcome()
 
 
-def document(commit: str, systems: dict[str, list[Outcome]], *others: Row, outcomes: bool = True) -> dict[str, Any]:
+def document(commit: str, systems: dict[str, list[Outcome]], *others: Row) -> dict[str, Any]:
     rows = [row for name, found in systems.items() for row in system_rows("MLP", name, 5, found)]
     found = {f"MLP, {name}": found for name, found in systems.items()}
     return {
@@ -438,7 +409,7 @@ def document(commit: str, systems: dict[str, list[Outcome]], *others: Row, outco
         "versions": {},
         "commit": commit,
         "rows": [dataclasses.asdict(row) for row in (*rows, *others)],
-        **({"outcomes": to_json(found)} if outcomes else {}),
+        "outcomes": to_json(found),
     }
 
 
@@ -450,7 +421,7 @@ def test_results_are_merged_by_system() -> None:
         "weights, rate 0": [outcome(weight_bits=0.5, later=0.0)] * 2,
         "weights, rate 17": [outcome()] * 2,
     }
-    old = document("a" * 40, first, *peers, *summary_rows("MLP", 5, {}), outcomes=False)
+    old = document("a" * 40, first, *peers, *summary_rows("MLP", 5, {}))
     again = {
         "rate 0.0005": [outcome(chain=100.0, late=500.0, later=0.05)] * 2,
         "weights, rate 0": [outcome(weight_bits=0.3, later=0.1)] * 2,
@@ -458,7 +429,8 @@ def test_results_are_merged_by_system() -> None:
     found = merge.merged(old, [document("b" * 40, again)])
     rows = {row["row"]: row for row in found["rows"]}
     assert found["commit"] == "b" * 40
-    assert list(found["outcomes"]) == ["MLP, rate 0.0005", "MLP, weights, rate 0"]
+    kept = ["default", "rate 0.0005", "weights, rate 0", "inshrinkerator 16"]
+    assert list(found["outcomes"]) == [f"MLP, {name}" for name in kept]
     assert not any("rate 17" in row for row in rows)
     assert rows["MLP, default: loss change later"]["note"].endswith("2 seeds; measured at aaaaaaa")
     assert rows["MLP, rate 0.0005: loss change later"]["note"].endswith("2 seeds; measured at bbbbbbb")
@@ -469,19 +441,10 @@ def test_results_are_merged_by_system() -> None:
     assert (chain["value"], chain["met"]) == (100.0, True)
     strict = rows[f"MLP: {EQUAL} inshrinkerator 16"]
     assert strict["ratio"] == pytest.approx(2.0)
-    assert "+0.00 points (paired: not known)" in strict["note"]
+    assert "+0.00 +- 0.00 points" in strict["note"]
     twice = merge.merged(found, [])
     assert twice["rows"] == found["rows"]
     assert twice["outcomes"] == found["outcomes"]
-
-
-def test_outcomes_go_with_the_rows_they_made() -> None:
-    """Merging a later run without outcomes removes the outcomes of the earlier run."""
-    old = document("a" * 40, {"default": [outcome(chain=1.0)] * 2})
-    new = document("b" * 40, {"default": [outcome(chain=2.0)] * 2}, outcomes=False)
-    found = merge.merged(old, [new])
-    assert found["outcomes"] == {}
-    assert found["rows"][0]["value"] == 2.0
 
 
 def test_merging_refuses_what_does_not_fit() -> None:
@@ -491,6 +454,8 @@ def test_merging_refuses_what_does_not_fit() -> None:
         merge.merged(old, [other])
     with pytest.raises(BadArgumentError, match="one model"):
         merge.merged({**old, "rows": []}, [])
+    with pytest.raises(BadArgumentError, match="outcomes are missing of default"):
+        merge.merged({**old, "outcomes": {}}, [])
 
 
 def test_a_few_systems_are_measured_for_a_merge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,9 +467,10 @@ def test_a_few_systems_are_measured_for_a_merge(monkeypatch: pytest.MonkeyPatch)
         return ratio.Measured(system_rows("MLP", "rate 0.0005", 5, found["rate 0.0005"]), 5, found)
 
     monkeypatch.setattr(ratio, "measured", measured)
-    rows = ratio.run(Options(only="MLP rate 0.0005,MLP peers"))
+    options = Options(only="MLP rate 0.0005,MLP peers")
+    rows = ratio.run(options)
     assert asked == [("MLP", ["rate 0.0005", "rate 0.0005, 16 bins"], ["peers"])]
-    new = document("b" * 40, {}, *rows)
+    new = document("b" * 40, {}, *rows) | options.kept
     found = merge.merged(document("a" * 40, {"default": [outcome()]}), [new])
     values = {row["row"]: row["value"] for row in found["rows"]}
     assert values["MLP, rate 0.0005: whole state, chain with its bases"] == 7.0
@@ -648,7 +614,7 @@ def test_targets_name_the_medians_and_one_that_is_not_aimed_at(results: list[Row
 
 def test_the_picture_has_every_preset_and_library(results: list[Row], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    (panel,) = curves.panels(results).values()
+    (panel,) = ratio.panels(results).values()
     assert panel.curve == [("default", 30.0, pytest.approx(0.1)), ("rate 0.0005", 80.0, pytest.approx(0.3))]
     assert panel.others == [("rate 0.001, 12 bins", 110.0, pytest.approx(0.2))]
     assert [name for name, _, _ in panel.presets] == [
@@ -667,11 +633,11 @@ def test_the_picture_has_every_preset_and_library(results: list[Row], tmp_path: 
 
 def test_a_point_far_off_stands_at_the_edge_with_its_loss() -> None:
     ours = [("default", 30.0, 0.1), ("rate 0.01", 99.0, -0.6)]
-    assert curves.reach(ours) == pytest.approx(1.15 * 0.6)
-    reach = curves.reach(ours, [("one", 5.0, 1.1), ("one", 5.0, 40.0), ("one", 5.0, None)])
+    assert ratio.reach(ours) == pytest.approx(1.15 * 0.6)
+    reach = ratio.reach(ours, [("one", 5.0, 1.1), ("one", 5.0, 40.0), ("one", 5.0, None)])
     assert reach == pytest.approx(1.15 * 1.1)
-    assert curves.reach([]) > 0
-    assert curves.placed("one", 5.0, 1.1, reach) == ("one", 1.1, "")
-    assert curves.placed("one", 5.0, 40.0, reach) == ("one: +40.00 %", reach, "^")
-    assert curves.placed("one", 5.0, -40.0, reach) == ("one: -40.00 %", -reach, "v")
-    assert curves.placed("one", 5.0, None, reach) == ("one: ruined", reach, "^")
+    assert ratio.reach([]) > 0
+    assert ratio.placed("one", 5.0, 1.1, reach) == ("one", 1.1, "")
+    assert ratio.placed("one", 5.0, 40.0, reach) == ("one: +40.00 %", reach, "^")
+    assert ratio.placed("one", 5.0, -40.0, reach) == ("one: -40.00 %", -reach, "v")
+    assert ratio.placed("one", 5.0, None, reach) == ("one: ruined", reach, "^")

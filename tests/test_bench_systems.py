@@ -19,23 +19,21 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.bench import coders
+from shrinkpoint.bench import peers
 from shrinkpoint.bench.__main__ import main
-from shrinkpoint.bench.devices import threads
-from shrinkpoint.bench.evidence import pages, provenance, results
+from shrinkpoint.bench.evidence import pages, results
 from shrinkpoint.bench.evidence import systems as papers
-from shrinkpoint.bench.harness import Options, Row, times_smaller
+from shrinkpoint.bench.harness import Options, Row, threads, times_smaller
 from shrinkpoint.bench.studies import merge, systems, workloads
-from shrinkpoint.bench.studies.baselines.grids import QDCompressor
 from shrinkpoint.bench.studies.baselines.partial import Scar
+from shrinkpoint.bench.studies.baselines.quantizers import POWERS, RATIOS, STEPS, QDCompressor, Sketch, greedy_ranges
 from shrinkpoint.bench.studies.search import Checkpoint, Training
 from shrinkpoint.bench.studies.systems import (
     bitsnap,
     inshrinkerator,
     lc,
-    lossless,
+    others,
     rows,
-    spaces,
     table,
 )
 from shrinkpoint.codec.errors import BadArgumentError
@@ -104,7 +102,7 @@ def test_what_is_not_installed_is_not_measured(monkeypatch: pytest.MonkeyPatch) 
     assert (row.row, row.value, row.met) == ("a table", None, None)
     assert row.note == "not measured: sklearn is not installed"
     monkeypatch.setitem(sys.modules, "pcodec", None)
-    found = [row for row in lossless.compared("lossless ratio", QUICK) if "float32, single" in row.row]
+    found = [row for row in others.compared("lossless ratio", QUICK) if "float32, single" in row.row]
     peers = {row.peer: row for row in found if not row.row.endswith("the best")}
     assert peers["pcodec"].peer_value is None
     assert peers["pcodec"].note.startswith("not measured: pcodec")
@@ -141,21 +139,21 @@ def test_peers_get_the_better_of_both_differences(dtype: torch.dtype) -> None:
     before = {"a": torch.randn(300, 200, generator=g).to(dtype), "b": torch.randn(64, generator=g).to(dtype)}
     later = {name: (x.float() * 1.01 + 0.001).to(dtype) for name, x in before.items()}
     flipped = {name: torch.where(torch.rand(x.shape, generator=g) < 0.5, x, -x) for name, x in before.items()}
-    for after, better in ((later, lossless.ARITHMETIC), (flipped, lossless.XOR)):
-        found = lossless.inputs(after, before)
-        assert set(found) == {lossless.ARITHMETIC, lossless.XOR}
-        now, old = (lossless._patterns(model) for model in (after, before))
-        assert np.array_equal(found[lossless.XOR] ^ old, now)
+    for after, better in ((later, others.ARITHMETIC), (flipped, others.XOR)):
+        found = others.inputs(after, before)
+        assert set(found) == {others.ARITHMETIC, others.XOR}
+        now, old = (others._patterns(model) for model in (after, before))
+        assert np.array_equal(found[others.XOR] ^ old, now)
         name = str(dtype).removeprefix("torch.")
-        assert np.array_equal(undifference(found[lossless.ARITHMETIC], old, dtype=name), now)
-        sizes = {how: coders.size("zstd -19", [values]) for how, values in found.items()}
+        assert np.array_equal(undifference(found[others.ARITHMETIC], old, dtype=name), now)
+        sizes = {how: peers.coded_size("zstd -19", [values]) for how, values in found.items()}
         assert min(sizes, key=lambda how: sizes[how]) == better
         for peer in ("zstd -19", "pcodec") if importlib.util.find_spec("pcodec") else ("zstd -19",):
-            size, note = lossless.PEERS[peer](after, before)
+            size, note = others.PEERS[peer](after, before)
             assert note.startswith(better), peer
             if peer == "zstd -19":
                 assert size == sizes[better] < max(sizes.values())
-    assert list(lossless.inputs(later, None)) == ["patterns"]
+    assert list(others.inputs(later, None)) == ["patterns"]
 
 
 # ---------------------------------------------------------------------------------------------------- LC-Checkpoint
@@ -163,7 +161,7 @@ def test_peers_get_the_better_of_both_differences(dtype: torch.dtype) -> None:
 
 def test_rework_counts_iterations_until_the_loss_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lc, "MOST_REWORK", 9)
-    task = lc.TASKS["matrix factorization"]()
+    task = lc.TASKS["matrix factorization"]
     with threads(1):
         run = lc.Training(task, 0)
         first = run.state()
@@ -184,7 +182,7 @@ def test_the_three_systems_get_the_same_size_and_lc_wins(label: str, monkeypatch
     bits = (2, 3) if label == "matrix factorization" else (2,)
     monkeypatch.setattr(lc, "SEEDS", 2)
     with threads(1):
-        found = lc.rework(lc.TASKS[label]())("x", Options(quick=len(bits) == 1))
+        found = lc.rework(lc.TASKS[label], "x", Options(quick=len(bits) == 1))
     for width in bits:
         for peer, low in (("SCAR", {2: 2.88, 3: 1.9}), ("TOPN", {2: 2.17, 3: 1.52})):
             (row,) = (r for r in found if r.row == f"x: iterations of rework, {width} bits" and r.peer == peer)
@@ -202,7 +200,7 @@ def test_the_three_systems_get_the_same_size_and_lc_wins(label: str, monkeypatch
 def test_all_systems_count_the_same_arrays() -> None:
     """All systems count the same arrays; biases and LeNet's outer weights are exact."""
     with threads(1):
-        run = lc.Training(lc.TASKS["LeNet"](), 0)
+        run = lc.Training(lc.TASKS["LeNet"], 0)
         first = run.state()
         ours, scar = table.Chain(sp.presets.lc_checkpoint(2)), table.Chain(Scar(1.0))
         for chain in (ours, scar):
@@ -228,14 +226,14 @@ def test_each_step_makes_it_smaller() -> None:
 
 def test_a_bucket_set_to_zero_changes_the_loss() -> None:
     with threads(1):
-        errors = lc._bucket_errors(lc.TASKS["logistic regression"](), 0, 10)
+        errors = lc._bucket_errors(lc.TASKS["logistic regression"], 0, 10)
     assert len(errors) > 10
     assert min(errors) >= 0
     assert sum(errors[:8]) > 100 * sum(errors[-8:])
 
 
 def test_chains_restore_what_they_saved() -> None:
-    run = lc.Training(lc.TASKS["matrix factorization"](), 0)
+    run = lc.Training(lc.TASKS["matrix factorization"], 0)
     ours, theirs = table.Chain(sp.presets.lc_checkpoint(3)), table.Chain(Scar(0.25))
     with threads(1):
         for _ in range(5):
@@ -420,7 +418,7 @@ def test_least_bins_are_the_first_that_pass() -> None:
         return 2.0 * (1 + (0.29 / state["bins"] if state else 0.0))
 
     for times, expected in ((1, {0.001: None, 0.01: 32, 0.05: 6}), (10, {0.001: 32, 0.01: 4, 0.05: 4})):
-        space = spaces.ladder(lambda _, bins, kinds, times=times: {"bins": bins * times})  # type: ignore[misc]
+        space = inshrinkerator.ladder(lambda _, bins, kinds, times=times: {"bins": bins * times})  # type: ignore[misc]
         assert inshrinkerator.least_bins(training(evaluate), {}, space({}, {})) == expected
 
 
@@ -432,7 +430,7 @@ def test_what_restores_the_same_is_evaluated_once() -> None:
         return {"loss": (1.2, 1.2, 1.04, 1.0)[number]}
 
     candidates = [
-        spaces.Candidate(bins, same, functools.partial(restore, number))
+        inshrinkerator.Candidate(bins, same, functools.partial(restore, number))
         for number, (bins, same) in enumerate([(8, "a"), (8, "a"), (8.5, "b"), (16, "c")])
     ]
     found = inshrinkerator.least_bins(training(lambda state: state.get("loss", 1.0)), {}, candidates)
@@ -441,13 +439,13 @@ def test_what_restores_the_same_is_evaluated_once() -> None:
 
 
 def test_the_spaces_are_those_of_tables_9_to_12() -> None:
-    assert spaces.POWERS == (8, 16, 32, 64, 128, 256)
-    assert (spaces.STEPS, spaces.RATIOS) == ((10, 25, 50, 100), (0.1, 0.2, 0.3, 0.4, 0.5))
+    assert POWERS == (8, 16, 32, 64, 128, 256)
+    assert (STEPS, RATIOS) == ((10, 25, 50, 100), (0.1, 0.2, 0.3, 0.4, 0.5))
     assert {name: one.space for name, one in inshrinkerator.IN_THEIR_SPACES.items()} == {
-        inshrinkerator.PUBLISHED: spaces.published,
-        inshrinkerator.UNIFORM: spaces.uniform,
-        inshrinkerator.ADAPTIVE: spaces.adaptive,
-        inshrinkerator.KMEANS: spaces.kmeans,
+        inshrinkerator.PUBLISHED: inshrinkerator.published,
+        inshrinkerator.UNIFORM: inshrinkerator.uniform,
+        inshrinkerator.ADAPTIVE: inshrinkerator.adaptive,
+        inshrinkerator.KMEANS: inshrinkerator.kmeans,
     }
     state, kinds = weights(wte=(64, 32), fc=(64, 96))
     # Every configuration of the tables: for uniform bins those whose limits are in order.
@@ -461,7 +459,7 @@ def test_the_spaces_are_those_of_tables_9_to_12() -> None:
 
 def test_bins_are_a_mean_over_elements() -> None:
     state, kinds = weights(wte=(64, 32), fc=(64, 96))
-    for space, least in ((spaces.published, 4), (spaces.kmeans, 8)):
+    for space, least in ((inshrinkerator.published, 4), (inshrinkerator.kmeans, 8)):
         assert next(iter(space(state, kinds))).bins == (16 * 1 + least * 3) / 4
         # Without an embedding there is nothing to choose for it.
         own = list(space({"model": {"fc": state["model"]["fc"]}}, kinds))
@@ -470,9 +468,11 @@ def test_bins_are_a_mean_over_elements() -> None:
 
 
 def test_a_tied_head_is_an_embedding() -> None:
-    kinds = spaces.kinds_of(inshrinkerator.workloads.gpt(1, 32, 2).model())
+    kinds = inshrinkerator.kinds_of(inshrinkerator.workloads.gpt(1, 32, 2).model())
     assert {name for name, kind in kinds.items() if kind.layer == "embedding"} == {"embed.weight", "head.weight"}
-    apart = spaces._apart({name: np.zeros(1, np.float32) for name in ("embed.weight", "head.weight")}, kinds, 4, 16)
+    apart = inshrinkerator._apart(
+        {name: np.zeros(1, np.float32) for name in ("embed.weight", "head.weight")}, kinds, 4, 16
+    )
     assert apart == {"embed.weight": 16, "head.weight": 16}
 
 
@@ -480,10 +480,10 @@ def test_uniform_bins_follow_the_entropy_within_the_limits() -> None:
     state, kinds = weights(fc=(64, 96), peak=(64, 96))
     # One value far off leaves the rest within a few of 256 bins: a small entropy.
     state["model"]["peak"][0, 0] = 1e4
-    normal, peaked = (QDCompressor(2, 256).bins(x) for x in spaces.weights_of(state).values())
+    normal, peaked = (QDCompressor(2, 256).bins(x) for x in inshrinkerator.weights_of(state).values())
     assert normal == 128
     assert peaked == 2
-    found = {one.same: one for one in spaces.uniform(state, kinds)}
+    found = {one.same: one for one in inshrinkerator.uniform(state, kinds)}
     assert {(128, 8), (8, 8), (128, 16), (256, 256)} < set(found)
     assert (8, 128) not in found
     restored = found[128, 8].restore()["model"]
@@ -527,18 +527,18 @@ def test_candidates_restore_what_they_say(system: str) -> None:
 
 
 def test_the_greedy_range_leaves_an_outlier_out() -> None:
-    sketch = spaces.Sketch.of(np.append(np.linspace(-1, 1, 4001), 2.0).astype(np.float32))
-    ((low, high),) = spaces.greedy_ranges(sketch, 8, 25, (0.5,))
+    sketch = Sketch.of(np.append(np.linspace(-1, 1, 4001), 2.0).astype(np.float32))
+    ((low, high),) = greedy_ranges(sketch, 8, 25, (0.5,))
     assert low == pytest.approx(-1, abs=0.13)
     assert 0.9 < high < 1.6
-    even = spaces.Sketch.of(np.linspace(-1, 1, 4001).astype(np.float32))
-    assert spaces.greedy_ranges(even, 64, 25, (0.5,)) == [(-1.0, 1.0)]
+    even = Sketch.of(np.linspace(-1, 1, 4001).astype(np.float32))
+    assert greedy_ranges(even, 64, 25, (0.5,)) == [(-1.0, 1.0)]
 
 
 def test_one_walk_gives_the_range_of_each_ratio() -> None:
-    sketch = spaces.Sketch.of(np.random.default_rng(0).standard_normal(20_000).astype(np.float32))
-    together = spaces.greedy_ranges(sketch, 8, 50, spaces.RATIOS)
-    assert together == [spaces.greedy_ranges(sketch, 8, 50, (ratio,))[0] for ratio in spaces.RATIOS]
+    sketch = Sketch.of(np.random.default_rng(0).standard_normal(20_000).astype(np.float32))
+    together = greedy_ranges(sketch, 8, 50, RATIOS)
+    assert together == [greedy_ranges(sketch, 8, 50, (ratio,))[0] for ratio in RATIOS]
     losses = [sketch.loss(*found, 8) for found in together]
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > 1.5 * losses[-1]
@@ -649,8 +649,8 @@ def test_experiments_measured_again_take_the_place_of_the_old_ones() -> None:
         ("four: x", 6.0, "n; measured at ccccccc on a Xeon"),
     ]
     assert (found["commit"], found["versions"]) == (old["commit"], old["versions"])
-    assert provenance.commits(found) == {"aaaaaaa": 1, "bbbbbbb+": 2, "ccccccc": 1}
-    assert provenance.manifest_line("x", found)[3].endswith("; 1 row on a Xeon")
+    assert results.commits(found) == {"aaaaaaa": 1, "bbbbbbb+": 2, "ccccccc": 1}
+    assert results.manifest_line("x", found)[3].endswith("; 1 row on a Xeon")
     with pytest.raises(BadArgumentError, match=r"other versions \(torch\) does not go into this one"):
         merge.replaced(old, [{**again, "versions": {"torch": "2"}}])
 

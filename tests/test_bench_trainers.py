@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import shrinkpoint as sp
-from shrinkpoint.bench import frameworks, ranks, trainers
+from shrinkpoint.bench import frameworks, trainers
 from shrinkpoint.bench.frameworks import Job, Outcome, run, saved_bytes
 from shrinkpoint.bench.harness import Options, is_red
 
@@ -82,7 +82,7 @@ def test_bytes_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_ranks_measure_a_save_of_real_processes() -> None:
-    found = ranks.measure(1, 40_000)
+    found = trainers.ranked(1, 40_000)
     for how in ("ours", "own"):
         assert found[how]["seconds"] > 0
         assert found[how]["metadata"] > 500

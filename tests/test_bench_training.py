@@ -14,11 +14,10 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.bench.devices import threads
 from shrinkpoint.bench.evidence import __main__ as command
 from shrinkpoint.bench.evidence import pages, results
-from shrinkpoint.bench.harness import Options, Row, Rows
-from shrinkpoint.bench.studies import accuracy, faults, transfer, workloads
+from shrinkpoint.bench.harness import Options, Row, Rows, threads
+from shrinkpoint.bench.studies import faults, training, transfer, workloads
 from shrinkpoint.bench.studies.faults import InStore, Peer, Trainings, Uncompressed, end_of, endure, kills
 from shrinkpoint.bench.studies.workloads import Run, State, Workload
 from shrinkpoint.codec.compress import compress_inputs
@@ -222,7 +221,7 @@ def test_nothing_stays_in_memory() -> None:
 
 
 def test_a_searched_system_changes_its_configuration() -> None:
-    searching = faults.Searching(0.05, accuracy.OWN_CUBE, batches=1)
+    searching = faults.Searching(0.05, training.OWN_CUBE, batches=1)
     with threads(1):
         system = InStore(sp.Config(), searching=searching)
         run = Run(short(), 0)
@@ -290,9 +289,9 @@ def subject(change: float) -> transfer.Subject:
     def loss(of: transfer.Weights) -> float:
         return 1.0 + float(((of["weight"] - weights["weight"]) ** 2).mean())
 
-    def tuned(of: transfer.Weights, seed: int) -> transfer.Tuned:
+    def tuned(of: transfer.Weights, seed: int) -> faults.End:
         worse = 0.0 if torch.equal(of["weight"], weights["weight"]) else change
-        return transfer.Tuned(1.0 + 0.01 * np.sin(seed) + worse + 1e-3 * seed**2, 0.9 - 0.1 * worse)
+        return faults.End(1.0 + 0.01 * np.sin(seed) + worse + 1e-3 * seed**2, 0.9 - 0.1 * worse)
 
     return transfer.Subject("toy", weights, loss, loss, tuned, 4, "a toy")
 
@@ -327,7 +326,7 @@ def test_a_model_that_is_not_installed_is_not_measured(monkeypatch: pytest.Monke
 
 def test_a_loss_that_could_not_be_seen_is_left_open() -> None:
     def compared(losses: list[float]) -> Row:
-        exact, tuned = ([transfer.Tuned(loss, 0.5) for loss in of] for of in ([1.0] * 3, losses))
+        exact, tuned = ([faults.End(loss, 0.5) for loss in of] for of in ([1.0] * 3, losses))
         rows = Rows("a")
         transfer._compare(rows, exact, tuned)
         return rows[0]

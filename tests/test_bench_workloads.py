@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from shrinkpoint.bench.devices import threads
+from shrinkpoint.bench.harness import threads
 from shrinkpoint.bench.studies import workloads
 from shrinkpoint.bench.studies.faults import end_of
 from shrinkpoint.bench.studies.workloads import Workload

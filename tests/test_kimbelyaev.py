@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shrinkpoint.bench.studies.baselines.excp import ExCP
-from shrinkpoint.bench.studies.baselines.kimbelyaev import KimBelyaev, Restored, _decode, _encode, coded_size
+from shrinkpoint.bench.studies.baselines.excp import ExCP, KimBelyaev, Restored, _decode, _encode, coded_size
 from shrinkpoint.bench.studies.baselines.parts import Saved, State
 from shrinkpoint.codec.errors import MissingParentError
 from shrinkpoint.codec.state.leaves import LeafSpec

@@ -9,8 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .pages import out_of_step, renew
-from .pictures import PICTURES, pictures
+from .pages import FOLDER, PICTURES, out_of_step, renew
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{page}: its tables are not those of bench/results; run python -m bench.evidence")
         return 1 if wrong else 0
     renew()
-    for name, draw in pictures().items():
-        draw(PICTURES / name)
+    for name, draw in PICTURES.items():
+        draw(FOLDER / name)
     return 0
 
 

@@ -10,14 +10,11 @@ from pathlib import Path
 
 from ..plot import pyplot
 from ..studies import overview as study
-from ..studies.harm.campaign import RESULTS
-from ..studies.harm.families import SET_ASIDE
-from ..studies.harm.groups import ALL as FAMILIES
-from ..studies.harm.groups import CHOSE, HELD_BACK, REGRESSIONS, SENSITIVE
-from ..studies.harm.settings import PARTS
-from ..studies.harm.summary import Campaign, Effect, Found
-from .cells import markdown, number
-from .results import rows_of
+from ..studies.harm.campaign import PARTS, RESULTS, Campaign, Effect, Found
+from ..studies.harm.families import CHOSE, SENSITIVE, SET_ASIDE
+from ..studies.harm.held_back import ALL as FAMILIES
+from ..studies.harm.held_back import HELD_BACK
+from .results import markdown, number, rows_of
 
 NAMES = {
     "lossless": "`presets.lossless()`",
@@ -38,11 +35,13 @@ def campaign() -> Campaign:
     return Campaign(json.loads(line) for line in lines)
 
 
+_REGRESSIONS = ("autoencoder", "regression", "VAE", "diffusion, EMA")
+"""Families whose outputs are values, without the physics-informed network."""
 _ALONE = ("PINN", "grokking")
 _LABELS = "classifiers, language models"
 TASKS = {
-    _LABELS: tuple(name for name in FAMILIES if name not in (*REGRESSIONS, *_ALONE)),
-    "regression, generative": REGRESSIONS,
+    _LABELS: tuple(name for name in FAMILIES if name not in (*_REGRESSIONS, *_ALONE)),
+    "regression, generative": _REGRESSIONS,
     "physics (PINN)": ("PINN",),
     "learnt late (grokking)": ("grokking",),
 }
@@ -115,7 +114,7 @@ def origin() -> str:
 
 def _ratios(level: str, families: Iterable[str]) -> tuple[str, tuple[str, str]]:
     """Return the mean ratio of chains, and the least one with its family."""
-    ratios = {family: ratio for family in families if (ratio := _ratio_of(family, level)) is not None}
+    ratios = {family: ratio for family in families if (ratio := campaign().ratio(family, level)) is not None}
     if not ratios:
         return _MISSING, (_MISSING, "")
     smallest = min(ratios, key=ratios.__getitem__)
@@ -187,14 +186,6 @@ def change(value: float, unit: str = " %") -> str:
     return "equal" if float(text) == 0 else f"{text}{unit} {'worse' if value > 0 else 'better'}"
 
 
-def _ratio_of(family: str, level: str) -> float | None:
-    """Return the ratio of a chain of whole states, of killed trainings if there are any."""
-    found = campaign().found(family, level)
-    if found is not None:
-        return found.ratio
-    return next((row["ratio"] for row in campaign().of("chain", family, level).values()), None)
-
-
 def _effect(found: Effect | None, unit: str = " %") -> list[str]:
     """Return the cells of a mean, its standard error and its bound."""
     if found is None:
@@ -232,7 +223,7 @@ def exact_levels() -> str:
     """Return a line a family for the two levels that restore the model bit for bit."""
     lines = []
     for family in FAMILIES:
-        found, ratio = campaign().found(family, "exact_weights"), _ratio_of(family, "lossless")
+        found, ratio = campaign().found(family, "exact_weights"), campaign().ratio(family, "lossless")
         cells = [_MISSING] * 8
         if found is not None:
             seeds, ends = _ends(found)
@@ -270,11 +261,6 @@ def front() -> str:
         kind, before = part, (bits, far)
     head = ["part", "setting", "bits in a base", "in a delta", "in a chain", "divergence, 1e-5 nats", "answers changed"]
     return markdown([*head, "less divergence for a bit more"], lines)
-
-
-def measured() -> bool:
-    """Return whether results of killed trainings exist to draw."""
-    return any(campaign().found(family, "default") for family in FAMILIES)
 
 
 _COLOURS = {"exact_weights": "#6c757d", "precise": "#3a7d44", "default": "#2a6f97", "compact": "#b5651d"}

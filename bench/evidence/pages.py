@@ -1,4 +1,4 @@
-"""Pages of the documentation, and the tables in each.
+"""Pages of the documentation, the tables in each, and the pictures.
 
 In a page, the text between `<!-- table NAME -->` and `<!-- end -->` is the table NAME, made from the JSON under
 `bench/results`; do not edit it.
@@ -9,78 +9,41 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
+from shrinkpoint.demo.report import draw as demo_picture
 from shrinkpoint.kernels.errors import BadArgumentError
 
-from . import (
-    catalogue,
-    frameworks,
-    levels,
-    optimizers,
-    parts,
-    ratios,
-    results,
-    scale,
-    speeds,
-    systems,
-)
+from .. import kernels
+from ..harness import Row
+from ..studies import ratio as ratio_study
+from . import levels, ratios, results, speeds, systems, tables
+from .results import HOME, documents, rows_of
 
-PAGES = (
-    "README.md",
-    "docs/evidence.md",
-    "docs/alternatives.md",
-    "docs/choosing.md",
-    "docs/systems.md",
-    "docs/saver.md",
-    "docs/trainers.md",
-    "docs/scaling.md",
-    "docs/security.md",
-    "bench/results/tables.md",
-)
+_SHOWN = ("evidence", "alternatives", "choosing", "systems", "saver", "trainers", "scaling", "security")
+PAGES = ("README.md", *(f"docs/{page}.md" for page in _SHOWN), "bench/results/tables.md")
 _BLOCK = re.compile(r"(<!-- table ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 _AIMS = ("training", "kernels", "codec", "search", "store", "saver", "systems")
+
+
+def _named(*made: Callable[[], str], start: str = "") -> dict[str, Callable[[], str]]:
+    """Return tables by the names of their functions."""
+    return {f"{start}{table.__name__.replace('_', ' ')}": table for table in made}
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    "demo": parts.demo,
-    "speed": speeds.speed,
-    "choices": speeds.choices,
-    "states": speeds.states,
-    "frameworks": frameworks.frameworks,
-    "saver": parts.saver,
-    "saver overhead": parts.saver_overhead,
-    "saves": parts.saves,
-    "trainers": frameworks.trainers,
-    "ranks": frameworks.ranks,
-    "ratio": ratios.chains,
-    "ratio targets": ratios.targets,
-    "ratio losses": ratios.losses,
-    "ratio weights": ratios.weights,
-    "ratio peers": ratios.peers,
-    "papers": systems.papers,
-    "transfer": scale.transferred,
-    "table 5 all": scale.table5,
-    "continued": scale.going_on,
-    "shard": scale.shard,
-    "scale": scale.others,
-    "computed": scale.computed,
-    "optimizers": optimizers.optimizers,
-    "optimizers not run": optimizers.optimizers_not_run,
-    "manifest": results.manifest,
-    "real": parts.real,
-    "flips": parts.flips,
-    "fuzzed": parts.fuzzed,
-    "kernels": catalogue.kernels,
-    "kernel sizes": parts.kernel_sizes,
-    "store peers": partial(parts.beside, "store.json", ("MB/s", "x raw state")),
-    "stall peers": partial(parts.beside, "saver.json", ("ms",)),
-    "levels": levels.levels,
-    "levels by group": levels.levels_by_group,
-    "levels evaluation": levels.evaluation,
-    "levels origin": levels.origin,
-    "overview": levels.overview,
-    "exact levels": levels.exact_levels,
-    "front": levels.front,
+    **_named(speeds.speed, speeds.choices, speeds.states, systems.papers, results.manifest, speeds.kernels),
+    **_named(tables.demo, tables.real, tables.flips, tables.fuzzed, tables.kernel_sizes, tables.saver, tables.saves),
+    **_named(tables.saver_overhead, tables.frameworks, tables.trainers, tables.ranks, tables.optimizers),
+    **_named(tables.optimizers_not_run, tables.shard, tables.scale, tables.computed, tables.table_5_all),
+    **_named(tables.continued, tables.transfer, ratios.ratio),
+    **_named(ratios.targets, ratios.losses, ratios.weights, ratios.peers, start="ratio "),
+    **_named(levels.levels, levels.levels_by_group, levels.overview, levels.exact_levels, levels.front),
+    **_named(levels.evaluation, levels.origin, start="levels "),
+    "store peers": partial(tables.beside, "store.json", ("MB/s", "x raw state")),
+    "stall peers": partial(tables.beside, "saver.json", ("ms",)),
     **{f"level {name}": partial(levels.level, name) for name in ("precise", "default", "compact")},
-    **{f"aims {bench}": partial(parts.aims, bench) for bench in _AIMS},
+    **{f"aims {bench}": partial(tables.aims, bench) for bench in _AIMS},
     **{f"systems {name}": made for name, made in systems.TABLES.items()},
 }
 
@@ -110,9 +73,34 @@ def renew() -> None:
 
 def out_of_step() -> list[str]:
     """Return the pages whose tables differ from the results."""
-    wrong = []
-    for page in PAGES:
-        text = (results.HOME / page).read_text(encoding="utf-8")
-        if regenerated(text) != text:
-            wrong.append(page)
-    return wrong
+    texts = {page: (results.HOME / page).read_text(encoding="utf-8") for page in PAGES}
+    return [page for page, text in texts.items() if regenerated(text) != text]
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+FOLDER = HOME / "docs" / "pictures"
+"""Where the pictures are."""
+
+
+def _kernels(path: Path) -> None:
+    kernels.plot([Row(**row) for row in rows_of("kernels.json")], path)
+
+
+def _ratio(path: Path) -> None:
+    ratio_study.plot([Row(**row) for row in ratios.measured()], path)
+
+
+def _cost(path: Path) -> None:
+    speeds.picture(rows_of("codec.json"), rows_of("saver.json"), path)
+
+
+def _demo(path: Path) -> None:
+    ran = documents("demo.json")["demo.json"]
+    demo_picture(ran, ran["curves"], path)
+
+
+PICTURES: dict[str, Callable[[Path], object]] = {
+    "levels.png": levels.picture, "ratio.png": _ratio, "kernels.png": _kernels, "cost.png": _cost, "demo.png": _demo,
+}  # fmt: skip
+"""The function that draws each picture from the results."""

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 
 from ..harness import Row
 from ..studies import ratio as bench_ratio
-from ..studies.lossypeers import LOSSY
 from ..studies.outcomes import PUBLISHED, RUINED, System, lost_later, medians, percent, setting_of
-from .cells import NONE, Json, aimed, crossed, markdown, number, order, system_name
-from .results import rows_of
+from ..studies.systems.others import LOSSY
+from .results import NONE, Json, aimed, crossed, documents, markdown, number, order, rows_of, system_name
 
 FINE = (
     "*fine* has 128 bins and second moments to a quarter of each, *finer* both moments to an eighth, *finest* 254 bins "
@@ -33,7 +32,7 @@ def _placed() -> Iterator[tuple[str, str, str, Json]]:
         yield model, system, what, row
 
 
-def chains() -> str:
+def ratio() -> str:
     """Bytes against loss: ratio of the chain and loss change later, by system and model."""
     chain, later = "whole state, chain with its bases", "loss change later"
     values: dict[tuple[str, str], dict[str, float | None]] = {}
@@ -60,11 +59,12 @@ def targets() -> str:
 
 def _systems() -> dict[str, dict[str, System]]:
     """Return all systems of `bench ratio`, by model and name."""
-    rows: dict[str, dict[str, dict[str, Row]]] = {}
-    for model, system, what, row in _placed():
-        if system and not system.startswith(("against ", "alone, ")):
-            rows.setdefault(model, {}).setdefault(system, {})[what] = Row(**row)
-    return {m: {s: System.of_rows(found) for s, found in systems.items()} for m, systems in rows.items()}
+    found: dict[str, dict[str, System]] = {}
+    for document in documents("ratio-*.json").values():
+        for place, outcomes in document["outcomes"].items():
+            model, _, system = place.partition(", ")
+            found.setdefault(model, {})[system] = System.of_json(outcomes)
+    return found
 
 
 def _change(loss: str) -> str:

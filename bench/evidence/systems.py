@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from .cells import NONE, Json, crossed, markdown, number
-from .results import rows_of
+from .results import NONE, Json, crossed, markdown, number, rows_of
 
 
 def measured() -> list[Json]:

@@ -10,15 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..data import Sample
-from ..devices import FLOORS, Device, cpu, threads
-from ..devices import gpu as gpu_device
-from ..harness import Case, Options, Row, run_cases
+from ..harness import FLOORS, Case, Device, Options, Row, cpu, run_cases, threads
+from ..harness import gpu as gpu_device
 from ..plot import Bar, Bars, Lines, draw, limit
-from . import bits, entropy, histogram, kmeans, levels, moments, published, quantizer, sparse_delta, states
+from . import bits, codebooks, entropy, levels, moments, quantizers, states
 from .place import Place
 
 TITLE = "each kernel against memcpy and its peers, on one CPU thread and on the GPU"
-SUBJECTS = (histogram, quantizer, levels, bits, published, moments, entropy, states, kmeans, sparse_delta)
+SUBJECTS = (codebooks, quantizers, levels, bits, moments, entropy, states)
 SWEPT = (
     *("copy to new memory", "log_histogram", "assign", "split_by_level", "merge_by_level", "difference"),
     *("huffman_encode", "huffman_decode", "rans_encode conditional", "rans_decode conditional"),
@@ -35,7 +34,7 @@ def run(options: Options) -> list[Row]:
     with threads(1):
         at = Place(host, Sample(size), size)
         found = run_cases(cases(at), options, host.clock)
-        found += kmeans.loss_rows(at, options)
+        found += codebooks.loss_rows(at, options)
         found += [] if options.quick else sweep(host, options)
         return found + on_gpu(options)
 
@@ -69,7 +68,7 @@ _LONGEST = 3.0
 
 def plot(rows: list[Row], path: Path) -> None:
     """Share of the copy a row at the first size that was measured, and rate over the sizes."""
-    shown = [row for row in rows if not row.row.endswith(kmeans.SAME_POINTS)]
+    shown = [row for row in rows if not row.row.endswith(codebooks.SAME_POINTS)]
     floors = [row for row in shown if row.peer in FLOORS and row.value is not None]
     by_row: dict[tuple[str, str], list[Row]] = {}
     for row in floors:

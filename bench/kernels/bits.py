@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from shrinkpoint.kernels import packing, planes
@@ -44,17 +46,12 @@ def fresh(at: Place) -> Job:
 
 def bits(at: Place, *, decode: bool) -> Job:
     """Pack levels in five bits."""
-    levels = at.device.array(at.sample.levels_after(at.n))
+    on_host = at.sample.levels_after(at.n)
+    levels = at.device.array(on_host)
     data = packing.pack_bits(levels, 5)
-
-    def check() -> str:
-        same("values", packing.unpack_bits(data, 5, at.n), levels)
-        few = at.sample.levels_after(at.n)[:PREFIX]
-        same("pack_bits", packing.pack_bits(levels[:PREFIX], 5), oracle("packing").pack_bits(few, 5))
-        return "round trip, prefix = oracle"
-
-    call = (lambda: packing.unpack_bits(data, 5, at.n)) if decode else (lambda: packing.pack_bits(levels, 5))
-    return at.symbols(call, check, [], "5 bits a symbol")
+    few = lambda: (packing.pack_bits(levels[:PREFIX], 5), oracle("packing").pack_bits(on_host[:PREFIX], 5))  # noqa: E731
+    calls = partial(packing.pack_bits, levels, 5), partial(packing.unpack_bits, data, 5, at.n)
+    return at.coding(*calls, levels, few, "5 bits a symbol", decoding=decode)
 
 
 def mask(at: Place, *, decode: bool) -> Job:
@@ -86,12 +83,10 @@ def moved(at: Place, *, back: bool) -> Job:
     previous, current = at.arrays(before, after)
     packed = packing.changed_mask(current, previous)
     values = packing.gather(current, packed)
-    if back:
-        call = lambda: packing.scatter(previous, packed, values)  # noqa: E731
-        return at.job(call, comes_back("values", call, after), 4.125, width=2, note=_note(at))
-    call = lambda: packing.gather(current, packed)  # noqa: E731
-    check = comes_back("values", call, after[before != after], "all = NumPy")
-    return at.job(call, check, 2.125, width=2, note=_note(at))
+    call = partial(packing.scatter, previous, packed, values) if back else partial(packing.gather, current, packed)
+    wanted, says = (after, "all come back") if back else (after[before != after], "all = NumPy")
+    check = comes_back("values", call, wanted, says)
+    return at.job(call, check, 4.125 if back else 2.125, width=2, note=_note(at))
 
 
 # ------------------------------------------------------------------------------------------------------------- planes

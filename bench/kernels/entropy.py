@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,8 +97,8 @@ def huffman_lengths(at: Place) -> Job:
         return lambda: codec.from_frequencies(frequencies)
 
     theirs = Peer("dahuffman", other, note="the codes too, of any length")
-    expected = lambda: oracle("huffman").huffman_lengths(counts)  # noqa: E731
-    return at.table(lambda: huffman.huffman_lengths(counts), expected, _SYMBOLS, others=[theirs])
+    expected = partial(oracle("huffman").huffman_lengths, counts)
+    return at.table(partial(huffman.huffman_lengths, counts), expected, _SYMBOLS, others=[theirs])
 
 
 def huffman_codes(at: Place) -> Job:
@@ -110,11 +111,19 @@ def packed_lengths(at: Place, *, unpack: bool) -> Job:
     """Pack code lengths."""
     lengths = huffman.huffman_lengths(_byte_counts(at))
     data = huffman.pack_lengths(lengths)
-    call = (lambda: huffman.unpack_lengths(data, 256)) if unpack else (lambda: huffman.pack_lengths(lengths))
-    expected = lambda: lengths if unpack else oracle("huffman").pack_lengths(lengths)  # noqa: E731
-    note = f"256 lengths in {len(data)} bytes"
-    others = [peers.zstd_table(lengths.tobytes(), unpack=unpack)]
-    return at.table(call, expected, note, says="comes back" if unpack else "= oracle", others=others)
+    calls = partial(huffman.pack_lengths, lengths), partial(huffman.unpack_lengths, data, 256)
+    expected = partial(oracle("huffman").pack_lengths, lengths)
+    return _packed(at, calls, lengths, expected, lengths, f"256 lengths in {len(data)} bytes", unpack=unpack)
+
+
+def _packed(
+    at: Place, calls: tuple[Callable[[], Any], Callable[[], Any]], table: Any, expected: Callable[[], Any], plain: Any,
+    note: str, *, unpack: bool,
+) -> Job:  # fmt: skip
+    """Return the job of packing a table, or of unpacking it; `plain` is what zstandard gets."""
+    wanted, says = ((lambda: table), "comes back") if unpack else (expected, "= oracle")
+    others = peers.zstd_table(plain, unpack=unpack)
+    return at.table(calls[unpack], wanted, note, says=says, others=others)
 
 
 # ----------------------------------------------------------------------------------------------------------------- rANS
@@ -158,29 +167,25 @@ def rans_coded(at: Place, *, decode: bool) -> Job:
     """Code the later levels in the context of the earlier ones."""
     previous, current = at.levels()
     table = rans.rans_frequencies(at.joint(), PRECISION)
-    data, few = rans.rans_encode(current, previous, table, PRECISION), PREFIX // 8
+    data, part = rans.rans_encode(current, previous, table, PRECISION), slice(PREFIX // 8)
 
-    def check() -> str:
-        same("symbols", rans.rans_decode(data, previous, table, PRECISION, at.n), current)
-        part = current[:few], previous[:few], table, PRECISION
-        same("rans_encode", rans.rans_encode(*part), oracle("rans").rans_encode(*part))
-        return "round trip, prefix = oracle"
+    def few() -> tuple[Any, Any]:
+        given = current[part], previous[part], table, PRECISION
+        return rans.rans_encode(*given), oracle("rans").rans_encode(*given)
 
-    if decode:
-        call = lambda: rans.rans_decode(data, previous, table, PRECISION, at.n)  # noqa: E731
-    else:
-        call = lambda: rans.rans_encode(current, previous, table, PRECISION)  # noqa: E731
     others = peers.entropy_coders(current, np.bincount(current, minlength=LEVELS), decode=decode)[2:]
     changed = float((previous != current).mean())
     note = f"{8 * data.size / at.n:.3f} bits a symbol, {changed:.1%} of levels changed"
-    return at.symbols(call, check, others, note)
+    encode = partial(rans.rans_encode, current, previous, table, PRECISION)
+    calls = encode, partial(rans.rans_decode, data, previous, table, PRECISION, at.n)
+    return at.coding(*calls, current, few, note, others, decoding=decode)
 
 
 def frequencies(at: Place) -> Job:
     """Normalise counts."""
     counts = at.joint()
-    expected = lambda: oracle("rans").rans_frequencies(counts, PRECISION)  # noqa: E731
-    return at.table(lambda: rans.rans_frequencies(counts, PRECISION), expected, _COUNTS)
+    expected = partial(oracle("rans").rans_frequencies, counts, PRECISION)
+    return at.table(partial(rans.rans_frequencies, counts, PRECISION), expected, _COUNTS)
 
 
 def bits(at: Place) -> Job:
@@ -196,7 +201,7 @@ def bits(at: Place) -> Job:
         return plain()
 
     says = "= oracle and NumPy"
-    call = lambda: rans.entropy_bits(counts)  # noqa: E731
+    call = partial(rans.entropy_bits, counts)
     return at.table(call, expected, _COUNTS, within=_NEAR, says=says, others=[numpy_peer(plain)])
 
 
@@ -208,8 +213,7 @@ def cost(at: Place) -> Job:
     def plain() -> float:
         return float((counts * (PRECISION - np.log2(np.where(counts > 0, table, 1)))).sum())
 
-    def call() -> float:
-        return rans.coding_cost(counts, table, PRECISION)
+    call = partial(rans.coding_cost, counts, table, PRECISION)
 
     def expected() -> float:
         near("bits", call(), oracle("rans").coding_cost(counts, table, PRECISION), _NEAR)
@@ -222,11 +226,8 @@ def packed_frequencies(at: Place, *, unpack: bool) -> Job:
     """Pack a table of frequencies."""
     table = rans.rans_frequencies(at.joint(), PRECISION)
     data = rans.pack_frequencies(table, PRECISION)
-    if unpack:
-        call = lambda: rans.unpack_frequencies(data, LEVELS, LEVELS, PRECISION)  # noqa: E731
-    else:
-        call = lambda: rans.pack_frequencies(table, PRECISION)  # noqa: E731
-    expected = lambda: table if unpack else oracle("rans").pack_frequencies(table, PRECISION)  # noqa: E731
-    others = [peers.zstd_table(table.astype(np.uint16).tobytes(), unpack=unpack)]
+    unpacked = partial(rans.unpack_frequencies, data, LEVELS, LEVELS, PRECISION)
+    calls = partial(rans.pack_frequencies, table, PRECISION), unpacked
+    expected = partial(oracle("rans").pack_frequencies, table, PRECISION)
     note = f"{LEVELS} x {LEVELS} frequencies in {len(data)} bytes"
-    return at.table(call, expected, note, says="comes back" if unpack else "= oracle", others=others)
+    return _packed(at, calls, table, expected, table.astype(np.uint16), note, unpack=unpack)

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..data import CODES, Sample
-from ..devices import Array, Device
-from ..harness import Case, CheckFailed, Job, Peer, Target, agree, at_least, same
+from ..harness import Array, Case, CheckFailed, Device, Job, Peer, Target, agree, at_least, same
 
 PREFIX = (1 << 16) + 1
 """Elements that are compared with the oracle."""
@@ -46,7 +45,7 @@ class Call:
         values: its arrays, on the host; the oracle gets a prefix of each.
         settings: the arguments after them.
         full: the oracle's arguments after the arrays, which have no defaults; None: the same settings.
-        named: arguments by name, of both.
+        named: arguments by name, of both; of an array among them the oracle gets a prefix, too.
         first: length of the prefix along the first axis; None: the usual one.
         within: share by which float64 results may differ.
         back: returns the inverse of the whole result, and its expected value.
@@ -120,14 +119,19 @@ class Place:
         subject, name = call.kernel.split(".")
         function = getattr(import_module(f"shrinkpoint.kernels.{subject}"), name)
         arrays, part = self.arrays(*call.values), call.first or self.prefix
+        named = {name: self.device.array(x) if isinstance(x, np.ndarray) else x for name, x in call.named.items()}
 
         def run() -> Any:
-            return function(*arrays, *call.settings, **call.named)
+            return function(*arrays, *call.settings, **named)
+
+        def cut(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: x[:part] if hasattr(x, "shape") else x for name, x in values.items()}
 
         def check() -> str:
             further = call.settings if call.full is None else call.full
-            expected = getattr(oracle(subject), name)(*(x[:part] for x in call.values), *further, **call.named)
-            agree(name, function(*(x[:part] for x in arrays), *call.settings, **call.named), expected, call.within)
+            expected = getattr(oracle(subject), name)(*(x[:part] for x in call.values), *further, **cut(call.named))
+            result = function(*(x[:part] for x in arrays), *call.settings, **cut(named))
+            agree(name, result, expected, call.within)
             said = f"{part:,} {'rows' if call.values[0].ndim > 1 else 'elements'} = oracle"
             if call.back is not None:
                 same("round trip", *call.back(run()))
@@ -141,6 +145,28 @@ class Place:
         copy = self.device.copy(4 * self.n)
         floor = Peer(copy.name, copy.make, float(self.n), note="of as many float32 weights")
         return Job(call, check, float(self.n), [floor, *others], f"{note}; data {self.sample.origin}")
+
+    def coding(
+        self, encode: Callable[[], Any], decode: Callable[[], Any], symbols: Any, few: Callable[[], tuple[Any, Any]],
+        note: str, others: Sequence[Peer] = (), *, decoding: bool,
+    ) -> Job:  # fmt: skip
+        """Return a job of an encoder of n symbols, or of its decoder.
+
+        Args:
+            encode, decode: the calls.
+            symbols: that the decoder restores.
+            few: what encoder and oracle give for a prefix.
+            note: of the job.
+            others: its peers.
+            decoding: whether it is the decoder's.
+        """
+
+        def check() -> str:
+            same("symbols", decode(), symbols)
+            same("prefix", *few())
+            return "round trip, prefix = oracle"
+
+        return self.symbols(decode if decoding else encode, check, others, note)
 
     def table(
         self, call: Callable[[], Any], expected: Callable[[], Any], note: str, *,

@@ -11,7 +11,7 @@ import numpy as np
 from shrinkpoint.kernels import histogram, kmeans, quantizer, rans
 from shrinkpoint.kernels import levels as level_kernels
 
-from .. import coders
+from .. import peers
 from ..harness import Case, Job, Peer, at_least, same
 from .entropy import PRECISION
 from .place import BITS, LEVELS, Place, oracle
@@ -71,7 +71,7 @@ def end_to_end(at: Place, *, decode: bool) -> Job:
     note = f"{LEVELS - 2} codes, codebook refit, {bits:.3f} bits a weight, ratio {32 / bits:.1f}"
     some = at.sample.after(at.n)[:_SOME]
     note = "exact" if some.size == at.n else f"exact, on the first {some.size:,} elements"
-    others = coders.peers([some], ("zipnn", "pcodec", "zstd -3"), decode=decode, note=note)
+    others = peers.coder_peers([some], ("zipnn", "pcodec", "zstd -3"), decode=decode, note=note)
     floors = [at.device.copy(4 * at.n), *others]
     return Job(restored if decode else encode, check, 4.0 * at.n, floors, f"{note}; data {at.sample.origin}")
 

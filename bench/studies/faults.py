@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -61,10 +62,10 @@ def ratio(sizes: Sequence[Size], part: str = "whole") -> float:
 class System:
     """Storage for the checkpoints of one training; what needs nothing does nothing."""
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: Any) -> None:
         """Notify the system that a process begins to train `run`."""
 
-    def save(self, run: Run) -> Size | None:
+    def save(self, run: Any) -> Size | None:
         """Store the run's state, and return its size."""
         raise NotImplementedError
 
@@ -105,22 +106,23 @@ class Searching:
     by: str = "loss"
 
 
-def quality(run: Run, batches: int, by: str) -> Callable[[State], float]:
+def quality(run: Run, batches: int, by: str = "loss", first: int = 0) -> Callable[[State], float]:
     """Return the function that a search evaluates: mean loss, or accuracy, of a restored state.
 
     Args:
         run: of the workload; its own model stays as it is.
-        batches: of the held-out set, the first ones.
+        batches: how many of the held-out set.
         by: "loss" or "accuracy".
+        first: number of the first batch.
     """
     probe = run.workload.model().eval()
-    chosen = run.workload.held_out()[:batches]
+    chosen = run.workload.held_out()[first : first + batches]
 
     @torch.no_grad()
     def evaluate(restored: State) -> float:
         probe.load_state_dict(restored["model"])
         if by == "accuracy":
-            return run.accuracy(batches, probe)
+            return run.accuracy(batches, probe, first)
         return statistics.fmean(float(run.loss(batch, probe)) for batch in chosen)
 
     return evaluate
@@ -336,44 +338,7 @@ def end_of(workload: Workload, seed: int) -> End:
     return End(run.held_out_loss(), run.accuracy())
 
 
-class Trained(Protocol):
-    """A training at some step."""
-
-    step: int
-
-
-T = TypeVar("T", bound=Trained)
-
-
-def through_kills(
-    run: T, steps: int, failures: int, spacing: int, *, advance: Callable[[T, int], object],
-    save: Callable[[T], object], restore: Callable[[T], T],
-) -> T:  # fmt: skip
-    """Train to the end through evenly spread kills, as every study of kills does.
-
-    Args:
-        run: at its first step.
-        steps: of the whole training.
-        failures: how often it is killed.
-        spacing: steps from one checkpoint to the next.
-        advance: trains a run to a step, or to an earlier one.
-        save: stores a checkpoint.
-        restore: given the killed run, returns the one that goes on.
-    """
-    due = kills(steps, failures, spacing)
-    while run.step < steps:
-        advance(run, min(run.step // spacing * spacing + spacing, *due[:1], steps))
-        if due and run.step == due[0]:
-            due.pop(0)
-            run = restore(run)
-        elif run.step % spacing == 0:
-            save(run)
-    return run
-
-
-def noted(steps: int, failures: int, spacing: int) -> set[int]:
-    """Return the steps of the checkpoints that will be restored."""
-    return {step // spacing * spacing for step in kills(steps, failures, spacing)}
+J = TypeVar("J")
 
 
 def warm_up(workload: Workload, seed: int, system: System, spacing: int) -> None:
@@ -399,10 +364,69 @@ def warm_up(workload: Workload, seed: int, system: System, spacing: int) -> None
         system.end()
 
 
+@dataclass(frozen=True)
+class KilledTraining(Generic[J]):
+    """A training that was killed and restored, at its end.
+
+    Args:
+        run: after the last step.
+        sizes: of all checkpoints.
+        restores: step of each checkpoint that was restored, and the judgements before and after the restore.
+        train, save: processor seconds of the steps and of the saves.
+    """
+
+    run: Any
+    sizes: list[Size]
+    restores: list[tuple[int, J, J]]
+    train: list[float]
+    save: list[float]
+
+
+def killed_training(
+    make: Callable[[], Any], steps: int, system: System, failures: int, spacing: int, judge: Callable[[Any], J] | None
+) -> KilledTraining[J]:
+    """Train to the end through evenly spread kills, as every study of kills does.
+
+    Args:
+        make: builds the training at its first step: a `Run`, or an object with the same methods.
+        steps: of the whole training.
+        system: where its checkpoints go; a new one.
+        failures: how often it is killed, at least 1.
+        spacing: steps from one checkpoint to the next.
+        judge: looks at the run at each checkpoint that will be restored, and after the restore; None: nothing does.
+    """
+    due = kills(steps, failures, spacing)
+    restores = {step // spacing * spacing for step in due}
+    judged: dict[int, J] = {}
+    run = make()
+    found = KilledTraining[J](run, [], [], [], [])
+    system.begin(run)
+    try:
+        while run.step < steps:
+            with _timed(found.train):
+                run.train(min(run.step // spacing * spacing + spacing, *due[:1], steps))
+            if due and run.step == due[0]:
+                due.pop(0)
+                state, run = system.restore(), make()
+                run.restore(state)
+                system.begin(run)
+                if judge is not None:
+                    found.restores.append((run.step, judged[run.step], judge(run)))
+            elif run.step % spacing == 0:
+                with _timed(found.save):
+                    size = system.save(run)
+                found.sizes.extend([] if size is None else [size])
+                if judge is not None and run.step in restores:
+                    judged[run.step] = judge(run)
+    finally:
+        system.end()
+    return dataclasses.replace(found, run=run)
+
+
 def endure(
     workload: Workload, seed: int, system: System, *, failures: int, exact: float, spacing: int = 10, batches: int = 2
 ) -> Outcome:
-    """Train a workload to its end through evenly spread failures.
+    """Train through evenly spread failures, and return losses, bytes and seconds.
 
     Args:
         workload: the training.
@@ -413,52 +437,24 @@ def endure(
         spacing: steps from one checkpoint to the next.
         batches: of the held-out set, for losses at restores; the last loss is over all of it.
     """
-    restores = noted(workload.steps, failures, spacing)
-    sizes: list[Size] = []
-    stored: dict[int, End] = {}
-    changes: list[float] = []
-    missed: list[float] = []
-    run = Run(workload, seed)
-    spent: dict[str, list[float]] = {"train": [], "save": []}
 
-    def advance(run: Run, until: int) -> None:
-        with _timed(spent["train"]):
-            run.train(until)
+    def judge(run: Run) -> End:
+        return End(probe(run, batches), run.accuracy(batches))
 
-    def save(run: Run) -> None:
-        with _timed(spent["save"]):
-            size = system.save(run)
-        sizes.extend([] if size is None else [size])
-        if run.step in restores:
-            stored[run.step] = End(probe(run, batches), run.accuracy(batches))
-
-    def restore(run: Run) -> Run:
-        state = system.restore()
-        run = Run(workload, seed)
-        run.restore(state)
-        system.begin(run)
-        before = stored[run.step]
-        changes.append(100 * (probe(run, batches) / before.loss - 1))
-        missed.append(100 * (1 - run.accuracy(batches) / before.accuracy))
-        return run
-
-    system.begin(run)
-    try:
-        run = through_kills(run, workload.steps, failures, spacing, advance=advance, save=save, restore=restore)
-    finally:
-        system.end()
+    found = killed_training(partial(Run, workload, seed), workload.steps, system, failures, spacing, judge)
+    run, sizes, ends = found.run, found.sizes, [(before, after) for _, before, after in found.restores]
     return Outcome(
         degradation=100 * (run.held_out_loss() / exact - 1),
-        at_restore=statistics.fmean(changes),
+        at_restore=statistics.fmean(100 * (after.loss / before.loss - 1) for before, after in ends),
         weights=ratio(sizes, "weights"),
         whole=ratio(sizes),
         peak_weights=max(ratio([size], "weights") for size in sizes),
-        save=statistics.fmean(spent["save"]),
-        overhead=100 * sum(spent["save"]) / sum(spent["train"]),
+        save=statistics.fmean(found.save),
+        overhead=100 * sum(found.save) / sum(found.train),
         evaluations=getattr(system, "evaluations", 0),
         unmet=getattr(system, "unmet", 0),
         accuracy=run.accuracy(),
-        accuracy_lost=statistics.fmean(missed),
+        accuracy_lost=statistics.fmean(100 * (1 - after.accuracy / before.accuracy) for before, after in ends),
     )
 
 

@@ -16,16 +16,16 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from shrinkpoint.codec.errors import BadArgumentError
 
-from ..evidence.provenance import MARK, ON
+from ..evidence.results import MARK, ON
 from ..harness import Row
 from . import ratio, workloads
-from .outcomes import TABLE, System, outcome_of, summary_rows
+from .outcomes import TABLE, System, summary_rows
 
 Json = dict[str, Any]
 
@@ -64,11 +64,11 @@ def merged(old: Json, new: Sequence[Json]) -> Json:
     """Merge a result with newer ones, where newer rows replace older ones.
 
     Args:
-        old, new: documents of one model, as `bench --json` writes them. Rows of systems that `bench ratio` has no more
-            are left out; outcomes too.
+        old, new: documents of one model, as `bench --json` writes them, with the outcomes of their systems. Rows of
+            systems that `bench ratio` has no more are left out; outcomes too.
 
     Raises:
-        BadArgumentError: they are of different models or sizes, or a row is of something unknown.
+        BadArgumentError: models or sizes differ, a row is of something unknown, or outcomes are missing.
     """
     model = model_of(old)
     rows: dict[str, list[Json]] = {}
@@ -81,23 +81,24 @@ def merged(old: Json, new: Sequence[Json]) -> Json:
             of = key(row["row"], model)
             if of is not None:
                 fresh.setdefault(of, []).append(_marked(row, document["commit"]))
-        for of in fresh:
-            outcomes.pop(f"{model}, {of}", None)
         rows |= fresh
-        outcomes |= {_full(name, model): found for name, found in document.get("outcomes", {}).items()}
+        outcomes |= document.get("outcomes", {})
     against = [of for of in rows if of.startswith("against ")]
     kept = [of for of in (*ratio.SYSTEMS, "alone", *against) if of in rows]
     found = [Row(**row) for of in kept for row in rows[of]]
     sizes = {row.size for row in found}
     if len(sizes) != 1:
         raise BadArgumentError(f"results of one model of {model} have sizes {sizes}")
-    systems = {of: _system(rows[of], outcomes.get(f"{model}, {of}")) for of in kept if of in ratio.SYSTEMS}
+    made = {of: outcomes.get(f"{model}, {of}", []) for of in kept if of in ratio.SYSTEMS}
+    if lost := [of for of, one in made.items() if not one]:
+        raise BadArgumentError(f"outcomes are missing of {', '.join(lost)}")
+    systems = {of: System.of_json(one) for of, one in made.items()}
     found += summary_rows(model, sizes.pop(), systems)
     newest = (old, *new)[-1]
     return {
         **{name: newest[name] for name in ("machine", "versions", "commit")},
         "rows": [dataclasses.asdict(row) for row in found],
-        "outcomes": {f"{model}, {of}": outcomes[f"{model}, {of}"] for of in kept if f"{model}, {of}" in outcomes},
+        "outcomes": {f"{model}, {of}": one for of, one in made.items()},
     }
 
 
@@ -145,22 +146,12 @@ def _is_ratio(document: Json) -> bool:
     return any(row["row"].rpartition(": ")[2] in labels for row in document["rows"])
 
 
-def _full(name: str, model: str) -> str:
-    return name if name.startswith(f"{model}, ") else f"{model}, {name}"
-
-
 def _marked(row: Json, commit: str | None) -> Json:
     """Return a row whose note names the commit it was measured at."""
     if MARK in row["note"]:
         return row
     at = "no commit" if commit is None else commit[:7] + ("+" if commit.endswith("+") else "")
     return row | {"note": f"{row['note']}{MARK}{at}"}
-
-
-def _system(rows: Iterable[Json], outcomes: Sequence[Mapping[str, float | None]] | None) -> System:
-    if outcomes:
-        return System.of([outcome_of(one) for one in outcomes])
-    return System.of_rows({row["row"].partition(": ")[2]: Row(**row) for row in rows})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

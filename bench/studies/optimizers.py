@@ -394,9 +394,8 @@ def run(options: Options) -> list[Row]:
         if options.quick and package != "torch":
             continue
         for name, ways in subjects(package):
-            if not options.wanted(name):
+            if not options.begins(name):
                 continue
-            options.say(name)
             records[name] = found = attempted(ways)
             options.done([_row(name, found)])
     return options.measured

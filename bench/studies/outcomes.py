@@ -11,11 +11,12 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from shrinkpoint.codec.errors import BadArgumentError
 
 from ..harness import Row, Rows, at_least, times_smaller
+from .faults import over_seeds
 
 FURTHER = 200
 """Steps that a restored training goes on, at most."""
@@ -27,19 +28,7 @@ EQUAL = "late weight deltas at no more loss than"
 WITHIN = "late weight deltas at a loss within a standard error of"
 RUINED = "ruined"
 """The word for a loss of NaN: the training that went on from there did not survive."""
-_UNPAIRED = "paired: not known"
 CASES = ("no parent", "10 steps apart")
-
-
-class Losses(Protocol):
-    """Changes of held-out loss at once and after further steps, percent; staleness, steps."""
-
-    @property
-    def at_once(self) -> float: ...
-    @property
-    def later(self) -> float: ...
-    @property
-    def staleness(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -65,6 +54,10 @@ class Restored:
     staleness: float
 
 
+Losses = Outcome | Restored
+"""Changes of held-out loss at once and after further steps, percent; staleness, steps."""
+
+
 @dataclass(frozen=True)
 class Pair:
     """A checkpoint restored alone, and restored as a delta over the one before it."""
@@ -75,47 +68,25 @@ class Pair:
 
 @dataclass(frozen=True)
 class System:
-    """A system over the seeds.
-
-    Args:
-        mean: over the seeds.
-        outcomes: one a seed; empty where a result has only the rows made of them.
-        losses: at once and later, as the rows say them.
-    """
+    """A system over the seeds: the mean, and one outcome a seed."""
 
     mean: Outcome
     outcomes: tuple[Outcome, ...]
-    losses: tuple[str, str]
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> System:
         """Build a system from its outcomes, one for each seed."""
         mean = Outcome(*(statistics.fmean(getattr(o, f.name) for o in outcomes) for f in dataclasses.fields(Outcome)))
-        return cls(mean, tuple(outcomes), (spread(outcomes, "at_once"), spread(outcomes, "later")))
+        return cls(mean, tuple(outcomes))
 
     @classmethod
-    def of_rows(cls, rows: Mapping[str, Row]) -> System:
-        """Build a system from its rows by label, as `system_rows` names them.
-
-        Raises:
-            BadArgumentError: one is missing, or its note says something else.
-        """
-        some = next(iter(rows.values()))
-        said = re.match(r"loss at once (.+?) %, later (.+?) %, staleness (\S+)", some.note)
-        missing = [label for label, _, _ in TABLE if label not in rows]
-        if said is None or missing:
-            raise BadArgumentError(f"{some.row}: rows {missing} are missing, or its note has no losses: {some.note!r}")
-        values = {what: _number(rows[label].value) for label, what, _ in TABLE}
-        staleness = math.nan if said[3] == "not" else float(said[3])
-        return cls(Outcome(**values, staleness=staleness), (), (said[1], said[2]))
+    def of_json(cls, outcomes: Sequence[Mapping[str, float | None]]) -> System:
+        """Build a system from its outcomes in a result."""
+        return cls.of([outcome_of(one) for one in outcomes])
 
     def __str__(self) -> str:
-        at_once, later = self.losses
+        at_once, later = (spread(self.outcomes, what) for what in ("at_once", "later"))
         return f"loss at once {at_once} %, later {later} %, {steps(self.mean.staleness)}"
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def to_json(found: Any) -> Any:
@@ -131,7 +102,7 @@ def to_json(found: Any) -> Any:
 
 def outcome_of(found: Mapping[str, float | None]) -> Outcome:
     """Convert one outcome from JSON."""
-    return Outcome(**{key: _number(value) for key, value in found.items()})
+    return Outcome(**{key: math.nan if value is None else value for key, value in found.items()})
 
 
 # ------------------------------------------------------------------------------------------------------------ words
@@ -150,10 +121,7 @@ def percent(value: float) -> str:
 def spread(found: Sequence[Any], what: str) -> str:
     """Format mean and range over the seeds."""
     values = [getattr(o, what) for o in found]
-    if any(math.isnan(v) for v in values):
-        return RUINED
-    between = f" ({percent(min(values))} ... {percent(max(values))})" if len(values) > 1 else ""
-    return f"{percent(statistics.fmean(values))}{between}"
+    return RUINED if any(math.isnan(value) for value in values) else over_seeds(values)
 
 
 def steps(staleness: float) -> str:
@@ -182,8 +150,6 @@ def standard_error(values: Sequence[float]) -> float:
 
 def above(own: System, other: System) -> str:
     """Return by how many points ours loses more, with the standard error over the seeds."""
-    if not own.outcomes or len(own.outcomes) != len(other.outcomes):
-        return f"{own.mean.later - other.mean.later:+.2f} points ({_UNPAIRED})"
     found = differences(own.outcomes, other.outcomes)
     error = f" +- {standard_error(found):.2f}" if len(found) > 1 else ""
     return f"{statistics.fmean(found):+.2f}{error} points"
@@ -348,16 +314,14 @@ def weights_rows(name: str, size: int, found: Mapping[str, System], published: s
     weights = {s: o for s, o in found.items() if s.startswith(("weights", "default", "rate"))}
     theirs, rows = found[published], Rows(name, size)
     strict = [s for s, o in weights.items() if o.mean.later <= theirs.mean.later]
-    unknown = [s for s, o in weights.items() if not o.outcomes or len(o.outcomes) != len(theirs.outcomes)]
-    several = [s for s in weights if s not in unknown and len(theirs.outcomes) > 1]
-    paired = [s for s in several if no_more(weights[s].outcomes, theirs.outcomes)]
-    for words, settings, left_out in ((EQUAL, strict, []), (WITHIN, paired, unknown)):
-        known = f"; {_UNPAIRED} of {', '.join(left_out)}" if left_out else ""
+    several = len(theirs.outcomes) > 1
+    paired = [s for s, o in weights.items() if several and no_more(o.outcomes, theirs.outcomes)]
+    for words, settings in ((EQUAL, strict), (WITHIN, paired)):
         best = min(settings, key=lambda s: weights[s].mean.weight_bits, default=None)
-        value, note = None, f"no setting loses as little as {theirs.losses[1]} %{known}"
+        value, note = None, f"no setting loses as little as {spread(theirs.outcomes, 'later')} %"
         if best is not None:
             value = found[best].mean.weight_bits
-            note = f"ours: {best}; loss later above the published one's by {above(found[best], theirs)}{known}"
+            note = f"ours: {best}; loss later above the published one's by {above(found[best], theirs)}"
         bits = theirs.mean.weight_bits
         rows.add(f"{words} {published}", value, "bits", (published, bits), note, ratio=times_smaller(value, bits))
     return rows
@@ -374,7 +338,7 @@ def medians(rows: Iterable[Row]) -> list[Row]:
         for words, target in ((EQUAL, at_least(4.0)), (WITHIN, None)):
             name = f"{words} {published}"
             of = [row for row in rows if row.row.endswith(f": {name}")]
-            shares = [row.ratio for row in of if row.ratio is not None or _UNPAIRED not in row.note]
+            shares = [row.ratio for row in of]
             if not shares:
                 continue
             # If every setting of ours loses more, ours is not smaller at equal loss: such a chain counts as 0.

@@ -40,9 +40,8 @@ def run(options: Options) -> list[Row]:
     states, kinds, parameters = _states(size, first, count)
     rows = Rows(size=parameters, device="cpu")
     for level in (SAVED, *(("lossless", "default") if options.quick else LEVELS)):
-        if not options.wanted(level):
+        if not options.begins(level):
             continue
-        options.say(level)
         with tempfile.TemporaryDirectory() as folder:
             found = _plain(states, Path(folder)) if level == SAVED else _stored(states, kinds, level, folder)
         note = f"mean of {count} checkpoints, {_SPACING} steps apart" if level != SAVED else "each in a file of its own"

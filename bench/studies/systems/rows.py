@@ -23,8 +23,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.kernels.rows import row_dequantize, row_kmeans, row_lookup, row_quantize
 
-from ...devices import threads
-from ...harness import Options, Row, Rows, interleave, one_thread_clock, times_smaller
+from ...harness import Options, Row, Rows, interleave, one_thread_clock, threads, times_smaller
 from .. import overhead, workloads
 from ..workloads import Run, State
 from .table import FIGURES, Experiment, mean, restored
@@ -41,17 +40,13 @@ class AdagradRun(Run):
     """The embedding model under Adagrad."""
 
     def __init__(self, seed: int, steps: int) -> None:
-        super().__init__(dataclasses.replace(workloads.embedding(steps), rate=RATE), seed)
-        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=RATE)
+        how: dict[str, Any] = {"rate": RATE, "optimizer": torch.optim.Adagrad, "decay": 0.0}
+        super().__init__(dataclasses.replace(workloads.embedding(steps), **how), seed)
 
     def tables(self) -> Floats:
         """All rows of all tables."""
         found: Floats = torch.cat([w.detach() for n, w in self.model.named_parameters() if "tables" in n]).numpy()
         return found
-
-    def kinds(self) -> dict[str, Any]:
-        """Kinds of the arrays: the tables are embeddings."""
-        return sp.kinds(self.model, self.optimizer)
 
 
 class SparseRun(AdagradRun):
@@ -113,9 +108,8 @@ def methods(name: str, options: Options) -> list[Row]:
         errors = {method: mean_error(x, quantized(x, bits, method)) for method in METHODS}
         peer = "asymmetric", errors["asymmetric"]
         for method, value in errors.items():
-            said = f"{note}; figure 9 has no numbers in its text"
             rows.add(
-                f"{bits} bits, {method}", value, "mean l2", peer, said, ratio=times_smaller(value, peer[1]), size=x.size
+                f"{bits} bits, {method}", value, "mean l2", peer, note, ratio=times_smaller(value, peer[1]), size=x.size
             )
     return rows
 
@@ -127,24 +121,20 @@ def search(name: str, options: Options) -> list[Row]:
     bins = (5, 25, 45) if options.quick else (5, 10, 15, 20, 25, 30, 35, 40, 45, 50)
     points: list[tuple[int | None, float]] = [(count, 1.0) for count in bins]
     points += [(None, ratio) for ratio in ((0.2, 0.6) if options.quick else (0.2, 0.4, 0.6, 0.8))]
-    said = f"{note}; the paper picks 25 bins at 2 and 3 bits and 45 at 4, where its gain tapers off"
     for bits in (2, 3, 4):
         plain = mean_error(x, quantized(x, bits, "asymmetric"))
         for asked, ratio in points:
             count = asked or (25 if bits <= 3 else 45)
             value = mean_error(x, quantized(x, bits, "adaptive", num_bins=count, ratio=ratio))
             what = f"{bits} bits, {count} bins, ratio {ratio:g}: error over the asymmetric one's"
-            rows.add(what, 100 * (1 - value / plain), "% less", note=said, size=x.size)
+            rows.add(what, 100 * (1 - value / plain), "% less", note=note, size=x.size)
     calls = {"asymmetric": partial(quantized, x, 4, "asymmetric")}
     for asked, ratio in points:
         call = partial(quantized, x, 4, "adaptive", num_bins=asked or 45, ratio=ratio)
         calls[f"{asked or 45} bins, ratio {ratio:g}"] = call
     with threads(1):
         timings = interleave({label: (call, 1) for label, call in calls.items()}, clock=one_thread_clock(), budget=0.0)
-    said = (
-        "process time of one core, there and back; the paper has at most 600 s with 50 bins and 126 s without the "
-        f"search on its model; {note}"
-    )
+    said = f"process time of one core, there and back; {note}"
     peer = "asymmetric", timings["asymmetric"].median
     for label, timing in timings.items():
         ratio_ = times_smaller(timing.median, peer[1])
@@ -175,11 +165,7 @@ def modified(name: str, options: Options) -> list[Row]:
     rows = Rows(name)
     for length in sorted({1, 2, count // 2, count}):
         found = [100 * share[start, length] for start in starts]
-        note = (
-            f"from three starts {', '.join(f'{value:.1f}' for value in found)}; {INTERVAL} steps of 1,024 samples, "
-            "chosen so that an interval modifies as much as 30 minutes there; ids by 1 / rank reach new rows faster "
-            "than the paper's (11 billion samples modify 52 %)"
-        )
+        note = f"from three starts {', '.join(f'{value:.1f}' for value in found)}; {INTERVAL} steps of 1,024 samples"
         paper = ("Check-N-Run, figure 6", 26.0) if length == 1 else (None, None)
         what = f"share after {length} intervals"
         rows.add(what, statistics.fmean(found), "% of the rows", paper, note, size=run.tables().size)
@@ -220,10 +206,7 @@ def restores(name: str, options: Options) -> list[Row]:
         longer = f", {steps:,} steps" if steps == LONGER else ""
         for place, (what, unit) in enumerate((("", "% loss"), (", accuracy lost", "% of it"))):
             values = mean([changes[place] for changes in seeds])
-            note = (
-                f"{values}; on held-out samples after {steps:,} steps of 1,024, against no restore, where the paper "
-                "has accuracy after 4 billion samples"
-            )
+            note = f"{values}; on held-out samples after {steps:,} steps of 1,024, against no restore"
             rows.add(f"{bits} bits, {count} restores{longer}{what}", values.mean, unit, paper, note, size=size)
     return rows
 
@@ -313,10 +296,7 @@ def _reductions(name: str, bits: int, found: Sequence[tuple[bool, int, int]]) ->
     raw, rows = found[0][2], Rows(name)
     bandwidth = raw * len(found) / sum(nbytes for _, nbytes, _ in found)
     capacity = 1 / max(value * found[0][1] / raw for value in _capacity(found, "intermittent"))
-    note = (
-        f"{len(found)} intervals, the dense layers exact; rows of 32 carry two numbers of 4 bytes each, the paper's "
-        "have 64 elements, for example, and new ones come more slowly there"
-    )
+    note = f"{len(found)} intervals, the dense layers exact; rows of 32 carry two numbers of 4 bytes each"
     source = f"Check-N-Run, figure 17, {'one restore' if bits == 2 else 'over 20'}"
     figures = _PAPER_REDUCTIONS.get(bits, (None, None))
     for what, value, figure in zip(("bandwidth", "capacity"), (bandwidth, capacity), figures, strict=True):

@@ -12,16 +12,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import shrinkpoint as sp
 
+from ...data import relative_l2
 from ...harness import Options, Row, Rows
 from .. import workloads
+from ..baselines.parts import parts
 from ..workloads import Run, State
 
 FIGURES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
-"""Figures of the papers."""
+"""Figures of the papers, and remarks on how they differ from ours."""
 _STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262, 15: 2.145, 20: 2.093, 30: 2.045}
 """Two-sided 95 % quantiles of Student's t by sample size; between two the one of the smaller size counts."""
 
@@ -41,8 +41,10 @@ class Experiment:
     def rows(self, options: Options) -> list[Row]:
         """Return its rows, or one with the reason for a missing measurement."""
         options.say(self.name)
+        remark = FIGURES["remarks"].get(self.name)
         try:
-            return self.run(self.name, options)
+            found = self.run(self.name, options)
+            return [dataclasses.replace(row, note="; ".join(filter(None, (row.note, remark)))) for row in found]
         except ImportError as error:
             rows = Rows(self.name)
             rows.add("", None, "", note=f"not measured: {error.name or error} is not installed")
@@ -93,20 +95,15 @@ def raw_bytes(ckpt: sp.Checkpoint, *ends: str, start: str = "") -> int:
 
 def l2_errors(exact: State, restored: State) -> dict[str, float]:
     """Relative l2 error of weights and of moments, all arrays of a role together."""
-    from ..baselines.parts import parts
-
-    sums: dict[str, list[float]] = {}
-    for a, b in zip(parts(exact).arrays, parts(restored).arrays, strict=True):
-        if a.role != "state" and a.spec.dtype == "float32":
-            found = sums.setdefault(f"{a.role}s", [0.0, 0.0])
-            found[0] += float(np.square(a.values.astype(np.float64) - b.values).sum())
-            found[1] += float(np.square(a.values.astype(np.float64)).sum())
-    return {role: (wrong / total) ** 0.5 for role, (wrong, total) in sums.items()}
+    pairs = zip(parts(exact).arrays, parts(restored).arrays, strict=True)
+    return relative_l2(
+        (f"{a.role}s", a.values, b.values) for a, b in pairs if a.role != "state" and a.spec.dtype == "float32"
+    )
 
 
 def _parts(ckpt: sp.Checkpoint, ends: tuple[str, ...], start: str) -> list[Any]:
-    parts = [part for part in ckpt.summary() if part.path.startswith(start)]
-    return [part for part in parts if part.path.endswith(ends) and len(part.shape) > 1] if ends else parts
+    found = [part for part in ckpt.summary() if part.path.startswith(start)]
+    return [part for part in found if part.path.endswith(ends) and len(part.shape) > 1] if ends else found
 
 
 # ------------------------------------------------------------------------------------------------------ shared states

@@ -1,23 +1,28 @@
-"""Baselines whose values are even ones of a range: naive 8-bit, Adaptive, QD-compressor."""
+"""Baselines that quantize each array by itself, and their search spaces."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from shrinkpoint.codec.entropy import counts_of, decode, encode_huffman
 from shrinkpoint.codec.format.fields import Reader, Writer
 from shrinkpoint.codec.state.leaves import LeafSpec
+from shrinkpoint.kernels.histogram import log_histogram
 from shrinkpoint.kernels.levels import delta, undelta
 from shrinkpoint.kernels.packing import pack_bits, unpack_bits
 from shrinkpoint.kernels.rans import entropy_bits
 
-from ..systems.spaces import Sketch, greedy_ranges
-from .parts import Bytes, Floats, Grid, Part, Parts, Saved, State, before, each, load, parts, save
+from .parts import Baseline, Bytes, Floats, Grid, Part, Parts, Saved, State, before, each, load, parts, save
 
+Doubles = npt.NDArray[np.float64]
+Range = tuple[float, float]
 _ZSTD_LEVEL = 9
 
 
@@ -70,6 +75,59 @@ def _naive(piece: Bytes, spec: LeafSpec, _: Floats | None) -> Floats:
     low, high = data.array("<f4", 2)
     plain = zstandard.ZstdDecompressor().decompress(data.rest(), max_output_size=spec.size)
     return Grid(float(low), float(high), 256).values(np.frombuffer(plain, np.uint8))
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """The input of the greedy search: a tensor's histogram (error 1/128) and range.
+
+    Args:
+        values, counts: of the nonempty buckets.
+        low, high: smallest and largest value.
+    """
+
+    values: npt.NDArray[np.float64]
+    counts: npt.NDArray[np.int64]
+    low: float
+    high: float
+
+    @staticmethod
+    def of(x: Floats) -> Sketch:
+        """Build the sketch of a tensor."""
+        histogram = log_histogram(x, 6, signed=True)
+        met = np.flatnonzero(histogram.counts[:-1])
+        return Sketch(histogram.values()[met], histogram.counts[met], float(x.min()), float(x.max()))
+
+    def loss(self, low: float, high: float, bins: int) -> float:
+        """Squared error of even bins in a range."""
+        width = (high - low) / (bins - 1)
+        if width <= 0:
+            return float("inf")
+        codes = np.clip(np.rint((self.values - low) / width), 0, bins - 1)
+        return float((self.counts * (self.values - (low + codes * width)) ** 2).sum())
+
+
+def greedy_ranges(sketch: Sketch, bins: int, steps: int, ratios: Sequence[float]) -> list[Range]:
+    """Return the best range of Check-N-Run's greedy search by each ratio.
+
+    Args:
+        sketch: of the tensor.
+        bins: grid values in the range.
+        steps: parts that the range is cut into.
+        ratios: shares of the range that are walked through, ascending.
+    """
+    step = (sketch.high - sketch.low) / steps
+    a, b = best = sketch.low, sketch.high
+    least = sketch.loss(a, b, bins)
+    found = []
+    for ratio in ratios:
+        while b - a > (1 - ratio) * (sketch.high - sketch.low) + step / 2:
+            left, right = sketch.loss(a + step, b, bins), sketch.loss(a, b - step, bins)
+            a, b = (a + step, b) if left < right else (a, b - step)
+            if min(left, right) < least:
+                best, least = (a, b), min(left, right)
+        found.append(best)
+    return found
 
 
 @dataclass(frozen=True)
@@ -197,3 +255,119 @@ def _differences(piece: Bytes, spec: LeafSpec, old: Floats | None) -> Floats:
     if old is not None:
         levels = undelta(grid.levels(old), levels, bins)
     return grid.values(levels)
+
+
+# ----------------------------------------------------------------------------------------------------------------- GOBO
+
+# A. H. Zadeh, I. Edo, O. M. Awad, A. Moshovos: GOBO: Quantizing Attention-Based NLP Models for Low Latency and Energy
+# Efficient Inference, MICRO 2020, arXiv 2005.03842. It was made for finished models: only its quantization is here,
+# which Inshrinkerator's table 7 is about. Outliers are values whose log probability density under the layer's normal
+# distribution is below -4.
+
+
+def outliers(x: Floats, outlier: float = -4.0) -> npt.NDArray[np.bool_]:
+    """Return the mask of values whose log density is below `outlier`."""
+    mean, deviation = float(x.mean(dtype=np.float64)), float(x.std(dtype=np.float64))
+    if deviation == 0.0:
+        return np.zeros(x.size, np.bool_)
+    density = -0.5 * ((x - mean) / deviation) ** 2 - math.log(deviation * math.sqrt(2 * math.pi))
+    found: npt.NDArray[np.bool_] = density < outlier
+    return found
+
+
+def centroids(x: npt.ArrayLike, count: int, rounds: int) -> Doubles:
+    """Fit at most `count` centroids of x by GOBO's iteration, ascending.
+
+    They start as means of groups of equal size; each round assigns to the nearest and takes the means again, until the
+    sum of |x - centroid| falls no more. The round of least sum counts.
+
+    Args:
+        x: values, 1-D.
+        count: centroids.
+        rounds: most rounds.
+
+    Example:
+        >>> centroids([0.0, 1.0, 10.0, 11.0], 2, 10).tolist()
+        [0.5, 10.5]
+    """
+    values: Doubles = np.sort(np.asarray(x, np.float64))
+    if not values.size:
+        return values
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    edges = np.unique(np.linspace(0, values.size, count + 1).round().astype(np.int64))
+    codes = np.diff(sums[edges]) / np.diff(edges)
+    best, least = codes, math.inf
+    for _ in range(rounds):
+        # The values nearest to a centroid are a stretch of the sorted ones, up to half-way to the next centroid.
+        cuts = np.searchsorted(values, (codes[1:] + codes[:-1]) / 2, side="right")
+        edges = np.concatenate([[0], cuts, [values.size]])
+        total = _distance(values, sums, edges, codes)
+        if not total < least:
+            break
+        best, least = codes, total
+        sizes = np.diff(edges)
+        codes = np.where(sizes > 0, np.diff(sums[edges]) / np.maximum(sizes, 1), codes)
+    return best
+
+
+def _distance(values: Doubles, sums: Doubles, edges: npt.NDArray[np.int64], codes: Doubles) -> float:
+    """Sum of |x - code| over groups of sorted values."""
+    middle = np.clip(np.searchsorted(values, codes), edges[:-1], edges[1:])
+    below = codes * (middle - edges[:-1]) - (sums[middle] - sums[edges[:-1]])
+    above = sums[edges[1:]] - sums[middle] - codes * (edges[1:] - middle)
+    return float((below + above).sum())
+
+
+def clustered(x: Floats, bins: int, outlier: float = -4.0, rounds: int = 1000) -> Floats:
+    """Quantize as GOBO does: outliers stay exact, other values become centroids.
+
+    Args:
+        x: values.
+        bins: centroids.
+        outlier: log density below which a value is kept.
+        rounds: most rounds of the clustering.
+    """
+    kept = outliers(x, outlier)
+    codebook = centroids(x[~kept], bins, rounds)
+    found = x.copy()
+    middle = (codebook[1:] + codebook[:-1]) / 2
+    found[~kept] = codebook[np.searchsorted(middle, x[~kept])]
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------- search spaces
+
+POWERS = (8, 16, 32, 64, 128, 256)
+STEPS, RATIOS = (10, 25, 50, 100), (0.1, 0.2, 0.3, 0.4, 0.5)
+"""Of Check-N-Run's greedy search: parts that a range is cut into, and shares of it that are walked through."""
+Rung = tuple[tuple[float, ...], Baseline]
+"""A baseline's place in its space, and the baseline."""
+Ladder = Callable[[State], Iterator[Rung]]
+"""The configurations of a baseline for a state, by ascending bins."""
+
+
+def adaptive_ladder(_: State) -> Iterator[Rung]:
+    """Table 11: even bins in a range narrowed by a greedy search."""
+    for place in itertools.product(POWERS, STEPS, RATIOS):
+        yield place, Adaptive(*place)
+
+
+def uniform_space(weights: Collection[Floats]) -> list[tuple[float, tuple[int, ...], QDCompressor]]:
+    """Return table 10 by mean bins: the mean, the bins of each layer, the system."""
+    wanted, sizes = [wanted_bins(x) for x in weights], [x.size for x in weights]
+    found = []
+    for least, most in itertools.product(POWERS, POWERS):
+        if least <= most:
+            system = QDCompressor(least, most)
+            bins = tuple(system.within(count) for count in wanted)
+            mean = sum(count * size for count, size in zip(bins, sizes, strict=True)) / sum(sizes)
+            found.append((mean, bins, system))
+    return sorted(found, key=lambda one: one[0])
+
+
+def uniform_ladder(state: State) -> Iterator[Rung]:
+    """Table 10: even bins by a layer's entropy, between two limits."""
+    found: dict[tuple[int, ...], Rung] = {}
+    for mean, bins, system in uniform_space([part.values for part in parts(state).of("weight")]):
+        found.setdefault(bins, ((mean,), system))
+    return iter(found.values())
