@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +13,9 @@ if TYPE_CHECKING:
     from .preemption import Preemption
     from .training_state import TrainingState
 
-_WHERE = {
-    "Loader": "loader",
-    "Preemption": "preemption",
-    "resume": "loop",
-    "save": "loop",
-    "TrainingState": "training_state",
-}
-
 __all__ = ["Loader", "Preemption", "TrainingState", "resume", "save"]
+_WHERE = dict(zip(__all__, ("loader", "preemption", "training_state", "loop", "loop"), strict=True))
+"""The modules of these names."""
 
 
 def __dir__() -> list[str]:
@@ -31,3 +27,12 @@ def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(import_module(f".{_WHERE[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@contextlib.contextmanager
+def required(need: str, command: str) -> Iterator[None]:
+    """Let a failing import name its package and the command that installs it."""
+    try:
+        yield
+    except ImportError:
+        raise ImportError(f"{need}: {command}") from None

@@ -26,17 +26,16 @@ from ..codec.evidence.entries import Entry
 from ..codec.evidence.kind import Kind
 from ..codec.evidence.module import class_of, kinds
 from ..store.store import Store
+from . import required
 from .dcp import Reader
 from .dcp.entry_paths import insert, place
 from .fully_sharded import ShardedSaves, pointer_to_shards
-from .pointers import PathLike, is_placeholder, load_at, read_pointer, store_of
+from .pointers import POINTER, PathLike, is_placeholder, load_at, read_pointer, store_of
 from .processes import on_all
-from .requirements import required
 
 with required("this adapter needs DeepSpeed", "pip install deepspeed"):
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-POINTER = "shrinkpoint.json"
 _REST = "rest"
 """Key of a file's contents without its tensors: bytes that torch loads with `weights_only=True`."""
 _EXACT = Kind("other", "state")
@@ -126,7 +125,7 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
         Raises:
             MissingParentError: the save of this checkpoint was interrupted.
         """
-        if not is_placeholder(path, POINTER):
+        if not is_placeholder(path):
             return self.raw.load(path, map_location)
         folder = os.path.dirname(path) if self._in_tag else os.path.dirname(os.path.dirname(path))
         pointer = os.path.join(folder, POINTER)
@@ -193,8 +192,7 @@ def attach(engine: Any, store_of: Callable[[str], Store], **settings: Any) -> Co
         raise BadArgumentError("an optimizer on NVMe is saved by DeepSpeed itself; use its own checkpoints")
     if engine.checkpoint_engine.is_decoupled():
         raise BadArgumentError('the writer "decoupled" of DeepSpeed saves in the background; leave it out')
-    engine.checkpoint_engine = CompressedFiles(engine, store_of, **settings)
-    found: CompressedFiles = engine.checkpoint_engine
+    found = engine.checkpoint_engine = CompressedFiles(engine, store_of, **settings)
     return found
 
 
@@ -212,7 +210,7 @@ def expand(folder: PathLike) -> str:
     if found is None:
         raise BadArgumentError(f"{os.fspath(folder)}: not a compressed checkpoint")
     store = store_of(pointer, found)
-    for path in [path for path in Path(folder).rglob("*.pt") if is_placeholder(path, POINTER)]:
+    for path in [path for path in Path(folder).rglob("*.pt") if is_placeholder(path)]:
         torch.save(_read(pointer, store, _root(path)), path)
     return os.fspath(folder)
 

@@ -30,10 +30,9 @@ from ...store.chain import Size, carried_by, smaller, wants_base
 from ...store.retention import Retention
 from ...store.store import Store
 from ...store.weight_average import WeightAverage, needs_average
-from .chain import is_place, resolve
 from .entry_paths import VALUES, Place, check_named, insert, kinds_of, numbered, place
 from .metadata import FOLDER, Offsets, RankFile, build
-from .target import Folders, StoreSteps, Target
+from .places import Folders, StoreSteps, Target, is_place, resolve
 from .thresholds import Weights, agree
 
 
@@ -468,14 +467,8 @@ def _describe(rank: int, name: str, ckpt: Checkpoint, head: _Parent | None) -> R
     own = (name, ckpt.nbytes)
     if head is None:
         return RankFile(rank, (own,), ckpt.raw_nbytes, 0, 0, 0)
-    return RankFile(
-        rank,
-        (own, *head.file.chain),
-        ckpt.raw_nbytes,
-        head.carried,
-        head.last.since_base + 1,
-        head.last.spent + ckpt.nbytes,
-    )
+    since, spent = head.last.since_base + 1, head.last.spent + ckpt.nbytes
+    return RankFile(rank, (own, *head.file.chain), ckpt.raw_nbytes, head.carried, since, spent)
 
 
 def _fits(parent: Mapping[tuple[str, Offsets], Offsets], shards: Mapping[tuple[str, Offsets], Offsets]) -> bool:
