@@ -197,7 +197,7 @@ class CompressingExecutor(ThreadExecutor):
         """See Executor."""
         # References that the trainer's own store has, too, are not freed.
         self.session.consumes = not self.adopt(job.origin)
-        self._begun = self.session.begin(job.step, trees["state"], **_save_options(trees), last=True)
+        self._begun = self.session.begin(job.step, trees["state"], **save_options(trees), last=True)
         return Snapshot({}, [], [])
 
     def run(self, job: Job, snapshot: Snapshot) -> tuple[dict[str, Any], list[Warned]]:
@@ -387,7 +387,7 @@ def kinds_tree(kinds: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def _save_options(trees: Mapping[str, Any]) -> dict[str, Any]:
+def save_options(trees: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of `Session.save` in the trees of a snapshot."""
     grads, metric, asked = trees["options"]
     kinds = {path: kind if isinstance(kind, str) else Kind(**kind) for path, kind in trees["kinds"].items()} or None
@@ -409,7 +409,7 @@ def perform(
         alone: use this thread only.
     """
     trees = rebuild(snapshot, arena)
-    options = _save_options(trees)
+    options = save_options(trees)
     with contextlib.suppress(Stopped), stoppable(stop, alone=alone), contextlib.ExitStack() as streams:
         # Arrays that stayed on a GPU are read on a separate stream, after their copies are complete.
         for device, event in snapshot.ready:

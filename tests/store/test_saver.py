@@ -35,7 +35,7 @@ from shrinkpoint.codec.state.leaves import is_array, read_leaf
 from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.store.memory_copies import MemoryCopies
 from shrinkpoint.store.saver import executors, host_copy
-from shrinkpoint.store.saver.executors import Maintenance, kinds_tree
+from shrinkpoint.store.saver.executors import Maintenance, kinds_tree, save_options
 from shrinkpoint.store.saver.saver import SaverWarning
 from shrinkpoint.store.saver.snapshot import Arena, HostArray, plan, rebuild, take
 from shrinkpoint.store.saver.worker import _save
@@ -301,15 +301,13 @@ def test_kinds_cross_as_a_tree() -> None:
     rows = np.array([3, 255], np.uint8)
     touched = sp.Kind("embedding", "weight", "0.weight", rows=rows)
     kinds = {**sp.kinds(module, torch.optim.Adam(module.parameters())), "0.weight": touched, "other": "norm"}
-    from shrinkpoint.store.saver.executors import _kinds
-
     arena = Arena()
-    found = rebuild(take(plan({"kinds": kinds_tree(kinds)}), arena), arena)["kinds"]
-    crossed = _kinds(found)
+    found = rebuild(take(plan({"options": [None] * 3, "kinds": kinds_tree(kinds)}), arena), arena)
+    crossed = save_options(found)["kinds"]
     assert crossed == kinds
     assert crossed is not None
     assert np.array_equal(crossed["0.weight"].rows, rows)
-    assert _kinds({}) is None
+    assert save_options({**found, "kinds": {}})["kinds"] is None
     arena.close()
 
 
