@@ -562,7 +562,7 @@ def test_nobody_waits_for_the_copying_kernel(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(host_copy, "kernel", kernel)
     monkeypatch.setattr(host_copy, "STREAMED", 1)
-    monkeypatch.setattr(host_copy.os, "register_at_fork", lambda before: None)
+    monkeypatch.setattr(host_copy.os, "register_at_fork", lambda **_: None)
     host_copy.load_in_thread.cache_clear()
     try:
         with sp.Saver(sp.Store(memory_url(), LOSSLESS)) as saver:
