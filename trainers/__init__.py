@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -31,3 +33,12 @@ def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(import_module(f".{_WHERE[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@contextlib.contextmanager
+def required(need: str, command: str) -> Iterator[None]:
+    """Let a failing import name its package and the command that installs it."""
+    try:
+        yield
+    except ImportError:
+        raise ImportError(f"{need}: {command}") from None

@@ -18,16 +18,14 @@ from ..kernels.errors import BadArgumentError
 from ..store.frozen_sets import Frozen
 from ..store.saver.saver import Saver
 from ..store.store import Store
-from .background import Background, store_behind
 from .frozen_parameters import check_frozen, digest_of, load_frozen, record, store_once, without
 from .fully_sharded import ShardedSaves, check_version, load_sharded, pointer_to_shards, sharded_state
-from .optimizer_dtypes import load_optimizer
-from .pointers import drop, is_placeholder, load_at, read_pointer, save_at, steps_in_use
+from .model_state import differences, group_differences, load_states, refuse
+from .pointers import POINTER, WholeSaves, drop, is_placeholder, load_at, read_pointer, steps_in_use
 from .preemption import Preemption
-from .state import plain
-from .state_mismatch import differences, group_differences, load_states, refuse
+from .save_timing import store_behind
+from .state import load_optimizer, plain
 
-POINTER = "shrinkpoint.json"
 _STAND_IN = "optimizer.bin"
 """Name of the placeholder that replaces an optimizer's state."""
 
@@ -38,7 +36,8 @@ class CompressedStates:
     def __init__(self, accelerator: Any, saver: Saver | Store, frozen: str | None = None) -> None:
         self.accelerator = accelerator
         self.store = store_behind(saver)
-        self._background = Background(saver.store, saver) if isinstance(saver, Saver) else None
+        self._saves = WholeSaves(saver)
+        self._is_background = isinstance(saver, Saver)
         self.frozen = check_frozen(frozen)
         self._shards: ShardedSaves | None = None
         self._files: Any = None
@@ -71,9 +70,7 @@ class CompressedStates:
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
-        if self._background is not None:
-            self._background.wait()
-        for saves in (self._shards, self._files):
+        for saves in (self._saves, self._shards, self._files):
             if saves is not None:
                 saves.wait()
 
@@ -97,7 +94,7 @@ class CompressedStates:
 
         engine = self.accelerator._models[0]
         if self._files is None or self._files.engine is not engine:
-            settings = {"in_tag": False, "waits": True, "background": self._background is not None}
+            settings = {"in_tag": False, "waits": True, "background": self._is_background}
             self._files = attach(engine, lambda _: self.store, **settings)
         return self._files
 
@@ -127,10 +124,10 @@ class CompressedStates:
         """Save the shards of all ranks, after Accelerate has written the rest of the folder."""
         pairs, main = self._pairs(*self._hidden), self.accelerator.is_main_process
         if self._shards is None:
-            self._shards = ShardedSaves(self.store, background=self._background is not None)
+            self._shards = ShardedSaves(self.store, background=self._is_background)
         self._shards.save(os.path.join(output_dir, POINTER), sharded_state(pairs))
         if main:
-            self._shards.then(lambda: self._rotate(Store(self.store.url), output_dir))
+            self._shards.then(lambda store: self._rotate(store, output_dir))
 
     def _load_shards(self, models: list[Any], input_dir: str) -> None:
         """Load a checkpoint into the hidden models, compressed or as Accelerate writes it."""
@@ -164,7 +161,7 @@ class CompressedStates:
             elif files is not None:
                 saves = files.finish()
                 if self.accelerator.is_main_process:
-                    saves.then(lambda: self._rotate(Store(self.store.url), folder))
+                    saves.then(lambda store: self._rotate(store, folder))
             return folder
         finally:
             self._clear()
@@ -246,8 +243,7 @@ class CompressedStates:
         optimizers = self.accelerator._optimizers
         kept_out = [record(model, self.frozen) for model in self.accelerator._models]
         for model, found in zip(self.accelerator._models, kept_out, strict=True):
-            if found is not None:
-                store_once(self.store, model, found)
+            store_once(self.store, model, found)
         if self.accelerator.is_main_process:
             state = {
                 "models": [plain(without(*pair)) for pair in zip(weights, kept_out, strict=True)],
@@ -255,13 +251,8 @@ class CompressedStates:
             }
             if any(found is not None for found in kept_out):
                 state["frozen"] = [None if found is None else found.to_tree() for found in kept_out]
-            path = os.path.join(output_dir, POINTER)
-            if self._background is None:
-                save_at(path, self.store, state)
-                self._rotate(self.store, output_dir)
-            else:
-                self._background.save(path, state)
-                self._background.then(lambda: self._rotate(Store(self.store.url), output_dir))
+            self._saves.save(os.path.join(output_dir, POINTER), state)
+            self._saves.then(lambda store: self._rotate(store, output_dir))
         # Accelerate does not write weights that are removed from this list.
         weights.clear()
         for one in optimizers:

@@ -26,17 +26,16 @@ from ..codec.evidence.entries import Entry
 from ..codec.evidence.kind import Kind
 from ..codec.evidence.module import class_of, kinds
 from ..store.store import Store
+from . import required
 from .dcp import Reader
 from .dcp.entry_paths import insert, place
 from .fully_sharded import ShardedSaves, pointer_to_shards
-from .pointers import PathLike, is_placeholder, load_at, read_pointer, store_of
+from .pointers import POINTER, PathLike, is_placeholder, load_at, read_pointer, store_of
 from .processes import on_all
-from .requirements import required
 
 with required("this adapter needs DeepSpeed", "pip install deepspeed"):
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-POINTER = "shrinkpoint.json"
 _REST = "rest"
 """Key of a file's contents without its tensors: bytes that torch loads with `weights_only=True`."""
 _EXACT = Kind("other", "state")

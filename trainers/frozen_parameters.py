@@ -116,16 +116,16 @@ def record(model: nn.Module, frozen: str | None) -> Frozen | None:
     return Frozen(tuple(names), digest_of(model, names), None if frozen == ONCE else frozen)
 
 
-def store_once(store: Store, model: nn.Module, found: Frozen) -> None:
+def store_once(store: Store, model: nn.Module, found: Frozen | None) -> None:
     """Store frozen parameters unless the run's store has them; a collective.
 
     Raises:
         ShrinkpointError: they were changed meanwhile, by another thread.
     """
-    if found.source is not None:
+    if found is None or found.source is not None:
         return
     sets = store.frozen_sets
-    if on_rank_0(lambda: sets.mark(found.digest), lambda there: there, "the frozen parameters were not stored"):
+    if on_rank_0(lambda: sets.mark(found.digest), "the frozen parameters were not stored"):
         return
     tensors = {name: whole(value) for name, value in _parameters(model, found.names).items()}
 
@@ -135,7 +135,7 @@ def store_once(store: Store, model: nn.Module, found: Frozen) -> None:
             raise ShrinkpointError("the frozen parameters were changed while they were saved")
         sets.put(found.digest, ckpt)
 
-    on_rank_0(write, lambda _: None, "the frozen parameters were not stored")
+    on_rank_0(write, "the frozen parameters were not stored")
 
 
 def load_frozen(store: Store, found: Frozen) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -25,12 +25,14 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from ..kernels.errors import BadArgumentError
 from ..store.store import Store
 from .dcp import Reader, Writer
-from .pointers import PathLike, PendingPointer, Pointer, next_step, point_to, read_pointer
+from .pointers import PathLike, PendingPointer, PointedSaves, Pointer, next_step, read_pointer
 from .processes import on_rank_0, rank
 
+_NOT_SENT = "the result of the save could not be sent"
 
-class ShardedSaves:
-    """Saves of sharded states; one is in flight at a time. All ranks make the same calls.
+
+class ShardedSaves(PointedSaves):
+    """Saves of sharded states behind pointer files. All ranks make the same calls.
 
     Args:
         store: where to; each rank opens the same one.
@@ -39,12 +41,12 @@ class ShardedSaves:
     """
 
     def __init__(self, store: Store, *, background: bool) -> None:
-        self.store, self.background = store, background
+        super().__init__(store)
+        self.background = background
         # Collectives of a save must not meet those of training, which run in another thread.
         self._group = dist.new_group(backend="gloo") if background else None
         self._writer = Writer(store, process_group=self._group)
         self._future: Any = None
-        self._pending: PendingPointer | None = None
 
     def save(self, path: PathLike, state: Any, kinds: Mapping[str, Any] | None = None) -> None:
         """Save a state as the store's next step, and let a file point to that.
@@ -53,12 +55,12 @@ class ShardedSaves:
             Exception: what this save raised, on all ranks; in the background, what the save before this one raised.
         """
         self.wait()
-        step: int = on_rank_0(lambda: next_step(self.store), lambda step: step, "nothing was saved")
+        step = on_rank_0(lambda: next_step(self.store), "nothing was saved")
         self._writer.kinds = kinds
         before = read_pointer(path) if rank() == 0 else None
         if not self.background:
             save(state, storage_writer=self._writer, checkpoint_id=str(step))
-            self._on_rank_0(lambda: self._write_pointer(path, step, before))
+            on_rank_0(lambda: self._point_to(path, step, before), _NOT_SENT)
             return
         self._future = async_save(
             state, storage_writer=self._writer, checkpoint_id=str(step), process_group=self._group
@@ -68,14 +70,9 @@ class ShardedSaves:
         def write(saved: Any) -> None:
             saved.result()
             if rank() == 0:
-                self._write_pointer(path, step, before)
+                self._point_to(path, step, before)
 
         self._future.add_done_callback(lambda saved: pending.finish(lambda: write(saved)))
-
-    def then(self, work: Callable[[], object]) -> None:
-        """Call `work` when the save in flight is durable, or at once; never if the save fails."""
-        if self._pending is None or not self._pending.then(work):
-            work()
 
     def wait(self) -> None:
         """Wait until nothing is in flight.
@@ -87,21 +84,11 @@ class ShardedSaves:
         if future is not None and pending is not None:
             concurrent.futures.wait([pending.done])
             future.result()
-            self._on_rank_0(pending.done.result)
+            on_rank_0(pending.done.result, _NOT_SENT)
 
     def close(self) -> None:
         """Wait for the save in flight."""
         self.wait()
-
-    @staticmethod
-    def _on_rank_0(work: Callable[[], object]) -> None:
-        """Do something on rank 0, and raise its error on all ranks."""
-        on_rank_0(work, lambda _: None, "the result of the save could not be sent")
-
-    def _write_pointer(self, path: PathLike, step: int, before: Pointer | None) -> None:
-        # Another object than training uses in its thread.
-        store = Store(self.store.url, self.store.cfg)
-        point_to(path, store, step, store.describe(step).identity, before)
 
 
 def check_version(plugin: Any) -> None:

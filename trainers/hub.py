@@ -7,35 +7,69 @@ checkpoint, `NAME.safetensors.spt`; everything else is copied as it is. The mode
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from blake3 import blake3
 
+from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress
 from ..codec.config import Config
+from ..codec.errors import CorruptDataError, MissingParentError
+from ..codec.format import container
+from ..codec.format.schema import StoredArray, StoredGroup, groups_to_json
+from ..codec.lossless.reference import BytesReference
 from ..codec.named_presets import check_config
 from ..codec.presets import lossless
+from ..codec.state import tree
+from ..codec.state.leaves import as_bytes, is_array, read_leaf
 from ..codec.summary import Row
 from ..kernels.errors import BadArgumentError
-from ..store.local import follow_umask, sync_folder
-from . import model_card as cards
-from .model_card import Transfer
-from .model_folder import (
-    SUFFIX,
-    ModelFolder,
-    PathLike,
-    base_parent,
-    copy_file,
-    new_folder,
-    refuse_within,
-    sort_of,
-    write_file,
-)
+from ..store.local import LocalFiles, follow_umask, sync_folder
+from ..store.regular_files import check_link, read_file
+
+PathLike: TypeAlias = str | os.PathLike[str]
+Tensors: TypeAlias = dict[str, torch.Tensor]
+Sort: TypeAlias = tuple[str, tuple[int, ...]]
+SUFFIX = ".spt"
+_CARD = "README.md"
+_BEGIN, _END = "\n<!-- shrinkpoint: begin -->\n", "<!-- shrinkpoint: end -->\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Result of `save_pretrained`.
+
+    Args:
+        path: the folder.
+        nbytes: bytes of its compressed files.
+        raw_nbytes: bytes of the weights.
+        rows: one a weight, see `Checkpoint.summary`.
+        has_base: whether the base model is needed to read it.
+    """
+
+    path: Path
+    nbytes: int
+    raw_nbytes: int
+    rows: tuple[Row, ...]
+    has_base: bool
+
+    @property
+    def ratio(self) -> float:
+        """`raw_nbytes / nbytes`."""
+        return self.raw_nbytes / self.nbytes
+
+    @property
+    def is_lossless(self) -> bool:
+        """Return whether every bit of the weights is kept."""
+        return all(row.measure == "exact" for row in self.rows)
 
 
 def save_pretrained(
@@ -153,17 +187,17 @@ def _compress_folder(
         sorts = {name: sort_of(tensor) for name, tensor in tensors.items()}
         parent = None if base is None else base_parent(base.some(tensors, file), sorts)
         ckpt = compress(state, parent, cfg)
-        write_file(result / f"{file}{SUFFIX}", ckpt.to_bytes())
+        LocalFiles(str(result)).write(f"{file}{SUFFIX}", ckpt.to_bytes())
         nbytes, raw = nbytes + ckpt.nbytes, raw + ckpt.raw_nbytes
         rows += ckpt.summary()
     for file in source.rest:
         copy_file(source.folder / file, result / file)
     done = Transfer(target, nbytes, raw, tuple(rows), base is not None)
-    card = result / cards.NAME
+    card = result / _CARD
     before = card.read_bytes() if card.exists() else b""
-    if cards.has_section(before):
-        raise BadArgumentError(f"{source.folder / cards.NAME} is the card of a compressed model already")
-    card.write_bytes(before + cards.section(done, None if base is None else base.folder.name).encode())
+    if _has_section(before):
+        raise BadArgumentError(f"{source.folder / _CARD} is the card of a compressed model already")
+    card.write_bytes(before + _section(done, None if base is None else base.folder.name).encode())
     return done
 
 
@@ -179,9 +213,9 @@ def _restore_folder(source: ModelFolder, result: Path) -> None:
         follow_umask(str(out))
     for file in [*source.raw, *source.rest]:
         copy_file(source.folder / file, result / file)
-    card = result / cards.NAME
+    card = result / _CARD
     if card.exists():
-        text = cards.without_section(card.read_bytes())
+        text = _without_section(card.read_bytes())
         if text:
             card.write_bytes(text)
         else:
@@ -229,3 +263,266 @@ def _load_into(model: torch.nn.Module, source: ModelFolder) -> torch.nn.Module:
         raise BadArgumentError(f"{source.folder}: the weights do not fit; nothing was changed\n  {shown}")
     model.load_state_dict(tensors)
     return model
+
+
+class ModelFolder:
+    """The safetensors files of a folder, raw or compressed."""
+
+    def __init__(self, folder: PathLike, base: PathLike | None = None) -> None:
+        self.folder = _path(folder)
+        if not self.folder.is_dir():
+            raise BadArgumentError(f"{self.folder} is not a folder")
+        self.files = sorted(p.relative_to(self.folder) for p in _walk(self.folder, self.folder))
+        self.compressed = [p for p in self.files if p.name.endswith(f".safetensors{SUFFIX}")]
+        self.raw = [p for p in self.files if p.suffix == ".safetensors"]
+        self.rest = [p for p in self.files if p not in {*self.compressed, *self.raw}]
+        self.base = None if base is None else ModelFolder(base)
+        self._names: dict[str, list[Path]] | None = None
+        self._open: tuple[Path, Tensors] | None = None
+
+    def read(self, file: Path) -> tuple[dict[str, str], Tensors]:
+        """Return metadata and tensors of one file."""
+        path = self.folder / file
+        if file in self.raw:
+            return read_safetensors(path)
+        ckpt = _read_checkpoint(path)
+        if ckpt.is_delta:
+            if self.base is None:
+                raise MissingParentError(f"{path}: a delta; the folder of its base model is needed as base")
+            wanted = _keys(ckpt)
+            plain = file.with_name(file.name.removesuffix(SUFFIX))
+            parent = base_parent(self.base.some(wanted, plain), wanted)
+            if parent.identity != ckpt.parent_id:
+                raise MissingParentError(f"{path}: {self.base.folder} is not the base it was compressed against")
+            state = decompress(ckpt, parent)
+        else:
+            state = decompress(ckpt)
+        return _check_state(state, path)
+
+    def all(self) -> Tensors:
+        """Return all tensors of the folder.
+
+        Raises:
+            BadArgumentError: two files have one of the same name.
+        """
+        found: Tensors = {}
+        for file in self.compressed or self.raw:
+            tensors = self.read(file)[1]
+            twice = next((name for name in tensors if name in found), None)
+            if twice is not None:
+                raise BadArgumentError(f"{self.folder}: {twice} is in several files; restore the folder with to=")
+            found |= tensors
+        return found
+
+    def some(self, names: Mapping[str, Any], preferred: Path) -> Tensors:
+        """Return the tensors of these names that exist, preferably from one file."""
+        where = self._where()
+        chosen: dict[Path, list[str]] = {}
+        for name in names:
+            files = where.get(name, [])
+            fitting = [f for f in files if str(f).removesuffix(SUFFIX) == str(preferred)] or files
+            if fitting:
+                chosen.setdefault(fitting[0], []).append(name)
+        found: Tensors = {}
+        for file, present in chosen.items():
+            tensors = self._cached(file)
+            found |= {name: tensors[name] for name in present}
+        return found
+
+    def _cached(self, file: Path) -> Tensors:
+        # The parts of a base follow those of the model, so the same file is asked for again and again.
+        if self._open is None or self._open[0] != file:
+            self._open = None
+            self._open = (file, self.read(file)[1])
+        return self._open[1]
+
+    def _where(self) -> dict[str, list[Path]]:
+        if self._names is None:
+            self._names = {}
+            for file in self.compressed or self.raw:
+                path = self.folder / file
+                if file in self.compressed:
+                    names = list(_keys(_read_checkpoint(path)))
+                else:
+                    with open_safetensors(path) as opened:
+                        names = list(opened.keys())
+                for name in names:
+                    self._names.setdefault(name, []).append(file)
+            if not self._names:
+                raise BadArgumentError(f"{self.folder}: no safetensors in it")
+        return self._names
+
+
+def base_parent(base: Tensors, wanted: Mapping[str, Sort]) -> Checkpoint:
+    """Return the base's tensors that fit in name, dtype and shape, as a parent checkpoint.
+
+    Its identity is a hash of these tensors, not of a compressed file. So a delta made with one release of the codec is
+    readable with another, whether the given base is compressed or not. The base is not encoded.
+    """
+    same = {name: t for name, t in sorted(base.items()) if wanted.get(name) == sort_of(t)}
+    nodes, found = tree.flatten({"tensors": same}, is_array)
+    digest = blake3()
+    arrays, memory, total = [], {}, 0
+    for node in found:
+        spec, flat = read_leaf(node.value, node.path)
+        data = as_bytes(flat)
+        digest.update(json.dumps([node.path, spec.dtype, list(spec.shape)]).encode())
+        digest.update(data.data)
+        memory[node.key] = BytesReference(data)
+        arrays.append(StoredArray(spec.dtype, spec.shape).to_json())
+        total += spec.nbytes
+    groups = groups_to_json([StoredGroup([i], "bytes", []) for i in range(len(arrays))])
+    header = {"parent": None, "as": digest.hexdigest(), "raw": total, "tree": nodes, "arrays": arrays, "groups": groups}
+    return Checkpoint(container.write(header, [])[0], dict(memory))
+
+
+def sort_of(tensor: torch.Tensor) -> Sort:
+    """Return dtype and shape of a tensor, which are equal for interchangeable tensors."""
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def _keys(ckpt: Checkpoint) -> dict[str, Sort]:
+    """Return dtype and shape of a compressed file's tensors, by name."""
+    return {r.path.removeprefix("tensors/"): (r.spec.dtype, r.spec.shape) for r in ckpt.records}
+
+
+def _check_state(state: Any, path: Path) -> tuple[dict[str, str], Tensors]:
+    ok = isinstance(state, dict) and set(state) == {"metadata", "tensors"}
+    ok = ok and all(isinstance(part, dict) for part in state.values())
+    ok = ok and all(isinstance(k, str) and isinstance(v, str) for k, v in state["metadata"].items())
+    if not ok or not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in state["tensors"].items()):
+        raise CorruptDataError(f"{path}: not what save_pretrained writes")
+    return state["metadata"], state["tensors"]
+
+
+def _read_checkpoint(path: Path) -> Checkpoint:
+    try:
+        return Checkpoint.from_bytes(read_file(path))
+    except CorruptDataError as e:
+        raise CorruptDataError(f"{path}: {e}") from None
+
+
+@contextlib.contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; CorruptDataError if it is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as e:
+        raise CorruptDataError(f"{path}: {e}") from None
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, str], Tensors]:
+    """Return metadata and tensors of a safetensors file.
+
+    Raises:
+        CorruptDataError: it is damaged.
+    """
+    with open_safetensors(path) as file:
+        return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _walk(folder: Path, top: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Yield the files below a folder, except in hidden folders, where tools keep caches.
+
+    Args:
+        folder: which.
+        top: the folder that the user has named.
+        above: the real folders that this one is in.
+
+    Raises:
+        BadArgumentError: an entry is a link to nothing, to a folder that it is in, or out of `top` (see `check_link`),
+            or neither a file nor a folder.
+    """
+    above = (*above, folder.resolve())
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir():
+            if entry.name.startswith("."):
+                continue
+            if entry.resolve() in above:
+                raise BadArgumentError(f"{entry} links to {entry.resolve()}, a folder that it is in")
+            check_link(entry, top)
+            yield from _walk(entry, top, above)
+        elif entry.is_file():
+            check_link(entry, top)
+            yield entry
+        else:
+            what = f"a link to {os.readlink(entry)}, which is not there" if entry.is_symlink() else "no ordinary file"
+            raise BadArgumentError(f"{entry} is {what}")
+
+
+def _path(folder: PathLike) -> Path:
+    try:
+        return Path(folder)
+    except TypeError:
+        raise BadArgumentError(f"a folder must be a path, not {type(folder).__qualname__}") from None
+
+
+def refuse_within(target: PathLike, *folders: Path) -> None:
+    """Refuse to write into a folder that is read.
+
+    Raises:
+        BadArgumentError: the target is in one of the folders.
+    """
+    path = _path(target).resolve()
+    for folder in folders:
+        if folder.resolve() in path.parents:
+            raise BadArgumentError(f"{path} is in {folder}, which it would be made from; choose a place outside")
+
+
+def new_folder(path: PathLike) -> Path:
+    """Check that a folder is new or empty, and create its parents."""
+    target = _path(path).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BadArgumentError(f"{target} is not empty")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file's bytes, and create the folder of the copy."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def _has_section(card: bytes) -> bool:
+    """Return whether a card already has the section of a compressed model."""
+    return _BEGIN.encode() in card
+
+
+def _without_section(card: bytes) -> bytes:
+    """Return the card without the section."""
+    begin, end = card.find(_BEGIN.encode()), card.rfind(_END.encode())
+    return card[:begin] + card[end + len(_END) :] if 0 <= begin < end else card
+
+
+def _section(done: Transfer, base: str | None) -> str:
+    """Return the section of the model card: the stored bytes and the error of each weight."""
+    lines = [
+        "## Compressed weights",
+        "",
+        f"Weights of {done.raw_nbytes:,} bytes in {done.nbytes:,} ({done.ratio:.2f} to 1) by shrinkpoint. "
+        f'Read them with `shrinkpoint.load_pretrained("{done.path.name}"{", base=..." if base else ""})`.',
+        "",
+    ]
+    if base is not None:
+        lines += [f"Stored as the difference to a base model, which is needed to read it: `{base}`.", ""]
+    lossy = [row for row in done.rows if row.measure != "exact"]
+    if not lossy:
+        lines += ["**Lossless**: every bit of every weight comes back.", ""]
+        return _BEGIN + "\n".join(lines) + _END
+    share = sum(row.raw_bytes for row in lossy) / max(1, done.raw_nbytes)
+    worst = max(lossy, key=lambda row: row.error)
+    lines += [
+        f"**Lossy**: {len(lossy)} of {len(done.rows)} arrays ({share:.1%} of the bytes) come back with an error, "
+        f"at most {worst.error:g} ({worst.measure}, `{worst.path.removeprefix('tensors/')}`). The others are exact.",
+        "",
+        "| weight | dtype | bits per element | error | measure |",
+        "|---|---|---|---|---|",
+    ]
+    for row in lossy:
+        name = row.path.removeprefix("tensors/")
+        lines.append(f"| `{name}` | {row.dtype} | {row.bits_per_element:.2f} | {row.error:g} | {row.measure} |")
+    return _BEGIN + "\n".join([*lines, ""]) + _END

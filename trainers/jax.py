@@ -14,8 +14,8 @@ import numpy as np
 
 from ..codec.extras import install
 from ..kernels.errors import BadArgumentError
-from .requirements import required
-from .state_mismatch import listed
+from . import required
+from .model_state import listed
 
 with required("this adapter needs JAX", install("jax")):
     import jax

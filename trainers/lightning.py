@@ -35,13 +35,14 @@ from ..searching.process_group import ProcessGroup
 from ..searching.result import SearchResult
 from ..store.store import Store
 from ..store.weight_average import needs_average
-from .background import Background, check_compact
-from .hyperparameters import plain_form
-from .lightning_strategies import installed_classes, plugins, wrap_strategies
+from .lightning_strategies import installed_classes, plain_form, plugins, wrap_strategies
 from .loop import RanksChangedWarning
 from .model_state import gathered
 from .pointers import (
+    FOLDER,
     PathLike,
+    WholeSaves,
+    check_compact,
     drop,
     grads_within,
     is_shared,
@@ -50,12 +51,10 @@ from .pointers import (
     next_step,
     points_to,
     read_pointer,
-    save_at,
     wait_for_files,
 )
 from .preemption import Preemption
-from .processes import from_all, rank, world
-from .replica_search import agreed, of_first
+from .processes import agreed, from_all, of_first, rank, world
 from .sensitivity import SensitivityTracker
 from .state import capture_rng, plain, restore_rng
 
@@ -67,7 +66,6 @@ else:
     CheckpointIO = new_class("CheckpointIO", installed_classes("lightning.fabric", "plugins.io", "CheckpointIO"))
     Callback = new_class("Callback", installed_classes("lightning.pytorch", "callbacks", "Callback"))
 
-FOLDER = "shrinkpoint"
 PREEMPTED = "last-preempted.ckpt"
 """Lightning finds files that begin with `last` by `ckpt_path="last"`."""
 _TEMPORARY = re.compile(r"\.((lr_find|scale_batch_size)_[0-9a-f-]{36}|temp)\.ckpt")
@@ -120,7 +118,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         self.cfg = Config() if cfg is None else check_config(cfg)
         self.background = background
         self.compact = check_compact(compact, background=background)
-        self._savers: dict[str, Background] = {}
+        self._savers: dict[str, WholeSaves] = {}
         self.kinds: dict[str, Any] | None = None
         self.grads: Any = None
         self.chosen: Config | None = None
@@ -153,14 +151,10 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
             return
         hyperparameters = {key: plain_form(checkpoint[key]) for key in _HYPERPARAMETERS if key in checkpoint}
         store, state = self._store(path), plain(checkpoint | hyperparameters)
-        grads = self.gradients(state)
-        if self.background and store.url not in self._savers:
-            self._savers[store.url] = Background(store, compact=self.compact)
-        saver = self._savers.get(store.url)
-        if saver is None:
-            save_at(path, store, state, grads=grads, kinds=self.kinds, cfg=self.chosen)
-        else:
-            saver.save(path, state, grads=grads, kinds=self.kinds, cfg=self.chosen)
+        if store.url not in self._savers:
+            self._savers[store.url] = WholeSaves(store, background=self.background, compact=self.compact)
+        saver = self._savers[store.url]
+        saver.save(path, state, grads=self.gradients(state), kinds=self.kinds, cfg=self.chosen)
 
     def gradients(self, state: dict[str, Any]) -> Any:
         """Return gradient averages by their paths in the state, for `compress`.
@@ -262,7 +256,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         if saver is None:
             _remove(path, store, root)
         else:
-            saver.then(lambda: _remove(path, Store(store.url), root))
+            saver.then(lambda store: _remove(path, store, root))
 
 
 class CompressedCheckpoints(Callback):  # type: ignore[misc]

@@ -1,8 +1,10 @@
-"""Lightning's sharded strategies; some bypass the checkpoint plugin."""
+"""What Lightning's strategies save without the plugin, and hyperparameters in plain form."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -11,11 +13,12 @@ from typing import Any
 
 import torch
 
-from ..codec.errors import BadArgumentError, ShrinkpointError
+from ..codec.errors import BadArgumentError, ShrinkpointError, UnsupportedLeafError
 from ..codec.extras import install
-from .hyperparameters import unstorable
-from .optimizer_dtypes import restore_dtypes
+from ..codec.state.leaves import is_array
+from ..codec.state.tree import flatten
 from .pointers import PathLike, read_pointer
+from .state import restore_dtypes
 
 _OTHER = {"lightning.fabric": "lightning_fabric", "lightning.pytorch": "pytorch_lightning"}
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
@@ -155,3 +158,43 @@ def _teardown(teardown: Callable[[], None], strategy: Any) -> None:
     """Tear down the strategy and its plugin, which Lightning leaves out."""
     teardown()
     strategy.checkpoint_io.teardown()
+
+
+def plain_form(value: Any) -> Any:
+    """Return hyperparameters with enums, dataclasses and paths in plain form.
+
+    An enum becomes its value, a dataclass a dict of its fields, a path a string.
+
+    Example:
+        >>> from pathlib import Path
+        >>> plain_form({"data": Path("a/b"), "rates": (0.1, 0.2)})
+        {'data': 'a/b', 'rates': (0.1, 0.2)}
+    """
+    if isinstance(value, enum.Enum):
+        return plain_form(value.value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain_form(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {plain_form(key): plain_form(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        # Named tuples are refused with their path like any other class.
+        return type(value)(map(plain_form, value)) if type(value) in (list, tuple) else value
+    return value
+
+
+def unstorable(parameters: Mapping[str, Any]) -> list[str]:
+    """Return a line for each hyperparameter that cannot be stored without pickle.
+
+    Example:
+        >>> unstorable({"rate": 0.1, "names": {"a"}})[0].split(":")[0]
+        'names'
+    """
+    lines = []
+    for name, value in parameters.items():
+        try:
+            flatten({str(name): plain_form(value)}, is_array)
+        except UnsupportedLeafError as e:
+            lines.append(str(e))
+    return lines

@@ -22,15 +22,13 @@ from ..store.saver.saver import Saver
 from ..store.store import Store
 from . import model_state as models
 from . import optimizer_state
-from .background import store_behind
 from .frozen_parameters import ONCE, digest_of, load_frozen, store_once
-from .places import MORE, at, label, put
 from .processes import explaining, on_all, on_rank_0, rank, world
 from .rows import RowTracker
-from .save_timing import timed
+from .save_timing import store_behind, timed
 from .sensitivity import SensitivityTracker
 from .state import Generator, Stateful, restore
-from .training_state import Optimizers, TrainingState, is_training_tree
+from .training_state import MORE, Optimizers, TrainingState, at, is_training_tree, label, put
 
 LOG = logging.getLogger("shrinkpoint.trainers")
 Result = TypeVar("Result", covariant=True)
@@ -134,9 +132,7 @@ def save(
         found = models.gathered(found)
         tree: Any = state.tree(step)
         if state.frozen == ONCE:
-            store_once(
-                store_behind(saver), state.model, on_rank_0(lambda: Frozen.of_tree(tree), lambda f: f, "nothing")
-            )
+            store_once(store_behind(saver), state.model, on_rank_0(lambda: Frozen.of_tree(tree), "nothing"))
 
     def write() -> Result:
         marked = None if tracker is None else tracker.kinds(state.optimizers or None)
@@ -144,7 +140,7 @@ def save(
         averaged = None if found is None else {"model": dict(found)}
         number = tree["step"]
         result: Any = timed(
-            store_behind(saver).url,
+            saver,
             number,
             lambda: saver.save(number, tree, grads=averaged, kinds=kinds, metric=metric, cfg=cfg),
         )
@@ -154,8 +150,7 @@ def save(
         return saved
 
     # An error of rank 0 is raised on all: a process that tries again must not do so alone.
-    result: Result | None = on_rank_0(write, lambda _: None, f"the result of saving step {step} could not be sent")
-    return result
+    return on_rank_0(write, f"the result of saving step {step} could not be sent", lambda _: None)
 
 
 def resume(
@@ -255,7 +250,7 @@ def resume(
         found: dict[str, Any] = state
         return found
 
-    def light(state: dict[str, Any]) -> dict[str, Any]:
+    def light(state: Any) -> dict[str, Any]:
         """Return the state without the parts that modules and optimizers distribute themselves."""
         sent = {key: value for key, value in state.items() if key not in ("model", "optimizer")}
         sent |= {MORE: dict(state[MORE])} if MORE in state else {}
@@ -263,7 +258,7 @@ def resume(
             put(sent, place, {})
         return sent
 
-    state = on_rank_0(load, light, "nothing was resumed")
+    state = on_rank_0(load, "nothing was resumed", light)
     if state is None:
         return 0
     kept_out = Frozen.of_tree(state)
@@ -278,13 +273,13 @@ def resume(
             state["model"] = state["model"] | load_frozen(store_behind(saver), kept_out)
         lines, doubts = differences(state)
         if lines and strict:
-            models.refuse(lines + doubts, where)
+            models.refuse(lines + doubts, where, ". strict=False loads what does.")
         if left := into.unused(state):
             message = f"{where}: not restored, because resume was not given it: {', '.join(left)}"
             warnings.warn(message, PartNotRestoredWarning, stacklevel=4)
         return doubts, where
 
-    doubts, where = on_rank_0(compare, lambda found: found, "nothing was resumed")
+    doubts, where = on_rank_0(compare, "nothing was resumed")
     parts = [(module, at(state, place)) for place, module in modules]
     parts.insert(0, (into.model, state.get("model", {})))
     models.set_models(parts, doubts, where, strict=strict, keep=kept)

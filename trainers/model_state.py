@@ -8,22 +8,22 @@ processes the whole state comes together on rank 0.
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from ..codec.evidence.module import bare, canonical_name, state_name
+from ..codec.state.leaves import is_sharded
+from ..kernels.backend.imported import imported
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
-from .broadcast import broadcast_entries
-from .processes import rank, world
+from .processes import broadcast_entries, rank, world
 from .state import plain
-from .state_mismatch import differences, dtype_differences, is_extra, is_same, listed, load_state, load_states
 
 _LOAD = nn.Module.load_state_dict
+_SHOWN = 20
 _SMALL = 1 << 12
 """Bytes of a tensor up to which it is not decoded into: counters of steps, for example, which are read meanwhile."""
 
@@ -40,7 +40,8 @@ def refuse_flat(model: nn.Module) -> None:
     Raises:
         BadArgumentError: there is a FullyShardedDataParallel in it.
     """
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    fsdp = imported("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise BadArgumentError(
             "model: there is a FullyShardedDataParallel (FSDP1) in it; take fully_shard (FSDP2), or save by "
             "torch.distributed.checkpoint with trainers.dcp.Writer and Reader"
@@ -95,7 +96,7 @@ def gathered(grads: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def sharded(tree: Any, path: str) -> Iterator[str]:
     """Yield the paths of the DTensors in a tree, in the order of `whole`."""
-    if isinstance(tree, DTensor):
+    if is_sharded(tree):
         yield path
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
@@ -112,7 +113,7 @@ def whole(tree: Any) -> Any:
     """
 
     def leaf(value: Any) -> Any:
-        if not isinstance(value, DTensor):
+        if not is_sharded(value):
             return value
         gathered = value.full_tensor()
         return gathered.cpu() if rank() == 0 else None
@@ -177,11 +178,14 @@ def mismatches(model: nn.Module, saved: Mapping[str, Any]) -> tuple[list[str], l
     return dtype_differences(saved, mine), differences(saved, mine) + unlike
 
 
-def refuse(lines: Sequence[str], where: str) -> None:
-    """Raise all mismatches as one error."""
-    raise BadArgumentError(
-        f"{where}: the checkpoint does not fit; nothing was changed. strict=False loads what does.\n  {listed(lines)}"
-    )
+def refuse(lines: Sequence[str], where: str, hint: str = "") -> None:
+    """Raise all mismatches as one error.
+
+    Raises:
+        BadArgumentError: there are such lines.
+    """
+    if lines:
+        raise BadArgumentError(f"{where}: the checkpoint does not fit; nothing was changed{hint}\n  {listed(lines)}")
 
 
 def warn(lines: Sequence[str], where: str, stacklevel: int) -> None:
@@ -229,3 +233,126 @@ def set_models(
 def resized(model: nn.Module, saved: Mapping[str, Any]) -> set[str]:
     """Return the names of parameters whose shape differs in a saved state."""
     return {n for n, p in parameters_of(model).items() if hasattr(saved.get(n), "shape") and saved[n].shape != p.shape}
+
+
+def differences(saved: Mapping[str, Any], mine: Mapping[str, Any], *, names: bool = True) -> list[str]:
+    """Return a line for each difference of names and shapes between two tables of arrays.
+
+    Args:
+        saved: name -> array (or anything else, which fits), of the checkpoint.
+        mine: the same of the model.
+        names: also names that only one of them has.
+    """
+    lines = []
+    if names:
+        lines += [f"{name}: not in the checkpoint" for name in mine if name not in saved]
+        lines += [f"{name}: not in the model" for name in saved if name not in mine]
+    for name, before, now in _arrays(saved, mine):
+        if before.shape != now.shape:
+            lines.append(f"{name}: shape {tuple(before.shape)} in the checkpoint, {tuple(now.shape)} in the model")
+    return lines
+
+
+def dtype_differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """Return a line for each array of another dtype, which torch would convert."""
+    return [
+        f"{name}: {before.dtype} in the checkpoint, {now.dtype} in the model"
+        for name, before, now in _arrays(saved, mine)
+        if before.shape == now.shape and before.dtype != now.dtype
+    ]
+
+
+def _arrays(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the arrays that both have. Extra state is left out: it may grow."""
+    for name, now in mine.items():
+        before = saved.get(name)
+        if not is_extra(name) and not nn.parameter.is_lazy(now) and hasattr(now, "shape") and hasattr(before, "shape"):
+            yield name, before, now
+
+
+def is_extra(name: str) -> bool:
+    """Return whether an entry is a module's extra state, which has no fixed shape."""
+    return name.rpartition(".")[2] == nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
+
+def group_differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """Return the differences between the group sizes of two optimizer states."""
+    before, now = ([len(group["params"]) for group in state["param_groups"]] for state in (saved, mine))
+    return [] if before == now else [f"groups of {before} parameters in the checkpoint, of {now} here"]
+
+
+def load_state(module: nn.Module, saved: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Load what fits of a saved state by the module's own `load_state_dict`.
+
+    Returns:
+        Its result (None if it refused some shapes), and a line for each entry that was not loaded.
+    """
+    mine = module.state_dict()
+    given: Any = OrderedDict(saved)
+    given._metadata = getattr(mine, "_metadata", {})  # versions of the modules, by which they know old states
+    try:
+        result: Any = module.load_state_dict(given, strict=False)
+    except RuntimeError as e:
+        if not str(e).startswith("Error(s) in loading state_dict"):
+            raise
+        return None, str(e).split("\n\t")[1:]  # raised after everything that fits was loaded
+    lines = [f"{name}: not in the checkpoint" for name in result.missing_keys if name in mine]
+    # Quantized layers save more than they load; nothing is lost if they have the same values already.
+    now = module.state_dict() if result.unexpected_keys else {}
+    lines += [
+        f"{name}: not in the model"
+        for name in result.unexpected_keys
+        if name not in now or not is_same(saved.get(name), now[name])
+    ]
+    return result, lines
+
+
+def load_states(
+    parts: Sequence[tuple[nn.Module, Mapping[str, Any]]], lines: Sequence[str], where: str, *, strict: bool = True
+) -> list[Any]:
+    """Load saved states into modules, all or none; return the results of `load_state_dict`.
+
+    Args:
+        parts: modules and their states.
+        lines: differences between them. With some, the modules are asked whether they accept them.
+        where: what messages begin with.
+        strict: whether all names must be the same.
+
+    Raises:
+        BadArgumentError: parameters were renamed or resized, and no hook of the modules sees to it; a list of them.
+    """
+    before = [{n: _copy(v) for n, v in module.state_dict().items()} for module, _ in parts] if lines else []
+    results, refused = [], list[str]()
+    try:
+        for module, saved in parts:
+            result, left_out = load_state(module, saved)
+            results.append(result)
+            refused += left_out if strict or result is None else []
+    except Exception as e:
+        refused.append(f"{type(e).__name__}: {e}")
+        if not lines:
+            raise
+    if refused:
+        for (module, _), saved in zip(parts, before, strict=False):
+            load_state(module, saved)
+        if not lines:
+            raise BadArgumentError(f"{where}: the model did not load all of its state\n  {listed(refused)}")
+        refuse(lines, where)
+    return results
+
+
+def is_same(saved: Any, mine: Any) -> bool:
+    """Return whether two entries of a state dict are equal."""
+    if isinstance(saved, torch.Tensor) and isinstance(mine, torch.Tensor):
+        is_like = saved.shape == mine.shape and saved.dtype == mine.dtype and not saved.is_meta
+        return is_like and torch.equal(saved.to(mine.device), mine)
+    return type(saved) is type(mine) and not isinstance(saved, torch.Tensor) and bool(saved == mine)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def listed(lines: Sequence[str]) -> str:
+    """Return the first lines joined, and the number of further lines."""
+    return "\n  ".join(lines[:_SHOWN]) + (f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")

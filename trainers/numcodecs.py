@@ -8,11 +8,11 @@ numcodecs finds the codecs by the entry points of this package.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ..codec.extras import install
+from . import required
 from .array_codecs import ExactSettings, LogBucketsSettings, QuantizeSettings, decode_array, encode_array
-from .requirements import required
 
 with required("these codecs need numcodecs", install("numcodecs")):
     from numcodecs.abc import Codec
@@ -52,8 +52,6 @@ class ExactArrays(ExactSettings, _Arrays):
         array([0, 1, 2, 3, 4])
     """
 
-    codec_id: ClassVar[str] = ExactSettings.name
-
 
 @dataclass(frozen=True, repr=False)
 class QuantizedArrays(QuantizeSettings, _Arrays):
@@ -66,8 +64,6 @@ class QuantizedArrays(QuantizeSettings, _Arrays):
         QuantizedArrays(max_error=0.1)
     """
 
-    codec_id: ClassVar[str] = QuantizeSettings.name
-
 
 @dataclass(frozen=True, repr=False)
 class LogBucketsArrays(LogBucketsSettings, _Arrays):
@@ -79,5 +75,3 @@ class LogBucketsArrays(LogBucketsSettings, _Arrays):
         >>> LogBucketsArrays().get_config()
         {'id': 'shrinkpoint.log_buckets', 'max_error': 0.05}
     """
-
-    codec_id: ClassVar[str] = LogBucketsSettings.name

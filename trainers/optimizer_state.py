@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..codec.evidence.kind import Kind
-from ..codec.evidence.module import bare, kinds
 from ..kernels.errors import BadArgumentError
-from .broadcast import broadcast_entries
 from .model_state import is_plain, parameters_of, whole
-from .optimizer_dtypes import load_optimizer
-from .processes import rank, world
-from .state import plain
+from .processes import broadcast_entries, rank, world
+from .state import load_optimizer, plain
 
 _LOAD = torch.optim.Optimizer.load_state_dict
 _DEVICE_SETTINGS = {"foreach", "fused", "capturable", "differentiable"}
@@ -32,19 +28,12 @@ def optimizers_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     """
     if optimizer is None:
         return ()
-    found = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    if not isinstance(found, Iterable) or isinstance(found, (str, bytes, Mapping)):
-        raise BadArgumentError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__qualname__}")
-    found = tuple(found)
+    is_many = isinstance(optimizer, Iterable) and not isinstance(optimizer, (str, bytes, Mapping))
+    found = tuple(optimizer) if is_many else (optimizer,)
     for one in found:
         if not isinstance(one, torch.optim.Optimizer):
             raise BadArgumentError(f"optimizer must be a torch.optim.Optimizer, not {type(one).__qualname__}")
     return found
-
-
-def kinds_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Kind]:
-    """Return the kinds of a model and its optimizers, for the names used here."""
-    return kinds(bare(model), list(optimizers) or None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,16 +25,28 @@ from ..codec.state import tree
 from ..kernels.errors import BadArgumentError
 from ..store.saver.saver import Saver, SaveResult
 from ..store.store import Store
-from .background import refuse_keep, store_behind
+from . import required
 from .jax import fitted, names, nested
-from .pointers import Pointer, drop, load_at, next_step, points_to, read_pointer, store_of, write_pointer
-from .requirements import required
+from .pointers import (
+    POINTER,
+    Pointer,
+    drop,
+    load_at,
+    manifest_of,
+    next_step,
+    pointer_at,
+    points_to,
+    read_pointer,
+    refuse_keep,
+    store_of,
+    write_pointer,
+)
+from .save_timing import store_behind
 
 with required("this adapter needs Orbax", install("orbax")):
     import jax
     import orbax.checkpoint as ocp
 
-POINTER = "shrinkpoint.json"
 _STEP_FILE = "_CHECKPOINT_METADATA"
 """File by which Orbax marks the folder of a step, which has a folder for each item."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -161,12 +173,10 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
             MissingParentError, CorruptDataError: see `Store.describe`.
         """
         path = str(directory / POINTER)
-        pointer = read_pointer(path)
-        if pointer is None:
-            raise BadArgumentError(f"{path}: not a checkpoint of shrinkpoint")
+        pointer = pointer_at(path)
         store = self._store_of(directory, pointer)
-        manifest = store.describe(pointer.step) if pointer.step in store.steps() else None
-        if manifest is None or manifest.identity != pointer.identity:
+        manifest = manifest_of(store, pointer)
+        if manifest is None:
             raise MissingParentError(f"{path}: step {pointer.step} of {store.url} is not there, or is another one")
         ckpt = store.header(manifest)
         struct: Any = jax.ShapeDtypeStruct

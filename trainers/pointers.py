@@ -1,8 +1,8 @@
-"""Pointer files: the file that a framework names points to a step of a store.
+"""Pointer files, which point to steps of a store, and saves behind them, at once or in the background.
 
-So checkpoints can be deltas of one another, and each can still be listed, rotated and removed by its own path. A
-pointer is a small JSON file; it names a store next to it or above it by its relative path, so that a run's
-folder can be moved as a whole.
+The file that a framework names is such a pointer. So checkpoints can be deltas of one another, and each can still be
+listed, rotated and removed by its own path. A pointer is a small JSON file; it names a store next to it or above it by
+its relative path, so that a run's folder can be moved as a whole.
 """
 
 from __future__ import annotations
@@ -21,22 +21,28 @@ from typing import Any, TypeAlias
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from ..codec.checkpoint import Checkpoint
 from ..codec.config import Config
-from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError
+from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.evidence.kind import kinds_for
 from ..codec.format.bounded_json import loads
 from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
+from ..kernels.backend.arguments import number, or_none
 from ..kernels.errors import BadArgumentError
 from ..store.local import LocalFiles
+from ..store.manifest import Manifest
 from ..store.regular_files import read_file
 from ..store.saver.exit import EXIT_CLEANUP
+from ..store.saver.saver import Saver, SaveResult
 from ..store.store import Store
 from ..store.urls import one_name, textual_name
 from .processes import rank
-from .save_timing import timed
+from .save_timing import store_behind, timed
 
 PathLike: TypeAlias = str | os.PathLike[str]
+FOLDER, POINTER = "shrinkpoint", "shrinkpoint.json"
+"""Names that adapters give the store of a run, and a pointer file in the folder of a checkpoint."""
 _FORMAT = "shrinkpoint pointer"
 _VERSION = 1
 _LARGEST = 1 << 16
@@ -192,11 +198,15 @@ def save_at(
     cfg: Config | str | None = None,
 ) -> Pointer:
     """Save a state as the store's next step, and let a file point to it."""
-    before = read_pointer(path)
-    known, averages = kinds_within(state, kinds), grads_within(state, grads)
-    step = next_step(store)
-    saved = timed(store.url, step, lambda: store.save(step, state, grads=averages, kinds=known, cfg=cfg))
+    before, saved = _save(path, store, state, grads, kinds, cfg)
     return point_to(path, store, saved.step, saved.checkpoint.identity, before)
+
+
+def _save(path: PathLike, saver: Saver | Store, state: Any, grads: Any, kinds: Any, cfg: Any) -> tuple[Any, Any]:
+    """Save a state as the next step; return the pointer that the file has, and the result."""
+    before, step = read_pointer(path), next_step(store_behind(saver))
+    known, averages = kinds_within(state, kinds), grads_within(state, grads)
+    return before, timed(saver, step, lambda: saver.save(step, state, grads=averages, kinds=known, cfg=cfg))
 
 
 def point_to(path: PathLike, store: Store, step: int, identity: str, before: Pointer | None) -> Pointer:
@@ -352,6 +362,20 @@ def _is_near(place: str, folder: str) -> bool:
     return "::" not in place and (is_below or is_next)
 
 
+def pointer_at(path: PathLike) -> Pointer:
+    """Return the pointer in a file; BadArgumentError if it has none."""
+    pointer = read_pointer(path)
+    if pointer is None:
+        raise BadArgumentError(f"{os.fspath(path)}: not a checkpoint of shrinkpoint")
+    return pointer
+
+
+def manifest_of(store: Store, pointer: Pointer) -> Manifest | None:
+    """Return the manifest that a pointer names; None if the store has not this checkpoint."""
+    found = store.describe(pointer.step) if pointer.step in store.steps() else None
+    return found if found is not None and found.identity == pointer.identity else None
+
+
 def load_at(
     path: PathLike, paths: str | Sequence[str] | None = None, *, store: Store | None = None, first: bool | None = None
 ) -> Any:
@@ -369,12 +393,10 @@ def load_at(
         MissingParentError: the store does not have it (any more): the file was copied without it, or it was removed.
         CorruptDataError: it is not readable.
     """
-    pointer = read_pointer(path)
-    if pointer is None:
-        raise BadArgumentError(f"{os.fspath(path)}: not a checkpoint of shrinkpoint")
+    pointer = pointer_at(path)
     is_own = store is not None
     store = store_of(path, pointer) if store is None else store
-    if pointer.step not in store.steps() or store.describe(pointer.step).identity != pointer.identity:
+    if manifest_of(store, pointer) is None:
         raise MissingParentError(
             f"{os.fspath(path)}: points to step {pointer.step} of {store.url}, which has no such checkpoint; "
             "a checkpoint is copied or moved together with its store"
@@ -408,3 +430,160 @@ def drop_unreferenced(store: Store, pointer: str) -> None:
     fs.invalidate_cache()
     found = fs.glob(f"{os.path.dirname(name.rstrip('/'))}/*/{pointer}")
     drop(store, set(store.steps()) - steps_in_use(store, map(fs.unstrip_protocol, found)))
+
+
+def refuse_keep(saver: Saver) -> Saver:
+    """Refuse a Saver that removes steps by itself.
+
+    Raises:
+        BadArgumentError: it would remove what files still point to.
+    """
+    if saver.keep is not None:
+        raise BadArgumentError(
+            "saver: with keep= it would remove steps that checkpoints of the framework point to; leave keep= out and "
+            "let the framework's own rotation (total_limit, max_to_keep) decide which are kept"
+        )
+    return saver
+
+
+def check_compact(compact: float | None, *, background: bool) -> float | None:
+    """Check the bound for compaction between saves; raise BadArgumentError if it has no use.
+
+    Raises:
+        BadArgumentError: saves are not in the background, or it is out of range.
+    """
+    if compact is not None and not background:
+        raise BadArgumentError("compact: it is done between saves in the background; say background=True, too")
+    return or_none("compact", compact, number, 1, 1e6)
+
+
+class PointedSaves:
+    """Saves behind pointer files; one is in flight at a time.
+
+    Removals (`then`) wait until the checkpoint exists, so that a run that is killed at any moment has the one before.
+    """
+
+    _saver: Saver | None = None
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._pending: PendingPointer | None = None
+
+    def then(self, work: Callable[[Store], object]) -> None:
+        """Call `work` with the store when the save in flight is durable, or at once; never if the save fails.
+
+        The saver's maintenance between saves starts after the call, or is stopped for it: otherwise a call that removes
+        steps would wait for a compaction.
+        """
+        if self._saver is None and self._pending is None:
+            work(self.store)
+            return
+        store = self._another_store()
+        if self._pending is None or not self._pending.then(lambda: work(store)):
+            if self._saver is not None:
+                self._saver.rest()
+            work(store)
+
+    def _another_store(self) -> Store:
+        """Return another object than training uses in its thread."""
+        return Store(self.store.url, self.store.cfg)
+
+    def _point_to(self, path: PathLike, step: int, before: Pointer | None) -> None:
+        store = self._another_store()
+        point_to(path, store, step, store.describe(step).identity, before)
+
+
+class WholeSaves(PointedSaves):
+    """Saves of whole states behind pointer files.
+
+    Args:
+        saver: a Store: a save returns when its checkpoint is durable. A Saver, which the caller closes: when the state
+            is copied.
+        background: save to a Store by a new Saver, which `close` ends.
+        compact: of that one, see `Saver`.
+
+    Raises:
+        BadArgumentError: a Saver with `keep`.
+    """
+
+    def __init__(self, saver: Saver | Store, *, background: bool = False, compact: float | None = None) -> None:
+        super().__init__(store_behind(saver))
+        self._own = background
+        saver = Saver(self.store, compact=compact) if background else saver
+        self._saver = refuse_keep(saver) if isinstance(saver, Saver) else None
+
+    def parent(self) -> Checkpoint | None:
+        """Parent of the next save, as `Store.parent`, once nothing is in flight.
+
+        None, too, if the parent was removed since, so that only the worker still has it.
+
+        Raises:
+            Exception: the error of the save in flight.
+        """
+        self.wait()
+        done = None if self._saver is None else self._saver.last
+        if done is None:
+            return self.store.parent
+        if done.step not in self.store.steps():
+            return None
+        self.store.follow(done.step)
+        return self.store.parent
+
+    def save(
+        self,
+        path: PathLike,
+        state: Any,
+        *,
+        grads: Any = None,
+        kinds: Mapping[str, Any] | None = None,
+        cfg: Config | str | None = None,
+    ) -> None:
+        """Save a state as the store's next step, and let a file point to that.
+
+        Raises:
+            Exception: what this save raised; in the background, what the save before this one raised, see `Saver.save`;
+                this one was not begun then.
+        """
+        self.wait()
+        if self._saver is None:
+            save_at(path, self.store, state, grads=grads, kinds=kinds, cfg=cfg)
+            return
+        fs, name = fsspec.core.url_to_fs(os.fspath(path))
+        fs.makedirs(os.path.dirname(name), exist_ok=True)
+        before, future = _save(path, self._saver, state, grads, kinds, cfg)
+        self._pending = pending = PendingPointer(path, self.store.url)
+        future.add_done_callback(
+            lambda saved: pending.finish(lambda: self._write_pointer(saved.result(), path, before))
+        )
+
+    def wait(self) -> None:
+        """Wait until nothing is in flight.
+
+        Raises:
+            ChildProcessError: the saver's worker is stopped, see `Saver`; the save is still in flight.
+            Exception: what the save raised.
+        """
+        pending = self._pending
+        if pending is not None and self._saver is not None:
+            pending.wait()
+            self._pending = None
+            self._saver.wait()
+            pending.done.result()
+
+    def close(self) -> None:
+        """Wait, and end the worker."""
+        try:
+            self.wait()
+        finally:
+            if self._own and self._saver is not None:
+                self._saver.close()
+
+    def _write_pointer(self, result: SaveResult, path: PathLike, before: Pointer | None) -> None:
+        if result.status != "saved":
+            raise ShrinkpointError(f"{os.fspath(path)}: the save of step {result.step} was {result.status}")
+        fs, name = fsspec.core.url_to_fs(os.fspath(path))
+        if isinstance(fs, LocalFileSystem) and not fs.isdir(os.path.dirname(name)):
+            # The folder was removed meanwhile, and the checkpoint with it.
+            drop(self._another_store(), [result.step])
+            return
+        self._point_to(path, result.step, before)

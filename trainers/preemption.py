@@ -21,11 +21,10 @@ from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..kernels.backend.arguments import integer, number
 from ..store.saver.saver import Saver
 from ..store.store import Store
-from .background import store_behind
 from .loop import save
 from .processes import explaining, on_rank_0, rank, world
 from .rows import RowTracker
-from .save_timing import SaveTiming, timing_of
+from .save_timing import SaveTiming, store_behind, timing_of
 from .sensitivity import SensitivityTracker
 from .training_state import Optimizers, TrainingState
 
@@ -260,8 +259,7 @@ class Preemption:
 
     def choice(self, store: Store, step: int | None, left: float) -> Choice:
         """Return rank 0's choice on all processes."""
-        found: Choice = on_rank_0(lambda: _choose(store, step, left), lambda c: c, "no choice was sent")
-        return found
+        return on_rank_0(lambda: _choose(store, step, left), "no choice was sent")
 
     def leave(self, store: Store, step: int, choice: Choice, wait: Callable[[], object]) -> NoReturn:
         """Wait as chosen, report and exit; errors of the new save are raised."""
@@ -272,7 +270,7 @@ class Preemption:
             elif choice.what == "running":
                 _quietly(wait)
 
-        on_rank_0(settle, lambda _: None, f"step {step}: the result of the last save could not be sent")
+        on_rank_0(settle, f"step {step}: the result of the last save could not be sent")
         if rank() == 0:
             LOG.warning(self._report(store, step, choice))
         raise Preempted(self.code, step)

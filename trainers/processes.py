@@ -1,19 +1,31 @@
-"""Collectives in which an error of one process is raised on all."""
+"""Collectives: errors of one process are raised on all, and a state of the first one comes to all."""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
+import xxhash
 
 from ..codec import errors
-from ..codec.errors import ShrinkpointError
+from ..codec.errors import BadArgumentError, ShrinkpointError
+from ..codec.state.leaves import LeafSpec, as_bytes, build_leaf, from_bytes, is_array, is_sharded, read_leaf, tie
+from ..codec.state.tree import ArrayNode, flatten, unflatten
+
+if TYPE_CHECKING:
+    from ..searching.process_group import ProcessGroup
+    from ..searching.result import SearchResult
 
 A = TypeVar("A")
 B = TypeVar("B")
+_SMALL = 1 << 10
+"""Elements up to which an array is sent with the outline: a broadcast of its own takes longer than its bytes."""
 
 
 def world() -> int:
@@ -79,21 +91,25 @@ def _preferring(error: BaseException | None) -> Iterator[None]:
         raise
 
 
-def on_rank_0(work: Callable[[], Any], light: Callable[[Any], Any], otherwise: str) -> Any:
-    """Call `work` on rank 0; return its result there, and `light` of it elsewhere.
+def on_rank_0(work: Callable[[], A], otherwise: str, light: Callable[[A], Any] | None = None) -> A:
+    """Call `work` on rank 0, and return its result on all processes.
 
-    `otherwise` says what became of it where the result cannot be sent (`explaining`).
+    Args:
+        work: an error of it is raised on all.
+        otherwise: says what became of it where the result cannot be sent (`explaining`).
+        light: makes of the result what other processes get; None: the result itself.
     """
     if world() == 1:
         return work()
-    found, error = None, None
+    found: Any = None
+    error: BaseException | None = None
     if rank() == 0:
         try:
             found = work()
         except BaseException as e:  # an interrupt, too
             error = e
     sent: list[Any] = [
-        None if found is None else light(found),
+        found if found is None or light is None else light(found),
         None if error is None else (type(error).__name__, str(error), getattr(error, "errno", None)),
     ]
     with _preferring(error), explaining(otherwise):
@@ -102,7 +118,8 @@ def on_rank_0(work: Callable[[], Any], light: Callable[[Any], Any], otherwise: s
         raise error
     if sent[1] is not None:
         raise _received_error(*sent[1])
-    return found if rank() == 0 else sent[0]
+    result: A = found if rank() == 0 else sent[0]
+    return result
 
 
 def _received_error(name: str, text: str, errno: int | None) -> Exception:
@@ -118,3 +135,139 @@ def _received_error(name: str, text: str, errno: int | None) -> Exception:
                 raised.errno = errno
             return raised
     return ShrinkpointError(f"rank 0: {name}: {text}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """Placeholder in the outline for an array that is broadcast separately."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def redistributed(value: Any, like: Any) -> Any:
+    """Return a whole tensor sharded as the DTensor `like`; other values unchanged."""
+    if not hasattr(like, "device_mesh") or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+        return value
+    if hasattr(value, "device_mesh"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every process has the whole tensor: nothing needs to be sent.
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def broadcast_entries(
+    entries: Mapping[str, Any], settings: Any, parameters: Mapping[str, Any]
+) -> tuple[dict[str, Any], Any]:
+    """Return rank 0's entries and settings on every process, sharded as the parameters are.
+
+    One sharded array is whole in memory at a time, on the parameter's device.
+
+    Args:
+        entries: parameter name -> entry (a value or a dict of values), on rank 0; empty on the others.
+        settings: anything small, on rank 0; any value on the others.
+        parameters: name -> parameter (anything else, if the entry is not sharded), of this process.
+    """
+    outlines: list[Any] = [{name: _outline(entry) for name, entry in entries.items()}, settings]
+    if world() > 1:
+        dist.broadcast_object_list(outlines)
+    return {n: _received(entries.get(n), sent, parameters.get(n)) for n, sent in outlines[0].items()}, outlines[1]
+
+
+def _outline(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _outline(one) for key, one in value.items()}
+    if world() == 1 or type(value) is not torch.Tensor or value.numel() <= _SMALL:
+        return value
+    return _Array(value.shape, value.dtype)
+
+
+def _received(mine: Any, sent: Any, parameter: Any) -> Any:
+    if isinstance(sent, Mapping):
+        return {key: _received(None if mine is None else mine[key], one, parameter) for key, one in sent.items()}
+    value = sent
+    if isinstance(sent, _Array):
+        device = _device(parameter)
+        empty = mine is None
+        value = torch.empty(sent.shape, dtype=sent.dtype, device=device) if empty else mine.to(device).contiguous()
+        dist.broadcast(value, 0)
+    return redistributed(value, parameter)
+
+
+def _device(parameter: Any) -> torch.device:
+    """Return a parameter's device if the processes can send from it, else one where they can."""
+    group: Any = dist.group.WORLD
+    devices = list(group._device_types)
+    own: torch.device | None = getattr(parameter, "device", None)
+    first: torch.device = devices[0]
+    return own if own is not None and own.type in {device.type for device in devices} else first
+
+
+def of_first(team: ProcessGroup, tree: Any, group: Any) -> Any:
+    """Return the first process's tree on all processes; only differing values are sent.
+
+    Scalars, random number generators and buffers that are not synchronised differ between replicas. A collective; an
+    error before the first transfer is raised on all processes.
+
+    Args:
+        team: the processes.
+        tree: as for `compress`: this process's own.
+        group: the team's process group.
+
+    Raises:
+        BadArgumentError: an array is in parts, one for each process; an error of another process.
+        UnsupportedLeafError: see `compress`.
+    """
+    own: list[ArrayNode] = []
+
+    def outline() -> Any:
+        nodes, arrays = tie(*flatten(tree, is_array))
+        parts = next((node.path for node in arrays if is_sharded(node.value)), None)
+        if parts is not None:
+            raise BadArgumentError(f"{parts}: each process has a part of it; replicas are searched together (DDP)")
+        own.extend(arrays)
+        return [nodes, [(node.key, _digest(node)) for node in arrays]]
+
+    outlines = team.all(outline)
+    nodes, first = outlines[0]
+    # All processes compute from the outlines which arrays the others lack.
+    held = [set(map(tuple, arrays)) for _, arrays in outlines]
+    mine = {(key, digest): node.value for (key, digest), node in zip(outlines[team.rank][1], own, strict=True)}
+    arrays = []
+    for number, entry in enumerate(map(tuple, first)):
+        found = own[number].value if team.rank == 0 else mine.get(entry)
+        if not all(entry in one for one in held):
+            sent: list[Any] = [_packed(own[number])] if team.rank == 0 else [None]
+            dist.broadcast_object_list(sent, 0, group=group)
+            if found is None:
+                spec, data = sent[0]
+                found = build_leaf(from_bytes(data, spec), spec)
+        arrays.append(found)
+    return tree if team.rank == 0 else unflatten(nodes, lambda number, _: arrays[number])
+
+
+def _packed(node: ArrayNode) -> tuple[LeafSpec, Any]:
+    spec, flat = read_leaf(node.value, node.path)
+    return spec, as_bytes(flat)
+
+
+def _digest(node: ArrayNode) -> str:
+    spec, data = _packed(node)
+    known: str = xxhash.xxh3_128_hexdigest(repr(spec).encode()) + xxhash.xxh3_128_hexdigest(data.data)
+    return known
+
+
+def agreed(team: ProcessGroup, found: SearchResult) -> SearchResult:
+    """Check that all processes found the same, and return it; a collective.
+
+    Raises:
+        ShrinkpointError: they have not: it was not given the `group`.
+    """
+    configs = team.all(lambda: json.dumps(found.config.to_json()))
+    for rank, other in enumerate(configs):
+        if other != configs[0]:
+            raise ShrinkpointError(
+                f"search: rank {rank} has found another configuration than rank 0; hand `group` on to sp.search"
+            )
+    return found

@@ -17,13 +17,12 @@ from typing import Any
 from ..codec.config import Config
 from ..kernels.errors import BadArgumentError
 from ..store.store import Store
-from .pointers import drop_unreferenced, load_at, save_at
-from .requirements import required
+from . import required
+from .pointers import FOLDER, POINTER, drop_unreferenced, load_at, save_at
 
 with required("this adapter needs Ray Train", 'pip install "ray[train]"'):
     from ray import train
 
-POINTER, FOLDER = "shrinkpoint.json", "shrinkpoint"
 _PROTOCOLS = {"local": "", "s3": "s3://", "gcs": "gs://"}
 
 

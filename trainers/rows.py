@@ -319,8 +319,7 @@ class RowTracker:
     def _register(self) -> None:
         """Track the present tables; known parameters keep their marks."""
         known, self._tables = self._tables, {}
-        for handle in self._handles:
-            handle.remove()
+        remove(self._handles)
         self._names, self._handles, self._untracked = {}, [], {}
         self._own.clear()
         self._found = self._look()
@@ -523,8 +522,7 @@ class RowTracker:
 
     def close(self) -> None:
         """Remove the hooks from the module; may be called twice."""
-        for handle in self._handles:
-            handle.remove()
+        remove(self._handles)
         self._handles = []
         self._unhook()
         self._nesting.clear()

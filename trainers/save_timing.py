@@ -1,4 +1,4 @@
-"""Durations of this process's last saves to each store, and the save in flight."""
+"""The store behind a saver, and the durations of this process's last saves to each store."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ..codec.errors import BadArgumentError
+from ..store.saver.saver import Saver
+from ..store.store import Store
 from ..store.urls import one_name
 
 R = TypeVar("R")
@@ -99,9 +102,18 @@ def timing_of(url: str) -> SaveTiming:
     return _timings.setdefault(one_name(url), SaveTiming())
 
 
-def timed(url: str, step: int, save: Callable[[], R]) -> R:
-    """Call `save` and record the seconds until its checkpoint is durable."""
-    timing, begin = timing_of(url), time.monotonic()
+def store_behind(saver: Any) -> Store:
+    """Return a store, or the one of a Saver; BadArgumentError for other objects."""
+    if isinstance(saver, Saver):
+        return saver.store
+    if isinstance(saver, Store):
+        return saver
+    raise BadArgumentError(f"saver must be a Saver or a Store, not {type(saver).__qualname__}")
+
+
+def timed(saver: Any, step: int, save: Callable[[], R]) -> R:
+    """Call `save` of a Saver or Store, and record the seconds until its checkpoint is durable."""
+    timing, begin = timing_of(store_behind(saver).url), time.monotonic()
     result: Any = save()
     if isinstance(result, Future):
         timing.begin(Running(step, time.monotonic(), result))

@@ -11,18 +11,55 @@ from torch import nn
 
 from ..codec.errors import ShrinkpointError
 from ..codec.evidence.kind import Kind
+from ..codec.evidence.module import bare, kinds
 from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
 from ..kernels.errors import BadArgumentError
 from ..store.manifest import check_step
 from .frozen_parameters import check_frozen, record
 from .model_state import model_state, parameters_of, refuse_flat, sharded, whole
-from .optimizer_state import kinds_of, optimizer_state, optimizers_of
-from .places import MORE, Place, has, label, put
+from .optimizer_state import optimizer_state, optimizers_of
 from .processes import from_all, on_all, rank, world
 from .state import Generator, Stateful, capture, plain
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+Place: TypeAlias = tuple[str, ...]
+"""Keys of a part of a run in its tree: `("ema",)`, `("more", "teacher")`."""
+MORE = "more"
+"""Key of the parts that users name."""
+
+
+def label(place: Place) -> str:
+    """Return the argument that a place belongs to.
+
+    Example:
+        >>> label(("ema",)), label(("more", "teacher"))
+        ('ema', "more['teacher']")
+    """
+    return place[0] if len(place) == 1 else f"{place[0]}[{place[1]!r}]"
+
+
+def put(state: dict[str, Any], place: Place, value: Any) -> None:
+    """Store a value at its place, below levels that exist."""
+    for name in place[:-1]:
+        state = state[name]
+    state[place[-1]] = value
+
+
+def at(state: Mapping[str, Any], place: Place) -> Any:
+    """Return the value at a place."""
+    for name in place:
+        state = state[name]
+    return state
+
+
+def has(state: Mapping[str, Any], place: Place) -> bool:
+    """Return whether there is a value at a place."""
+    for name in place:
+        if not isinstance(state, Mapping) or name not in state:
+            return False
+        state = state[name]
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +186,7 @@ class TrainingState:
         Args:
             tree: as `tree` returned it.
         """
-        found = kinds_of(self.model, self.optimizers)
+        found = kinds(bare(self.model), list(self.optimizers) or None)
         others = {key: value for key, value in tree.items() if key not in ("model", "optimizer")}
         known = found.keys() | parameters_of(self.model).keys()
         others["model"] = {k: v for k, v in tree["model"].items() if k not in known}

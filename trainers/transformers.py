@@ -28,21 +28,30 @@ from ..store.files import is_damage
 from ..store.frozen_sets import Frozen
 from ..store.regular_files import MOST_JSON, check_link, read_file
 from ..store.store import Store
-from .background import Background, check_compact
+from . import required
 from .frozen_parameters import digest_of, load_frozen, record, store_once, without
 from .fully_sharded import ShardedSaves, check_version, load_sharded, pointer_to_shards, sharded_state
-from .optimizer_dtypes import load_optimizer
-from .pointers import PathLike, Pointer, drop_unreferenced, load_at, read_pointer, save_at, store_of, wait_for_files
+from .model_state import differences, load_states
+from .pointers import (
+    FOLDER,
+    POINTER,
+    PathLike,
+    WholeSaves,
+    check_compact,
+    drop_unreferenced,
+    load_at,
+    pointer_at,
+    read_pointer,
+    save_at,
+    store_of,
+    wait_for_files,
+)
 from .preemption import Choice, Preemption
-from .requirements import required
-from .state import plain
-from .state_mismatch import differences, load_states
+from .state import load_optimizer, plain
 
 with required("this adapter needs Transformers", install("transformers")):
     from transformers import TrainerCallback
 
-FOLDER = "shrinkpoint"
-POINTER = "shrinkpoint.json"
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 _WEIGHTS = "model.safetensors"
 _MODEL = "[mf]*/*"
@@ -99,7 +108,7 @@ class CompressedCheckpoints:
     _store: Store | None = None
     _weights: dict[str, Any] | None = None
     _frozen: Frozen | None = None
-    _saver: Background | ShardedSaves | None = None
+    _saver: WholeSaves | ShardedSaves | None = None
     _files: Any = None
     _limit: int | None = None
 
@@ -195,8 +204,7 @@ class CompressedCheckpoints:
         if is_sharded:  # the weights are saved together with the optimizer
             return
         self._frozen = record(model, self._frozen_source(model))
-        if self._frozen is not None:
-            store_once(self._the_store(output_dir), model, self._frozen)
+        store_once(self._the_store(output_dir), model, self._frozen)
         self._weights = plain(without(model.state_dict() if state_dict is None else state_dict, self._frozen))
         if self.args.save_only_model:
             self._finish(output_dir, {})
@@ -259,8 +267,8 @@ class CompressedCheckpoints:
         if not isinstance(self._saver, ShardedSaves) or self._saver.store is not store:
             self._settle()
             self._saver = ShardedSaves(store, background=self.background)
-        table = kinds(model, optimizer)
-        self._saver.save(os.path.join(output_dir, POINTER), sharded_state([(model, optimizer)]), table)
+        state, table = sharded_state([(model, optimizer)]), kinds(model, optimizer)
+        self._saver.save(os.path.join(output_dir, POINTER), state, table)
 
     def _finish(self, output_dir: str, rest: dict[str, Any]) -> None:
         model, self._weights = self._weights, None
@@ -271,14 +279,10 @@ class CompressedCheckpoints:
             state["frozen"] = self._frozen.to_tree()
             if hasattr(self._bare(), "peft_config"):
                 state["adapter"] = _adapter_names(self._bare(), model or {})
-        if not self.background:
-            save_at(pointer, store, state, kinds=table)
-            return
-        if self._saver is not None and self._saver.store is not store:
-            self._saver.close()
-            self._saver = None
-        if self._saver is None:
-            self._saver = Background(store, compact=self.compact)
+        if self._saver is None or self._saver.store is not store:
+            if self._saver is not None:
+                self._saver.close()
+            self._saver = WholeSaves(store, background=self.background, compact=self.compact)
         self._saver.save(pointer, state, kinds=table)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -297,9 +301,8 @@ class CompressedCheckpoints:
         finally:
             self._limit, self.args.save_total_limit = None, limit
         if self._saver is not None and self.args.should_save:
-            url, rotate = self._saver.store.url, _rotation(self, trial, limit)
-            self._saver.then(rotate)
-            self._saver.then(lambda: drop_unreferenced(Store(url), POINTER))
+            self._saver.then(_rotation(self, trial, limit))
+            self._saver.then(lambda store: drop_unreferenced(store, POINTER))
 
     def _finalize_training(self, *args: Any, **keywords: Any) -> Any:
         """Finish saves before Trainer loads the best checkpoint and removes the others."""
@@ -466,18 +469,14 @@ def _is_complete(folder: str) -> bool:
     return any(name.endswith((".safetensors", ".bin")) and "model" in name for name in os.listdir(folder))
 
 
-def _rotation(trainer: Any, trial: Any, limit: int) -> Callable[[], object]:
+def _rotation(trainer: Any, trial: Any, limit: int) -> Callable[[Store], object]:
     """Return Trainer's own removal of older folders, bound to its present settings."""
     home, best = trainer._get_output_dir(trial), trainer.state.best_model_checkpoint
     try:
         from transformers.trainer_utils import rotate_checkpoints
     except ImportError:
-        return lambda: _rotate_before_5(trainer, home, limit)
-    return lambda: rotate_checkpoints(home, limit, best, use_mtime=True)
-
-
-def _rotate_before_5(trainer: Any, home: str, limit: int) -> None:
-    trainer._rotate_checkpoints(use_mtime=False, output_dir=home)
+        return lambda _: trainer._rotate_checkpoints(use_mtime=False, output_dir=home)  # before version 5
+    return lambda _: rotate_checkpoints(home, limit, best, use_mtime=True)
 
 
 def expand(folder: PathLike, *, store: Store | None = None) -> str:
@@ -504,7 +503,7 @@ def expand(folder: PathLike, *, store: Store | None = None) -> str:
     # The names by which PEFT reads an adapter; a model without one keeps its own.
     names, weights = state.get("adapter"), state["model"]
     if names is None and (found := Frozen.of_tree(state)) is not None:
-        weights = weights | load_frozen(store or store_of(path / POINTER, _pointer(path)), found)
+        weights = weights | load_frozen(store or store_of(path / POINTER, pointer_at(path / POINTER)), found)
     for name, tensor in weights.items():
         if names is not None and name not in names:
             continue
@@ -517,13 +516,6 @@ def expand(folder: PathLike, *, store: Store | None = None) -> str:
         if part in state:
             torch.save(state[part], path / name)
     return str(path)
-
-
-def _pointer(folder: Path) -> Pointer:
-    found = read_pointer(folder / POINTER)
-    if found is None:
-        raise BadArgumentError(f"{folder}: not a compressed checkpoint")
-    return found
 
 
 def _adapter_names(model: Any, weights: Mapping[str, Any]) -> dict[str, str]:

@@ -19,8 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shrinkpoint as sp
 from shrinkpoint.searching.process_group import ProcessGroup
-from shrinkpoint.trainers.processes import on_all, on_rank_0
-from shrinkpoint.trainers.replica_search import of_first
+from shrinkpoint.trainers.processes import of_first, on_all, on_rank_0
 
 
 def tree(rank: int) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def interrupted_together(rank: int) -> None:
 
     expected = (KeyboardInterrupt, sp.ShrinkpointError) if rank == 0 else (sp.ShrinkpointError, KeyboardInterrupt)
     with pytest.raises(expected[0], match="KeyboardInterrupt" if rank else ""):
-        on_rank_0(lambda: interrupted(0), lambda x: x, "nothing was written")
+        on_rank_0(lambda: interrupted(0), "nothing was written")
     for at in (0, 1):
         with pytest.raises(expected[at], match="" if rank == at else f"rank {at}: KeyboardInterrupt"):
             on_all(lambda at=at: interrupted(at), lambda x: x)

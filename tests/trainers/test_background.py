@@ -16,8 +16,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.codec.parallel import map_chunks
 from shrinkpoint.store.compaction import Compaction
-from shrinkpoint.trainers.background import Background, check_compact
-from shrinkpoint.trainers.pointers import drop, load_at, read_pointer, wait_for_files
+from shrinkpoint.trainers.pointers import WholeSaves, check_compact, drop, load_at, read_pointer, wait_for_files
 
 LONG = sp.presets.lossless(chain=sp.ChainPolicy(None))
 PATIENCE = 300.0
@@ -36,7 +35,7 @@ def test_a_stopped_worker_is_waited_for_within_a_limit(tmp_path: Path, monkeypat
     """Every wait for a stopped worker ends with an error after the limit."""
     monkeypatch.setattr("shrinkpoint.store.saver.saver.STOPPED", 1.0)
     with sp.Saver(sp.Store(tmp_path / "store")) as saver:
-        background, file = Background(saver.store, saver), tmp_path / "1.ckpt"
+        background, file = WholeSaves(saver), tmp_path / "1.ckpt"
         os.kill(saver.pid, signal.SIGSTOP)
         try:
             background.save(file, state(1))
@@ -60,7 +59,7 @@ def test_a_rotation_does_not_wait_for_a_compaction(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Compaction, "run", run)
     store = sp.Store(tmp_path / "store", LONG)
     with sp.Saver(store, mode="thread", compact=1.0) as saver:
-        background = Background(store, saver)
+        background = WholeSaves(saver)
         for number in range(4):
             background.save(tmp_path / f"{number}.ckpt", state(number))
             background.wait()
@@ -69,7 +68,7 @@ def test_a_rotation_does_not_wait_for_a_compaction(tmp_path: Path, monkeypatch: 
                 before = read_pointer(tmp_path / f"{number - 1}.ckpt")
                 assert before is not None
                 # That compaction never ends is what stands for a long time: who waited for it would raise TimeoutError.
-                background.then(lambda gone=before.step: drop(sp.Store(store.url), [gone]))
+                background.then(lambda store, gone=before.step: drop(store, [gone]))
         assert len(store.steps()) == 1
     assert torch.equal(load_at(tmp_path / "3.ckpt")["weight"], state(3)["weight"])
 
@@ -77,7 +76,7 @@ def test_a_rotation_does_not_wait_for_a_compaction(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("rotate", [False, True])
 def test_pointers_hold_while_chains_are_compacted(tmp_path: Path, rotate: bool) -> None:
     store = sp.Store(tmp_path / "store", LONG)
-    background = Background(store, compact=2.0)
+    background = WholeSaves(store, background=True, compact=2.0)
     files = [tmp_path / f"{number}.ckpt" for number in range(9)]
     identities = {}
     for number, file in enumerate(files):
@@ -88,7 +87,7 @@ def test_pointers_hold_while_chains_are_compacted(tmp_path: Path, rotate: bool) 
         identities[file] = pointer.identity
         if rotate and number > 1:
             background.then(
-                lambda file=files[number - 2], step=pointer.step - 2: (file.unlink(), drop(sp.Store(store.url), [step]))
+                lambda store, file=files[number - 2], step=pointer.step - 2: (file.unlink(), drop(store, [step]))
             )
     # Nine times half a base; the worker gets to it when nothing else is to be done.
     deadline = time.monotonic() + PATIENCE
@@ -111,7 +110,7 @@ def test_a_saver_that_removes_by_itself_is_refused(tmp_path: Path) -> None:
         sp.Saver(store, keep=sp.Retention(last=2)) as saver,
         pytest.raises(sp.BadArgumentError, match="leave keep= out"),
     ):
-        Background(store, saver)
+        WholeSaves(saver)
     assert check_compact(None, background=False) is None
     assert check_compact(2.5, background=True) == 2.5
     with pytest.raises(sp.BadArgumentError, match="say background=True"):

@@ -38,7 +38,7 @@ def test_nothing_waits_for_a_save_that_did_not_begin(tmp_path: Path, monkeypatch
     assert not in_flight
     assert read_pointer(tmp_path / "a.json") is None
     saves.save(tmp_path / "a.json", {"w": torch.ones(4)})
-    saves.then(lambda: calls.append(1))
+    saves.then(lambda store: calls.append(1))
     saves.close()
     assert calls == [1]
     assert read_pointer(tmp_path / "a.json") is not None

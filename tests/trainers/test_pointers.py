@@ -13,9 +13,9 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.store.local import LocalFiles
-from shrinkpoint.trainers.background import Background
 from shrinkpoint.trainers.pointers import (
     Pointer,
+    WholeSaves,
     drop,
     is_shared,
     load_at,
@@ -55,7 +55,7 @@ def test_of_gradients_those_of_the_state_are_taken(tmp_path: Path, background: b
     state, kinds = {"state_dict": held}, dict.fromkeys(held, "linear")
     store = sp.Store(tmp_path / "store", cfg)
     if background:
-        saver = Background(store)
+        saver = WholeSaves(store, background=True)
         saver.save(tmp_path / "p.json", state, grads=grads, kinds=kinds)
         saver.close()
     else:
@@ -147,7 +147,7 @@ def test_a_copy_by_another_name_keeps_its_step(tmp_path: Path, root: str, backgr
     def save(value: float) -> None:
         for path in (f"{home}last.ckpt", f"{home}last/p.json"):
             if background:
-                saver = Background(store)
+                saver = WholeSaves(store, background=True)
                 saver.save(path, state(value))
                 saver.close()
             else:
@@ -291,7 +291,7 @@ def test_a_pointer_that_cannot_be_written(
         if not background:
             save_at(path, store, state(2))
             return
-        saver = Background(store)
+        saver = WholeSaves(store, background=True)
         saver.save(path, state(2))
         saver.close()
 

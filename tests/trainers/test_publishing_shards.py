@@ -473,8 +473,7 @@ def test_signatures(tmp_path: Path) -> None:
     fields = json.loads(path.read_bytes())
     signature = fields.pop("signature")
     fields["files"][0][4][0][3] = "f" * 32
-    from shrinkpoint.trainers.publishing.layout import sealed
-    from shrinkpoint.trainers.publishing.signing import Keys
+    from shrinkpoint.trainers.publishing.layout import Keys, sealed
 
     fields.pop("checksum")
     path.write_bytes(sealed({**fields, "signature": signature}, Keys()))

@@ -34,8 +34,8 @@ def test_what_was_met_here_is_raised_where_the_others_cannot_be_told(
     monkeypatch.setattr(processes, "rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", gone)
     monkeypatch.setattr(dist, "all_gather_object", gone)
-    for together in (lambda: on_rank_0(work, lambda x: x, "nothing was written"), lambda: on_all(work, lambda x: x)):
+    for together in (lambda: on_rank_0(work, "nothing was written"), lambda: on_all(work, lambda x: x)):
         with pytest.raises(error):
             together()
     with pytest.raises(RuntimeError, match="reset by peer"):
-        on_rank_0(lambda: 1, lambda x: x, "nothing was written")
+        on_rank_0(lambda: 1, "nothing was written")

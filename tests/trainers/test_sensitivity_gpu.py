@@ -130,7 +130,7 @@ def test_loops_without_an_optimizer(gpu: Gpu) -> None:
 
 def test_the_stand_in_notices_what_does_not_wait(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in detects a missing wait of the stream or of the thread."""
-    from shrinkpoint.trainers.gradient_averages import Transfer
+    from shrinkpoint.trainers.sensitivity import Transfer
 
     from . import fake_cuda
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from shrinkpoint.store.store import Store
-from shrinkpoint.trainers.background import Background
+from shrinkpoint.trainers.pointers import WholeSaves
 
 
 def bounds_handed_to_savers(patch: pytest.MonkeyPatch, adapter: ModuleType) -> list[float | None]:
-    """Record the `compact` argument of each new `Background`."""
+    """Record the `compact` argument of each new `WholeSaves`."""
     seen: list[float | None] = []
 
-    def background(store: Store, *, compact: float | None = None, **how: Any) -> Background:
+    def saves(store: Store, *, compact: float | None = None, **how: Any) -> WholeSaves:
         seen.append(compact)
-        return Background(store, compact=compact, **how)
+        return WholeSaves(store, compact=compact, **how)
 
-    patch.setattr(adapter, "Background", background)
+    patch.setattr(adapter, "WholeSaves", saves)
     return seen

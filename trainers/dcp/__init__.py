@@ -9,8 +9,7 @@ See docs/dcp.md.
 
 from __future__ import annotations
 
-from .planner import LoadPlanner, PartialLoadWarning
-from .reader import Reader
+from .reader import LoadPlanner, PartialLoadWarning, Reader
 from .torchtitan import CompressedCheckpoints
 from .writer import ParentNotUsedWarning, Writer
 

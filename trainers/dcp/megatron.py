@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ...codec.config import Config
-from ..requirements import required
+from .. import required
 from .metadata import Index
+from .places import Folders
 from .reader import Reader
-from .target import Folders
 from .writer import Writer
 
 with required("this adapter needs Megatron-Core", "pip install megatron-core"):

@@ -96,6 +96,11 @@ class RankFile:
     shards: tuple[tuple[str, Offsets], ...] = ()
     values: tuple[str, ...] = ()
 
+    def row(self) -> dict[str, Any]:
+        """Return what the metadata say of it."""
+        numbers = {"carried": self.carried, "since": self.since_base, "spent": self.spent}
+        return {"rank": self.rank, "chain": self.chain, "raw": self.raw_nbytes, **numbers}
+
     @property
     def nbytes(self) -> int:
         """Stored bytes."""
@@ -249,17 +254,7 @@ class Index:
             "version": VERSION,
             "world": self.world,
             "partial": self.partial,
-            "files": [
-                {
-                    "rank": f.rank,
-                    "chain": f.chain,
-                    "raw": f.raw_nbytes,
-                    "carried": f.carried,
-                    "since": f.since_base,
-                    "spent": f.spent,
-                }
-                for f in self.files
-            ],
+            "files": [file.row() for file in self.files],
             "layouts": [[[s.offsets, s.sizes, s.file] for s in layout.shards] for layout in self.layouts],
             "entries": entries,
         }

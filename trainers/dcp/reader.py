@@ -1,30 +1,32 @@
-"""The storage reader, which reads only the arrays that a load needs."""
+"""The storage reader, which reads only the arrays that a load needs, and a load planner."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ...codec.checkpoint import Checkpoint
-from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError
+from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointWarning
 from ...codec.partial import decode_only
 from ...codec.state.tree import unflatten
 from ...store.files import Files
 from ...store.manifest import check_step
 from ...store.store import Store
-from .chain import is_place, open_folder, opener, read_index
 from .entry_paths import VALUES, key_of, numbered, place
 from .metadata import FOLDER, Index, RankFile, Shard
-from .target import StoreSteps, newest_step, read_step
+from .places import StoreSteps, is_place, newest_step, open_folder, opener, read_index, read_step
 
 BATCH = 1 << 25
 """Bytes of arrays decoded at a time, a larger array alone: bounds the memory in addition to the state that is filled.
@@ -121,7 +123,7 @@ class Reader(StorageReader):
             raise BadArgumentError(f"{self.store.url}: ranks found different newest steps, {sorted(steps)}; give one")
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: AnyLoadPlanner) -> Future[None]:
         """Fill the planned tensors and values, one file after another.
 
         Raises:
@@ -181,7 +183,7 @@ class _Source:
             self._opened.append(self._next(above))
         return self._opened[at]
 
-    def fill(self, items: Sequence[tuple[ReadItem, Shard | None]], planner: LoadPlanner) -> None:
+    def fill(self, items: Sequence[tuple[ReadItem, Shard | None]], planner: AnyLoadPlanner) -> None:
         """Read these items and hand them to the planner."""
         tensors: dict[int, list[ReadItem]] = {}
         values = []
@@ -236,7 +238,7 @@ class _Source:
             raise CorruptDataError(f"rank {self._file.rank}: {self._path} or one it is coded against: {e}") from None
         return {n: arrays[top.records[n].key] for n in numbers}
 
-    def _fill_values(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    def _fill_values(self, items: Sequence[ReadItem], planner: AnyLoadPlanner) -> None:
         """Read values other than tensors from the header, and the arrays within them."""
         wanted = {key_of((VALUES, item.storage_index.fqn)) for item in items}
         inside = [n for key, n in self._numbers.items() if "\x1f".join(key.split("\x1f", 2)[:2]) in wanted]
@@ -261,7 +263,7 @@ class _Source:
         return self._files.path(f"{FOLDER}/{self._file.chain[0][0]}")
 
 
-def _copy(array: Any, item: ReadItem, planner: LoadPlanner) -> None:
+def _copy(array: Any, item: ReadItem, planner: AnyLoadPlanner) -> None:
     """Copy the requested part of a decoded shard to its target."""
     for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         array = array.narrow(dim, offset, length)
@@ -270,3 +272,62 @@ def _copy(array: Any, item: ReadItem, planner: LoadPlanner) -> None:
         raise BadArgumentError(f"{item.dest_index.fqn}: {tuple(target.shape)} asked for, {tuple(array.shape)} stored")
     target.copy_(array)
     planner.commit_tensor(item, target)
+
+
+class PartialLoadWarning(ShrinkpointWarning):
+    """A load that may be partial left entries unchanged."""
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Planner that lists all mismatches: `dcp.load(..., planner=LoadPlanner())`.
+
+    Args:
+        strict: True (default): an entry of the state that the checkpoint lacks, or has in another size or kind, is an
+            error. False: such entries keep their values, and a warning lists them.
+
+    Raises:
+        BadArgumentError: (while planning) the state does not fit.
+
+    Example:
+        >>> LoadPlanner(strict=False).strict
+        False
+    """
+
+    def __init__(self, strict: bool = True) -> None:
+        super().__init__(allow_partial_load=not strict)
+        self.strict = strict
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return torch's plan for the entries that fit."""
+        problems = self._problems()
+        if problems:
+            unused = sorted(set(self._stored()) - set(self.state_dict))
+            text = "; ".join(problems.values())
+            if unused:
+                text += f"; in the checkpoint, not in the state: {', '.join(unused[:50])}"
+            if self.strict:
+                raise BadArgumentError(f"the state does not fit the checkpoint: {text}")
+            warnings.warn(f"left as they were: {text}", PartialLoadWarning, stacklevel=2)
+            for fqn in problems:
+                del self.state_dict[fqn]
+        if self.metadata is None:
+            raise BadArgumentError("set_up_planner comes before create_local_plan")
+        # The inherited method would treat missing entries as a checkpoint of torch 2.3.
+        return create_default_local_load_plan(self.state_dict, self.metadata, False)
+
+    def _stored(self) -> dict[str, Any]:
+        return dict(self.metadata.state_dict_metadata) if self.metadata is not None else {}
+
+    def _problems(self) -> dict[str, str]:
+        """Return the problems of entries, by entry."""
+        stored = self._stored()
+        problems = {}
+        for fqn, value in self.state_dict.items():
+            saved, size = stored.get(fqn), getattr(value, "shape", None)
+            if saved is None:
+                problems[fqn] = f"{fqn} is not in the checkpoint"
+            elif isinstance(saved, TensorStorageMetadata) != (size is not None):
+                problems[fqn] = f"{fqn} is {'a tensor' if size is None else 'no tensor'} in the checkpoint"
+            elif size is not None and tuple(saved.size) != tuple(size):
+                problems[fqn] = f"{fqn} is {tuple(saved.size)} in the checkpoint and {tuple(size)} here"
+        return problems

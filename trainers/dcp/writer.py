@@ -30,10 +30,9 @@ from ...store.chain import Size, carried_by, smaller, wants_base
 from ...store.retention import Retention
 from ...store.store import Store
 from ...store.weight_average import WeightAverage, needs_average
-from .chain import is_place, resolve
 from .entry_paths import VALUES, Place, check_named, insert, kinds_of, numbered, place
 from .metadata import FOLDER, Offsets, RankFile, build
-from .target import Folders, StoreSteps, Target
+from .places import Folders, StoreSteps, Target, is_place, resolve
 from .thresholds import Weights, agree
 
 

@@ -23,7 +23,6 @@ from ...codec.errors import BadArgumentError, CorruptDataError
 from ...codec.format.bounded_json import loads
 from ...store.local import LocalFiles
 from ...store.regular_files import check_link, regular
-from ..model_folder import PathLike
 from .host_copy import published_tensors
 from .subscriber import Subscriber
 
@@ -63,7 +62,7 @@ class CheckpointFolder:
         BadArgumentError: a folder whose tensors cannot be mapped, or with a safetensors file that is a link out of it.
     """
 
-    def __init__(self, url: str | os.PathLike[str], folder: PathLike, *, key: Any = None) -> None:
+    def __init__(self, url: str | os.PathLike[str], folder: str | os.PathLike[str], *, key: Any = None) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._files = LocalFiles(os.path.abspath(self.folder))

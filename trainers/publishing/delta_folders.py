@@ -36,7 +36,6 @@ from ...codec.state.leaves import NpArray
 from ...kernels.backend.arguments import choice, integer
 from ...store.local import LocalFiles, sync_folder
 from ...store.regular_files import check_link
-from ..model_folder import PathLike
 from .host_copy import Change, HostCopy
 from .tensors import host_bytes
 
@@ -67,10 +66,10 @@ class DeltaFolders:
     def __init__(
         self,
         url: str | os.PathLike[str],
-        folder: PathLike,
+        folder: str | os.PathLike[str],
         *,
         encoding: str = "overwrite",
-        model: PathLike | None = None,
+        model: str | os.PathLike[str] | None = None,
         key: Any = None,
     ) -> None:
         self._encoding = choice("encoding", encoding, _ENCODINGS)
@@ -156,7 +155,7 @@ class DeltaReader:
         number: of the folder that the tensors are equal to; 0: what the trainer began with.
     """
 
-    def __init__(self, folder: PathLike, tensors: Mapping[str, torch.Tensor], number: int = 0) -> None:
+    def __init__(self, folder: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], number: int = 0) -> None:
         self._folder, self._tensors, self.number = Path(folder), tensors, integer("number", number, 0)
 
     def update(self, number: int | None = None) -> int:
@@ -231,7 +230,7 @@ def newest_number(folder: Path) -> int:
 def encode(change: Change, nbytes: int, encoding: str) -> bytes:
     """Encode the changes of a tensor of so many bytes, by zstd-1."""
     size = change.values.element_size()
-    old, new = (_bytes(values, size) for values in (change.before, change.values))
+    old, new = (host_bytes(values).reshape(-1, size) for values in (change.before, change.values))
     differs = old != new
     positions = (change.positions[:, None] * size + np.arange(size))[differs]
     if encoding == "xor":
@@ -268,7 +267,3 @@ def _checksum(kind: str, data: NpArray) -> str:
     h = {"xxh3-128": xxhash.xxh3_128, "blake3": blake3}[kind]()
     h.update(data.data)
     return str(h.hexdigest())
-
-
-def _bytes(values: torch.Tensor, size: int) -> NpArray:
-    return host_bytes(values).reshape(-1, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +14,9 @@ import torch
 from ...codec.errors import CorruptDataError, MissingParentError, NewerFormatError
 from ...codec.state.leaves import LeafSpec, NpArray, check_memory
 from ...store.urls import opened
-from . import signing
-from .layout import Version, version_name, versions_in
-from .patches import Patch, of_one
+from .layout import Version, public_key, version_name, versions_in
 from .subscriber import Subscriber
+from .tensors import Patch, of_one
 
 
 def published_tensors(url: str | os.PathLike[str], key: Any = None) -> dict[str, torch.Tensor]:
@@ -31,7 +31,7 @@ def published_tensors(url: str | os.PathLike[str], key: Any = None) -> dict[str,
         CorruptDataError, NewerFormatError: none of them can be read.
     """
     files = opened(url)
-    keys, problem = signing.public(key), None
+    keys, problem = public_key(key), None
     for number in versions_in(files.list("versions"))[::-1]:
         try:
             version = Version.from_bytes(files.read(version_name(number)), number, keys)
@@ -89,7 +89,7 @@ class HostCopy(Subscriber):
                 return [] if self.version == before else None
             reached, patches, report = found
             followed = before is not None and self.version == before and not report.from_base
-            changes = [self._joined(list(own)) for _, own in groupby(patches, _name)] if followed else None
+            changes = [self._joined(list(own)) for _, own in groupby(patches, attrgetter("name"))] if followed else None
             self._commit(reached, patches, report, None)
             return changes
 
@@ -100,7 +100,3 @@ class HostCopy(Subscriber):
         positions = np.concatenate([positions for positions, _ in parts])
         values = torch.cat([values.view(torch.uint8) for _, values in parts]).view(tensor.dtype)
         return Change(name, positions, tensor.view(-1)[torch.from_numpy(positions)], values)
-
-
-def _name(patch: Patch) -> str:
-    return patch.name

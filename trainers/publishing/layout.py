@@ -1,4 +1,4 @@
-"""The files of a publisher: a JSON file for each version; deltas and bases of its shards.
+"""The files of a publisher: a signed JSON file for each version; deltas and bases of its shards.
 
 Deltas and bases are ordinary checkpoint files. A *shard* is a box of a tensor: all of it, or what one rank of a trainer
 holds. Each file has the shards of one rank, about 256 MiB of them at most.
@@ -22,26 +22,88 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from ...codec.errors import CorruptDataError, NewerFormatError
+from ...codec.errors import BadArgumentError, CorruptDataError, NewerFormatError
+from ...codec.extras import install
 from ...codec.format.bounded_json import loads
 from ...codec.state.leaves import LeafSpec
 from ...store.checksummed_json import seal
-from .signing import Keys
 
 FORMAT = 2
 LARGEST = 10**12 - 1
 Where = tuple[tuple[int, int], ...]
 """Of each axis the first index and the length."""
-_NAME = re.compile(r"versions/(\d{12})\.json")
+_NAME = re.compile(r"(\d{12})\.json")
 _ID = re.compile(r"[0-9a-f]{64}")
 _HASH = re.compile(r"[0-9a-f]{32}")
+KEY_LENGTH = 32
+"""Bytes of a key."""
+
+
+class Keys(NamedTuple):
+    """Functions that sign and check signatures; without a key everything is accepted.
+
+    Args:
+        sign: data -> signature.
+        accepts: (signature, data) -> whether it is the key's.
+    """
+
+    sign: Callable[[bytes], bytes] | None = None
+    accepts: Callable[[bytes, bytes], bool] | None = None
+
+
+def private_key(key: Any) -> Keys:
+    """Return the functions of a private key (32 bytes, `Ed25519PrivateKey`, or None).
+
+    Raises:
+        BadArgumentError: not such a key, or `cryptography` is not installed.
+    """
+    if key is None:
+        return Keys()
+    own = _loaded(key, "Ed25519PrivateKey", "from_private_bytes", "sign")
+    return Keys(own.sign, public_key(own.public_key()).accepts)
+
+
+def public_key(key: Any) -> Keys:
+    """Return the functions of a public key (32 bytes, `Ed25519PublicKey`, or None).
+
+    Raises:
+        BadArgumentError: not such a key, or `cryptography` is not installed.
+    """
+    if key is None:
+        return Keys()
+    own = _loaded(key, "Ed25519PublicKey", "from_public_bytes", "verify")
+
+    def accepts(signature: bytes, data: bytes) -> bool:
+        from cryptography.exceptions import InvalidSignature
+
+        try:
+            own.verify(signature, data)
+        except InvalidSignature:
+            return False
+        return True
+
+    return Keys(None, accepts)
+
+
+def _loaded(key: Any, kind: str, read: str, does: str) -> Any:
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError:
+        raise BadArgumentError(f"key: signatures need cryptography: {install('sign')}") from None
+    if isinstance(key, bytes) and len(key) == KEY_LENGTH:
+        return getattr(getattr(ed25519, kind), read)(key)
+    if not isinstance(key, getattr(ed25519, kind)):
+        raise BadArgumentError(
+            f"key must be {KEY_LENGTH} bytes or an {kind}, which can {does}; not {type(key).__qualname__}"
+        )
+    return key
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,16 +376,10 @@ def version_name(version: int) -> str:
     return f"versions/{version:012}.json"
 
 
-def version_of(name: str) -> int | None:
-    """The version whose JSON file has this name; None for other files."""
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found else None
-
-
 def versions_in(names: Iterable[str]) -> list[int]:
     """Return the versions of the files in the folder `versions`, ascending."""
-    found = (version_of(f"versions/{name.rsplit('/', 1)[-1]}") for name in names)
-    return sorted(v for v in found if v is not None)
+    found = (_NAME.fullmatch(name.rsplit("/", 1)[-1]) for name in names)
+    return sorted(int(name[1]) for name in found if name)
 
 
 def data_name(version: int, kind: str, identity: str) -> str:

@@ -21,23 +21,11 @@ from ...kernels.backend.arguments import flag, integer, or_none
 from ...kernels.backend.arguments import instance as instance_of
 from ...store.files import Files
 from ...store.urls import opened
-from . import signing
-from .layout import (
-    LARGEST,
-    Shard,
-    ShardFile,
-    Version,
-    Where,
-    check_layout,
-    data_name,
-    state_hash,
-    version_name,
-    versions_in,
-)
-from .patches import encode
+from . import layout
+from .layout import LARGEST, Shard, ShardFile, Version, Where
 from .ranks import FOLDER, Alone, Counted, Grouped, InStore, PublishConflictError, Ranks, one_value, together
 from .subscriber import Subscriber
-from .tensors import Own, hash_of, host_bytes, sample_hash, shards_of
+from .tensors import Own, encode, hash_of, host_bytes, sample_hash, shards_of
 
 _FILE = 1 << 28
 """Bytes of the tensors of a file, if it has more than one; they bound a rank's memory."""
@@ -115,7 +103,7 @@ class Publisher:
         self._keep = integer("keep", keep, 1)
         self._sliced = flag("sliced", sliced)
         self._dtype = or_none("dtype", dtype, instance_of, torch.dtype)
-        self._url, self._key, self._keys = url, key, signing.private(key)
+        self._url, self._key, self._keys = url, key, layout.private_key(key)
         self._group: Any = InStore(ranks, self._files, self._keys) if isinstance(ranks, Counted) else ranks
         self._token = ranks.run if isinstance(ranks, Counted) else uuid.uuid4().hex
         self._failed = -1
@@ -298,7 +286,7 @@ class Publisher:
             if wanted:
                 blob = self._blob(shards, data, kind == "d")
                 identity = blake3(blob).hexdigest()
-                self._files.write(data_name(version, kind, identity), blob)
+                self._files.write(layout.data_name(version, kind, identity), blob)
                 written[kind] = (identity, len(blob))
         return ShardFile(*written["d"], *written["b"], tuple(shards))
 
@@ -334,8 +322,8 @@ class Publisher:
         for file in there.files:  # its publisher may have been killed before they were durable
             for kind in ("d", "b"):
                 if (identity := file.id(kind)) is not None:
-                    self._files.sync([data_name(version, kind, identity)])
-        self._files.sync([version_name(version)])
+                    self._files.sync([layout.data_name(version, kind, identity)])
+        self._files.sync([layout.version_name(version)])
 
     # ------------------------------------------------------------------ the version
 
@@ -350,15 +338,15 @@ class Publisher:
             shards = [shard for file in files for shard in file.shards]
             if not shards:
                 raise ValueError("it has no tensors")
-            check_layout(shards)
+            layout.check_layout(shards)
             with_delta = [part for part in parts if any(row[0] is not None for row in part["files"])]
             parent = one_value(with_delta, "parent", "the version before")[0] if with_delta else None
         except (ValueError, TypeError, KeyError) as e:
             raise BadArgumentError(f"state: {e}; nothing was published") from None
-        return Version(version, parent, state_hash(shards), parts[0]["publisher"], self._sliced, files)
+        return Version(version, parent, layout.state_hash(shards), parts[0]["publisher"], self._sliced, files)
 
     def _commit(self, ranks: Ranks, made: Version, own: list[Own]) -> None:
-        name, hashes = version_name(made.version), {(s.name, s.where): s.hash for s in made.shards}
+        name, hashes = layout.version_name(made.version), {(s.name, s.where): s.hash for s in made.shards}
 
         def commit() -> dict[str, Any]:
             if ranks.commits and not self._files.create(name, made.to_bytes(self._keys)):
@@ -417,12 +405,12 @@ class Publisher:
     # ------------------------------------------------------------------ the store
 
     def _versions(self) -> list[int]:
-        return versions_in(self._files.list("versions"))
+        return layout.versions_in(self._files.list("versions"))
 
     def _version(self, number: int) -> Version | None:
         """Read a version; None if it is missing, damaged or of a newer format."""
         try:
-            return Version.from_bytes(self._files.read(version_name(number)), number, self._keys)
+            return Version.from_bytes(self._files.read(layout.version_name(number)), number, self._keys)
         except (OSError, CorruptDataError, NewerFormatError):
             return None
 
@@ -466,7 +454,7 @@ class Publisher:
         chain = {}
         for number in versions:
             try:
-                chain[number] = Version.from_bytes(self._files.read(version_name(number)), number)
+                chain[number] = Version.from_bytes(self._files.read(layout.version_name(number)), number)
             except (OSError, CorruptDataError):
                 continue
             except NewerFormatError:  # the files that it needs are unknown
@@ -477,7 +465,7 @@ class Publisher:
         if oldest is None:
             return
         try:
-            self._files.remove([version_name(n) for n in versions if n < oldest])
+            self._files.remove([layout.version_name(n) for n in versions if n < oldest])
             # Also what a publisher left that was killed before its version existed.
             for folder in ("data", FOLDER):
                 names = [name.rsplit("/", 1)[-1] for name in self._files.list(folder)]

@@ -14,8 +14,7 @@ import torch
 from ...codec.errors import BadArgumentError, CorruptDataError, ShrinkpointError
 from ...kernels.backend.arguments import integer, number
 from ...store.files import Files
-from .layout import FORMAT, sealed, unsealed
-from .signing import Keys
+from .layout import FORMAT, Keys, sealed, unsealed
 
 FOLDER = "parts"
 _RUN = re.compile(r"[A-Za-z0-9_.]{1,64}")

@@ -21,22 +21,9 @@ from ...codec.state.leaves import NpArray
 from ...kernels.backend.arguments import integer
 from ...store.files import Files, StoreWarning
 from ...store.urls import opened
-from . import signing
-from .layout import (
-    LARGEST,
-    Shard,
-    ShardFile,
-    Version,
-    data_name,
-    is_inside,
-    meets,
-    state_hash,
-    version_name,
-    versions_in,
-    whole,
-)
-from .patches import Patch, Stored, of_one, stage, write
-from .tensors import Part, check_dense, crop, hash_of, host_bytes, parts_of, sharing, spec_of
+from . import layout, tensors
+from .layout import LARGEST, Keys, Shard, ShardFile, Version
+from .tensors import Part, Patch, Stored
 
 _SMALL = 1 << 20
 """Bytes of a file that is read at once."""
@@ -116,14 +103,14 @@ class Subscriber:
         key: Any = None,
     ) -> None:
         self._files: Files = opened(url)
-        self._keys = key if isinstance(key, signing.Keys) else signing.public(key)
+        self._keys = key if isinstance(key, Keys) else layout.public_key(key)
         self._known: dict[int, tuple[bytes, Version]] = {}
         self._prepared: Ready | None = None
         self._model, self._select = model, select
         self._updating = threading.Lock()
         self._turn = 0
         self._parts = self._bound()
-        self._shared = sharing(self._parts)
+        self._shared = tensors.sharing(self._parts)
         if _places(self._parts) != _places(self._bound()):
             raise BadArgumentError("model: state_dict() returns copies of its tensors, so that it cannot be updated")
         self._at: Version | None = self._recognised()
@@ -242,14 +229,14 @@ class Subscriber:
             reached, patches, report = found
             self._at = None
         for patch in patches:
-            for positions, values in of_one(self._parts[patch.name].tensor, [patch]):
+            for positions, values in tensors.of_one(self._parts[patch.name].tensor, [patch]):
                 yield patch.name, positions, values
         with self._updating:
             if turn == self._turn:  # no other update since
                 self._reached(reached, report)
 
     def _versions(self) -> list[int]:
-        return versions_in(self._files.list("versions"))
+        return layout.versions_in(self._files.list("versions"))
 
     def _read(self, version: int, problems: list[Exception] | None = None) -> Version | None:
         """Read a version's JSON file; None if it cannot be read, or is not signed by the key.
@@ -260,7 +247,7 @@ class Subscriber:
         """
         problem: Exception
         try:
-            data = self._files.read(version_name(version))
+            data = self._files.read(layout.version_name(version))
             known = self._known.get(version)
             if known is None or known[0] != data:
                 known = self._known[version] = data, Version.from_bytes(data, version, self._keys)
@@ -276,12 +263,12 @@ class Subscriber:
     def _bound(self) -> dict[str, Part]:
         """Return the model's tensors as they are now."""
         model = self._model
-        tensors = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
-        tensors = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
-        if not tensors:
+        state = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else model
+        own = {name: t for name, t in state.items() if isinstance(t, torch.Tensor)}
+        if not own:
             raise BadArgumentError("model has no tensors")
-        check_dense(tensors, "model")
-        parts = parts_of(tensors, self._select)
+        tensors.check_dense(own, "model")
+        parts = tensors.parts_of(own, self._select)
         for name, part in parts.items():
             if not part.tensor.is_contiguous() or part.tensor.is_conj() or part.tensor.is_neg():
                 how = "lazily conjugated or negated" if part.tensor.is_contiguous() else "not contiguous"
@@ -292,10 +279,10 @@ class Subscriber:
         """Return a hash of the model's parts; of whole tensors, that of a version of whole shards."""
         shards = []
         for part in self._parts.values():
-            spec = spec_of(part.tensor)
-            digest = hash_of(spec, host_bytes(part.tensor))
-            shards.append(Shard(part.name, spec.dtype, spec.shape, whole(spec.shape), digest))
-        return state_hash(shards)
+            spec = tensors.spec_of(part.tensor)
+            digest = tensors.hash_of(spec, tensors.host_bytes(part.tensor))
+            shards.append(Shard(part.name, spec.dtype, spec.shape, layout.whole(spec.shape), digest))
+        return layout.state_hash(shards)
 
     def _hash_if_needed(self, at: Version | None) -> str:
         """Return the hash of the model if the hashes of a version do not determine it."""
@@ -303,7 +290,7 @@ class Subscriber:
 
     def _covered(self, version: Version) -> bool:
         """Return whether all shards of a version that meet the model are inside its tensors."""
-        return all(is_inside(shard.where, part.region) for shard, part in self._meeting(version.shards))
+        return all(layout.is_inside(shard.where, part.region) for shard, part in self._meeting(version.shards))
 
     def _meeting(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, Part]]:
         """Yield shards with the parts of the model that they meet."""
@@ -312,7 +299,7 @@ class Subscriber:
             parts.setdefault(part.source, []).append(part)
         for shard in shards:
             for part in parts.get(shard.name, ()):
-                if len(part.region) == len(shard.where) and meets(shard.where, part.region):
+                if len(part.region) == len(shard.where) and layout.meets(shard.where, part.region):
                     yield shard, part
 
     def _is_held(self, version: Version, hashes: dict[Any, str]) -> bool:
@@ -329,7 +316,7 @@ class Subscriber:
         for shard, part in self._meeting(version.shards):
             key = part.name, shard.where
             if key not in hashes:
-                hashes[key] = hash_of(shard.spec, crop(part, shard.where))
+                hashes[key] = tensors.hash_of(shard.spec, tensors.crop(part, shard.where))
             if hashes[key] != shard.hash:
                 return False
         return True
@@ -354,7 +341,7 @@ class Subscriber:
         """Check whether the model still holds the version of the last update."""
         parts = self._bound()
         if _places(parts) != _places(self._parts):  # tensors were replaced, as by load_state_dict(assign=True)
-            self._shared = sharing(parts)
+            self._shared = tensors.sharing(parts)
         self._parts = parts
         marks = self._versions_of_tensors()
         if self._at is None or (marks == self._marks and not verify):
@@ -454,7 +441,9 @@ class Subscriber:
                 links[name].append(own)
             before = link[0]
         fetched = time.perf_counter()
-        patches = [p for name, part in self._parts.items() if part.tensor.numel() for p in stage(part, links[name])]
+        patches = [
+            p for name, part in self._parts.items() if part.tensor.numel() for p in tensors.stage(part, links[name])
+        ]
         self._check_shared(patches)
         staged = time.perf_counter()
         changed = sum(int(patch.values.shape[0]) for patch in patches)
@@ -467,8 +456,8 @@ class Subscriber:
     ) -> tuple[int, list[tuple[str, Stored]]]:
         """Read the shards of a file that the model needs; return bytes, and tensors with shards."""
         identity, size = file.id(kind) or "", file.nbytes(kind)
-        name = data_name(version.version, kind, identity)
-        inside = [shard for shard, part in self._meeting(file.shards) if is_inside(shard.where, part.region)]
+        name = layout.data_name(version.version, kind, identity)
+        inside = [shard for shard, part in self._meeting(file.shards) if layout.is_inside(shard.where, part.region)]
         is_part = size > _SMALL and self._keys.accepts is None and len(inside) < len(file.shards)
         data: bytes | Ranged = b""
         try:
@@ -502,13 +491,13 @@ class Subscriber:
         published = {shard.name: (shard.dtype, shard.shape) for shard in version.shards}
         lines = []
         for name, part in self._parts.items():
-            own, (dtype, shape) = spec_of(part.tensor), published.get(part.source, ("", ()))
+            own, (dtype, shape) = tensors.spec_of(part.tensor), published.get(part.source, ("", ()))
             if not dtype:
                 lines.append(f"{part.source}: not published")
             elif dtype != own.dtype or not _fits(part, shape):
                 lines.append(f"{name}: {dtype} {shape} is published, {own.dtype} {own.shape} is here")
         for shard, part in self._meeting(version.shards) if not version.sliced and not lines else ():
-            if not is_inside(shard.where, part.region):
+            if not layout.is_inside(shard.where, part.region):
                 lines.append(
                     f"{part.name}: a slice of {shard.label} is here, and version {version.version} was not published "
                     "with sliced=True"
@@ -548,7 +537,7 @@ class Subscriber:
         self._marks = self._versions_of_tensors()
 
 
-_write: Callable[[torch.Tensor, Patch], None] = write
+_write: Callable[[torch.Tensor, Patch], None] = tensors.write
 """What writes a patch; tests stop it half way."""
 
 
@@ -556,9 +545,8 @@ def _fits(part: Part, shape: tuple[int, ...]) -> bool:
     """Return whether a part can be of a published tensor of this shape."""
     if part.where is None:
         return shape == tuple(part.tensor.shape)
-    return (
-        len(shape) == len(part.where) and is_inside(part.where, whole(shape)) and all(at >= 0 for at, _ in part.where)
-    )
+    begins = all(at >= 0 for at, _ in part.where)
+    return begins and len(shape) == len(part.where) and layout.is_inside(part.where, layout.whole(shape))
 
 
 def _places(parts: Mapping[str, Part]) -> dict[str, tuple[int, torch.dtype, torch.Size, torch.device]]:

@@ -73,7 +73,7 @@ def load_state(path: Path) -> Any:
 
 
 def _load_safetensors(path: Path) -> Any:
-    from ..trainers.model_folder import read_safetensors
+    from ..trainers.hub import read_safetensors
 
     metadata, arrays = read_safetensors(path)
     own = {key: text for key, text in metadata.items() if key != _TREE and (key, text) != ("format", "pt")}

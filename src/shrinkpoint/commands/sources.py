@@ -171,7 +171,7 @@ def headers_of_folder(folder: Path) -> dict[int | None, Checkpoint]:
     Raises:
         CorruptDataError, MissingParentError, NewerFormatError: one cannot be read.
     """
-    from ..trainers.dcp.chain import open_folder, read_index
+    from ..trainers.dcp.places import open_folder, read_index
 
     files = open_folder(folder)
     alone = [None] if (folder / METADATA).is_file() else _own_ranks(folder)
@@ -186,7 +186,7 @@ def headers_of_step(store: Store, manifest: Manifest) -> dict[int | None, Checkp
     """
     if not manifest.shards:
         return {None: store.header(manifest)}
-    from ..trainers.dcp.target import read_step
+    from ..trainers.dcp.places import read_step
 
     return _headers(store.session.catalog.files, read_step(store, manifest.step).files)
 
@@ -197,7 +197,7 @@ def _own_ranks(folder: Path) -> list[int]:
 
 
 def _headers(files: Files, ranks: Iterable[RankFile]) -> dict[int | None, Checkpoint]:
-    from ..trainers.dcp.chain import opener
+    from ..trainers.dcp.places import opener
 
     return {file.rank: opener(files, file)(None) for file in ranks}
 

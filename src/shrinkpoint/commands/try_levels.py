@@ -128,7 +128,7 @@ def read_source(path: Path) -> try_advice.Source:
     """
     kind = "file"
     if path.is_dir() and not is_dcp(path) and any(path.glob("*.safetensors")):
-        from ..trainers.model_folder import ModelFolder
+        from ..trainers.hub import ModelFolder
 
         kind = "model"
         state: Any = ModelFolder(path).all()
