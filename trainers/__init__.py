@@ -13,15 +13,9 @@ if TYPE_CHECKING:
     from .preemption import Preemption
     from .training_state import TrainingState
 
-_WHERE = {
-    "Loader": "loader",
-    "Preemption": "preemption",
-    "resume": "loop",
-    "save": "loop",
-    "TrainingState": "training_state",
-}
-
 __all__ = ["Loader", "Preemption", "TrainingState", "resume", "save"]
+_WHERE = dict(zip(__all__, ("loader", "preemption", "training_state", "loop", "loop"), strict=True))
+"""The modules of these names."""
 
 
 def __dir__() -> list[str]:

@@ -295,13 +295,8 @@ class CompressedStates:
         for number, (one, saved) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
             lines += [f"optimizer {number}: {line}" for line in group_differences(saved, one.state_dict())]
         refuse(lines, path)
-        saved = [
-            one | self._frozen_of(model, found)
-            for model, one, found in zip(
-                models, state["models"], state.get("frozen", [None] * len(models)), strict=True
-            )
-        ]
-        parts = list(zip(models, saved, strict=True))
+        trees = zip(models, state["models"], state.get("frozen", [None] * len(models)), strict=True)
+        parts = [(model, one | self._frozen_of(model, found)) for model, one, found in trees]
         lines = [line for one, state in parts for line in differences(state, one.state_dict(), names=self._strict)]
         load_states(parts, lines, path, strict=self._strict)
         models.clear()
@@ -351,15 +346,10 @@ def compress_states(accelerator: Any, saver: Saver | Store, *, frozen: str | Non
     return CompressedStates(accelerator, saver, frozen)
 
 
-def _folders(home: str) -> list[str]:
-    """Return the names of the checkpoint folders of a project."""
-    return [name for name in os.listdir(home) if re.fullmatch(r"checkpoint_[0-9]+", name)]
-
-
 def _remove_interrupted(home: str) -> None:
     """Remove folders of interrupted saves, which Accelerate would count as checkpoints."""
-    for name in _folders(home) if os.path.isdir(home) else ():
-        folder = os.path.join(home, name)
+    names = os.listdir(home) if os.path.isdir(home) else []
+    for folder in (os.path.join(home, name) for name in names if re.fullmatch(r"checkpoint_[0-9]+", name)):
         if read_pointer(os.path.join(folder, POINTER)) is None and _is_interrupted(folder):
             shutil.rmtree(folder)
 

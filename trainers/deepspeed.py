@@ -192,8 +192,7 @@ def attach(engine: Any, store_of: Callable[[str], Store], **settings: Any) -> Co
         raise BadArgumentError("an optimizer on NVMe is saved by DeepSpeed itself; use its own checkpoints")
     if engine.checkpoint_engine.is_decoupled():
         raise BadArgumentError('the writer "decoupled" of DeepSpeed saves in the background; leave it out')
-    engine.checkpoint_engine = CompressedFiles(engine, store_of, **settings)
-    found: CompressedFiles = engine.checkpoint_engine
+    found = engine.checkpoint_engine = CompressedFiles(engine, store_of, **settings)
     return found
 
 

@@ -13,12 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -112,13 +107,13 @@ def sharded_state(pairs: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
     Args:
         pairs: each model with its optimizer or None; of several pairs, each state has the number of its pair as key.
     """
-    states: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for model, optimizer in pairs:
         if optimizer is None:
-            states.append({"model": get_model_state_dict(model)})
+            found.append({"model": states.get_model_state_dict(model)})
         else:
-            states.append(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)))
-    return states[0] if len(states) == 1 else {str(i): state for i, state in enumerate(states)}
+            found.append(dict(zip(("model", "optimizer"), states.get_state_dict(model, optimizer), strict=True)))
+    return found[0] if len(found) == 1 else {str(i): state for i, state in enumerate(found)}
 
 
 def pointer_to_shards(path: PathLike, store: Store) -> Pointer | None:
@@ -150,6 +145,6 @@ def load_sharded(path: PathLike, store: Store, pairs: Sequence[tuple[Any, Any]])
     for number, (model, optimizer) in enumerate(pairs):
         own = state if len(pairs) == 1 else state[str(number)]
         if optimizer is None:
-            set_model_state_dict(model, own["model"])
+            states.set_model_state_dict(model, own["model"])
         else:
-            set_state_dict(model, optimizer, model_state_dict=own["model"], optim_state_dict=own["optimizer"])
+            states.set_state_dict(model, optimizer, model_state_dict=own["model"], optim_state_dict=own["optimizer"])

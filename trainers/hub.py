@@ -195,7 +195,7 @@ def _compress_folder(
     done = Transfer(target, nbytes, raw, tuple(rows), base is not None)
     card = result / _CARD
     before = card.read_bytes() if card.exists() else b""
-    if _has_section(before):
+    if _BEGIN.encode() in before:
         raise BadArgumentError(f"{source.folder / _CARD} is the card of a compressed model already")
     card.write_bytes(before + _section(done, None if base is None else base.folder.name).encode())
     return done
@@ -485,11 +485,6 @@ def copy_file(source: Path, target: Path) -> None:
     """Copy a file's bytes, and create the folder of the copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
-
-
-def _has_section(card: bytes) -> bool:
-    """Return whether a card already has the section of a compressed model."""
-    return _BEGIN.encode() in card
 
 
 def _without_section(card: bytes) -> bytes:

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import warnings
 from collections.abc import Callable
 from types import new_class
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,24 +34,11 @@ from ..searching.process_group import ProcessGroup
 from ..searching.result import SearchResult
 from ..store.store import Store
 from ..store.weight_average import needs_average
+from . import pointers
 from .lightning_strategies import installed_classes, plain_form, plugins, wrap_strategies
-from .loop import RanksChangedWarning
-from .model_state import gathered
-from .pointers import (
-    FOLDER,
-    PathLike,
-    WholeSaves,
-    check_compact,
-    drop,
-    grads_within,
-    is_shared,
-    kinds_within,
-    load_at,
-    next_step,
-    points_to,
-    read_pointer,
-    wait_for_files,
-)
+from .loop import ranks_changed
+from .model_state import whole
+from .pointers import FOLDER, PathLike, WholeSaves
 from .preemption import Preemption
 from .processes import agreed, from_all, of_first, rank, world
 from .sensitivity import SensitivityTracker
@@ -117,7 +103,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         wrap_strategies(CompressedIO)
         self.cfg = Config() if cfg is None else check_config(cfg)
         self.background = background
-        self.compact = check_compact(compact, background=background)
+        self.compact = pointers.check_compact(compact, background=background)
         self._savers: dict[str, WholeSaves] = {}
         self.kinds: dict[str, Any] | None = None
         self.grads: Any = None
@@ -211,7 +197,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         if self.background or not needs_average(self.cfg):
             return None
         store = self._store(path)
-        return store.earlier(state, next_step(store))
+        return store.earlier(state, pointers.next_step(store))
 
     def _followed(self, path: PathLike, step: int, identity: str) -> Checkpoint:
         store = self._store(path)
@@ -237,17 +223,15 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         """Load a checkpoint without pickle if it is compressed; called by Lightning."""
         if _is_temporary(path):
             fs, name = fsspec.core.url_to_fs(os.fspath(path))
-            kept: dict[str, Any] = _moved(decompress(Checkpoint.from_bytes(fs.cat_file(name))), map_location)
-            return kept
-        pointer = read_pointer(path)
+            return _moved(decompress(Checkpoint.from_bytes(fs.cat_file(name))), map_location)
+        pointer = pointers.read_pointer(path)
         if pointer is None:
             if not os.path.exists(path) and "://" not in os.fspath(path):
                 raise FileNotFoundError(f"Checkpoint file not found: {os.fspath(path)}")
             return _torch_load(path, map_location, weights_only)
         store = self._store(path)
-        state: dict[str, Any] = load_at(path, store=store if points_to(path, pointer, store) else None)
-        found: dict[str, Any] = _moved(state, map_location)
-        return found
+        is_own = pointers.points_to(path, pointer, store)
+        return _moved(pointers.load_at(path, store=store if is_own else None), map_location)
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Remove a checkpoint's file and its step; called by Lightning."""
@@ -370,7 +354,8 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
         path = os.path.join(folder, PREEMPTED)
         store = Store(os.path.join(folder, FOLDER)) if io_plugin is None else io_plugin._store(path)
-        self.preemption.finish(store, trainer.global_step, lambda: trainer.save_checkpoint(path), wait_for_files)
+        step, wait = trainer.global_step, pointers.wait_for_files
+        self.preemption.finish(store, step, lambda: trainer.save_checkpoint(path), wait)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -379,7 +364,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         io_plugin = self._io(trainer)
         if io_plugin is not None and self._tracker is not None:
             self._tracker.at(trainer.global_step)
-            grads = gathered(self._tracker.grads()) or {}
+            grads = whole(self._tracker.grads()) or {}
             # A state of Lightning's has the names of `torch.compile`d layers as they are.
             io_plugin.grads = {state_name(pl_module, name): grad for name, grad in grads.items()} or None
 
@@ -427,7 +412,8 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
 
         (team or ProcessGroup()).all(leading)
         state, grads, before = shared if team is None else of_first(team, shared, dist.group.WORLD)
-        more |= {"prev": prev, "grads": grads_within(state, grads), "kinds": kinds_within(state, io_plugin.kinds)}
+        known = pointers.kinds_within(state, io_plugin.kinds)
+        more |= {"prev": prev, "grads": pointers.grads_within(state, grads), "kinds": known}
         if before is not None:
             more["options"] = dataclasses.replace(_options_of(search), earlier=PastWeights(*before))
         found = search(state, last=self.found, **more)
@@ -469,13 +455,9 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         found = state_dict.get("rng") if self.rng else None
         if found is None:
             return
-        if len(found) != world():
-            message = f"saved by {len(found)} processes, resumed by {world()}: "
-            message += "random number generators start from the beginning"
-            warnings.warn(message, RanksChangedWarning, stacklevel=2)
-            return
-        self._restored = found[rank()]
-        self._restore()
+        if not ranks_changed(len(found), "random number generators"):
+            self._restored = found[rank()]
+            self._restore()
 
 
 def load_from_checkpoint(cls: type[Module], path: PathLike, *, store: Store | None = None, **keywords: Any) -> Module:
@@ -493,7 +475,7 @@ def load_from_checkpoint(cls: type[Module], path: PathLike, *, store: Store | No
     """
     # Lightning reads checkpoints by torch.load alone, but also from memory.
     buffer = io.BytesIO()
-    torch.save(load_at(path, store=store), buffer)
+    torch.save(pointers.load_at(path, store=store), buffer)
     buffer.seek(0)
     loader: Any = cls
     found: Module = loader.load_from_checkpoint(buffer, **{"weights_only": False, **keywords})
@@ -513,12 +495,11 @@ def _is_temporary(path: PathLike) -> bool:
 
 def _remove(path: PathLike, store: Store, root: str) -> None:
     """Remove a checkpoint's file, its empty folders below a root, and its unused step."""
-    pointer = read_pointer(path)
+    pointer = pointers.read_pointer(path)
     fs, name = fsspec.core.url_to_fs(os.fspath(path))
     if fs.exists(name):
         fs.rm(name, recursive=True)
-    if pointer is not None and points_to(path, pointer, store) and not is_shared(path, pointer):
-        drop(store, [pointer.step])
+    pointers.drop_replaced(path, store, pointer)
     folder, top = os.path.dirname(name), fsspec.core.url_to_fs(root)[1].rstrip("/")
     while len(folder) > len(top) and fs.isdir(folder) and not fs.ls(folder):
         fs.rmdir(folder)
@@ -532,9 +513,10 @@ def _torch_load(path: PathLike, map_location: Any, weights_only: bool | None) ->
     return found
 
 
-def _moved(tree: Any, map_location: Any) -> Any:
+def _moved(tree: dict[str, Any], map_location: Any) -> dict[str, Any]:
     """Move tensors from the CPU to the requested device."""
     if map_location is None or callable(map_location):
         return tree
     device = map_location.get("cpu", "cpu") if isinstance(map_location, dict) else map_location
-    return plain(tree, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
+    moved: dict[str, Any] = plain(tree, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
+    return moved

@@ -129,7 +129,7 @@ def save(
 
     with explaining(f"step {step} was not saved"):
         found, _ = on_all(averages, lambda _: None)
-        found = models.gathered(found)
+        found = models.whole(found)
         tree: Any = state.tree(step)
         if state.frozen == ONCE:
             store_once(store_behind(saver), state.model, on_rank_0(lambda: Frozen.of_tree(tree), "nothing"))
@@ -244,11 +244,10 @@ def resume(
         if step is None and not store.steps():
             _report_empty(store)
             return None
-        state = store.load(step, out=existing)
+        state: dict[str, Any] = store.load(step, out=existing)
         _check_parts(state, _where(store, state), into)
         _check_whole(store, _where(store, state), into)
-        found: dict[str, Any] = state
-        return found
+        return state
 
     def light(state: Any) -> dict[str, Any]:
         """Return the state without the parts that modules and optimizers distribute themselves."""
@@ -319,17 +318,20 @@ def _restore_rank(
     ranks: Sequence[Any], loader: Stateful | None, generators: Mapping[str, Generator] | None, rng: bool
 ) -> None:
     """Restore random numbers and data position of this process."""
-    if len(ranks) != world():
-        message = (
-            f"saved by {len(ranks)} processes, resumed by {world()}: "
-            "random number generators and data positions start from the beginning"
-        )
-        warnings.warn(message, RanksChangedWarning, stacklevel=3)
+    if ranks_changed(len(ranks), "random number generators and data positions"):
         return
     mine = ranks[rank()]
     if loader is not None:
         loader.load_state_dict(mine["position"])
     restore(mine, generators=generators, rng=rng)
+
+
+def ranks_changed(before: int, what: str) -> bool:
+    """Return whether another number of processes has saved; then a warning says what starts again."""
+    if before != world():
+        message = f"saved by {before} processes, resumed by {world()}: {what} start from the beginning"
+        warnings.warn(message, RanksChangedWarning, stacklevel=4)
+    return before != world()
 
 
 def _check_parts(state: Any, where: str, into: TrainingState) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from .processes import broadcast_entries, rank, world
 from .state import plain
 
+Tree = TypeVar("Tree")
 _LOAD = nn.Module.load_state_dict
 _SHOWN = 20
 _SMALL = 1 << 12
@@ -81,17 +82,7 @@ def model_state(model: nn.Module, *, without: Collection[str] = ()) -> dict[str,
         model: wrapped or not.
         without: names to leave out.
     """
-    state = plain({name: value for name, value in _state_by_name(model).items() if name not in without})
-    found: dict[str, Any] = whole(state) if world() > 1 else state
-    return found
-
-
-def gathered(grads: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return gradient averages by name; sharded ones are gathered on rank 0's host.
-
-    Under several processes a collective; what other ranks get is of no use.
-    """
-    return None if grads is None else dict(whole(grads))
+    return whole(plain({name: value for name, value in _state_by_name(model).items() if name not in without}))
 
 
 def sharded(tree: Any, path: str) -> Iterator[str]:
@@ -106,8 +97,8 @@ def sharded(tree: Any, path: str) -> Iterator[str]:
             yield from sharded(value, f"{path}/{number}")
 
 
-def whole(tree: Any) -> Any:
-    """Return a tree with its DTensors whole, in the host memory of rank 0.
+def whole(tree: Tree) -> Tree:
+    """Return a tree with its DTensors whole, in the host memory of rank 0; the tree itself in a single process.
 
     Under several processes a collective, which all call with the same tree; what other ranks get is of no use.
     """
@@ -118,7 +109,8 @@ def whole(tree: Any) -> Any:
         gathered = value.full_tensor()
         return gathered.cpu() if rank() == 0 else None
 
-    return plain(tree, leaf)
+    found: Tree = plain(tree, leaf) if world() > 1 else tree
+    return found
 
 
 def plain_tensors(model: nn.Module, place: tuple[str, ...]) -> dict[tuple[str, ...], torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..kernels.errors import BadArgumentError
 from .model_state import is_plain, parameters_of, whole
-from .processes import broadcast_entries, rank, world
+from .processes import broadcast_entries, rank
 from .state import load_optimizer, plain
 
 _LOAD = torch.optim.Optimizer.load_state_dict
@@ -104,9 +104,7 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
             extra["state"] = other
         if extra:
             more[one.first] = extra
-    result = plain({"state": state, "param_groups": groups, **({"more": more} if more else {})})
-    found: dict[str, Any] = whole(result) if world() > 1 else result
-    return found
+    return whole(plain({"state": state, "param_groups": groups, **({"more": more} if more else {})}))
 
 
 def plain_entries(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[tuple[str, ...], torch.Tensor]:

@@ -25,22 +25,9 @@ from ..codec.state import tree
 from ..kernels.errors import BadArgumentError
 from ..store.saver.saver import Saver, SaveResult
 from ..store.store import Store
-from . import required
+from . import pointers, required
 from .jax import fitted, names, nested
-from .pointers import (
-    POINTER,
-    Pointer,
-    drop,
-    load_at,
-    manifest_of,
-    next_step,
-    pointer_at,
-    points_to,
-    read_pointer,
-    refuse_keep,
-    store_of,
-    write_pointer,
-)
+from .pointers import POINTER, Pointer
 from .save_timing import store_behind
 
 with required("this adapter needs Orbax", install("orbax")):
@@ -84,7 +71,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
 
     def __init__(self, saver: Saver | Store) -> None:
         self.store = store_behind(saver)
-        self.saver = refuse_keep(saver) if isinstance(saver, Saver) else saver
+        self.saver = pointers.refuse_keep(saver) if isinstance(saver, Saver) else saver
         self._home = os.path.dirname(self.store.url)
         self._pending: _Commit | None = None
         self._in_flight: weakref.WeakSet[_Commit] = weakref.WeakSet()
@@ -109,7 +96,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
             return []
         self._wrote, self._pending = True, None
         self._drop_unreferenced()
-        step = max([next_step(self.store), *(step + 1 for step in self._steps_in_flight())])
+        step = max([pointers.next_step(self.store), *(step + 1 for step in self._steps_in_flight())])
         more = {"grads": grads, "kinds": args.kinds}
         if isinstance(self.saver, Saver):
             future = self.saver.save(step, state, **more)
@@ -133,7 +120,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         result, store = commit.future.result(), Store(self.store.url)
         if store.describe(result.step).identity != result.id:
             raise ShrinkpointError(f"{directory}: step {result.step} of {store.url} was saved by another handler too")
-        write_pointer(str(directory / POINTER), store, result.step, result.id)
+        pointers.write_pointer(str(directory / POINTER), store, result.step, result.id)
         if result.step not in store.steps():
             raise ShrinkpointError(
                 f"{directory}: step {result.step} of {store.url} was removed before the folder had it"
@@ -147,7 +134,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
             MissingParentError, CorruptDataError: see `Store.load`.
         """
         path = str(directory / POINTER)
-        pointer = read_pointer(path)
+        pointer = pointers.read_pointer(path)
         store = None if pointer is None else self._store_of(directory, pointer)
         first = store is self.store and jax.process_index() == 0  # a restore of another run is not counted there
         item, part = (None, False) if args is None else (args.item, args.partial_restore)
@@ -157,7 +144,7 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
             paths = [glob.escape(name) for name in names(item, what="item")] if part else None
             if paths == []:
                 raise BadArgumentError("partial_restore: item is empty")
-            state = load_at(path, paths, store=store, first=first)
+            state = pointers.load_at(path, paths, store=store, first=first)
             return state if item is None else fitted(state, item, what="item", partial=part)
         except BadArgumentError as e:
             raise BadArgumentError(f"{path}: {e}") from None
@@ -173,9 +160,9 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
             MissingParentError, CorruptDataError: see `Store.describe`.
         """
         path = str(directory / POINTER)
-        pointer = pointer_at(path)
+        pointer = pointers.pointer_at(path)
         store = self._store_of(directory, pointer)
-        manifest = manifest_of(store, pointer)
+        manifest = pointers.manifest_of(store, pointer)
         if manifest is None:
             raise MissingParentError(f"{path}: step {pointer.step} of {store.url} is not there, or is another one")
         ckpt = store.header(manifest)
@@ -193,9 +180,9 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
         The next save is then a delta over the loaded step.
         """
         path = str(directory / POINTER)
-        if points_to(path, pointer, self.store):
+        if pointers.points_to(path, pointer, self.store):
             return self.store
-        return store_of(path, pointer, is_item=(directory.parent / _STEP_FILE).exists())
+        return pointers.store_of(path, pointer, is_item=(directory.parent / _STEP_FILE).exists())
 
     def close(self) -> None:
         """Remove unreferenced steps when Orbax closes the manager."""
@@ -221,12 +208,12 @@ class CompressedHandler(ocp.handlers.AsyncCheckpointHandler):  # type: ignore[mi
                     continue
                 with contextlib.suppress(FileNotFoundError):  # Orbax removes folders meanwhile
                     for place in (step, *fs.ls(step, detail=False)):
-                        pointer = read_pointer(fs.unstrip_protocol(f"{place}/{POINTER}"))
+                        pointer = pointers.read_pointer(fs.unstrip_protocol(f"{place}/{POINTER}"))
                         if pointer is not None and os.path.basename(pointer.store) == mine:
                             gone.discard(pointer.step)
         if gone and isinstance(self.saver, Saver):
             self.saver.rest()  # it would be waited for
-        drop(self.store, gone)
+        pointers.drop(self.store, gone)
 
 
 def _entries(fs: Any, folder: str) -> list[str]:

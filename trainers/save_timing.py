@@ -39,16 +39,12 @@ class Running:
         return time.monotonic() - self.begin
 
 
-def _recent() -> deque[float]:
-    return deque(maxlen=_REMEMBERED)
-
-
 @dataclass(slots=True)
 class SaveTiming:
     """Measured seconds of the saves to one store, until they were durable."""
 
-    deltas: deque[float] = field(default_factory=_recent)
-    bases: deque[float] = field(default_factory=_recent)
+    deltas: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    bases: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     durable: int | None = None
     """Step of the newest save of this process that became durable."""
     running: Running | None = None

@@ -607,12 +607,7 @@ def on_host(local: Tensor, like: Any) -> DTensor:
 
 def _whole(local: Tensor, spec: DTensorSpec, *, grad_placements: Any = None) -> Tensor:
     """Gather the whole tensor on the device of the mesh; a collective."""
-    there = DTensor.from_local(
-        local.to(spec.mesh.device_type),
-        spec.mesh,
-        spec.placements,
-        run_check=False,
-        shape=spec.shape,
-        stride=spec.stride,
-    )
-    return there.full_tensor(grad_placements=grad_placements)
+    there = local.to(spec.mesh.device_type)
+    sizes: dict[str, Any] = {"shape": spec.shape, "stride": spec.stride}
+    whole = DTensor.from_local(there, spec.mesh, spec.placements, run_check=False, **sizes)
+    return whole.full_tensor(grad_placements=grad_placements)

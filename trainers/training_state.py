@@ -19,7 +19,7 @@ from ..store.manifest import check_step
 from .frozen_parameters import check_frozen, record
 from .model_state import model_state, parameters_of, refuse_flat, sharded, whole
 from .optimizer_state import optimizer_state, optimizers_of
-from .processes import from_all, on_all, rank, world
+from .processes import from_all, on_all, rank
 from .state import Generator, Stateful, capture, plain
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -174,7 +174,7 @@ class TrainingState:
         if optimizers:
             state["optimizers"] = [type(one).__qualname__ for one in optimizers]
             state["optimizer"] = optimizer_state(self.model, optimizers)
-        state |= whole(own) if world() > 1 else own
+        state |= whole(own)
         for place, module in self.modules:
             put(state, place, model_state(module))
         state["ranks"] = from_all(mine)

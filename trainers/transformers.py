@@ -28,24 +28,11 @@ from ..store.files import is_damage
 from ..store.frozen_sets import Frozen
 from ..store.regular_files import MOST_JSON, check_link, read_file
 from ..store.store import Store
-from . import required
+from . import pointers, required
 from .frozen_parameters import digest_of, load_frozen, record, store_once, without
 from .fully_sharded import ShardedSaves, check_version, load_sharded, pointer_to_shards, sharded_state
 from .model_state import differences, load_states
-from .pointers import (
-    FOLDER,
-    POINTER,
-    PathLike,
-    WholeSaves,
-    check_compact,
-    drop_unreferenced,
-    load_at,
-    pointer_at,
-    read_pointer,
-    save_at,
-    store_of,
-    wait_for_files,
-)
+from .pointers import FOLDER, POINTER, PathLike, WholeSaves, drop_unreferenced
 from .preemption import Choice, Preemption
 from .state import load_optimizer, plain
 
@@ -114,7 +101,7 @@ class CompressedCheckpoints:
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **keywords: Any) -> Any:
         """Train as Trainer does, then make the last save durable."""
-        check_compact(self.compact, background=self.background)
+        pointers.check_compact(self.compact, background=self.background)
         if getattr(self.args.save_strategy, "value", self.args.save_strategy) != "no":
             _ = self._is_sharded  # refuses before the first step what could not be saved after it
             if self._is_deepspeed:
@@ -319,13 +306,13 @@ class CompressedCheckpoints:
     def _load_compressed(self, folder: str, model: Any) -> bool:
         """Load the weights of a checkpoint folder; False: it is not compressed."""
         pointer = os.path.join(folder, POINTER)
-        if read_pointer(pointer) is None:
+        if pointers.read_pointer(pointer) is None:
             return False
         store = self._the_store(folder)
         if self._has_shards(pointer, store):
             load_sharded(pointer, store, [(model, None)])
         else:
-            self._load_weights(model, load_at(pointer, _MODEL, store=store), pointer, store)
+            self._load_weights(model, pointers.load_at(pointer, _MODEL, store=store), pointer, store)
         return True
 
     def _has_shards(self, pointer: str, store: Store) -> bool:
@@ -363,7 +350,7 @@ class CompressedCheckpoints:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer and the scheduler; called by Trainer."""
         pointer = None if checkpoint is None else os.path.join(checkpoint, POINTER)
-        if self._is_deepspeed or pointer is None or read_pointer(pointer) is None:
+        if self._is_deepspeed or pointer is None or pointers.read_pointer(pointer) is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         store, scheduler = self._the_store(str(checkpoint)), os.path.join(str(checkpoint), _PARTS["scheduler"])
@@ -373,7 +360,7 @@ class CompressedCheckpoints:
                 self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
             return
         # Whole, so that the next save is a delta over it.
-        state = load_at(pointer, store=store)
+        state = pointers.load_at(pointer, store=store)
         if "optimizer" in state:
             load_optimizer(self.optimizer, state["optimizer"])
         if "scheduler" in state:
@@ -419,7 +406,7 @@ class CompressCallback(TrainerCallback):  # type: ignore[misc]
         home = os.path.join(os.path.abspath(args.output_dir), FOLDER)
         if self._store is None or self._store.url != home:
             self._store = Store(home, self.cfg)
-        save_at(folder / POINTER, self._store, tree)
+        pointers.save_at(folder / POINTER, self._store, tree)
         for name in (_WEIGHTS, *_PARTS.values()):
             (folder / name).unlink(missing_ok=True)
         if args.save_total_limit:
@@ -463,9 +450,9 @@ def _is_complete(folder: str) -> bool:
             raise
         return False
     path = os.path.join(folder, POINTER)
-    pointer = read_pointer(path)
+    pointer = pointers.read_pointer(path)
     if pointer is not None:
-        return pointer.step in store_of(path, pointer).steps()
+        return pointer.step in pointers.store_of(path, pointer).steps()
     return any(name.endswith((".safetensors", ".bin")) and "model" in name for name in os.listdir(folder))
 
 
@@ -496,14 +483,15 @@ def expand(folder: PathLike, *, store: Store | None = None) -> str:
     path = Path(folder)
     for name in (_WEIGHTS, _ADAPTER, *_PARTS.values()):
         check_link(path / name, path, writes=True)
-    state = load_at(path / POINTER, store=store)
+    pointer = path / POINTER
+    state = pointers.load_at(pointer, store=store)
     seen: set[int] = set()
     # Tied weights once, as Transformers writes them.
     tensors = {}
     # The names by which PEFT reads an adapter; a model without one keeps its own.
     names, weights = state.get("adapter"), state["model"]
     if names is None and (found := Frozen.of_tree(state)) is not None:
-        weights = weights | load_frozen(store or store_of(path / POINTER, pointer_at(path / POINTER)), found)
+        weights = weights | load_frozen(store or pointers.store_of(pointer, pointers.pointer_at(pointer)), found)
     for name, tensor in weights.items():
         if names is not None and name not in names:
             continue
@@ -558,7 +546,7 @@ class PreemptionCallback(TrainerCallback):  # type: ignore[misc]
             return control
         choice = self.preemption.choice(self._store(args), None, left)
         if choice.what != "save":
-            self.preemption.leave(self._store(args), state.global_step, choice, wait_for_files)
+            self.preemption.leave(self._store(args), state.global_step, choice, pointers.wait_for_files)
         self._choice = choice
         control.should_save, control.should_evaluate, control.should_log = True, False, False
         return control
@@ -566,7 +554,7 @@ class PreemptionCallback(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         """Exit after the save that `on_step_end` requested; called by Trainer."""
         if self._choice is not None:
-            self.preemption.leave(self._store(args), state.global_step, self._choice, wait_for_files)
+            self.preemption.leave(self._store(args), state.global_step, self._choice, pointers.wait_for_files)
 
     @staticmethod
     def _store(args: Any) -> Store:

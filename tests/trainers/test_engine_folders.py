@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, MissingParentError
-from shrinkpoint.trainers.publishing import subscriber as module
+from shrinkpoint.trainers.publishing import tensors as module
 from shrinkpoint.trainers.publishing.checkpoint_folder import MARKER, CheckpointFolder
 from shrinkpoint.trainers.publishing.delta_folders import DeltaFolders, DeltaReader
 
@@ -63,7 +63,7 @@ def test_a_folder_without_its_marker_is_not_whole(tmp_path: Path, monkeypatch: p
     follower.update()
     now = step(now, 0.01, 1)
     publisher.publish(2, now)
-    real, calls = module._write, []
+    real, calls = module.write, []
 
     def failing(tensor: torch.Tensor, patch: Any) -> None:
         calls.append((folder / MARKER).exists())
@@ -71,12 +71,12 @@ def test_a_folder_without_its_marker_is_not_whole(tmp_path: Path, monkeypatch: p
             raise RuntimeError("stopped")
         real(tensor, patch)
 
-    monkeypatch.setattr(module, "_write", failing)
+    monkeypatch.setattr(module, "write", failing)
     with pytest.raises(RuntimeError, match="stopped"):
         follower.update()
     assert calls == [False, False]
     assert not (folder / MARKER).exists()
-    monkeypatch.setattr(module, "_write", real)
+    monkeypatch.setattr(module, "write", real)
     again = CheckpointFolder(tmp_path / "url", folder)
     assert again.version is None
     assert again.update() == marked(folder) == 2

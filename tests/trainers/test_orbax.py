@@ -106,7 +106,7 @@ def test_rotation_reaches_the_store_and_deltas_stay_whole(tmp_path: Path) -> Non
 def test_a_manager_that_only_reads_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read-only manager does not remove a committed step without a pointer."""
     states = [jax.tree.map(np.array, state) for state, _ in trained(build(), 2)]
-    writes = adapter.write_pointer
+    writes = adapter.pointers.write_pointer
 
     def later(*given: Any) -> Any:
         options = ocp.CheckpointManagerOptions(read_only=True)
@@ -118,7 +118,7 @@ def test_a_manager_that_only_reads_removes_nothing(tmp_path: Path, monkeypatch: 
     with opened(tmp_path, cfg=sp.presets.lossless()) as manager:
         manager.save(1, args=CompressedSave(states[0]))
         manager.wait_until_finished()
-        monkeypatch.setattr(adapter, "write_pointer", later)
+        monkeypatch.setattr(adapter.pointers, "write_pointer", later)
         manager.save(2, args=CompressedSave(states[1]))
         manager.wait_until_finished()
         assert same(manager.restore(2, args=CompressedRestore(states[1])), states[1])

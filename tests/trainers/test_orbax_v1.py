@@ -93,7 +93,7 @@ def test_saves_that_overlap_keep_their_steps(tmp_path: Path, how: str) -> None:
 
 
 def test_a_folder_that_is_renamed_meanwhile_keeps_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unfinished, reads = tmp_path / "0.orbax-checkpoint-tmp", adapter.read_pointer
+    unfinished, reads = tmp_path / "0.orbax-checkpoint-tmp", adapter.pointers.read_pointer
 
     def renamed(path: str) -> Any:
         if unfinished.exists():
@@ -103,7 +103,7 @@ def test_a_folder_that_is_renamed_meanwhile_keeps_its_step(tmp_path: Path, monke
     with with_handler(exact(tmp_path)):
         ocp.save(tmp_path / "0", SMALL)
         (tmp_path / "0").rename(unfinished)
-        monkeypatch.setattr(adapter, "read_pointer", renamed)
+        monkeypatch.setattr(adapter.pointers, "read_pointer", renamed)
         ocp.save(tmp_path / "1", {**SMALL, "done": 2})
         assert same(ocp.load_checkpointables(tmp_path / "0")["state"], SMALL)
 

@@ -18,7 +18,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, MissingParentError
 from shrinkpoint.store.files import StoreWarning
 from shrinkpoint.trainers.publishing import publisher as publishing
-from shrinkpoint.trainers.publishing import subscriber as module
+from shrinkpoint.trainers.publishing import tensors as module
 from shrinkpoint.trainers.publishing.layout import Shard, ShardFile, Version
 from shrinkpoint.trainers.publishing.ranks import PublishConflictError
 
@@ -197,7 +197,7 @@ def test_two_processes_publish_the_same_version(tmp_path: Path) -> None:
 def killed(url: str, path: str) -> None:
     served = {"a": torch.zeros(200_000), "b": torch.zeros(200_000)}
     subscriber = sp.Subscriber(url, served)
-    real, seen = module._write, []
+    real, seen = module.write, []
 
     def dying(tensor: torch.Tensor, patch: Any) -> None:
         if seen:
@@ -206,7 +206,7 @@ def killed(url: str, path: str) -> None:
         seen.append(1)
         real(tensor, patch)
 
-    module._write = dying
+    module.write = dying
     subscriber.update()
 
 
@@ -238,7 +238,7 @@ def test_a_commit_that_fails_begins_from_a_base(tmp_path: Path, monkeypatch: pyt
     subscriber = sp.Subscriber(tmp_path, served)
     now = step(now, 0.01, 1)
     publisher.publish(2, now)
-    real, calls = module._write, []
+    real, calls = module.write, []
 
     def failing(tensor: torch.Tensor, patch: Any) -> None:
         calls.append(1)
@@ -246,7 +246,7 @@ def test_a_commit_that_fails_begins_from_a_base(tmp_path: Path, monkeypatch: pyt
             raise RuntimeError("out of order")
         real(tensor, patch)
 
-    monkeypatch.setattr(module, "_write", failing)
+    monkeypatch.setattr(module, "write", failing)
     with pytest.raises(RuntimeError, match="out of order"):
         subscriber.update()
     assert subscriber.version is None
@@ -361,8 +361,8 @@ def test_names_and_shapes_that_changed(tmp_path: Path) -> None:
 
 def test_the_lock_is_held_while_the_model_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, held = threading.Lock(), []
-    real = module._write
-    monkeypatch.setattr(module, "_write", lambda t, p: (held.append(lock.locked()), real(t, p)))
+    real = module.write
+    monkeypatch.setattr(module, "write", lambda t, p: (held.append(lock.locked()), real(t, p)))
     real_stage = module.stage
     monkeypatch.setattr(module, "stage", lambda *a: (held.append(not lock.locked()), real_stage(*a))[1])
     sp.Publisher(tmp_path).publish(1, {"w": torch.ones(5)})

@@ -295,14 +295,9 @@ def build(metadata: Metadata, files: Sequence[RankFile]) -> Index:
             layouts.append(Layout(_shards(rows)))
         size = tuple(planned.size)
         holes = holes or layouts[numbers[rows]].problem(size, False)
-        entries[fqn] = Entry(
-            path,
-            str(planned.properties.dtype).removeprefix("torch."),
-            size,
-            numbers[rows],
-            bool(planned.properties.requires_grad),
-            str(planned.properties.memory_format).removeprefix("torch."),
-        )
+        like = planned.properties
+        dtype, memory = (str(name).removeprefix("torch.") for name in (like.dtype, like.memory_format))
+        entries[fqn] = Entry(path, dtype, size, numbers[rows], bool(like.requires_grad), memory)
     return Index(len(files), bool(holes), tuple(files), tuple(layouts), entries)
 
 
@@ -428,14 +423,8 @@ def _index(fields: Mapping[str, Any]) -> Index:
             continue
         if not isinstance(getattr(torch, str(row["d"]), None), torch.dtype):
             raise ValueError(f"{fqn}: torch has no dtype {str(row['d'])[:40]!r}")
-        entry = Entry(
-            path,
-            row["d"],
-            _sizes(row["s"]),
-            _number(row["l"], len(layouts)),
-            row.get("g", False) is True,
-            str(row.get("m", "contiguous_format")),
-        )
+        needs_grad, memory = row.get("g", False) is True, str(row.get("m", "contiguous_format"))
+        entry = Entry(path, row["d"], _sizes(row["s"]), _number(row["l"], len(layouts)), needs_grad, memory)
         if (entry.layout, entry.size) not in checked:
             problem = layouts[entry.layout].problem(entry.size, partial)
             if problem:

@@ -467,14 +467,8 @@ def _describe(rank: int, name: str, ckpt: Checkpoint, head: _Parent | None) -> R
     own = (name, ckpt.nbytes)
     if head is None:
         return RankFile(rank, (own,), ckpt.raw_nbytes, 0, 0, 0)
-    return RankFile(
-        rank,
-        (own, *head.file.chain),
-        ckpt.raw_nbytes,
-        head.carried,
-        head.last.since_base + 1,
-        head.last.spent + ckpt.nbytes,
-    )
+    since, spent = head.last.since_base + 1, head.last.spent + ckpt.nbytes
+    return RankFile(rank, (own, *head.file.chain), ckpt.raw_nbytes, head.carried, since, spent)
 
 
 def _fits(parent: Mapping[tuple[str, Offsets], Offsets], shards: Mapping[tuple[str, Offsets], Offsets]) -> bool:

@@ -41,6 +41,8 @@ from .tensors import host_bytes
 
 _NAME = re.compile(r"weight_v(\d{6})")
 _ENCODINGS = ("overwrite", "xor")
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, zstandard.ZstdError)
+"""Errors of reading a folder that is damaged or not of this format."""
 _LONGEST = 1 << 32
 """Bytes of a tensor; positions have 32 bits."""
 
@@ -172,15 +174,7 @@ class DeltaReader:
             path = self._folder / f"weight_v{at:06d}"
             try:
                 self._stage(path, at, staged)
-            except (
-                OSError,
-                ValueError,
-                KeyError,
-                TypeError,
-                AttributeError,
-                SafetensorError,
-                zstandard.ZstdError,
-            ) as e:
+            except _DAMAGE as e:
                 raise CorruptDataError(f"{path}: {e!r:.300}") from None
         with torch.no_grad():
             for name, data in staged.items():

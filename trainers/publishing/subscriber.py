@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -321,9 +321,6 @@ class Subscriber:
                 return False
         return True
 
-    def _is_partial(self) -> bool:
-        return any(part.where is not None for part in self._parts.values())
-
     def _recognised(self) -> Version | None:
         """Return the published version that the model holds, by hashes; None if it cuts shards."""
         hashes: dict[Any, str] = {}
@@ -502,7 +499,7 @@ class Subscriber:
                     f"{part.name}: a slice of {shard.label} is here, and version {version.version} was not published "
                     "with sliced=True"
                 )
-        if not self._is_partial():
+        if all(part.where is None for part in self._parts.values()):
             sources = {part.source for part in self._parts.values()}
             lines += [f"{path}: not in the model" for path in published if path not in sources]
         if lines:
@@ -527,7 +524,7 @@ class Subscriber:
             begin = time.perf_counter()
             with torch.no_grad():
                 for patch in patches:
-                    _write(self._parts[patch.name].tensor, patch)
+                    tensors.write(self._parts[patch.name].tensor, patch)
             pause = time.perf_counter() - begin
         self._reached(version, replace(report, pause_seconds=pause))
 
@@ -535,10 +532,6 @@ class Subscriber:
         self._at, self.last = version, report
         self._held = self._hash_if_needed(version)
         self._marks = self._versions_of_tensors()
-
-
-_write: Callable[[torch.Tensor, Patch], None] = tensors.write
-"""What writes a patch; tests stop it half way."""
 
 
 def _fits(part: Part, shape: tuple[int, ...]) -> bool:
