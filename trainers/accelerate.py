@@ -357,4 +357,4 @@ def _remove_interrupted(home: str) -> None:
 def _is_interrupted(folder: str) -> bool:
     """Return whether a folder without a pointer file comes from an interrupted save."""
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
-    return not files or any(is_placeholder(path, POINTER) for path in files if path.suffix in (".bin", ".pt"))
+    return not files or any(is_placeholder(path) for path in files if path.suffix in (".bin", ".pt"))

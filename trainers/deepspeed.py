@@ -125,7 +125,7 @@ class CompressedFiles(CheckpointEngine):  # type: ignore[misc]
         Raises:
             MissingParentError: the save of this checkpoint was interrupted.
         """
-        if not is_placeholder(path, POINTER):
+        if not is_placeholder(path):
             return self.raw.load(path, map_location)
         folder = os.path.dirname(path) if self._in_tag else os.path.dirname(os.path.dirname(path))
         pointer = os.path.join(folder, POINTER)
@@ -210,7 +210,7 @@ def expand(folder: PathLike) -> str:
     if found is None:
         raise BadArgumentError(f"{os.fspath(folder)}: not a compressed checkpoint")
     store = store_of(pointer, found)
-    for path in [path for path in Path(folder).rglob("*.pt") if is_placeholder(path, POINTER)]:
+    for path in [path for path in Path(folder).rglob("*.pt") if is_placeholder(path)]:
         torch.save(_read(pointer, store, _root(path)), path)
     return os.fspath(folder)
 

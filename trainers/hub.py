@@ -32,7 +32,7 @@ from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array, read_leaf
 from ..codec.summary import Row
 from ..kernels.errors import BadArgumentError
-from ..store.local import LocalFiles, follow_umask, sync_folder
+from ..store.local import follow_umask, sync_folder
 from ..store.regular_files import check_link, read_file
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -187,7 +187,7 @@ def _compress_folder(
         sorts = {name: sort_of(tensor) for name, tensor in tensors.items()}
         parent = None if base is None else base_parent(base.some(tensors, file), sorts)
         ckpt = compress(state, parent, cfg)
-        LocalFiles(str(result)).write(f"{file}{SUFFIX}", ckpt.to_bytes())
+        _write_new(result / f"{file}{SUFFIX}", ckpt.to_bytes())
         nbytes, raw = nbytes + ckpt.nbytes, raw + ckpt.raw_nbytes
         rows += ckpt.summary()
     for file in source.rest:
@@ -479,6 +479,15 @@ def new_folder(path: PathLike) -> Path:
         raise BadArgumentError(f"{target} is not empty")
     target.parent.mkdir(parents=True, exist_ok=True)
     return target
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """Write a new file durably, making its folder; FileExistsError if it exists."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -134,23 +134,21 @@ def save(
         if state.frozen == ONCE:
             store_once(store_behind(saver), state.model, on_rank_0(lambda: Frozen.of_tree(tree), "nothing"))
 
-    def write() -> Result:
+    def write() -> Any:
         marked = None if tracker is None else tracker.kinds(state.optimizers or None)
         kinds = state.kinds(tree) | (marked or {})
         averaged = None if found is None else {"model": dict(found)}
         number = tree["step"]
-        result: Any = timed(
-            saver,
-            number,
-            lambda: saver.save(number, tree, grads=averaged, kinds=kinds, metric=metric, cfg=cfg),
+        saved: Any = timed(
+            saver, number, lambda: saver.save(number, tree, grads=averaged, kinds=kinds, metric=metric, cfg=cfg)
         )
         if tracker is not None:
-            tracker.follow(result, kinds=marked)
-        saved: Result = result
+            tracker.follow(saved, kinds=marked)
         return saved
 
     # An error of rank 0 is raised on all: a process that tries again must not do so alone.
-    return on_rank_0(write, f"the result of saving step {step} could not be sent", lambda _: None)
+    result: Result | None = on_rank_0(write, f"the result of saving step {step} could not be sent", lambda _: None)
+    return result
 
 
 def resume(
@@ -327,7 +325,7 @@ def _restore_rank(
 
 
 def ranks_changed(before: int, what: str) -> bool:
-    """Return whether another number of processes has saved; then a warning says what starts again."""
+    """Return whether another number of processes has saved, and warn of what starts again."""
     if before != world():
         message = f"saved by {before} processes, resumed by {world()}: {what} start from the beginning"
         warnings.warn(message, RanksChangedWarning, stacklevel=4)

@@ -98,9 +98,10 @@ def sharded(tree: Any, path: str) -> Iterator[str]:
 
 
 def whole(tree: Tree) -> Tree:
-    """Return a tree with its DTensors whole, in the host memory of rank 0; the tree itself in a single process.
+    """Return a tree with its DTensors whole, in the host memory of rank 0.
 
-    Under several processes a collective, which all call with the same tree; what other ranks get is of no use.
+    In a single process it is the tree itself. Under several a collective, which all call with the same tree; what other
+    ranks get is of no use.
     """
 
     def leaf(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Pointer files, which point to steps of a store, and saves behind them, at once or in the background.
+"""Pointer files to steps of a store, and saves behind them, at once or in the background.
 
 The file that a framework names is such a pointer. So checkpoints can be deltas of one another, and each can still be
 listed, rotated and removed by its own path. A pointer is a small JSON file; it names a store next to it or above it by
@@ -181,11 +181,11 @@ def _read(fs: Any, name: str, path: PathLike) -> Pointer | None:
     return Pointer(store, step, identity)
 
 
-def is_placeholder(path: PathLike, pointer: str) -> bool:
+def is_placeholder(path: PathLike) -> bool:
     """Return whether a local file only names the pointer file of its contents."""
     if not os.path.isfile(path) or os.path.getsize(path) > _LARGEST_PLACEHOLDER:
         return False
-    return pointer.encode() in read_file(os.fspath(path), _LARGEST_PLACEHOLDER)
+    return POINTER.encode() in read_file(os.fspath(path), _LARGEST_PLACEHOLDER)
 
 
 def save_at(
@@ -363,7 +363,7 @@ def _is_near(place: str, folder: str) -> bool:
 
 
 def pointer_at(path: PathLike) -> Pointer:
-    """Return the pointer in a file; BadArgumentError if it has none."""
+    """Return the pointer in a file; BadArgumentError if the file is missing or something else."""
     pointer = read_pointer(path)
     if pointer is None:
         raise BadArgumentError(f"{os.fspath(path)}: not a checkpoint of shrinkpoint")
@@ -371,7 +371,7 @@ def pointer_at(path: PathLike) -> Pointer:
 
 
 def manifest_of(store: Store, pointer: Pointer) -> Manifest | None:
-    """Return the manifest that a pointer names; None if the store has not this checkpoint."""
+    """Return the manifest that a pointer names; None if the store does not have it."""
     found = store.describe(pointer.step) if pointer.step in store.steps() else None
     return found if found is not None and found.identity == pointer.identity else None
 
@@ -470,10 +470,10 @@ class PointedSaves:
         self._pending: PendingPointer | None = None
 
     def then(self, work: Callable[[Store], object]) -> None:
-        """Call `work` with the store when the save in flight is durable, or at once; never if the save fails.
+        """Call `work` with the store once the save in flight is durable; never if the save fails.
 
-        The saver's maintenance between saves starts after the call, or is stopped for it: otherwise a call that removes
-        steps would wait for a compaction.
+        Without a save in flight it is called at once. The saver's maintenance between saves starts after the call, or
+        is stopped for it: otherwise a call that removes steps would wait for a compaction.
         """
         if self._saver is None and self._pending is None:
             work(self.store)

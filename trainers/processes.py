@@ -1,4 +1,4 @@
-"""Collectives: errors of one process are raised on all, and a state of the first one comes to all."""
+"""Collectives: errors of one process are raised on all; a state of the first comes to all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places of checkpoints: a folder for each, or the steps of a store; and the chains of containers in them."""
+"""Places of checkpoints: folders or steps of a store, with their chains of containers."""
 
 from __future__ import annotations
 

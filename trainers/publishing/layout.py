@@ -1,4 +1,4 @@
-"""The files of a publisher: a signed JSON file for each version; deltas and bases of its shards.
+"""Files of a publisher: a signed JSON file for each version; deltas and bases of its shards.
 
 Deltas and bases are ordinary checkpoint files. A *shard* is a box of a tensor: all of it, or what one rank of a trainer
 holds. Each file has the shards of one rank, about 256 MiB of them at most.
