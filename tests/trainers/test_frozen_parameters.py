@@ -59,6 +59,15 @@ def test_each_step_holds_only_what_is_trained(tmp_path: Path, frozen: str) -> No
         assert torch.equal(value, again.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("frozen", ["once", "org/base@1a2b3c"])
+def test_a_model_without_frozen_parameters_is_stored_whole(tmp_path: Path, frozen: str) -> None:
+    store, model = sp.Store(tmp_path / "a", sp.presets.lossless()), nn.Linear(3, 2)
+    trainers.save(store, 1, model, frozen=frozen)
+    again = nn.Linear(3, 2)
+    assert trainers.resume(sp.Store(tmp_path / "a"), again) == 1
+    assert torch.equal(again.weight, model.weight)
+
+
 def test_another_base_is_replaced_by_the_stored_one(tmp_path: Path) -> None:
     store, model = sp.Store(tmp_path), built()
     trainers.save(store, 1, model, frozen="once")
