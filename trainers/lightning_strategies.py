@@ -1,4 +1,4 @@
-"""What Lightning's strategies save without the plugin, and hyperparameters in plain form."""
+"""Lightning's sharded strategies, which bypass the plugin, and plain hyperparameters."""
 
 from __future__ import annotations
 
