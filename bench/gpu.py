@@ -171,6 +171,7 @@ class _OnGpu(Work):
         return self.there(kind)
 
     def compress(self, kind: str) -> sp.Checkpoint:
+        self.parent(kind)  # which is compressed in the same way, so before the setting
         set_device_coding(self.coded_there)
         try:
             return super().compress(kind)
