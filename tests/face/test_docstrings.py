@@ -45,7 +45,7 @@ def problem(line: str) -> str:
 def test_first_lines_of_docstrings_are_understandable_alone() -> None:
     modules = product_modules()
     lines = [(path, number, line) for path in modules for number, line in first_lines(path.read_text(encoding="utf-8"))]
-    assert len(modules) > 300
+    assert len(modules) > 250
     assert len(lines) > 3000
     assert [
         f"{path.relative_to(HOME)}:{number}: {problem(line)}: {line}" for path, number, line in lines if problem(line)
