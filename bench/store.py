@@ -2,9 +2,7 @@
 
 Save and load: whole AdamW states through a file on this machine's disk, against torch.save, safetensors,
 torch.distributed.checkpoint and moonclip (torch.save without and with an fsync; ours and moonclip's always have one).
-Memory: the peak of the process above its memory before. Stall, in the full form: the rows of `python -m
-bench saver`, with DCP's async_save in a thread and in a process (BitSnap's table 2 says 7 to 12 times as fast as
-torch.save of its own saves, on other machines and states). Restores: the last of a chain of 100 before and after
+Memory: the peak of the process above its memory before. Restores: the last of a chain of 100 before and after
 compaction, in multiples of a base. Flips: one stored bit is altered, 200 times, in the same places for all;
 loads without an error are counted. Ours are in a base, a delta over it and a lossless base, with their manifests.
 """
@@ -47,7 +45,6 @@ from .harness import (
     wall_clock,
 )
 from .peers import OTHERS, UNSYNCED, Arrays, Other, checked_calls, tensors
-from .saver import stalls
 from .whole_states import check_errors, copies
 
 TITLE = (
@@ -68,8 +65,6 @@ def run(options: Options) -> list[Row]:
         pair, folder = data.drawn_state(real, parameters), Path(place)
         rows = _throughput(pair, parameters, folder, options)
         rows += options.done(_memory(pair, parameters, folder, options))
-        if not options.quick and options.wanted("stall, memory, durable"):
-            rows += options.done(stalls(pair, parameters, options))
         side = 316 if options.quick else 1118
         small = data.drawn_shapes(real, {f"l{i}.weight": (side, side) for i in range(4)})
         for measured in (_restores, _parts, _flips):

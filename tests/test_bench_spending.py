@@ -29,10 +29,10 @@ SPEEDS = [
     row("decompress base, default, GPT", ONE, None, peer="torch.save", peer_value=1300.0),
 ]
 STALLS = [
-    row("stall of save", "cpu", 5.0, peer="memcpy", peer_value=4.0, note="3 arrays, 60 MB; quartiles"),
-    row("stall of save", "cpu", 5.0, peer="torch.save", peer_value=50.0, note="3 arrays, 60 MB; quartiles"),
-    row("stall of save", "cpu", 5.0, peer="moonclip", note="not measured: moonclip is not installed; 3 arrays, 60 MB"),
-    row("stall of save, processor time", "cpu", 6.0, peer="memcpy", peer_value=4.0, note="3 arrays, 60 MB"),
+    row("Saver of 1.0 GB: extra memory", "cpu", 1.2),
+    row("Saver of 1.0 GB: stall", "cpu", 0.25, peer="memcpy", peer_value=0.125),
+    row("torch.save of 1.0 GB: stall", "cpu", 1.5, peer="memcpy", peer_value=0.25),
+    row("Orbax of 1.0 GB: stall", "cpu", None, note="not measured: orbax is not installed"),
 ]
 
 
@@ -49,9 +49,7 @@ def test_speeds_are_those_of_the_large_state() -> None:
 
 
 def test_stalls_are_those_that_were_measured() -> None:
-    assert speeds.stalls(STALLS) == {
-        "3 arrays, 60 MB": {"Saver.save": 5.0, "one copy of memory": 4.0, "torch.save": 50.0}
-    }
+    assert speeds.stalls(STALLS) == {"1.0 GB": {"Saver": 250.0, "one copy of memory": 125.0, "torch.save": 1500.0}}
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

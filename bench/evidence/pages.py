@@ -33,7 +33,7 @@ def _named(*made: Callable[[], str], start: str = "") -> dict[str, Callable[[], 
 
 TABLES: dict[str, Callable[[], str]] = {
     **_named(speeds.speed, speeds.choices, speeds.states, systems.papers, results.manifest, speeds.kernels),
-    **_named(tables.demo, tables.real, tables.flips, tables.fuzzed, tables.kernel_sizes, tables.saver, tables.saves),
+    **_named(tables.demo, tables.real, tables.flips, tables.fuzzed, tables.kernel_sizes, tables.saves),
     **_named(tables.saver_overhead, tables.frameworks, tables.trainers, tables.ranks, tables.optimizers),
     **_named(tables.optimizers_not_run, tables.shard, tables.scale, tables.computed, tables.table_5_all),
     **_named(tables.continued, tables.transfer, ratios.ratio),
@@ -41,7 +41,6 @@ TABLES: dict[str, Callable[[], str]] = {
     **_named(levels.levels, levels.levels_by_group, levels.overview, levels.exact_levels, levels.front),
     **_named(levels.evaluation, levels.origin, start="levels "),
     "store peers": partial(tables.beside, "store.json", ("MB/s", "x raw state")),
-    "stall peers": partial(tables.beside, "saver.json", ("ms",)),
     **{f"level {name}": partial(levels.level, name) for name in ("precise", "default", "compact")},
     **{f"aims {bench}": partial(tables.aims, bench) for bench in _AIMS},
     **{f"systems {name}": made for name, made in systems.TABLES.items()},
@@ -92,7 +91,7 @@ def _ratio(path: Path) -> None:
 
 
 def _cost(path: Path) -> None:
-    speeds.picture(rows_of("codec.json"), rows_of("saver.json"), path)
+    speeds.picture(rows_of("codec.json"), rows_of("saves.json"), path)
 
 
 def _demo(path: Path) -> None:

@@ -84,7 +84,8 @@ def speed() -> str:
 
 _OWN, _OTHER = "#2a6f97", "#b5651d"
 WAYS = ("compress base", "compress delta", "decompress base", "decompress delta")
-STALL = "stall of save"
+STALL = "stall"
+COPY = "one copy of memory"
 OWN = ("shrinkpoint", "Saver")
 """What the names of our own bars begin with."""
 
@@ -116,10 +117,11 @@ def stalls(rows: Sequence[Json]) -> dict[str, dict[str, float]]:
     """
     found: dict[str, dict[str, float]] = {}
     for row in rows:
-        if row["row"] != STALL or None in (row["value"], row["peer_value"]):
-            continue
-        state = found.setdefault(row["note"].partition(";")[0], {"Saver.save": row["value"]})
-        state["one copy of memory" if row["peer"] == "memcpy" else row["peer"]] = row["peer_value"]
+        start, _, part = row["row"].partition(": ")
+        if part == STALL and None not in (row["value"], row["peer_value"]):
+            mode, _, size = start.rpartition(" of ")
+            found.setdefault(size, {})[mode] = 1e3 * row["value"]
+            found[size].setdefault(COPY, 1e3 * row["peer_value"])
     return found
 
 

@@ -26,12 +26,6 @@ from .results import (
 )
 
 _FLIPPED = "flipped bits"
-_SAVER = (
-    ("stall, processor time of the calling thread", "stall of save, processor time"),
-    ("stall, on the wall", "stall of save"),
-    ("until the save is durable", "time until durable"),
-    ("worker's memory beyond the snapshot and an idle worker's", "memory of the worker"),
-)
 
 
 def demo() -> str:
@@ -156,21 +150,8 @@ def real() -> str:
     return markdown(header, [[name, *(cells.get(c, "") for c in columns)] for name, cells in lines.items()])
 
 
-def saver() -> str:
-    """Return the cost of a save for trainer and worker by size, next to one copy by NumPy."""
-    rows = [row for row in rows_of("saver*.json") if row["peer"] in (None, "memcpy")]
-    first = [row for row in rows if row["row"] == _SAVER[0][1]]
-    titles = {row["size"]: row["note"].split(";")[0] for row in first}
-    cells = []
-    for title, name in _SAVER if titles else ():
-        for row in (row for row in rows if row["row"] == name and row["size"] in titles):
-            copy = "" if row["peer"] is None else f"; one copy {number(row['peer_value'], 2)} {row['unit']}"
-            cells.append((title, titles[row["size"]], f"{number(row['value'], 2)} {row['unit']}{copy}"))
-    return crossed(cells, titles.values(), NONE)
-
-
 def saves() -> str:
-    """Return extra memory, stall and seconds until durable (in copies of the state; below 0.001: 0), by mode."""
+    """Return extra memory, stall and seconds until durable of each way to save (a table)."""
     three: dict[tuple[str, str], list[str]] = {}
     for row in rows_of("saves.json"):
         mode, _, size = row["row"].partition(": ")[0].rpartition(" of ")

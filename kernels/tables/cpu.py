@@ -51,7 +51,7 @@ def _plain(bits: NumPy, at: Int, reading: Int, width: Int, value: Int) -> Any:
 
 @njit_inline
 def _gamma(bits: NumPy, at: Int, reading: Int, value: Int) -> Any:
-    """Write or read a number from 1 on; 0 if the bits are no such number.
+    """Write or read a number from 1 on; 0 if the bits are invalid.
 
     A zero for each digit after the first comes first, then a one, then those digits.
     """
@@ -71,7 +71,7 @@ def _gamma(bits: NumPy, at: Int, reading: Int, value: Int) -> Any:
 
 @njit_inline
 def _near(bits: NumPy, at: Int, reading: Int, known: Int, value: Int) -> Any:
-    """Write or read a number near a known one; far below zero if the bits are no number."""
+    """Write or read a number near a known one; far below zero if the bits are invalid."""
     difference = value - known
     zigzag, at = _gamma(bits, at, reading, 2 * abs(difference) + np.int64(difference >= 0))
     # 1, 2, 3, 4, ... stand for 0, -1, 1, -2, ...
@@ -83,7 +83,7 @@ def _near(bits: NumPy, at: Int, reading: Int, known: Int, value: Int) -> Any:
 
 @njit_in_place
 def _lengths(bits: NumPy, reading: Int, lengths: NumPy, highest: Int) -> Int:
-    """Write or read the lengths of a complete code; return the bits, -1 if there is none."""
+    """Write or read the lengths of a complete code; return the number of bits, or -1."""
     symbols = np.int64(0)
     for s in range(lengths.size):
         symbols += np.int64(lengths[s] > 0)

@@ -1,4 +1,4 @@
-"""Tables have one form each: both readers agree on every input, and read only what the writer writes."""
+"""Tables have one form each, and both readers agree on every input."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_lengths(drawn: list[int], seed: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 40])
 def test_random_bytes(fresh: np.random.Generator, size: int) -> None:
-    """Some random bytes are tables; both readers read them, and the writer writes the same bytes."""
+    """Both readers agree on random bytes, and the writer writes accepted ones again."""
     tables = 0
     for _ in range(2000):
         data = fresh.integers(0, 256, int(fresh.integers(0, 6)), np.uint8).tobytes()
