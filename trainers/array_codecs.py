@@ -78,7 +78,7 @@ def decode_array(data: Any, dtype: np.dtype[Any] | None = None, shape: tuple[int
 class ExactSettings:
     """Settings of the exact codec: none."""
 
-    codec_id: ClassVar[str] = "shrinkpoint.exact"
+    name: ClassVar[str] = "shrinkpoint.exact"
 
     @property
     def codec(self) -> Codec:
@@ -98,7 +98,7 @@ class QuantizeSettings:
     """
 
     max_error: float = 0.05
-    codec_id: ClassVar[str] = "shrinkpoint.quantize"
+    name: ClassVar[str] = "shrinkpoint.quantize"
 
     def __post_init__(self) -> None:
         arguments.check_field(self, "max_error", arguments.number, 0, 1, open_low=True, open_high=True)
@@ -122,7 +122,7 @@ class LogBucketsSettings:
     """
 
     max_error: float = 0.05
-    codec_id: ClassVar[str] = "shrinkpoint.log_buckets"
+    name: ClassVar[str] = "shrinkpoint.log_buckets"
 
     def __post_init__(self) -> None:
         arguments.check_field(self, "max_error", arguments.number, FINEST, 0.5)

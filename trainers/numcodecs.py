@@ -8,7 +8,7 @@ numcodecs finds the codecs by the entry points of this package.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..codec.extras import install
 from . import required
@@ -52,6 +52,8 @@ class ExactArrays(ExactSettings, _Arrays):
         array([0, 1, 2, 3, 4])
     """
 
+    codec_id: ClassVar[str] = ExactSettings.name
+
 
 @dataclass(frozen=True, repr=False)
 class QuantizedArrays(QuantizeSettings, _Arrays):
@@ -64,6 +66,8 @@ class QuantizedArrays(QuantizeSettings, _Arrays):
         QuantizedArrays(max_error=0.1)
     """
 
+    codec_id: ClassVar[str] = QuantizeSettings.name
+
 
 @dataclass(frozen=True, repr=False)
 class LogBucketsArrays(LogBucketsSettings, _Arrays):
@@ -75,3 +79,5 @@ class LogBucketsArrays(LogBucketsSettings, _Arrays):
         >>> LogBucketsArrays().get_config()
         {'id': 'shrinkpoint.log_buckets', 'max_error': 0.05}
     """
+
+    codec_id: ClassVar[str] = LogBucketsSettings.name

@@ -32,12 +32,12 @@ class _Chunks(ArrayBytesCodec):  # type: ignore[misc]
     @classmethod
     def from_dict(cls, data: Any) -> Self:
         """Return the codec that an array's metadata describe."""
-        _, settings = parse_named_configuration(data, cls.codec_id, require_configuration=False)
+        _, settings = parse_named_configuration(data, cls.name, require_configuration=False)
         return cls(**(settings or {}))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the codec as it stands in an array's metadata."""
-        return {"name": self.codec_id, "configuration": asdict(self)}
+        return {"name": self.name, "configuration": asdict(self)}
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: Any) -> int:
         """Raise NotImplementedError, Zarr's way to say that sizes differ."""
