@@ -14,8 +14,13 @@ if TYPE_CHECKING:
     from .training_state import TrainingState
 
 __all__ = ["Loader", "Preemption", "TrainingState", "resume", "save"]
-_WHERE = dict(zip(__all__, ("loader", "preemption", "training_state", "loop", "loop"), strict=True))
-"""The modules of these names."""
+_WHERE = {
+    "Loader": "loader",
+    "Preemption": "preemption",
+    "TrainingState": "training_state",
+    "resume": "loop",
+    "save": "loop",
+}
 
 
 def __dir__() -> list[str]:

@@ -100,8 +100,8 @@ def in_context(
         cost = table.cost
     if plain is None and _plain_may_win(total, alone, cost, without):
         plain = encode_plain(symbols, total)
-    size = cost if plain is None else min(cost, len(plain))
     if matrix.columns:
+        size = cost if plain is None else min(cost, len(plain))
         placed = in_matrix(symbols, context, 0, matrix, Size(size, lambda: size))
         if placed is not None:
             return placed, alone

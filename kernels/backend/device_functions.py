@@ -21,8 +21,10 @@ def magnitude_bits(bits, WIDTH: tl.constexpr):
         magnitude = bits & 0x7FFFFFFFFFFFFFFF
     elif WIDTH == 32:
         magnitude = bits & 0x7FFFFFFF
-    else:
+    elif WIDTH == 16:
         magnitude = bits.to(tl.int32) & 0x7FFF
+    else:
+        magnitude = bits.to(tl.int32) & 0x7F
     return magnitude
 
 

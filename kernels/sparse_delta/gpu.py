@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array
-from ..backend.device_functions import order_key
+from ..backend.device_functions import magnitude_bits, order_key
 from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, tensor
 from ..planes import ordered_by_sign, width_of
 from ..planes.gpu import UNSIGNED, sign_extended
@@ -24,23 +24,9 @@ APPLY = Launch(block=2048, warps=8, registers=255)
 
 
 @triton.jit
-def low_bits(pattern, WIDTH: tl.constexpr):
-    """The pattern without its sign, comparable as a number: int32 (int64 for 64 bits)."""
-    if WIDTH == 64:
-        low = pattern & 0x7FFFFFFFFFFFFFFF
-    elif WIDTH == 32:
-        low = pattern & 0x7FFFFFFF
-    elif WIDTH == 16:
-        low = pattern.to(tl.int32) & 0x7FFF
-    else:
-        low = pattern.to(tl.int32) & 0x7F
-    return low
-
-
-@triton.jit
 def class_of(pattern, edges_ptr, WIDTH: tl.constexpr, EDGES: tl.constexpr):
     """Number of edges that a pattern reaches."""
-    low = low_bits(pattern, WIDTH)
+    low = magnitude_bits(pattern, WIDTH)
     number = tl.zeros(low.shape, dtype=tl.int32)
     for e in tl.static_range(EDGES):
         number += (low >= tl.load(edges_ptr + e).to(low.dtype)).to(tl.int32)

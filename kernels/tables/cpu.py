@@ -172,8 +172,10 @@ def _frequencies(bits: NumPy, reading: Int, table: NumPy, precision: Int) -> Int
         if c == rows:
             break
         row = table[c]
-        expected = last_peak + c - last
-        peak, at = _near(bits, at, reading, expected, _peak(row))
+        peak = np.int64(0)
+        if not reading:
+            peak = _peak(row)
+        peak, at = _near(bits, at, reading, last_peak + c - last, peak)
         if peak < 0 or peak >= columns:
             return np.int64(-1)
         rest, greatest = np.int64(1) << precision, np.int64(1)

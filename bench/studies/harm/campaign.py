@@ -103,7 +103,7 @@ class Perturbed(System):
         self.frozen = {name for name, p in named if not p.requires_grad}
 
     def restore(self) -> State:
-        """Return the newest state, perturbed; buffers, frozen parameters and counts stay as they are."""
+        """Return the newest state with perturbed parameters that train, and nothing else changed."""
         generator = torch.Generator().manual_seed(1000 * self.seed + self.state["step"])
 
         def near(path: Any, x: Any) -> Any:
@@ -368,7 +368,13 @@ class Campaign:
         )
 
     def ratio(self, family: str, setting: str, what: str = "ratio") -> float | None:
-        """Return the ratio of whole states, or of "weights", over chains; without those over killed trainings."""
+        """Return the ratio over chains, or over killed trainings if there is no chain.
+
+        Args:
+            family: of models.
+            setting: the configuration.
+            what: "ratio" of whole states (default), or "weights".
+        """
         rows = self.of("chain", family, setting) or self.of("killed", family, setting)
         found = [row[what] for row in rows.values() if what in row]
         return statistics.fmean(found) if found else None
