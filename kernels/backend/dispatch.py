@@ -1,4 +1,4 @@
-"""Choice of the back end of a call: by the device of its array, and on the CPU by what compiling would cost.
+"""Choice of the back end of a call, by the device of its array and by the cost of compiling.
 
 Each subject writes down the functions of its back ends as protocols, which the type checker compares with the modules
 `reference`, `cpu` and `gpu` of the subject. `tests/kernels/test_dispatch.py` compares the default values.

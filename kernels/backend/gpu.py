@@ -1,9 +1,9 @@
-"""What GPU kernels share: their launch with one fixed configuration, and functions that they call.
+"""Parts that GPU kernels share: launches with fixed configurations, and device functions.
 
 Configurations are written next to each kernel instead of being tuned at run time. Every launch is then the same, no
 warm-up is needed, and ahead-of-time compilation checks exactly the code that will run.
 
-The functions read bit patterns of floats and their log buckets, and add up sums by symbol. `WIDTH` and `M` are the
+Device functions read bit patterns of floats and their log buckets, and add up sums by symbol. `WIDTH` and `M` are the
 format's width and mantissa width. Patterns come as signed integers, as torch views them. For sums by symbol each
 program counts and sums some blocks and writes a row of counts and sums; the rows are added up afterwards. Without
 floating-point atomics, the same input always gives the same sums. Programs of one warp need no barrier for a sum.

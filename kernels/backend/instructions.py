@@ -1,4 +1,4 @@
-"""Instructions of LLVM that Numba does not offer: for 64 elements, words, the cache and the stack.
+"""Instructions of LLVM that Numba does not offer: for vectors, words, cache and stack.
 
 The comparison of vectors of elements gives one bit per lane. NumPy and Numba's vectorizer would first produce a byte
 per element, so it is written as a vector instruction of LLVM, which is available on every processor.
@@ -46,7 +46,10 @@ _ALIGNMENT = 64
 
 
 def instruction(uncompiled: Any, *, prefer_literal: bool = False) -> Callable[[Any], Any]:
-    """Return a decorator that makes an instruction of a generator; without a compiler it is `uncompiled`."""
+    """Return a decorator that makes an instruction of a generator.
+
+    Without a compiler the instruction is the function `uncompiled`.
+    """
     return lambda generator: uncompiled if INTERPRETED else intrinsic(prefer_literal=prefer_literal)(generator)
 
 
@@ -176,7 +179,7 @@ def _copy_word(target: Any, to: Any, source: Any, index: Any) -> None:
 
 
 def _word_copier(around_cache: bool) -> Any:
-    """Return the generator of code that copies LANES elements of one array to an index of another.
+    """Return the generator of code that copies LANES elements from one array to another.
 
     Args:
         around_cache: write to memory without reading it into the cache first, as `memcpy` does with much memory: of the
@@ -255,7 +258,10 @@ def _places(mask: Any) -> list[int]:
 
 @instruction(lambda bits, mask, _: np.uint64(sum((int(bits) >> k & 1) << i for k, i in enumerate(_places(mask)))))
 def spread(typing: Any, bits: Any, mask: Any, element: Any) -> Any:
-    """Put the lowest bits of a word where the mask has ones: the lowest of each lane; with BMI2 any."""
+    """Put the lowest bits of a word where the mask has ones.
+
+    Without BMI2 the ones must be the lowest bits of each lane.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if HAS_BMI2:
@@ -302,7 +308,10 @@ def prefetch(typing: Any, array: Any, index: Any) -> Any:
 
 @instruction(np.empty, prefer_literal=True)
 def local_array(typing: Any, count: Any, kind: Any) -> Any:
-    """`local_array(count, kind)`: count elements of a dtype, not set, on the stack; freed when it returns."""
+    """`local_array(count, kind)`: elements of a dtype on the stack, not set.
+
+    The memory is freed when the compiled function returns.
+    """
     if not isinstance(count, types.IntegerLiteral):
         return None
     result: Any = types.Array(kind.dtype, 1, "C")
