@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from shrinkpoint.codec.plan import UnknownArraysWarning
-from shrinkpoint.kernels.backend import first_calls
+from shrinkpoint.kernels.backend import dispatch
 from shrinkpoint.kernels.errors import BadArgumentError, ShrinkpointError
 
 from . import machine
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     asked = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments) or ["--help"])
     console = Console(stderr=True)
-    first_calls.compile_at_once()
+    dispatch.compile_at_once()
     warnings.simplefilter("error", UnknownArraysWarning)  # a figure of exact arrays would not be what its row says
     module = _module(asked.name)
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec.device_coding import set_device_coding
+from shrinkpoint.codec.entropy.blocks import set_device_coding
 
 from . import data, kernels
 from .data import Pair

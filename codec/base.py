@@ -72,7 +72,7 @@ class Stored:
     """An encoded array.
 
     Args:
-        stream: name of the stream format in `codec.streams`.
+        stream: name of the stream format in `codec.registry`.
         meta: metadata that the decoder needs in addition to the pieces; plain JSON, numbers and strings only.
         pieces: bytes, in order, or what holds them.
         reference: for a later delta; None where this codec makes none.

@@ -13,14 +13,13 @@ from blake3 import blake3
 from ..kernels.backend.arguments import no_device
 from ..kernels.backend.arrays import on_gpu
 from .base import Reference
-from .device_coding import decoding_near
 from .display import Row, Summary, html_fields, size
+from .entropy.blocks import decoding_near
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .format import container
 from .format.fields import Bytes, Piece, parts_of
 from .format.ranged import Ranged, ranged_over
-from .groups import Coded, FilledReference, joined_bytes, joined_spec
-from .lossless.reference import BytesReference
+from .groups import BytesReference, Coded, FilledReference, joined_bytes, joined_spec
 from .outputs import copy_parts, device_memory, host_memory, new_outputs, outputs_of, write_to
 from .parallel import map_arrays, map_chunks, own_arithmetic
 from .records import ArrayRecord, Group, Records, records_of

@@ -16,7 +16,6 @@ from .embeddings.rows import Rows
 from .errors import BadArgumentError, ShrinkpointWarning
 from .evidence.gather import Evidence
 from .evidence.kind import LAYERS, ROLES, Kind
-from .lossless.changed import Changed
 from .lossless.exact import Exact
 from .moments.clusters import Clusters
 from .moments.firstmoment import FirstMoment
@@ -25,12 +24,7 @@ from .moments.secondmoment import SecondMoment
 from .registry import CODECS as CODECS
 from .registry import from_json, to_json
 from .state.leaves import LeafSpec
-from .weights.exponent import ExponentDelta
 from .weights.quantize import Quantize
-
-CODECS.update(
-    {c.id: c for c in (Exact, Quantize, LogBuckets, FirstMoment, SecondMoment, ExponentDelta, Changed, Clusters, Rows)}
-)
 
 
 class UnmatchedRuleWarning(ShrinkpointWarning):

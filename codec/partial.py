@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from .checkpoint import Checkpoint, Reader
-from .device_coding import decoding_near
+from .entropy.blocks import decoding_near
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
 from .outputs import outputs_of
 from .parallel import map_arrays, map_chunks, own_arithmetic

@@ -10,10 +10,9 @@ from typing import Any
 from .errors import CorruptDataError
 from .evidence.kind import REASONS
 from .format.schema import StoredArray, StoredGroup, groups_from_json
-from .groups import MOST_BYTES
-from .registry import missing, package_of
+from .groups import MOST_BYTES, Stream
+from .registry import STREAMS, missing, package_of
 from .state.leaves import LeafSpec, spec_from_header
-from .streams import STREAMS, Stream
 
 
 @dataclass(frozen=True, slots=True)

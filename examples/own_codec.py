@@ -15,12 +15,11 @@ import zstandard
 
 import shrinkpoint as sp
 from shrinkpoint.codec.base import Leaf, Reference, Stored
-from shrinkpoint.codec.groups import Coded
+from shrinkpoint.codec.groups import Coded, Stream
 from shrinkpoint.codec.lossless.exact import Exact
 from shrinkpoint.codec.moments.logbuckets import ValuesReference
 from shrinkpoint.codec.registry import register
 from shrinkpoint.codec.state.leaves import check_memory, from_bytes
-from shrinkpoint.codec.streams import Stream
 from shrinkpoint.kernels.backend.arguments import check_field, integer
 
 NAME = "example.rounded"

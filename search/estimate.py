@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..codec.base import Leaf, Reference
-from ..codec.encode import grouped
+from ..codec.compress import grouped
 from ..codec.parallel import map_chunks
 from ..codec.state.leaves import NpArray
 from ..codec.weights import planning

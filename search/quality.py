@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..codec.errors import BadArgumentError
-from ..kernels.backend.imported import imported
+from ..kernels.backend.arrays import imported
 from .cube import Cube, Point
 from .result import SearchResult, Trial
 

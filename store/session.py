@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..codec.checkpoint import Checkpoint
-from ..codec.compress import compress_inputs
+from ..codec.compress import Economy, compress_inputs
 from ..codec.config import Config
 from ..codec.display import Summary
-from ..codec.encode import Economy
 from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.format.ranged import Ranged, Spool
 from ..codec.inputs import Inputs, PastWeights

@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, settings
 from shrinkpoint.codec import plan
 from shrinkpoint.codec.evidence import gather, names
 from shrinkpoint.codec.evidence.entries import Outline, entries_of
-from shrinkpoint.kernels.backend import first_calls
+from shrinkpoint.kernels.backend import dispatch
 from tests.seeds import is_fixed
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if not os.environ.get("SHRINKPOINT_TEST_FIRST_CALLS"):  # set: small arrays go to NumPy, as in a user's first process
-    first_calls.compile_at_once()
+    dispatch.compile_at_once()
 settings.register_profile(
     "default",
     deadline=None,

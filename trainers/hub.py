@@ -26,7 +26,7 @@ from ..codec.display import Row
 from ..codec.errors import CorruptDataError, MissingParentError
 from ..codec.format import container
 from ..codec.format.schema import StoredArray, StoredGroup, groups_to_json
-from ..codec.lossless.reference import BytesReference
+from ..codec.groups import BytesReference
 from ..codec.named_presets import check_config
 from ..codec.presets import lossless
 from ..codec.state import tree

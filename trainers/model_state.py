@@ -17,7 +17,7 @@ from torch import nn
 
 from ..codec.evidence.module import bare, canonical_name, state_name
 from ..codec.state.leaves import is_sharded
-from ..kernels.backend.imported import imported
+from ..kernels.backend.arrays import imported
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from .processes import broadcast_entries, rank, world
 from .state import plain

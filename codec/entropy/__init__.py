@@ -13,14 +13,16 @@
     10 matrix      a low-rank prediction and classes of rows and columns, then differences in these contexts
 
 The context is known to both sides (the level in the parent checkpoint). docs/format.md has the bytes. From below:
-`method_ids`, `table`, `plain` (0 to 4, 8, 9), `row_column_classes` and `matrices` (10), `coders` (all, those that
-need a context among them).
+`table`, `plain` (0 to 4, 8, 9), `matrices` (10), `coders` (all, those that need a context among them), `blocks` (on a
+GPU).
 """
+
+from types import ModuleType as _Module
 
 from .blocks import CodedBlock, Later, decoded_there, most_bytes
 from .coders import decode, encode, encode_levels, encode_rearranged, in_context, is_rearranged
 from .matrices import ALONE, Matrix, Numbers
-from .method_ids import (
+from .plain import (
     CONDITIONAL,
     CONSTANT,
     HUFFMAN,
@@ -29,44 +31,15 @@ from .method_ids import (
     PUBLISHED,
     RANS,
     REARRANGED,
+    SAMPLE,
     STORED,
     UNCHANGED,
     ZSTANDARD,
+    coded,
+    encode_huffman,
+    encode_published,
+    sample,
 )
-from .plain import SAMPLE, coded, encode_huffman, encode_published, sample
 from .table import counts_of, rans_bytes, sampled_bits
 
-__all__ = [
-    "ALONE",
-    "CONDITIONAL",
-    "CONSTANT",
-    "HUFFMAN",
-    "MATRIX",
-    "PACKED",
-    "PUBLISHED",
-    "RANS",
-    "REARRANGED",
-    "SAMPLE",
-    "STORED",
-    "UNCHANGED",
-    "ZSTANDARD",
-    "CodedBlock",
-    "Later",
-    "Matrix",
-    "Numbers",
-    "coded",
-    "counts_of",
-    "decode",
-    "decoded_there",
-    "encode",
-    "encode_huffman",
-    "encode_levels",
-    "encode_published",
-    "encode_rearranged",
-    "in_context",
-    "is_rearranged",
-    "most_bytes",
-    "rans_bytes",
-    "sample",
-    "sampled_bits",
-]
+__all__ = sorted(name for name, value in globals().items() if name[0] != "_" and not isinstance(value, _Module))

@@ -1,14 +1,18 @@
 """Blocks of symbols that are coded on their device, those of a whole state at once.
 
 A program of a GPU codes a block no faster than a thread of the host does; the GPU codes many at a time. So a block of
-symbols on a GPU waits until the bytes of one are needed, and then all are coded together.
+symbols on a GPU waits until the bytes of one are needed, and then all are coded together. A setting, off by default,
+lets a GPU code the symbols of its arrays.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +21,92 @@ import numpy as np
 from ...kernels.backend.arrays import Array, device_of, is_torch, on_gpu, placed_with, to_host
 from ...kernels.levels import joint_counts
 from ...kernels.rans import WIDE_PRECISION, Block, rans_decode_many, rans_encode_many
-from ..device_coding import decoding_device, is_block
+from ..errors import BadArgumentError
 from ..format.fields import Bytes, Piece, Reader, Writer
-from .method_ids import CONDITIONAL, CONSTANT, RANS, STORED, UNCHANGED
+from .plain import CONDITIONAL, CONSTANT, RANS, STORED, UNCHANGED
 from .table import I64, U8, Table, array, least_stream, read_table
 
+VARIABLE = "SHRINKPOINT_DEVICE_CODING"
+LEAST = 1 << 16
+"""Symbols from which a block is coded on a GPU: one takes as long there as thousands of others at the same time."""
+_place: ContextVar[Any] = ContextVar("device that decodes blocks", default=None)
+_is_on: bool | None = None
+"""What `set_device_coding` set."""
 _MOST = 1 << 28
 """Symbols that are coded at once; their words take twice as many bytes."""
 _lock = threading.Lock()
 _waiting: list[weakref.ref[CodedBlock]] = []
+
+
+def device_coding() -> bool:
+    """Return whether a GPU codes the symbols of arrays on it.
+
+    Raises:
+        BadArgumentError: the environment variable SHRINKPOINT_DEVICE_CODING is neither 0 nor 1.
+    """
+    if _is_on is not None:
+        return _is_on
+    text = os.environ.get(VARIABLE, "").strip()
+    if text not in ("", "0", "1"):
+        raise BadArgumentError(f"the environment variable {VARIABLE} is {text[:40]!r}; it must be 0 or 1")
+    return text == "1"
+
+
+def is_large(n: int) -> bool:
+    """Return whether a GPU should work on n symbols by themselves."""
+    return n >= LEAST
+
+
+def is_block(n: int) -> bool:
+    """Return whether n symbols are coded as a block that a GPU could code."""
+    return is_large(n) and device_coding()
+
+
+def set_device_coding(on: bool | None) -> None:
+    """Set whether a GPU codes symbols.
+
+    Blocks of 65,536 symbols and more of quantized weights and of moments are then coded by rANS with 64 states, or
+    stored, wherever the array lies: the bytes depend on the setting, not on the device. Every reader reads them.
+
+    Args:
+        on: None goes back to the environment variable SHRINKPOINT_DEVICE_CODING.
+    """
+    global _is_on
+    _is_on = on
+
+
+@contextmanager
+def decoding_near(outputs: Iterable[Any]) -> Iterator[None]:
+    """Context in which blocks are decoded on the GPU of the first output that lies on one.
+
+    Without such an output, or with the setting off, the host decodes them. All threads write to outputs on the default
+    streams of their GPUs, after what the caller began there; at the end the outputs are complete.
+    """
+    devices = list(dict.fromkeys(x.device for x in outputs if is_torch(x) and on_gpu(x)))
+    token = _place.set(devices[0] if devices and device_coding() else None)
+    try:
+        with _default_streams([device for device in devices if device.type == "cuda"]):
+            yield
+    finally:
+        _place.reset(token)
+
+
+@contextmanager
+def _default_streams(devices: Sequence[Any]) -> Iterator[None]:
+    """Context in which this thread, as any new one, uses default streams; waits at both ends."""
+    with ExitStack() as stack:
+        for device in devices:
+            import torch
+
+            torch.cuda.synchronize(device)
+            stack.callback(torch.cuda.synchronize, device)
+            stack.enter_context(torch.cuda.stream(torch.cuda.default_stream(device)))
+        yield
+
+
+def decoding_device() -> Any:
+    """Return the torch device that decodes blocks here; None: the host does."""
+    return _place.get()
 
 
 class CodedBlock:
@@ -68,17 +149,14 @@ class CodedBlock:
 
     def begun(self) -> tuple[Writer, Block | None]:
         """Return the start of the stream, and what rANS codes after it, if it does."""
-        out, n, symbols, context = Writer(), self.most - 1, self.symbols, self.context
+        n, symbols, context = self.most - 1, self.symbols, self.context
         context = context if context is None else placed_with(context, symbols)
         counts = self._counts[None, :] if self._counts is not None else _pairs(symbols, context, self._contexts)
         total = counts.sum(axis=0)
         if context is not None and int(np.trace(counts)) == n:
-            out.byte(UNCHANGED)
-            return out, None
+            return Writer(UNCHANGED), None
         if np.count_nonzero(total) <= 1:
-            out.byte(CONSTANT)
-            out.byte(int(total.argmax()))
-            return out, None
+            return Writer(CONSTANT, bytes([int(total.argmax())])), None
         table, given = Table(total[None, :], WIDE_PRECISION, 1).widened(), None
         if context is not None and least_stream(counts) < table.cost:
             given = Table(counts, WIDE_PRECISION, self._contexts).widened()
@@ -87,10 +165,8 @@ class CodedBlock:
         else:
             context = None
         if table.cost >= n:
-            out.byte(STORED)
-            out.raw(to_host(symbols))
-            return out, None
-        out.byte(RANS if context is None else CONDITIONAL)
+            return Writer(STORED, to_host(symbols)), None
+        out = Writer(RANS if context is None else CONDITIONAL)
         table.write_head(out)
         return out, Block(symbols, context, table.frequencies)
 

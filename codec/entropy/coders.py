@@ -17,9 +17,21 @@ from ...kernels.rans import entropy_bits
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from .matrices import ALONE, Matrix, Size, decode_matrix, in_matrix
-from .method_ids import CONDITIONAL, MATRIX, REARRANGED, SLACK, UNCHANGED
-from .plain import coded, decode_plain, decoded, encode_huffman, encode_plain, encode_published, plain_decoder, smallest
-from .table import I64, U8, Table, counts_of, least_stream, least_table, read_rans
+from .plain import (
+    CONDITIONAL,
+    MATRIX,
+    REARRANGED,
+    UNCHANGED,
+    coded,
+    decode_plain,
+    decoded,
+    encode_huffman,
+    encode_plain,
+    encode_published,
+    plain_decoder,
+    smallest,
+)
+from .table import I64, SLACK, U8, Table, counts_of, least_stream, least_table, read_rans
 
 
 def encode(
@@ -85,10 +97,8 @@ def in_context(
     total = np.zeros(256, np.int64)
     total[: counts.shape[1]] = counts.sum(axis=0)
     alone = entropy_bits(total)
-    out = Writer()
     if int(np.trace(counts)) == symbols.size:
-        out.byte(UNCHANGED)
-        return out, alone
+        return Writer(UNCHANGED), alone
     # Lower bound of a stream with a table: no table is made that is larger than coding without context.
     least = least_stream(counts)
     without = functools.cache(lambda: Table.best(total[None, :]).cost)
@@ -108,7 +118,7 @@ def in_context(
     if plain is not None and len(plain) <= cost + 1:
         return plain, alone
     assert table is not None
-    out.byte(CONDITIONAL)
+    out = Writer(CONDITIONAL)
     table.write(out, symbols, context)
     return out, alone
 
@@ -159,8 +169,7 @@ def encode_rearranged(levels: Array, size: int, parent: U8, parent_size: int) ->
     buffer = max(size, parent_size)
     before = placed_with(parent, levels)
     grouped, counts = map(to_host, split_by_level(delta(before, levels, buffer), before, parent_size))
-    out = Writer()
-    out.byte(REARRANGED)
+    out = Writer(REARRANGED)
     out.varint(buffer)
     start = 0
     for count in counts:

@@ -19,9 +19,10 @@ from ...kernels.rans import entropy_bits
 from ...kernels.runlength import rle_decode, rle_encode
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from .method_ids import CONSTANT, HUFFMAN, PACKED, PUBLISHED, RANS, SLACK, STORED, ZSTANDARD
-from .table import I64, U8, Table, array, counts_of, least_table, read_rans, sampled_bits
+from .table import I64, SLACK, U8, Table, array, counts_of, least_table, read_rans, sampled_bits
 
+CONSTANT, PACKED, HUFFMAN, PUBLISHED, RANS, CONDITIONAL, REARRANGED, UNCHANGED, ZSTANDARD, STORED, MATRIX = range(11)
+"""Numbers of the coding methods, which are the first byte of a stream."""
 _SHORT, _MODEST = 2048, 4096
 _HIGH_ENTROPY = 2.5
 """Bits a symbol above which Huffman comes within half a percent of the entropy often enough to be tried."""
@@ -48,8 +49,7 @@ class Candidate:
 
     def done(self) -> Writer:
         """Return the complete stream, method byte included."""
-        out = Writer()
-        out.byte(self.method)
+        out = Writer(self.method)
         self.write(out)
         return out
 
@@ -88,9 +88,9 @@ def coded(symbols: U8) -> Writer:
     """
     if symbols.size <= 1:  # as the head of most arrays has them
         return _constant(int(symbols[0]) if symbols.size else 0).done()
-    if symbols.size >= _MANY and sampled_bits(np.bincount(sample(symbols.size)(symbols))) >= _NOISE * SAMPLE:
-        return _stored(symbols).done()
-    return encode_plain(symbols, counts_of(symbols))
+    if symbols.size < _MANY or sampled_bits(np.bincount(sample(symbols.size)(symbols))) < _NOISE * SAMPLE:
+        return encode_plain(symbols, counts_of(symbols))
+    return _stored(symbols).done()
 
 
 def sample(n: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
@@ -214,14 +214,9 @@ def encode_published(symbols: U8) -> bytes:
     tokens = rle_encode(symbols)
     alphabet, dense, counts = np.unique(tokens, return_inverse=True, return_counts=True)
     lengths = huffman_lengths(counts.astype(np.int64), limit=24)
-    out = Writer()
-    out.byte(PUBLISHED)
-    out.varint(tokens.size)
-    out.varint(alphabet.size)
+    out = Writer(PUBLISHED)
     # The alphabet ascends: first the values, negated, then the run lengths.
-    out.varint(int(-alphabet[0]))
-    for step in np.diff(alphabet):
-        out.varint(int(step))
+    out.varint(tokens.size, alphabet.size, int(-alphabet[0]), *np.diff(alphabet).tolist())
     out.block(pack_lengths(lengths))
     out.raw(huffman_encode(dense.astype(np.uint16), lengths))
     return out.done()

@@ -23,11 +23,12 @@ from ...kernels.rans import (
 )
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from .method_ids import SLACK
 
 U8 = np.ndarray[Any, np.dtype[np.uint8]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
+SLACK = 1.005
+"""Methods within half a percent of the smallest are chosen by decoding speed."""
 PRECISIONS = (10, 12, 15)
 """Bits of a frequency; the fewest only if a table would otherwise have more slots than symbols to decode."""
 STATE_BYTES = 4 * STATES

@@ -19,48 +19,54 @@ class Writer:
     """Byte buffer of fields; large fields are not copied and must not change until `done`.
 
     A writer can be appended to another one without joining its parts first. Its length is in bytes.
+
+    Args:
+        method: the first byte, which names what follows; None: no such byte.
+        data: written `raw` next.
     """
 
-    def __init__(self) -> None:
-        self._out = bytearray()
+    def __init__(self, method: int | None = None, *data: Data) -> None:
+        self._out = bytearray(() if method is None else (method,))
         self._parts: list[Bytes] = []
         self._before = 0
+        self.raw(*data)
 
     def __len__(self) -> int:
         return self._before + len(self._out)
 
-    def byte(self, value: int) -> None:
-        """Write one unsigned byte."""
-        self._out.append(value)
+    def byte(self, *values: int) -> None:
+        """Write unsigned bytes."""
+        self._out += bytes(values)
 
-    def varint(self, value: int) -> None:
-        """Write an unsigned integer, LEB128: seven bits a byte, least significant first."""
-        while value >= 0x80:
-            self._out.append(value & 0x7F | 0x80)
-            value >>= 7
-        self._out.append(value)
+    def varint(self, *values: int) -> None:
+        """Write unsigned integers, LEB128: seven bits a byte, least significant first."""
+        for value in values:
+            while value >= 0x80:
+                self._out.append(value & 0x7F | 0x80)
+                value >>= 7
+            self._out.append(value)
 
-    def raw(self, data: Bytes | np.ndarray[Any, Any] | Writer) -> None:
+    def raw(self, *fields: Data) -> None:
         """Write bytes without their length."""
-        if isinstance(data, Writer):
-            for part in data.parts():
-                self.raw(part)
-            return
-        if isinstance(data, np.ndarray):
-            data = (
-                data.tobytes() if data.nbytes < _LARGE else memoryview(np.ascontiguousarray(data).view(np.uint8).data)
-            )
-        if len(data) < _LARGE:
-            self._out += data
-        else:
-            self._parts += (self._out, data)
-            self._before += len(self._out) + len(data)
-            self._out = bytearray()
+        for data in fields:
+            if isinstance(data, Writer):
+                self.raw(*data.parts())
+                continue
+            if isinstance(data, np.ndarray):
+                is_small = data.nbytes < _LARGE
+                data = data.tobytes() if is_small else memoryview(np.ascontiguousarray(data).view(np.uint8).data)
+            if len(data) < _LARGE:
+                self._out += data
+            else:
+                self._parts += (self._out, data)
+                self._before += len(self._out) + len(data)
+                self._out = bytearray()
 
-    def block(self, data: Bytes | np.ndarray[Any, Any] | Writer) -> None:
-        """Write a varint with the number of bytes, then the bytes."""
-        self.varint(data.nbytes if isinstance(data, np.ndarray) else len(data))
-        self.raw(data)
+    def block(self, *fields: Data) -> None:
+        """Write a varint with the number of bytes of each field, then its bytes."""
+        for data in fields:
+            self.varint(data.nbytes if isinstance(data, np.ndarray) else len(data))
+            self.raw(data)
 
     def parts(self) -> tuple[Bytes, ...]:
         """Return all bytes written so far, in order, as separate buffers."""
@@ -69,6 +75,10 @@ class Writer:
     def done(self) -> bytes:
         """Return all bytes written so far, joined."""
         return b"".join(self.parts())
+
+
+Data = Bytes | np.ndarray[Any, Any] | Writer
+"""What a writer takes."""
 
 
 class Parts(Protocol):

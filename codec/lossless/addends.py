@@ -58,8 +58,8 @@ def encode_addends(after: NpArray, before: NpArray, spec: LeafSpec) -> bytes | N
     out.raw(addends)
     high = (levels >> 8).astype(np.uint8)
     rows = max(2, int(high.max(initial=0)) + 1)
-    out.block(entropy.encode(high))
-    out.block(entropy.encode_levels((levels & 255).astype(np.uint8), 256, high, rows, "smallest"))
+    low = entropy.encode_levels((levels & 255).astype(np.uint8), 256, high, rows, "smallest")
+    out.block(entropy.encode(high), low)
     out.raw(new[levels == addends.size + 1])
     return out.done()
 

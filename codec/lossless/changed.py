@@ -24,11 +24,10 @@ from .. import entropy
 from ..base import CHUNK, Leaf, Parents, Reference, Stored, Unplanned
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
-from ..groups import Coded, joined_bytes
+from ..groups import BytesReference, Coded, joined_bytes
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
 from .exact import PLAIN, decode_chunk, decode_parts, encode_chunk, near, parent_bytes
-from .reference import BytesReference
 from .sparse import Patterns
 
 FULL, MASKED = range(2)
@@ -105,20 +104,13 @@ def _values(source: Array, data: NpArray, spec: LeafSpec, coder: str, start: int
     """
     if coder != "published":
         return encode_chunk(source, spec, None, start, None if source is data else data)
-    out = Writer()
-    out.byte(PLAIN)
-    out.byte(entropy.STORED)
     if source is not data:
         data[:] = to_host(source)
-    out.raw(data)
-    return out
+    return Writer(PLAIN, bytes([entropy.STORED]), data)
 
 
 def _full(source: Array, data: NpArray, spec: LeafSpec, coder: str, start: int) -> Writer:
-    out = Writer()
-    out.byte(FULL)
-    out.raw(_values(source, data, spec, coder, start))
-    return out
+    return Writer(FULL, _values(source, data, spec, coder, start))
 
 
 def _masked(source: Array, data: NpArray, before: NpArray, spec: LeafSpec, coder: str, start: int) -> _Chunk:
@@ -128,8 +120,7 @@ def _masked(source: Array, data: NpArray, before: NpArray, spec: LeafSpec, coder
     marks = changed_mask(new, placed_with(before, source).view(new.dtype))
     changed = near(joined_bytes([gather(new, marks)], there=True), spec)
     mask, values = to_host(marks), np.empty(changed.shape[0], np.uint8) if is_torch(changed) else changed
-    out = Writer()
-    out.byte(MASKED)
+    out = Writer(MASKED)
     out.block(bytes([entropy.STORED]) + mask.tobytes() if coder == "published" else entropy.encode(mask))
     if values.size:
         out.raw(_values(changed, values, spec, coder, None))

@@ -32,7 +32,16 @@ from .. import entropy
 from ..base import CHUNK, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored, Unplanned
 from ..errors import CorruptDataError
 from ..format.fields import Chunk, Reader, Writer, chunks_of
-from ..groups import Coded, joined_bytes, joined_spec
+from ..groups import (
+    BytesReference,
+    Coded,
+    Patch,
+    PatchedReference,
+    joined_bytes,
+    joined_parents,
+    joined_spec,
+    split_reference,
+)
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes
 from .floats import (
@@ -45,7 +54,6 @@ from .floats import (
     encode_scaled,
     planes_near,
 )
-from .reference import BytesReference, Patch, PatchedReference, joined_parents, split_reference
 from .sparse import Patterns, encode_sparse, located_edges, read_sparse
 
 PLAIN, PLANES, DIFFERENCE, UNCHANGED, SCALED, SIZES, XOR, SPARSE = range(8)
@@ -137,15 +145,12 @@ def _patched_pieces(
 
     def one(start: int) -> tuple[Writer, Patch | None]:
         part = slice(start, start + step)
-        own, old, out = near(source[part], spec), before[part], Writer()
+        own, old = near(source[part], spec), before[part]
         found = encode_sparse(own, old, spec, located=edges) if old.size > _BOTH else None
         if _same(own, old) if found is None else found.changes == 0:
-            out.byte(UNCHANGED)
-            return out, None
+            return Writer(UNCHANGED), None
         if found is not None and found.coded is not None and found.located is not None:
-            out.byte(SPARSE)
-            out.raw(found.coded)
-            return out, (start, *found.located)
+            return Writer(SPARSE, found.coded), (start, *found.located)
         copy = np.empty_like(old)
         out, copied = _encode(own, spec, old, start // spec.itemsize, copy)
         return out, (start, None, copy) if copied else None
@@ -207,8 +212,7 @@ def _patterns(data: Array, spec: LeafSpec) -> Array | None:
 
 def _coded(planes: NpArray) -> Writer:
     out = Writer()
-    for plane in planes:
-        out.block(entropy.coded(plane))
+    out.block(*map(entropy.coded, planes))
     return out
 
 
@@ -217,9 +221,7 @@ def _encode_plain(data: NpArray) -> Writer:
     if data.size > _SMALL:
         frame = zstandard.ZstdCompressor(level=3, write_content_size=True).compress(data.data)
         if 1 + len(frame) < len(best):
-            best = Writer()
-            best.byte(entropy.ZSTANDARD)
-            best.raw(frame)
+            best = Writer(entropy.ZSTANDARD, frame)
     return best
 
 
@@ -247,32 +249,26 @@ def _encode(
 
     It receives nothing if nothing changed.
     """
-    out, nbytes = Writer(), data.shape[0]
+    nbytes = data.shape[0]
     # Of few bytes the comparison takes less time than the kernel, which a first process would have to compile.
     same = before is not None and nbytes <= _BOTH and _same(data, before)
     found = encode_sparse(data, before, spec, copy_to) if before is not None and nbytes > _SMALL and not same else None
     if same or (found is not None and found.changes == 0):
-        out.byte(UNCHANGED)
-        return out, False
+        return Writer(UNCHANGED), False
     sparse = None if found is None else found.coded
     if found is not None and sparse is not None and found.is_number and nbytes > _BOTH:
-        out.byte(SPARSE)
-        out.raw(sparse)
-        return out, True
+        return Writer(SPARSE, sparse), True
     there = data if found is None and is_torch(data) and spec.dtype in LAYOUTS else None
     if copy_to is not None:
         if found is None and there is None:
             copy_to[:] = to_host(data)
         data = copy_to
     if found is None and there is None and before is not None and _same(data, before):
-        out.byte(UNCHANGED)
-        return out, True
+        return Writer(UNCHANGED), True
     method, coded = _smallest(data, spec, before, start, there)
     if sparse is not None and len(sparse) < len(coded):
         method, coded = SPARSE, sparse
-    out.byte(method)
-    out.raw(coded)
-    return out, True
+    return Writer(method, coded), True
 
 
 def _same(data: NpArray, before: NpArray) -> bool:

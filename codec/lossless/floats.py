@@ -31,7 +31,7 @@ from ...kernels.levels import joint_counts
 from ...kernels.planes import join_categories, merge_planes, most_bits, split_categories, undifference
 from ...kernels.scales import class_sums, pattern_classes, row_column_sums
 from .. import entropy
-from ..entropy.row_column_classes import populations
+from ..entropy.matrices import populations
 from ..errors import CorruptDataError
 from ..format.fields import Reader, Writer
 from ..state.leaves import Array, NpArray
@@ -87,8 +87,7 @@ def encode_scaled(planes: NpArray, layout: Layout, columns: int, start: int) -> 
         out.block(entropy.coded(top))
     else:
         out.raw(scaled)
-    for plane in planes[:-1]:
-        out.block(entropy.coded(plane))
+    out.block(*map(entropy.coded, planes[:-1]))
     return out
 
 
@@ -108,11 +107,8 @@ def _in_scale(top: NpArray, layout: Layout, columns: int, start: int) -> Writer 
     context = class_sums(rows8, columns8, n, phase)
     coded, alone = entropy.in_context(top, context, max(2, int(context.max()) + 1))
     out = Writer()
-    out.varint(width)
-    out.varint(phase)
-    out.block(entropy.encode(rows8))
-    out.block(entropy.encode(columns8))
-    out.block(coded)
+    out.varint(width, phase)
+    out.block(entropy.encode(rows8), entropy.encode(columns8), coded)
     return out if 8 * len(out) < alone else None
 
 
@@ -166,8 +162,7 @@ def encode_differences(steps: NpArray, before: NpArray, layout: Layout, kind: in
     """
     categories, extra = split_categories(steps, most_bits(layout.width))
     context, contexts = _contexts(before, layout, kind)
-    out = Writer()
-    out.byte(kind)
+    out = Writer(kind)
     out.block(entropy.in_context(categories, context, contexts)[0])
     out.raw(extra)
     return out

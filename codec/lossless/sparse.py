@@ -268,17 +268,10 @@ def _bits(changes: NpArray) -> float:
 def _written(delta: SparseDelta, edges: tuple[int, ...], xor: bool) -> Writer:
     shifts = gap_shifts(delta)
     symbols, extra, large = split_changes(delta, shifts)
-    out = Writer()
-    out.byte(int(xor))
-    out.varint(len(edges))
-    for edge in edges:
-        out.varint(edge)
-    for count in delta.counts:
-        out.varint(int(count))
-    for shift in shifts:
-        out.byte(shift)
-    out.block(_in_class(symbols, delta.counts))
-    out.block(extra)
+    out = Writer(int(xor))
+    out.varint(len(edges), *edges, *delta.counts.tolist())
+    out.byte(*shifts)
+    out.block(_in_class(symbols, delta.counts), extra)
     out.varint(large.size)
     if large.size and large.dtype.itemsize == 1:
         out.block(_in_class(large, _large_counts(delta.counts, symbols)))

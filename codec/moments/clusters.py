@@ -127,15 +127,14 @@ def _differences(x: Array, y: Array) -> tuple[Distortion, float, int]:
 def _pack(codes: NpArray, labels: Array, scale: NpArray, minimum: NpArray, coder: str) -> bytes:
     out = Writer()
     out.varint(scale.size)
-    out.raw(minimum.astype("<f4"))
-    out.raw(scale.astype("<f4"))
+    out.raw(minimum.astype("<f4"), scale.astype("<f4"))
     if coder == "published":
-        out.block(bytes([entropy.PACKED, 4]) + on_host(pack_bits(labels, 4)).tobytes())
-        out.block(bytes([entropy.STORED]) + codes.tobytes())
+        packed = bytes([entropy.PACKED, 4]) + on_host(pack_bits(labels, 4)).tobytes()
+        out.block(packed, bytes([entropy.STORED]) + codes.tobytes())
     else:
         contexts = on_host(labels)
-        out.block(entropy.encode(contexts))
-        out.block(entropy.encode_levels(codes, 256, contexts, max(2, scale.size), "smallest"))
+        coded = entropy.encode_levels(codes, 256, contexts, max(2, scale.size), "smallest")
+        out.block(entropy.encode(contexts), coded)
     return out.done()
 
 

@@ -153,7 +153,7 @@ class FirstMoment(Unplanned):
         if stored is None:
             return None
         head = Writer()
-        head.raw(b"".join(parts_of(stored.pieces[0])))
+        head.raw(*parts_of(stored.pieces[0]))
         head.block(pack_factors((rows, columns), None))
         return dataclasses.replace(stored, stream="own-grid", pieces=[head.done(), *stored.pieces[1:]])
 

@@ -218,19 +218,16 @@ def _largest_finite(flat: Array) -> float:
 
 def _encode_chunk(octaves: Octaves, x: Array) -> bytes:
     out = Writer()
-    out.varint(octaves.low)
-    out.varint(octaves.high)
+    out.varint(octaves.low, octaves.high)
     signs = bool(octaves.negative.any())
     out.byte(_SIGNS * signs | _NOT_FINITE * bool(octaves.odd.size))
     out.block(entropy.encode(octaves.symbols))
     if signs:
         out.block(entropy.encode(octaves.negative))
-    for plane in octaves.fraction:
-        out.block(entropy.encode(plane))
+    out.block(*map(entropy.encode, octaves.fraction))
     if octaves.odd.size:
         out.varint(octaves.odd.size)
-        out.raw(octaves.odd.astype("<u4"))
-        out.raw(as_bytes(x[octaves.odd]))
+        out.raw(octaves.odd.astype("<u4"), as_bytes(x[octaves.odd]))
     return out.done()
 
 

@@ -21,9 +21,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...kernels.backend.arguments import check_field, number
-from ...kernels.backend.arrays import on_gpu, placed_with
+from ...kernels.backend.arrays import imported, on_gpu, placed_with
 from ...kernels.backend.floats import FORMATS
-from ...kernels.backend.imported import imported
 from ...kernels.error_sums import Distortion, distortion, distortion_many
 from ...kernels.histogram import bucket_index, bucket_value
 from ...kernels.scales import ESCAPE as NO_RESIDUAL
@@ -40,7 +39,7 @@ from ...kernels.scales import (
 )
 from .. import entropy
 from ..base import CHUNK, PART, EncodedGroup, EncodedGroups, Leaf, Parents, Reference, Stored, Unplanned
-from ..device_coding import is_block
+from ..entropy.blocks import is_block
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Piece, Reader, Writer, chunks_of
 from ..groups import (
@@ -461,8 +460,7 @@ def pack_factors(factors: Factors, before: Factors | None) -> bytes:
         step = numbers + np.int32(_F32.buckets(FACTOR_BITS)) - np.concatenate(before)
         numbers = (step << 1) ^ (step >> 31)
     out = Writer()
-    for shift in (0, 8):
-        out.block(entropy.coded(((numbers >> shift) & 255).astype(np.uint8)))
+    out.block(*(entropy.coded(((numbers >> shift) & 255).astype(np.uint8)) for shift in (0, 8)))
     return out.done()
 
 

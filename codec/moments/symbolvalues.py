@@ -9,7 +9,7 @@ import numpy as np
 from ...kernels.backend.arrays import on_gpu, placed_with
 from ...kernels.packing import pack_bits, unpack_bits
 from .. import entropy
-from ..device_coding import decoding_device, is_block
+from ..entropy.blocks import decoding_device, is_block
 from ..errors import CorruptDataError
 from ..format.fields import Chunk, Piece, Reader, Writer, parts_of
 from ..groups import sent_values
@@ -84,9 +84,7 @@ def pack_table(table: NpArray) -> bytes:
     """
     used = np.flatnonzero(table)
     out = Writer()
-    out.varint(used.size)
-    for gap in np.diff(used, prepend=-1):
-        out.varint(int(gap) - 1)
+    out.varint(used.size, *(np.diff(used, prepend=-1) - 1).tolist())
     out.raw((table[used].view(np.uint32) >> np.uint32(16)).astype("<u2"))
     return out.done()
 
@@ -133,8 +131,7 @@ def pack_chunk(
 def _chunk(stream: Piece, escaped: NpArray) -> Writer:
     out = Writer()
     out.varint(len(stream))
-    for part in parts_of(stream):
-        out.raw(part)
+    out.raw(*parts_of(stream))
     out.varint(escaped.size)
     out.raw(escaped)
     return out

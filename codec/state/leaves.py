@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...kernels.backend.arrays import DEVICES, is_allocated, is_torch, on_gpu, to_cpu
-from ...kernels.backend.imported import imported
+from ...kernels.backend.arrays import DEVICES, imported, is_allocated, is_torch, on_gpu, to_cpu
 from ..errors import CorruptDataError, UnsupportedLeafError
 from ..memory_limit import NEVER_TOO_LARGE, total_memory
 

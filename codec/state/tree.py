@@ -32,8 +32,7 @@ from functools import partial
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from ...kernels.backend.arrays import is_torch
-from ...kernels.backend.imported import imported
+from ...kernels.backend.arrays import imported, is_torch
 from ..errors import BadArgumentError, CorruptDataError, UnsupportedLeafError
 
 CLASS, TENSORS, CONTEXT, SIZE, STRIDE = "class", "tensors", "context", "size", "stride"

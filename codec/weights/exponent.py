@@ -22,9 +22,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...kernels.backend.arguments import check_field, choice, integer, number, or_none
-from ...kernels.backend.arrays import on_gpu, placed_with, to_host, to_numpy
+from ...kernels.backend.arrays import imported, on_gpu, placed_with, to_host, to_numpy
 from ...kernels.backend.floats import FORMATS
-from ...kernels.backend.imported import imported
 from ...kernels.error_sums import Distortion
 from ...kernels.exponent import (
     MAX_BITS,
@@ -42,10 +41,9 @@ from .. import entropy
 from ..base import CHUNK, Leaf, Parents, Reference, Stored, Unplanned
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Piece, Reader, Writer
-from ..groups import Coded
+from ..groups import BytesReference, Coded
 from ..lossless.addends import add, added, blocks, decode_addends, encode_addends
 from ..lossless.exact import Exact, decode_chunk, decode_parts, encode_chunk, exactly, parent_bytes
-from ..lossless.reference import BytesReference
 from ..parallel import map_chunks
 from ..state.casting import float_values, largest, rounded, scaled_distortion, unit
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, floats
@@ -212,8 +210,7 @@ def _encode_levels(
     levels: NpArray, addends: NpArray, tables: tuple[bytes, ...], coder: str
 ) -> tuple[list[bytes], tuple[bytes, ...], str]:
     """Encode levels; return pieces, the new code tables, and the source of the one used."""
-    out = Writer()
-    out.byte(LEVELS)
+    out = Writer(LEVELS)
     out.varint(addends.size)
     out.raw(addends)
     wide = levels.dtype != np.uint8
@@ -235,9 +232,7 @@ def _encode_levels(
     else:
         lengths, known = _code_table(counts[ranked], tables)
         out.byte(CACHED if known else HUFFMAN)
-        out.varint(ranked.size)
-        for level in ranked:
-            out.varint(int(level))
+        out.varint(ranked.size, *ranked.tolist())
         if not known:
             out.block(pack_lengths(lengths))
             tables = with_table(tables, lengths.tobytes())
@@ -398,8 +393,7 @@ def rebase_exponent(
         raise BadArgumentError("exponent: the reference of another stream cannot be rebased as exponent buckets")
     tables = reference.tables if isinstance(reference, ExponentReference) else ()
     before = parent_bytes(parent, spec)
-    head = Writer()
-    head.byte(RESTATED)
+    head = Writer(RESTATED)
     head.varint(len(tables))
     for table in tables:
         head.varint(len(table))
@@ -411,14 +405,9 @@ def rebase_exponent(
         old = None if before is None else before[part]
         exact = encode_chunk(own, spec, old, start)
         added = None if old is None else encode_addends(own, old, spec)
-        out = Writer()
         if added is None or len(exact) <= len(added):
-            out.byte(EXACTLY)
-            out.raw(exact)
-        else:
-            out.byte(BY_ADDENDS)
-            out.raw(added)
-        return out
+            return Writer(EXACTLY, exact)
+        return Writer(BY_ADDENDS, added)
 
     return {}, [head.done(), *map_chunks(one, range(0, spec.size, CHUNK))]
 

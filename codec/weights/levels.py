@@ -32,7 +32,7 @@ from ...kernels.quantizer import (
 )
 from .. import entropy
 from ..base import CHUNK, PART, Parents, Reference
-from ..device_coding import is_block, is_large
+from ..entropy.blocks import is_block, is_large
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Piece, Reader, Writer, chunks_of
 from ..groups import (
@@ -145,11 +145,11 @@ def level_pieces(
     def one(start: int) -> Piece:
         part = slice(start, start + CHUNK)
         own, parent = symbols[part], None if parents is None else parents[part]
-        there = chunks[start // CHUNK] if chunks else own
+        there, matrix = chunks[start // CHUNK] if chunks else own, matrix_of(specs, start)
         if not published and is_block(own.size):
             return entropy.CodedBlock(there, parent, parent_size)
         levels = there if published and parent is not None else own
-        return entropy.encode_levels(levels, size, parent, parent_size, coder, matrix_of(specs, start))
+        return entropy.encode_levels(levels, size, parent, parent_size, coder, matrix)
 
     return [head_piece(specs, references, befores), *map_chunks(one, range(0, symbols.size, CHUNK))]
 
@@ -218,13 +218,11 @@ def head_piece(
                 steps.append(uniform[1])
         predicted.append(predicted_patterns(reference.levels, old, spec))
     out = Writer()
-    for numbers in (modes, sizes):
-        out.block(entropy.coded(np.array(numbers, np.uint8)))
+    out.block(*(entropy.coded(np.array(numbers, np.uint8)) for numbers in (modes, sizes)))
     first = np.array(firsts, np.int64)
     _write_planes(out, ((first << 1) ^ (first >> 63)).astype("<u8"))
     _write_planes(out, np.array(steps, "<f8").view("<u8").byteswap())
-    for entries in explicit:
-        out.raw(entries)
+    out.raw(*explicit)
     protected = [reference.protected for reference in references]
     write_protected(out, np.concatenate(protected), np.concatenate(predicted), spec)
     return out.done()
@@ -233,10 +231,8 @@ def head_piece(
 def _write_planes(out: Writer, numbers: NpArray) -> None:
     """Write how many bytes numbers take, and each of these bytes as a plane, the lowest first."""
     width = (int(numbers.max(initial=0)).bit_length() + 7) // 8
-    planes = numbers.view(np.uint8).reshape(-1, 8)
     out.varint(width)
-    for k in range(width):
-        out.block(entropy.coded(np.ascontiguousarray(planes[:, k])))
+    out.block(*map(entropy.coded, np.ascontiguousarray(numbers.view(np.uint8).reshape(-1, 8)[:, :width].T)))
 
 
 def _read_planes(data: Reader, count: int, most: int) -> NpArray:
@@ -497,11 +493,8 @@ def write_protected(out: Writer, protected: NpArray, predicted: NpArray, spec: L
     """
     patterns, odd = held_patterns(protected, spec)
     out.varint(patterns.size)
-    for plane in split_planes(difference(patterns, predicted, dtype="bfloat16")):
-        out.block(entropy.encode(np.ascontiguousarray(plane)))
-    out.varint(odd.size)
-    for step in np.diff(odd, prepend=0):
-        out.varint(int(step))
+    out.block(*map(entropy.encode, split_planes(difference(patterns, predicted, dtype="bfloat16"))))
+    out.varint(odd.size, *np.diff(odd, prepend=0).tolist())
     out.raw(protected.reshape(-1, spec.itemsize)[odd])
 
 

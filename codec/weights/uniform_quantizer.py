@@ -25,9 +25,8 @@ from ...kernels.multiples import square_sum, step_multiples, step_values
 from ..base import CHUNK, Leaf, Parents, Reference, Stored
 from ..errors import BadArgumentError, CorruptDataError
 from ..format.fields import Writer
-from ..groups import Coded, FilledReference
+from ..groups import BytesReference, Coded, FilledReference
 from ..lossless.exact import decode_bytes, pieces_of
-from ..lossless.reference import BytesReference
 from ..parallel import map_chunks
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, check_memory
 
@@ -159,5 +158,5 @@ def decode_multiples(coded: Coded) -> list[MultiplesReference]:
         raise CorruptDataError(f"multiples: {width!r} bytes of a step of {step!r} for {spec.dtype}")
     check_memory(spec.size * width, "multiples")
     before = _comparable(coded.parent, step, width, spec.size)
-    (numbers,) = decode_bytes(Coded.of_one(_integers(spec, width), {}, coded.pieces, before))
+    (numbers,) = decode_bytes(Coded((_integers(spec, width),), {}, coded.pieces, (before,)))
     return [MultiplesReference(numbers.data.view(f"<u{width}"), step)]

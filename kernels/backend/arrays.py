@@ -11,15 +11,17 @@ keeps page-locked memory for the next copy.
 from __future__ import annotations
 
 import importlib
+import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import BadArgumentError
-from .imported import imported
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
 
 Array = Any
@@ -28,6 +30,17 @@ Array = Any
 
 DEVICES = ("cpu", "cuda")
 """Kinds of torch's devices that kernels run on."""
+
+
+def imported(name: str) -> ModuleType | None:
+    """Return a module that this process has imported completely, else None.
+
+    `sys.modules` already holds a module while another thread still imports it, and then most of its names are missing.
+    No object of such a module can have reached the caller yet.
+    """
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    return None if getattr(spec, "_initializing", False) else module
 
 
 _tensor: type | None = None
@@ -354,3 +367,18 @@ def _page_locked(t: torch.Tensor) -> torch.Tensor:
         host.copy_(t, non_blocking=True)
         torch.cuda.current_stream().synchronize()
     return host
+
+
+def as_list(x: Array) -> list[int]:
+    """Return the elements of an integer array as a list, row by row, for the sequential oracles."""
+    xp = importlib.import_module("array_api_compat").array_namespace(x)
+    flat = xp.reshape(xp.astype(x, xp.int64), (-1,))
+    if hasattr(flat, "tolist"):  # not in the standard, but faster where it is
+        return list(flat.tolist())
+    return [int(flat[i]) for i in range(flat.shape[0])]
+
+
+def from_list(values: list[int], dtype: str, like: Array) -> Array:
+    """Return integers as a one-dimensional array in the library of `like`."""
+    xp = importlib.import_module("array_api_compat").array_namespace(like)
+    return xp.astype(xp.asarray(values, dtype=xp.int64), getattr(xp, dtype))

@@ -172,7 +172,7 @@ class _Files:
         return os.path.join(self._folder, f"{self._base}.{name}.nbc")
 
 
-_COMPILED_INTO = ("instructions.py", "local_array.py", "jit.py")
+_COMPILED_INTO = ("instructions.py", "jit.py")
 """Modules that decide what the code of every cached function is."""
 
 

@@ -3,30 +3,35 @@
 Every compiled function of the CPU back end is decorated with `njit` from here: no fastmath and no contraction, so that
 the three back ends agree to the bit; the GIL released; the result cached on disk (see `cache`). Numba's disk cache does
 not notice a change in a callee in another module. A cached function may therefore only call functions of its own
-module. The only exceptions are `instructions` and `local_array`, which are part of the cache key.
+module. The only exception is `instructions`, which is part of the cache key.
 
 Numba gives every compiled function machine code of its own, including the small ones that only other compiled functions
 call. Here a helper remains LLVM code until it is part of an entry point, and an entry point that creates no array is
 not linked with Numba's memory management (`docs/decisions/first-call.md`).
+
+Long compilations are logged, so that a first call does not seem to hang.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+import time
 from collections.abc import Callable
 from types import BuiltinFunctionType
 from typing import Any, TypeVar, cast
 
 import numba
 from llvmlite.binding import Linkage  # type: ignore[import-untyped]
-from numba.core import types
+from numba.core import event, types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, Flags
 from numba.core.registry import CPUDispatcher
 from numba.core.runtime.nrt import rtsys
 from numba.core.targetconfig import ConfigStack
 
-from . import compile_notice
-from .cache import Kept, warn_uncached
+from . import cache
 
 _NUMBERS = (types.Number, types.Boolean, types.RangeType, types.RangeIteratorType)
 _PLAIN = (*_NUMBERS, types.Array, types.SliceType, types.Tuple, types.UniTuple)
@@ -177,10 +182,66 @@ class Helper(CPUDispatcher):
         return self.py_func(*arguments)
 
 
+LOG = logging.getLogger("shrinkpoint")
+PATIENCE = 2.0
+"""Total seconds of compilation after which the message is logged."""
+PERIOD = 10.0
+"""Seconds of compilation between two messages."""
+
+
+class CompileNotice(event.Listener):
+    """Log how many kernels are compiled, after `PATIENCE` and then every `PERIOD` seconds.
+
+    Kernels that are read from the disk cache take no such time, and neither does time between two compilations.
+    """
+
+    def __init__(self) -> None:
+        self._depth, self._spent, self._begin = 0, 0.0, 0.0
+        self._timer: threading.Timer | None = None
+        self._next: float | None = None
+
+    def on_start(self, event: Any) -> None:
+        """Note the begin of a compilation, which may be nested in another one."""
+        self._depth += 1
+        if self._depth == 1:
+            self._begin = time.monotonic()
+            if self._next is None:
+                self._timer = threading.Timer(max(PATIENCE - self._spent, 0.0), self._log)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def on_end(self, event: Any) -> None:
+        """Note the end of a compilation."""
+        self._depth -= 1
+        if self._depth == 0:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            self._spent += time.monotonic() - self._begin
+            if self._next is not None and self._spent >= self._next:
+                self._log()
+
+    def _log(self) -> None:
+        first = self._next is None
+        self._next = (self._next or PATIENCE) + PERIOD
+        done = len(cache.loaded | cache.stored)
+        advice = "; `shrinkpoint warm` does it ahead of time" if first and not cache.is_warmed() else ""
+        LOG.warning(
+            f"Compiling kernels, once per machine (up to 40 s): {done} of up to {max(done, cache.KERNELS)}{advice}"
+        )
+
+    def restart(self) -> None:
+        """Reset the state in a forked process, which has no timer thread."""
+        self._depth, self._timer = 0, None
+
+
+_notice = CompileNotice()
+event.register("numba:compile", _notice)  # type: ignore[no-untyped-call]
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_notice.restart)
+
+
 F = TypeVar("F", bound="Callable[..., object]")
-compile_notice.install()
-
-
 _OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "numpy", "no_cfunc_wrapper": True}
 _WITHOUT_ALLOCATION: dict[str, Any] = {**_OPTIONS, "_nrt": False}
 
@@ -216,7 +277,7 @@ def _cached(dispatcher: Any) -> Any:
     """Return the dispatcher with caching on disk enabled, if a folder can be written."""
     if hasattr(dispatcher, "enable_caching"):  # with NUMBA_DISABLE_JIT it is the function itself
         try:
-            dispatcher._cache = Kept(dispatcher.py_func)
+            dispatcher._cache = cache.Kept(dispatcher.py_func)
         except (RuntimeError, OSError) as error:
-            warn_uncached(str(error))
+            cache.warn_uncached(str(error))
     return dispatcher

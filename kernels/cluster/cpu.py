@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..backend.arrays import Array, like, to_numpy
+from ..backend.instructions import local_array
 from ..backend.jit import njit_in_place, njit_inline
-from ..backend.local_array import local_array
 from ..rows.cpu import as_float32
 from . import SHIFT, SUM_BLOCK, Clusters, boundaries, dynamic_map, first_code, ranges, thresholds, unknown_label
 

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array
-from ..backend.device_functions import order_key, single
-from ..backend.launch import Launch, like, on_device, tensor
+from ..backend.gpu import Launch, elements, like, on_device, order_key, single, tensor
 from . import MOST, SHIFT, SUM_BLOCK, Clusters, boundaries, dynamic_map, first_code, ranges, thresholds, unknown_label
 
 SUMS = Launch(block=8192, warps=8)
@@ -159,8 +158,7 @@ def encode_kernel(
     BLOCK: tl.constexpr,
 ):
     """Map each element's position in its cluster's range to the nearest map entry."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     x = single(tl.load(x_ptr + offsets, mask=inside, other=0.0))
     label = tl.load(labels_ptr + offsets, mask=inside, other=0).to(tl.int32)
     scale = tl.load(scale_ptr + label)
@@ -221,8 +219,7 @@ def decode_kernel(
 
     `top` becomes the highest label without a cluster.
     """
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     code = tl.load(codes_ptr + offsets, mask=inside, other=0).to(tl.int32)
     label = tl.load(labels_ptr + offsets, mask=inside, other=0).to(tl.int32)
     known = label < clusters

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array
-from ..backend.device_functions import widened
-from ..backend.launch import Launch, tensor
+from ..backend.gpu import Launch, elements, tensor, widened
 from . import Distortion
 
 SUMS = Launch(block=1024, warps=8)
@@ -22,8 +21,7 @@ SUMS = Launch(block=1024, warps=8)
 def distortion_kernel(x_ptr, y_ptr, n: tl.int64, sums_ptr, BLOCK: tl.constexpr):
     """Squared error, squared norm and largest relative error of each block, over the finite x."""
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     x = widened(tl.load(x_ptr + offsets, mask=inside, other=0.0), True)
     y = widened(tl.load(y_ptr + offsets, mask=inside, other=0.0), True)
     finite = tl.abs(x) < float("inf")

@@ -10,9 +10,19 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array, dtype_name
-from ..backend.device_functions import magnitude_bits, pattern_of, widened
 from ..backend.floats import format_named
-from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, tensor
+from ..backend.gpu import (
+    INTEGERS,
+    Launch,
+    bit_view,
+    elements,
+    like,
+    magnitude_bits,
+    on_device,
+    pattern_of,
+    tensor,
+    widened,
+)
 from ..planes.gpu import UNSIGNED
 from . import Buckets, Promotion, unknown_level
 
@@ -43,8 +53,7 @@ def differences_kernel(
     current_ptr, previous_ptr, n: tl.int64, out_ptr, WIDTH: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Patterns of current - previous in a format of this width; infinity for NaN."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     x = widened(tl.load(current_ptr + offsets, mask=inside, other=0), False)
     y = widened(tl.load(previous_ptr + offsets, mask=inside, other=0), False)
     step = x - y
@@ -145,8 +154,7 @@ def quantize_kernel(
     patterns_ptr, table_ptr, n: tl.int64, levels_ptr, WIDTH: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Level of each pattern's bucket; 0 for zeros."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     pattern = tl.load(patterns_ptr + offsets, mask=inside, other=0)
     level = tl.load(table_ptr + bucket_number(pattern, WIDTH, M))
     level = tl.where(magnitude_bits(pattern, WIDTH) == 0, 0, level)
@@ -166,8 +174,7 @@ def exponent_quantize(x: Array, promotion: Promotion) -> Array:
 @triton.jit
 def look_up_kernel(levels_ptr, codebook_ptr, n: tl.int64, size: tl.int32, out_ptr, top_ptr, BLOCK: tl.constexpr):
     """Look up codebook[level]; `top` becomes the highest level without an entry."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     level = tl.load(levels_ptr + offsets, mask=inside, other=0).to(tl.int32)
     tl.store(out_ptr + offsets, tl.load(codebook_ptr + level, mask=level < size, other=0), mask=inside)
     top = tl.max(level, axis=0)
@@ -203,8 +210,7 @@ def sums_kernel(
     BLOCK: tl.constexpr,
 ):
     """Patterns of previous + codebook[level]; `top` becomes the highest level without an entry."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     x = tl.load(previous_ptr + offsets, mask=inside, other=0)
     level = tl.load(levels_ptr + offsets, mask=inside, other=0).to(tl.int32)
     step = tl.load(codebook_ptr + level, mask=level < size, other=0)

@@ -367,8 +367,7 @@ def used_buckets_many(x: Array, ends: Ends, bits: int) -> tuple[Buckets, Counts,
     """
     array("x", x, ("float32",), 1, host=True)
     check_ends("ends", ends, int(x.shape[0]))
-    buckets, counts, until = on_host().used_buckets_many(x, ends, _check_options(bits, True, with_gradient=False)[0])
-    return buckets, counts, until
+    return on_host().used_buckets_many(x, ends, _check_options(bits, True, with_gradient=False)[0])
 
 
 def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Array | None = None) -> Histogram:

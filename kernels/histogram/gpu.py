@@ -16,9 +16,22 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array, dtype_name, to_cpu
-from ..backend.device_functions import bucket_of, magnitude_bits, pattern_of, product_magnitude, special_levels
 from ..backend.floats import FORMATS
-from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, run, tensor
+from ..backend.gpu import (
+    INTEGERS,
+    Launch,
+    bit_view,
+    bucket_of,
+    elements,
+    like,
+    magnitude_bits,
+    on_device,
+    pattern_of,
+    product_magnitude,
+    run,
+    special_levels,
+    tensor,
+)
 from ..quantizer import Thresholds, product_format
 from ..quantizer import magnitude_bits as threshold_bits
 from . import Histogram, target
@@ -38,8 +51,7 @@ def index_kernel(
     BLOCK: tl.constexpr,
 ):
     """Position of each pattern in the signed layout."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     pattern = tl.load(patterns_ptr + offsets, mask=inside, other=0)
     j = bucket_of(magnitude_bits(pattern, WIDTH), bits, WIDTH, M)
     buckets = OCTAVES << bits
@@ -74,8 +86,7 @@ def value_kernel(
     The pattern of a subnormal is its number of units. For a normal number, the mantissa field is the fraction, and the
     exponent field follows from the octave.
     """
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     index = tl.load(index_ptr + offsets, mask=inside, other=0)
     buckets = OCTAVES << bits
     valid = (index >= 0) & (index <= 2 * buckets)

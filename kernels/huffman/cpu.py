@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backend.arrays import like, writeable
+from ..backend.instructions import local_array
 from ..backend.jit import njit_in_place, njit_inline
-from ..backend.local_array import local_array
 from ..errors import BadArgumentError, CorruptDataError
 from ..tables import cpu as tables
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from ..backend.lists import array, numbers
+from ..backend.arrays import as_list, from_list
 from ..errors import BadArgumentError, CorruptDataError
 from ..tables import reference as tables
 from . import LIMIT
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def huffman_lengths(counts: Array, limit: int = 15) -> Array:
     """See `shrinkpoint.kernels.huffman.huffman_lengths`."""
-    c = numbers(counts)
+    c = as_list(counts)
     if min(c) < 0 or sum(c) > 2**56:
         raise BadArgumentError("counts holds a negative one, or their sum exceeds 2**56")
     present = [s for s in range(len(c)) if c[s] > 0]
@@ -36,7 +36,7 @@ def huffman_lengths(counts: Array, limit: int = 15) -> Array:
         for _, symbols in row[: 2 * len(present) - 2]:
             for s in symbols:
                 lengths[s] += 1
-    return array(lengths, "uint8", counts)
+    return from_list(lengths, "uint8", counts)
 
 
 def _codes(lengths: list[int], error: type[Exception]) -> dict[int, str]:
@@ -58,17 +58,17 @@ def _codes(lengths: list[int], error: type[Exception]) -> dict[int, str]:
 
 def huffman_codes(lengths: Array) -> Array:
     """See `shrinkpoint.kernels.huffman.huffman_codes`."""
-    found = numbers(lengths)
+    found = as_list(lengths)
     codes = _codes(found, BadArgumentError)
-    return array([int(codes.get(s, "0"), 2) for s in range(len(found))], "uint32", lengths)
+    return from_list([int(codes.get(s, "0"), 2) for s in range(len(found))], "uint32", lengths)
 
 
 def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array:
     """See `shrinkpoint.kernels.huffman.huffman_encode`."""
-    s = numbers(symbols)
-    codes = _codes(numbers(lengths), BadArgumentError)
+    s = as_list(symbols)
+    codes = _codes(as_list(lengths), BadArgumentError)
     if not s:
-        return array([], "uint8", symbols)
+        return from_list([], "uint8", symbols)
     if not set(s) <= set(codes):
         raise BadArgumentError("symbols holds one that has no code")
     part = -(-len(s) // streams)
@@ -78,17 +78,17 @@ def huffman_encode(symbols: Array, lengths: Array, *, streams: int = 4) -> Array
         bits += "0" * (-len(bits) % 8)
         parts.append([int(bits[i : i + 8], 2) for i in range(0, len(bits), 8)])
     sizes = [byte for p in parts[:-1] for byte in _varint(len(p))]
-    return array([*sizes, *(byte for p in parts for byte in p)], "uint8", symbols)
+    return from_list([*sizes, *(byte for p in parts for byte in p)], "uint8", symbols)
 
 
 def huffman_decode(data: Array, lengths: Array, n: int, dtype: str = "uint8", *, streams: int = 4) -> Array:
     """See `shrinkpoint.kernels.huffman.huffman_decode`."""
-    d = numbers(data)
-    codes = _codes(numbers(lengths), CorruptDataError)
+    d = as_list(data)
+    codes = _codes(as_list(lengths), CorruptDataError)
     if any(s >> int(dtype[4:]) for s in codes):
         raise BadArgumentError(f"lengths has a code for a symbol that {dtype} cannot hold")
     if n == 0 and not d:
-        return array([], dtype, data)
+        return from_list([], dtype, data)
     symbol_of = {code: s for s, code in codes.items()}
     sizes = []
     at = 0
@@ -111,19 +111,19 @@ def huffman_decode(data: Array, lengths: Array, n: int, dtype: str = "uint8", *,
             place += length
         if len(bits) - place > 7 or "1" in bits[place:]:
             raise CorruptDataError("a stream goes on after its last symbol")
-    return array(out, dtype, data)
+    return from_list(out, dtype, data)
 
 
 def pack_lengths(lengths: Array) -> bytes:
     """See `shrinkpoint.kernels.huffman.pack_lengths`."""
-    found = numbers(lengths)
+    found = as_list(lengths)
     _codes(found, BadArgumentError)
     return tables.pack_lengths(found, LIMIT)
 
 
 def unpack_lengths(data: Array, size: int) -> Array:
     """See `shrinkpoint.kernels.huffman.unpack_lengths`."""
-    return array(tables.unpack_lengths(bytes(numbers(data)), size, LIMIT), "uint8", data)
+    return from_list(tables.unpack_lengths(bytes(as_list(data)), size, LIMIT), "uint8", data)
 
 
 def _varint(value: int) -> list[int]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..backend.arrays import Array, like, to_numpy
+from ..backend.instructions import local_array
 from ..backend.jit import njit_in_place, njit_inline
-from ..backend.local_array import local_array
 from . import prepared
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]

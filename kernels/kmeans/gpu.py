@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array, to_cpu
-from ..backend.launch import Launch, like, run, tensor
+from ..backend.gpu import Launch, like, run, tensor
 from . import prepared
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]

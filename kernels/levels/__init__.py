@@ -125,8 +125,7 @@ def split_by_level(values: Array, keys: Array, size: int) -> tuple[Array, Array]
     Source: Inshrinkerator, section 4.5 (rearrangement by the previous bucket).
     """
     size = _checked(size, values=values, keys=keys)
-    grouped, counts = back_end(values).split_by_level(values, keys, size)
-    return grouped, counts
+    return back_end(values).split_by_level(values, keys, size)
 
 
 def merge_by_level(grouped: Array, keys: Array, size: int) -> Array:

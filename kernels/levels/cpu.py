@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..backend.arrays import Array, like, to_numpy
+from ..backend.instructions import local_array
 from ..backend.jit import njit_in_place
-from ..backend.local_array import local_array
 from ..errors import BadArgumentError, CorruptDataError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

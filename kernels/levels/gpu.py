@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array
-from ..backend.launch import Launch, like, tensor
+from ..backend.gpu import Launch, elements, like, tensor
 from ..errors import BadArgumentError, CorruptDataError
 
 SUBTRACT = Launch(block=8192, warps=8)
@@ -28,8 +28,7 @@ def subtract_kernel(first_ptr, second_ptr, n: tl.int64, size: tl.int32, out_ptr,
 
     `outside` becomes 1 if an element of either is not below size.
     """
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     first = tl.load(first_ptr + offsets, mask=inside, other=0).to(tl.int32)
     second = tl.load(second_ptr + offsets, mask=inside, other=0).to(tl.int32)
     d = first - second
@@ -74,8 +73,7 @@ def count_keys_kernel(
 ):
     """Count the elements of each key below size in each block: counts[key, block]."""
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0).to(tl.int32)
     counts = tl.histogram(key, BINS, mask=inside & (key < size))
     bins = tl.arange(0, BINS)
@@ -122,8 +120,7 @@ def regroup_kernel(
     `ends[key, block]` is the position, in grouped order, of the end of the elements of this key in this block.
     """
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0).to(tl.int32)
     inside = inside & (key < size)
     rank = rank_in_block(key, inside, size, FIELD, BLOCK)

@@ -67,8 +67,7 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Floats, F
     array("square", square, ("float32",), x.shape)
     same_device("x", x, "square", square)
     step = number("step", step, 0, np.inf, open_low=True, open_high=True)
-    symbols, sums, counts = back_end(x).grid_symbols(x, square, step)
-    return symbols, sums, counts
+    return back_end(x).grid_symbols(x, square, step)
 
 
 def grid_values(symbols: Array, square: Array, table: np.ndarray[Any, np.dtype[np.float32]]) -> Array:

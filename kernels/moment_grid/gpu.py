@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array
-from ..backend.device_functions import rounded, tables, tally, totals
-from ..backend.launch import Launch, like, on_device, tensor
+from ..backend.gpu import Launch, elements, like, on_device, rounded, tables, tally, tensor, totals
 from . import ESCAPE, FARTHEST
 
 SYMBOLS = Launch(block=256, warps=1, registers=255, rounds=32)
@@ -73,8 +72,7 @@ def grid_symbols(x: Array, square: Array, step: float) -> tuple[Array, Any, Any]
 @triton.jit
 def values_kernel(symbols_ptr, square_ptr, table_ptr, n: tl.int64, out_ptr, BLOCK: tl.constexpr):
     """Compute table[symbol] * sqrt(square) for each element."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     symbol = tl.load(symbols_ptr + offsets, mask=inside, other=0).to(tl.int32)
     scale = tl.sqrt_rn(tl.load(square_ptr + offsets, mask=inside, other=0.0))
     tl.store(out_ptr + offsets, tl.load(table_ptr + symbol) * scale, mask=inside)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array
-from ..backend.launch import INTERPRETED, Launch, like, on_device, run, tensor
+from ..backend.gpu import INTERPRETED, Launch, elements, like, on_device, run, tensor
 from . import LANES, PART, halvings
 
 SQUARES = Launch(block=32, warps=4)
@@ -75,8 +75,7 @@ def square_sum(x: Array) -> tuple[float, float]:
 @triton.jit
 def multiples_kernel(x_ptr, n: tl.int64, step: tl.float64, out_ptr, BLOCK: tl.constexpr):
     """Nearest multiple of each element; past 2**52 a float64 has no bits left for a fraction."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float64)
     quotient = x / tl.full((1,), step, tl.float64)
     whole = (quotient + 6755399441055744.0) - 6755399441055744.0
@@ -94,8 +93,7 @@ def step_multiples(x: Array, step: float, dtype: str) -> Array:
 @triton.jit
 def values_kernel(multiples_ptr, n: tl.int64, step: tl.float64, out_ptr, BLOCK: tl.constexpr):
     """Compute multiple * step in float64, rounded to the output's dtype."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     multiple = tl.load(multiples_ptr + offsets, mask=inside, other=0).to(tl.float64)
     value = multiple * tl.full((1,), step, tl.float64)
     tl.store(out_ptr + offsets, value.to(out_ptr.dtype.element_ty), mask=inside)

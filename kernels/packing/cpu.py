@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..backend.arrays import Array, like, to_numpy, writeable
+from ..backend.instructions import local_array
 from ..backend.jit import njit_in_place, njit_inline
-from ..backend.local_array import local_array
 from ..errors import BadArgumentError, CorruptDataError
 from ..planes.cpu import as_values, patterns
 from . import trailing_bits_set, wrong_count

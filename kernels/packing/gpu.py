@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array
-from ..backend.launch import INTEGERS, Launch, bit_view, like, run, tensor
+from ..backend.gpu import INTEGERS, Launch, bit_view, elements, like, run, tensor
 from ..errors import BadArgumentError, CorruptDataError
 from . import trailing_bits_set, wrong_count
 
@@ -165,8 +165,7 @@ def pack_mask(mask: Array) -> Array:
 @triton.jit
 def unpack_mask_kernel(bits_ptr, n: tl.int64, flags_ptr, BLOCK: tl.constexpr):
     """Expand bits into flags: flags[i] = bit i."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     byte = tl.load(bits_ptr + (offsets >> 3), mask=inside, other=0).to(tl.int32)
     tl.store(flags_ptr + offsets, ((byte >> (offsets & 7).to(tl.int32)) & 1).to(tl.uint8), mask=inside)
 
@@ -199,8 +198,7 @@ def gather_kernel(x_ptr, bits_ptr, ends_ptr, counts_ptr, n: tl.int64, out_ptr, B
     `ends` counts the marked elements up to and including each block.
     """
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     byte = tl.load(bits_ptr + (offsets >> 3), mask=inside, other=0).to(tl.int32)
     marked = (byte >> (offsets & 7).to(tl.int32)) & 1
     place = tl.load(ends_ptr + block) - tl.load(counts_ptr + block) + (tl.cumsum(marked, axis=0) - marked)
@@ -212,8 +210,7 @@ def gather_kernel(x_ptr, bits_ptr, ends_ptr, counts_ptr, n: tl.int64, out_ptr, B
 def scatter_kernel(base_ptr, values_ptr, bits_ptr, ends_ptr, counts_ptr, n: tl.int64, out_ptr, BLOCK: tl.constexpr):
     """Put the next value at each marked element: the inverse of `gather_kernel`."""
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     byte = tl.load(bits_ptr + (offsets >> 3), mask=inside, other=0).to(tl.int32)
     marked = (byte >> (offsets & 7).to(tl.int32)) & 1
     place = tl.load(ends_ptr + block) - tl.load(counts_ptr + block) + (tl.cumsum(marked, axis=0) - marked)

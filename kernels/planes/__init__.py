@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from ..backend.arguments import array, check_arrays, choice, host_memory, integer, same_device, stored_bytes
 from ..backend.arrays import Array, dtype_name, is_torch, on_gpu
-from ..backend.dispatch import Dispatch, OnHost, compiled_back_end
+from ..backend.dispatch import Dispatch, OnHost, module_of
 from ..errors import BadArgumentError
 
 
@@ -145,7 +145,7 @@ def merge_planes(planes: Array | list[Array], dtype: str, rotation: int = 0, *, 
     if out is None and not isinstance(planes, list):
         merged: Array = back_end(planes).merge_planes(planes, dtype, bits)
     elif out is None:
-        merged = compiled_back_end("planes").merge_planes(planes, dtype, bits)
+        merged = module_of("planes").merge_planes(planes, dtype, bits)
     else:
         merged = _writing(out, planes[0], n, 8 * itemsize).merge_planes(planes, dtype, bits, out)
     return merged
@@ -241,11 +241,11 @@ def _writing(out: Array, x: Array, n: int, width: int) -> ModuleType:
     """Check memory for n patterns computed from x; return the back end that writes to it."""
     if not on_gpu(x):
         host_memory(out, n, f"uint{width}")
-        return compiled_back_end("planes")
+        return module_of("planes")
     same_device("out", array("out", out, (f"uint{width}",), (n,)), "the array", x)
     if not is_torch(out) or not out.is_contiguous():
         raise BadArgumentError("out must be a contiguous torch tensor")
-    return compiled_back_end("planes", "gpu")
+    return module_of("planes", "gpu")
 
 
 def _check_pair(name: str, x: Array, other: str, y: Array, method: str, dtype: str | None) -> str:
@@ -327,8 +327,7 @@ def split_categories(values: Array, bits: int) -> tuple[Array, Array]:
     """
     values = array("values", values, VALUE_WIDTHS, 1, host=True)
     bits = integer("bits", bits, 1, most_bits(VALUE_WIDTHS[dtype_name(values)]))
-    categories, extra = on_host().split_categories(values, bits)
-    return categories, extra
+    return on_host().split_categories(values, bits)
 
 
 def join_categories(
@@ -362,4 +361,4 @@ def join_categories(
     if out is None:
         return on_host().join_categories(categories, data, bits, dtype)
     target = host_memory(out, int(categories.shape[0]), dtype)
-    return compiled_back_end("planes").join_categories(categories, data, bits, dtype, target)
+    return module_of("planes").join_categories(categories, data, bits, dtype, target)

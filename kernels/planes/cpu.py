@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..backend.arrays import Array, dtype_name, is_torch, like, to_numpy, writeable, writeable_view
-from ..backend.instructions import eight_bytes, ones, put_word, spread, squeeze
+from ..backend.instructions import eight_bytes, local_array, ones, put_word, spread, squeeze
 from ..backend.jit import njit_in_place, njit_inline
-from ..backend.local_array import local_array
 from ..errors import CorruptDataError
 from . import VALUE_WIDTHS as WIDTHS
 from . import category_count, ordered_by_sign, width_of

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array, dtype_name
-from ..backend.device_functions import order_key
-from ..backend.launch import INTEGERS, Launch, bit_view, like, tensor
+from ..backend.gpu import INTEGERS, Launch, bit_view, elements, like, order_key, tensor
 from . import ordered_by_sign, width_of
 
 ELEMENTS = Launch(block=4096, warps=8)
@@ -21,8 +20,7 @@ def split_kernel(
     patterns_ptr, n: tl.int64, planes_ptr, ITEMSIZE: tl.constexpr, ROTATION: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Split patterns into planes: planes[p, i] = byte p of pattern i rotated to the left."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     pattern = tl.load(patterns_ptr + offsets, mask=inside, other=0)
     if ITEMSIZE == 1:
         pattern = pattern.to(tl.int32)
@@ -48,8 +46,7 @@ def merge_kernel(
     planes_ptr, n: tl.int64, patterns_ptr, ITEMSIZE: tl.constexpr, ROTATION: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Merge planes into patterns, rotated to the right."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     kind: tl.constexpr = tl.int64 if ITEMSIZE == 8 else tl.int32
     pattern = tl.load(planes_ptr + offsets, mask=inside, other=0).to(kind)
     for p in tl.static_range(1, ITEMSIZE):
@@ -93,8 +90,7 @@ def difference_kernel(
     BLOCK: tl.constexpr,
 ):
     """Zig-zag of the difference of two patterns modulo 2**WIDTH, order-mapped first if FLOAT."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     current = sign_extended(tl.load(current_ptr + offsets, mask=inside, other=0), WIDTH)
     previous = sign_extended(tl.load(previous_ptr + offsets, mask=inside, other=0), WIDTH)
     if FLOAT:
@@ -116,8 +112,7 @@ def undifference_kernel(
     BLOCK: tl.constexpr,
 ):
     """Compute the current patterns from the result of `difference_kernel`."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     low: tl.constexpr = (1 << (WIDTH - 1)) - 1
     zigzag = sign_extended(tl.load(difference_ptr + offsets, mask=inside, other=0), WIDTH)
     previous = sign_extended(tl.load(previous_ptr + offsets, mask=inside, other=0), WIDTH)
@@ -133,8 +128,7 @@ def undifference_kernel(
 @triton.jit
 def xor_kernel(a_ptr, b_ptr, n: tl.int64, out_ptr, BLOCK: tl.constexpr):
     """Compute a ^ b on patterns, which is its own inverse."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     a = tl.load(a_ptr + offsets, mask=inside, other=0)
     b = tl.load(b_ptr + offsets, mask=inside, other=0)
     tl.store(out_ptr + offsets, a ^ b, mask=inside)

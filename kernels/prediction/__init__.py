@@ -99,8 +99,7 @@ def low_rank_factors(numbers: Array, heights: Heights, columns: int, phase: int 
     columns = integer("columns", columns, 1, _MOST)
     phase = integer("phase", phase, 0, columns - 1)
     _check_heights(heights, int(numbers.shape[0]), columns, phase)
-    rows, across = on_host().low_rank_factors(numbers, heights, columns, phase)
-    return rows, across
+    return on_host().low_rank_factors(numbers, heights, columns, phase)
 
 
 def low_rank_differences(
@@ -132,8 +131,7 @@ def low_rank_differences(
     """
     numbers = array("numbers", numbers, ("int8",), 1, host=True)
     phase = _check_factors(rows, columns, heights, int(numbers.shape[0]), phase)
-    found, quarter = on_host().low_rank_differences(numbers, rows, columns, heights, phase)
-    return found, quarter
+    return on_host().low_rank_differences(numbers, rows, columns, heights, phase)
 
 
 def zigzag(numbers: Array) -> Array:
@@ -198,8 +196,7 @@ def low_rank_predictions(rows: Array, columns: Array, heights: Heights, n: int, 
     """
     n = integer("n", n, 0, _MOST)
     phase = _check_factors(rows, columns, heights, n, phase)
-    nearest, quarter = on_host().low_rank_predictions(rows, columns, heights, n, phase)
-    return nearest, quarter
+    return on_host().low_rank_predictions(rows, columns, heights, n, phase)
 
 
 def _check_factors(rows: Array, columns: Array, heights: Heights, n: int, phase: int) -> int:

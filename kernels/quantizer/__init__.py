@@ -300,8 +300,7 @@ def uniform_levels_many(
     if sizes.size and not 1 <= int(sizes.min()) <= int(sizes.max()) <= MAX_CODES:
         raise BadArgumentError(f"sizes are not all within 1 ... {MAX_CODES}")
     limit = number("limit", limit, 0, math.inf, open_low=True)
-    levels, sums = on_host().uniform_levels_many(x, ends, steps, firsts, sizes, limit)
-    return levels, sums
+    return on_host().uniform_levels_many(x, ends, steps, firsts, sizes, limit)
 
 
 def uniform_values_many(levels: Array, ends: Integers, steps: Floats, firsts: Integers) -> Array:

@@ -14,9 +14,8 @@ import numpy as np
 
 from ..backend.arrays import Array, bit_view, dtype_name, like, to_numpy
 from ..backend.floats import FloatFormat, format_named
-from ..backend.instructions import AHEAD, prefetch
+from ..backend.instructions import AHEAD, local_array, prefetch
 from ..backend.jit import njit_in_place
-from ..backend.local_array import local_array
 from ..errors import CorruptDataError
 from ..histogram.cpu import keep_range, product_blocks
 from . import FIRST_CODE, PROTECTED, Thresholds, boundaries, product_format

@@ -10,9 +10,20 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array, dtype_name
-from ..backend.device_functions import magnitude_bits, pattern_of, product_magnitude, special_levels, widened
 from ..backend.floats import FORMATS
-from ..backend.launch import Launch, bit_view, like, on_device, tensor
+from ..backend.gpu import (
+    Launch,
+    bit_view,
+    elements,
+    like,
+    magnitude_bits,
+    on_device,
+    pattern_of,
+    product_magnitude,
+    special_levels,
+    tensor,
+    widened,
+)
 from ..errors import CorruptDataError
 from ..histogram.gpu import threshold_patterns
 from . import Thresholds, boundaries, product_format
@@ -47,8 +58,7 @@ def assign_kernel(
 
     `boundaries` has `2**STEPS - 1` ascending entries, the unused ones infinite.
     """
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
     code = tl.zeros((BLOCK,), tl.int32)
     if STEPS > 0:
@@ -118,8 +128,7 @@ def values_kernel(
     `before` holds, for each block of BLOCK elements, the number of protected elements up to and including it.
     """
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     level = tl.load(levels_ptr + offsets, mask=inside, other=0).to(tl.int32)
     value = tl.load(table_ptr + level)
     if PROTECTED:

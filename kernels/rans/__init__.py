@@ -9,7 +9,7 @@ import numpy as np
 
 from ..backend.arguments import COUNTS, array, flag, integer, room_for, same_device, stored_bytes
 from ..backend.arrays import on_gpu
-from ..backend.dispatch import Dispatch, OnHost, compiled_back_end
+from ..backend.dispatch import Dispatch, OnHost, module_of
 from ..errors import BadArgumentError
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def rans_decode_many(blocks: Sequence[Block], sizes: Sequence[int]) -> list[Arra
 
 
 def _on_gpu() -> GpuBackEnd:
-    return cast("GpuBackEnd", compiled_back_end("rans", "gpu"))
+    return cast("GpuBackEnd", module_of("rans", "gpu"))
 
 
 def _check_block(name: str, block: Block, n: int | None = None, first: Block | None = None) -> None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import to_host
-from ..backend.launch import Launch, like, on, tensor
+from ..backend.gpu import Launch, like, on, tensor
 from ..errors import BadArgumentError, CorruptDataError
 from . import START, STATES, WIDE_STATES, Block
 

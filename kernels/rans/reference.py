@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from array_api_compat import array_namespace
 
-from ..backend.lists import array, numbers
+from ..backend.arrays import as_list, from_list
 from ..errors import BadArgumentError, CorruptDataError
 from ..tables import reference as tables
 from . import START, STATES, WIDE_START, WIDE_STATES, short_digits
@@ -35,7 +35,7 @@ def rans_frequencies(counts: Array, precision: int, *, exact: bool = False) -> A
                 best = shortened
                 break
     xp = array_namespace(counts)
-    return xp.reshape(array([f for row in best for f in row], "uint32", counts), tuple(counts.shape))
+    return xp.reshape(from_list([f for row in best for f in row], "uint32", counts), tuple(counts.shape))
 
 
 def _best(counts: list[int], total: int) -> list[int]:
@@ -70,7 +70,7 @@ def _shorten(row: list[int], digits: int, total: int) -> list[int]:
 
 
 def _rows(table: Array) -> list[list[int]]:
-    return [numbers(table[c, :]) for c in range(table.shape[0])]
+    return [as_list(table[c, :]) for c in range(table.shape[0])]
 
 
 def _starts(row: list[int]) -> list[int]:
@@ -93,7 +93,7 @@ def _model(frequencies: Array, precision: int) -> list[tuple[list[int], list[int
 
 
 def _contexts(contexts: Array | None, n: int, rows: int) -> list[int]:
-    found = [0] * n if contexts is None else numbers(contexts)
+    found = [0] * n if contexts is None else as_list(contexts)
     if any(c >= rows for c in found):
         raise BadArgumentError(f"contexts holds one of {rows} or more")
     return found
@@ -125,7 +125,7 @@ def rans_encode(
 ) -> Array:
     """See `shrinkpoint.kernels.rans.rans_encode`."""
     form, model = _FORMS[lanes], _model(frequencies, precision)
-    s = numbers(symbols)
+    s = as_list(symbols)
     contexts_ = _contexts(contexts, len(s), len(model))
     if any(v >= len(model[c][0]) or model[c][0][v] == 0 for c, v in zip(contexts_, s, strict=True)):
         raise BadArgumentError("symbols holds one whose frequency in its context is zero")
@@ -140,10 +140,10 @@ def rans_encode(
                 x >>= 16
             states[i % form.states] = ((x // f) << precision) + x % f + starts[s[i]]
     if lanes == STATES and not words and states == [START] * STATES:
-        return array([], "uint8", symbols)
+        return from_list([], "uint8", symbols)
     data = [byte for x in states for byte in x.to_bytes(4, "little")]
     data += [byte for w in (words if form.from_end else reversed(words)) for byte in w.to_bytes(2, "little")]
-    return array(data, "uint8", symbols)
+    return from_list(data, "uint8", symbols)
 
 
 def _pop(x: int, row: list[int], starts: list[int], precision: int) -> tuple[int, int] | None:
@@ -159,7 +159,7 @@ def rans_decode(
     """See `shrinkpoint.kernels.rans.rans_decode`."""
     form, model = _FORMS[lanes], _model(frequencies, precision)
     contexts_ = _contexts(contexts, n, len(model))
-    d, header = bytes(numbers(data)), 4 * lanes
+    d, header = bytes(as_list(data)), 4 * lanes
     wrong = CorruptDataError(f"the bytes are not {n} rANS symbols of these frequencies")
     ends = [form.start] * form.states
     states = list(ends)
@@ -189,12 +189,12 @@ def rans_decode(
             states[k] = states[k] << 16 | words.pop()
     if words or states != ends:
         raise wrong
-    return array(out, "uint8", data)
+    return from_list(out, "uint8", data)
 
 
 def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
     """See `shrinkpoint.kernels.rans.coding_cost`."""
-    pairs = [(c, f) for c, f in zip(numbers(counts), numbers(frequencies), strict=True) if c > 0]
+    pairs = [(c, f) for c, f in zip(as_list(counts), as_list(frequencies), strict=True) if c > 0]
     if any(f == 0 for _, f in pairs):
         return math.inf
     return math.fsum(c * (precision - math.log2(f)) for c, f in pairs)
@@ -203,7 +203,7 @@ def coding_cost(counts: Array, frequencies: Array, precision: int) -> float:
 def entropy_bits(counts: Array) -> float:
     """See `shrinkpoint.kernels.rans.entropy_bits`."""
     columns = int(counts.shape[-1])
-    cells = numbers(counts)
+    cells = as_list(counts)
     rows = [cells[i : i + columns] for i in range(0, len(cells), columns)] if columns else []
     return math.fsum(c * math.log2(sum(row) / c) for row in rows for c in row if c > 0)
 
@@ -215,6 +215,6 @@ def pack_frequencies(frequencies: Array, precision: int) -> bytes:
 
 def unpack_frequencies(data: Array, rows: int, columns: int, precision: int) -> Array:
     """See `shrinkpoint.kernels.rans.unpack_frequencies`."""
-    table = tables.unpack_frequencies(bytes(numbers(data)), rows, columns, precision)
+    table = tables.unpack_frequencies(bytes(as_list(data)), rows, columns, precision)
     xp = array_namespace(data)
-    return xp.reshape(array([f for row in table for f in row], "uint32", data), (rows, columns))
+    return xp.reshape(from_list([f for row in table for f in row], "uint32", data), (rows, columns))

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llvmlite import binding, ir  # type: ignore[import-untyped]
-from numba.core import cgutils, config, types
-from numba.extending import intrinsic
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils, types
 
+from ..backend.instructions import address, has, instruction, memory, repeated
 from ..backend.jit import njit_in_place, njit_inline
 from ..errors import BadArgumentError, CorruptDataError
 from . import WIDE_START
@@ -33,14 +33,8 @@ LEAST = 1 << 15
 HEADER = 4 * STATES
 NOTHING = 1 << PRECISION
 """The decoder's entry of a context that has no symbols; of one that has, slot - start is below f."""
-INTERPRETED = bool(config.DISABLE_JIT)  # type: ignore[attr-defined]
-HAS_PACKING = (
-    not INTERPRETED
-    and not config.CPU_FEATURES  # type: ignore[attr-defined]
-    and config.CPU_NAME is None  # type: ignore[attr-defined]
-    and all(dict(binding.get_host_cpu_features()).get(name) for name in ("avx512vbmi2", "avx512bw", "avx512vl"))
-)
-"""Whether code is compiled for this processor, and it packs words by one instruction."""
+HAS_PACKING = has("avx512vbmi2", "avx512bw", "avx512vl")
+"""Whether the processor packs words by one instruction."""
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
@@ -50,21 +44,14 @@ def _vector(kind: Any, value: int, lanes: int = LANES) -> Any:
     return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
 
 
-def _memory(context: Any, builder: Any, signature: Any, arguments: Any, number: int) -> Any:
-    """Return the address of the first element of an array argument."""
-    return context.make_array(signature.args[number])(context, builder, arguments[number]).data
-
-
 def _load(builder: Any, data: Any, index: Any, bits: int, lanes: int = LANES) -> Any:
     """Load elements of an array from an index on."""
-    kind = ir.VectorType(ir.IntType(bits), lanes)
-    return builder.load(builder.bitcast(builder.gep(data, [index]), kind.as_pointer()), align=bits // 8)
+    return builder.load(address(builder, data, index, ir.VectorType(ir.IntType(bits), lanes)), align=bits // 8)
 
 
 def _store(builder: Any, vector: Any, data: Any, index: Any) -> None:
     """Store a vector to an array from an index on."""
-    at = builder.bitcast(builder.gep(data, [index]), vector.type.as_pointer())
-    builder.store(vector, at, align=vector.type.element.width // 8)
+    builder.store(vector, address(builder, data, index, vector.type), align=vector.type.element.width // 8)
 
 
 def _gather(builder: Any, data: Any, indices: Any, bits: int, lanes: int) -> Any:
@@ -125,7 +112,7 @@ def _with_context(context: Any, builder: Any, signature: Any, arguments: Any, nu
     """Load the contexts of 16 symbols; None for coding without contexts."""
     if isinstance(signature.args[number], types.NoneType):
         return None
-    contexts = _memory(context, builder, signature, arguments, number)
+    contexts = memory(context, builder, signature, arguments, number)
     return builder.zext(_load(builder, contexts, start, 8), ir.VectorType(_I32, LANES))
 
 
@@ -160,107 +147,6 @@ def _store_states(builder: Any, variables: list[Any], data: Any) -> None:
     """Store the variables that `_load_states` loaded."""
     for k, variable in enumerate(variables):
         _store(builder, builder.load(variable), data, ir.Constant(_I64, LANES * k))
-
-
-def _encode_blocks(
-    typing: Any, symbols: Any, contexts: Any, columns: Any, table: Any, words: Any, at: Any, states: Any, whole: Any
-) -> Any:
-    """Emit the encoder of whole blocks, last to first; return the next position of words."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        memory = [_memory(context, builder, signature, arguments, k) for k in (0, 3, 4, 6)]
-        own = _load_states(builder, memory[3])
-        position = _variable(builder, arguments[5])
-        width = builder.insert_element(_vector(_I32, 0), builder.trunc(arguments[2], _I32), ir.Constant(_I32, 0))
-        width = builder.shuffle_vector(width, _vector(_I32, 0), _vector(_I32, 0))
-        thirteen = _vector(_I32, (1 << 13) - 1)
-
-        def row(begin: Any, state: Any) -> None:
-            x = builder.load(state)
-            entries = builder.zext(_load(builder, memory[0], begin, 8), ir.VectorType(_I32, LANES))
-            rows = _with_context(context, builder, signature, arguments, 1, begin)
-            if rows is not None:
-                entries = builder.add(entries, builder.mul(rows, width))
-            entry = _gather(builder, memory[1], entries, 64, LANES)
-            high = _upper_halves(builder, entry)
-            f = builder.and_(high, thirteen)
-            start = builder.and_(builder.lshr(high, _vector(_I32, 13)), thirteen)
-            full = builder.icmp_unsigned(">=", x, builder.shl(f, _vector(_I32, 31 - PRECISION)))
-            low = builder.trunc(x, ir.VectorType(_I16, LANES))
-            x = builder.select(full, builder.lshr(x, _vector(_I32, 16)), x)
-            # Twice the state times the reciprocal is still below 2**64; only the upper half counts.
-            twice = builder.zext(builder.add(x, x), ir.VectorType(_I64, LANES))
-            product = builder.mul(twice, builder.and_(entry, _vector(_I64, (1 << 32) - 1)))
-            quotient = builder.lshr(_upper_halves(builder, product), builder.lshr(high, _vector(_I32, 26)))
-            rest = builder.sub(_vector(_I32, 1 << PRECISION), f)
-            builder.store(builder.add(builder.add(x, start), builder.mul(quotient, rest)), state)
-            now = builder.load(position)
-            _put(builder, low, full, memory[2], now)
-            builder.store(builder.add(now, _ones(builder, full)), position)
-            least = builder.load(own[-1])
-            builder.store(builder.select(builder.icmp_unsigned("<", f, least), f, least), own[-1])
-
-        def block(i: Any) -> None:
-            for k in reversed(range(STATES // LANES)):
-                row(builder.add(i, ir.Constant(_I64, LANES * k)), own[k])
-
-        first = builder.sub(arguments[7], ir.Constant(_I64, STATES))
-        _loop(builder, first, -STATES, lambda i: builder.icmp_signed(">=", i, ir.Constant(_I64, 0)), block)
-        _store_states(builder, own, memory[3])
-        return builder.load(position)
-
-    given = (symbols, contexts, types.int64, table, words, types.int64, states, types.int64)
-    return types.int64(*given), generate
-
-
-def _decode_blocks(
-    typing: Any, words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, whole: Any
-) -> Any:
-    """Emit the decoder of whole blocks; return the start of the words read, or -1."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        wide = ir.VectorType(_I32, LANES)
-        memory = [_memory(context, builder, signature, arguments, k) for k in (0, 3, 4, 5)]
-        own = _load_states(builder, memory[2])
-        position = _variable(builder, arguments[1])
-        empty = _variable(builder, ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES))
-        slots = _vector(_I32, (1 << PRECISION) - 1)
-
-        def row(begin: Any, state: Any) -> None:
-            x = builder.load(state)
-            index = builder.and_(x, slots)
-            rows = _with_context(context, builder, signature, arguments, 2, begin)
-            if rows is not None:
-                index = builder.or_(index, builder.shl(rows, _vector(_I32, PRECISION)))
-            entry = _gather(builder, memory[1], index, 32, LANES)
-            f = builder.add(builder.and_(entry, slots), _vector(_I32, 1))
-            beyond = builder.and_(builder.lshr(entry, _vector(_I32, PRECISION)), slots)
-            symbol = builder.lshr(entry, _vector(_I32, 2 * PRECISION))
-            x = builder.add(builder.mul(f, builder.lshr(x, _vector(_I32, PRECISION))), beyond)
-            short = builder.icmp_unsigned("<", x, _vector(_I32, LEAST))
-            now = builder.sub(builder.load(position), _ones(builder, short))
-            more = builder.zext(_take(builder, short, memory[0], now), wide)
-            builder.store(builder.select(short, builder.or_(builder.shl(x, _vector(_I32, 16)), more), x), state)
-            builder.store(now, position)
-            nothing = builder.icmp_unsigned("==", entry, _vector(_I32, NOTHING))
-            builder.store(builder.or_(builder.load(empty), nothing), empty)
-            _store(builder, builder.trunc(symbol, ir.VectorType(ir.IntType(8), LANES)), memory[3], begin)
-
-        def block(i: Any) -> None:
-            for k in range(STATES // LANES):
-                row(builder.add(i, ir.Constant(_I64, LANES * k)), own[k])
-
-        def goes_on(i: Any) -> Any:
-            enough = builder.icmp_signed(">=", builder.load(position), ir.Constant(_I64, STATES))
-            return builder.and_(enough, builder.icmp_signed("<", i, arguments[6]))
-
-        end = _loop(builder, ir.Constant(_I64, 0), STATES, goes_on, block)
-        builder.store(builder.or_(builder.load(own[-1]), builder.zext(builder.load(empty), wide)), own[-1])
-        _store_states(builder, own, memory[2])
-        early = builder.icmp_signed("<", end, arguments[6])
-        return builder.select(early, ir.Constant(_I64, -1), builder.load(position))
-
-    return types.int64(words, types.int64, contexts, table, states, out, types.int64), generate
 
 
 @njit_inline
@@ -307,26 +193,122 @@ def _decode_few(
     return at
 
 
-if INTERPRETED:
+def _encode_rows(
+    symbols: Any, contexts: Any, columns: Any, table: Any, words: Any, at: Any, states: Any, whole: Any
+) -> Any:
+    for start in range(whole - LANES, -1, -LANES):
+        at = _encode_few(symbols, contexts, columns, table, words, at, states, start, start + LANES)
+    return at
 
-    def encode_blocks(
-        symbols: Any, contexts: Any, columns: Any, table: Any, words: Any, at: Any, states: Any, whole: Any
-    ) -> Any:
-        """The encoder of whole blocks."""
-        for start in range(whole - LANES, -1, -LANES):
-            at = _encode_few(symbols, contexts, columns, table, words, at, states, start, start + LANES)
-        return at
 
-    def decode_blocks(words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, whole: Any) -> Any:
-        """The decoder of whole blocks."""
-        for start in range(0, whole, LANES):
-            if start % STATES == 0 and at < STATES:
-                return -1
-            at = _decode_few(words, at, contexts, table, states, out, start, start + LANES)
-        return at
-else:
-    encode_blocks: Any = intrinsic(_encode_blocks)  # type: ignore[no-redef]
-    decode_blocks: Any = intrinsic(_decode_blocks)  # type: ignore[no-redef]
+@instruction(_encode_rows)
+def encode_blocks(
+    typing: Any, symbols: Any, contexts: Any, columns: Any, table: Any, words: Any, at: Any, states: Any, whole: Any
+) -> Any:
+    """Emit the encoder of whole blocks, last to first; return the next position of words."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        places = [memory(context, builder, signature, arguments, k) for k in (0, 3, 4, 6)]
+        own = _load_states(builder, places[3])
+        position = _variable(builder, arguments[5])
+        width = repeated(builder, builder.trunc(arguments[2], _I32), ir.VectorType(_I32, LANES))
+        thirteen = _vector(_I32, (1 << 13) - 1)
+
+        def row(begin: Any, state: Any) -> None:
+            x = builder.load(state)
+            entries = builder.zext(_load(builder, places[0], begin, 8), ir.VectorType(_I32, LANES))
+            rows = _with_context(context, builder, signature, arguments, 1, begin)
+            if rows is not None:
+                entries = builder.add(entries, builder.mul(rows, width))
+            entry = _gather(builder, places[1], entries, 64, LANES)
+            high = _upper_halves(builder, entry)
+            f = builder.and_(high, thirteen)
+            start = builder.and_(builder.lshr(high, _vector(_I32, 13)), thirteen)
+            full = builder.icmp_unsigned(">=", x, builder.shl(f, _vector(_I32, 31 - PRECISION)))
+            low = builder.trunc(x, ir.VectorType(_I16, LANES))
+            x = builder.select(full, builder.lshr(x, _vector(_I32, 16)), x)
+            # Twice the state times the reciprocal is still below 2**64; only the upper half counts.
+            twice = builder.zext(builder.add(x, x), ir.VectorType(_I64, LANES))
+            product = builder.mul(twice, builder.and_(entry, _vector(_I64, (1 << 32) - 1)))
+            quotient = builder.lshr(_upper_halves(builder, product), builder.lshr(high, _vector(_I32, 26)))
+            rest = builder.sub(_vector(_I32, 1 << PRECISION), f)
+            builder.store(builder.add(builder.add(x, start), builder.mul(quotient, rest)), state)
+            now = builder.load(position)
+            _put(builder, low, full, places[2], now)
+            builder.store(builder.add(now, _ones(builder, full)), position)
+            least = builder.load(own[-1])
+            builder.store(builder.select(builder.icmp_unsigned("<", f, least), f, least), own[-1])
+
+        def block(i: Any) -> None:
+            for k in reversed(range(STATES // LANES)):
+                row(builder.add(i, ir.Constant(_I64, LANES * k)), own[k])
+
+        first = builder.sub(arguments[7], ir.Constant(_I64, STATES))
+        _loop(builder, first, -STATES, lambda i: builder.icmp_signed(">=", i, ir.Constant(_I64, 0)), block)
+        _store_states(builder, own, places[3])
+        return builder.load(position)
+
+    given = (symbols, contexts, types.int64, table, words, types.int64, states, types.int64)
+    return types.int64(*given), generate
+
+
+def _decode_rows(words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, whole: Any) -> Any:
+    for start in range(0, whole, LANES):
+        if start % STATES == 0 and at < STATES:
+            return -1
+        at = _decode_few(words, at, contexts, table, states, out, start, start + LANES)
+    return at
+
+
+@instruction(_decode_rows)
+def decode_blocks(
+    typing: Any, words: Any, at: Any, contexts: Any, table: Any, states: Any, out: Any, whole: Any
+) -> Any:
+    """Emit the decoder of whole blocks; return the start of the words read, or -1."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        wide = ir.VectorType(_I32, LANES)
+        places = [memory(context, builder, signature, arguments, k) for k in (0, 3, 4, 5)]
+        own = _load_states(builder, places[2])
+        position = _variable(builder, arguments[1])
+        empty = _variable(builder, ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES))
+        slots = _vector(_I32, (1 << PRECISION) - 1)
+
+        def row(begin: Any, state: Any) -> None:
+            x = builder.load(state)
+            index = builder.and_(x, slots)
+            rows = _with_context(context, builder, signature, arguments, 2, begin)
+            if rows is not None:
+                index = builder.or_(index, builder.shl(rows, _vector(_I32, PRECISION)))
+            entry = _gather(builder, places[1], index, 32, LANES)
+            f = builder.add(builder.and_(entry, slots), _vector(_I32, 1))
+            beyond = builder.and_(builder.lshr(entry, _vector(_I32, PRECISION)), slots)
+            symbol = builder.lshr(entry, _vector(_I32, 2 * PRECISION))
+            x = builder.add(builder.mul(f, builder.lshr(x, _vector(_I32, PRECISION))), beyond)
+            short = builder.icmp_unsigned("<", x, _vector(_I32, LEAST))
+            now = builder.sub(builder.load(position), _ones(builder, short))
+            more = builder.zext(_take(builder, short, places[0], now), wide)
+            builder.store(builder.select(short, builder.or_(builder.shl(x, _vector(_I32, 16)), more), x), state)
+            builder.store(now, position)
+            nothing = builder.icmp_unsigned("==", entry, _vector(_I32, NOTHING))
+            builder.store(builder.or_(builder.load(empty), nothing), empty)
+            _store(builder, builder.trunc(symbol, ir.VectorType(ir.IntType(8), LANES)), places[3], begin)
+
+        def block(i: Any) -> None:
+            for k in range(STATES // LANES):
+                row(builder.add(i, ir.Constant(_I64, LANES * k)), own[k])
+
+        def goes_on(i: Any) -> Any:
+            enough = builder.icmp_signed(">=", builder.load(position), ir.Constant(_I64, STATES))
+            return builder.and_(enough, builder.icmp_signed("<", i, arguments[6]))
+
+        end = _loop(builder, ir.Constant(_I64, 0), STATES, goes_on, block)
+        builder.store(builder.or_(builder.load(own[-1]), builder.zext(builder.load(empty), wide)), own[-1])
+        _store_states(builder, own, places[2])
+        early = builder.icmp_signed("<", end, arguments[6])
+        return builder.select(early, ir.Constant(_I64, -1), builder.load(position))
+
+    return types.int64(words, types.int64, contexts, table, states, out, types.int64), generate
 
 
 @njit_in_place

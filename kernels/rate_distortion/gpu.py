@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array
-from ..backend.device_functions import single, widened
-from ..backend.launch import Launch, like, on_device, tensor
+from ..backend.gpu import Launch, elements, like, on_device, single, tensor, widened
 from ..errors import BadArgumentError
 from . import Table
 
@@ -47,8 +46,7 @@ def choose_kernel(
 
     Of equal costs the first.
     """
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     value = single(tl.load(x_ptr + offsets, mask=inside, other=0.0))
     weight = tl.full((BLOCK,), 1.0, tl.float32)
     if WEIGHTED:
@@ -113,8 +111,7 @@ def unsettled_kernel(
     BLOCK: tl.constexpr,
 ):
     """Mark elements outside their pair's bounds by 1, others by 0."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     value = single(tl.load(x_ptr + offsets, mask=inside, other=0.0))
     level = tl.load(levels_ptr + offsets, mask=inside, other=0).to(tl.int32)
     before = tl.load(previous_ptr + offsets, mask=inside, other=0).to(tl.int32)
@@ -159,8 +156,7 @@ def extrapolate_kernel(
     x_ptr, earlier_ptr, n: tl.int64, factor: tl.float64, out_ptr, DOUBLE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Compute x + (x - earlier) * factor, or x where that is not finite."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     x = widened(tl.load(x_ptr + offsets, mask=inside, other=0.0), DOUBLE)
     earlier = tl.load(earlier_ptr + offsets, mask=inside, other=0.0)
     if DOUBLE:

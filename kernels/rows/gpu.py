@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array
-from ..backend.device_functions import rounded, single
-from ..backend.launch import INTERPRETED, Launch, like, run, tensor
+from ..backend.gpu import INTERPRETED, Launch, like, rounded, run, single, tensor
 from . import ERROR_STEPS, KMEANS_STEPS, search_steps, unknown_code
 
 TILE = Launch(block=512, warps=4, registers=255)
@@ -55,6 +54,12 @@ def _tiles(shape: torch.Size, launch: Launch = TILE) -> _Tiles:
 
 
 @triton.jit
+def cells(row, column, exists, width):
+    """Which elements of a tile are in the matrix, and their numbers."""
+    return exists[:, None] & (column < width)[None, :], row[:, None] * width + column[None, :]
+
+
+@triton.jit
 def row_ends(x_ptr, row, exists, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Minimum and maximum of the finite elements of each row; whether all are finite.
 
@@ -64,9 +69,8 @@ def row_ends(x_ptr, row, exists, width, ROWS: tl.constexpr, COLUMNS: tl.constexp
     high = tl.full((ROWS,), -float("inf"), tl.float32)
     finite = tl.full((ROWS,), 1, tl.int32)
     for begin in range(0, width, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)
-        inside = exists[:, None] & (column < width)[None, :]
-        x = single(tl.load(x_ptr + (row[:, None] * width + column[None, :]), mask=inside, other=0.0))
+        inside, at = cells(row, begin + tl.arange(0, COLUMNS), exists, width)
+        x = single(tl.load(x_ptr + at, mask=inside, other=0.0))
         good = tl.abs(x) < float("inf")
         low = tl.minimum(low, tl.min(tl.where(inside & good, x, float("inf")), axis=1))
         high = tl.maximum(high, tl.max(tl.where(inside & good, x, -float("inf")), axis=1))
@@ -121,9 +125,8 @@ def candidate_costs(
     up = tl.zeros((ROWS,), tl.int64)
     down = tl.zeros((ROWS,), tl.int64)
     for begin in range(0, width, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)
-        inside = exists[:, None] & (column < width)[None, :]
-        y = tl.load(y_ptr + (row[:, None] * width + column[None, :]), mask=inside, other=0.0)
+        inside, at = cells(row, begin + tl.arange(0, COLUMNS), exists, width)
+        y = tl.load(y_ptr + at, mask=inside, other=0.0)
         error = squared_error(y, up_a, up_scale, up_inverse, top, ERROR_STEPS)
         up += tl.sum(tl.where(inside, error, 0), axis=1)
         error = squared_error(y, down_a, down_scale, down_inverse, top, ERROR_STEPS)
@@ -163,9 +166,7 @@ def quantize_kernel(
         wide = span > 0.0
         divisor = tl.where(wide, span, 1.0)
         for begin in range(0, width, COLUMNS):
-            column = begin + tl.arange(0, COLUMNS)
-            inside = exists[:, None] & (column < width)[None, :]
-            at = row[:, None] * width + column[None, :]
+            inside, at = cells(row, begin + tl.arange(0, COLUMNS), exists, width)
             x = single(tl.load(x_ptr + at, mask=inside & wide[:, None], other=0.0))
             place = tl.div_rn(x - low[:, None], tl.zeros_like(x) + divisor[:, None])
             tl.store(y_ptr + at, tl.where(wide[:, None], place, 0.0), mask=inside)
@@ -199,9 +200,7 @@ def quantize_kernel(
     some = scale > 0.0
     divisor = tl.where(some, scale, 1.0)
     for begin in range(0, width, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)
-        inside = exists[:, None] & (column < width)[None, :]
-        at = row[:, None] * width + column[None, :]
+        inside, at = cells(row, begin + tl.arange(0, COLUMNS), exists, width)
         x = single(tl.load(x_ptr + at, mask=inside & some[:, None], other=0.0))
         t = tl.div_rn(x - low[:, None], tl.zeros_like(x) + divisor[:, None])
         t = tl.where(t > 0.0, t, 0.0)
@@ -242,10 +241,8 @@ def dequantize_kernel(
     """Compute codes * scale + minimum, two roundings."""
     tile = tl.program_id(0).to(tl.int64)
     row = tile // across * ROWS + tl.arange(0, ROWS)
-    column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
     exists = row < height
-    inside = exists[:, None] & (column < width)[None, :]
-    at = row[:, None] * width + column[None, :]
+    inside, at = cells(row, tile % across * COLUMNS + tl.arange(0, COLUMNS), exists, width)
     code = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.float32)
     product = code * tl.load(scale_ptr + row, mask=exists, other=0.0)[:, None]
     tl.store(out_ptr + at, product + tl.load(minimum_ptr + row, mask=exists, other=0.0)[:, None], mask=inside)
@@ -321,9 +318,7 @@ def kmeans_kernel(
     wide = span > 0.0
     divisor = tl.where(wide, span, 1.0)
     for begin in range(0, width, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)
-        inside = exists[:, None] & (column < width)[None, :]
-        at = row[:, None] * width + column[None, :]
+        inside, at = cells(row, begin + tl.arange(0, COLUMNS), exists, width)
         x = single(tl.load(x_ptr + at, mask=inside & wide[:, None], other=0.0))
         place = tl.div_rn(x - low[:, None], tl.zeros_like(x) + divisor[:, None])
         y = rounded(tl.where(wide[:, None], place, 0.0) * STEPS).to(tl.int32)
@@ -343,9 +338,8 @@ def kmeans_kernel(
         sums = tl.zeros((ROWS, ENTRIES), tl.int64)
         counts = tl.zeros((ROWS, ENTRIES), tl.int64)
         for begin in range(0, width, COLUMNS):
-            column = begin + tl.arange(0, COLUMNS)
-            inside = exists[:, None] & (column < width)[None, :]
-            y = tl.load(y_ptr + (row[:, None] * width + column[None, :]), mask=inside, other=0)
+            inside, at = cells(row, begin + tl.arange(0, COLUMNS), exists, width)
+            y = tl.load(y_ptr + at, mask=inside, other=0)
             code = tl.where(inside, nearest_centre(y, centre_ptr, bits), -1)
             for c in range(entries):
                 mine = code == c
@@ -364,9 +358,7 @@ def kmeans_kernel(
         tl.debug_barrier()
         iteration += 1
     for begin in range(0, width, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)
-        inside = exists[:, None] & (column < width)[None, :]
-        at = row[:, None] * width + column[None, :]
+        inside, at = cells(row, begin + tl.arange(0, COLUMNS), exists, width)
         y = tl.load(y_ptr + at, mask=inside, other=0)
         code = tl.where(good[:, None], nearest_centre(y, centre_ptr, bits), 0)
         tl.store(codes_ptr + at, code.to(tl.uint8), mask=inside)
@@ -413,9 +405,7 @@ def lookup_kernel(
     """Look up codebook[row, code]; `highest` becomes the highest code without an entry."""
     tile = tl.program_id(0).to(tl.int64)
     row = tile // across * ROWS + tl.arange(0, ROWS)
-    column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < height)[:, None] & (column < width)[None, :]
-    at = row[:, None] * width + column[None, :]
+    inside, at = cells(row, tile % across * COLUMNS + tl.arange(0, COLUMNS), row < height, width)
     code = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.int32)
     value = tl.load(codebook_ptr + (row[:, None] * entries + code), mask=inside & (code < entries), other=0.0)
     tl.store(out_ptr + at, value, mask=inside)

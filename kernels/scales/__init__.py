@@ -196,8 +196,7 @@ def row_column_sums(values: Array, columns: int, phase: int = 0, *, most: int = 
     values = array("values", values, ("uint8",), 1, host=True)
     columns = integer("columns", columns, 1, _MOST)
     phase, most = integer("phase", phase, 0, columns - 1), integer("most", most, 0, 255)
-    rows, sums = on_host().row_column_sums(values, columns, phase, most)
-    return rows, sums
+    return on_host().row_column_sums(values, columns, phase, most)
 
 
 def class_sums(
@@ -313,8 +312,7 @@ def factor_sums(x: Array, columns: int) -> tuple[Floats, Floats]:
     columns = integer("columns", columns, 1, 2**56)
     if int(x.shape[0]) % columns:
         raise BadArgumentError(f"{int(x.shape[0])} elements are not a whole number of rows of {columns}")
-    rows, below = back_end(x).factor_sums(x, columns)
-    return rows, below
+    return back_end(x).factor_sums(x, columns)
 
 
 def residual_symbols(
@@ -363,8 +361,7 @@ def residual_symbols(
     if previous is not None:
         array("previous", previous, ("uint8",), x.shape)
         same_device("previous", previous, "x", x)
-    symbols, sums, counts = back_end(x).residual_symbols(x, rows, columns, shapes, start, eighths, previous)
-    return symbols, sums, counts
+    return back_end(x).residual_symbols(x, rows, columns, shapes, start, eighths, previous)
 
 
 def eighths_of(octaves: float) -> int:
@@ -478,8 +475,7 @@ def factors_many(x: Array, shapes: Shapes) -> tuple[Factors, Factors]:
     Source: Shazeer and Stern 2018 (Adafactor), section 3.
     """
     array("x", x, ("float32",), 1, host=True)
-    rows, columns = on_host().factors_many(x, _checked_shapes(shapes, int(x.shape[0])))
-    return rows, columns
+    return on_host().factors_many(x, _checked_shapes(shapes, int(x.shape[0])))
 
 
 def residual_symbols_many(

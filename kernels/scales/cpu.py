@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..backend.arrays import Array, like, to_numpy, writeable
+from ..backend.instructions import local_array
 from ..backend.jit import njit, njit_in_place, njit_inline
-from ..backend.local_array import local_array
 from . import ESCAPE, FARTHEST, FIRST, MAX_OCTAVES, SCALE, ZERO, Factors, Octaves, Shapes, cell_centers
 
 

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array, to_cpu
-from ..backend.device_functions import rounded, tables, tally, totals
-from ..backend.launch import Launch, like, on_device, tensor
+from ..backend.gpu import Launch, elements, like, on_device, rounded, tables, tally, tensor, totals
 from . import FARTHEST, FIRST, MAX_OCTAVES, SCALE, Factors, Octaves, Shapes, cell_centers, check_counts
 
 SPLIT = Launch(block=2048, warps=8)
@@ -33,8 +32,7 @@ def range_kernel(index_ptr, n: tl.int64, blocks: tl.int64, buckets: tl.int32, fo
     Four rows: nonzero elements, not finite elements, least and greatest magnitude of the nonzero ones.
     """
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     index = tl.load(index_ptr + offsets, mask=inside, other=0)
     distance, some, odd = distance_of(index, inside, buckets)
     j = tl.abs(distance)
@@ -70,8 +68,7 @@ def split_kernel(
     compiler moves every address of the streams through shared memory and needs twice the registers.
     """
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     index = tl.load(index_ptr + offsets, mask=inside, other=0)
     distance, some, odd = distance_of(index, inside, buckets)
     m = tl.abs(distance) - 1
@@ -144,8 +141,7 @@ def join_kernel(
 ):
     """Join the parts: each nonzero symbol takes the next sign and fraction."""
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     symbol = tl.load(symbols_ptr + offsets, mask=inside, other=0).to(tl.int32)
     some = symbol > 0
     one = some.to(tl.int32)
@@ -289,8 +285,7 @@ def values_kernel(
 ):
     """Compute (rows[i] * columns[j]) * table[symbol] for each element."""
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     symbol = tl.load(symbols_ptr + offsets, mask=inside, other=0).to(tl.int32)
     estimate = estimate_of(rows_ptr, columns_ptr, start + block * BLOCK, columns, inside, WIDE, BLOCK)
     tl.store(out_ptr + offsets, estimate * tl.load(table_ptr + symbol), mask=inside)

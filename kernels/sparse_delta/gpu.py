@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 from ..backend.arrays import Array
-from ..backend.device_functions import magnitude_bits, order_key
-from ..backend.launch import INTEGERS, Launch, bit_view, like, on_device, tensor
+from ..backend.gpu import INTEGERS, Launch, bit_view, elements, like, magnitude_bits, on_device, order_key, tensor
 from ..planes import ordered_by_sign, width_of
 from ..planes.gpu import UNSIGNED, sign_extended
 from . import SparseDelta, wrong_rank
@@ -85,8 +84,7 @@ def count_kernel(
     counts[c, block], and counts[EDGES + 1 + c, block].
     """
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     y = tl.load(previous_ptr + offsets, mask=inside, other=0)
     number = class_of(y, edges_ptr, WIDTH, EDGES)
     if COMPARE:
@@ -118,8 +116,7 @@ def collect_kernel(
     `starts` counts the elements before each block, by class.
     """
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     x = tl.load(current_ptr + offsets, mask=inside, other=0)
     y = tl.load(previous_ptr + offsets, mask=inside, other=0)
     number = class_of(y, edges_ptr, WIDTH, EDGES)
@@ -187,8 +184,7 @@ def flag_count_kernel(
     counts[c, block], and counts[EDGES + 1, block].
     """
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     number = class_of(tl.load(previous_ptr + offsets, mask=inside, other=0), edges_ptr, WIDTH, EDGES)
     total = tl.zeros((), dtype=tl.int32)
     for c in range(EDGES + 1):  # not unrolled, because predicates of all classes at once would spill
@@ -224,8 +220,7 @@ def apply_kernel(
     With EMIT, the patterns are written one after another, with their positions.
     """
     block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
+    offsets, inside = elements(n, BLOCK)
     y = tl.load(previous_ptr + offsets, mask=inside, other=0)
     number = class_of(y, edges_ptr, WIDTH, EDGES)
     at = tl.zeros((BLOCK,), dtype=tl.int64)

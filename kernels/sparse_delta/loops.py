@@ -16,14 +16,15 @@ from ..backend.instructions import (
     differing,
     edges_reached,
     eight_bytes,
+    local_array,
     move,
     ones,
+    spread,
     stream_word,
     zeros_above,
     zeros_below,
 )
 from ..backend.jit import njit_in_place, njit_inline
-from ..backend.local_array import local_array
 from . import GAP_BITS, SMALL, SYMBOLS
 
 
@@ -132,26 +133,24 @@ def group(classes: Any, ranks: Any, changes: Any, starts: Any, grouped_ranks: An
         starts[c] = at + 1
 
 
-if HAS_BMI2:
-    from ..backend.instructions import deposited
-else:
-
-    @njit_inline
-    def deposited(bits: Any, mask: Any) -> Any:
-        """Spread the lowest bits of a number over the set bits of a mask."""
-        one, found = np.uint64(1), np.uint64(0)
-        while bits != np.uint64(0):
-            rank, at, size = zeros_below(bits), np.uint64(0), np.uint64(32)
-            bits &= bits - one
-            while size > np.uint64(0):
-                below = ones((mask >> at) & ((one << size) - one))
-                if rank >= below:
-                    rank -= below
-                    at += size
-                size >>= one
-            if rank == np.uint64(0) and at < np.uint64(64):
-                found |= (one << at) & mask
-        return found
+@njit_inline
+def deposited(bits: Any, mask: Any) -> Any:
+    """Spread the lowest bits of a number over the set bits of a mask."""
+    if HAS_BMI2:
+        return spread(bits, mask, bits)
+    one, found = np.uint64(1), np.uint64(0)
+    while bits != np.uint64(0):
+        rank, at, size = zeros_below(bits), np.uint64(0), np.uint64(32)
+        bits &= bits - one
+        while size > np.uint64(0):
+            below = ones((mask >> at) & ((one << size) - one))
+            if rank >= below:
+                rank -= below
+                at += size
+            size >>= one
+        if rank == np.uint64(0) and at < np.uint64(64):
+            found |= (one << at) & mask
+    return found
 
 
 @njit_in_place

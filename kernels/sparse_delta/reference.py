@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace
 
-from ..backend.arrays import Array, dtype_name, to_numpy
-from ..backend.lists import array, numbers
+from ..backend.arrays import Array, as_list, dtype_name, from_list, to_numpy
 from ..planes import reference as planes
 from ..planes import width_of
 from . import GAP_BITS, SMALL, SYMBOLS, SparseDelta, wrong_changes, wrong_gap, wrong_rank
@@ -117,7 +116,7 @@ def apply_changes(
 
 def split_changes(delta: SparseDelta, shifts: Any) -> tuple[Array, Array, Array]:
     """See `shrinkpoint.kernels.sparse_delta.split_changes`."""
-    ranks, changes = numbers(delta.ranks), to_numpy(delta.changes).tolist()
+    ranks, changes = as_list(delta.ranks), to_numpy(delta.changes).tolist()
     symbols, large, number, filled, at = [], [], 0, 0, 0
     for count, shift in zip(delta.counts.tolist(), shifts.tolist(), strict=True):
         last = -1
@@ -136,14 +135,14 @@ def split_changes(delta: SparseDelta, shifts: Any) -> tuple[Array, Array, Array]
     xp = array_namespace(delta.ranks)
     extra = list(number.to_bytes((filled + 7) // 8, "little"))
     wide = xp.asarray(large, dtype=delta.changes.dtype)
-    return array(symbols, "uint8", delta.ranks), array(extra, "uint8", delta.ranks), wide
+    return from_list(symbols, "uint8", delta.ranks), from_list(extra, "uint8", delta.ranks), wide
 
 
 def join_changes(counts: Any, shifts: Any, n: int, symbols: Array, extra: Array, large: Array) -> SparseDelta:
     """See `shrinkpoint.kernels.sparse_delta.join_changes`."""
-    number, left, wide = int.from_bytes(bytes(numbers(extra)), "little"), 8 * extra.shape[0], to_numpy(large).tolist()
+    number, left, wide = int.from_bytes(bytes(as_list(extra)), "little"), 8 * extra.shape[0], to_numpy(large).tolist()
     top = 1 << width_of(dtype_name(large))
-    given, ranks, changes, filled, far = iter(numbers(symbols)), [], [], 0, 0
+    given, ranks, changes, filled, far = iter(as_list(symbols)), [], [], 0, 0
     for count, shift in zip(counts.tolist(), shifts.tolist(), strict=True):
         last = -1
         for _ in range(count):

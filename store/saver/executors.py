@@ -20,7 +20,7 @@ from ...codec.config import Config
 from ...codec.errors import ShrinkpointError, ShrinkpointWarning
 from ...codec.evidence.kind import Kind
 from ...codec.parallel import Stopped, stoppable
-from ...kernels.backend.imported import imported
+from ...kernels.backend.arrays import imported
 from ..catalog import Entry
 from ..chain import ChainHead
 from ..compaction import MAX_COST

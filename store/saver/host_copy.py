@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...codec.parallel import map_chunks, threads
-from ...kernels.backend.imported import load
+from ...kernels.backend.dispatch import load
 
 Piece = tuple[int, int, int]
 """Target (a multiple of 64), source, bytes."""

@@ -22,8 +22,7 @@ import numpy.typing as npt
 from ...codec.errors import ShrinkpointError, UnsupportedLeafError
 from ...codec.memory_limit import available_memory
 from ...codec.state import leaves, tree
-from ...kernels.backend.arrays import is_torch
-from ...kernels.backend.imported import imported
+from ...kernels.backend.arrays import imported, is_torch
 from . import host_copy
 
 Bytes = npt.NDArray[np.uint8]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 NpArray = np.ndarray[Any, Any]
 _SHAPE = (256, 512)
-"""Shape of a matrix that is large enough for every coding method, and for compiled code (`kernels.first_calls`)."""
+"""Shape of a matrix that is large enough for every coding method, and for compiled code (`kernels.backend.dispatch`)."""
 
 
 def sample_states(convert: Callable[[NpArray], Any]) -> Iterator[dict[str, Any]]:

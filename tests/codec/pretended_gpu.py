@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec import device_coding
+from shrinkpoint.codec.entropy import blocks
 from shrinkpoint.codec.parallel import set_threads
 from shrinkpoint.codec.rebase import rebase
 from shrinkpoint.codec.state import leaves
@@ -71,9 +71,9 @@ def refused(work: Any) -> None:
 
 def coded(name: str, device: str = "cpu") -> list[sp.Checkpoint]:
     """Compress a base and a delta; "there" also lets the device code blocks of symbols."""
-    device_coding.set_device_coding("there" in name)
+    blocks.set_device_coding("there" in name)
     found = gpu.coded_twice(name, device)
-    device_coding.set_device_coding(None)
+    blocks.set_device_coding(None)
     return found
 
 
@@ -146,7 +146,7 @@ def main() -> None:
     take_for_gpus()
     set_threads(1)  # Triton's interpreter runs one kernel at a time
     together = planning.solve_together
-    device_coding.LEAST = 3000
+    blocks.LEAST = 3000
     expected = {name: coded(name) for name in CONFIGS}
     with pretended.pretending():
         one, other = (torch.ones(4, device=f"{pretended.KIND}:{i}") for i in range(2))

@@ -678,7 +678,7 @@ def test_a_memory_stated_anew_is_the_same_memory(width: Any, method: str) -> Non
             meta, pieces = codec.rebase_rows((spec,), (memory(new),), (parent,))
             sizes[i, j] = sum(map(len, pieces))
             meta = json.loads(json.dumps(meta))
-            (back,) = codec.decode_rows(Coded.of_one(spec, meta, [memoryview(p) for p in pieces], parent))
+            (back,) = codec.decode_rows(Coded((spec,), meta, [memoryview(p) for p in pieces], (parent,)))
             mine = memory(new)
             assert (back.table, back.style.tobytes()) == (mine.table, mine.style.tobytes())
             assert [r.tobytes() for r in back.records] == [r.tobytes() for r in mine.records]
@@ -764,7 +764,7 @@ def test_damaged_pieces_are_refused_or_decode_to_something() -> None:
                 break
         parent = parent if rng.random() < 0.9 else None
         try:
-            (got,) = codec.decode_rows(Coded.of_one(spec, meta, [memoryview(bytes(bad))], parent))
+            (got,) = codec.decode_rows(Coded((spec,), meta, [memoryview(bytes(bad))], (parent,)))
             assert got.values(spec).shape == (120 * 24,)
         except sp.CorruptDataError:
             refused += 1
@@ -814,10 +814,10 @@ def test_hostile_tables_of_styles(name: str) -> None:
 )
 def test_hostile_shapes(shape: tuple[int, ...], dtype: str) -> None:
     with pytest.raises(sp.CorruptDataError):
-        codec.decode_rows(Coded.of_one(LeafSpec("numpy", dtype, shape), {"s": [GOOD]}, [memoryview(b"")]))
+        codec.decode_rows(Coded((LeafSpec("numpy", dtype, shape),), {"s": [GOOD]}, [memoryview(b"")], (None,)))
     huge = LeafSpec("numpy", "float32", (1 << 46, 1 << 1))
     with pytest.raises(sp.CorruptDataError):
-        codec.decode_rows(Coded.of_one(huge, {"s": [["raw", 0, 0, 0.0]]}, [memoryview(b"")]))
+        codec.decode_rows(Coded((huge,), {"s": [["raw", 0, 0, 0.0]]}, [memoryview(b"")], (None,)))
 
 
 def test_chunks_change_nothing_but_the_pieces() -> None:

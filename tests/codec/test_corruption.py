@@ -24,7 +24,7 @@ import xxhash
 import shrinkpoint as sp
 from shrinkpoint.codec.format import container
 from shrinkpoint.codec.format.schema import GROUP_KEYS
-from shrinkpoint.codec.streams import STREAMS
+from shrinkpoint.codec.registry import STREAMS
 
 from ..golden.make import KINDS, cases
 from ..seeds import fresh_seed

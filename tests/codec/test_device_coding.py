@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
-from shrinkpoint.codec import device_coding, entropy
+from shrinkpoint.codec import entropy
+from shrinkpoint.codec.entropy import blocks
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError
 from shrinkpoint.codec.format.fields import Writer, parts_of
 from shrinkpoint.kernels.backend.arrays import is_torch
@@ -23,9 +24,9 @@ U8 = np.ndarray[Any, np.dtype[np.uint8]]
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(device_coding, "LEAST", 256)
+    monkeypatch.setattr(blocks, "LEAST", 256)
     yield
-    device_coding.set_device_coding(None)
+    blocks.set_device_coding(None)
 
 
 def coded(symbols: U8, context: U8 | None = None, contexts: int = 2) -> bytes:
@@ -75,16 +76,14 @@ def test_known_counts_give_the_same_bytes() -> None:
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch's tensors pass for CUDA ones, and Triton's interpreter run the kernels."""
     pytest.importorskip("triton")
-    from shrinkpoint.codec.entropy import blocks
     from shrinkpoint.kernels import rans
     from shrinkpoint.kernels.backend import arguments, arrays, dispatch
 
-    for module in (blocks, rans, arguments, arrays, dispatch, device_coding):
+    for module in (blocks, rans, arguments, arrays, dispatch):
         monkeypatch.setattr(module, "on_gpu", is_torch)
 
 
 def test_blocks_wait_for_each_other_and_are_let_go(pretended: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shrinkpoint.codec.entropy import blocks
     from shrinkpoint.kernels.rans import gpu
 
     calls: list[int] = []
@@ -122,8 +121,8 @@ def test_streams_are_decoded_together(pretended: None) -> None:
         (memoryview(coded(np.zeros(900, np.uint8))), 900, None),
     ]
     assert entropy.decoded_there(streams, 12) == [None] * 5
-    device_coding.set_device_coding(True)
-    with device_coding.decoding_near([np.zeros(3), torch.zeros(3)]):
+    blocks.set_device_coding(True)
+    with blocks.decoding_near([np.zeros(3), torch.zeros(3)]):
         found = entropy.decoded_there(streams, 12)
     assert entropy.decoded_there(streams, 12) == [None] * 5
     assert [symbols is not None for symbols in found] == [True, True, False, streams[3][0][0] == entropy.RANS, False]
@@ -147,9 +146,9 @@ def test_hostile_streams_are_refused_or_decoded_as_on_the_host(data: st.DataObje
         from shrinkpoint.kernels import rans
 
         patch.setattr(rans, "on_gpu", is_torch)
-        patch.setattr(device_coding, "on_gpu", is_torch)
-        patch.setattr(device_coding, "_is_on", True)
-        with device_coding.decoding_near([torch.zeros(1)]):
+        patch.setattr(blocks, "on_gpu", is_torch)
+        patch.setattr(blocks, "_is_on", True)
+        with blocks.decoding_near([torch.zeros(1)]):
             try:
                 (found,) = entropy.decoded_there([(memoryview(stream), 1000, context)], 5)
             except CorruptDataError:
@@ -170,11 +169,11 @@ def state(t: int) -> dict[str, Any]:
 def test_every_reader_reads_what_the_setting_writes() -> None:
     plain = [sp.compress(state(0))]
     plain.append(sp.compress(state(1), plain[0]))
-    device_coding.set_device_coding(True)
+    blocks.set_device_coding(True)
     chain = [sp.compress(state(0))]
     chain.append(sp.compress(state(1), chain[0]))
     assert [a != b for a, b in zip(plain, chain, strict=True)] == [True, True]
-    device_coding.set_device_coding(None)
+    blocks.set_device_coding(None)
     for parent, ckpt, other in zip((None, chain[0]), chain, plain, strict=True):
         found = sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes(), parent))
         for x, y in zip(*(torch.utils._pytree.tree_leaves(t) for t in (found, sp.decompress(other))), strict=True):
@@ -183,13 +182,13 @@ def test_every_reader_reads_what_the_setting_writes() -> None:
 
 def test_the_environment_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, expected in (("", False), ("0", False), (" 1 ", True)):
-        monkeypatch.setenv(device_coding.VARIABLE, text)
-        assert device_coding.device_coding() is expected
-    monkeypatch.setenv(device_coding.VARIABLE, "yes")
+        monkeypatch.setenv(blocks.VARIABLE, text)
+        assert blocks.device_coding() is expected
+    monkeypatch.setenv(blocks.VARIABLE, "yes")
     with pytest.raises(BadArgumentError, match="SHRINKPOINT_DEVICE_CODING is 'yes'; it must be 0 or 1"):
-        device_coding.device_coding()
-    device_coding.set_device_coding(False)
-    assert not device_coding.device_coding()
+        blocks.device_coding()
+    blocks.set_device_coding(False)
+    assert not blocks.device_coding()
 
 
 def test_a_piece_is_written_once() -> None:
@@ -220,6 +219,6 @@ def test_outputs_are_written_on_default_streams(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
-    with device_coding._default_streams([torch.device("cuda:0")]):
+    with blocks._default_streams([torch.device("cuda:0")]):
         calls.append("work")
     assert calls == ["wait", "default stream", "work", "stream of the caller", "wait"]

@@ -16,8 +16,8 @@ from shrinkpoint.codec.format.fields import Reader, Writer, parts_of
 from shrinkpoint.codec.groups import Coded
 from shrinkpoint.codec.lossless import exact
 from shrinkpoint.codec.lossless.changed import Changed
+from shrinkpoint.codec.registry import STREAMS
 from shrinkpoint.codec.state.leaves import LeafSpec
-from shrinkpoint.codec.streams import STREAMS
 from shrinkpoint.kernels.levels import joint_counts
 from shrinkpoint.kernels.rans import entropy_bits
 
@@ -80,7 +80,7 @@ def test_what_is_stored_does_not_refer_to_the_callers_array(fresh: np.random.Gen
     stored = codec.encode(Leaf("x", "x", spec, Kind("other", "state"), data), None, None)
     data[:] = 0
     pieces = [memoryview(b"".join(parts_of(piece))) for piece in stored.pieces]
-    (memory,) = STREAMS[stored.stream].decode(Coded.of_one(spec, stored.meta, pieces))
+    (memory,) = STREAMS[stored.stream].decode(Coded((spec,), stored.meta, pieces, (None,)))
     np.testing.assert_array_equal(memory.values(spec), kept)
 
 

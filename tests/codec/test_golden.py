@@ -43,9 +43,9 @@ def test_golden_file(name: str) -> None:
 def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Golden files use every stream, coder and exact storage method."""
 
-    from shrinkpoint.codec import streams
     from shrinkpoint.codec.entropy import coders, plain
     from shrinkpoint.codec.lossless import exact
+    from shrinkpoint.codec.registry import STREAMS
 
     used, methods, formats, together = set(), set(), set(), set()
     decoded, chunk = plain.decoded, exact.decode_chunk
@@ -71,8 +71,8 @@ def test_golden_files_use_every_stream_and_coder(monkeypatch: pytest.MonkeyPatch
             together |= {(group.stream, group.is_delta) for group in ckpt.groups if len(group.members) > 1}
     finally:
         sp.set_threads(with_sp)
-    assert formats == set(streams.STREAMS)
-    shared = {stream: of for stream, of in streams.STREAMS.items() if of.is_shared}
+    assert formats == set(STREAMS)
+    shared = {stream: of for stream, of in STREAMS.items() if of.is_shared}
     deltas = {stream for stream, of in shared.items() if of.has_deltas}
     assert together == {(stream, False) for stream in shared} | {(stream, True) for stream in deltas}
     assert methods == set(range(8))

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.codec import device_coding as device_coding_of
 from shrinkpoint.codec.deduplication import _GLANCE as EVIDENCE
+from shrinkpoint.codec.entropy import blocks
 from shrinkpoint.kernels import rans as kernels_of_rans
 from shrinkpoint.kernels.backend import arrays
 from shrinkpoint.kernels.backend.arrays import is_torch
@@ -528,10 +528,10 @@ def test_exact_arrays_cross_once(name: str, dtype: torch.dtype, request: pytest.
 @pytest.fixture
 def device_coding(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the device code symbols, also blocks that take the interpreter a second."""
-    monkeypatch.setattr(device_coding_of, "LEAST", BLOCK[0] * BLOCK[1])
-    device_coding_of.set_device_coding(True)
+    monkeypatch.setattr(blocks, "LEAST", BLOCK[0] * BLOCK[1])
+    blocks.set_device_coding(True)
     yield
-    device_coding_of.set_device_coding(None)
+    blocks.set_device_coding(None)
 
 
 BLOCK = (90, 64)
@@ -596,18 +596,18 @@ def test_symbols_are_decoded_on_the_device(
         assert 0 < trace_of_decoding["decode_kernel"] <= 3
         for x, y in zip(*map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True):
             assert torch.equal(x.cpu(), y)
-        device_coding_of.set_device_coding(False)
+        blocks.set_device_coding(False)
         trace_of_decoding.clear()
         sp.decompress(sp.Checkpoint(blob, None), parent, out=into)
         assert not trace_of_decoding
-        device_coding_of.set_device_coding(True)
+        blocks.set_device_coding(True)
 
 
 @pytest.fixture
 def trace_of_decoding(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Launches by kernel; without a GPU tensors pass for CUDA ones where blocks are decoded."""
     if not HERE:
-        monkeypatch.setattr(device_coding_of, "on_gpu", is_torch)
+        monkeypatch.setattr(blocks, "on_gpu", is_torch)
         monkeypatch.setattr(kernels_of_rans, "on_gpu", is_torch)
     launches: Counter[str] = Counter()
     real = gpu_rans.rans_decode_many

@@ -15,8 +15,8 @@ from shrinkpoint.codec.evidence.kind import Kind
 from shrinkpoint.codec.groups import Coded
 from shrinkpoint.codec.moments.logbuckets import LogBuckets
 from shrinkpoint.codec.moments.secondmoment import decode_rank_one, matrix_shape
+from shrinkpoint.codec.registry import STREAMS
 from shrinkpoint.codec.state.leaves import LeafSpec, as_bytes
-from shrinkpoint.codec.streams import STREAMS
 
 from .common import difference, regression
 
@@ -439,7 +439,7 @@ def test_log_buckets_at_hand_are_those_a_reader_sees(library: str, dtype: str) -
     assert stored.stream == "log-buckets"
     assert stored.decoded is not None
     pieces = [memoryview(piece) for piece in stored.pieces]
-    (reference,) = STREAMS[stored.stream].decode(Coded.of_one(spec, stored.meta, pieces))
+    (reference,) = STREAMS[stored.stream].decode(Coded((spec,), stored.meta, pieces, (None,)))
     seen = reference.values(spec)
     np.testing.assert_array_equal(as_bytes(stored.decoded()), as_bytes(seen))
 

@@ -13,8 +13,7 @@ import pytest
 import shrinkpoint as sp
 from shrinkpoint.codec.config import CODECS
 from shrinkpoint.codec.lossless.exact import Exact
-from shrinkpoint.codec.registry import from_json, register
-from shrinkpoint.codec.streams import STREAMS
+from shrinkpoint.codec.registry import STREAMS, from_json, register
 from shrinkpoint.codec.weights.quantize import Quantize
 
 HOME = Path(__file__).parents[2]

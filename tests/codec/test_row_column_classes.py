@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shrinkpoint.codec.entropy.row_column_classes import Places, classes_of, off_mean, populations
+from shrinkpoint.codec.entropy.matrices import Places, classes_of, off_mean, populations
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -13,9 +13,9 @@ import shrinkpoint as sp
 from shrinkpoint.codec.base import CHUNK
 from shrinkpoint.codec.errors import CorruptDataError
 from shrinkpoint.codec.format.fields import Reader
+from shrinkpoint.codec.groups import BytesReference, PatchedReference
 from shrinkpoint.codec.lossless import exact, sparse
 from shrinkpoint.codec.lossless.exact import SPARSE, UNCHANGED, copied_pieces, decode_chunk
-from shrinkpoint.codec.lossless.reference import BytesReference, PatchedReference
 from shrinkpoint.codec.state.leaves import LeafSpec
 
 from ..seeds import fresh_seed

@@ -16,9 +16,7 @@ GROUND = {
     "errors",
     "extras",
     "base",
-    "registry",
     "parallel",
-    "device_coding",
     "memory_limit",
 }
 """Modules of the codec that its folders stand on; the others are above all folders."""

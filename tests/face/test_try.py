@@ -21,7 +21,7 @@ import shrinkpoint as sp
 from shrinkpoint.commands import trials
 from shrinkpoint.commands.outputs import size
 from shrinkpoint.commands.trials import measure
-from shrinkpoint.kernels.backend import first_calls
+from shrinkpoint.kernels.backend import dispatch
 
 from .test_cli import bad, good, on_terminal, parsed, run, state, weights
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with checkpoints, which is the current one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(first_calls, "PATIENCE", first_calls.PATIENCE)
+    monkeypatch.setattr(dispatch, "PATIENCE", dispatch.PATIENCE)
     for step in (1, 2):
         torch.save(state(step), tmp_path / f"step_{step}.pt")
     save_file(weights(), tmp_path / "weights.safetensors")

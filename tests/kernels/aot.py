@@ -29,7 +29,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shrinkpoint.kernels.backend.launch import Launch
+from shrinkpoint.kernels.backend.gpu import Launch
 from shrinkpoint.kernels.cluster import MOST, SHIFT, SUM_BLOCK
 from shrinkpoint.kernels.cluster import gpu as cluster
 from shrinkpoint.kernels.error_sums import gpu as error_sums

@@ -86,7 +86,7 @@ def test_the_second_process_compiles_nothing(filled: Path) -> None:
 
 def test_compiling_is_said_once_and_only_where_it_takes_long(filled: Path, tmp_path: Path) -> None:
     """A long compilation is logged once, and not if the cache is read."""
-    at_once = f"import shrinkpoint.kernels.backend.compile_notice as c\nc.PATIENCE = 0.0\n{PACK}"
+    at_once = f"import shrinkpoint.kernels.backend.jit as c\nc.PATIENCE = 0.0\n{PACK}"
     for folder, times in ((tmp_path, 1), (filled, 0)):
         process = start(at_once, NUMBA_CACHE_DIR=str(folder))
         assert process.communicate(timeout=300)[1].count(NOTICE) == times

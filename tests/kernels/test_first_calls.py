@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shrinkpoint.kernels import huffman_lengths, split_planes
-from shrinkpoint.kernels.backend import first_calls
+from shrinkpoint.kernels.backend import dispatch
 
 from .test_cache import start
 from .test_start import jit
@@ -20,9 +20,9 @@ STATE = """
 import hashlib, json, sys
 import numpy as np
 import shrinkpoint as sp
-from shrinkpoint.kernels.backend import first_calls
+from shrinkpoint.kernels.backend import dispatch
 if sys.argv[1] == "compiled":
-    first_calls.compile_at_once()
+    dispatch.compile_at_once()
 random = np.random.default_rng(0)
 def state(step):
     w = random.normal(size=(96, 128)).astype(np.float32)
@@ -60,16 +60,16 @@ def test_a_small_state_compiles_few_kernels_and_has_the_same_bytes(tmp_path: Pat
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the compilation choice of a process with an empty cache."""
-    monkeypatch.setattr(first_calls, "PATIENCE", 0.5)
-    monkeypatch.setattr(first_calls, "_found", {})
-    monkeypatch.setattr(first_calls, "_on_disk", frozenset)
+    monkeypatch.setattr(dispatch, "PATIENCE", 0.5)
+    monkeypatch.setattr(dispatch, "_found", {})
+    monkeypatch.setattr(dispatch, "_on_disk", frozenset)
 
 
 @pytest.mark.usefixtures("cold")
 def test_a_large_array_is_compiled_and_so_are_small_ones_after_it() -> None:
-    small, large = np.zeros(10, np.float32), np.zeros(first_calls.SMALL + 1, np.float32)
+    small, large = np.zeros(10, np.float32), np.zeros(dispatch.SMALL + 1, np.float32)
     split_planes(small)
-    chosen = first_calls.cpu("planes")
+    chosen = dispatch.cpu("planes")
     assert chosen.split_planes.__module__ != "shrinkpoint.kernels.planes.cpu"
     split_planes(large)
     assert chosen.split_planes.__module__ == "shrinkpoint.kernels.planes.cpu"
@@ -79,9 +79,9 @@ def test_a_large_array_is_compiled_and_so_are_small_ones_after_it() -> None:
 @pytest.mark.usefixtures("cold")
 def test_a_function_is_compiled_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     huffman_lengths(np.ones(4, np.int64))
-    chosen = first_calls.cpu("huffman")
+    chosen = dispatch.cpu("huffman")
     assert chosen.huffman_lengths.__module__ != "shrinkpoint.kernels.huffman.cpu"
-    monkeypatch.setattr(first_calls, "PATIENCE", 1e-9)
+    monkeypatch.setattr(dispatch, "PATIENCE", 1e-9)
     huffman_lengths(np.ones(4, np.int64))
     assert chosen.huffman_lengths.__module__ == "shrinkpoint.kernels.huffman.cpu"
 
@@ -89,23 +89,23 @@ def test_a_function_is_compiled_after_its_time(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("cold")
 def test_work_counts_arrays_within_arguments_and_integers() -> None:
     array = np.zeros(7)
-    assert first_calls._work([array, [array, array], True, None, "name", 5]) == 21
-    assert first_calls._work([array, 1 << 40]) > first_calls.SMALL
-    assert first_calls._work([object()]) > first_calls.SMALL
+    assert dispatch._work([array, [array, array], True, None, "name", 5]) == 21
+    assert dispatch._work([array, 1 << 40]) > dispatch.SMALL
+    assert dispatch._work([object()]) > dispatch.SMALL
 
 
 def test_compiled_code_on_disk_is_used_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     (tmp_path / "planes_0123").mkdir()
     (tmp_path / "planes_0123" / "cpu._split-1.py311.abc.nbc").touch()
-    assert first_calls._on_disk.__wrapped__() == {"planes"}
+    assert dispatch._on_disk.__wrapped__() == {"planes"}
 
 
 def test_every_subject_finds_its_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    kernels = Path(first_calls.__file__).parents[1]
-    for subject in first_calls.SAME:
+    kernels = Path(dispatch.__file__).parents[1]
+    for subject in dispatch.SAME:
         assert "@njit" in (kernels / subject / "cpu.py").read_text(), f"nothing of {subject} is ever on the disk"
         (tmp_path / f"{subject}_0").mkdir(exist_ok=True)
         (tmp_path / f"{subject}_0" / "cpu._f-1.py311.abc.nbc").touch()
-        assert subject in first_calls._on_disk.__wrapped__()
+        assert subject in dispatch._on_disk.__wrapped__()

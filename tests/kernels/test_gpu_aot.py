@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 from shrinkpoint import kernels
 from shrinkpoint.kernels.backend.floats import FORMATS
-from shrinkpoint.kernels.backend.launch import INTERPRETED
+from shrinkpoint.kernels.backend.gpu import INTERPRETED
 from shrinkpoint.kernels.exponent import promote
 from shrinkpoint.kernels.quantizer import Thresholds
 
@@ -33,7 +33,7 @@ OLDEST = importlib.import_module("triton").__version__.startswith("3.6.")
 MODULES = [
     importlib.import_module(m.name)
     for m in pkgutil.walk_packages(kernels.__path__, "shrinkpoint.kernels.")
-    if m.name.rpartition(".")[2] in ("gpu", "device_functions", "launch")
+    if m.name.rpartition(".")[2] == "gpu"
 ]
 assert len(MODULES) > 10
 ROOT = Path(aot.__file__).parents[2]
@@ -154,7 +154,7 @@ def test_what_must_not_be_is_found(tmp_path: Path) -> None:
         import triton.language as tl
         from tests.kernels import aot
         from shrinkpoint.kernels.kmeans import gpu as kmeans
-        from shrinkpoint.kernels.backend.launch import Launch
+        from shrinkpoint.kernels.backend.gpu import Launch
 
         @triton.jit
         def bad_kernel(x_ptr, out_ptr, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("triton")
 
 from shrinkpoint import kernels
-from shrinkpoint.kernels.backend import launch
+from shrinkpoint.kernels.backend import gpu
 from shrinkpoint.kernels.quantizer import Thresholds
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MODULES = [
     importlib.import_module(m.name)
     for m in pkgutil.walk_packages(kernels.__path__, "shrinkpoint.kernels.")
-    if m.name.rpartition(".")[2] in ("gpu", "device_functions", "launch")
+    if m.name.rpartition(".")[2] == "gpu"
 ]
 
 
@@ -46,9 +46,9 @@ class Current:
 def test_the_device_of_the_data_becomes_current(monkeypatch: pytest.MonkeyPatch) -> None:
     current = Current()
     monkeypatch.setattr(torch.cuda, "device", current)
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
     data: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda:1"))
-    with launch.on(data):
+    with gpu.on(data):
         assert current.stack == ["cuda:0", "cuda:1"]
     assert current.stack == ["cuda:0"]
 
@@ -75,7 +75,7 @@ def test_no_launch_stands_outside_of_the_guard(module: Any) -> None:
 
 def test_launches_of_a_call_run_on_the_device_of_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """All launches of a call run under the guard of its data's device."""
-    if not launch.INTERPRETED:
+    if not gpu.INTERPRETED:
         pytest.skip("launches are observed in the interpreter")
     interpreter = importlib.import_module("triton.runtime.interpreter")
     current, seen = Current(), []

@@ -14,9 +14,9 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.codec.state.leaves import is_sharded
-from shrinkpoint.kernels.backend import first_calls
-from shrinkpoint.kernels.backend.arrays import is_torch
-from shrinkpoint.kernels.backend.imported import imported, load
+from shrinkpoint.kernels.backend import dispatch
+from shrinkpoint.kernels.backend.arrays import imported, is_torch
+from shrinkpoint.kernels.backend.dispatch import load
 from shrinkpoint.searching.quality import preserved
 
 HOME = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def test_nothing_is_asked_of_a_module_during_its_import() -> None:
     assert imported("torch") is None
     assert not is_torch(x)
     assert not is_sharded(x)
-    assert first_calls._is_plain(x)
+    assert dispatch._is_plain(x)
     with preserved():
         pass
     ckpt = sp.compress({"x": x, "order": list(range(100))})
@@ -88,4 +88,4 @@ def test_modules_are_looked_up_in_one_place() -> None:
         for path in (HOME / folder).rglob("*.py")
         if re.search(r"sys\.modules\.get\(|in sys\.modules", path.read_text(encoding="utf-8"))
     }
-    assert found == {"kernels/backend/imported.py"}
+    assert found == {"kernels/backend/arrays.py"}

@@ -18,8 +18,7 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec import memory_limit
-from shrinkpoint.codec.compress import compress_inputs
-from shrinkpoint.codec.encode import Economy
+from shrinkpoint.codec.compress import Economy, compress_inputs
 from shrinkpoint.codec.format.ranged import Spool
 from shrinkpoint.codec.inputs import Inputs
 from shrinkpoint.store.local import LocalFiles

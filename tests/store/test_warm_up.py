@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.kernels.backend import first_calls
+from shrinkpoint.kernels.backend import dispatch
 from shrinkpoint.store.saver import warm_up
 
 
@@ -36,7 +36,7 @@ def test_bases_and_deltas_are_those_of_a_training(compressed: list[sp.Checkpoint
         assert rows["model/linear.weight"].codec == "quantize"
         assert rows["model/norm.weight"].codec == "exact"
         # Small arrays take NumPy, and nothing of theirs would be compiled.
-        assert rows["model/linear.weight"].raw_bytes > 4 * first_calls.SMALL
+        assert rows["model/linear.weight"].raw_bytes > 4 * dispatch.SMALL
     moments = {row.path.rsplit("/", 1)[1]: row.codec for row in compressed[-1].summary() if row.path.startswith("opt")}
     assert moments["exp_avg"] == "first moment"
     assert moments["exp_avg_sq"] == "second moment"

@@ -118,7 +118,7 @@ def test_own_codec() -> None:
             sp.decompress(sp.Checkpoint.from_bytes(bytes(blob)))
         for piece in (b"", b"nonsense", b"".join(bytes(p) for p in ckpt.pieces_of(record))[:-1]):
             with pytest.raises(sp.CorruptDataError, match=r"example\.rounded"):
-                module.decode(Coded.of_one(record.spec, {}, [memoryview(piece)]))
+                module.decode(Coded((record.spec,), {}, [memoryview(piece)], (None,)))
         with pytest.raises(sp.BadArgumentError, match="bits is 24"):
             module.Rounded(24)
     finally:

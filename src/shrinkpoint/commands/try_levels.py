@@ -232,9 +232,9 @@ def _nbytes(state: Any) -> int:
 
 
 def _trials(states: Sequence[Any], function: Callable[[Any, str], float] | None) -> list[Trial]:
-    from ..kernels.backend import first_calls
+    from ..kernels.backend import dispatch
 
-    first_calls.compile_at_once()  # otherwise the first seconds would be those of kernels that are not compiled yet
+    dispatch.compile_at_once()  # otherwise the first seconds would be those of kernels that are not compiled yet
     found = []
     others = packages()
     with stages_done(len(LEVELS) + len(others)) as begin:

@@ -68,8 +68,8 @@ def _compile(preset: list[str] | None, as_json: bool) -> None:
     """Save, load and search as a training would, and show how many kernels are compiled."""
     from numba.core import event
 
-    from ..kernels.backend import cache, first_calls
-    from ..kernels.backend.compile_notice import LOG
+    from ..kernels.backend import cache, dispatch
+    from ..kernels.backend.jit import LOG
 
     class Counter(event.Listener):
         """Shows the number of kernels that are compiled or loaded."""
@@ -86,7 +86,7 @@ def _compile(preset: list[str] | None, as_json: bool) -> None:
                 self.last = done
                 show(None, done, max(done, cache.KERNELS))
 
-    first_calls.compile_at_once()
+    dispatch.compile_at_once()
     cfgs = [config(name, None) for name in preset or ("default", "lossless")]
     if not preset:
         cfgs += [config("default", None, rate=0.002), config("default", None, max_rel_error=0.01)]
