@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..codec.errors import BadArgumentError, ShrinkpointError
-from .arguments import CheckedInputs, Progress
-from .cube import Cube, Point, normal
-from .degradation_model import Candidate, Known, Pattern
+from .arguments import CheckedInputs, Json, ProcessGroup, Progress, SearchArguments
+from .cube import Point, normal
 from .estimate import Estimator
-from .process_group import Json, ProcessGroup
-from .quality import SURELY, Direction, Evaluate, Scale, measured, scale
+from .planning import Candidate, Known, Pattern
+from .quality import SURELY, Direction, Scale, measured, scale
 from .result import LEVELS, SearchResult, Trial
 from .search_state import SearchState, unlike
 
@@ -85,35 +84,29 @@ class Trials:
 
     Args:
         checked: the state, gradients and kinds as the caller passes them.
-        search_state: the arrays that points change.
-        evaluate: the user's function.
-        allowed: largest degradation that passes.
+        state: the arrays that points change.
+        arguments: of the search.
         processes: the processes that share the work.
         report: log and progress bar.
-        done: trials of an interrupted search of the same state.
-        cube: the cube being searched.
     """
 
     def __init__(
         self,
         checked: CheckedInputs,
-        search_state: SearchState,
-        evaluate: Evaluate,
-        allowed: float,
+        state: SearchState,
+        arguments: SearchArguments,
         processes: ProcessGroup,
         report: ProgressReport,
-        done: Sequence[Trial],
-        cube: Cube,
     ) -> None:
-        self._evaluate, self.allowed = evaluate, allowed
+        self._evaluate, self.allowed = arguments.evaluate, arguments.allowed
         self._inputs, self._watched, self.state = checked.inputs, checked.watched, checked.fingerprint
         self._processes, self._report = processes, report
-        self.direction = Direction(cube, search_state.system)
-        for trial in done:
+        self.direction = Direction(arguments.cube, state.system)
+        self._done = list(arguments.options.resume)
+        for trial in self._done:
             if trial.state != self.state:
                 raise BadArgumentError(f"resume: a trial ({trial.point}) belongs to another state")
-        self._done = list(done)
-        self._take(search_state)
+        self._take(state)
         self.found: list[Trial] = []
         self.rounds = 0
         self.scale = Scale(1.0, 0.0, None)
