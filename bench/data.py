@@ -156,9 +156,8 @@ def relative_l2(arrays: Iterable[tuple[str, Any, Any]]) -> dict[str, float]:
 
 def trained(*, quick: bool) -> Pair:
     """Train the demo's GPT, and return two states: about 2 s (quick) or a minute on one core."""
-    from shrinkpoint.demo.config import SIZES
-    from shrinkpoint.demo.task import Corpus
-    from shrinkpoint.demo.trainer import Training
+    from shrinkpoint.demo import SIZES
+    from shrinkpoint.demo.trainer import Corpus, Training
 
     name, steps = ("tiny", 40) if quick else ("small", 150)
     with threads(1):  # several threads that wait for each other crawl on a machine shared with others
@@ -455,7 +454,7 @@ def states(
 
 def gpt_states(size: Size, device: str, at: Sequence[int]) -> list[Tree]:
     """Train a GPT with AdamW on Python's sources, and return its states at these steps."""
-    from shrinkpoint.demo.task import Corpus
+    from shrinkpoint.demo.trainer import Corpus
 
     torch.manual_seed(0)
     text = torch.frombuffer(bytearray(Corpus().train), dtype=torch.uint8).to(device)

@@ -44,8 +44,8 @@ class Trainer:
     """A GPT that trains on random bytes, on one thread."""
 
     def __init__(self) -> None:
-        from shrinkpoint.demo.config import SIZES
-        from shrinkpoint.demo.task import GPT
+        from shrinkpoint.demo import SIZES
+        from shrinkpoint.demo.trainer import GPT
 
         size = SIZES["small"]
         torch.manual_seed(0)
@@ -56,7 +56,7 @@ class Trainer:
 
     def step(self) -> None:
         """Run one training step."""
-        from shrinkpoint.demo.task import loss
+        from shrinkpoint.demo.trainer import loss
 
         self.optimizer.zero_grad()
         loss(self.model, self.batch).backward()  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
-"""The arguments of a search, and their checks within and between processes."""
+"""The arguments of a search, the processes that share it, and checks between them."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -10,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..codec.errors import BadArgumentError, ShrinkpointWarning
+from ..codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
 from ..kernels.backend.arguments import check_field, choice, flag, instance, integer, number, or_none
 from .cube import Cube
-from .process_group import ProcessGroup
 from .result import DIRECTIONS, SearchResult, Trial, essence, outcome
 from .search_state import ARRAYS, SearchInputs, Watched
 
@@ -22,6 +22,7 @@ _NEGLIGIBLE = 1e-3
 
 METHODS = ("planned", "published")
 Progress = bool | Callable[[Trial], None] | None
+Json = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,74 @@ class SearchArguments:
             "last": "" if self.last is None else hashed(essence(self.last)),
             "resume": hashed(json.dumps(outcome(self.options.resume))),
         }
+
+
+class ProcessGroup:
+    """A process group, or this process alone.
+
+    Args:
+        group: a `torch.distributed` process group; None: this process alone.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+        self._is_informed = False
+        self.size, self.rank = 1, 0
+        if group is not None:
+            import torch.distributed as dist
+
+            if not dist.is_available() or not dist.is_initialized():
+                raise BadArgumentError("group is given, but torch.distributed is not initialized")
+            self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+            if self.rank < 0:
+                raise BadArgumentError("group does not contain this process")
+
+    def all(self, work: Callable[[], Json]) -> list[Json]:
+        """Do the work on every process and return all results on each, in the order of the ranks.
+
+        Args:
+            work: returns plain JSON.
+
+        Raises:
+            BadArgumentError: it failed on another process; an error of this process is raised unchanged.
+            ShrinkpointError: a process has ended.
+        """
+        if self.size == 1:
+            return [work()]
+        error: BaseException | None = None
+        self._is_informed = True  # errors raised from here on reach all processes
+        try:
+            message = {"result": work()}
+        except BaseException as e:
+            error = e
+            message = {"error": f"{type(e).__name__}: {e}"}
+        try:
+            found = self._exchange(json.dumps(message))
+        except RuntimeError as e:
+            if error is not None:
+                raise error from None
+            raise ShrinkpointError(f"rank {self.rank}: the process group failed during the search: {e}") from e
+        if error is not None:
+            raise error
+        messages = [json.loads(text) for text in found]
+        for rank, other in enumerate(messages):
+            if "error" in other:
+                raise BadArgumentError(f"the search failed on rank {rank}: {other['error']}")
+        self._is_informed = False
+        return [other["result"] for other in messages]
+
+    def fail(self, error: BaseException) -> None:
+        """Report an error outside of `all` to the processes that wait in their next `all`."""
+        if self.size > 1 and not self._is_informed:
+            with contextlib.suppress(RuntimeError):
+                self._exchange(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+
+    def _exchange(self, text: str) -> list[str]:
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, text, group=self._group)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

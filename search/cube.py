@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..codec.config import ChainPolicy, Config, Rule
+from ..codec.config import Config, Rule
 from ..codec.errors import BadArgumentError
 from ..codec.presets import inshrinkerator
 from ..codec.weights.quantize import Quantize
@@ -70,21 +70,18 @@ class Point:
                 return rule.codec
         return Quantize(bins=self.bins, embedding_bins=self.embedding_bins, rate=self.rate, **shares)
 
-    def config(
-        self, *, embedding_bins: int | None = None, chain: ChainPolicy | None = None, ahead: bool = False
-    ) -> Config:
+    def config(self, *, embedding_bins: int | None = None, ahead: bool = False) -> Config:
         """Return the whole configuration: the point's codec, and its system's other rules.
 
         Args:
             embedding_bins: entries for embeddings instead of the point's own.
-            chain: the policy by which a store takes a base; default `ChainPolicy()`.
             ahead: whether a store extrapolates weights by their drift; default False.
         """
         point = self if embedding_bins is None else dataclasses.replace(self, embedding_bins=embedding_bins)
         rules = inshrinkerator().rules if self.system == "inshrinkerator" else ()
         weights = Rule("weight", point.codec())
         others = [r for r in rules if r.match != "weight"]
-        return Config([weights, *others], rate=self.rate, chain=chain, ahead=ahead)
+        return Config([weights, *others], rate=self.rate, ahead=ahead)
 
     def expected_bits(self) -> float:
         """Return the bits per weight of a base with equally likely levels, which orders the cube."""

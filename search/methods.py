@@ -16,8 +16,7 @@ import numpy as np
 
 from .arguments import SearchOptions
 from .cube import Cube, Point, normal
-from .degradation_model import Candidate, chances, degradations
-from .next_trials import HOPELESS, LATE, distinct, next_trials, open_points, undominated
+from .planning import HOPELESS, LATE, Candidate, chances, degradations, distinct, next_trials, open_points, undominated
 from .result import SearchResult, Trial
 from .trials import Trials
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import time
 import uuid
@@ -14,10 +13,10 @@ from ..codec import presets
 from ..codec.checkpoint import Checkpoint
 from ..codec.config import Config
 from ..codec.errors import ShrinkpointError
-from .arguments import SearchArguments, SearchOptions, check_arguments, hashed
+from ..codec.inputs import Inputs
+from .arguments import ProcessGroup, SearchArguments, SearchOptions, check_arguments, hashed
 from .cube import Cube, Point
 from .methods import Choice, Space, search_exhaustively, search_neighbourhood, search_published
-from .process_group import ProcessGroup
 from .quality import Evaluate
 from .result import LEVELS, SearchResult, Trial, outcome
 from .search_state import SearchInputs, SearchState
@@ -94,8 +93,9 @@ def search(
         chosen = SearchOptions() if options is None else options
         arguments = SearchArguments(evaluate, threshold, last, chosen)
         earlier = getattr(chosen, "earlier", None)
-        take = functools.partial(SearchInputs.of, state, prev, grads, kinds, earlier)
-        checked = check_arguments(processes, arguments, take)
+        checked = check_arguments(
+            processes, arguments, lambda: SearchInputs(state, grads, Inputs.of(state, prev, kinds, grads, earlier))
+        )
         inputs = checked.inputs
         cube, allowed = arguments.cube, arguments.allowed
         if last is not None and arguments.is_spent:
@@ -108,7 +108,7 @@ def search(
         if not search_state.leaves:
             return _with_costs(_nothing_to_choose(allowed, cube, search_state), last, begin)
         with ProgressReport(chosen.progress, chosen.budget, silent=processes.rank != 0) as report:
-            trials = Trials(checked, search_state, evaluate, allowed, processes, report, chosen.resume, cube)
+            trials = Trials(checked, search_state, arguments, processes, report)
             found = _with_costs(_agreed(processes, _search(trials, arguments)), last, begin)
             report.say(f"search: {found}", warn=not found.met)
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -50,13 +50,6 @@ class SearchInputs:
     state: Any
     grads: Any
     opened: Inputs
-
-    @staticmethod
-    def of(
-        state: Any, prev: Checkpoint | None, grads: Any, kinds: Mapping[str, Any] | None, earlier: Any = None
-    ) -> SearchInputs:
-        """Flatten and check the arguments; raise the errors of `compress`."""
-        return SearchInputs(state, grads, Inputs.of(state, prev, kinds, grads, earlier))
 
     @property
     def is_sharded(self) -> bool:

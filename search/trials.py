@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..codec.errors import BadArgumentError, ShrinkpointError
-from .arguments import CheckedInputs, Progress
-from .cube import Cube, Point, normal
-from .degradation_model import Candidate, Known, Pattern
+from .arguments import CheckedInputs, Json, ProcessGroup, Progress, SearchArguments
+from .cube import Point, normal
 from .estimate import Estimator
-from .process_group import Json, ProcessGroup
-from .quality import SURELY, Direction, Evaluate, Scale, measured, scale
+from .planning import Candidate, Known, Pattern
+from .quality import SURELY, Direction, Scale, measured, scale
 from .result import LEVELS, SearchResult, Trial
 from .search_state import SearchState, unlike
 
@@ -85,35 +84,29 @@ class Trials:
 
     Args:
         checked: the state, gradients and kinds as the caller passes them.
-        search_state: the arrays that points change.
-        evaluate: the user's function.
-        allowed: largest degradation that passes.
+        state: the arrays that points change.
+        arguments: of the search.
         processes: the processes that share the work.
         report: log and progress bar.
-        done: trials of an interrupted search of the same state.
-        cube: the cube being searched.
     """
 
     def __init__(
         self,
         checked: CheckedInputs,
-        search_state: SearchState,
-        evaluate: Evaluate,
-        allowed: float,
+        state: SearchState,
+        arguments: SearchArguments,
         processes: ProcessGroup,
         report: ProgressReport,
-        done: Sequence[Trial],
-        cube: Cube,
     ) -> None:
-        self._evaluate, self.allowed = evaluate, allowed
+        self._evaluate, self.allowed = arguments.evaluate, arguments.allowed
         self._inputs, self._watched, self.state = checked.inputs, checked.watched, checked.fingerprint
         self._processes, self._report = processes, report
-        self.direction = Direction(cube, search_state.system)
-        for trial in done:
+        self.direction = Direction(arguments.cube, state.system)
+        self._done = list(arguments.options.resume)
+        for trial in self._done:
             if trial.state != self.state:
                 raise BadArgumentError(f"resume: a trial ({trial.point}) belongs to another state")
-        self._done = list(done)
-        self._take(search_state)
+        self._take(state)
         self.found: list[Trial] = []
         self.rounds = 0
         self.scale = Scale(1.0, 0.0, None)
@@ -196,16 +189,10 @@ class Trials:
     def evaluate_itself(self, rounds: int = 1) -> None:
         """Evaluate the state itself, which also checks the baseline and widens the spread."""
         for _ in range(rounds):
-            begin = time.perf_counter()
             have = sum(t.is_baseline for t in self.found)
-            found = [t for t in self._done if t.is_baseline][have : have + self.at_once]
-            replayed = len(found) == self.at_once
-            if not replayed:
-                qualities = [float(q) for q in self._all("the state itself", lambda: repr(self._quality(None)))]
-                if self.search_state.is_sharded:
-                    qualities = [sum(qualities) / len(qualities)]
-                seconds = time.perf_counter() - begin
-                found = [self._record(None, 0, q, rank, seconds) for rank, q in enumerate(qualities)]
+            done = [t for t in self._done if t.is_baseline][have : have + self.at_once]
+            replayed = len(done) == self.at_once
+            found = done if replayed else self._run([None] * self.at_once)
             self.rounds += 1
             for trial in found:
                 self._add(trial, replayed=replayed)
@@ -265,8 +252,9 @@ class Trials:
         self._add(trial, replayed=bool(done))
         return trial
 
-    def _run(self, points: Sequence[Point | str]) -> list[Trial]:
-        """Try one point or level per process, or one on all processes."""
+    def _run(self, points: Sequence[Point | str | None]) -> list[Trial]:
+        """Try one point or level (None: the state itself) per process, or one on all processes."""
+        names = ["the state itself" if p is None else str(p) for p in points]
 
         def mine() -> list[object] | None:
             place = 0 if self.search_state.is_sharded else self._processes.rank
@@ -274,13 +262,15 @@ class Trials:
                 return None
             begin = time.perf_counter()
             point = points[place]
-            if isinstance(point, Point):
-                restored, nbytes = self.search_state.restored(self.search_state.config(point))
+            if point is None:
+                state, nbytes = self.search_state.exact(), 0
+            elif isinstance(point, Point):
+                state, nbytes = self.search_state.restored(self.search_state.config(point))
             else:
-                restored, nbytes = self.search_state.without_drift().restored(LEVELS[point](), whole=True)
-            return [repr(self._quality(point, restored)), nbytes, time.perf_counter() - begin]
+                state, nbytes = self.search_state.without_drift().restored(LEVELS[point](), whole=True)
+            return [repr(self._quality(names[place], state)), nbytes, time.perf_counter() - begin]
 
-        results = [r for r in self._all(f"{[str(p) for p in points]}", mine) if r is not None]
+        results = [r for r in self._all("; ".join(names), mine) if r is not None]
         if self.search_state.is_sharded:
             mean = sum(float(r[0]) for r in results) / len(results)
             results = [[mean, results[0][1], results[0][2]]]
@@ -289,9 +279,8 @@ class Trials:
             for rank, (point, (quality, nbytes, seconds)) in enumerate(zip(points, results, strict=True))
         ]
 
-    def _quality(self, point: Point | str | None, restored: object = None) -> float:
-        what = "the state itself" if point is None else str(point)
-        quality = measured(self._evaluate, self.search_state.exact() if point is None else restored, what)
+    def _quality(self, what: str, state: Any) -> float:
+        quality = measured(self._evaluate, state, what)
         path = None if self._watched is None else unlike(self._watched, self._inputs.watch())
         if path is not None:
             raise BadArgumentError(

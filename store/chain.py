@@ -13,12 +13,10 @@ from ..codec.config import ChainPolicy
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.format.ranged import Ranged
 from ..codec.parallel import give_way
-from .catalog import Catalog, Entry
 from .files import Files, StoreWarning, is_damage
-from .manifest import Manifest, data_name
+from .manifest import DATA, Catalog, Entry, Manifest, data_name
 
 Reader = Callable[[str], bytes]
-FOLDER = "data"
 _FEW = 4
 """Objects that are looked for one by one, rather than listed."""
 
@@ -26,7 +24,7 @@ _FEW = 4
 @contextlib.contextmanager
 def _naming_errors(files: Files, step: int, name: str) -> Iterator[None]:
     """Let the errors of reading a data file name the step and the path."""
-    path = files.path(f"{FOLDER}/{name}")
+    path = files.path(f"{DATA}/{name}")
     try:
         yield
     except FileNotFoundError:
@@ -48,7 +46,7 @@ def read(files: Files, step: int, name: str, parent: Checkpoint | None, reader: 
         CorruptDataError, MissingParentError, NewerFormatError: with the step and the path.
     """
     with _naming_errors(files, step, name):
-        return Checkpoint.from_bytes((reader or files.read)(f"{FOLDER}/{name}"), parent)
+        return Checkpoint.from_bytes((reader or files.read)(f"{DATA}/{name}"), parent)
 
 
 def check(manifest: Manifest, ckpt: Checkpoint) -> None:
@@ -68,10 +66,10 @@ def _refuse_sharded(files: Files, manifest: Manifest) -> None:
 def missing(files: Files, names: Collection[str]) -> set[str]:
     """Return the missing ones of these data files; on a disk, without listing a large folder."""
     if files.local or len(names) <= _FEW:
-        return {name for name in names if not files.exists(f"{FOLDER}/{name}")}
+        return {name for name in names if not files.exists(f"{DATA}/{name}")}
     # A listing may lag behind other hosts.
-    absent = set(names).difference(files.list(FOLDER))
-    return {name for name in absent if not files.exists(f"{FOLDER}/{name}")}
+    absent = set(names).difference(files.list(DATA))
+    return {name for name in absent if not files.exists(f"{DATA}/{name}")}
 
 
 def resolve(files: Files, manifest: Manifest, reader: Reader | None = None) -> tuple[Checkpoint, Checkpoint]:
@@ -109,7 +107,7 @@ def opener(files: Files, manifest: Manifest) -> Callable[[Checkpoint | None], Ch
         name = next(names, None)
         if name is None:
             raise MissingParentError(f"step {manifest.step}: its manifest names no parent of its last file")
-        path = f"{FOLDER}/{name}"
+        path = f"{DATA}/{name}"
 
         with _naming_errors(files, manifest.step, name):
             size = files.size(path)
@@ -369,9 +367,7 @@ class ChainHead(Parent):
         if policy.against == "previous" or base is ckpt:
             return ChainHead(ckpt, manifest, manifest)
         # The base's own manifest may be removed.
-        file = manifest.chain[-1]
-        fields = (int(file[:12]), file, base.id, base.identity, base.nbytes, base.raw_nbytes)
-        return ChainHead(base, Manifest(*fields, (), 0, since_base=0, base_nbytes=base.nbytes, spent=0), manifest)
+        return ChainHead(base, manifest_over(None, int(manifest.chain[-1][:12]), base, None), manifest)
 
     @staticmethod
     def after(policy: ChainPolicy, manifest: Manifest, ckpt: Checkpoint, head: ChainHead | None) -> ChainHead:
@@ -405,7 +401,7 @@ class ChainHead(Parent):
         # Files of a step that was replaced or removed may still exist for others.
         gone = missing(files, now.manifest.chain)
         if gone and is_same:
-            names = ", ".join(files.path(f"{FOLDER}/{name}") for name in sorted(gone)[:3])
+            names = ", ".join(files.path(f"{DATA}/{name}") for name in sorted(gone)[:3])
             message = f"step {now.manifest.step}: {names} is missing: a new chain begins; verify() lists the losses"
             warnings.warn(message, StoreWarning, stacklevel=3)
         elif gone and not catalog.steps():

@@ -24,11 +24,10 @@ from ..codec.errors import CorruptDataError, ShrinkpointError
 from ..codec.parallel import give_way
 from ..codec.rebase import rebase
 from ..codec.state.leaves import as_bytes
-from .catalog import Catalog, Entry
-from .chain import FOLDER, Node, Parent, carried_by, forest, opener, reason, walk
+from .chain import Node, Parent, carried_by, forest, opener, reason, walk
 from .files import Files
 from .lock import Lease
-from .manifest import Manifest, data_name
+from .manifest import DATA, Catalog, Entry, Manifest, data_name
 
 MAX_COST = 2.5
 """Most that restoring a step of a compacted chain costs, in multiples of a base; see `Store.compact`."""
@@ -93,7 +92,7 @@ def rewritten(
     new = Checkpoint.from_bytes(rebase(ckpt, below, without).to_bytes(), below)
     check_same(ckpt, new, without)
     file = data_name(manifest.step, new.id)
-    files.write(f"{FOLDER}/{file}", new.to_bytes())
+    files.write(f"{DATA}/{file}", new.to_bytes())
     made = replace(manifest, file=file, id=new.id, identity=new.identity, nbytes=new.nbytes)
     if parent is None:
         made = replace(made, since_base=0, base_nbytes=new.nbytes, spent=0)
@@ -159,7 +158,7 @@ class Compaction:
         of a chain frees at least as much as it writes.
         """
         entries = self._entries()
-        sizes = self._files.sizes(FOLDER)
+        sizes = self._files.sizes(DATA)
         self._nearest = True
         for root in forest(entries.values()):
             nodes = list(root.below())

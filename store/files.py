@@ -3,22 +3,32 @@
 Names are relative and contain one folder (`steps/000000000010.json`). There are two implementations: a local folder
 (`local.LocalFiles`) uses temporary names, fsync of file and folder, rename and link; any other fsspec file system
 (`objects.ObjectFiles`) has objects that appear whole or not at all.
+
+Small files of JSON have a checksum, so that every altered bit is noticed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import posixpath
-from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, Any, Protocol, TypeVar
 
-from ..codec.errors import ShrinkpointWarning
+import xxhash
+
+from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointWarning
+from ..codec.format.bounded_json import loads
 from ..codec.format.fields import Bytes
 
+T = TypeVar("T")
+Fields = dict[str, Any]
 TEMPORARY = ".tmp-"
 """Prefix of the name of a file that is being written; after a crash such a file is garbage."""
-_DAMAGE = {
+DAMAGE = (CorruptDataError, MissingParentError, NewerFormatError)
+"""Errors of a checkpoint that cannot be read."""
+_DISK_DAMAGE = {
     getattr(errno, name)
     for name in ("EIO", "EINVAL", "ELOOP", "ENXIO", "EBADMSG", "ENODATA", "EUCLEAN", "EOVERFLOW", "EFBIG")
     if hasattr(errno, name)
@@ -106,4 +116,72 @@ def is_damage(error: OSError, *, local: bool) -> bool:
         error: not a FileNotFoundError.
         local: whether it comes from a disk.
     """
-    return isinstance(error, (IsADirectoryError, NotADirectoryError)) or (local and error.errno in _DAMAGE)
+    return isinstance(error, (IsADirectoryError, NotADirectoryError)) or (local and error.errno in _DISK_DAMAGE)
+
+
+# ------------------------------------------------------------------------------------------------- JSON with a checksum
+
+
+_CHECKSUM = b',\n "checksum": "'
+
+
+def _indented(fields: Fields) -> bytes:
+    """Return the JSON of some fields, an entry a line."""
+    return json.dumps(fields, indent=1).encode("ascii")
+
+
+def seal(fields: Fields, dump: Callable[[Fields], bytes] = _indented) -> bytes:
+    """Return the JSON of some fields and of its checksum, the last one.
+
+    Args:
+        fields: plain values.
+        dump: makes JSON of fields.
+    """
+    return dump({**fields, "checksum": xxhash.xxh3_128_hexdigest(dump(fields))})
+
+
+def unseal(data: bytes) -> Fields:
+    """Return the fields of what `seal` made by its defaults.
+
+    Raises:
+        ValueError: the bytes were not made by `seal`, or were altered.
+    """
+    fields = loads(data)
+    if not isinstance(fields, dict):
+        raise ValueError("not a JSON object")
+    check_sum(data)
+    fields.pop("checksum", None)
+    return fields
+
+
+def check_sum(data: bytes) -> None:
+    """Raise ValueError unless the checksum at the end is that of the text without it."""
+    body, _, checksum = bytes(data).rpartition(_CHECKSUM)
+    if checksum != xxhash.xxh3_128_hexdigest(body + b"\n}").encode() + b'"\n}':
+        raise ValueError("the checksum does not match")
+
+
+def read_sealed(files: Files, name: str, parse: Callable[[Fields], T], what: str, remedy: str) -> T | None:
+    """Return the contents of a file that `seal` made; None if it does not exist.
+
+    Args:
+        files: of the store.
+        name: of the file.
+        parse: makes the result of the fields, or raises.
+        what: what the file should be, for messages.
+        remedy: what to do about a damaged one.
+
+    Raises:
+        CorruptDataError: it is damaged, or of another version.
+    """
+    try:
+        fields = unseal(files.read(name))
+        if (version := fields.get("version", 1)) != 1:
+            raise ValueError(f"its version is {version!s:.40}, which this release does not know")
+        return parse(fields)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
+        if isinstance(e, OSError) and not is_damage(e, local=files.local):
+            raise
+        raise CorruptDataError(f"{files.path(name)}: not {what}: {e!s:.200}; {remedy}") from None

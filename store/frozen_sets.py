@@ -17,10 +17,9 @@ from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.errors import CorruptDataError, MissingParentError, ShrinkpointError
 from ..codec.state import tree
 from . import labels
-from .catalog import FROZEN, Catalog, Entry, manifest_path
-from .chain import FOLDER as DATA
 from .chain import is_whole, manifest_over, resolve
 from .files import Files
+from .manifest import DATA, FROZEN, Catalog, Entry
 
 _MARK_EVERY = 3600.0
 TAG = "frozen-"
@@ -132,7 +131,7 @@ class FrozenSets:
             entry = self.entry(digest)
             # A process may have stored it, and been killed before it was durable.
             self.files.sync([f"{DATA}/{entry.manifest.file}"])
-            self.files.sync([manifest_path(entry)])
+            self.files.sync([entry.path])
             self._tag(digest, entry.manifest.step)
         return True
 

@@ -25,10 +25,8 @@ from typing import Any
 
 from ..codec.errors import CorruptDataError, NewerFormatError
 from ..codec.format.bounded_json import loads
-from .catalog import Catalog, named
-from .checksummed_json import read_sealed, seal
-from .files import Files
-from .manifest import MAX_STEP, Manifest
+from .files import Files, read_sealed, seal
+from .manifest import MAX_STEP, Catalog, Manifest, named
 
 RESTORES, LEFT = "restores", "left"
 _RESTORE = re.compile(r"([0-9]{9})\.json")

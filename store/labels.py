@@ -8,10 +8,8 @@ from collections.abc import Collection
 from typing import Any
 
 from ..codec.errors import BadArgumentError
-from .catalog import Catalog, unknown
-from .checksummed_json import read_sealed, seal
-from .files import Files
-from .manifest import MAX_STEP, check_step
+from .files import Files, read_sealed, seal
+from .manifest import MAX_STEP, Catalog, check_step, unknown
 
 PINS, TAGS = "pins", "tags"
 _PIN = re.compile("[0-9]{12}")

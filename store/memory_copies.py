@@ -25,8 +25,7 @@ from blake3 import blake3
 from ..codec.errors import BadArgumentError, ShrinkpointWarning
 from ..codec.memory_limit import available_memory
 from ..kernels.backend.arguments import integer
-from .checksummed_json import seal, unseal
-from .files import Files
+from .files import Files, seal, unseal
 from .manifest import is_content, is_data
 from .urls import is_of_this_process, one_name
 

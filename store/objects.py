@@ -16,7 +16,6 @@ import inspect
 import posixpath
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
@@ -28,37 +27,12 @@ T = TypeVar("T")
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that a retry does not change."""
 _MISTAKES = (TypeError, ValueError, AttributeError, NotImplementedError, ImportError, MemoryError, RecursionError)
+_ATTEMPTS, _FIRST = 6, 0.1
+"""Requests at most, and seconds before the second one, doubled each time: 3.1 s in all."""
 _REFUSED = 412
 """Status of a commit whose parent is not the last commit any more."""
 _PATIENCE = 64
 """Commits of others, one after the other, before a file that is created."""
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """Number and delays of the attempts at a request.
-
-    Args:
-        attempts: requests at most, 1 or more; default 6.
-        first: seconds before the second one, doubled each time; default 0.1 (3.1 s in all).
-        sleep: how to wait.
-    """
-
-    attempts: int = 6
-    first: float = 0.1
-    sleep: Callable[[float], None] = time.sleep
-
-    def __call__(self, request: Callable[[], T]) -> T:
-        """Return the answer to a request that may be repeated."""
-        for attempt in range(self.attempts - 1):
-            try:
-                return request()
-            except (*_FINAL, *_MISTAKES):
-                raise
-            # Network libraries have errors of their own that are not an OSError.
-            except Exception:
-                self.sleep(self.first * 2**attempt)
-        return request()
 
 
 class ObjectFiles(Files):
@@ -70,14 +44,26 @@ class ObjectFiles(Files):
 
     local = False
 
-    def __init__(self, fs: Any, root: str, retry: Retry | None = None) -> None:
+    def __init__(self, fs: Any, root: str) -> None:
         self.fs, self.root = fs, root
-        self._retry = Retry() if retry is None else retry
+        self._sleep: Callable[[float], None] = time.sleep
         put = getattr(fs, "_pipe_file", None) if getattr(fs, "async_impl", False) else fs.pipe_file
         # These take the mode and ignore it: obstore's file system for fsspec, which `obstore::` URLs do not use, and
         # that of the Hugging Face Hub, which uploads over an existing file.
         ignored = type(fs).__module__.startswith(("obstore.", "huggingface_hub."))
         self._conditional = put is not None and "mode" in inspect.signature(put).parameters and not ignored
+
+    def _retry(self, request: Callable[[], T]) -> T:
+        """Return the answer to a request that may be repeated."""
+        for attempt in range(_ATTEMPTS - 1):
+            try:
+                return request()
+            except (*_FINAL, *_MISTAKES):
+                raise
+            # Network libraries have errors of their own that are not an OSError.
+            except Exception:
+                self._sleep(_FIRST * 2**attempt)
+        return request()
 
     def read(self, name: str) -> bytes:
         """Return all bytes of an object; FileNotFoundError if it does not exist."""
@@ -154,7 +140,7 @@ class ObjectFiles(Files):
 
     def below(self, folder: str) -> ObjectFiles:
         """Return the objects below a longer prefix."""
-        return type(self)(self.fs, self.path(folder), self._retry)
+        return type(self)(self.fs, self.path(folder))
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects; missing ones are skipped."""
@@ -275,7 +261,7 @@ class Obstore:
         except ImportError:
             raise ImportError(f"a URL that begins with {PREFIX} needs obstore: {install('obstore')}") from None
         self._api, self._bucket = obstore, bucket
-        # Requests are repeated by `Retry`; only short faults of the network here.
+        # Requests are repeated by `ObjectFiles`; only short faults of the network here.
         retries: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
         options: Any = {} if scheme == "memory" else {"client_options": {"allow_http": True}, "retry_config": retries}
         self._store = from_url(f"{scheme}://{bucket if scheme != 'memory' else '/'}", **options)

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
 from . import history, labels
-from .catalog import FOLDER as STEPS
-from .catalog import FROZEN, Catalog, Entry, manifest_path
-from .chain import FOLDER, forest, is_whole, opener, reason, resolve, walk
-from .chain import FOLDER as DATA
+from .chain import forest, is_whole, opener, reason, resolve, walk
 from .files import Files
 from .frozen_sets import FrozenSets, needed_by
 from .lock import Lease
-from .manifest import Manifest, is_content
+from .manifest import DATA, FROZEN, STEPS, Catalog, Entry, Manifest, is_content
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +162,7 @@ def _existing(source: Catalog, chosen: Mapping[int, Manifest], target: Catalog) 
         if tags.get(name, step) != step:
             raise BadArgumentError(f"tag {name!r}: {target.url} has it at step {step}")
     # A copy may have been killed after it created a manifest, before that was durable.
-    target.files.sync([manifest_path(e) for e in entries.values()])
+    target.files.sync([e.path for e in entries.values()])
     return {step: entry.manifest for step, entry in entries.items()}
 
 
@@ -182,7 +179,7 @@ def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]
         CorruptDataError, MissingParentError: a file does not match its name, or is missing.
     """
     for name in reversed(manifest.files):
-        path, is_sound = f"{FOLDER}/{name}", name in sound
+        path, is_sound = f"{DATA}/{name}", name in sound
         with contextlib.suppress(FileNotFoundError):
             if not is_sound and target.exists(path) and is_content(name, target.read(path)):
                 target.sync([path])
@@ -230,7 +227,7 @@ def problems(catalog: Catalog, progress: Progress | None = None) -> dict[int, st
             if problem is not None:
                 why = _still_wrong(catalog, node.entry, problem)
             elif manifest.shards:
-                wrong = [files.path(f"{FOLDER}/{name}") for name, _ in manifest.shards if not is_intact(name)]
+                wrong = [files.path(f"{DATA}/{name}") for name, _ in manifest.shards if not is_intact(name)]
                 why = f"step {manifest.step}: missing or damaged: {', '.join(wrong[:5])}" if wrong else ""
             elif ckpt is not None:
                 lost = [why_lost for digest in sorted(needed_by(ckpt)) if (why_lost := problem_of_set(digest))]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
-from .files import StoreWarning
+from ..codec.errors import BadArgumentError, CorruptDataError, ShrinkpointError
+from .files import DAMAGE, StoreWarning
 from .memory_copies import MemoryCopies
 from .store import Store
 
@@ -87,7 +87,7 @@ def _newest_intact(store: Store, steps: list[int]) -> int:
     for step in steps:
         try:
             store.read(step)
-        except (CorruptDataError, MissingParentError, NewerFormatError):
+        except DAMAGE:
             continue
         return step
     return _NONE

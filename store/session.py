@@ -24,11 +24,10 @@ from ..codec.named_presets import check_config
 from ..codec.parallel import own_arithmetic
 from ..codec.plan import plan
 from . import history
-from .catalog import Catalog, Entry
-from .chain import FOLDER, ChainHead, Size, manifest_over, missing, resolve, smaller
+from .chain import ChainHead, Size, manifest_over, missing, resolve, smaller
 from .files import StoreWarning
 from .lock import Lease
-from .manifest import Manifest, check_metric, check_step
+from .manifest import DATA, Catalog, Entry, Manifest, check_metric, check_step
 from .memory_copies import MemoryCopies
 from .retention import remove_unused
 from .weight_average import WeightAverage, needs_average
@@ -272,7 +271,7 @@ class Session:
     def finish(self, begun: Begun) -> Saved:
         """Write and commit a step; once."""
         files, manifest, ckpt = self.catalog.files, begun.manifest, begun.checkpoint
-        step, file = manifest.step, f"{FOLDER}/{manifest.file}"
+        step, file = manifest.step, f"{DATA}/{manifest.file}"
         with begun.spools:
             with _with_note(step), contextlib.ExitStack() as undo:
                 with begun.lock:
@@ -319,7 +318,7 @@ class Session:
 
     def _economy(self, parent: Checkpoint | None = None) -> Economy:
         """Return how memory is saved, with the parent whose references are freed."""
-        file = self.catalog.files.spool(FOLDER) if self.spools else None
+        file = self.catalog.files.spool(DATA) if self.spools else None
         return Economy(None if file is None else Spool(self._spools.enter_context(file)), parent)
 
     def commit(self, manifest: Manifest, lease: Lease, undo: contextlib.ExitStack) -> None:
@@ -347,8 +346,8 @@ class Session:
         elif not is_replayed and step in steps and self.loaded is None and step not in self._left:
             message = f"{files.root}: step {step} was stored with another state, which this save replaces"
             warnings.warn(message, StoreWarning, stacklevel=4)
-        if files.local and not files.exists(f"{FOLDER}/{manifest.file}"):
-            path = files.path(f"{FOLDER}/{manifest.file}")
+        if files.local and not files.exists(f"{DATA}/{manifest.file}"):
+            path = files.path(f"{DATA}/{manifest.file}")
             raise FileNotFoundError(errno.ENOENT, "moved or removed during the save", path)
         catalog.commit(manifest)
         self.loaded = self.loaded.replayed(step) if self.loaded is not None and is_replayed else None
@@ -386,11 +385,11 @@ class SharedSave:
         """
         files = self._session.catalog.files
         if gone := missing(files, [name for name, _ in manifest.shards]):
-            path = files.path(f"{FOLDER}/{min(gone)}")
+            path = files.path(f"{DATA}/{min(gone)}")
             raise MissingParentError(
                 f"step {manifest.step}: {path} is missing: removed, or the ranks do not see one store"
             )
-        files.write(f"{FOLDER}/{manifest.file}", index.to_bytes())
+        files.write(f"{DATA}/{manifest.file}", index.to_bytes())
         with contextlib.ExitStack() as undo:
             self._session.commit(manifest, self._lease, undo)
             undo.pop_all()

@@ -13,29 +13,24 @@ from typing import Any, NamedTuple, Never
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.config import Config
 from ..codec.display import html_fields
-from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
+from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError
 from ..codec.inputs import PastWeights
 from ..codec.named_presets import check_config
 from ..codec.partial import check_patterns, decompress_into, decompress_only
 from ..kernels.backend.arguments import flag, function, instance, no_device, number, or_none, sequence
 from . import history, labels
-from .catalog import Catalog, Entry, manifest_path, named, unknown
-from .chain import FOLDER as DATA
 from .chain import ChainHead, intact, opener, resolve
 from .compaction import MAX_COST, Compaction
-from .files import StoreWarning
+from .files import DAMAGE, StoreWarning
 from .frozen_sets import FrozenSets
 from .lock import InUseError
-from .manifest import Manifest, check_metric, check_step, lacking
+from .manifest import DATA, Catalog, Entry, Manifest, check_metric, check_step, lacking, named, unknown
 from .memory_copies import CopyReader, InMemoryWarning, MemoryCopies, check_keep, reader_of_copies
 from .parts import Progress, copy_all, problems, stores, unreadable
-from .retention import Retention, collect, collect_frozen, drop
+from .retention import Retention, collect, collect_frozen, drop, thin
 from .saver.exit import EXIT_CLEANUP
 from .session import Saved, Session
-from .thinning import thin
 from .urls import one_name, opened
-
-DAMAGE = (CorruptDataError, MissingParentError, NewerFormatError)
 
 
 class DiskUsage(NamedTuple):
@@ -554,7 +549,7 @@ class Store:
             gone = set(removed)
 
             def kept() -> list[Entry]:
-                return [e for e in self._catalog.all().values() if manifest_path(e) not in gone]
+                return [e for e in self._catalog.all().values() if e.path not in gone]
 
             removed += collect_frozen(self._files, kept, dry_run=dry_run)
         if retention is None or dry_run:
@@ -605,7 +600,7 @@ class Store:
             self.drop(*reversed(later))
         elif (entry := self._catalog.get(number)) is not None:
             # A process may have removed them and been killed before that was durable.
-            self._files.sync([manifest_path(entry)])
+            self._files.sync([entry.path])
         return later
 
     # ------------------------------------------------------------------------------------------------------- labels

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.__main__ import main
 from shrinkpoint.bench.machine import commit
-from shrinkpoint.demo.config import SIZES, DemoError, Job, checkpoint_steps, demo_config, presets
+from shrinkpoint.demo import SIZES, DemoError, Job, checkpoint_steps, demo_config, presets
 from shrinkpoint.demo.report import draw, summarize, tables
 from shrinkpoint.demo.run import Folder
 from shrinkpoint.demo.supervisor import History, Killer, supervise
-from shrinkpoint.demo.task import GPT, Batches, Corpus, held_out_loss
+from shrinkpoint.demo.trainer import GPT, Batches, Corpus, held_out_loss
 
 STEPS, EVERY = 24, 4
 SAVES = list(range(4, 25, 4))
@@ -131,7 +131,8 @@ def test_plain_lines_where_there_is_no_terminal(demo: Done) -> None:
 
 def test_exact_checkpoints_make_the_kills_invisible(demo: Done, tmp_path: Path) -> None:
     """With lossless checkpoints a killed run has the losses of the baseline, bit for bit."""
-    job = Job(STEPS, EVERY, 5, "tiny", demo.result["machine"]["threads"]).with_store(tmp_path / "store", "lossless")
+    threads = demo.result["machine"]["threads"]
+    job = Job(STEPS, EVERY, 5, "tiny", threads, "lossless", str(tmp_path / "store"))
     history = supervise(job, tmp_path / "log", lambda _: None, Killer(1, STEPS, EVERY, seed=1))
     assert len(history.restores) == 1
     baseline = json.loads((demo.out / "results.json").read_text())["curves"]["baseline"]
@@ -140,7 +141,7 @@ def test_exact_checkpoints_make_the_kills_invisible(demo: Done, tmp_path: Path) 
 
 
 def test_a_failing_trainer_is_told_plainly(tmp_path: Path) -> None:
-    job = Job(STEPS, EVERY, 0, "tiny", 1).with_store(tmp_path / "store", "no-such-preset")
+    job = Job(STEPS, EVERY, 0, "tiny", 1, "no-such-preset", str(tmp_path / "store"))
     with pytest.raises(DemoError, match=r"the trainer failed \(exit status 1\): KeyError: 'no-such-preset'; see .*log"):
         supervise(job, tmp_path / "log", lambda _: None)
 
@@ -149,7 +150,7 @@ def test_the_trainer_imports_nothing_of_the_current_folder(tmp_path: Path, monke
     (tmp_path / "torch.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    job = Job(STEPS, EVERY, 0, "tiny", 1).with_store(tmp_path / "store", "no-such-preset")
+    job = Job(STEPS, EVERY, 0, "tiny", 1, "no-such-preset", str(tmp_path / "store"))
     with pytest.raises(DemoError, match="no-such-preset"):
         supervise(job, tmp_path / "log", lambda _: None)
 

@@ -32,8 +32,7 @@ from ..codec.presets import lossless
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array, read_leaf
 from ..kernels.errors import BadArgumentError
-from ..store.local import follow_umask, sync_folder
-from ..store.regular_files import check_link, read_file
+from ..store.local import check_link, follow_umask, read_file, sync_folder
 
 PathLike: TypeAlias = str | os.PathLike[str]
 Tensors: TypeAlias = dict[str, torch.Tensor]

@@ -29,8 +29,7 @@ from ..codec.format.bounded_json import loads
 from ..codec.inputs import PastWeights
 from ..codec.named_presets import check_config
 from ..codec.presets import lossless
-from ..searching.arguments import SearchOptions
-from ..searching.process_group import ProcessGroup
+from ..searching.arguments import ProcessGroup, SearchOptions
 from ..searching.result import SearchResult
 from ..store.store import Store
 from ..store.weight_average import needs_average

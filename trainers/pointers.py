@@ -30,9 +30,8 @@ from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
 from ..kernels.backend.arguments import number, or_none
 from ..kernels.errors import BadArgumentError
-from ..store.local import LocalFiles
+from ..store.local import LocalFiles, read_file
 from ..store.manifest import Manifest
-from ..store.regular_files import read_file
 from ..store.saver.exit import EXIT_CLEANUP
 from ..store.saver.saver import Saver, SaveResult
 from ..store.store import Store

@@ -19,7 +19,7 @@ from ..codec.state.leaves import LeafSpec, as_bytes, build_leaf, from_bytes, is_
 from ..codec.state.tree import ArrayNode, flatten, unflatten
 
 if TYPE_CHECKING:
-    from ..searching.process_group import ProcessGroup
+    from ..searching.arguments import ProcessGroup
     from ..searching.result import SearchResult
 
 A = TypeVar("A")

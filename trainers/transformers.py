@@ -26,7 +26,7 @@ from ..codec.named_presets import check_config
 from ..kernels.errors import BadArgumentError, ShrinkpointWarning
 from ..store.files import is_damage
 from ..store.frozen_sets import Frozen
-from ..store.regular_files import MOST_JSON, check_link, read_file
+from ..store.local import MOST_JSON, check_link, read_file
 from ..store.store import Store
 from . import pointers, required
 from .frozen_parameters import digest_of, load_frozen, record, store_once, without

@@ -18,9 +18,8 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.codec.named_presets import NAMED
-from shrinkpoint.demo.config import SIZES
-from shrinkpoint.demo.task import Corpus
-from shrinkpoint.demo.trainer import Training
+from shrinkpoint.demo import SIZES
+from shrinkpoint.demo.trainer import Corpus, Training
 
 from ..harness import Options, Row, Rows
 from .workloads import cloned

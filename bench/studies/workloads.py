@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shrinkpoint as sp
-from shrinkpoint.demo.task import GPT, Corpus
-from shrinkpoint.demo.task import loss as text_loss
+from shrinkpoint.demo.trainer import GPT, Corpus
+from shrinkpoint.demo.trainer import loss as text_loss
 
 State = dict[str, Any]
 BETAS = (0.9, 0.999)

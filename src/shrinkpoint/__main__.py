@@ -17,9 +17,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from .commands import convert, diff, housekeeping, inspect, report, seal, try_levels, warm
-from .commands.outputs import note, printable
+from .commands import convert, diff, housekeeping, inspect, seal, try_levels, warm
+from .commands.inputs import AsJson
+from .commands.outputs import emit, note, printable
 from .kernels.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarning
+from .report import report
 
 WRONG, USAGE, FAULT = 1, 2, 70
 """Exit codes for damaged data or failing storage, for wrong usage, and for a fault of this program (`EX_SOFTWARE` of
@@ -136,9 +138,7 @@ def demo(
     full: Annotated[
         bool, typer.Option("--full", help="Train three times as long, as for the committed picture.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON; progress goes to standard error.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a small GPT, kill it, resume it, and compare it with a run that is never killed.
 
@@ -149,15 +149,13 @@ def demo(
     """
     from rich.console import Console
 
-    from .demo.config import demo_config
+    from .demo import demo_config
     from .demo.run import run_demo
 
     config = demo_config(out, steps=steps, every=every, kills=kills, seed=seed, preset=preset, size=size, full=full)
     result = run_demo(config, Console(stderr=as_json))
     if as_json:
-        import json
-
-        typer.echo(json.dumps(result))
+        emit(result)
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -170,7 +168,7 @@ def bench(context: typer.Context) -> None:
 
 app.command("try")(try_levels.try_levels)
 _READING = (inspect.info, inspect.ls, inspect.verify, seal.seal, diff.diff)
-_WRITING = (convert.compress, convert.restore, report.report, *housekeeping.COMMANDS, warm.warm)
+_WRITING = (convert.compress, convert.restore, report, *housekeeping.COMMANDS, warm.warm)
 for command in (*_READING, *_WRITING):
     # A metric may be negative, which looks like an option.
     app.command(context_settings={"ignore_unknown_options": command is housekeeping.rate})(command)

@@ -21,11 +21,11 @@ from ...codec.errors import ShrinkpointError, ShrinkpointWarning
 from ...codec.evidence.kind import Kind
 from ...codec.parallel import Stopped, stoppable
 from ...kernels.backend.arrays import imported
-from ..catalog import Entry
 from ..chain import ChainHead
 from ..compaction import MAX_COST
 from ..history import Loaded
 from ..lock import InUseError
+from ..manifest import Entry
 from ..retention import Retention
 from ..session import Begun, Saved, Session
 from ..store import Store
@@ -213,9 +213,9 @@ class ProcessExecutor(Executor):
 
     Args:
         store: the store to save to.
+        maintenance: of chains and old steps, between saves.
         nice: its niceness relative to this process.
         threads: how many it computes with.
-        maintenance: of chains and old steps, between saves.
         consumes: whether a save frees references of its parent while it runs; one that fails after that, or is
             cancelled, costs the next one a restore of the chain.
 
@@ -225,7 +225,7 @@ class ProcessExecutor(Executor):
 
     on_device = False
 
-    def __init__(self, store: Store, *, nice: int, threads: int, maintenance: Maintenance, consumes: bool) -> None:
+    def __init__(self, store: Store, maintenance: Maintenance, *, nice: int, threads: int, consumes: bool) -> None:
         self.arena = Arena()
         self._text = anonymous("shrinkpoint-job")
         self._given: tuple[int, ...] = ()

@@ -346,19 +346,13 @@ class Saver:
         self.store, self.on_busy, self.keep = store, on_busy, keep
         is_here = in_memory or os.name != "posix" or snapshot == "compressed"
         self.mode = mode or ("thread" if is_here else "process")
-        self._maintenance = maintenance = executors.Maintenance(compact, keep)
-        self._new_executor: Callable[[], Executor] = functools.partial(executors.ThreadExecutor, store, maintenance)
+        self._maintenance = executors.Maintenance(compact, keep)
+        kind: Callable[..., Executor] = executors.ThreadExecutor
         if snapshot == "compressed":
-            self._new_executor = functools.partial(executors.CompressingExecutor, store, maintenance)
+            kind = executors.CompressingExecutor
         elif self.mode == "process":
-            self._new_executor = functools.partial(
-                ProcessExecutor,
-                store,
-                nice=nice,
-                threads=threads,
-                maintenance=maintenance,
-                consumes=on_busy != "cancel",
-            )
+            kind = functools.partial(ProcessExecutor, nice=nice, threads=threads, consumes=on_busy != "cancel")
+        self._new_executor = functools.partial(kind, store, self._maintenance)
         self._lock = threading.RLock()
         self._inside = self._refused = self._closing = self._closed = False
         self._pid = os.getpid()

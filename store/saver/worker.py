@@ -1,12 +1,14 @@
 """The worker process of a `Saver`: `python -m shrinkpoint.store.saver.worker`.
 
-It is a new process, never a fork. It ends on request of its trainer, or after the trainer has ended; a save whose
-snapshot is complete is finished first. It ignores signals, which are meant for the trainer.
+It is a new process, never a fork. Before the first save it compiles the kernels (`warm_up`). It ends on request of its
+trainer, or after the trainer has ended; a save whose snapshot is complete is finished first. It ignores signals, which
+are meant for the trainer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -15,16 +17,20 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .channel import close_all, ignore, receive, send
 
 if TYPE_CHECKING:
+    from ...codec.config import Config
+    from ...codec.state.leaves import NpArray
     from ..store import Store
     from .snapshot import Arena
 
 _KNOWN_MODULES = ("builtins", "shrinkpoint.codec.errors", "shrinkpoint.kernels.errors")
+_SHAPE = (256, 512)
+"""Shape of a matrix that is large enough for every coding method, and for compiled code (`kernels.backend.dispatch`)."""
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
@@ -94,7 +100,6 @@ def main() -> None:
     # Imported at the lower priority: it takes a second.
     from .executors import Maintainer, Maintenance, open_store
     from .snapshot import Arena
-    from .warm_up import warm_up
 
     store: Store | None = None
     broken: dict[str, Any] = {}
@@ -177,6 +182,77 @@ def _follow(store: Store, step: int, identity: str, back: bool) -> None:
     except ShrinkpointError as e:
         what = "a new chain begins" if store.head is None else "the chain of the last save continues"
         warnings.warn(f"{what}, because the one of step {step} cannot be continued: {e}", stacklevel=2)
+
+
+def sample_states(convert: Callable[[NpArray], Any]) -> Iterator[dict[str, Any]]:
+    """Yield successive states of a model that is trained with AdamW.
+
+    Args:
+        convert: what makes an array of the wanted library and dtype of a NumPy array (float32).
+    """
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    shapes = {
+        "embedding.weight": (4096, 64),
+        "linear.weight": _SHAPE,
+        "convolution.weight": (128, 64, 3, 3),
+        "norm.weight": _SHAPE[1:],
+        **{f"layers.{number}.weight": (48, 48) for number in range(12)},  # small ones are coded together
+    }
+
+    def drawn(shape: tuple[int, ...], scale: float) -> NpArray:
+        return scale * random.standard_normal(shape, dtype=np.float32)
+
+    weights = {name: drawn(shape, 1.0) for name, shape in shapes.items()}
+    # Some rows are larger than others, as in trainings, because entropy coding has contexts for that.
+    moments = {name: drawn(shape, 1e-3) for name, shape in shapes.items()}
+    exact = [drawn(_SHAPE, 1.0), drawn(_SHAPE, 1.0)]
+    for moment in moments.values():
+        moment[: len(moment) // 4] *= 8
+    for step in itertools.count():
+        for name, moment in moments.items():
+            weights[name] = weights[name] + moment
+            moments[name] = np.float32(0.9) * moment + drawn(moment.shape, 1e-4)
+        for number, share in enumerate((1e-2, 1e-5)):  # few and very few changes
+            change = np.float32(1e-3) * (random.random(_SHAPE) < share)
+            exact[number] = exact[number] + change
+        optimizer = {
+            number: {"step": 1.0, "exp_avg": convert(m), "exp_avg_sq": convert(np.float32(1e-3) * m * m)}
+            for number, m in enumerate(moments.values())
+        }
+        yield {
+            "model": {name: convert(x) for name, x in weights.items()},
+            "exact": [convert(x) for x in exact],
+            "lists": [[*range(1 << 14), step], [float(x) for x in exact[0].reshape(-1)[: 1 << 14]]],
+            "random": random.integers(0, 256, 5056, dtype=np.uint8),
+            "optimizer": {"state": optimizer, "param_groups": [{"params": list(optimizer)}]},
+        }
+
+
+def warm_up(cfg: Config, convert: Callable[[NpArray], Any], stop: Callable[[], bool]) -> None:
+    """Load the kernels of saves, and compile those that are not in the cache.
+
+    Loading takes a second of processor time, and compiling about eleven.
+
+    Args:
+        cfg: of the saves.
+        convert: as in `sample_states`.
+        stop: whether a save waits; asked between steps of some seconds.
+    """
+    from ...codec.compress import compress
+    from ...codec.evidence.kind import Kind
+
+    states = sample_states(convert)
+    first, second = next(states), next(states)
+    for parts in (("model",), ("model", "optimizer")):
+        # A model without optimizer uses other kernels, because the importance of its weights is unknown.
+        kinds = {f"model/{name}": Kind("linear") for name in first["model"]} if parts == ("model",) else None
+        base = None
+        for state in (first, second):
+            if stop():
+                return
+            base = compress({name: state[name] for name in parts}, base, cfg, kinds=kinds)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from shrinkpoint.commands.convert import compress
 from shrinkpoint.commands.inputs import config
 from shrinkpoint.commands.interchange import load_state, save_state
 from shrinkpoint.commands.outputs import printable, size, write_file, write_folder
-from shrinkpoint.demo.config import presets
+from shrinkpoint.demo import presets
 from shrinkpoint.store.files import StoreWarning
 from tests.codec.common import difference
 

@@ -17,7 +17,7 @@ from tests.fuzz.common import alter_json, fuzz, instrumented
 
 with instrumented():
     import shrinkpoint as sp
-    from shrinkpoint.store.checksummed_json import seal
+    from shrinkpoint.store.files import seal
     from shrinkpoint.store.manifest import Manifest
     from tests.store.common import fill, lossless
 

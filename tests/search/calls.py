@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import shrinkpoint as sp
+from shrinkpoint.codec.inputs import Inputs
 from shrinkpoint.searching.cube import Point
 from shrinkpoint.searching.search_state import SearchInputs, SearchState
 
@@ -21,4 +22,4 @@ def search(*arguments: Any, **keywords: Any) -> sp.SearchResult:
 
 def search_state(state: Any, point: Point, prev: sp.Checkpoint | None = None, grads: Any = None) -> SearchState:
     """The flattened state of a search whose cube begins with `point`."""
-    return SearchState.made(SearchInputs.of(state, prev, grads, None), point)
+    return SearchState.made(SearchInputs(state, grads, Inputs.of(state, prev, None, grads)), point)

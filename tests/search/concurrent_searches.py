@@ -10,7 +10,7 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.searching import run
-from shrinkpoint.searching.process_group import ProcessGroup
+from shrinkpoint.searching.arguments import ProcessGroup
 
 from .calls import search
 

@@ -12,16 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.searching.cube import Cube, Point, normal
-from shrinkpoint.searching.degradation_model import (
+from shrinkpoint.searching.planning import (
     SAMPLES,
     Candidate,
     Known,
     chances,
     degradations,
+    distinct,
     draws,
+    milder,
+    next_trials,
+    open_points,
     signed_scale,
+    undominated,
 )
-from shrinkpoint.searching.next_trials import distinct, milder, next_trials, open_points, undominated
 
 
 def candidate(point: Point) -> Candidate:

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 import shrinkpoint as sp
-from shrinkpoint.store.catalog import FOLDER
+from shrinkpoint.store.manifest import STEPS
 from tests.store.common import lossless, same, state
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def main() -> None:
 
     def create(name: str, data: bytes) -> bool:
         nonlocal refused, waiting
-        if name.startswith(f"{FOLDER}/") and waiting:
+        if name.startswith(f"{STEPS}/") and waiting:
             meeting.at(waiting)
             waiting = ""
         done = real(name, data)

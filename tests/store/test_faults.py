@@ -254,7 +254,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 def test_a_save_lists_and_parses_nothing_that_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shrinkpoint.store.catalog._LISTED_FOR", 3600.0)
+    monkeypatch.setattr("shrinkpoint.store.manifest._LISTED_FOR", 3600.0)
     store = fill(sp.Store(tmp_path, lossless()), 1, 2)
     with counted(monkeypatch) as calls:
         fill(store, 3, 4, 5)
@@ -267,7 +267,7 @@ def test_a_save_lists_and_parses_nothing_that_it_knows(tmp_path: Path, monkeypat
 
 
 def test_what_others_write_is_seen_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shrinkpoint.store.catalog._LISTED_FOR", 3600.0)
+    monkeypatch.setattr("shrinkpoint.store.manifest._LISTED_FOR", 3600.0)
     one, other = sp.Store(tmp_path), sp.Store(tmp_path)
     fill(one, 1, 2)
     fill(other, 9)

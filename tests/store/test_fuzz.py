@@ -18,7 +18,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.checkpoint import Checkpoint
 from shrinkpoint.codec.format.ranged import FRONT, Ranged
 from shrinkpoint.codec.partial import decompress_only
-from shrinkpoint.store.checksummed_json import seal, unseal
+from shrinkpoint.store.files import seal, unseal
 from shrinkpoint.store.labels import read_tag
 from shrinkpoint.store.manifest import Manifest, parse_name
 from tests.codec.common import put_together, take_apart

@@ -11,7 +11,7 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.store.lock import ObjectLock
-from shrinkpoint.store.objects import HubFiles, RepositoryFiles, Retry
+from shrinkpoint.store.objects import HubFiles, RepositoryFiles
 from tests.store.hub_server import Hub
 
 hub_api = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed; `make frameworks` has it")
@@ -37,7 +37,7 @@ def opened(url: str = HOME) -> sp.Store:
 def files() -> RepositoryFiles:
     found = opened()._files
     assert isinstance(found, RepositoryFiles)
-    found._retry = Retry(sleep=lambda _: None)
+    found._sleep = lambda _: None
     return found
 
 

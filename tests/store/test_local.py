@@ -14,7 +14,7 @@ import pytest
 
 import shrinkpoint as sp
 from shrinkpoint.store import local
-from shrinkpoint.store.checksummed_json import seal, unseal
+from shrinkpoint.store.files import seal, unseal
 from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.store import RestoreNotCountedWarning

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.store.files import StoreWarning
-from shrinkpoint.store.objects import ObjectFiles, Retry
+from shrinkpoint.store.objects import ObjectFiles
 from shrinkpoint.store.retention import Retention
 from tests.store.common import fill, lossless, same, state
 
@@ -76,7 +76,7 @@ def flaky_store(url: str, plan: str, **more: Any) -> tuple[sp.Store, Flaky, list
     files = store._files
     assert isinstance(files, ObjectFiles)
     files.fs = fs
-    files._retry = Retry(sleep=waits.append)
+    files._sleep = waits.append
     return store, fs, waits
 
 
@@ -241,7 +241,8 @@ def test_a_failed_precondition_without_a_name() -> None:
     """An EINVAL from s3fs for a failed precondition is recognised."""
     url = f"memory://{uuid.uuid4()}"
     fs = Flaky()
-    files = ObjectFiles(fs, f"/{uuid.uuid4()}", Retry(sleep=lambda _: None))
+    files = ObjectFiles(fs, f"/{uuid.uuid4()}")
+    files._sleep = lambda _: None
     assert files.create("steps/x", b"mine")
 
     def refuse(path: str, value: bytes, mode: str = "overwrite") -> None:

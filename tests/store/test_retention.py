@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.store import local
-from shrinkpoint.store.checksummed_json import seal
-from shrinkpoint.store.files import StoreWarning
+from shrinkpoint.store.files import StoreWarning, seal
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.store import RestoreNotCountedWarning, Saved
 from tests.store.common import data_path, fill, listing, lossless, manifest_path, same, state

@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 import shrinkpoint as sp
 from shrinkpoint.__main__ import app
 from shrinkpoint.store import parts
-from shrinkpoint.store.checksummed_json import seal, unseal
-from shrinkpoint.store.files import Files, StoreWarning
+from shrinkpoint.store.files import Files, StoreWarning, seal, unseal
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.saver.saver import SaverWarning
 from shrinkpoint.store.store import SkippedCheckpointWarning

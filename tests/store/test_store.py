@@ -19,8 +19,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.store.checksummed_json import seal
-from shrinkpoint.store.files import StoreWarning
+from shrinkpoint.store.files import StoreWarning, seal
 from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.store.store import SkippedCheckpointWarning
 

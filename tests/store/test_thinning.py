@@ -18,7 +18,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.checkpoint import Checkpoint
 from shrinkpoint.codec.evidence.kind import Kind
 from shrinkpoint.codec.rebase import has_moments, moments, rebase
-from shrinkpoint.store.checksummed_json import seal
+from shrinkpoint.store.files import seal
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.store import ThinnedCheckpointWarning
@@ -252,32 +252,32 @@ def test_states_without_moments_are_left_alone(tmp_path: Path, monkeypatch: pyte
         store.save(step, {"model": {"w": M + step}})
     store.gc(Retention(**ALL, thin_after=1))
     assert not any(m.lacks for m in store.manifests()[0].values())
-    monkeypatch.setattr("shrinkpoint.store.thinning.opener", None)  # their headers are not read again
+    monkeypatch.setattr("shrinkpoint.store.retention.opener", None)  # their headers are not read again
     store.gc(Retention(**ALL, thin_after=1))
 
 
 def test_a_pin_that_comes_while_a_step_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shrinkpoint.store import thinning
+    from shrinkpoint.store import retention
 
     store = filled(tmp_path, 3)
-    real = thinning.Thinning.prepare
+    real = retention.Thinning.prepare
 
     def prepare(self: Any, *args: Any) -> Any:
         found = real(self, *args)
         sp.Store(tmp_path).pin(0)
         return found
 
-    monkeypatch.setattr(thinning.Thinning, "prepare", prepare)
+    monkeypatch.setattr(retention.Thinning, "prepare", prepare)
     store.gc(Retention(**ALL, thin_after=1))
     assert whole(store) == {0, 2}
 
 
 def test_files_that_another_process_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prepared files that are gone before the commit are not named by a manifest."""
-    from shrinkpoint.store import thinning
+    from shrinkpoint.store import retention
 
     store = filled(tmp_path, 3)
-    real = thinning.Thinning.prepare
+    real = retention.Thinning.prepare
 
     def prepare(self: Any, root: Any, lease: Any) -> Any:
         found = real(self, root, lease)
@@ -286,7 +286,7 @@ def test_files_that_another_process_collected(tmp_path: Path, monkeypatch: pytes
             (tmp_path / "data" / manifest.file).unlink()
         return found
 
-    monkeypatch.setattr(thinning.Thinning, "prepare", prepare)
+    monkeypatch.setattr(retention.Thinning, "prepare", prepare)
     store.gc(Retention(**ALL, thin_after=1))
     assert whole(store) == {0, 1, 2}
     monkeypatch.undo()

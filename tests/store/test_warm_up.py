@@ -10,26 +10,26 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint.kernels.backend import dispatch
-from shrinkpoint.store.saver import warm_up
+from shrinkpoint.store.saver.worker import warm_up
 
 
 @pytest.fixture
 def compressed(monkeypatch: pytest.MonkeyPatch) -> list[sp.Checkpoint]:
     """Record the checkpoints that a warm-up makes."""
     made: list[sp.Checkpoint] = []
-    right = warm_up.compress
+    right = sp.compress
 
     def compress(*given: Any, **named: Any) -> sp.Checkpoint:
         made.append(right(*given, **named))
         return made[-1]
 
-    monkeypatch.setattr(warm_up, "compress", compress)
+    monkeypatch.setattr("shrinkpoint.codec.compress.compress", compress)
     return made
 
 
 @pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
 def test_bases_and_deltas_are_those_of_a_training(compressed: list[sp.Checkpoint], convert: Any) -> None:
-    warm_up.warm_up(sp.Config(), convert, lambda: False)
+    warm_up(sp.Config(), convert, lambda: False)
     assert [made.is_delta for made in compressed] == [False, True, False, True]
     for made in compressed:
         rows = {row.path: row for row in made.summary()}
@@ -43,5 +43,5 @@ def test_bases_and_deltas_are_those_of_a_training(compressed: list[sp.Checkpoint
 
 
 def test_a_save_that_waits_ends_it(compressed: list[sp.Checkpoint]) -> None:
-    warm_up.warm_up(sp.presets.lossless(), np.asarray, lambda: len(compressed) == 3)
+    warm_up(sp.presets.lossless(), np.asarray, lambda: len(compressed) == 3)
     assert len(compressed) == 3

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shrinkpoint as sp
-from shrinkpoint.searching.process_group import ProcessGroup
+from shrinkpoint.searching.arguments import ProcessGroup
 from shrinkpoint.trainers.processes import of_first, on_all, on_rank_0
 
 

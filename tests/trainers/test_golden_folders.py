@@ -18,8 +18,7 @@ import shrinkpoint as sp
 from shrinkpoint import trainers
 from shrinkpoint.codec.format import container
 from shrinkpoint.commands import seal as integrity
-from shrinkpoint.store.checksummed_json import seal, unseal
-from shrinkpoint.store.files import StoreWarning
+from shrinkpoint.store.files import StoreWarning, seal, unseal
 from shrinkpoint.trainers.dcp import ParentNotUsedWarning, Reader, Writer
 from shrinkpoint.trainers.hub import load_pretrained
 from shrinkpoint.trainers.pointers import load_at

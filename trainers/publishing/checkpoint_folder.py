@@ -21,8 +21,7 @@ from safetensors.torch import save_file
 
 from ...codec.errors import BadArgumentError, CorruptDataError
 from ...codec.format.bounded_json import loads
-from ...store.local import LocalFiles
-from ...store.regular_files import check_link, regular
+from ...store.local import LocalFiles, check_link, regular
 from .host_copy import published_tensors
 from .subscriber import Subscriber
 

@@ -34,8 +34,7 @@ from ...codec.errors import BadArgumentError, CorruptDataError
 from ...codec.format.bounded_json import loads
 from ...codec.state.leaves import NpArray
 from ...kernels.backend.arguments import choice, integer
-from ...store.local import LocalFiles, sync_folder
-from ...store.regular_files import check_link
+from ...store.local import LocalFiles, check_link, sync_folder
 from .host_copy import Change, HostCopy
 from .tensors import host_bytes
 

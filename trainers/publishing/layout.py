@@ -33,7 +33,7 @@ from ...codec.errors import BadArgumentError, CorruptDataError, NewerFormatError
 from ...codec.extras import install
 from ...codec.format.bounded_json import loads
 from ...codec.state.leaves import LeafSpec
-from ...store.checksummed_json import seal
+from ...store.files import seal
 
 FORMAT = 2
 LARGEST = 10**12 - 1

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shrinkpoint.demo.task import GPT
+from shrinkpoint.demo.trainer import GPT
 
 from ..workloads import BETAS, CLICK_FIELDS, Embedded, Workload, clicks, digits, encoder, text_batch, text_held_out
 

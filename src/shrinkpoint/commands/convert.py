@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +15,7 @@ from ..codec.errors import BadArgumentError
 from . import inputs
 from .inputs import AsJson, Force, Parents, Step, check_exists, newest_intact, open_store, parse_step, resolved, subtree
 from .interchange import SUFFIXES, check_target, format_of, load_state, save_state
-from .outputs import busy, check_free, emit, line, listed, note, size, write_file
+from .outputs import busy, check_free, emit, line, listed, note, result, size, write_file
 
 if TYPE_CHECKING:
     from ..codec.checkpoint import Checkpoint
@@ -24,17 +23,6 @@ if TYPE_CHECKING:
 ENDING = ".spt"
 STEP_WORDS = ("step", "iter(?:ation)?", "checkpoint|ckpt", "epoch")
 """Words before the step in the name of a checkpoint; the first word of this list that the name contains is used."""
-
-
-@dataclass(frozen=True, slots=True)
-class InStore:
-    """The options of a checkpoint that is saved to a store; see `compress`."""
-
-    step: int | None
-    step_from_name: bool
-    against: str | None
-    base: bool
-    metric: float | None
 
 
 def compress(
@@ -92,9 +80,10 @@ def compress(
         raise BadArgumentError(
             f"the destination is missing: shrinkpoint compress {target} DESTINATION, a file ending in .spt or a store"
         )
-    in_store = InStore(step, step_from_name, against, base, metric)
     cfg = inputs.config(preset, config, rate, max_rel_error)
-    numbered = _placed(sources, target, in_store, parents)
+    given = {"--step": step is not None, "--step-from-name": step_from_name, "--against": against is not None}
+    given |= {"--base": base, "--metric": metric is not None, "--parent": bool(parents)}
+    numbered = _placed(sources, target, step, given)
     for source in sources:
         check_exists(str(source))
 
@@ -143,41 +132,39 @@ def compress(
 
 
 def _placed(
-    sources: Sequence[Path], target: str, in_store: InStore, parents: list[Path] | None
+    sources: Sequence[Path], target: str, step: int | None, given: Mapping[str, bool]
 ) -> dict[int, Path] | None:
     """Return the sources by step, or None if the target is a single file.
+
+    Args:
+        sources: the files.
+        target: a single file, or a store.
+        step: of one source in a store.
+        given: whether each option is given; all are for stores, but --parent.
 
     Raises:
         BadArgumentError: options that contradict each other or the target.
     """
-    single = target.endswith(ENDING)
-    misplaced = {
-        "--step": single and in_store.step is not None,
-        "--step-from-name": single and in_store.step_from_name,
-        "--against": single and in_store.against is not None,
-        "--base": single and in_store.base,
-        "--metric": single and in_store.metric is not None,
-        "--parent": not single and bool(parents),
-    }
-    for option, wrong in misplaced.items():
-        if wrong:
+    single, is_named = target.endswith(ENDING), given["--step-from-name"]
+    for option, is_given in given.items():
+        if is_given and single == (option != "--parent"):
             kind = "a single file" if single else f"a store; one file ends in {ENDING}"
             raise BadArgumentError(f"{option}: the target {target} is {kind}")
-    if in_store.base and in_store.against is not None:
+    if given["--base"] and given["--against"]:
         raise BadArgumentError("--base and --against are both given; use one of them")
-    if in_store.step_from_name and (in_store.step is not None or in_store.metric is not None):
+    if is_named and (given["--step"] or given["--metric"]):
         raise BadArgumentError("--step-from-name: neither --step nor --metric may be given with it")
-    if len(sources) > 1 and not in_store.step_from_name:
+    if len(sources) > 1 and not is_named:
         raise BadArgumentError(f"{len(sources)} sources are given; several need --step-from-name and a store")
     if single:
         return None
-    if in_store.step_from_name:
+    if is_named:
         return steps_from_names(sources)
-    if in_store.step is None:
+    if step is None:
         raise BadArgumentError(
             f"--step or --step-from-name is needed for the store {target} (a single file ends in {ENDING})"
         )
-    return {in_store.step: sources[0]}
+    return {step: sources[0]}
 
 
 def steps_from_names(paths: Sequence[Path]) -> dict[int, Path]:
@@ -262,10 +249,8 @@ def restore(
         state = _root(subtree(state, under), under)
     with busy(f"writing {target}"):
         save_state(state, target, kind, force)
-    if as_json:
-        emit(where | {"output": str(target), "format": kind})
-    else:
-        line(f"{', '.join(f'{k} {v}' for k, v in where.items())} -> {target} ({kind})")
+    text = f"{', '.join(f'{k} {v}' for k, v in where.items())} -> {target} ({kind})"
+    result(as_json, text, **where, output=str(target), format=kind)
 
 
 def _state(
@@ -283,11 +268,7 @@ def _state(
     if parents:
         raise BadArgumentError(f"--parent: {source} is a store, which finds parents by itself")
     store = open_store(source)
-    if step is None:
-        number, state = newest_intact(store, lambda s: store.load(s, paths, count=False))
-        newest = store.steps()[-1]
-        if number != newest:
-            note(f"warning: restored step {number} instead of {newest}")
-    else:
-        number, state = store.describe(parse_step(step)).step, store.load(parse_step(step), paths, count=False)
+    number, state = inputs.read_step(store, step, lambda s: store.load(s, paths, count=False))
+    if step is None and number != (newest := store.steps()[-1]):
+        note(f"warning: restored step {number} instead of {newest}")
     return state, {"store": source, "step": number}

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ..codec.errors import CorruptDataError, ShrinkpointError, UnsupportedLeafError
 from ..codec.format.bounded_json import MOST_VALUES
 from ..codec.state.leaves import check_memory, is_array, same_storage_key
-from ..store.regular_files import read_file, unlinked
+from ..store.local import read_file, unlinked
 
 if TYPE_CHECKING:
     from ..store.store import Store

@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from ..codec.errors import BadArgumentError
-from ..store.catalog import FOLDER, Catalog
-from ..store.manifest import manifest_name
+from ..store.manifest import Catalog, manifest_path
 from .inputs import AsJson, StoreUrl, open_store, parse_step
-from .outputs import busy, emit, line, note, steps_done
+from .outputs import busy, emit, line, note, result, steps_done
 
 StepArgument = Annotated[str, typer.Argument(metavar="STEP", help="Number or tag.")]
 
@@ -67,8 +66,7 @@ def gc(
     With --thin-after, kept steps lose the moments of optimizers: they can be loaded, and training cannot continue from
     them. Pinned and tagged steps stay whole.
     """
-    from ..store.retention import Retention
-    from ..store.thinning import steps_to_thin
+    from ..store.retention import Retention, steps_to_thin
     from ..store.urls import open_files
 
     retention = None
@@ -86,7 +84,7 @@ def gc(
     with busy("gc"):
         removed = opened.gc(retention, timeout=timeout, dry_run=dry_run)
     names = set(removed)
-    gone = [step for step, known in before.items() if f"{FOLDER}/{manifest_name(step, known[-1])}" in names]
+    gone = [step for step, known in before.items() if manifest_path(step, known[-1]) in names]
     new: list[int] = []
     if retention is not None and thin_after is not None and dry_run:
         new = sorted(steps_to_thin(catalog, retention, read=True).difference(gone))
@@ -126,14 +124,14 @@ def drop(
         steps = opened.drop_after(parse_step(after))
     else:
         opened.drop(*(steps or []))
-    _print(as_json, f"removed {', '.join(map(str, steps or [])) or 'none'}", store=store, removed_steps=steps)
+    result(as_json, f"removed {', '.join(map(str, steps or [])) or 'none'}", store=store, removed_steps=steps)
 
 
 def pin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:
     """Protect a step from `gc`."""
     opened = open_store(store)
     opened.pin(parse_step(step))
-    _print(as_json, f"pinned: {', '.join(map(str, opened.pins()))}", store=store, pins=opened.pins())
+    result(as_json, f"pinned: {', '.join(map(str, opened.pins()))}", store=store, pins=opened.pins())
 
 
 def unpin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:
@@ -144,7 +142,7 @@ def unpin(store: StoreUrl, step: StepArgument, as_json: AsJson = False) -> None:
     if number is None or number not in opened.pins():
         raise BadArgumentError(f"{step} is not pinned in {store}")
     opened.unpin(number)
-    _print(as_json, f"pinned: {', '.join(map(str, opened.pins())) or 'none'}", store=store, pins=opened.pins())
+    result(as_json, f"pinned: {', '.join(map(str, opened.pins())) or 'none'}", store=store, pins=opened.pins())
 
 
 def tag(
@@ -156,7 +154,7 @@ def tag(
     """Give a step a name, which also protects it from `gc`; an existing name moves to it."""
     opened = open_store(store)
     opened.tag(name, parse_step(step))
-    _print(as_json, f"{name}: step {opened.tags()[name]}", store=store, tags=opened.tags())
+    result(as_json, f"{name}: step {opened.tags()[name]}", store=store, tags=opened.tags())
 
 
 def untag(
@@ -169,7 +167,7 @@ def untag(
     damaged = opened.verify_labels()
     for why in damaged.values():
         note(why)
-    _print(as_json, f"removed the tag {name}", store=store, tags=None if damaged else opened.tags())
+    result(as_json, f"removed the tag {name}", store=store, tags=None if damaged else opened.tags())
 
 
 def rate(
@@ -182,7 +180,7 @@ def rate(
     opened = open_store(store)
     opened.rate(parse_step(step), metric)
     number = opened.describe(parse_step(step)).step
-    _print(as_json, f"step {number}: metric {metric:g}", store=store, step=number, metric=metric)
+    result(as_json, f"step {number}: metric {metric:g}", store=store, step=number, metric=metric)
 
 
 def copy(
@@ -205,14 +203,7 @@ def copy(
     # A concurrent run may add or remove steps during the copy.
     chosen = asked or sorted(set(there) & {*before, *opened.steps()})
     text = f"{len(chosen)} steps are in {target}, which has {len(there)}"
-    _print(as_json, text, store=store, target=target, steps=chosen)
-
-
-def _print(as_json: bool, text: str, **data: object) -> None:
-    if as_json:
-        emit(data)
-    else:
-        line(text)
+    result(as_json, text, store=store, target=target, steps=chosen)
 
 
 COMMANDS = (compact, gc, drop, pin, unpin, tag, untag, rate, copy)

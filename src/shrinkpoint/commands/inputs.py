@@ -15,10 +15,11 @@ import typer
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.format.bounded_json import loads
 from ..codec.format.ranged import Ranged
-from ..demo.config import presets
-from ..store.catalog import Catalog
-from ..store.regular_files import read_file as read_bytes
-from ..store.regular_files import regular
+from ..demo import presets
+from ..store.files import DAMAGE
+from ..store.local import read_file as read_bytes
+from ..store.local import regular
+from ..store.manifest import Catalog
 from .dcp import METADATA, is_dcp, is_ours
 from .outputs import listed, nearest, note
 
@@ -203,10 +204,18 @@ def newest_intact(store: Store, read: Callable[[int], T]) -> tuple[int, T]:
     for step in store.candidates():
         try:
             return step, read(step)
-        except (CorruptDataError, MissingParentError, NewerFormatError) as error:
+        except DAMAGE as error:
             skipped.append(str(error))
             note(f"warning: skipped {error}")
     raise CorruptDataError(f"{store.url}: no checkpoint is intact: {'; '.join(skipped)}")
+
+
+def read_step(store: Store, step: str | None, read: Callable[[int], T]) -> tuple[int, T]:
+    """Return the step that is asked for and the result of `read`; None: the newest intact one."""
+    if step is None:
+        return newest_intact(store, read)
+    number = store.describe(parse_step(step)).step
+    return number, read(number)
 
 
 def header_of_file(path: Path) -> Checkpoint:

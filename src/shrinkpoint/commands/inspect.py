@@ -12,11 +12,10 @@ import typer
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ..store import history, labels
-from ..store.catalog import FROZEN, Catalog
-from ..store.manifest import lacking
+from ..store.manifest import FROZEN, Catalog, lacking
 from . import inputs
-from .inputs import AsJson, Parents, Step, StoreUrl, is_spt, is_store, open_store, parse_step
-from .outputs import busy, emit, line, listed, nearest, note, size, steps_done, table
+from .inputs import AsJson, Parents, Step, StoreUrl, is_spt, is_store, open_store
+from .outputs import busy, emit, line, listed, nearest, note, result, size, steps_done, table
 from .seal import is_sealed, newest_sealed, verify_sealed
 
 if TYPE_CHECKING:
@@ -140,11 +139,8 @@ def error_columns(error: float, measure: str) -> tuple[str, str]:
 def _open(source: str, step: str | None) -> tuple[Ranks, dict[str, Any]]:
     """Read the header of a checkpoint, or of each rank of a sharded one.
 
-    Its origin is named for --json."""
-
-    def headers(number: int) -> Ranks:
-        return inputs.headers_of_step(store, store.describe(number))
-
+    Its origin is named for --json.
+    """
     path = Path(source)
     if path.is_file() or (not is_store(source) and inputs.is_sharded(path)):
         if step is not None:
@@ -154,11 +150,7 @@ def _open(source: str, step: str | None) -> tuple[Ranks, dict[str, Any]]:
             return {None: inputs.header_of_file(path)}, {"file": source}
         return inputs.headers_of_folder(path), {"folder": source}
     store = open_store(source)
-    if step is None:
-        number, ckpts = inputs.newest_intact(store, headers)
-    else:
-        number = store.describe(parse_step(step)).step
-        ckpts = headers(number)
+    number, ckpts = inputs.read_step(store, step, lambda s: inputs.headers_of_step(store, store.describe(s)))
     manifest = store.describe(number)
     return ckpts, {
         "store": source,
@@ -315,12 +307,12 @@ def verify(
         else:
             checked.append({"path": source})
             problems += _verify_sealed(source, as_json)
-    for result in _verify_files(files, parents or []):
-        checked.append({key: result[key] for key in ("file", "how", "id")})
-        if result["problem"]:
-            problems.append({"file": result["file"], "problem": result["problem"]})
-        elif not as_json and result["how"] == "checksums":
-            line(f"{result['file']}: intact by its checksums; not decoded, because its parent was not given")
+    for file in _verify_files(files, parents or []):
+        checked.append({key: file[key] for key in ("file", "how", "id")})
+        if file["problem"]:
+            problems.append({"file": file["file"], "problem": file["problem"]})
+        elif not as_json and file["how"] == "checksums":
+            line(f"{file['file']}: intact by its checksums; not decoded, because its parent was not given")
     if as_json:
         emit({"intact": not problems, "checked": checked, "problems": problems})
     else:
@@ -364,10 +356,7 @@ def _print_newest(sources: list[str], as_json: bool) -> None:
             inputs.check_exists(run)
             raise BadArgumentError(f"--newest: {run} is not a folder")
         found = {"path": str(newest_sealed(Path(run), as_json))}
-    if as_json:
-        emit(found)
-    else:
-        line(str(found.get("path", found.get("step"))))
+    result(as_json, str(found.get("path", found.get("step"))), **found)
 
 
 def _verify_files(files: list[Path], parents: list[Path]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from ..codec.errors import BadArgumentError, CorruptDataError, UnsupportedLeafEr
 from ..codec.format.bounded_json import loads
 from ..codec.state import tree
 from ..codec.state.leaves import is_array
-from ..store.regular_files import regular
+from ..store.local import regular
 from .dcp import is_dcp, load_dcp, load_plain, save_dcp
 from .inputs import is_spt, is_utf8
 from .outputs import check_apart, check_free, listed, note, write_file, write_folder

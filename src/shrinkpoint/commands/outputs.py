@@ -46,6 +46,14 @@ def emit(data: Any) -> None:
     typer.echo(json.dumps(plain(data), indent=1, allow_nan=False))
 
 
+def result(as_json: bool, text: str, **data: object) -> None:
+    """Print a result: its data as one JSON document, or a line about it."""
+    if as_json:
+        emit(data)
+    else:
+        line(text)
+
+
 def plain(data: Any) -> Any:
     """Replace numbers that JSON does not have by None."""
     if isinstance(data, dict):
@@ -100,8 +108,8 @@ def _is_terminal() -> bool:
 
 
 @contextlib.contextmanager
-def _bar(what: str, total: int | None, *numbers: str) -> Iterator[Callable[..., None]]:
-    """Show a bar on standard error.
+def _bar(what: str, total: int | None, *numbers: str, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """Show a bar on standard error, if that is a terminal.
 
     The function it yields is called with the fields of the bar's task that change (`completed`, `description`).
 
@@ -109,15 +117,15 @@ def _bar(what: str, total: int | None, *numbers: str) -> Iterator[Callable[..., 
         what: description at the beginning.
         total: at which the bar is full; None: it comes with an update.
         numbers: classes of rich's columns behind the bar.
+        quiet: show nothing.
     """
+    if quiet or not _is_terminal():
+        yield lambda **_: None
+        return
     from rich import progress
     from rich.console import Console
 
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        *(getattr(progress, n)() for n in numbers),
-    )
+    columns = [progress.TextColumn("{task.description}"), *(getattr(progress, n)() for n in ("BarColumn", *numbers))]
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         yield functools.partial(bar.update, bar.add_task(what, total=total))
 
@@ -131,33 +139,25 @@ def steps_done(what: str, *, quiet: bool) -> Iterator[Callable[[int | None, int,
     The function it yields is called with (step, or None for things other than steps, done, total), like the callbacks
     of `Store`.
     """
-    if not _is_terminal():
-
-        def show_line(step: int | None, done: int, total: int) -> None:
-            every = -(-total // LINES)
-            if not quiet and total and (done % every == 0 or done == total):
-                note(f"{what}: {done}/{total}" if step is None else f"{what}: step {step} ({done} of {total})")
-
-        yield show_line
-        return
     with _bar(what, None, "MofNCompleteColumn", "TimeRemainingColumn") as update:
 
         def show(step: int | None, done: int, total: int) -> None:
-            update(completed=done, total=total, description=what if step is None else f"{what}: step {step}")
+            every = -(-total // LINES)
+            if _is_terminal():
+                update(completed=done, total=total, description=what if step is None else f"{what}: step {step}")
+            elif not quiet and total and (done % every == 0 or done == total):
+                note(f"{what}: {done}/{total}" if step is None else f"{what}: step {step} ({done} of {total})")
 
         yield show
 
 
 @contextlib.contextmanager
-def bytes_done(what: str, *, quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
+def bytes_done(what: str, *, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Progress over the bytes of files: a bar on a terminal, nothing elsewhere or if `quiet`.
 
-    The function it yields, if any, is called with (file, bytes done, bytes in all).
+    The function it yields is called with (file, bytes done, bytes in all).
     """
-    if quiet or not _is_terminal():
-        yield None
-        return
-    with _bar(what, None, "DownloadColumn", "TimeRemainingColumn") as update:
+    with _bar(what, None, "DownloadColumn", "TimeRemainingColumn", quiet=quiet) as update:
         yield lambda _file, done, total: update(completed=done, total=total)
 
 
@@ -179,9 +179,6 @@ def stages_done(total: int) -> Iterator[Callable[[str], None]]:
 
     The function it yields is called with the name of each stage when it begins.
     """
-    if not _is_terminal():
-        yield lambda _: None
-        return
     with _bar("", total, "MofNCompleteColumn", "TimeElapsedColumn") as update:
         begun = itertools.count()
         yield lambda stage: update(completed=next(begun), description=stage)

@@ -9,6 +9,7 @@ executed. The seal has a checksum of its own.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -23,9 +24,8 @@ import typer
 
 from ..codec.format.bounded_json import loads
 from ..kernels.errors import BadArgumentError, CorruptDataError, ShrinkpointError
-from ..store import checksummed_json
-from ..store.regular_files import MOST_JSON, check_link, regular
-from ..store.regular_files import read_file as read_bytes
+from ..store.local import MOST_JSON, check_link, regular
+from ..store.local import read_file as read_bytes
 from .inputs import AsJson, Force, check_exists, is_spt, is_store, is_utf8, read_file
 from .outputs import bytes_done, check_free, emit, line, note, size, write_file
 
@@ -368,7 +368,9 @@ def _files(path: Path, *, strict: bool = True) -> Iterator[tuple[str, Path]]:
 
 
 def _sealed(fields: dict[str, Any]) -> bytes:
-    def dump(found: dict[str, Any]) -> bytes:
-        return checksummed_json.indented(found) + b"\n"
+    """Return the JSON of some fields and of its checksum."""
 
-    return checksummed_json.seal(fields, dump, lambda data: blake3.blake3(data).hexdigest())
+    def dump(found: dict[str, Any]) -> bytes:
+        return json.dumps(found, indent=1).encode("ascii") + b"\n"
+
+    return dump({**fields, "checksum": blake3.blake3(dump(fields)).hexdigest()})

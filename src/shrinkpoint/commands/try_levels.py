@@ -24,13 +24,14 @@ import typer
 
 from ..codec.errors import UnsupportedLeafError
 from ..codec.evidence.kind import NOTHING, UNMATCHED
+from ..codec.named_presets import NAMED
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array
 from ..kernels.errors import BadArgumentError
 from .convert import steps_from_names
 from .dcp import is_dcp
 from .diff import side_of
-from .inputs import AsJson, check_exists, config
+from .inputs import AsJson, check_exists
 from .interchange import load_state
 from .outputs import busy, emit, line, listed, size, stages_done, table
 from .trials import packages, try_level, try_package
@@ -240,8 +241,7 @@ def _trials(states: Sequence[Any], function: Callable[[Any, str], float] | None)
     with stages_done(len(LEVELS) + len(others)) as begin:
         for name in LEVELS:
             begin(name)
-            cfg = config(name.replace("_", "-"), None)
-            found.append(try_level(name, cfg, states[0], states[1] if len(states) > 1 else None, function))
+            found.append(try_level(name, NAMED[name](), states[0], states[1] if len(states) > 1 else None, function))
         for name in others:
             begin(name)
             found.append(try_package(name, states[0]))

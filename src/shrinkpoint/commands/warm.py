@@ -13,7 +13,7 @@ import typer
 
 from .. import __version__
 from .inputs import AsJson, config
-from .outputs import emit, line, steps_done
+from .outputs import result, steps_done
 
 if TYPE_CHECKING:
     from ..codec.config import Config
@@ -49,12 +49,9 @@ def warm(
         cache.mark_warmed(purpose)
         kernels = len(cache.loaded | cache.stored)
     compiled, seconds = len(cache.stored) - before, time.perf_counter() - begin
-    if as_json:
-        emit({"functions": compiled, "kernels": kernels, "seconds": seconds})
-    elif compiled:
-        line(f"{compiled} of {kernels} kernels compiled in {seconds:.0f} s")
-    else:
-        line(f"all {kernels} kernels are compiled")
+    done = f"{compiled} of {kernels} kernels compiled in {seconds:.0f} s"
+    text = done if compiled else f"all {kernels} kernels are compiled"
+    result(as_json, text, functions=compiled, kernels=kernels, seconds=seconds)
 
 
 def _sources() -> list[tuple[float, int]]:
@@ -106,7 +103,7 @@ def save_and_load(cfg: Config, dtype: str) -> None:
     import fsspec
     import torch
 
-    from ..store.saver.warm_up import sample_states
+    from ..store.saver.worker import sample_states
     from ..store.store import Store
 
     url, own = f"memory://warm-{uuid.uuid4()}", getattr(torch, dtype)
@@ -126,7 +123,7 @@ def search_once() -> None:
     import torch
 
     from ..searching.run import search
-    from ..store.saver.warm_up import sample_states
+    from ..store.saver.worker import sample_states
 
     states = sample_states(torch.from_numpy)
     first = next(states)

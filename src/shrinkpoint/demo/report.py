@@ -15,10 +15,10 @@ from rich.table import Table
 
 from ..bench.machine import commit
 from ..report.charts import COLOURS, FAINT, INK, PLAIN, RED
-from .config import SIZES, threads
+from . import SIZES, threads
 
 if TYPE_CHECKING:
-    from .config import DemoConfig
+    from . import DemoConfig
     from .supervisor import Event, History
 
 LATE = 0.75

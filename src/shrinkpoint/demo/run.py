@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -11,14 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from ..codec.extras import install
-from .config import SIZES, DemoError, Job, threads
+from . import SIZES, DemoError, Job, threads
 from .report import curves, draw, summarize, tables
 from .supervisor import Killer, supervise
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .config import DemoConfig
+    from . import DemoConfig
     from .supervisor import Event
 
 MB = 1e6
@@ -44,11 +45,12 @@ def run_demo(config: DemoConfig, console: Console) -> dict[str, Any]:
         DemoError: the output folder holds other files, or the trainer failed.
     """
     folder = Folder.fresh(config.out)
-    job = Job(config.steps, config.every, config.seed, config.size, threads(SIZES[config.size]))
+    size, preset = config.size, config.preset
+    job = Job(config.steps, config.every, config.seed, size, threads(SIZES[size]), preset)
     with View(console, config.steps) as view:
         view.begin("run", f"Training, with compressed checkpoints in {folder.store}")
         killer = Killer(config.kills, config.steps, config.every, config.seed)
-        run = supervise(job.with_store(folder.store, config.preset), folder.log, view.event, killer)
+        run = supervise(replace(job, store=str(folder.store)), folder.log, view.event, killer)
         view.begin("baseline", "Training without compression and without kills")
         baseline = supervise(job, folder.log, view.event)
     result = summarize(config, run, baseline)

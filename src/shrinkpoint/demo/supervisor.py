@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from ..store.saver.channel import module_folders
-from .config import DemoError, Job, checkpoint_steps
+from . import DemoError, Job, checkpoint_steps
 
 Event = dict[str, Any]
 PATIENCE = 900.0
@@ -126,11 +126,6 @@ class Killer:
         self._misses = 0
         self._save_times: list[float] = []
         self._step_time = 0.0
-
-    @property
-    def left(self) -> int:
-        """Number of kills left."""
-        return len(self._plan)
 
     @property
     def aims_at_save(self) -> bool:

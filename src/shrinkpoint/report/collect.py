@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..codec.base import CHUNK, Reference
-from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
+from ..codec.errors import BadArgumentError, ShrinkpointError
 from ..codec.evidence.moments import guess
 from ..codec.format.bounded_json import loads
 from ..codec.parallel import map_chunks
@@ -25,7 +25,8 @@ from ..commands.dcp import load_step
 from ..commands.diff import widened
 from ..commands.inputs import headers_of_step
 from ..store import history
-from ..store.regular_files import MOST_JSON, read_file
+from ..store.files import DAMAGE
+from ..store.local import MOST_JSON, read_file
 from ..store.urls import open_files
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ BINS = 64
 """Maximum number of bins of a histogram."""
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 HEADER = "header and checksums"
-DAMAGE = (CorruptDataError, MissingParentError, NewerFormatError)
 Progress = Callable[[int, int, int], None]
 
 
