@@ -23,8 +23,7 @@ from ...codec.errors import BadArgumentError, CorruptDataError
 from ...codec.format.bounded_json import loads
 from ...store.local import LocalFiles
 from ...store.regular_files import check_link, regular
-from .host_copy import published_tensors
-from .subscriber import Subscriber
+from .subscriber import Subscriber, published_tensors
 
 MARKER = "shrinkpoint-version.json"
 """File that names the version of a folder; it is missing while the folder is written."""

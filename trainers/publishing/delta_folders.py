@@ -36,7 +36,7 @@ from ...codec.state.leaves import NpArray
 from ...kernels.backend.arguments import choice, integer
 from ...store.local import LocalFiles, sync_folder
 from ...store.regular_files import check_link
-from .host_copy import Change, HostCopy
+from .subscriber import Change, HostCopy
 from .tensors import host_bytes
 
 _NAME = re.compile(r"weight_v(\d{6})")
