@@ -1,4 +1,4 @@
-"""Arrays as bytes that stand alone; numcodecs' codecs of them, for Zarr 2, kerchunk and direct use.
+"""numcodecs: arrays as bytes that stand alone, for Zarr 2, kerchunk and direct use.
 
     codec = numcodecs.get_codec({"id": "shrinkpoint.quantize", "max_error": 0.05})
 

@@ -1,4 +1,4 @@
-"""Metadata of a distributed checkpoint: the file and place of each shard, as JSON, and its path in that file.
+"""Metadata of a distributed checkpoint: the file of each shard, as JSON, and its path there.
 
     {"checksum": XXH3-128 of the rest, "format": "shrinkpoint-dcp", "version": 1,
      "world": ranks that saved, "partial": whether the shards need not cover the tensors,

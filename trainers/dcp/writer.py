@@ -438,7 +438,7 @@ class Writer(StorageWriter):
 
 
 def _received_again(state: dict[str, Any]) -> Writer:
-    """Return the writer that was pickled with this state, the same object for all its saves here."""
+    """Return a writer that was pickled with this state: one object for all its saves here."""
     writer = _received.pop(state["_token"], None)
     if writer is None:
         writer = Writer.__new__(Writer)

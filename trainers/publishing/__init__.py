@@ -9,9 +9,9 @@ BACKEND = "shrinkpoint"
 
 
 def register_with_vllm() -> None:
-    """Make the engines known to vLLM by name, without importing them; its entry point for plugins.
+    """Make the engines known to vLLM by name, without importing them.
 
-    A second call does nothing.
+    vLLM calls it in every process, as an entry point. A second call does nothing.
     """
     from vllm.distributed.weight_transfer import factory
 
