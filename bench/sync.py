@@ -201,7 +201,7 @@ def _other_coders() -> dict[str, Callable[[Any], object]]:
 def _other_formats(old: torch.Tensor, new: torch.Tensor) -> dict[str, int]:
     """Bytes in the formats of others: positions with values as verl does, and slime's two."""
     from shrinkpoint.trainers.publishing import delta_folders
-    from shrinkpoint.trainers.publishing.host_copy import Change
+    from shrinkpoint.trainers.publishing.subscriber import Change
 
     at = np.flatnonzero(_xor(old, new))
     found = {"positions and values (48 bits)": 6 * at.size}

@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 
-from ..codec.errors import MissingParentError
-from ..kernels.errors import BadArgumentError
+from ..codec.errors import BadArgumentError, MissingParentError
 from ..store.frozen_sets import Frozen
 from ..store.saver.saver import Saver
 from ..store.store import Store
-from .frozen_parameters import check_frozen, digest_of, load_frozen, record, store_once, without
+from . import model_state
 from .fully_sharded import ShardedSaves, check_version, load_sharded, pointer_to_shards, sharded_state
-from .model_state import differences, group_differences, load_states, refuse
-from .pointers import POINTER, WholeSaves, drop, is_placeholder, load_at, read_pointer, steps_in_use
+from .pointers import POINTER, PointedSaves, WholeSaves, drop, is_placeholder, load_at, read_pointer, steps_in_use
 from .preemption import Preemption
 from .save_timing import store_behind
 from .state import load_optimizer, plain
@@ -38,7 +36,7 @@ class CompressedStates:
         self.store = store_behind(saver)
         self._saves = WholeSaves(saver)
         self._is_background = isinstance(saver, Saver)
-        self.frozen = check_frozen(frozen)
+        self.frozen = model_state.check_frozen(frozen)
         self._shards: ShardedSaves | None = None
         self._files: Any = None
         self._hidden: tuple[list[Any], list[Any]] = ([], [])
@@ -120,16 +118,14 @@ class CompressedStates:
         whole = [self.accelerator.unwrap_model(one, keep_torch_compile=False) for one in models]
         return list(itertools.zip_longest(whole, bare))
 
-    def _save_shards(self, output_dir: str) -> None:
+    def _save_shards(self, output_dir: str) -> ShardedSaves:
         """Save the shards of all ranks, after Accelerate has written the rest of the folder."""
-        pairs, main = self._pairs(*self._hidden), self.accelerator.is_main_process
         if self._shards is None:
             self._shards = ShardedSaves(self.store, background=self._is_background)
-        self._shards.save(os.path.join(output_dir, POINTER), sharded_state(pairs))
-        if main:
-            self._shards.then(lambda store: self._rotate(store, output_dir))
+        self._shards.save(os.path.join(output_dir, POINTER), sharded_state(self._pairs(*self._hidden)))
+        return self._shards
 
-    def _load_shards(self, models: list[Any], input_dir: str) -> None:
+    def _load_shards(self, input_dir: str) -> None:
         """Load a checkpoint into the hidden models, compressed or as Accelerate writes it."""
         path, (sharded, optimizers) = os.path.join(input_dir, POINTER), self._hidden
         if read_pointer(path) is not None:
@@ -156,12 +152,13 @@ class CompressedStates:
         try:
             with self._hiding():
                 folder = type(self.accelerator).save_state(self.accelerator, *args, **keywords)
+            saves: PointedSaves = self._saves
             if self._is_sharded:
-                self._save_shards(folder)
+                saves = self._save_shards(folder)
             elif files is not None:
                 saves = files.finish()
-                if self.accelerator.is_main_process:
-                    saves.then(lambda store: self._rotate(store, folder))
+            if self.accelerator.is_main_process:
+                saves.then(lambda store: self._rotate(store, folder))
             return folder
         finally:
             self._clear()
@@ -191,8 +188,8 @@ class CompressedStates:
         found = Frozen.of_tree({"frozen": tree})
         if found is None:
             return {}
-        if digest_of(model, found.names) != found.digest:
-            return load_frozen(self.store, found)
+        if model_state.frozen_digest(model, found.names) != found.digest:
+            return model_state.load_frozen(self.store, found)
         own = model.state_dict()
         return {name: own[name] for name in found.names if name in own}
 
@@ -226,7 +223,6 @@ class CompressedStates:
         self._stand_ins = []
 
     def _save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
-        self._clear()
         if self._is_sharded:  # the shards are saved when the rest is written
             for number in range(len(self._hidden[1]) if self.accelerator.is_main_process else 0):
                 name = _STAND_IN if number == 0 else _STAND_IN.replace(".", f"_{number}.")
@@ -241,18 +237,17 @@ class CompressedStates:
                 "its state itself (use its own format), or another hook took the weights"
             )
         optimizers = self.accelerator._optimizers
-        kept_out = [record(model, self.frozen) for model in self.accelerator._models]
+        kept_out = [model_state.frozen_record(model, self.frozen) for model in self.accelerator._models]
         for model, found in zip(self.accelerator._models, kept_out, strict=True):
-            store_once(self.store, model, found)
+            model_state.store_once(self.store, model, found)
         if self.accelerator.is_main_process:
             state = {
-                "models": [plain(without(*pair)) for pair in zip(weights, kept_out, strict=True)],
+                "models": [plain(model_state.without_frozen(*pair)) for pair in zip(weights, kept_out, strict=True)],
                 "optimizers": [plain(one.state_dict()) for one in optimizers],
             }
             if any(found is not None for found in kept_out):
                 state["frozen"] = [None if found is None else found.to_tree() for found in kept_out]
             self._saves.save(os.path.join(output_dir, POINTER), state)
-            self._saves.then(lambda store: self._rotate(store, output_dir))
         # Accelerate does not write weights that are removed from this list.
         weights.clear()
         for one in optimizers:
@@ -269,12 +264,11 @@ class CompressedStates:
         drop(store, set(store.steps()) - steps_in_use(store, found))
 
     def _load(self, models: list[Any], input_dir: str) -> None:
-        self._clear()
         if self._files is not None:  # the engine has loaded it
             return
         path = os.path.join(input_dir, POINTER)
         if self._is_sharded and (read_pointer(path) is not None or not _is_interrupted(input_dir)):
-            self._load_shards(models, input_dir)
+            self._load_shards(input_dir)
             return
         if read_pointer(path) is None:
             if _is_interrupted(input_dir):
@@ -293,12 +287,14 @@ class CompressedStates:
                 raise BadArgumentError(f"{path}: {len(state[name])} {name} were saved, {len(mine)} are prepared")
         lines = []
         for number, (one, saved) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
-            lines += [f"optimizer {number}: {line}" for line in group_differences(saved, one.state_dict())]
-        refuse(lines, path)
+            lines += [f"optimizer {number}: {line}" for line in model_state.group_differences(saved, one.state_dict())]
+        model_state.refuse(lines, path)
         trees = zip(models, state["models"], state.get("frozen", [None] * len(models)), strict=True)
         parts = [(model, one | self._frozen_of(model, found)) for model, one, found in trees]
-        lines = [line for one, state in parts for line in differences(state, one.state_dict(), names=self._strict)]
-        load_states(parts, lines, path, strict=self._strict)
+        lines = []
+        for model, saved in parts:
+            lines += model_state.differences(saved, model.state_dict(), names=self._strict)
+        model_state.load_states(parts, lines, path, strict=self._strict)
         models.clear()
         for one, saved in zip(optimizers, state["optimizers"], strict=True):
             self._replace_once(one, "load_state_dict", lambda _file, one=one, saved=saved: load_optimizer(one, saved))

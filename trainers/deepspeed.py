@@ -28,10 +28,11 @@ from ..codec.evidence.module import class_of, kinds
 from ..store.store import Store
 from . import required
 from .dcp import Reader
-from .dcp.entry_paths import insert, place
+from .dcp.metadata import insert, place
 from .fully_sharded import ShardedSaves, pointer_to_shards
 from .pointers import POINTER, PathLike, is_placeholder, load_at, read_pointer, store_of
 from .processes import on_all
+from .state import leaves
 
 with required("this adapter needs DeepSpeed", "pip install deepspeed"):
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -233,16 +234,11 @@ def _insert(state: dict[str, Any], keys: Keys, value: Any) -> str:
     return "/".join(place(".".join(keys), keys))
 
 
-def _tensors(tree: Any, above: Keys = ()) -> Iterator[tuple[Keys, torch.Tensor]]:
-    """Yield the tensors with elements of a tree of dicts, lists and tuples, in order."""
-    if isinstance(tree, torch.Tensor) and tree.ndim and tree.numel():
-        yield above, tree
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _tensors(value, (*above, str(key)))
-    elif isinstance(tree, list) or type(tree) is tuple:
-        for i, value in enumerate(tree):
-            yield from _tensors(value, (*above, str(i)))
+def _tensors(tree: Any) -> Iterator[tuple[Keys, torch.Tensor]]:
+    """Yield the tensors with elements of a tree, in the order of `_mapped`."""
+    for keys, value in leaves(tree):
+        if isinstance(value, torch.Tensor) and value.ndim and value.numel():
+            yield keys, value
 
 
 def _without(tree: Any) -> Any:

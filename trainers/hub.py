@@ -23,7 +23,7 @@ from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress
 from ..codec.config import Config
 from ..codec.display import Row
-from ..codec.errors import CorruptDataError, MissingParentError
+from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError
 from ..codec.format import container
 from ..codec.format.schema import StoredArray, StoredGroup, groups_to_json
 from ..codec.groups import BytesReference
@@ -31,7 +31,6 @@ from ..codec.named_presets import check_config
 from ..codec.presets import lossless
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array, read_leaf
-from ..kernels.errors import BadArgumentError
 from ..store.local import check_link, follow_umask, read_file, sync_folder
 
 PathLike: TypeAlias = str | os.PathLike[str]

@@ -1,18 +1,21 @@
 """Lightning: compressed checkpoints with the ordinary `Trainer` and `ModelCheckpoint`.
 
-`Trainer(plugins=[CompressedIO()])` is all. Needs `lightning` or `pytorch_lightning`, and goes
-with the Trainer of either.
+`Trainer(plugins=[CompressedIO()])` is all. Needs `lightning` or `pytorch_lightning`, and goes with the Trainer of
+either. Lightning's sharded strategies, which bypass its plugins, are wrapped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import enum
 import functools
 import io
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from types import new_class
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,33 +26,54 @@ import torch.distributed as dist
 from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress
 from ..codec.config import Config
-from ..codec.errors import BadArgumentError, MissingParentError, ShrinkpointError
+from ..codec.errors import BadArgumentError, MissingParentError, ShrinkpointError, UnsupportedLeafError
 from ..codec.evidence.module import kinds, state_name
+from ..codec.extras import install
 from ..codec.format.bounded_json import loads
 from ..codec.inputs import PastWeights
 from ..codec.named_presets import check_config
 from ..codec.presets import lossless
+from ..codec.state.leaves import is_array
+from ..codec.state.tree import flatten
 from ..searching.arguments import ProcessGroup, SearchOptions
 from ..searching.result import SearchResult
 from ..store.store import Store
 from ..store.weight_average import needs_average
 from . import pointers
-from .lightning_strategies import installed_classes, plain_form, plugins, wrap_strategies
 from .loop import ranks_changed
 from .model_state import whole
 from .pointers import FOLDER, PathLike, WholeSaves
 from .preemption import Preemption
 from .processes import agreed, from_all, of_first, rank, world
 from .sensitivity import SensitivityTracker
-from .state import capture_rng, plain, restore_rng
+from .state import capture_rng, plain, restore_dtypes, restore_rng
+
+_OTHER = {"lightning.fabric": "lightning_fabric", "lightning.pytorch": "pytorch_lightning"}
+_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+
+
+def _installed_classes(folder: str, module: str, name: str) -> tuple[type, ...]:
+    """Return a class of Lightning from each installed copy of Lightning.
+
+    `lightning.pytorch` and `pytorch_lightning` are two copies of one library. The package `lightning` brings both, and
+    a Trainer of one copy accepts no objects of the other.
+    """
+    found = []
+    for place in (folder, _OTHER[folder]):
+        with contextlib.suppress(ImportError):
+            found.append(getattr(import_module(f"{place}.{module}"), name))
+    if not found:
+        raise ImportError(f"this adapter needs Lightning: {install('lightning')}")
+    return tuple(found)
+
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins.io import CheckpointIO
     from lightning.pytorch.callbacks import Callback
 else:
-    CheckpointIO = new_class("CheckpointIO", installed_classes("lightning.fabric", "plugins.io", "CheckpointIO"))
-    Callback = new_class("Callback", installed_classes("lightning.pytorch", "callbacks", "Callback"))
+    CheckpointIO = new_class("CheckpointIO", _installed_classes("lightning.fabric", "plugins.io", "CheckpointIO"))
+    Callback = new_class("Callback", _installed_classes("lightning.pytorch", "callbacks", "Callback"))
 
 PREEMPTED = "last-preempted.ckpt"
 """Lightning finds files that begin with `last` by `ckpt_path="last"`."""
@@ -99,7 +123,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         self, cfg: Config | str | None = None, *, background: bool = False, compact: float | None = None
     ) -> None:
         super().__init__()
-        wrap_strategies(CompressedIO)
+        _wrap_strategies()
         self.cfg = Config() if cfg is None else check_config(cfg)
         self.background = background
         self.compact = pointers.check_compact(compact, background=background)
@@ -134,7 +158,7 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
             fs.makedirs(os.path.dirname(name), exist_ok=True)
             fs.pipe_file(name, compress(plain(checkpoint), cfg=lossless()).to_bytes())
             return
-        hyperparameters = {key: plain_form(checkpoint[key]) for key in _HYPERPARAMETERS if key in checkpoint}
+        hyperparameters = {key: _plain_form(checkpoint[key]) for key in _HYPERPARAMETERS if key in checkpoint}
         store, state = self._store(path), plain(checkpoint | hyperparameters)
         if store.url not in self._savers:
             self._savers[store.url] = WholeSaves(store, background=self.background, compact=self.compact)
@@ -294,18 +318,14 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         self._fitting = False
         self._failed = False
 
-    @staticmethod
-    def _io(trainer: pl.Trainer) -> Any:
-        return next((plugin for plugin in plugins(trainer.strategy) if isinstance(plugin, CompressedIO)), None)
-
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the plugins, and give them the kinds and the search; called by Lightning."""
         self._failed = False
-        threads = installed_classes("lightning.pytorch", "plugins.io", "AsyncCheckpointIO")
-        if self.search is not None and any(isinstance(p, threads) for p in plugins(trainer.strategy)):
+        threads = _installed_classes("lightning.pytorch", "plugins.io", "AsyncCheckpointIO")
+        if self.search is not None and any(isinstance(p, threads) for p in _plugins(trainer.strategy)):
             # It would search in a thread, and put the generators back by which training draws meanwhile.
             raise BadArgumentError("search: not within AsyncCheckpointIO; take CompressedIO(background=True) instead")
-        io_plugin = self._io(trainer)
+        io_plugin = _io_of(trainer.strategy)
         if io_plugin is not None:
             io_plugin.kinds = dict(kinds(pl_module))
             io_plugin.roots = [str(own.dirpath) for own in trainer.checkpoint_callbacks if own.dirpath]
@@ -349,7 +369,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         """Save and exit if a scheduler's signal has come; called by Lightning."""
         if self.preemption is None:
             return
-        io_plugin = self._io(trainer)
+        io_plugin = _io_of(trainer.strategy)
         folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
         path = os.path.join(folder, PREEMPTED)
         store = Store(os.path.join(folder, FOLDER)) if io_plugin is None else io_plugin._store(path)
@@ -360,7 +380,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Give gradient averages to the plugin; called by Lightning."""
-        io_plugin = self._io(trainer)
+        io_plugin = _io_of(trainer.strategy)
         if io_plugin is not None and self._tracker is not None:
             self._tracker.at(trainer.global_step)
             grads = whole(self._tracker.grads()) or {}
@@ -397,26 +417,23 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
         self, search: Callable[..., SearchResult], io_plugin: CompressedIO, state: dict[str, Any], path: PathLike
     ) -> SearchResult:
         """Search for a state, by all processes together."""
-        grads = io_plugin.gradients(state)
-        team, more = None, dict[str, Any]()
-        if world() > 1:
-            more["group"] = dist.group.WORLD
-            team = ProcessGroup(dist.group.WORLD)
-        prev = io_plugin.parent(path) if team is None else io_plugin.parent_of_all(path, team)
+        group = dist.group.WORLD if world() > 1 else None
+        team, grads = ProcessGroup(group), io_plugin.gradients(state)
+        prev = io_plugin.parent(path) if group is None else io_plugin.parent_of_all(path, team)
         shared: list[Any] = [state, grads, None]
 
         def leading() -> None:
             earlier = None if rank() else io_plugin.earlier(path, state)
             shared[2] = earlier and [earlier.weights, earlier.steps]
 
-        (team or ProcessGroup()).all(leading)
-        state, grads, before = shared if team is None else of_first(team, shared, dist.group.WORLD)
+        team.all(leading)
+        state, grads, before = shared if group is None else of_first(team, shared, group)
+        more: dict[str, Any] = {} if group is None else {"group": group}
         known = pointers.kinds_within(state, io_plugin.kinds)
         more |= {"prev": prev, "grads": pointers.grads_within(state, grads), "kinds": known}
         if before is not None:
             more["options"] = dataclasses.replace(_options_of(search), earlier=PastWeights(*before))
-        found = search(state, last=self.found, **more)
-        return found if team is None else agreed(team, found)
+        return agreed(team, search(state, last=self.found, **more))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remove the gradient tracker at the end of training; called by Lightning."""
@@ -430,7 +447,7 @@ class CompressedCheckpoints(Callback):  # type: ignore[misc]
 
     def _close(self, trainer: pl.Trainer) -> None:
         self._restored, self._fitting = None, False
-        io_plugin = self._io(trainer)
+        io_plugin = _io_of(trainer.strategy)
         if io_plugin is not None:
             io_plugin.grads = None
         if self._tracker is not None:
@@ -506,7 +523,7 @@ def _remove(path: PathLike, store: Store, root: str) -> None:
 
 
 def _torch_load(path: PathLike, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    from_torch: Any = installed_classes("lightning.fabric", "plugins.io", "TorchCheckpointIO")[0]()
+    from_torch: Any = _installed_classes("lightning.fabric", "plugins.io", "TorchCheckpointIO")[0]()
     keywords = {} if map_location is None else {"map_location": map_location}
     found: dict[str, Any] = from_torch.load_checkpoint(path, weights_only=weights_only, **keywords)
     return found
@@ -519,3 +536,163 @@ def _moved(tree: dict[str, Any], map_location: Any) -> dict[str, Any]:
     device = map_location.get("cpu", "cpu") if isinstance(map_location, dict) else map_location
     moved: dict[str, Any] = plain(tree, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
     return moved
+
+
+def _plugins(strategy: Any) -> list[Any]:
+    """Return the checkpoint plugins of a strategy, outer wrappers first."""
+    found: list[Any] = [strategy.checkpoint_io]
+    while (inner := getattr(found[-1], "checkpoint_io", None)) is not None:
+        found.append(inner)
+    return found
+
+
+def _io_of(strategy: Any) -> Any:
+    """Return the `CompressedIO` among the plugins of a strategy, or None."""
+    return next((plugin for plugin in _plugins(strategy) if isinstance(plugin, CompressedIO)), None)
+
+
+@functools.cache
+def _wrap_strategies() -> None:
+    """Wrap the strategies so that they use a `CompressedIO`, or are refused when fitting begins.
+
+    A plugin knows neither the strategy nor what that saves without it, so the strategies' own methods are wrapped;
+    a strategy without such a plugin is unchanged. FSDP2 puts the whole state together for the plugin, where asked
+    to (`save_distributed_checkpoint=False`), but would read its file by `torch.load`, and not end it.
+
+    Raises:
+        BadArgumentError: when fitting begins, the strategy's states do not come to the plugin.
+    """
+
+    def wrap(cls: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        before = getattr(cls, name)
+
+        @functools.wraps(before)
+        def method(strategy: Any, *args: Any, **named: Any) -> Any:
+            if _io_of(strategy) is None:
+                return before(strategy, *args, **named)
+            return wrapper(functools.partial(before, strategy), strategy, *args, **named)
+
+        setattr(cls, name, method)
+
+    for cls in _installed_classes("lightning.pytorch", "strategies", "Strategy"):
+        wrap(cls, "connect", _connect)
+        wrap(cls, "load_optimizer_state_dict", _load_optimizers)
+    for name in _SHARDED:
+        for cls in _installed_classes("lightning.pytorch", "strategies", name):
+            wrap(cls, "setup", _setup)
+            if name == "ModelParallelStrategy":
+                wrap(cls, "load_checkpoint", _load)
+                wrap(cls, "teardown", _teardown)
+
+
+def _connect(connect: Callable[..., None], strategy: Any, model: Any) -> None:
+    """Report hyperparameters that cannot be stored before training, not at the first save."""
+    connect(model)
+    trainer = getattr(model, "_trainer", None)
+    if trainer is None or trainer.state.fn != "fit":
+        return
+    lines = []
+    for owner in (model, trainer.datamodule):
+        lines += _unstorable(getattr(owner, "hparams", None) or {})
+    if lines:
+        shown = "\n  ".join(lines)
+        raise BadArgumentError(
+            f"hyperparameters that cannot be stored (leave them out by save_hyperparameters(ignore=...)):\n  {shown}"
+        )
+
+
+def _load_optimizers(load: Callable[..., None], strategy: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Let the strategy load the optimizers, and restore the dtypes that torch converts."""
+    load(checkpoint)
+    for optimizer, saved in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=False):
+        restore_dtypes(optimizer, saved)
+
+
+def _setup(setup: Callable[..., None], strategy: Any, trainer: Any) -> None:
+    """Refuse a strategy that saves by itself."""
+    whole = getattr(strategy, "_save_distributed_checkpoint", None) is False  # of ModelParallelStrategy alone
+    if trainer.state.fn == "fit" and not whole:
+        raise BadArgumentError(
+            f"strategy: {type(strategy).__name__} writes or reads checkpoints by itself, past CompressedIO; take "
+            "ModelParallelStrategy(save_distributed_checkpoint=False), which is FSDP2, or leave the plugin out"
+        )
+    setup(trainer)
+
+
+def _load(
+    load: Callable[..., dict[str, Any]], strategy: Any, checkpoint_path: PathLike, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """Let the strategy load a raw file, which is written for the time of the call."""
+    with _raw_file(strategy, strategy.broadcast(checkpoint_path)) as raw:
+        return load(checkpoint_path, weights_only) if raw is None else load(raw, False)
+
+
+@contextlib.contextmanager
+def _raw_file(strategy: Any, path: PathLike) -> Iterator[str | None]:
+    """Write a checkpoint as `torch.save` does, for the time of the context; None if it is raw."""
+    raw, error, written = os.fspath(path) + ".raw", None, ""
+    try:
+        try:
+            if strategy.is_global_zero and pointers.read_pointer(path) is not None:
+                torch.save(strategy.checkpoint_io.load_checkpoint(path), raw)
+                written = raw
+        except Exception as e:
+            error = e
+        # What fails on the first process fails on all: they would wait for it.
+        found, why = strategy.broadcast((written, f"{type(error).__name__}: {error}" if error is not None else ""))
+        if error is not None:
+            raise error
+        if why:
+            raise ShrinkpointError(f"{os.fspath(path)}: the first process cannot load it: {why}")
+        yield found or None
+        strategy.barrier()  # nobody reads it any more
+    finally:
+        if strategy.is_global_zero:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(raw)
+
+
+def _teardown(teardown: Callable[[], None], strategy: Any) -> None:
+    """Tear down the strategy and its plugin, which Lightning leaves out."""
+    teardown()
+    strategy.checkpoint_io.teardown()
+
+
+def _plain_form(value: Any) -> Any:
+    """Return hyperparameters with enums, dataclasses and paths in plain form.
+
+    An enum becomes its value, a dataclass a dict of its fields, a path a string.
+
+    Example:
+        >>> from pathlib import Path
+        >>> _plain_form({"data": Path("a/b"), "rates": (0.1, 0.2)})
+        {'data': 'a/b', 'rates': (0.1, 0.2)}
+    """
+    if isinstance(value, enum.Enum):
+        return _plain_form(value.value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain_form(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {_plain_form(key): _plain_form(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        # Named tuples are refused with their path like any other class.
+        return type(value)(map(_plain_form, value)) if type(value) in (list, tuple) else value
+    return value
+
+
+def _unstorable(parameters: Mapping[str, Any]) -> list[str]:
+    """Return a line for each hyperparameter that cannot be stored without pickle.
+
+    Example:
+        >>> _unstorable({"rate": 0.1, "names": {"a"}})[0].split(":")[0]
+        'names'
+    """
+    lines = []
+    for name, value in parameters.items():
+        try:
+            flatten({str(name): _plain_form(value)}, is_array)
+        except UnsupportedLeafError as e:
+            lines.append(str(e))
+    return lines

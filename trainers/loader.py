@@ -130,8 +130,9 @@ class Loader:
     def _ordered(self, order: _Order) -> Iterator[Any]:
         resumed = self._start is not None
         start = self._begin()
-        if resumed:
-            _draw(getattr(self.batches, "generator", None), glob=False)
+        generator = getattr(self.batches, "generator", None)
+        if resumed and generator is not None:
+            _draw(generator)  # as the interrupted epoch did
         # A new stream, because workers would otherwise draw the same numbers as before the interruption.
         self._seeds.manual_seed((start["seed"] + self.batch) % (1 << 63))
         order.begin(start["seed"], self.batch)
@@ -298,9 +299,7 @@ def _shape(batches: Any) -> dict[str, Any]:
     }
 
 
-def _draw(generator: torch.Generator | None, *, glob: bool = True) -> int:
-    if generator is None and not glob:
-        return 0
+def _draw(generator: torch.Generator | None) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 

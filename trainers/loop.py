@@ -13,16 +13,14 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from ..codec.config import Config
-from ..codec.errors import ShrinkpointWarning
+from ..codec.errors import BadArgumentError, ShrinkpointWarning
 from ..codec.evidence.module import bare
-from ..kernels.errors import BadArgumentError
 from ..store.frozen_sets import Frozen
 from ..store.manifest import check_step, lacking
 from ..store.saver.saver import Saver
 from ..store.store import Store
 from . import model_state as models
-from . import optimizer_state
-from .frozen_parameters import ONCE, digest_of, load_frozen, store_once
+from . import training_state as states
 from .processes import explaining, on_all, on_rank_0, rank, world
 from .rows import RowTracker
 from .save_timing import store_behind, timed
@@ -131,8 +129,8 @@ def save(
         found, _ = on_all(averages, lambda _: None)
         found = models.whole(found)
         tree: Any = state.tree(step)
-        if state.frozen == ONCE:
-            store_once(store_behind(saver), state.model, on_rank_0(lambda: Frozen.of_tree(tree), "nothing"))
+        if state.frozen == models.ONCE:
+            models.store_once(store_behind(saver), state.model, on_rank_0(lambda: Frozen.of_tree(tree), "nothing"))
 
     def write() -> Any:
         marked = None if tracker is None else tracker.kinds(state.optimizers or None)
@@ -208,7 +206,7 @@ def resume(
     modules = into.modules
     into.check()
     _check_trackers(into.model, tracker, sensitivity, None)
-    optimizer_state.check_keep(keep, optimizers)
+    states.check_keep(keep, optimizers)
     models.refuse_unplaced(into.model)
 
     def differences(tree: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -220,7 +218,7 @@ def resume(
             for found, more in zip((lines, doubts), models.mismatches(module, at(tree, place)), strict=True):
                 found += [f"{label(place)}: {line}" for line in more]
         if optimizers:
-            lines += optimizer_state.optimizer_mismatches(into.model, optimizers, tree["optimizer"], tree["optimizers"])
+            lines += states.optimizer_mismatches(into.model, optimizers, tree["optimizer"], tree["optimizers"])
         return lines, doubts
 
     def existing(tree: Any) -> dict[str, Any]:
@@ -229,7 +227,7 @@ def resume(
             return {}
         if into.missing(tree) or any(differences(tree)):
             return {}
-        found = models.plain_tensors(into.model, ("model",)) | optimizer_state.plain_entries(into.model, optimizers)
+        found = models.plain_tensors(into.model, ("model",)) | states.plain_entries(into.model, optimizers)
         for place, module in modules:
             found |= models.plain_tensors(module, place)
         return models.nested(found)
@@ -261,13 +259,13 @@ def resume(
     kept_out = Frozen.of_tree(state)
     kept = () if kept_out is None else kept_out.names
     here = models.parameters_of(into.model)
-    digest = digest_of(into.model, [name for name in kept if name in here]) if kept else ""
+    digest = models.frozen_digest(into.model, [name for name in kept if name in here]) if kept else ""
 
     def compare() -> tuple[list[str], str]:
         """Compare on rank 0, before anything is changed anywhere."""
         where = _where(store_behind(saver), state)
         if kept_out is not None and digest != kept_out.digest:
-            state["model"] = state["model"] | load_frozen(store_behind(saver), kept_out)
+            state["model"] = state["model"] | models.load_frozen(store_behind(saver), kept_out)
         lines, doubts = differences(state)
         if lines and strict:
             models.refuse(lines + doubts, where, ". strict=False loads what does.")
@@ -282,11 +280,11 @@ def resume(
     models.set_models(parts, doubts, where, strict=strict, keep=kept)
     if not strict and rank() == 0:
         models.warn([line for lines in differences(state) for line in lines], where, stacklevel=3)
-    rates = optimizer_state.LearningRates.of(optimizers, into.scheduler) if "lr" in keep else None
+    rates = states.LearningRates.of(optimizers, into.scheduler) if "lr" in keep else None
     if optimizers:
         resized = models.resized(into.model, state.get("model", {}))
         saved = state.get("optimizer", {})
-        optimizer_state.set_optimizers(into.model, optimizers, saved, state["optimizers"], without=resized, keep=keep)
+        states.set_optimizers(into.model, optimizers, saved, state["optimizers"], without=resized, keep=keep)
     for place, part in auxiliary.items():
         held = at(state, place)
         # A disabled scaler has an empty state, which an enabled one refuses.

@@ -19,10 +19,9 @@ from typing import Any
 
 import fsspec
 
-from ..codec.errors import MissingParentError, ShrinkpointError
+from ..codec.errors import BadArgumentError, MissingParentError, ShrinkpointError
 from ..codec.extras import install
 from ..codec.state import tree
-from ..kernels.errors import BadArgumentError
 from ..store.saver.saver import Saver, SaveResult
 from ..store.store import Store
 from . import pointers, required

@@ -23,13 +23,12 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ..codec.checkpoint import Checkpoint
 from ..codec.config import Config
-from ..codec.errors import CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
+from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.evidence.kind import kinds_for
 from ..codec.format.bounded_json import loads
 from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
 from ..kernels.backend.arguments import number, or_none
-from ..kernels.errors import BadArgumentError
 from ..store.local import LocalFiles, read_file
 from ..store.manifest import Manifest
 from ..store.saver.exit import EXIT_CLEANUP

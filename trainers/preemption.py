@@ -81,8 +81,8 @@ def choose(
         return Choice("last", f"step {step} is durable")
     wait = 0.0
     if running is not None:
-        wait = max(0.0, MARGIN * (_longest(timing, types[0]) or 0.0) - running.elapsed)
-    longest = _longest(timing, types[1])
+        wait = max(0.0, MARGIN * (timing.expected(types[0]) or 0.0) - running.elapsed)
+    longest = timing.expected(types[1])
     if longest is None:
         return Choice("save", "no save was measured yet")
     need = wait + MARGIN * longest
@@ -93,12 +93,6 @@ def choose(
     if running is not None and wait <= left:
         return Choice("running", f"{why}; the save in flight needs up to {wait:.2f} s")
     return Choice("last", why)
-
-
-def _longest(timing: SaveTiming, is_delta: bool | None) -> float | None:
-    """Return the seconds that a save of a type may take; None: not measured."""
-    known = [timing.expected(kind) for kind in ((True, False) if is_delta is None else (is_delta,))]
-    return max((seconds for seconds in known if seconds is not None), default=None)
 
 
 class Preemption:

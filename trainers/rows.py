@@ -464,9 +464,7 @@ class RowTracker:
         Raises:
             BadArgumentError: there was no snapshot; the tracker is closed.
         """
-        self._check_open()
-        if not self._pending:
-            raise BadArgumentError("saved: no snapshot was taken since the last one; call kinds() for each save")
+        self._check_snapshot("saved")
         at = 0 if kinds is None else next((i for i, k in enumerate(self._pending) if k is kinds), None)
         if at is None:
             return
@@ -486,9 +484,7 @@ class RowTracker:
         Raises:
             BadArgumentError: there was no snapshot; the tracker is closed.
         """
-        self._check_open()
-        if not self._pending:
-            raise BadArgumentError("follow: no snapshot was taken since the last one; call kinds() for each save")
+        self._check_snapshot("follow")
         taken = self._pending[-1] if kinds is None else kinds
         if isinstance(save, Future):
             self._waiting.append((save, taken))
@@ -540,6 +536,11 @@ class RowTracker:
     def _check_open(self) -> None:
         if self._closed:
             raise BadArgumentError("the tracker is closed")
+
+    def _check_snapshot(self, call: str) -> None:
+        self._check_open()
+        if not self._pending:
+            raise BadArgumentError(f"{call}: no snapshot was taken since the last one; call kinds() for each save")
 
     def _check_tables(self) -> None:
         """Refuse tables of another size; follow replaced ones."""

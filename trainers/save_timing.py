@@ -50,8 +50,11 @@ class SaveTiming:
     running: Running | None = None
     _first: deque[float] | None = None
 
-    def expected(self, is_delta: bool) -> float | None:
-        """Return the longest of the last saves of a type, or of both types; None: no save.
+    def expected(self, is_delta: bool | None) -> float | None:
+        """Return the seconds of the longest of the last saves; None: no save.
+
+        Args:
+            is_delta: of this type, if there was one; None: of both types.
 
         Example:
             >>> timing = SaveTiming()
@@ -59,7 +62,7 @@ class SaveTiming:
             >>> timing.expected(True)
             0.75
         """
-        own = self.deltas if is_delta else self.bases
+        own = {True: self.deltas, False: self.bases, None: ()}[is_delta]
         return max(own or [*self.deltas, *self.bases], default=None)
 
     def add(self, step: int, is_delta: bool, seconds: float) -> None:

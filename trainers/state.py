@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -172,6 +172,15 @@ def plain(tree: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
     if isinstance(tree, tuple):
         return tuple(plain(value, leaf) for value in tree)
     return leaf(tree)
+
+
+def leaves(tree: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the keys and the value of each leaf of a tree of dicts, lists and tuples, in order."""
+    if isinstance(tree, Mapping) or type(tree) in (list, tuple):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from leaves(value, (*above, str(key)))
+    else:
+        yield above, tree
 
 
 def load_optimizer(optimizer: Any, state: Any) -> None:

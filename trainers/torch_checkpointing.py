@@ -30,7 +30,7 @@ from ..codec.format.container import MAGIC
 from ..codec.inputs import Inputs
 from ..codec.named_presets import check_config
 from . import required
-from .dcp.entry_paths import Place, insert, kinds_of, place
+from .dcp.metadata import Place, insert, kinds_of, place
 
 with required("this adapter needs torch-checkpointing", "pip install torch-checkpointing"):
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorage, LocalFileSystemStorageConfig

@@ -28,10 +28,8 @@ from ..store.files import is_damage
 from ..store.frozen_sets import Frozen
 from ..store.local import MOST_JSON, check_link, read_file
 from ..store.store import Store
-from . import pointers, required
-from .frozen_parameters import digest_of, load_frozen, record, store_once, without
+from . import model_state, pointers, required
 from .fully_sharded import ShardedSaves, check_version, load_sharded, pointer_to_shards, sharded_state
-from .model_state import differences, load_states
 from .pointers import FOLDER, POINTER, PathLike, WholeSaves, drop_unreferenced
 from .preemption import Choice, Preemption
 from .state import load_optimizer, plain
@@ -190,9 +188,11 @@ class CompressedCheckpoints:
         torch.save(self._args_as_given(), os.path.join(output_dir, "training_args.bin"))
         if is_sharded:  # the weights are saved together with the optimizer
             return
-        self._frozen = record(model, self._frozen_source(model))
-        store_once(self._the_store(output_dir), model, self._frozen)
-        self._weights = plain(without(model.state_dict() if state_dict is None else state_dict, self._frozen))
+        self._frozen = model_state.frozen_record(model, self._frozen_source(model))
+        model_state.store_once(self._the_store(output_dir), model, self._frozen)
+        self._weights = plain(
+            model_state.without_frozen(model.state_dict() if state_dict is None else state_dict, self._frozen)
+        )
         if self.args.save_only_model:
             self._finish(output_dir, {})
 
@@ -251,44 +251,43 @@ class CompressedCheckpoints:
         if self.args.should_save and optimizer is not None and self.lr_scheduler is not None:
             os.makedirs(output_dir, exist_ok=True)
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _PARTS["scheduler"]))
-        if not isinstance(self._saver, ShardedSaves) or self._saver.store is not store:
-            self._settle()
-            self._saver = ShardedSaves(store, background=self.background)
         state, table = sharded_state([(model, optimizer)]), kinds(model, optimizer)
-        self._saver.save(os.path.join(output_dir, POINTER), state, table)
+        self._saves_to(store).save(os.path.join(output_dir, POINTER), state, kinds=table)
+
+    def _saves_to(self, store: Store) -> WholeSaves | ShardedSaves:
+        """Return the saves to a store, once those to another one have ended."""
+        if self._saver is None or self._saver.store is not store:
+            if self._saver is not None:
+                self._saver.close()
+            if self._is_sharded:
+                self._saver = ShardedSaves(store, background=self.background)
+            else:
+                self._saver = WholeSaves(store, background=self.background, compact=self.compact)
+        return self._saver
 
     def _finish(self, output_dir: str, rest: dict[str, Any]) -> None:
         model, self._weights = self._weights, None
         table = kinds(self._bare(), self._bare_optimizer() if rest else None)
-        pointer, store = os.path.join(output_dir, POINTER), self._the_store(output_dir)
         state = {"model": model, **rest}
         if self._frozen is not None:
             state["frozen"] = self._frozen.to_tree()
             if hasattr(self._bare(), "peft_config"):
                 state["adapter"] = _adapter_names(self._bare(), model or {})
-        if self._saver is None or self._saver.store is not store:
-            if self._saver is not None:
-                self._saver.close()
-            self._saver = WholeSaves(store, background=self.background, compact=self.compact)
-        self._saver.save(pointer, state, kinds=table)
+        self._saves_to(self._the_store(output_dir)).save(os.path.join(output_dir, POINTER), state, kinds=table)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save a checkpoint, and remove from the store what Trainer's rotation removed."""
         above: Any = super()
         limit = self.args.save_total_limit
-        if not (self.background and limit):
-            above._save_checkpoint(model, trial)
-            if self._store is not None and self.args.should_save and limit:
-                drop_unreferenced(self._store, POINTER)
-            return
-        # Trainer would remove older folders while the new one is not complete.
-        self._limit, self.args.save_total_limit = limit, None
+        if self.background:  # Trainer would remove older folders while the new one is not complete
+            self._limit, self.args.save_total_limit = limit, None
         try:
             above._save_checkpoint(model, trial)
         finally:
             self._limit, self.args.save_total_limit = None, limit
-        if self._saver is not None and self.args.should_save:
-            self._saver.then(_rotation(self, trial, limit))
+        if limit and self._saver is not None and self.args.should_save:
+            if self.background:
+                self._saver.then(_rotation(self, trial, limit))
             self._saver.then(lambda store: drop_unreferenced(store, POINTER))
 
     def _finalize_training(self, *args: Any, **keywords: Any) -> Any:
@@ -329,10 +328,10 @@ class CompressedCheckpoints:
     def _load_weights(self, model: Any, state: Any, pointer: str, store: Store) -> None:
         """Load weights, with Trainer's warnings about names that only one side has."""
         weights, found = state["model"], Frozen.of_tree(state)
-        if found is not None and digest_of(model, found.names) != found.digest:
-            weights = weights | load_frozen(store, found)
-        lines = differences(weights, model.state_dict(), names=False)
-        (result,) = load_states([(model, weights)], lines, pointer, strict=False)
+        if found is not None and model_state.frozen_digest(model, found.names) != found.digest:
+            weights = weights | model_state.load_frozen(store, found)
+        lines = model_state.differences(weights, model.state_dict(), names=False)
+        (result,) = model_state.load_states([(model, weights)], lines, pointer, strict=False)
         for name in () if found is None else found.names:
             if name in result.missing_keys:  # it has its value already
                 result.missing_keys.remove(name)
@@ -491,7 +490,9 @@ def expand(folder: PathLike, *, store: Store | None = None) -> str:
     # The names by which PEFT reads an adapter; a model without one keeps its own.
     names, weights = state.get("adapter"), state["model"]
     if names is None and (found := Frozen.of_tree(state)) is not None:
-        weights = weights | load_frozen(store or pointers.store_of(pointer, pointers.pointer_at(pointer)), found)
+        weights = weights | model_state.load_frozen(
+            store or pointers.store_of(pointer, pointers.pointer_at(pointer)), found
+        )
     for name, tensor in weights.items():
         if names is not None and name not in names:
             continue

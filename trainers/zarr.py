@@ -17,11 +17,12 @@ import numpy as np
 
 from ..codec.extras import install
 from . import required
-from .array_codecs import ExactSettings, LogBucketsSettings, QuantizeSettings, decode_array, encode_array
 
 with required("these codecs need Zarr 3", install("zarr")):
     from zarr.abc.codec import ArrayBytesCodec
     from zarr.core.common import parse_named_configuration
+
+    from .numcodecs import ExactSettings, LogBucketsSettings, QuantizeSettings, decode_array, encode_array
 
 
 class _Chunks(ArrayBytesCodec):  # type: ignore[misc]

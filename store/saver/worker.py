@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _KNOWN_MODULES = ("builtins", "shrinkpoint.codec.errors", "shrinkpoint.kernels.errors")
 _SHAPE = (256, 512)
-"""Shape of a matrix that is large enough for every coding method, and for compiled code (`kernels.backend.dispatch`)."""
+"""Shape of a matrix that is large enough for every coding method, and for compiled code (`backend.dispatch`)."""
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

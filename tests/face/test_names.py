@@ -14,7 +14,7 @@ import shrinkpoint as sp
 
 OPTIONAL = (
     "accelerate", "deepspeed", "jax", "lightning", "megatron", "numcodecs", "orbax", "ray",
-    "torch_checkpointing", "torchtitan", "transformers", "zarr",
+    "torch_checkpointing", "transformers", "zarr",
 )  # fmt: skip
 """Modules of `trainers` that import what may not be there."""
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import shrinkpoint as sp
-from shrinkpoint.trainers.array_codecs import decode_array, encode_array
 
 zarr = pytest.importorskip("zarr", reason="zarr is not installed; `make frameworks` has it")
 numcodecs = pytest.importorskip("numcodecs")
 
 from shrinkpoint.trainers import numcodecs as arrays  # noqa: E402
 from shrinkpoint.trainers import zarr as chunks  # noqa: E402
+from shrinkpoint.trainers.numcodecs import decode_array, encode_array  # noqa: E402
 from tests.pages import run_page  # noqa: E402
 
 HOME = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def test_entry_points_have_the_names_of_their_classes() -> None:
             assert getattr(_loaded(where), attribute) == name
 
 
-@pytest.mark.parametrize("module", [chunks, arrays, import_module("shrinkpoint.trainers.array_codecs")])
+@pytest.mark.parametrize("module", [chunks, arrays])
 def test_examples(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.attempted
@@ -209,7 +209,7 @@ def test_a_chunk_of_another_array_is_refused_before_it_is_decoded(
     )
     z[:] = drawn("float32", (64, 64))
     (chunk,) = [p for p in (tmp_path / "c").rglob("*") if p.is_file()]
-    monkeypatch.setattr("shrinkpoint.trainers.array_codecs.decompress", None)
+    monkeypatch.setattr("shrinkpoint.trainers.numcodecs.decompress", None)
     for wrong, why in ((np.zeros((1 << 14, 1 << 12), np.float32), "shape"), (np.zeros((64, 64)), "dtype float64")):
         chunk.write_bytes(encode_array(wrong, sp.Exact()))
         with pytest.raises(sp.CorruptDataError, match=why):

@@ -50,8 +50,7 @@ from shrinkpoint.trainers.dcp import (
 )
 from shrinkpoint.trainers.dcp import reader as reader_module
 from shrinkpoint.trainers.dcp import writer as writer_module
-from shrinkpoint.trainers.dcp.entry_paths import place
-from shrinkpoint.trainers.dcp.metadata import FOLDER, Index, Layout, RankFile, Shard, build, parse
+from shrinkpoint.trainers.dcp.metadata import FOLDER, Index, Layout, RankFile, Shard, build, parse, place
 
 from ..store.common import spied_folders
 from . import dcp_worker

@@ -17,8 +17,8 @@ import shrinkpoint as sp
 from shrinkpoint import trainers
 from shrinkpoint.store import frozen_sets
 from shrinkpoint.store.local import LocalFiles
-from shrinkpoint.trainers import frozen_parameters
-from shrinkpoint.trainers.frozen_parameters import digest_of, frozen_names
+from shrinkpoint.trainers import model_state
+from shrinkpoint.trainers.model_state import frozen_digest, frozen_names
 
 
 def built(seed: int = 0) -> nn.Module:
@@ -114,11 +114,11 @@ def test_weights_changed_without_the_knowledge_of_autograd(tmp_path: Path, how: 
 def test_a_base_that_changed_is_hashed_again(tmp_path: Path) -> None:
     model, store = built(), sp.Store(tmp_path)
     names = frozen_names(model)
-    first = digest_of(model, names)
-    assert digest_of(model, names) == first
+    first = frozen_digest(model, names)
+    assert frozen_digest(model, names) == first
     with torch.no_grad():
         model[0].weight[0, 0] += 1  # type: ignore[index, operator]
-    assert digest_of(model, names) != first
+    assert frozen_digest(model, names) != first
     trainers.save(store, 1, model, frozen="once")
     with torch.no_grad():
         model[0].weight[0, 0] += 1  # type: ignore[index, operator]
@@ -176,9 +176,9 @@ def test_gc_keeps_a_set_whose_step_is_still_being_saved(tmp_path: Path, monkeypa
     store.drop(2)
     monkeypatch.setattr(frozen_sets, "_marked", {})  # as in another process
     other = built(seed=1)
-    kept_out = frozen_parameters.record(other, "once")
+    kept_out = model_state.frozen_record(other, "once")
     assert kept_out is not None
-    frozen_parameters.store_once(store, other, kept_out)
+    model_state.store_once(store, other, kept_out)
     store.gc()
     assert len(frozen_store(store).steps()) == 2
 
@@ -366,7 +366,7 @@ def test_sets_with_numbers_from_zero_are_read_and_copied(tmp_path: Path) -> None
     """Release 0.1 numbers the sets of a store from 0."""
     for seed in (0, 1):
         store, model = sp.Store(tmp_path / str(seed)), built(seed)
-        digest = digest_of(model, frozen_names(model))
+        digest = frozen_digest(model, frozen_names(model))
         tensors = {name: model.state_dict()[name] for name in frozen_names(model)}
         frozen_store(store).save(0, {"model": tensors})
         frozen_store(store).tag(f"frozen-{digest}", 0)
@@ -381,13 +381,13 @@ def test_sets_with_numbers_from_zero_are_read_and_copied(tmp_path: Path) -> None
 
 def test_weights_that_change_while_they_are_stored_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, model = sp.Store(tmp_path), built()
-    real = frozen_parameters.compress
+    real = model_state.compress
 
     def compress(*args: Any, **options: Any) -> sp.Checkpoint:
         model[0].weight.data += 1  # type: ignore[index, operator]
         return real(*args, **options)
 
-    monkeypatch.setattr(frozen_parameters, "compress", compress)
+    monkeypatch.setattr(model_state, "compress", compress)
     with pytest.raises(sp.ShrinkpointError, match="changed while they were saved"):
         trainers.save(store, 1, model, frozen="once")
     assert store.steps() == []

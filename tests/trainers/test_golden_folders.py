@@ -22,7 +22,7 @@ from shrinkpoint.store.files import StoreWarning, seal, unseal
 from shrinkpoint.trainers.dcp import ParentNotUsedWarning, Reader, Writer
 from shrinkpoint.trainers.hub import load_pretrained
 from shrinkpoint.trainers.pointers import load_at
-from shrinkpoint.trainers.publishing.host_copy import published_tensors
+from shrinkpoint.trainers.publishing.subscriber import published_tensors
 
 from ..golden import make_folders as made
 from ..golden.make import fingerprint

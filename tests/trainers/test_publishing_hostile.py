@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.codec.lossless.exact import UNCHANGED
-from shrinkpoint.trainers.publishing.host_copy import HostCopy
 from shrinkpoint.trainers.publishing.layout import Version, data_name, version_name
+from shrinkpoint.trainers.publishing.subscriber import HostCopy
 from tests.codec.common import pieces_of, put_together, stored_records, take_apart
 
 SHAPES = {"float32": (60, 9), "bfloat16": (700,), "complex64": (40, 7), "int64": (300,), "uint8": (900,)}

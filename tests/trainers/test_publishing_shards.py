@@ -22,9 +22,9 @@ from shrinkpoint.store.files import StoreWarning
 from shrinkpoint.trainers.publishing import ranks as ranks_module
 from shrinkpoint.trainers.publishing.checkpoint_folder import CheckpointFolder
 from shrinkpoint.trainers.publishing.delta_folders import DeltaFolders
-from shrinkpoint.trainers.publishing.host_copy import HostCopy
 from shrinkpoint.trainers.publishing.layout import Version, version_name
 from shrinkpoint.trainers.publishing.ranks import Counted
+from shrinkpoint.trainers.publishing.subscriber import HostCopy
 
 from .test_publishing import same, step
 
@@ -217,7 +217,7 @@ def test_masters_are_converted_one_by_one(tmp_path: Path) -> None:
         assert subscriber.update() == version
         assert same(served, {"w": masters["w"].bfloat16(), "steps": masters["steps"]})
         masters["w"] += 1e-4
-    assert sum(kept.nbytes for kept in publisher._kept.values()) == done.raw_bytes
+    assert sum(kept.nbytes for _, kept in publisher._kept.values()) == done.raw_bytes
 
 
 def test_prepare_while_the_model_serves(tmp_path: Path) -> None:
@@ -549,7 +549,7 @@ def gloo(rank: int, world: int, folder: str, results: Any) -> None:
             ok += [torch.equal(served[n].full_tensor(), whole[n]) for n in placements]
             whole = {n: torch.where(torch.rand(t.shape, generator=g) < 0.1, t + 1, t) for n, t in whole.items()}
             ok.append(
-                sum(kept.nbytes for kept in publisher._kept.values()) < sum(t.nbytes for t in expected.values()) / 2
+                sum(kept.nbytes for _, kept in publisher._kept.values()) < sum(t.nbytes for t in expected.values()) / 2
             )
         for bad, message in (
             ({"tp": DTensor.from_local(torch.zeros(8, 6), mesh, [Partial(), Replicate()])}, "a sum cannot be updated"),

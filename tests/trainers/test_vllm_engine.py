@@ -19,7 +19,7 @@ from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import CorruptDataError
-from shrinkpoint.trainers.publishing import vllm_plugin
+from shrinkpoint.trainers.publishing import register_with_vllm
 from shrinkpoint.trainers.publishing.layout import Version, version_name
 from shrinkpoint.trainers.publishing.ranks import Counted
 
@@ -141,8 +141,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             setattr(made, key, value)
         monkeypatch.setitem(sys.modules, name, made)
     monkeypatch.delitem(sys.modules, "shrinkpoint.trainers.publishing.vllm_engine", raising=False)
-    vllm_plugin.register()
-    vllm_plugin.register()  # vLLM may load plugins again
+    register_with_vllm()
+    register_with_vllm()  # vLLM may load plugins again
     assert "shrinkpoint.trainers.publishing.vllm_engine" not in sys.modules
     yield SimpleNamespace(log=log, engine=workers.engine("shrinkpoint"), trainer=trainers.engine("shrinkpoint"))
     sys.modules.pop("shrinkpoint.trainers.publishing.vllm_engine", None)
@@ -318,7 +318,7 @@ def test_trainer_ranks_send_their_shards(vllm: SimpleNamespace, tmp_path: Path, 
 def test_the_entry_point_is_declared() -> None:
     toml = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     ((name, value),) = toml["project"]["entry-points"]["vllm.general_plugins"].items()
-    assert EntryPoint(name, value, "vllm.general_plugins").load() is vllm_plugin.register
+    assert EntryPoint(name, value, "vllm.general_plugins").load() is register_with_vllm
 
 
 def test_the_slices_of_a_mesh(vllm: SimpleNamespace) -> None:

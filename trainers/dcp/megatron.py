@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ...codec.config import Config
@@ -94,8 +96,6 @@ class CompressedSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Save a sharded state; called by Megatron-Core."""
-        from torch.distributed.checkpoint.state_dict_saver import save
-
         state = theirs.mcore_to_pyt_state_dict(_by_key(sharded_state_dict), False)
         group = self.writer.process_group
         save(state, storage_writer=self.writer, checkpoint_id=checkpoint_dir, planner=_planner(), process_group=group)
@@ -109,8 +109,6 @@ class CompressedSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
             The request. Its function ends when this rank's worker has written; its finalization makes the checkpoint
             exist if all ranks have, and raises CheckpointException on all of them if one has not.
         """
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
-
         if self._group is None:
             # Training may have no group for the CPU.
             self._group = dist.new_group(backend="gloo")
@@ -165,7 +163,6 @@ class CompressedLoad(theirs.TorchDistLoadShardedStrategy):  # type: ignore[misc]
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
         """Load a sharded state; called by Megatron-Core."""
         from megatron.core.dist_checkpointing.dict_utils import nested_values
-        from torch.distributed.checkpoint.state_dict_loader import load
 
         checked, flexible = [], {}
         for tensor in nested_values(sharded_state_dict):

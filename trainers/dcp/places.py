@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from ...store.store import SkippedCheckpointWarning, Store
 from ...store.urls import open_files
 from .metadata import FOLDER, MAX_BYTES, Index, RankFile, data_name, is_data, metadata_name, parse
 
-T = TypeVar("T")
 _INDEX = "index"
 """Path of the metadata in the container that a sharded step's manifest names."""
 
@@ -73,11 +72,12 @@ def read_index(files: Files, rank: int | None = None) -> Index:
         raise MissingParentError(f"{where} is not there: no checkpoint, or one that was not completed") from None
 
 
-def _guarded(files: Files, file: RankFile, name: str, work: Callable[[], T]) -> T:
-    """Call `work` on a container; its errors name the rank and the path."""
+@contextlib.contextmanager
+def _naming_errors(files: Files, file: RankFile, name: str) -> Iterator[None]:
+    """Let the errors of reading a container name the rank and the path."""
     path = files.path(f"{FOLDER}/{name}")
     try:
-        return work()
+        yield
     except FileNotFoundError:
         raise MissingParentError(
             f"rank {file.rank}: its file {path} is gone: removed, or the checkpoint was saved again while it was read"
@@ -95,8 +95,7 @@ def opener(files: Files, file: RankFile) -> Callable[[Checkpoint | None], Checkp
         if not name:
             raise MissingParentError(f"rank {file.rank}: its metadata names no parent of its last file")
         path = f"{FOLDER}/{name}"
-
-        def work() -> Checkpoint:
+        with _naming_errors(files, file, name):
             size = files.size(path)
             if size != nbytes:
                 raise CorruptDataError(f"{size} bytes; the metadata says {nbytes}")
@@ -106,8 +105,6 @@ def opener(files: Files, file: RankFile) -> Callable[[Checkpoint | None], Checkp
                 raise MissingParentError(f"the parent of the container above it is {claimed[:16]}..., not this one")
             return Checkpoint(Ranged(size, lambda start, stop: files.read_range(path, start, stop)), None, claimed)
 
-        return _guarded(files, file, name, work)
-
     return open_next
 
 
@@ -115,14 +112,10 @@ def resolve(files: Files, file: RankFile) -> Checkpoint:
     """Return a rank's resolved checkpoint: the parent of its next delta."""
     found: Checkpoint | None = None
     for name, _ in reversed(file.chain):
-
-        def work(name: str = name, parent: Checkpoint | None = found) -> Checkpoint:
-            ckpt = Checkpoint.from_bytes(files.read(f"{FOLDER}/{name}"), parent)
-            if not name.endswith(f"-{ckpt.id[:16]}.spt"):
+        with _naming_errors(files, file, name):
+            found = Checkpoint.from_bytes(files.read(f"{FOLDER}/{name}"), found)
+            if not name.endswith(f"-{found.id[:16]}.spt"):
                 raise CorruptDataError("its content hash is not the one in its name")
-            return ckpt
-
-        found = _guarded(files, file, name, work)
     assert found is not None
     return found
 
@@ -231,11 +224,6 @@ class Folders:
         files.remove(garbage)
 
 
-_stores: dict[str, StoreSteps] = {}
-"""Targets that arrived again in this process, which `async_save` pickles for every save: the first of each is kept,
-because its session remembers which steps were left behind."""
-
-
 class StoreSteps:
     """The steps of a store, which all ranks share; has the methods of `Folders`.
 
@@ -250,11 +238,9 @@ class StoreSteps:
         self.store, self.keep = store, keep
         self.place: str | None = None
         self._save: SharedSave | None = None
-        self._token = os.urandom(16).hex()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        loaded = self.store.session.loaded
-        return _received, (self._token, store_options(self.store), self.keep, loaded, self.place)
+        return _received, (store_options(self.store), self.keep, self.store.session.loaded, self.place)
 
     def move(self, place: Any) -> None:
         """See Folders."""
@@ -330,16 +316,11 @@ Target: TypeAlias = Folders | StoreSteps
 """Where a writer saves, which also has the parents of deltas."""
 
 
-def _received(
-    token: str, options: Mapping[str, Any], keep: Retention | None, loaded: Any, place: str | None
-) -> StoreSteps:
-    """Return the target of that token in this process."""
-    if token not in _stores:
-        made = StoreSteps(open_store(options), keep)
-        made._token, made.store.session.loaded = token, loaded
-        _stores[token] = made
-    _stores[token].place = place
-    return _stores[token]
+def _received(options: Mapping[str, Any], keep: Retention | None, loaded: Any, place: str | None) -> StoreSteps:
+    """Return a target that was pickled in another process."""
+    made = StoreSteps(open_store(options), keep)
+    made.store.session.loaded, made.place = loaded, place
+    return made
 
 
 def _manifest(step: int, index: Index, table: Checkpoint) -> Manifest:

@@ -24,8 +24,7 @@ from ...codec.state.tree import unflatten
 from ...store.files import Files
 from ...store.manifest import check_step
 from ...store.store import Store
-from .entry_paths import VALUES, key_of, numbered, place
-from .metadata import FOLDER, Index, RankFile, Shard
+from .metadata import FOLDER, VALUES, Index, RankFile, Shard, key_of, numbered, place
 from .places import StoreSteps, is_place, newest_step, open_folder, opener, read_index, read_step
 
 BATCH = 1 << 25

@@ -1,4 +1,12 @@
-"""The storage writer: each rank writes one container with its shards, often a delta."""
+"""The storage writer: each rank writes one container with its shards, often a delta.
+
+Protection and pruning have thresholds over the shards of all ranks. Each rank counts its own weights in log buckets.
+The sum of the histograms of all ranks is the histogram of the whole state, from which one rank computes the thresholds
+for all. Ranks send only the counts of the buckets in use, for each codec and layer type: about 15 kB, for a model of
+any size.
+
+Source: Inshrinkerator, sections 4.1 to 4.3 (global thresholds from mergeable sketches).
+"""
 
 from __future__ import annotations
 
@@ -8,8 +16,9 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ...codec.base import Codec, Leaf, Prepare, Reference
 from ...codec.checkpoint import Checkpoint
 from ...codec.compress import compress_inputs
 from ...codec.config import Config
@@ -26,14 +36,18 @@ from ...codec.errors import BadArgumentError, ShrinkpointError, ShrinkpointWarni
 from ...codec.evidence.kind import check_kinds
 from ...codec.inputs import Inputs
 from ...codec.named_presets import check_config
+from ...codec.plan import ArrayPlan
+from ...codec.plan import plan as plan_arrays
+from ...codec.weights import planning
+from ...codec.weights.planning import Limits, Plan, Sketch
+from ...codec.weights.quantize import Quantize
+from ...kernels.quantizer import Thresholds
 from ...store.chain import Size, carried_by, smaller, wants_base
 from ...store.retention import Retention
 from ...store.store import Store
 from ...store.weight_average import WeightAverage, needs_average
-from .entry_paths import VALUES, Place, check_named, insert, kinds_of, numbered, place
-from .metadata import FOLDER, Offsets, RankFile, build
+from .metadata import FOLDER, VALUES, Offsets, Place, RankFile, build, check_named, insert, kinds_of, numbered, place
 from .places import Folders, StoreSteps, Target, is_place, resolve
-from .thresholds import Weights, agree
 
 
 class ParentNotUsedWarning(ShrinkpointWarning):
@@ -83,10 +97,9 @@ _TORCH, _SAVES = "torch.distributed.checkpoint.", {"save", "_save_state_dict"}
 """Where a thread is while torch saves by a writer."""
 _claims = threading.Lock()
 _MOST_KEPT = 4
-_kept: dict[str, _Parent] = {}
-"""Parents of writers that arrive again for each save: `async_save` in a process pickles its writer every time."""
-_places: dict[str, str] = {}
-"""Place of each writer's last save, from which a parent is read that is not in memory any more."""
+_received: dict[str, Writer] = {}
+"""Writers that `async_save` in a process pickles for every save, by token: the first of each is kept, with its parent
+and its store's session. Of the oldest the parent is read again from the place of their last save."""
 
 
 class Writer(StorageWriter):
@@ -157,15 +170,16 @@ class Writer(StorageWriter):
         self.kinds = kinds
         self.process_group = process_group
         self._head: _Parent | None = None
+        self._saved: str | None = None
+        """Place of the last save."""
         self._token = os.urandom(16).hex()
-        self._travelled = False
         self._thread: int | None = None
         self._rank, self._collective, self._coordinator = 0, True, True
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A parent is as large as its checkpoint: it stays in the process that saves. That one has a group of its own.
         self._claim(self.target.place)
-        return self.__dict__ | {"_head": None, "process_group": None, "_travelled": True, "_thread": None}
+        return _received_again, (vars(self) | {"_head": None, "process_group": None, "_thread": None},)
 
     # ---- what torch calls, in this order
 
@@ -249,7 +263,7 @@ class Writer(StorageWriter):
             state, shards, kinds = self._state(plan, planner)
             head = self._parent_for(shards) if state else None
             parent = None if head is None else head.checkpoint
-            weights = Weights(state, self.cfg, kinds, parent) if talk else None
+            weights = WeightSketches(state, self.cfg, kinds, parent) if talk else None
         except Exception as e:
             if talk:
                 # The others wait for this rank.
@@ -355,7 +369,7 @@ class Writer(StorageWriter):
 
     def _parent_for(self, shards: Mapping[tuple[str, Offsets], Offsets]) -> _Parent | None:
         """Return the parent of this save, with its containers in place; None: a base."""
-        head = self._last()
+        head = self._head
         asked = head is None
         if head is None:
             head = self._stored_parent()
@@ -372,23 +386,18 @@ class Writer(StorageWriter):
             return None
         return head
 
-    def _last(self) -> _Parent | None:
-        """Return the result of this writer's last save, also if another process made it."""
-        return _kept.get(self._token) if self._travelled else self._head
-
     def _average(self, head: _Parent | None, shards: Mapping[tuple[str, Offsets], Offsets]) -> WeightAverage | None:
         """Return the slow average of the weights, from the last save or the parent, or None."""
         if not needs_average(self.cfg):
             return None
-        last = self._last()
+        last = self._head
         if last is not None and last.average is not None and _fits(last.shards, shards):
             return last.average
         return WeightAverage(None if head is None else head.checkpoint)
 
     def _stored_parent(self) -> _Parent | None:
         """Return the parent: this object's last save, else `parent=`, else the folder's checkpoint."""
-        last = _places.get(self._token) if self._travelled else None
-        named = self.parent if last is None else None
+        last, named = self._saved, self.parent if self._saved is None else None
         place = last or named or self.target.parent()
         if place is None:
             return None
@@ -420,20 +429,25 @@ class Writer(StorageWriter):
         average: WeightAverage | None,
     ) -> None:
         """Make the new checkpoint, or its base, the parent of the next delta."""
-        place = str(self.target.place)
+        self._saved = place = str(self.target.place)
         whole = whole or (None if head is None else head.whole)
         if head is not None and self.cfg.chain.against == "base":
-            new = dataclasses.replace(head, place=place, last=written, whole=whole, average=average)
+            self._head = dataclasses.replace(head, place=place, last=written, whole=whole, average=average)
         else:
-            new = _Parent(ckpt, written, place, dict(shards), written, whole, average)
-        if not self._travelled:
-            self._head = new
-            return
-        _kept.pop(self._token, None)
-        _kept[self._token] = new
-        _places[self._token] = place
-        for old in list(_kept)[:-_MOST_KEPT]:
-            del _kept[old]
+            self._head = _Parent(ckpt, written, place, dict(shards), written, whole, average)
+
+
+def _received_again(state: dict[str, Any]) -> Writer:
+    """Return a writer that was pickled with this state: one object for all its saves here."""
+    writer = _received.pop(state["_token"], None)
+    if writer is None:
+        writer = Writer.__new__(Writer)
+        vars(writer).update(state)
+    writer.kinds, writer.target.place, writer._thread = state["kinds"], state["target"].place, None
+    _received[writer._token] = writer
+    for old in list(_received.values())[:-_MOST_KEPT]:
+        old._head = None
+    return writer
 
 
 def _is_saving(thread: int | None, writer: Writer) -> bool:
@@ -479,3 +493,106 @@ def _fits(parent: Mapping[tuple[str, Offsets], Offsets], shards: Mapping[tuple[s
 
 def _warn(why: str) -> None:
     warnings.warn(f"{why}; a base is written", ParentNotUsedWarning, stacklevel=3)
+
+
+@dataclass(frozen=True, slots=True)
+class SketchSummary:
+    """Sketches of one rank's weights of one codec.
+
+    Args:
+        sketches: one of the magnitudes of each layer type.
+        before: its parent's thresholds, or None.
+    """
+
+    sketches: tuple[Sketch, ...]
+    before: Thresholds | None
+
+
+class WeightSketches:
+    """Sketches of a rank's weights whose codecs have global thresholds.
+
+    Args:
+        state: what will be compressed.
+        cfg: how.
+        kinds: as for `compress`.
+        parent: checkpoint that it will be a delta against.
+
+    Raises:
+        BadArgumentError: pruning by sensitivity, which needs gradients.
+        UnsupportedLeafError: a leaf that cannot be stored.
+    """
+
+    def __init__(self, state: Any, cfg: Config, kinds: Mapping[str, Any], parent: Checkpoint | None) -> None:
+        planned = plan_arrays(dataclasses.replace(Inputs.of(state, parent, kinds), is_whole=False), cfg)
+        groups: dict[Quantize, list[ArrayPlan]] = {}
+        for one in planned:
+            if isinstance(one.codec, Quantize) and (one.codec.protect or one.codec.prune):
+                groups.setdefault(one.codec, []).append(one)
+        self.sketches: dict[Quantize, dict[str, Sketch]] = {}
+        self.summaries: dict[Quantize, SketchSummary] = {}
+        for codec, plans_of_codec in groups.items():
+            group = [one.leaf for one in plans_of_codec]
+            planning.check_gradients(codec, group)
+            found = planning.sketched(codec, group)
+            self.sketches[codec] = {leaf.key: sketch for leaf, sketch in zip(group, found, strict=True)}
+            self.summaries[codec] = SketchSummary(
+                _by_layer(found), planning.thresholds_before([one.parent for one in plans_of_codec])
+            )
+
+    def prepared_by(self, decided: Mapping[Quantize, Limits]) -> dict[Codec, Prepare]:
+        """Return functions that plan these weights under the given thresholds, by codec."""
+        return {codec: partial(self._plans, codec, decided[codec]) for codec in self.sketches}
+
+    def _plans(
+        self, codec: Quantize, decided: Limits, leaves: Sequence[Leaf], parents: Sequence[Reference | None]
+    ) -> list[Plan]:
+        return planning.plans(codec, leaves, parents, [self.sketches[codec][leaf.key] for leaf in leaves], decided)
+
+
+def _by_layer(sketches: Sequence[Sketch]) -> tuple[Sketch, ...]:
+    """Merge the sketches of each layer type to one, which is sent to other ranks."""
+    layers = dict.fromkeys(s.layer for s in sketches)
+    return tuple(
+        Sketch.of(layer, planning.magnitudes(s.values for s in sketches if s.layer == layer)) for layer in layers
+    )
+
+
+def decide(summaries: Sequence[Mapping[Quantize, SketchSummary]]) -> dict[Quantize, Limits]:
+    """Compute the thresholds of every codec from the summaries of all ranks."""
+    decided = {}
+    for codec in dict.fromkeys(codec for of_rank in summaries for codec in of_rank):
+        received = [of_rank[codec] for of_rank in summaries if codec in of_rank]
+        sketches = [sketch for summary in received for sketch in summary.sketches]
+        before = next((summary.before for summary in received if summary.before is not None), None)
+        decided[codec] = planning.limits(codec, sketches, before)
+    return decided
+
+
+def agree(mine: Mapping[Quantize, SketchSummary] | Exception, group: Any) -> dict[Quantize, Limits]:
+    """Compute thresholds over all ranks of a process group; a collective.
+
+    Args:
+        mine: this rank's summaries, or its error. The error is raised here, and the other ranks raise one that names
+            this rank.
+        group: the process group; None: the default one.
+
+    Raises:
+        ShrinkpointError: another rank met an error.
+        RuntimeError: a rank is gone or does not answer (of torch, after the timeout of the process group).
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    first = dist.get_global_rank(group, 0) if group is not None else 0
+    received: list[Any] | None = [None] * world if rank == 0 else None
+    sent = f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine
+    dist.gather_object(sent, received, dst=first, group=group)
+    answer: list[Any] = [None]
+    if received is not None:
+        failed = [f"rank {number}: {what}" for number, what in enumerate(received) if isinstance(what, str)]
+        answer = ["; ".join(failed)] if failed else [decide(received)]
+    dist.broadcast_object_list(answer, src=first, group=group)
+    if isinstance(mine, Exception):
+        raise mine
+    if isinstance(answer[0], str):
+        raise ShrinkpointError(f"nothing was written, since another rank could not: {answer[0]}")
+    decided: dict[Quantize, Limits] = answer[0]
+    return decided

@@ -22,8 +22,7 @@ from safetensors.torch import save_file
 from ...codec.errors import BadArgumentError, CorruptDataError
 from ...codec.format.bounded_json import loads
 from ...store.local import LocalFiles, check_link, regular
-from .host_copy import published_tensors
-from .subscriber import Subscriber
+from .subscriber import Subscriber, published_tensors
 
 MARKER = "shrinkpoint-version.json"
 """File that names the version of a folder; it is missing while the folder is written."""

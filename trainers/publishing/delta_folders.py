@@ -35,7 +35,7 @@ from ...codec.format.bounded_json import loads
 from ...codec.state.leaves import NpArray
 from ...kernels.backend.arguments import choice, integer
 from ...store.local import LocalFiles, check_link, sync_folder
-from .host_copy import Change, HostCopy
+from .subscriber import Change, HostCopy
 from .tensors import host_bytes
 
 _NAME = re.compile(r"weight_v(\d{6})")

@@ -33,7 +33,7 @@ from ...codec.errors import BadArgumentError, CorruptDataError, NewerFormatError
 from ...codec.extras import install
 from ...codec.format.bounded_json import loads
 from ...codec.state.leaves import LeafSpec
-from ...store.files import seal
+from ...store.files import Files, seal
 
 FORMAT = 2
 LARGEST = 10**12 - 1
@@ -123,6 +123,11 @@ class Shard:
     shape: tuple[int, ...]
     where: Where
     hash: str
+
+    @property
+    def key(self) -> tuple[str, Where]:
+        """Name and box, which no other shard has."""
+        return self.name, self.where
 
     @property
     def spec(self) -> LeafSpec:
@@ -376,9 +381,9 @@ def version_name(version: int) -> str:
     return f"versions/{version:012}.json"
 
 
-def versions_in(names: Iterable[str]) -> list[int]:
-    """Return the versions of the files in the folder `versions`, ascending."""
-    found = (_NAME.fullmatch(name.rsplit("/", 1)[-1]) for name in names)
+def versions_at(files: Files) -> list[int]:
+    """Return the versions whose JSON files are in a store, ascending."""
+    found = (_NAME.fullmatch(name.rsplit("/", 1)[-1]) for name in files.list("versions"))
     return sorted(int(name[1]) for name in found if name)
 
 

@@ -108,16 +108,14 @@ class Publisher:
         self._token = ranks.run if isinstance(ranks, Counted) else uuid.uuid4().hex
         self._failed = -1
         self._last: Version | None = None
-        self._kept: dict[Key, NpArray] = {}
-        self._specs: dict[Key, tuple[tuple[int, ...], str]] = {}
-        self._hashes: dict[Key, str] = {}
+        self._kept: dict[Key, tuple[Shard, NpArray]] = {}
         self._since_base, self._chain_bytes, self._base_bytes = 0, 0, 0
         self._may_read_back = True
 
     @property
     def newest(self) -> int | None:
         """The newest version at the URL, by any publisher; None without one."""
-        return max(self._versions(), default=None)
+        return max(layout.versions_at(self._files), default=None)
 
     def publish(
         self,
@@ -233,14 +231,19 @@ class Publisher:
     def _dtype_of(self, own: Own) -> torch.dtype:
         return self._dtype if self._dtype is not None and own.tensor.is_floating_point() else own.tensor.dtype
 
-    def _specs_of(self, own: list[Own]) -> dict[Key, tuple[tuple[int, ...], str]]:
-        return {o.key: (o.shape, str(self._dtype_of(o))) for o in own}
+    def _is_kept(self, own: Own) -> bool:
+        """Return whether there is a copy of an earlier version of a shard."""
+        kept = self._kept.get(own.key)
+        return kept is not None and (kept[0].shape, kept[0].dtype) == (own.shape, self._dtype_name(own))
+
+    def _dtype_name(self, own: Own) -> str:
+        return str(self._dtype_of(own)).removeprefix("torch.")
 
     def _nbytes(self, own: Own) -> int:
         return own.tensor.numel() * self._dtype_of(own).itemsize
 
     def _shard(self, own: Own, data: NpArray) -> Shard:
-        made = Shard(own.name, str(self._dtype_of(own)).removeprefix("torch."), own.shape, own.where, "")
+        made = Shard(own.name, self._dtype_name(own), own.shape, own.where, "")
         return replace(made, hash=hash_of(made.spec, data))
 
     def _part(self, version: int, own: list[Own], newest: int | None) -> dict[str, Any]:
@@ -255,7 +258,7 @@ class Publisher:
         if self._last is not None and self._last.version != newest:
             self._forget()  # it was published while this rank had an error
         last = self._last
-        known = last is not None and self._specs_of(own) == self._specs
+        known = last is not None and self._kept.keys() == {o.key for o in own} and all(map(self._is_kept, own))
         based = not known or self._since_base + 1 >= self._base_every or self._chain_bytes > self._base_bytes
         files = [self._file(version, batch, known, based) for batch in self._batches(own)]
         shards = [shard for file in files for shard in file.shards]
@@ -296,8 +299,8 @@ class Publisher:
             before = None
             if is_delta:
                 # Hashes of unchanged tensors are equal, and there is nothing to compare.
-                kept = self._kept[shard.name, shard.where]
-                before = own if shard.hash == self._hashes[shard.name, shard.where] else kept
+                last, kept = self._kept[shard.key]
+                before = own if shard.hash == last.hash else kept
             made = encode(own, before, shard.spec, self._sliced)
             lengths = [len(piece) for piece in made]
             groups.append(StoredGroup([i], "bytes", lengths, is_delta=is_delta))
@@ -346,7 +349,7 @@ class Publisher:
         return Version(version, parent, layout.state_hash(shards), parts[0]["publisher"], self._sliced, files)
 
     def _commit(self, ranks: Ranks, made: Version, own: list[Own]) -> None:
-        name, hashes = layout.version_name(made.version), {(s.name, s.where): s.hash for s in made.shards}
+        name = layout.version_name(made.version)
 
         def commit() -> dict[str, Any]:
             if ranks.commits and not self._files.create(name, made.to_bytes(self._keys)):
@@ -364,28 +367,26 @@ class Publisher:
             self._forget()
             raise
         self._token = made.publisher
-        self._remember(made, own, hashes)
+        self._remember(made, own)
         if isinstance(ranks, InStore):
             ranks.committed()
         if ranks.index == 0:
             self._remove_old()
 
-    def _remember(self, made: Version, own: list[Own], hashes: Mapping[Key, str]) -> None:
-        specs = self._specs_of(own)
-        for key in [key for key in self._kept if self._specs.get(key) != specs.get(key)]:
-            del self._kept[key]
-        copied = []
+    def _remember(self, made: Version, own: list[Own]) -> None:
+        self._kept = {o.key: self._kept[o.key] for o in own if self._is_kept(o)}
+        shards, is_other = {shard.key: shard for shard in made.shards}, False
         for o in own:
-            if o.key not in self._kept:
-                self._kept[o.key] = self._bytes(o).copy()
-            elif self._hashes[o.key] != hashes[o.key]:
-                np.copyto(self._kept[o.key], self._bytes(o))
-            else:
+            kept, shard = self._kept.get(o.key), shards[o.key]
+            if kept is not None and kept[0].hash == shard.hash:
                 continue
-            copied.append(o)
-        self._specs, self._hashes = specs, {o.key: hashes[o.key] for o in own}
+            data = self._bytes(o).copy() if kept is None else kept[1]
+            if kept is not None:
+                np.copyto(data, self._bytes(o))
+            self._kept[o.key] = shard, data
+            is_other |= self._shard(o, data) != shard
         self._followed([made])
-        if any(self._shard(o, self._kept[o.key]).hash != hashes[o.key] for o in copied):
+        if is_other:
             self._forget()  # the state changed after it was written, so that the copy is not the published one
 
     def _followed(self, chain: Sequence[Version]) -> None:
@@ -399,13 +400,10 @@ class Publisher:
     def _forget(self) -> None:
         """Begin again with a base."""
         self._may_read_back = False
-        self._last, self._kept, self._specs, self._hashes = None, {}, {}, {}
+        self._last, self._kept = None, {}
         self._since_base, self._chain_bytes, self._base_bytes = 0, 0, 0
 
     # ------------------------------------------------------------------ the store
-
-    def _versions(self) -> list[int]:
-        return layout.versions_in(self._files.list("versions"))
 
     def _version(self, number: int) -> Version | None:
         """Read a version; None if it is missing, damaged or of a newer format."""
@@ -436,19 +434,18 @@ class Publisher:
         shards = [self._shard(o, kept[o.key]) for o in own]
         if not self._agrees(chain[0], shards):
             return
-        self._kept, self._hashes = kept, {(s.name, s.where): s.hash for s in shards}
-        self._specs = self._specs_of(own)
+        self._kept = {shard.key: (shard, kept[shard.key]) for shard in shards}
         self._followed(chain[::-1])
 
     def _agrees(self, version: Version, own: list[Shard]) -> bool:
         """Return whether shards are those of a version, as far as it has their hashes."""
-        there = {(s.name, s.where): s for s in version.shards}
+        there = {shard.key: shard for shard in version.shards}
         shapes = {s.name: (s.dtype, s.shape) for s in version.shards}
-        return all(there.get((s.name, s.where), s) == s and shapes.get(s.name) == (s.dtype, s.shape) for s in own)
+        return all(there.get(s.key, s) == s and shapes.get(s.name) == (s.dtype, s.shape) for s in own)
 
     def _remove_old(self) -> None:
         """Remove versions beyond `keep` that no kept version needs; errors delay that."""
-        versions = self._versions()
+        versions = layout.versions_at(self._files)
         if len(versions) <= self._keep:
             return
         chain = {}

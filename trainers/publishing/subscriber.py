@@ -1,4 +1,4 @@
-"""Follow the published versions of a model, in place."""
+"""Follow the published versions of a model: in place, or in a copy on the host."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ...codec.checkpoint import Checkpoint
 from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ...codec.format.ranged import Ranged
-from ...codec.state.leaves import NpArray
+from ...codec.state.leaves import LeafSpec, NpArray, check_memory
 from ...kernels.backend.arguments import integer
 from ...store.files import Files, StoreWarning
 from ...store.urls import opened
@@ -126,7 +129,7 @@ class Subscriber:
     @property
     def newest(self) -> int | None:
         """The newest version at the URL; None without one."""
-        return max(self._versions(), default=None)
+        return max(layout.versions_at(self._files), default=None)
 
     def update(
         self, *, version: int | None = None, lock: AbstractContextManager[Any] | None = None, verify: bool = True
@@ -235,9 +238,6 @@ class Subscriber:
             if turn == self._turn:  # no other update since
                 self._reached(reached, report)
 
-    def _versions(self) -> list[int]:
-        return layout.versions_in(self._files.list("versions"))
-
     def _read(self, version: int, problems: list[Exception] | None = None) -> Version | None:
         """Read a version's JSON file; None if it cannot be read, or is not signed by the key.
 
@@ -324,7 +324,7 @@ class Subscriber:
     def _recognised(self) -> Version | None:
         """Return the published version that the model holds, by hashes; None if it cuts shards."""
         hashes: dict[Any, str] = {}
-        read = (self._read(v) for v in reversed(self._versions()))
+        read = (self._read(v) for v in reversed(layout.versions_at(self._files)))
         return next((v for v in read if v is not None and self._covered(v) and self._is_held(v, hashes)), None)
 
     def _versions_of_tensors(self) -> dict[str, tuple[int, int]]:
@@ -353,7 +353,7 @@ class Subscriber:
         """Return the version to reach and its patches; None if the model already holds it."""
         wanted = None if wanted is None else integer("version", wanted, 0, LARGEST)
         self._find_changes(verify=False)
-        versions = self._versions()[::-1] if wanted is None else [wanted]
+        versions = layout.versions_at(self._files)[::-1] if wanted is None else [wanted]
         self._known = dict(sorted(self._known.items())[-_MOST_KNOWN:])
         if not versions or self._holds(versions[0]):
             return None
@@ -472,9 +472,9 @@ class Subscriber:
                 raise CorruptDataError(f"not what version {version.version} says of it")
             if [shard.spec for shard in file.shards] != [record.spec for record in ckpt.records]:
                 raise CorruptDataError(f"its arrays are not the shards of version {version.version}")
-            records = {(s.name, s.where): record for s, record in zip(file.shards, ckpt.records, strict=True)}
+            records = {s.key: record for s, record in zip(file.shards, ckpt.records, strict=True)}
             found = [
-                (part.name, part, Stored(ckpt, records[shard.name, shard.where], shard.where))
+                (part.name, part, Stored(ckpt, records[shard.key], shard.where))
                 for shard, part in self._meeting(file.shards)
             ]
             ckpt.fetch((stored.record, stored.needed(part.region)) for _, part, stored in found)
@@ -557,3 +557,86 @@ def _bits(patch: Patch) -> tuple[int, bytes | None, bytes]:
 
 def _shown(problems: Sequence[Exception]) -> str:
     return "; ".join(dict.fromkeys(map(str, problems[:5]))) or "no base"
+
+
+def published_tensors(url: str | os.PathLike[str], key: Any = None) -> dict[str, torch.Tensor]:
+    """Return zeros with the names, dtypes and shapes of the newest version that can be read.
+
+    Args:
+        url: the URL of the `Publisher`.
+        key: as `Subscriber` has it.
+
+    Raises:
+        MissingParentError: no version is there.
+        CorruptDataError, NewerFormatError: none of them can be read.
+    """
+    files = opened(url)
+    keys, problem = layout.public_key(key), None
+    for number in layout.versions_at(files)[::-1]:
+        try:
+            version = Version.from_bytes(files.read(layout.version_name(number)), number, keys)
+        except (OSError, CorruptDataError, NewerFormatError) as e:
+            problem = e
+            continue
+        specs = {shard.name: LeafSpec("torch", shard.dtype, shard.shape) for shard in version.shards}
+        check_memory(sum(spec.nbytes for spec in specs.values()), f"version {number}")
+        return {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
+    if problem is not None:
+        kind = NewerFormatError if isinstance(problem, NewerFormatError) else CorruptDataError
+        raise kind(f"{files.path('versions')}: no version can be read: {problem}")
+    raise MissingParentError(f"{files.path('versions')}: nothing has been published")
+
+
+class Change(NamedTuple):
+    """The changes of one update in one tensor.
+
+    Args:
+        name: of the tensor.
+        positions: int64, flat, ascending.
+        before: the values that were there.
+        values: the new ones.
+    """
+
+    name: str
+    positions: NpArray
+    before: torch.Tensor
+    values: torch.Tensor
+
+
+class HostCopy(Subscriber):
+    """Host copy of the published tensors, with the changes of each update.
+
+    Args:
+        url: the URL of the `Publisher`; it must have a version.
+        key: as `Subscriber` has it.
+    """
+
+    def __init__(self, url: str | os.PathLike[str], *, key: Any = None) -> None:
+        self.tensors = published_tensors(url, key)
+        super().__init__(url, self.tensors, key=key)
+
+    def changes(self, version: int | None = None) -> list[Change] | None:
+        """Bring the copy to a version, and return all that differs from the version before.
+
+        Returns:
+            One entry for each tensor that changed; None where everything may be different: at first, from a base, and
+            after an update that failed.
+        """
+        with self._update():
+            before = self.version
+            found = self._stage(version, verify=True)
+            if found is None:
+                return [] if self.version == before else None
+            reached, patches, report = found
+            followed = before is not None and self.version == before and not report.from_base
+            changes = [self._joined(list(own)) for _, own in groupby(patches, attrgetter("name"))] if followed else None
+            self._commit(reached, patches, report, None)
+            return changes
+
+    def _joined(self, patches: Sequence[Patch]) -> Change:
+        name = patches[0].name
+        tensor = self.tensors[name]
+        parts = list(tensors.of_one(tensor, patches))
+        positions = np.concatenate([positions for positions, _ in parts])
+        values = torch.cat([values.view(torch.uint8) for _, values in parts]).view(tensor.dtype)
+        return Change(name, positions, tensor.view(-1)[torch.from_numpy(positions)], values)

@@ -21,9 +21,9 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from ...codec.errors import ShrinkpointError
 from ..processes import rank, world
-from .host_copy import HostCopy
+from . import BACKEND
 from .publisher import Publisher, publisher_of_all
-from .vllm_plugin import BACKEND
+from .subscriber import HostCopy
 
 
 @CheckpointEngineRegistry.register(BACKEND)

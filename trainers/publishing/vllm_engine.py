@@ -4,8 +4,8 @@ vLLM loads weights by the names of the checkpoint, and keeps them fused and spli
 a copy of the published tensors on the host, and gives what changed in it to vLLM's loader: as patches, or, where vLLM
 takes none, as the whole checkpoint.
 
-`register` makes both known by the name `shrinkpoint`; vLLM calls it in every process, as the entry point of this
-package in the group `vllm.general_plugins`.
+`register_with_vllm` makes both known by the name `shrinkpoint`; vLLM calls it in every process, as the entry point of
+this package in the group `vllm.general_plugins`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from vllm.distributed.weight_transfer import base
 
 from ...codec.errors import ShrinkpointError
-from .host_copy import Change, HostCopy
+from . import BACKEND, register_with_vllm
 from .publisher import publisher_of_all
-from .vllm_plugin import BACKEND, register
+from .subscriber import Change, HostCopy
 
 _PATCHED = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes that vLLM takes patches for; it marks unchanged elements by NaN."""
@@ -220,4 +220,4 @@ if hasattr(base, "TrainerInitInfo"):  # older versions have no trainer's side, o
         return tuple(slice(start, start + n) for start, n in box) if all(n for _, n in box) else None
 
 
-register()
+register_with_vllm()
