@@ -142,6 +142,21 @@ class LocalFiles(Files):
             raise
         return True
 
+    def link_from(self, source: LocalFiles, name: str) -> bool:
+        """Give a file of another folder the same name here; False if the file system cannot link it.
+
+        Raises:
+            FileNotFoundError: the other folder has no such file.
+        """
+        self._make_folder(self._folder(posixpath.dirname(name)))
+        try:
+            os.link(source.path(name), self.path(name), follow_symlinks=False)
+        except FileNotFoundError:
+            raise
+        except (OSError, NotImplementedError):
+            return False
+        return True
+
     def sync(self, names: Sequence[str]) -> None:
         """Make existing files of one folder durable.
 
@@ -160,13 +175,15 @@ class LocalFiles(Files):
 
         A folder that exists may have been made by a process that was killed before it was durable.
         """
-        make_folder(folder)
+        folder = folder.rstrip("/") or "/"
+        made = make_folder(folder)
         while folder not in self._durable and not os.path.ismount(folder):
             self._durable.add(folder)
-            folder = posixpath.dirname(folder)
+            folder, is_synced = posixpath.dirname(folder), folder in made
             if not os.access(folder, os.R_OK | os.W_OK):  # no process with these rights has made a folder there
                 break
-            sync_folder(folder)
+            if not is_synced:
+                sync_folder(folder)
 
     @contextlib.contextmanager
     def _temporary(self, name: str, data: bytes | Iterable[Bytes]) -> Iterator[str]:
@@ -238,8 +255,8 @@ def _discard(path: str) -> None:
             os.unlink(path)
 
 
-def make_folder(folder: str) -> None:
-    """Create a folder and its parents, each durable in the one above it."""
+def make_folder(folder: str) -> Sequence[str]:
+    """Create a folder and its parents, each durable in the one above it; return those that were missing."""
     missing = []
     while folder and not os.path.isdir(folder):
         missing.append(folder)
@@ -248,6 +265,7 @@ def make_folder(folder: str) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
         sync_folder(os.path.dirname(path))
+    return missing
 
 
 def sync_folder(folder: str) -> None:

@@ -364,7 +364,7 @@ def minilm(*, quick: bool = False) -> Subject:
         lambda of: matching(of, groups[:_GROUPS]),
         lambda of: matching(of, groups[_GROUPS:]),
         tuned,
-        4,
+        3,
         f"quality: loss of finding a snippet's continuation among {_PAIRS}, mean of {_GROUPS} such groups; fine-tuned "
         f"{_STEPS} batches of {_BATCH} to name the package of {_LINES} lines, the learning rate falling to zero",
     )

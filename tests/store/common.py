@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import shrinkpoint as sp
+from shrinkpoint.store import local
 
 
 def state(step: int, size: int = 600) -> dict[str, Any]:
@@ -63,3 +65,16 @@ def data_path(root: Path, step: int) -> Path:
 def leftovers(root: Path) -> list[Path]:
     """Return the temporary files."""
     return [p for p in root.rglob(".tmp-*") if p.is_file()]
+
+
+def spied_folders(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that receives the path of each folder that is synced from now on."""
+    found: list[str] = []
+    sync_folder = local.sync_folder
+
+    def spied(folder: str) -> None:
+        found.append(folder)
+        sync_folder(folder)
+
+    monkeypatch.setattr(local, "sync_folder", spied)
+    return found

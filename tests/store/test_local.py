@@ -19,7 +19,7 @@ from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.store import RestoreNotCountedWarning
 from shrinkpoint.store.urls import open_files
-from tests.store.common import data_path, fill, leftovers, lossless, manifest_path, same
+from tests.store.common import data_path, fill, leftovers, lossless, manifest_path, same, spied_folders
 from tests.store.racing import race
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -315,3 +315,15 @@ def test_an_interrupt_while_a_file_is_written_leaves_nothing_of_it(
             fill(store, 2)
     assert len(os.listdir(tmp_path / "data")) == 1
     assert sp.Store(tmp_path).steps() == [1]
+
+
+def test_folders_are_made_durable_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = spied_folders(monkeypatch)
+    (tmp_path / "made").mkdir()  # by a process that may have been killed before it was durable
+    files = LocalFiles(str(tmp_path / "made/new"))
+    files.write("data/one", b"1")
+    above = [str(folder) for folder in (tmp_path, tmp_path / "made", tmp_path / "made/new", tmp_path / "made/new/data")]
+    assert {folder: synced.count(folder) for folder in above} == dict.fromkeys(above, 1)
+    synced.clear()
+    files.write("data/two", b"2")
+    assert synced == above[-1:]

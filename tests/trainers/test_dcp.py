@@ -51,8 +51,9 @@ from shrinkpoint.trainers.dcp import (
 from shrinkpoint.trainers.dcp import reader as reader_module
 from shrinkpoint.trainers.dcp import writer as writer_module
 from shrinkpoint.trainers.dcp.entry_paths import place
-from shrinkpoint.trainers.dcp.metadata import Index, Layout, RankFile, Shard, build, parse
+from shrinkpoint.trainers.dcp.metadata import FOLDER, Index, Layout, RankFile, Shard, build, parse
 
+from ..store.common import spied_folders
 from . import dcp_worker
 
 pytestmark = [
@@ -177,6 +178,18 @@ def test_metadata_is_as_large_as_the_page_predicts(ranks: Any) -> None:
     world, chain = len(index.files), len(index.files[0].chain)
     predicted = (2 * names + 40) * len(index.entries) + 26 * world * cut + (100 + 41 * chain) * world
     assert predicted == pytest.approx((folder / "exact-2" / ".metadata").stat().st_size, rel=0.2)
+
+
+def test_a_save_to_a_folder_of_its_own_makes_folders_durable_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, state = Writer(), {"weight": torch.ones(3)}
+    save(state, tmp_path / "step-1", writer)
+    synced = spied_folders(monkeypatch)
+    save(state, tmp_path / "step-2", writer)
+    # The new folder for its data and for its metadata, its data, and the folders above once.
+    own = {name: synced.count(str(tmp_path / name)) for name in (".", "step-2", f"step-2/{FOLDER}")}
+    assert own == {".": 1, "step-2": 2, f"step-2/{FOLDER}": 1}
 
 
 def test_one_process_loads_what_two_ranks_saved(ranks: Any) -> None:

@@ -16,7 +16,7 @@ from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentErr
 from ...codec.format.ranged import Ranged
 from ...store.chain import check, missing, read
 from ...store.files import TEMPORARY, Files, StoreWarning
-from ...store.local import LocalFiles, make_folder
+from ...store.local import LocalFiles
 from ...store.lock import InUseError
 from ...store.manifest import MAX_STEP, Manifest
 from ...store.manifest import data_name as step_data_name
@@ -157,16 +157,7 @@ def _size(files: Files, path: str) -> int:
 
 
 def _linked(source: Files, target: Files, path: str) -> bool:
-    if not isinstance(source, LocalFiles) or not isinstance(target, LocalFiles):
-        return False
-    make_folder(target.path(FOLDER))
-    try:
-        os.link(source.path(path), target.path(path), follow_symlinks=False)
-    except FileNotFoundError:
-        raise
-    except (OSError, NotImplementedError):
-        return False
-    return True
+    return isinstance(source, LocalFiles) and isinstance(target, LocalFiles) and target.link_from(source, path)
 
 
 class Folders:
@@ -179,21 +170,26 @@ class Folders:
 
     def __init__(self, place: str | os.PathLike[str] | None) -> None:
         self.place: str | None = None
+        self._files: Files | None = None
+        """The files of the save in progress: one object, so that its folders are made durable once."""
         if place is not None:
             self.move(place)
 
     def move(self, place: Any) -> None:
         """Let the next save go to this place."""
         open_folder(place)
-        self.place = os.fspath(place)
+        self.place, self._files = os.fspath(place), None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.place,)
 
     def begin(self, *, is_coordinator: bool, alone: int | None) -> None:
         """Begin a save; `alone` is the rank if it saves without the others, else None."""
-        self.files()
+        self._files = open_folder(self.place)
 
     def files(self, place: str | None = None) -> Files:
         """Return the files of a place; None: of the next save."""
-        return open_folder(self.place if place is None else place)
+        return self._files if place is None and self._files is not None else open_folder(place or self.place)
 
     def file_name(self, rank: int, ckpt: Checkpoint) -> str:
         """Return the name of a rank's container."""
