@@ -24,6 +24,7 @@ from .outputs import copy_parts, device_memory, host_memory, new_outputs, output
 from .parallel import map_arrays, map_chunks, own_arithmetic
 from .records import ArrayRecord, Group, Records, records_of
 from .state import tree
+from .state.casting import FLOATS
 from .state.leaves import Array, LeafSpec, as_bytes, build_leaf, check_memory, from_bytes, import_libraries
 
 _HASH = re.compile("[0-9a-f]{64}")
@@ -361,8 +362,9 @@ class Checkpoint:
         pieces, pair = self._pieces(group), None
         if group.format.pair is not None:
             others = [self._pair_of(record) for record in members]
+            known = self._together([o for r, o in zip(members, others, strict=True) if r.pair not in pairs], prev)
             values = [
-                pairs[r.pair] if r.pair is not None and r.pair in pairs else self.values_of(other, prev)
+                pairs[r.pair] if r.pair is not None and r.pair in pairs else known[other.key]
                 for r, other in zip(members, others, strict=True)
             ]
             spec = joined_spec([other.spec for other in others])
@@ -376,7 +378,14 @@ class Checkpoint:
         other = self._records[record.pair or 0]
         if (other.spec.library, other.spec.shape) != (record.spec.library, record.spec.shape):
             raise CorruptDataError(f"header: {record.path}: its pair {other.path} has another library or shape")
+        if other.spec.dtype not in FLOATS:
+            raise CorruptDataError(f"header: {record.path}: its pair {other.path} is of dtype {other.spec.dtype}")
         return other
+
+    def _together(self, records: Sequence[ArrayRecord], prev: Checkpoint | None) -> dict[str, Array]:
+        """Return the decoded flat values of arrays by key; each of their groups is decoded once."""
+        by_group = sorted(records, key=lambda record: record.group.number)
+        return {record.key: self.values_of(record, prev) for record in by_group}
 
     @own_arithmetic()
     def values_of(self, record: ArrayRecord, prev: Checkpoint | None = None) -> Array:

@@ -211,6 +211,7 @@ class Stream:
         is_wide: whether a reference takes as much memory as the array; else about a byte an element.
         is_shared: whether a group may have several arrays.
         decodes_there: whether `decode` fills a tensor on a GPU that it gets as `Coded.out`.
+        meta: names of the metadata that a group may have; None: any.
     """
 
     decode: Callable[[Coded], Sequence[Reference]]
@@ -222,6 +223,7 @@ class Stream:
     is_wide: bool = False
     is_shared: bool = False
     decodes_there: bool = False
+    meta: tuple[str, ...] | None = None
 
     @property
     def has_deltas(self) -> bool:

@@ -21,7 +21,7 @@ from ..kernels.backend.floats import FORMATS
 from .base import Codec, Leaf, Reference
 from .config import Config, Rule, UnmatchedRuleWarning, is_lossless
 from .deduplication import copies
-from .embeddings.rows import DTYPES, Rows
+from .embeddings.rows import Rows
 from .errors import BadArgumentError, ShrinkpointWarning
 from .evidence.gather import Evidence, gather
 from .evidence.kind import LAYERS, ROLES, SEVERAL_TREES, TINY, Match, by_path, touched_rows
@@ -32,6 +32,7 @@ from .moments.clusters import Clusters
 from .moments.firstmoment import LARGEST_ERROR, FirstMoment
 from .moments.logbuckets import LogBuckets
 from .moments.secondmoment import SecondMoment
+from .state.casting import FLOATS
 from .state.leaves import SEQUENCES, read_leaf
 from .weights.exponent import ExponentDelta
 from .weights.importance import with_importance, with_lead
@@ -154,7 +155,7 @@ def _notes(leaves: Sequence[Leaf], codecs: Sequence[Codec], cfg: Config, kinds: 
     notes = []
     for leaf, codec in zip(leaves, codecs, strict=True):
         shape = leaf.spec.shape
-        tall = len(shape) == 2 and shape[0] > shape[1] and leaf.spec.size >= TINY and leaf.spec.dtype in DTYPES
+        tall = len(shape) == 2 and shape[0] > shape[1] and leaf.spec.size >= TINY and leaf.spec.dtype in FLOATS
         exact = isinstance(codec, Exact) and leaf.entry is None and leaf.kind.layer == "linear"
         unknown = tall and exact and not (kinds and by_path(kinds, leaf.path))
         notes.append("exact: not known for an embedding, by its name or by kinds" if unknown else "")

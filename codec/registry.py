@@ -83,7 +83,9 @@ CODECS: Table[type[Codec]] = Table(
 """Classes of codecs by id."""
 STREAMS: Table[Stream] = Table(
     {
-        "bytes": Stream(decode_bytes, Exact.id, rebase_bytes, is_wide=True, is_shared=True, decodes_there=True),
+        "bytes": Stream(
+            decode_bytes, Exact.id, rebase_bytes, is_wide=True, is_shared=True, decodes_there=True, meta=()
+        ),
         "levels": Stream(
             decode_levels,
             Quantize.id,
@@ -92,9 +94,10 @@ STREAMS: Table[Stream] = Table(
             fill_there=fill_levels,
             is_shared=True,
             decodes_there=True,
+            meta=("t", "i", "a"),
         ),
-        "multiples": Stream(decode_multiples, Quantize.id, rebase_multiples, is_wide=True),
-        "log-buckets": Stream(decode_log_buckets, LogBuckets.id, is_shared=True, decodes_there=True),
+        "multiples": Stream(decode_multiples, Quantize.id, rebase_multiples, is_wide=True, meta=("s", "w")),
+        "log-buckets": Stream(decode_log_buckets, LogBuckets.id, is_shared=True, decodes_there=True, meta=("b",)),
         "rank-one": Stream(
             decode_rank_one,
             SecondMoment.id,
@@ -102,14 +105,17 @@ STREAMS: Table[Stream] = Table(
             values=rank_one_values,
             fill_there=fill_rank_one,
             is_shared=True,
+            meta=(),
         ),
-        "grid": Stream(decode_grid, FirstMoment.id, pair=square_of, is_shared=True, decodes_there=True),
-        "own-grid": Stream(decode_own_grid, FirstMoment.id, decodes_there=True),
-        "copy": Stream(decode_copy, Exact.id, pair=lambda values, _: values),
-        "exponent": Stream(decode_exponent, ExponentDelta.id, rebase_exponent, is_wide=True, decodes_there=True),
-        "changed": Stream(decode_changed, Changed.id, rebase_changed, is_wide=True, decodes_there=True),
-        "clusters": Stream(decode_clusters, Clusters.id, decodes_there=True),
-        "rows": Stream(decode_rows, Rows.id, rebase_rows),
+        "grid": Stream(decode_grid, FirstMoment.id, pair=square_of, is_shared=True, decodes_there=True, meta=()),
+        "own-grid": Stream(decode_own_grid, FirstMoment.id, decodes_there=True, meta=()),
+        "copy": Stream(decode_copy, Exact.id, pair=lambda values, _: values, meta=()),
+        "exponent": Stream(
+            decode_exponent, ExponentDelta.id, rebase_exponent, is_wide=True, decodes_there=True, meta=()
+        ),
+        "changed": Stream(decode_changed, Changed.id, rebase_changed, is_wide=True, decodes_there=True, meta=()),
+        "clusters": Stream(decode_clusters, Clusters.id, decodes_there=True, meta=()),
+        "rows": Stream(decode_rows, Rows.id, rebase_rows, meta=("s",)),
     }
 )
 """Stream formats by name, with decoders and properties."""

@@ -312,10 +312,10 @@ def changed_by(z: Array, before: Array, is_float: bool) -> Array:
 def bucket_values(numbers: Array, b: int, dtype: str) -> Array:
     exponent, mantissa = FLOATS[dtype]
     octave, step = np.divmod(np.maximum(numbers, 1) - 1, 2**b)
-    bits = np.minimum(octave, mantissa)
-    middle = np.ldexp(2 * (2**b + step) + 1.0, octave - b - 1)
-    single = np.ldexp(-(-(2**b + step) // 2 ** np.maximum(b - bits, 0)) + 0.0, octave - bits)
-    return np.ldexp(np.where(bits > b, middle, single) * (numbers > 0), 2 - 2 ** (exponent - 1) - mantissa)
+    bits, unit = np.minimum(octave, mantissa), 2 - 2 ** (exponent - 1) - mantissa
+    middle = np.ldexp(2 * (2**b + step) + 1.0, octave - b - 1 + unit)
+    single = np.ldexp(-(-(2**b + step) // 2 ** np.maximum(b - bits, 0)) + 0.0, octave - bits + unit)
+    return np.where(bits > b, middle, single) * (numbers > 0)
 
 
 class Leaf(SimpleNamespace):

@@ -32,7 +32,7 @@ from ..format.fields import Chunk, Reader, Writer, chunks_of
 from ..groups import Coded
 from ..lossless.exact import Exact, decode_chunk, encode_chunk, exactly
 from ..parallel import map_batches, map_chunks
-from ..state.casting import float_values
+from ..state.casting import FLOATS, float_values
 from ..state.leaves import Array, LeafSpec, NpArray, bytes_of_each
 from .row_reference import (
     DEFAULT_BINS,
@@ -59,7 +59,6 @@ from .row_reference import (
     search_parameters,
 )
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 ENOUGH = ((1, 2), (3, 3), (20, 4), (math.inf, 8))
 """(restores, width): with codes of `width` bits, up to this number of restores cost at most 0.01 % of accuracy."""
 _PLAIN, _CODED = 0, 1
@@ -274,7 +273,7 @@ def _row_bytes(spec: LeafSpec) -> int:
 
 def _has_rows(leaf: Leaf) -> bool:
     """Return whether an array is coded by rows: weight matrices and embedding optimizer entries."""
-    if not leaf.spec.size or not leaf.spec.shape or leaf.spec.dtype not in DTYPES:
+    if not leaf.spec.size or not leaf.spec.shape or leaf.spec.dtype not in FLOATS:
         return False
     return len(leaf.spec.shape) == 2 if leaf.kind.role == "weight" else leaf.kind.layer == "embedding"
 
@@ -571,7 +570,7 @@ def _read_array(data: Reader, spec: LeafSpec, parent: NpArray | None) -> NpArray
 def decode_rows(coded: Coded) -> list[RowsReference]:
     """Decode the stream format "rows"."""
     spec, pieces, parent = coded.spec, coded.pieces, coded.parent
-    if not spec.shape or not spec.size or spec.dtype not in DTYPES:
+    if not spec.shape or not spec.size or spec.dtype not in FLOATS:
         raise CorruptDataError(f"rows: {spec.dtype} {spec.shape} cannot be stored by rows")
     rows = spec.shape[0]
     before = parent if isinstance(parent, RowsReference) and parent.style.size == rows else None
@@ -594,7 +593,11 @@ def _read_styles(meta: dict[str, Any], spec: LeafSpec) -> tuple[Style, ...]:
         raise CorruptDataError("rows: no table of styles")
     table = []
     for row in rows:
-        if not isinstance(row, list) or [type(v) for v in row] not in ([str, int, int, float], [str, int, int, int]):
+        if (
+            not isinstance(row, list)
+            or [type(v) for v in row] not in ([str, int, int, float], [str, int, int, int])
+            or not (0 <= row[3] <= 1)
+        ):
             raise CorruptDataError(f"rows: {str(row)[:60]} is not a style")
         style = Style(row[0], row[1], row[2], float(row[3]))
         quantizer = (

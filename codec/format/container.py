@@ -36,7 +36,7 @@ from ..errors import BadArgumentError, CorruptDataError, NewerFormatError
 from .bounded_json import check_limits, loads
 from .fields import Bytes, Piece, parts_of
 from .ranged import Ranged
-from .schema import ARRAY_KEYS, COLUMNS, HEADER, check_keys
+from .schema import ARRAY_KEYS, COLUMNS, HEADER, OPTIONAL, check_keys
 
 MAGIC = b"\x89SPT\r\n\x1a\n"
 VERSION = 2
@@ -256,6 +256,8 @@ def _header(stored: memoryview, plain_len: int) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise CorruptDataError("header: no JSON object")
     check_keys(header, HEADER, "it")
+    if lacking := sorted(HEADER - OPTIONAL - header.keys()):
+        raise CorruptDataError(f"header: it has no key {lacking[0]!r}")
     most = _arrays_in(header.get("tree"))
     return header | {name: from_columns(header[name], most, keys) for name, keys in COLUMNS.items() if name in header}
 

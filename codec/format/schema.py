@@ -15,6 +15,8 @@ from ..errors import CorruptDataError
 
 HEADER = frozenset(("parent", "as", "raw", "tree", "why", "arrays", "groups"))
 """Keys of a header."""
+OPTIONAL = frozenset(("as", "why"))
+"""Keys that a header may lack."""
 _ARRAY = {
     "library": "l",
     "dtype": "d",
@@ -32,6 +34,9 @@ ARRAY_KEYS = frozenset(_ARRAY.values())
 """Keys of the record of an array."""
 GROUP_KEYS = frozenset(_GROUP.values())
 """Keys of the record of a group."""
+MOST_PIECES = 1 << 22
+"""Pieces of all groups together; records may share one list of lengths, so that few bytes can name many."""
+_MOST_AXES = 64
 _NEXT = [1]
 """Members of a group of one: the array after the first of the group before."""
 COLUMNS = {"arrays": ARRAY_KEYS, "groups": GROUP_KEYS}
@@ -134,8 +139,11 @@ def groups_from_json(rows: Any, below: int) -> list[StoredGroup]:
     """
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise CorruptDataError("header: its groups are malformed")
-    before, groups, known = -1, [], set[int]()
+    before, groups, known, pieces = -1, [], set[int](), 0
     for row in rows:
+        pieces += len(row["b"]) if isinstance(row.get("b"), list) else 0
+        if pieces > MOST_PIECES:
+            raise CorruptDataError(f"header: more than {MOST_PIECES} pieces")
         members = _from_gaps(row.get("a", _NEXT), below, before)
         before = members[0]
         if not known.isdisjoint(members):
@@ -152,7 +160,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "meta": _is(dict),
     "lengths": _is_numbers,
     "is_delta": _is(bool),
-    "order": _is_numbers,
+    "order": lambda value: isinstance(value, list) and len(value) <= _MOST_AXES and _is_numbers(value),
     "codec": _is(str),
     "measure": _is(str),
     "error": _is(float),

@@ -13,6 +13,9 @@ from ...kernels.backend.arrays import on_gpu
 from ...kernels.error_sums import Distortion, distortion
 from .leaves import Array, LeafSpec, NpArray, as_bytes
 
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""Dtypes whose values are computed with."""
+
 
 def as_float32(flat: Array, spec: LeafSpec) -> Array:
     """Return values as float32, on their GPU or as NumPy."""

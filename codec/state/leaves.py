@@ -152,8 +152,9 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 def _torch_dtype(name: str) -> Any:
     torch = _torch()
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CorruptDataError(f"header: torch has no dtype {name!r}")
+    # A quantized tensor needs a quantizer, which no record has.
+    if not isinstance(dtype, torch.dtype) or name.startswith(("qint", "quint")):
+        raise CorruptDataError(f"header: torch has no plain dtype {name!r}")
     return dtype
 
 
@@ -454,6 +455,8 @@ def spec_from_header(library: Any, dtype: Any, shape: Any, order: Sequence[int],
     spec = LeafSpec(library, dtype, tuple(shape), tuple(order))
     if order != () and (library not in ("torch", "numpy") or sorted(order) != list(range(len(shape)))):
         raise CorruptDataError(f"header: {path}: {library} has no order {str(order)[:60]} of {len(shape)} dimensions")
+    if library == "numpy scalar" and shape:
+        raise CorruptDataError(f"header: {path}: a {library} with the shape {str(shape)[:60]}")
     if library in SEQUENCES and (len(shape) != 1 or dtype not in ("bool", "int64", "uint64", "float64")):
         raise CorruptDataError(f"header: a {library} of {dtype[:40]!r} with the shape {str(shape)[:60]}")
     if library not in ("torch", "numpy", *SCALARS) and not (_NATIVE.fullmatch(dtype) or _EXTENSION.fullmatch(dtype)):

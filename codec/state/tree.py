@@ -108,6 +108,9 @@ def _json(node: Json) -> str:
 
 def _name(key: Any) -> str:
     # Python refuses to spell huge integers in decimal.
+    if type(key) is tuple:
+        parts = [_name(part) if type(part) in (int, tuple) else repr(part) for part in key]
+        return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
     return format(key, "x") if type(key) is int and not -_EXACT_INT <= key <= _EXACT_INT else str(key)
 
 
@@ -376,7 +379,7 @@ def _plain(value: Any, path: str, owner: type) -> Any:
 
 
 def _decode_scalar(node: Json) -> Any:
-    if node is None or isinstance(node, (bool, int, float, str)):
+    if node is None or isinstance(node, (bool, int, str)) or (isinstance(node, float) and math.isfinite(node)):
         return node
     if isinstance(node, dict) and len(node) == 1:
         ((tag, text),) = node.items()
@@ -423,9 +426,8 @@ class _Open:
     def close(self) -> Any:
         if self.keys is None:
             return self.items if self.tag == "l" else tuple(self.items)
-        if self.tag == "o":
-            return OrderedDict(zip(self.keys, self.items, strict=True))
-        made: dict[Any, Any] = Counter() if self.tag == "c" else Wrapper() if self.tag == "w" else {}
+        kinds: dict[str, type[dict[Any, Any]]] = {"o": OrderedDict, "c": Counter, "w": Wrapper}
+        made = kinds.get(self.tag, dict)()
         for key, value in zip(self.keys, self.items, strict=True):
             made[key] = value
         if len(made) != len(self.keys):
@@ -451,6 +453,9 @@ def unflatten(
         CorruptDataError: the nodes do not form a tree.
         UnsupportedLeafError: a tensor subclass is not known here.
     """
+    first = nodes[0] if nodes else None
+    if not isinstance(first, dict) or not first.keys() & {"l", "t", *DICT_TAGS}:
+        raise CorruptDataError("header: the root of the tree is no container")
     spelled = _Spelled(CorruptDataError)
     root: list[Any] = []
     # The root's own place has no name: it stands above all paths.
@@ -516,7 +521,10 @@ def put_together(parts: Wrapper, path: str) -> Any:
         raise CorruptDataError(f"{path}: a tensor subclass without inner tensors")
     if not all(isinstance(s, list) and all(type(n) is int for n in s) for s in (size, stride)):
         raise CorruptDataError(f"{path}: a tensor subclass without size and stride")
-    context = _from_plain(parts[CONTEXT], path)
+    try:
+        context = _from_plain(parts[CONTEXT], path)
+    except RecursionError:
+        raise CorruptDataError(f"{path}: the context of a tensor subclass is nested too deeply") from None
     try:
         return kind.__tensor_unflatten__(tensors, context, torch.Size(size), tuple(stride))
     except Exception as error:

@@ -355,6 +355,8 @@ def _read_codebooks(
         size, own = next(counts), None
         if mode == MULTIPLES:
             own = next(multiples)
+            if not own[1] > 0:
+                raise CorruptDataError(f"levels: a codebook of multiples of {own[1]}")
             codebook = multiples_of(own[0], size, own[1], spec)
         else:
             codebook = widened_bytes(data.array("u1", size * spec.itemsize).copy(), spec)
@@ -365,8 +367,8 @@ def _read_codebooks(
 
 def _read_metadata(meta: dict[str, Any], count: int) -> tuple[list[Thresholds], list[float]]:
     limits, numbers, gains = meta.get("t"), meta.get("i"), meta.get("a")
-    if not isinstance(limits, list) or not limits:
-        raise CorruptDataError("levels: no thresholds")
+    if not isinstance(limits, list) or not 0 < len(limits) <= count:
+        raise CorruptDataError(f"levels: no thresholds, or more than {count}")
     thresholds = [read_thresholds(limit) for limit in limits]
     numbers = [0] * count if numbers is None else numbers
     gains = [0] * count if gains is None else gains

@@ -415,12 +415,62 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
         ).encode(),
         [],
     ),
+    "bomb of pieces": lambda: _state([{"d": "uint8", "s": [0]}] * 600, [{"f": "bytes", "b": [0] * 20_000}] * 600),
+    "bomb of thresholds": lambda: _state(
+        [{"d": "float32", "s": [1]}] * 1000,
+        [{"f": "levels", "m": {"t": [[None, None, 0.0, 0.0]] * 1000}, "b": [16, 2]}] * 1000,
+        body=(b"\2\0\0\2\0\0\0\0\0\2\0\0\2\0\0\0" + b"\0\0") * 1000,
+    ),
+    "a key twice in an OrderedDict": lambda: _with(tree=[{"o": ["x", "x"]}, {"a": 0}, {"a": 0}]),
+    "key a tuple of many digits": lambda: _with(tree=[{"d": [{"k": [{"i": "f" * 10000}]}]}, {"a": 0}], raw=13),
+    "tree a scalar": lambda: _state([], [], [1]),
+    "tree an array": lambda: _with(tree=[{"a": 0}]),
+    "infinite scalar": lambda: put_together(
+        b'{"parent":null,"raw":0,"arrays":{"count":0},"groups":{"count":0},"tree":[{"l":1},1e999]}', []
+    ),
+    "no groups": lambda: put_together(b'{"parent":null,"raw":0,"arrays":{"count":0},"tree":[{"l":0}]}', []),
+    "no parent": lambda: put_together(b'{"raw":0,"arrays":{"count":0},"groups":{"count":0},"tree":[{"l":0}]}', []),
+    "metadata unknown": lambda: _with({"m": {"zzz": 1}}),
+    "order long": lambda: _with({"o": [0] * 1000}),
+    "style of a huge ratio": lambda: _with({"f": "rows", "s": [1, 3], "m": {"s": [["adaptive", 2, 5, 10**400]]}}),
+    "copy of texts": lambda: _state(
+        [{"l": "numpy", "d": "<U2", "s": [1]}, {"l": "numpy", "d": "float32", "s": [1], "v": 0}],
+        [{"f": "bytes", "b": [10]}, {"f": "copy", "b": []}],
+        body=b"\0\x09" + np.array(["ab"]).tobytes(),
+    ),
+    "scalar with a shape": lambda: _with({"l": "numpy scalar", "d": "float32"}),
+    "quantized tensor": lambda: _with({"l": "torch", "d": "quint8", "s": [12]}),
+    "multiples of a negative step": lambda: _negative_step(),
     "bomb of spaces": lambda: put_together(b" " * (100 << 20) + b"{}", []),
     "zstandard bomb in a piece": lambda: _zstandard_bomb(),
     **{f"dtype {d!r}, {lib}": lambda d=d, lib=lib: _empty(d, lib) for d in DTYPES for lib in ("numpy", "torch")},
     **{f"dtype {d!r} of one": lambda d=d: _with({"d": d, "l": "numpy", "s": [1]}) for d in DTYPES},
     **{f"dtype {d!r} of jax": lambda d=d: _empty(d, "jax") for d in ("V8", "S5", "M8[ns]", "f16", ">i8", "(2,3)f4")},
 }
+
+
+def _state(
+    arrays: list[dict[str, Any]], groups: list[dict[str, Any]], tree: list[Any] | None = None, body: bytes = b""
+) -> bytes:
+    """Return a file of a list of arrays."""
+    sizes = [np.dtype(a["d"]).itemsize * int(np.prod(a["s"])) for a in arrays]
+    nodes = tree or [{"l": len(arrays)}, *({"a": i} for i in range(len(arrays)))]
+    header = {"parent": None, "raw": sum(sizes), "tree": nodes, "arrays": arrays, "groups": groups}
+    return put_together(header, [body] if body else [])
+
+
+def _negative_step() -> bytes:
+    """Return a file with a codebook of the multiples of -1."""
+
+    def block(*data: int) -> bytes:
+        return bytes([len(data) + 1, 9, *data])
+
+    step = np.array(-1.0, ">f8").tobytes()[:2]
+    # Mode 2, one entry, the third multiple; no protected values; all elements of level 2.
+    head = block(2) + block(1) + b"\1" + block(6) + b"\2" + block(step[0]) + block(step[1])
+    head += b"\0" + block() + block() + b"\0"
+    group = {"f": "levels", "m": {"t": [[None, None, 0.0, 0.0]]}, "b": [len(head), 4]}
+    return _state([{"l": "numpy", "d": "float32", "s": [3]}], [group], body=head + b"\x09\2\2\2")
 
 
 def _ring() -> bytes:
