@@ -443,7 +443,9 @@ def _received_again(state: dict[str, Any]) -> Writer:
     if writer is None:
         writer = Writer.__new__(Writer)
         vars(writer).update(state)
-    writer.kinds, writer.target.place, writer._thread = state["kinds"], state["target"].place, None
+    else:
+        # Its user may have set other options; parent and place are those of the saves made here.
+        vars(writer).update(state, _head=writer._head, _saved=writer._saved)
     _received[writer._token] = writer
     for old in list(_received.values())[:-_MOST_KEPT]:
         old._head = None
