@@ -262,7 +262,7 @@ def _discard(path: str) -> None:
 
 
 def make_folder(folder: str) -> Sequence[str]:
-    """Create a folder and its parents, each durable in the one above it; return those that were missing."""
+    """Create a folder and its parents, each durable in the one above it; return the new ones."""
     missing = []
     while folder and not os.path.isdir(folder):
         missing.append(folder)
