@@ -250,11 +250,12 @@ def _mapped(tree: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a tree with other tensors, where they have elements."""
     if isinstance(tree, torch.Tensor):
         return of(tree) if tree.ndim and tree.numel() else tree.detach().cpu()
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         pairs = {key: _mapped(value, of) for key, value in tree.items()}
         return type(tree)(pairs) if type(tree) is not dict and not hasattr(tree, "default_factory") else pairs
-    if isinstance(tree, list) or type(tree) is tuple:
-        return type(tree)(_mapped(value, of) for value in tree)
+    if isinstance(tree, (list, tuple)):
+        made = [_mapped(value, of) for value in tree]
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
     return tree
 
 

@@ -176,7 +176,7 @@ def plain(tree: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
 
 def leaves(tree: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the keys and the value of each leaf of a tree of dicts, lists and tuples, in order."""
-    if isinstance(tree, Mapping) or type(tree) in (list, tuple):
+    if isinstance(tree, (Mapping, list, tuple)):
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from leaves(value, (*above, str(key)))
     else:

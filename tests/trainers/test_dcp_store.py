@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -181,6 +182,32 @@ def test_a_run_that_goes_back(url: str) -> None:
     reader = Reader(opened(url))
     assert holds(load(reader), 15)
     assert reader.step == 15
+
+
+class Named(Writer):
+    """A writer of another class."""
+
+
+def test_copies_of_a_writer_are_other_objects_of_its_class(tmp_path: Path) -> None:
+    writer = Named(tmp_path / "a")
+    first, second = copy.deepcopy(writer), copy.deepcopy(writer)
+    first.reset(tmp_path / "b")
+    assert {type(first), type(pickle.loads(pickle.dumps(writer)))} == {Named}
+    assert [w.target.place for w in (writer, first, second)] == [str(tmp_path / name) for name in "aba"]
+
+
+def test_a_writer_that_is_pickled_again_leaves_no_steps_of_its_own_behind(tmp_path: Path) -> None:
+    """Its store's session in the other process knows the steps that were saved there."""
+    store = sp.Store(tmp_path)
+    for step in range(1, 8):
+        dcp.save({"w": torch.full((3,), float(step))}, storage_writer=Writer(store), checkpoint_id=str(step))
+    resumed = sp.Store(tmp_path)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(resumed, 2))
+    writer = Writer(resumed)
+    for step in (3, 4, 5):
+        received = pickle.loads(pickle.dumps(writer))
+        dcp.save({"w": torch.full((3,), step / 2)}, storage_writer=received, checkpoint_id=str(step))
+    assert sp.Store(tmp_path).candidates() == [5, 4, 3, 2, 1, 7, 6]
 
 
 def test_a_target_that_is_pickled_is_one_object_in_the_other_process(tmp_path: Path) -> None:

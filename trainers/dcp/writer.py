@@ -10,6 +10,7 @@ Source: Inshrinkerator, sections 4.1 to 4.3 (global thresholds from mergeable sk
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -179,7 +180,14 @@ class Writer(StorageWriter):
     def __reduce__(self) -> tuple[Any, ...]:
         # A parent is as large as its checkpoint: it stays in the process that saves. That one has a group of its own.
         self._claim(self.target.place)
-        return _received_again, (vars(self) | {"_head": None, "process_group": None, "_thread": None},)
+        left = {"_head": None, "_saved": None, "process_group": None, "_thread": None}
+        return _received_again, (type(self), vars(self) | left)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Writer:
+        _, (kind, state) = self.__reduce__()
+        made: Writer = kind.__new__(kind)
+        vars(made).update(copy.deepcopy(state, memo), _token=os.urandom(16).hex())
+        return made
 
     # ---- what torch calls, in this order
 
@@ -437,15 +445,17 @@ class Writer(StorageWriter):
             self._head = _Parent(ckpt, written, place, dict(shards), written, whole, average)
 
 
-def _received_again(state: dict[str, Any]) -> Writer:
+def _received_again(kind: type[Writer], state: dict[str, Any]) -> Writer:
     """Return a writer that was pickled with this state: one object for all its saves here."""
     writer = _received.pop(state["_token"], None)
     if writer is None:
-        writer = Writer.__new__(Writer)
+        writer = kind.__new__(kind)
         vars(writer).update(state)
     else:
-        # Its user may have set other options; parent and place are those of the saves made here.
-        vars(writer).update(state, _head=writer._head, _saved=writer._saved)
+        # Its user may have set other options. The parent is that of the saves here, and a store's session knows which
+        # steps they left behind.
+        target, target.place = writer.target, state["target"].place
+        vars(writer).update(state, _head=writer._head, _saved=writer._saved, target=target)
     _received[writer._token] = writer
     for old in list(_received.values())[:-_MOST_KEPT]:
         old._head = None

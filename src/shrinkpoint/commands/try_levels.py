@@ -24,7 +24,6 @@ import typer
 
 from ..codec.errors import UnsupportedLeafError
 from ..codec.evidence.kind import NOTHING, UNMATCHED
-from ..codec.named_presets import NAMED
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array
 from ..kernels.errors import BadArgumentError
@@ -233,6 +232,7 @@ def _nbytes(state: Any) -> int:
 
 
 def _trials(states: Sequence[Any], function: Callable[[Any, str], float] | None) -> list[Trial]:
+    from ..codec.named_presets import NAMED
     from ..kernels.backend import dispatch
 
     dispatch.compile_at_once()  # otherwise the first seconds would be those of kernels that are not compiled yet
