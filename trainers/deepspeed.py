@@ -250,7 +250,7 @@ def _mapped(tree: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a tree with other tensors, where they have elements."""
     if isinstance(tree, torch.Tensor):
         return of(tree) if tree.ndim and tree.numel() else tree.detach().cpu()
-    if isinstance(tree, Mapping):
+    if isinstance(tree, dict):
         pairs = {key: _mapped(value, of) for key, value in tree.items()}
         return type(tree)(pairs) if type(tree) is not dict and not hasattr(tree, "default_factory") else pairs
     if isinstance(tree, (list, tuple)):

@@ -204,9 +204,15 @@ def test_a_writer_that_is_pickled_again_leaves_no_steps_of_its_own_behind(tmp_pa
     resumed = sp.Store(tmp_path)
     dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(resumed, 2))
     writer = Writer(resumed)
-    for step in (3, 4, 5):
+
+    def save(step: int) -> None:
         received = pickle.loads(pickle.dumps(writer))
         dcp.save({"w": torch.full((3,), step / 2)}, storage_writer=received, checkpoint_id=str(step))
+
+    with pytest.warns(StoreWarning, match="leaves steps 4, 5, 6, 7 behind"):
+        save(3)
+    save(4)
+    save(5)
     assert sp.Store(tmp_path).candidates() == [5, 4, 3, 2, 1, 7, 6]
 
 
