@@ -197,7 +197,7 @@ def _check(group: Group, specs: Sequence[LeafSpec], path: str) -> None:
             f"header: {path}: a group of {len(specs)} arrays in {group.stream}, {total} bytes and {len(kinds)} dtypes"
         )
     if group.format.meta is not None and not group.meta.keys() <= set(group.format.meta):
-        raise CorruptDataError(f"header: {path}: {str(group.meta)[:60]} is no metadata of {group.stream}")
+        raise CorruptDataError(f"header: {path}: {group.stream} has no metadata {str(group.meta)[:60]}")
     if group.is_delta and not group.format.has_deltas:
         raise CorruptDataError(f"header: {path}: an array in {group.stream} is never a delta")
 

@@ -455,7 +455,7 @@ def unflatten(
     """
     first = nodes[0] if nodes else None
     if not isinstance(first, dict) or not first.keys() & {"l", "t", *DICT_TAGS}:
-        raise CorruptDataError("header: the root of the tree is no container")
+        raise CorruptDataError("header: the root of the tree must be a container")
     spelled = _Spelled(CorruptDataError)
     root: list[Any] = []
     # The root's own place has no name: it stands above all paths.
