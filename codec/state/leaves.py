@@ -452,10 +452,12 @@ def spec_from_header(library: Any, dtype: Any, shape: Any, order: Sequence[int],
         raise CorruptDataError(f"header: no array of {str(library)[:40]!r}, {str(dtype)[:40]!r}")
     if len(shape) > 64 or not all(type(n) is int and 0 <= n < _MAX_ELEMENTS for n in shape):
         raise CorruptDataError(f"header: {str(shape)[:60]} is not a shape")
-    spec = LeafSpec(library, dtype, tuple(shape), tuple(order))
-    if order != () and (library not in ("torch", "numpy") or sorted(order) != list(range(len(shape)))):
+    fits = len(order) == len(shape) and sorted(order) == list(range(len(shape)))
+    if order != () and (library not in ("torch", "numpy") or not fits):
         raise CorruptDataError(f"header: {path}: {library} has no order {str(order)[:60]} of {len(shape)} dimensions")
-    if library == "numpy scalar" and shape:
+    spec = LeafSpec(library, dtype, tuple(shape), tuple(order))
+    is_empty_text = shape == [0] and dtype.lstrip("<>|=")[:1] in ("S", "U")
+    if library == "numpy scalar" and shape and not is_empty_text:
         raise CorruptDataError(f"header: {path}: a {library} with the shape {str(shape)[:60]}")
     if library in SEQUENCES and (len(shape) != 1 or dtype not in ("bool", "int64", "uint64", "float64")):
         raise CorruptDataError(f"header: a {library} of {dtype[:40]!r} with the shape {str(shape)[:60]}")
