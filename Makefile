@@ -46,7 +46,7 @@ demo: $(VENV)/.demo ## train a small GPT, kill it, and resume it from compressed
 	$(PY) -m shrinkpoint demo $(ARGS)
 
 test: $(VENV)/.test ## run the tests; ARGS="tests/codec -k NAME" chooses
-	@[ -n "$(ARGS)" ] || echo "All tests: kernels, codec, search, store, trainers, pages. About 16 minutes on two cores; make quick takes one."
+	@[ -n "$(ARGS)" ] || echo "All tests: kernels, codec, search, store, trainers, pages. About half an hour on two cores; make quick takes one."
 	$(PARALLEL) $(PY) -m pytest $(SPREAD) $(ARGS)
 
 QUICK := kernels/test_histogram.py kernels/test_rans.py codec/test_named_presets.py codec/test_chains.py codec/test_levels.py \
