@@ -368,7 +368,7 @@ class Campaign:
         )
 
     def ratio(self, family: str, setting: str, what: str = "ratio") -> float | None:
-        """Return the ratio over chains, or over killed trainings if there is no chain.
+        """Return the ratio over chains, else over killed trainings.
 
         Args:
             family: of models.
