@@ -36,7 +36,7 @@ GROUP_KEYS = frozenset(_GROUP.values())
 """Keys of the record of a group."""
 MOST_PIECES = 1 << 22
 """Pieces of all groups together; records may share one list of lengths, so that few bytes can name many."""
-_MOST_AXES = 64
+_MOST_AXES = 64  # as in `state.leaves.spec_from_header`
 _NEXT = [1]
 """Members of a group of one: the array after the first of the group before."""
 COLUMNS = {"arrays": ARRAY_KEYS, "groups": GROUP_KEYS}
