@@ -33,6 +33,8 @@ __all__ = ["pytestmark"]
 device = test_gpu.device
 SHAPE = (800, 1280)
 SIZE = SHAPE[0] * SHAPE[1]
+MATRIX = (520, 260)
+"""Larger than the arrays of a group."""
 
 
 def subject_of(function: Any) -> str:
@@ -138,7 +140,11 @@ PRESETS: dict[str, tuple[sp.Config, set[str], set[str]]] = {
     "exact weights": (sp.presets.exact_weights(), MOMENTS["factors"] | EXACT[0], EXACT[1]),
     "lossless": (sp.presets.lossless(), *EXACT),
     "compact": (sp.presets.compact(), WEIGHTS | MOMENTS["factors"] | {"choose_kernel", "pairs_kernel"}, set()),
-    "inshrinkerator": (sp.presets.inshrinkerator(), WEIGHTS | MOMENTS["log buckets"] | {"lloyd_kernel"}, GROUPED),
+    "inshrinkerator": (
+        sp.presets.inshrinkerator(alpha=0.1),
+        WEIGHTS | MOMENTS["log buckets"] | {"lloyd_kernel"},
+        GROUPED,
+    ),
     "inshrinkerator, exact codebooks": (
         sp.Config([("*weight", sp.Quantize(bins=2, solver="exact", coder="published"))]),
         WEIGHTS | {"exact_kernel"},
@@ -161,10 +167,10 @@ PRESETS: dict[str, tuple[sp.Config, set[str], set[str]]] = {
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_kernels_of_a_preset_run_on_the_device(name: str, trace: Trace, device: str) -> None:
     cfg, of_base, of_delta = PRESETS[name]
-    base = sp.compress(to(state(0), device), cfg=cfg)
+    base = sp.compress(to(state(0, shape=MATRIX), device), cfg=cfg)
     assert of_base - set(trace.launches) == set()
     trace.clear()
-    sp.compress(to(state(1), device), base, cfg)
+    sp.compress(to(state(1, shape=MATRIX), device), base, cfg)
     assert of_delta - set(trace.launches) == set()
 
 
@@ -247,8 +253,6 @@ bytes; and the bounds of bytes a parameter that are sent of a checkpoint in memo
 
 Of a checkpoint in memory exact arrays are there. The parent of an exact array, or its levels, are sent with a delta.
 """
-MATRIX = (520, 260)
-"""Larger than the arrays of a group."""
 CHECKS = {"quantizer.protected_kernel", "scales.count_kernel"}
 
 

@@ -1,22 +1,30 @@
 """Compilation of every GPU kernel in every launched configuration, without a GPU.
 
-    python -m tests.kernels.aot [--arch 90] [--every] [--json FILE]
+    python -m tests.kernels.aot [--arch 90] [--every] [--known FILE] [--json FILE]
 
 compiles the builds of `plan()` and prints registers, shared memory and spills. Triton makes another build of a kernel
 for arguments that are not multiples of 16, such as an unaligned slice or an odd number of elements, so each entry of
 `builds()` is examined with both (`ARGUMENTS`). An entry fails if a thread spills to its stack, or if its PTX fuses
 multiplication and addition, flushes subnormals to zero, or divides or takes roots approximately. The CPU does none of
 these, and the results must agree to the bit.
+
+With `--known` a build whose code has not changed since FILE was written is not compiled again, except each 40th, which
+must give what FILE says.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
+import hashlib
+import inspect
 import json
 import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -54,6 +62,9 @@ from shrinkpoint.kernels.scales import FARTHEST as FARTHEST_CELL
 from shrinkpoint.kernels.scales import FIRST, SCALE
 from shrinkpoint.kernels.scales import gpu as scales
 from shrinkpoint.kernels.sparse_delta import gpu as sparse_delta
+
+Task = tuple[int, int, str]
+"""Number of a build, compute capability, kind of arguments."""
 
 ARCHITECTURES = (80, 90, 100)
 """Compute capabilities: A100, H100 / H200, B200."""
@@ -105,6 +116,8 @@ class Report:
     shared: int
     stack: int
     problems: list[str]
+    code: str
+    """Hash of what it was compiled from (`code_of`)."""
 
 
 FLOATS = {"fp16": (16, 10), "bf16": (16, 7), "fp32": (32, 23), "fp64": (64, 52)}
@@ -365,7 +378,7 @@ def _rans() -> Iterator[Build]:
             yield Build(rans.decode_kernel, "*u8 *u8 *i32 *u8 *i64 *u8 *i32", rans.CODE, constants)
 
 
-def plan(architectures: tuple[int, ...] = ARCHITECTURES, *, every: bool = False) -> list[tuple[int, int, str]]:
+def plan(architectures: tuple[int, ...] = ARCHITECTURES, *, every: bool = False) -> list[Task]:
     """List the builds to compile: number, architecture, and known properties of arguments.
 
     Every build is compiled for every architecture with aligned arguments, and for one architecture unaligned. Builds
@@ -389,7 +402,7 @@ def _is_full(build: Build) -> bool:
 
 def compile_build(build: Build, arch: int, arguments: str = "aligned") -> Report:
     """Compile one build for one architecture and examine the result."""
-    kernel = build.kernel
+    kernel, code = build.kernel, code_of(build, arch, arguments)
     given = dict(build.constants)
     names = [p.name for p in kernel.params]
     if "BLOCK" in names:
@@ -411,14 +424,14 @@ def compile_build(build: Build, arch: int, arguments: str = "aligned") -> Report
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=build.launch.options)
     except Exception as error:  # a compiler error is this build's problem; the other builds still run
-        return Report(build.name, arch, arguments, build.launch.warps, 0, 0, 0, [f"does not compile: {error}"])
+        return Report(build.name, arch, arguments, build.launch.warps, 0, 0, 0, [f"does not compile: {error}"], code)
     usage = _resource_usage(compiled.asm["cubin"])
     # The compiler may reserve a stack that no instruction uses.
     stack = usage["STACK"] if usage["STACK"] and _uses_local_memory(compiled.asm["cubin"]) else 0
     problems = [f"spills {stack} bytes of stack"] if stack else []
     problems += sorted({f"{m.group(0)} in the PTX" for m in FORBIDDEN.finditer(compiled.asm["ptx"])})
     shared = compiled.metadata.shared
-    return Report(build.name, arch, arguments, build.launch.warps, usage["REG"], shared, stack, problems)
+    return Report(build.name, arch, arguments, build.launch.warps, usage["REG"], shared, stack, problems, code)
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
@@ -443,16 +456,88 @@ def _examined(cubin: bytes, tool: str, *options: str) -> str:
         return done.stdout
 
 
-def _compile_numbered(task: tuple[int, int, str]) -> Report:
+def code_of(build: Build, arch: int, arguments: str) -> str:
+    """Return a hash of all that a build and its report come from, except the compiler."""
+    parts = [sources(build.kernel), build.types, build.launch, build.constants, arch, arguments, _examination()]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _examination() -> tuple[str, ...]:
+    """Return the code that makes a report."""
+    return FORBIDDEN.pattern, *(inspect.getsource(f) for f in (compile_build, _resource_usage, _uses_local_memory))
+
+
+@functools.cache
+def sources(kernel: Any) -> tuple[tuple[str, str], ...]:
+    """Return the code of a kernel and of all that it calls, without comments, and the constants that they name."""
+    found: dict[str, str] = {}
+
+    def visit(function: Any) -> None:
+        name = f"{function.__module__}.{function.__qualname__}"
+        if name in found:
+            return
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        assert isinstance(tree, ast.FunctionDef)
+        found[name] = "\n".join(ast.unparse(x) for x in (tree.args, *tree.body) if not _is_text(x))
+        for node in ast.walk(tree):
+            value = _named(node, function.__globals__)
+            if hasattr(value, "fn"):
+                visit(value.fn)
+            elif isinstance(value, int | float | str | triton.language.constexpr):
+                found[f"{name}: {ast.unparse(node)}"] = repr(value)
+
+    visit(kernel.fn)
+    return tuple(sorted(found.items()))
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _named(node: ast.AST, names: dict[str, Any]) -> Any:
+    """Return what a name, or a name in a module, stands for."""
+    if isinstance(node, ast.Attribute):
+        owner = _named(node.value, names)
+        return getattr(owner, node.attr, None) if inspect.ismodule(owner) else None
+    return names.get(node.id) if isinstance(node, ast.Name) else None
+
+
+def _compile_numbered(task: Task) -> Report:
     """Compile a build by its number, in another process: kernels cannot be pickled."""
     number, arch, arguments = task
     return compile_build(list(builds())[number], arch, arguments)
 
 
-def compile_all(tasks: list[tuple[int, int, str]], processes: int = 2) -> list[Report]:
-    """Compile the builds that `plan` listed."""
+def compile_all(tasks: list[Task], processes: int = 2) -> list[Report]:
+    """Compile builds, in the order of the tasks."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         return list(pool.map(_compile_numbered, tasks, chunksize=8))
+
+
+def read_known(path: Path) -> dict[str, Report]:
+    """Return the reports of a file by their code; none if another compiler made them."""
+    found = json.loads(path.read_text())
+    if found["versions"] != versions():
+        return {}
+    return {row["code"]: Report(**row) for row in found["rows"]}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that decide what is compiled."""
+    return {name: metadata.version(name) for name in ("triton", "torch")}
+
+
+def reports_of(tasks: list[Task], known: dict[str, Report], processes: int = 2) -> list[Report]:
+    """Return the reports of tasks; those of `known` are taken over, except each 40th, which is compared."""
+    listed = list(builds())
+    codes = [code_of(listed[number], arch, arguments) for number, arch, arguments in tasks]
+    wanted = [i for i, code in enumerate(codes) if code not in known or i % 40 == 0]
+    compiled = dict(zip(wanted, compile_all([tasks[i] for i in wanted], processes), strict=True))
+    for i, report in compiled.items():
+        if report != known.get(codes[i], report):
+            report.problems.append(f"differs from the known {known[codes[i]]}")
+    return [compiled[i] if i in compiled else known[code] for i, code in enumerate(codes)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -460,18 +545,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.aot", description=__doc__)
     parser.add_argument("--arch", type=int, action="append", help="compute capability; default 80, 90 and 100")
     parser.add_argument("--every", action="store_true", help="each build with each kind of arguments (`ARGUMENTS`)")
+    parser.add_argument("--known", type=Path, help="an earlier --json: builds of the same code are not compiled again")
     parser.add_argument("--json", type=Path, help="where to write what each build uses")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(arguments)
-    reports = compile_all(plan(tuple(options.arch or ARCHITECTURES), every=options.every), options.processes)
+    tasks = plan(tuple(options.arch or ARCHITECTURES), every=options.every)
+    reports = reports_of(tasks, read_known(options.known) if options.known else {}, options.processes)
     for r in reports:
         used = f"{r.registers:4d} registers {r.shared:6d} B shared"
         print(f"sm_{r.arch} {r.arguments:9s} {used}  {r.name}  {'; '.join(r.problems)}")
     if options.json:
-        versions = {name: metadata.version(name) for name in ("triton", "torch")}
         lines = ",\n".join(json.dumps(asdict(r)) for r in reports)
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(f'{{"versions": {json.dumps(versions)}, "rows": [\n{lines}\n]}}\n')
+        options.json.write_text(f'{{"versions": {json.dumps(versions())}, "rows": [\n{lines}\n]}}\n')
     return int(any(r.problems for r in reports))
 
 

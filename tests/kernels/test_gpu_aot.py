@@ -24,6 +24,7 @@ from shrinkpoint import kernels
 from shrinkpoint.kernels.backend.floats import FORMATS
 from shrinkpoint.kernels.backend.gpu import INTERPRETED
 from shrinkpoint.kernels.exponent import promote
+from shrinkpoint.kernels.histogram import gpu as histogram
 from shrinkpoint.kernels.quantizer import Thresholds
 
 from . import aot
@@ -89,9 +90,10 @@ def _launched(call: ast.Call) -> ast.expr | None:
 
 @pytest.mark.slow
 def test_every_build_compiles_without_spills_and_rounds_like_the_cpu(tmp_path: Path) -> None:
-    """Compile every build for one architecture; `bench/results/aot.json` holds all of them."""
+    """Compile every build for one architecture, except those that `bench/results/aot.json` holds."""
     path, arch = tmp_path / "aot.json", aot.UNALIGNED_ARCHITECTURE
-    command = [sys.executable, "-m", aot.__name__, "--arch", str(arch), "--json", str(path)]
+    known = ["--known", str(ROOT / "bench/results/aot.json")]
+    command = [sys.executable, "-m", aot.__name__, "--arch", str(arch), *known, "--json", str(path)]
     result = subprocess.run(command, env=_compiling(), cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert path.exists(), result.stderr
     rows = json.loads(path.read_text())["rows"]
@@ -105,6 +107,22 @@ def test_every_build_compiles_without_spills_and_rounds_like_the_cpu(tmp_path: P
     assert result.returncode == 0
     assert len(rows) == len(aot.plan((arch,)))
     assert all(row["registers"] > 0 and row["stack"] == 0 for row in rows)
+
+
+def test_a_change_of_the_code_of_a_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared are the kernel, the functions that it calls, and their constants."""
+    build = next(b for b in aot.builds() if b.kernel is histogram.count_kernel)
+    others = [replace(build, types="*fp64"), replace(build, launch=replace(build.launch, warps=1))]
+    code = aot.code_of(build, 90, "aligned")
+    assert code not in [aot.code_of(b, 90, "aligned") for b in others]
+    assert code not in [aot.code_of(build, 80, "aligned"), aot.code_of(build, 90, "odd")]
+    assert {"shrinkpoint.kernels.backend.gpu.bucket_of"} < {name for name, _ in aot.sources(build.kernel)}
+    monkeypatch.setattr(histogram, "WINDOW", 512)
+    aot.sources.cache_clear()
+    assert aot.code_of(build, 90, "aligned") != code
+    monkeypatch.undo()
+    aot.sources.cache_clear()
+    assert aot.code_of(build, 90, "aligned") == code
 
 
 def test_the_plan_covers_every_build() -> None:
