@@ -7,6 +7,7 @@ copied, and one, two or four ranks go on from each copy. Ranks are forked from o
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -38,6 +39,8 @@ from shrinkpoint.trainers.loop import RanksChangedWarning
 LAST, FATAL = 6, 3
 """Steps of the whole training, a save each; the save in which a rank is killed."""
 LIMIT = 600.0
+LATE = ("shrinkpoint.codec.compress", "shrinkpoint.store.saver.saver", "numba", "torch._dynamo")
+"""Modules that the first save and the first optimizer import: before the ranks are forked, once for all of them."""
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -349,4 +352,6 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     torch.set_num_threads(1)
+    for late in LATE:
+        importlib.import_module(late)
     main(Path(sys.argv[1]))
