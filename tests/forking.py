@@ -147,6 +147,12 @@ def _errors(said: Path) -> Path:
     return said.with_suffix(".errors")
 
 
+def import_late() -> None:
+    """Import what the first save and the first optimizer import: once, before processes are forked."""
+    for late in ("shrinkpoint.codec.compress", "shrinkpoint.store.saver.saver", "numba", "torch._dynamo"):
+        importlib.import_module(late)
+
+
 def serve(answers: Any) -> bool:
     """Fork children and report their ends until input closes; in a child, return True."""
     children: set[int] = set()
@@ -193,9 +199,7 @@ if __name__ == "__main__":
     with os.fdopen(os.dup(1), "w") as mine:
         os.dup2(2, 1)
         runpy.run_path(path, run_name="imported")
-        # Imported by the first save and the first optimizer.
-        for late in ("shrinkpoint.codec.compress", "shrinkpoint.store.saver.saver", "numba", "torch._dynamo"):
-            importlib.import_module(late)
+        import_late()
         if not serve(mine):
             os._exit(0)
     runpy.run_path(path, run_name="__main__")

@@ -1,4 +1,4 @@
-"""Ranks of the DCP tests: `python dcp_worker.py FOLDER` prints one JSON line a scenario.
+"""Ranks of the DCP tests: `python -m tests.trainers.dcp_worker FOLDER` prints one JSON line a scenario.
 
 Ranks are forked from one process that has imported everything and computed nothing: imports take longer than the tests.
 """
@@ -34,6 +34,8 @@ from torch.testing._internal.distributed.checkpoint_utils import with_checkpoint
 import shrinkpoint as sp
 from shrinkpoint import trainers
 from shrinkpoint.trainers.dcp import LoadPlanner, ParentNotUsedWarning, Reader, Writer
+
+from ..forking import import_late
 
 warnings.filterwarnings("ignore", category=UserWarning, module="torch")
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
@@ -559,6 +561,7 @@ SCENARIOS = {
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    import_late()
     for name in sys.argv[2:] or SCENARIOS:
         if run(name, SCENARIOS[name][1], Path(sys.argv[1])):
             break

@@ -1,4 +1,4 @@
-"""Trainings whose ranks are killed during a save: `python killed_ranks.py FOLDER`.
+"""Trainings whose ranks are killed during a save: `python -m tests.trainers.killed_ranks FOLDER`.
 
 Two ranks train and save; in the third save one of them is ended by SIGKILL at a chosen point, for real. What is left is
 copied, and one, two or four ranks go on from each copy. Ranks are forked from one process that has imported everything.
@@ -7,7 +7,6 @@ copied, and one, two or four ranks go on from each copy. Ranks are forked from o
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import shutil
@@ -36,11 +35,11 @@ from shrinkpoint.store import local as local_files
 from shrinkpoint.trainers.dcp import Reader, Writer
 from shrinkpoint.trainers.loop import RanksChangedWarning
 
+from ..forking import import_late
+
 LAST, FATAL = 6, 3
 """Steps of the whole training, a save each; the save in which a rank is killed."""
 LIMIT = 600.0
-LATE = ("shrinkpoint.codec.compress", "shrinkpoint.store.saver.saver", "numba", "torch._dynamo")
-"""Modules that the first save and the first optimizer import: before the ranks are forked, once for all of them."""
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -352,6 +351,5 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     torch.set_num_threads(1)
-    for late in LATE:
-        importlib.import_module(late)
+    import_late()
     main(Path(sys.argv[1]))

@@ -55,6 +55,7 @@ from shrinkpoint.trainers.dcp.metadata import FOLDER, Index, Layout, RankFile, S
 from ..store.common import spied_folders
 from . import dcp_worker
 
+ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
@@ -137,12 +138,10 @@ def test_permuted_tensors_are_loaded_into_tensors_of_any_order(permuted: bool, t
 def ranks(tmp_path_factory: Any) -> tuple[Path, dict[str, Any]]:
     """Run the scenarios of `dcp_worker.py`; return their folder and results."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).with_name("dcp_worker.py")
+    command = [sys.executable, "-m", dcp_worker.__name__, str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)], env=environment, capture_output=True, text=True, timeout=2700
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2700)
     assert done.returncode == 0, done.stderr[-3000:]
     runs = [json.loads(line) for line in done.stdout.splitlines()]
     return folder, {run["scenario"]: run for run in runs}

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from . import killed_ranks
 from .killed_ranks import KILLS, Kill
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.slow]
 Runs = tuple[Path, dict[str, Any]]
@@ -22,10 +25,10 @@ Runs = tuple[Path, dict[str, Any]]
 def runs(tmp_path_factory: Any) -> Runs:
     """Run `killed_ranks.py`; return its folder and results."""
     folder = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, str(Path(__file__).with_name("killed_ranks.py")), str(folder)]
+    command = [sys.executable, "-m", killed_ranks.__name__, str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2700)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2700)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return folder, {line["name"]: line for line in lines}
