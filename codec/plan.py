@@ -220,7 +220,7 @@ def _warn_of_unknown(leaves: Sequence[Leaf], evidence: Sequence[Evidence], whys:
     total, unknown = 0, []
     for leaf, known, why in zip(leaves, evidence, whys, strict=True):
         total += leaf.spec.nbytes if leaf.spec.dtype in FORMATS else 0
-        if known.is_unknown and why == known.why and len(leaf.spec.shape) >= 2:
+        if known.is_unknown and why == known.why and len(leaf.spec.shape) >= 2 and leaf.path:  # no rule names ""
             weight = dataclasses.replace(known.kind, role="weight")
             as_weight = dataclasses.replace(known, kind=weight, source="name")
             if not is_lossless(cfg.codec_for(leaf.path, leaf.spec, as_weight)[0]):

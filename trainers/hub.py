@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,21 +24,23 @@ from ..codec.checkpoint import Checkpoint, decompress
 from ..codec.compress import compress
 from ..codec.config import Config
 from ..codec.display import Row
-from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError
+from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointWarning
 from ..codec.format import container
+from ..codec.format.bounded_json import loads
 from ..codec.format.schema import StoredArray, StoredGroup, groups_to_json
 from ..codec.groups import BytesReference
 from ..codec.named_presets import check_config
 from ..codec.presets import lossless
 from ..codec.state import tree
 from ..codec.state.leaves import as_bytes, is_array, read_leaf
-from ..store.local import check_link, follow_umask, read_file, sync_folder
+from ..store.local import MOST_JSON, check_link, follow_umask, read_file, sync_folder
 
 PathLike: TypeAlias = str | os.PathLike[str]
 Tensors: TypeAlias = dict[str, torch.Tensor]
 Sort: TypeAlias = tuple[str, tuple[int, ...]]
 SUFFIX = ".spt"
 _CARD = "README.md"
+_INDEX = ".index.json"
 _BEGIN, _END = "\n<!-- shrinkpoint: begin -->\n", "<!-- shrinkpoint: end -->\n"
 
 
@@ -203,6 +206,8 @@ def _restore_folder(source: ModelFolder, result: Path) -> None:
     from safetensors.torch import save_file
 
     result.mkdir()
+    if said := source.incomplete():
+        warnings.warn(said, ShrinkpointWarning, 2)
     for file in source.compressed:
         metadata, tensors = source.read(file)
         out = result / str(file).removesuffix(SUFFIX)
@@ -302,15 +307,35 @@ class ModelFolder:
 
         Raises:
             BadArgumentError: two files have one of the same name.
+            CorruptDataError: a file that an index names is missing.
         """
+        if said := self.incomplete():
+            raise CorruptDataError(said)
         found: Tensors = {}
         for file in self.compressed or self.raw:
             tensors = self.read(file)[1]
             twice = next((name for name in tensors if name in found), None)
             if twice is not None:
-                raise BadArgumentError(f"{self.folder}: {twice} is in several files; restore the folder with to=")
+                hint = "restore the folder with to=" if self.compressed else "choose one of them"
+                raise BadArgumentError(f"{self.folder}: {twice} is in several files; {hint}")
             found |= tensors
         return found
+
+    def incomplete(self) -> str:
+        """Return a message about a file that an index in the folder names and that is missing, or "".
+
+        The index of "model.safetensors" is not used where that file exists, as in Transformers.
+        """
+        present = {*self.raw, *(file.with_name(file.name.removesuffix(SUFFIX)) for file in self.compressed)}
+        named: set[Path] = set()
+        for file in self.rest:
+            whole = file.with_name(file.name.removesuffix(_INDEX))
+            if file.name.endswith(f".safetensors{_INDEX}") and whole not in present:
+                with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                    index = loads(read_file(self.folder / file, MOST_JSON))
+                    named.update(file.with_name(name) for name in index["weight_map"].values())
+        missing = min(named - present, default=None)
+        return "" if missing is None else f"{self.folder}: {missing} is missing, which an index of its files names"
 
     def some(self, names: Mapping[str, Any], preferred: Path) -> Tensors:
         """Return the tensors of these names that exist, preferably from one file."""

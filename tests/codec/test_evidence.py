@@ -614,3 +614,8 @@ def test_a_kept_best_model_with_its_optimizer_does_not_hide_the_trained_one(best
         found = {row.path: row.codec for row in sp.compress(state, kinds=kinds).summary()}
         for tree in ("model", "best/model"):
             assert [found[f"{tree}/{layer}.weight"] for layer in (0, 2)] == ["quantize"] * 2, (tree, kinds is None)
+
+
+def test_an_unknown_array_that_no_rule_can_name() -> None:
+    x = torch.randn(64, 64)
+    assert torch.equal(sp.decompress(sp.compress({"": x}))[""], x)

@@ -720,6 +720,10 @@ def test_damaged_files_are_told_plainly(kind: str, tmp_path: Path) -> None:
         (2, "step 7 is not in .*; it has 10, 20, 30", "info store --step 7"),
         (2, "step 'best' is not in", "restore store o.pt --step best"),
         (2, "must end in one of", "restore store out"),
+        (2, "is a URL; outputs are local", "compress a.pt s3://bucket/x.spt"),
+        (2, "is a URL; outputs are local", "restore store s3://bucket/x.pt"),
+        (2, "is a URL; outputs are local", "report store -o memory://r.html"),
+        (2, "step '9+' is not in", f"info store --step {'9' * 5000}"),
         (2, "--to is 'zip'; it must be one of pt, safetensors, dcp", "restore store out --to zip"),
         (2, "exists; use --force", "restore store a.pt"),
         (2, "exists; use --force", "report store -o a.pt"),
@@ -1017,6 +1021,8 @@ def test_force_replaces_files_and_folders(store: sp.Store, tmp_path: Path) -> No
         ("restore a.spt store --to dcp", "store is a store, and --force does not replace it"),
         ("restore a.spt notes --to dcp", "notes is not a DCP folder, and --force does not replace it"),
         ("restore a.spt notes --to pt", "notes is a folder, and --force does not replace it"),
+        ("restore a.spt pipe --to pt", "pipe is neither a file nor a folder, and --force does not replace it"),
+        ("compress notes/a.pt pipe.spt", "pipe.spt is neither a file nor a folder, and --force does not replace it"),
     ],
 )
 def test_force_replaces_nothing_that_is_read_and_no_other_folder(
@@ -1029,10 +1035,22 @@ def test_force_replaces_nothing_that_is_read_and_no_other_folder(
     Path("link").symlink_to("store")
     Path("notes").mkdir()
     Path("notes/mine.txt").write_text("mine")
+    save_pt(state(), Path("notes/a.pt"))
+    for name in ("pipe", "pipe.spt"):
+        os.mkfifo(name)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     bad(2, says, *words.split(), "--force")
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert Path("pipe").is_fifo()
     assert store.verify() == {}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex128])
+def test_dtypes_that_safetensors_does_not_have(dtype: torch.dtype, tmp_path: Path) -> None:
+    (tmp_path / "a.spt").write_bytes(sp.compress({"m": {"c": torch.ones(3).to(dtype)}}).to_bytes())
+    bad(1, f"m/c: safetensors has no {dtype}; use --to pt", "restore", tmp_path / "a.spt", tmp_path / "a.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.spt"]
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "\ud800"])

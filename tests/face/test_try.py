@@ -195,6 +195,32 @@ def test_values_that_cannot_be_stored_are_left_out_and_named() -> None:
     assert list(found["calls"]) == ["Python"]
 
 
+def test_a_tuple_with_values_that_cannot_be_stored() -> None:
+    torch.save((state()["model"], torch.device("cpu"), (torch.ones(3), torch.eye(3).to_sparse())), "x.pt")
+    found = parsed("try", "x.pt")
+    assert found["arrays"] == len(state()["model"]) + 1
+    assert "1: torch.device" in found["advice"][-1]
+    assert "2/1: " in found["advice"][-1]
+
+
+def test_a_folder_of_shards(folder: Path) -> None:
+    """An index names all shards; checkpoints in folders below are others."""
+    model = folder / "model"
+    (model / "checkpoint-1").mkdir(parents=True)
+    names = {name: f"{number}.safetensors" for number, name in enumerate(weights())}
+    for name, file in names.items():
+        save_file({name: weights()[name]}, model / file)
+    save_file(weights(), model / "checkpoint-1" / "model.safetensors")
+    for index in (model / "model.safetensors.index.json", model / "checkpoint-1" / "model.safetensors.index.json"):
+        index.write_text(json.dumps({"weight_map": names}))
+    assert parsed("try", model)["arrays"] == len(names)
+    (model / "0.safetensors").unlink()
+    bad(1, r"model: 0\.safetensors is missing, which an index", "try", model)
+    save_file(weights(), model / "1.safetensors")
+    save_file(weights(), model / "0.safetensors")
+    bad(2, "is in several files; choose one of them", "try", model)
+
+
 # --- --eval ---
 
 METRICS = """

@@ -136,6 +136,25 @@ def test_a_truncated_safetensors_file_is_named_with_its_sizes(tmp_path: Path) ->
         assert f"model.safetensors: cannot be read: the file is truncated: {says}" in err
 
 
+@pytest.mark.parametrize("length", [0x120108, 0x8B1F, 0x685A42], ids=["ONNX", "gzip", "bzip2"])
+@pytest.mark.parametrize("name", ["m.safetensors", "m.bin"])
+def test_a_length_of_safetensors_is_not_taken_for_another_type(length: int, name: str, tmp_path: Path) -> None:
+    """A safetensors file begins with the length of its header, which may be the first bytes of another format."""
+    header = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'.ljust(length)
+    (tmp_path / name).write_bytes(length.to_bytes(8, "little") + header + bytes(8))
+    assert unreadable(tmp_path / name) is None
+    assert torch.equal(load_state(tmp_path / name)["w"], torch.zeros(2))
+
+
+def test_a_sparse_tensor_is_named(tmp_path: Path) -> None:
+    torch.save({"m": {"s": torch.eye(3).to_sparse()}}, tmp_path / "sparse.pt")
+    code, _, err = run("compress", tmp_path / "sparse.pt", tmp_path / "x.spt")
+    assert code == 1
+    assert "m/s: " in err
+    assert "sparse" in err
+    assert "cannot be read" not in err
+
+
 def test_a_pickled_module_is_named(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
     code, _, err = run("compress", tmp_path / "module.pt", tmp_path / "x.spt")

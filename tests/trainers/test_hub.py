@@ -403,6 +403,23 @@ def test_the_index_of_a_sharded_model_is_kept(tmp_path: Path) -> None:
     assert json.loads((again / "model.safetensors.index.json").read_text()) == index
 
 
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    source = folder(tmp_path / "m", weights(0), {"more": torch.ones(40, 40)})
+    names = dict.fromkeys(weights(), "model-0.safetensors") | {"more": "model-1.safetensors"}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    small = sp.save_pretrained(source, tmp_path / "small").path
+    assert set(sp.load_pretrained(small)) == set(names)
+    (small / "model-1.safetensors.spt").rename(tmp_path / "lost")
+    with pytest.raises(sp.CorruptDataError, match=r"small: model-1\.safetensors is missing"):
+        sp.load_pretrained(small)
+    with pytest.warns(sp.ShrinkpointWarning, match=r"small: model-1\.safetensors is missing"):
+        sp.load_pretrained(small, to=tmp_path / "part")
+    assert not (tmp_path / "part" / "model-1.safetensors").exists()
+    # Transformers reads a file for all weights rather than the index of its shards.
+    (tmp_path / "lost").rename(small / "model.safetensors.spt")
+    assert set(sp.load_pretrained(small)) == set(names)
+
+
 def test_names_that_are_not_the_hubs() -> None:
     assert hub.SUFFIX == ".spt"
     assert sp.save_pretrained is hub.save_pretrained

@@ -288,8 +288,8 @@ def _check_loaded(value: Any, where: str) -> None:
             stack.extend(found.values())
         elif isinstance(found, (list, tuple)):
             stack.extend(found)
-        elif is_array(found):
-            sizes[same_storage_key(found)] = found.nbytes
+        elif is_array(found) and (key := same_storage_key(found)) is not None:
+            sizes[key] = found.nbytes
     check_memory(sum(sizes.values()), where)
 
 

@@ -173,7 +173,7 @@ def check_exists(path: str) -> None:
 
 def parse_step(text: str) -> int | str:
     """A step's number, or a tag."""
-    return int(text) if text.isascii() and text.isdigit() else text
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 100 else text
 
 
 def is_spt(path: Path) -> bool:

@@ -222,6 +222,8 @@ def _for_safetensors(state: Any) -> tuple[dict[str, Any], dict[str, str]]:
             raise BadArgumentError(f"safetensors does not allow the array name {ascii(node.path)[:80]}; use --to pt")
         if node.path in arrays:
             raise BadArgumentError(f"two arrays have the path {node.path!r}, and names in safetensors must be unique")
+        if value.dtype in (torch.complex32, torch.complex128):
+            raise UnsupportedLeafError(f"{node.path}: safetensors has no {value.dtype}; use --to pt")
         value = value.contiguous()
         if value.numel() and value.data_ptr() in pointers:
             value, tied = value.clone(), tied + 1
@@ -256,7 +258,7 @@ def _check_dcp(state: Any) -> None:
                 lost.append(path)
             renamed += sum(type(k) is not str for k in value)
             if len({str(k) for k in value}) != len(value):
-                raise BadArgumentError(f"{path}: two keys become the same text in DCP")
+                raise BadArgumentError(f"{path or 'the state'}: two keys become the same text in DCP")
             stack.extend((f"{path}/{k}" if path else str(k), v) for k, v in value.items())
         elif isinstance(value, list):
             stack.extend((f"{path}/{i}", v) for i, v in enumerate(value))
@@ -303,6 +305,8 @@ def unreadable(path: Path) -> str | None:
         return "a Git LFS pointer, not the file itself: `git lfs pull` fetches it"
     if is_spt(path):
         return "a checkpoint file of shrinkpoint: `shrinkpoint restore` converts it to another format"
+    if head[8:9] == b"{" and struct.unpack("<Q", head[:8])[0] <= _LARGEST_HEADER:
+        return _truncated_safetensors(path, head)  # it begins with a length, which may look like another format
     for magic, name in _MAGIC:
         if head.startswith(magic):
             return f"{name}; a .pt or safetensors file or a DCP folder is needed here"

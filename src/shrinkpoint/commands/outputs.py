@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -185,9 +186,14 @@ def stages_done(total: int) -> Iterator[Callable[[str], None]]:
 
 
 def check_free(target: Path, force: bool) -> None:
-    """Raise BadArgumentError if the target exists and may not be replaced."""
-    if os.path.lexists(target) and not force:
-        raise BadArgumentError(f"{target} exists; use --force to replace it")
+    """Raise BadArgumentError if the target exists and may not be replaced, or is a URL."""
+    if os.path.lexists(target):
+        if not force:
+            raise BadArgumentError(f"{target} exists; use --force to replace it")
+        if not (target.is_file() or target.is_dir() or target.is_symlink()):
+            raise BadArgumentError(f"{target} is neither a file nor a folder, and --force does not replace it")
+    if re.match(r"[\w+:.-]+:/", str(target)):  # a Path has one slash less than the URL
+        raise BadArgumentError(f"{target} is a URL; outputs are local files and folders, only a store may be a URL")
 
 
 def check_apart(target: Path, read: Iterable[str]) -> None:

@@ -25,7 +25,7 @@ import typer
 from ..codec.errors import UnsupportedLeafError
 from ..codec.evidence.kind import NOTHING, UNMATCHED
 from ..codec.state import tree
-from ..codec.state.leaves import as_bytes, is_array
+from ..codec.state.leaves import as_bytes, is_array, read_leaf
 from ..kernels.errors import BadArgumentError
 from .convert import steps_from_names
 from .dcp import is_dcp
@@ -179,7 +179,13 @@ def read_source(path: Path) -> Source:
         from ..trainers.hub import ModelFolder
 
         kind = "model"
-        state: Any = ModelFolder(path).all()
+        folder = ModelFolder(path)
+        # Folders in it hold other checkpoints, or other parts of a pipeline.
+        folder.raw, folder.rest = (
+            [file for file in part if file.parent == Path()] for part in (folder.raw, folder.rest)
+        )
+        folder.compressed = []
+        state: Any = folder.all()
         if (path / OPTIMIZER).is_file():
             kind, state = "trainer", {"model": state, "optimizer": load_state(path / OPTIMIZER)}
     else:
@@ -190,11 +196,8 @@ def read_source(path: Path) -> Source:
 
 def _storable(state: Any) -> tuple[Any, list[str]]:
     """Return the part of a state that can be stored without pickle, and why the rest cannot."""
-    try:
-        tree.flatten(state, is_array)
-    except UnsupportedLeafError:
-        pass
-    else:
+    with contextlib.suppress(UnsupportedLeafError):
+        _check_storable(state)
         return state, []
     root: list[Any] = []
     refused = []
@@ -202,12 +205,12 @@ def _storable(state: Any) -> tuple[Any, list[str]]:
     while stack:
         source, target, keys = stack.pop()
         for key, value in source.items() if isinstance(source, dict) else enumerate(source):
-            if isinstance(value, (dict, list)):
-                kept: Any = type(value)()
+            if isinstance(value, (dict, list)) or type(value) is tuple:
+                kept: Any = [] if type(value) is tuple else type(value)()
                 stack.append((value, kept, (*keys, key)))
             else:
                 try:
-                    tree.flatten([value], is_array)
+                    _check_storable([value])
                 except UnsupportedLeafError as error:
                     refused.append(
                         "/".join(map(str, (*keys[1:], key))) + str(error).removeprefix("0").partition(";")[0]
@@ -219,6 +222,12 @@ def _storable(state: Any) -> tuple[Any, list[str]]:
             else:
                 target.append(kept)
     return root[0], refused
+
+
+def _check_storable(state: Any) -> None:
+    """Raise UnsupportedLeafError for a value that cannot be stored, such as a sparse tensor."""
+    for node in tree.flatten(state, is_array)[1]:
+        read_leaf(node.value, node.path, in_memory=True)
 
 
 def _nbytes(state: Any) -> int:
