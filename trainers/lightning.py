@@ -153,13 +153,14 @@ class CompressedIO(CheckpointIO):  # type: ignore[misc]
         """Save a checkpoint to the store and write its pointer file; called by Lightning."""
         if storage_options is not None:
             raise BadArgumentError("storage_options are not supported; give a URL as dirpath")
+        hyperparameters = {key: _plain_form(checkpoint[key]) for key in _HYPERPARAMETERS if key in checkpoint}
+        state = plain(checkpoint | hyperparameters)
         if _is_temporary(path):
             fs, name = fsspec.core.url_to_fs(os.fspath(path))
             fs.makedirs(os.path.dirname(name), exist_ok=True)
-            fs.pipe_file(name, compress(plain(checkpoint), cfg=lossless()).to_bytes())
+            fs.pipe_file(name, compress(state, cfg=lossless()).to_bytes())
             return
-        hyperparameters = {key: _plain_form(checkpoint[key]) for key in _HYPERPARAMETERS if key in checkpoint}
-        store, state = self._store(path), plain(checkpoint | hyperparameters)
+        store = self._store(path)
         if store.url not in self._savers:
             self._savers[store.url] = WholeSaves(store, background=self.background, compact=self.compact)
         saver = self._savers[store.url]

@@ -93,13 +93,17 @@ class Loader:
         return length
 
     def __iter__(self) -> Iterator[Any]:
-        if self._start is not None and not self._resumed:
-            self._end()
+        self._leave()
         self._resumed = False
         self._number += 1
         _set_epoch(self.batches, self.epoch)
         iterator = self._replayed() if self._order is None else self._ordered(self._order)
         return self._counted(iterator, self._number)
+
+    def _leave(self) -> None:
+        """End an epoch that the loop has left early; an epoch to be resumed stays."""
+        if self._start is not None and not self._resumed:
+            self._end()
 
     def _counted(self, iterator: Iterator[Any], number: int) -> Iterator[Any]:
         for batch in iterator:
@@ -235,7 +239,7 @@ class _Order:
 
 
 def _streams() -> Streams:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    return torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
 
 
 def _set_streams(streams: Streams) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -87,6 +88,8 @@ class Run:
     ) -> None:
         if isinstance(store, nn.Module):
             raise BadArgumentError("store is a module; a folder comes first: Run(folder, model, optimizer)")
+        if not isinstance(preemption, (bool, Preemption)):
+            raise BadArgumentError(f"preemption must be True, False or a Preemption, not {preemption!r}")
         state = _state_of(model, optimizer, scheduler)
         self.every = or_none("every", every, integer, 1)
         if data is not None and state.loader is not None:
@@ -100,8 +103,6 @@ class Run:
         self.saver = store if isinstance(store, Saver) else Saver(_opened(store, level))
         self.steps = 0
         """Optimizer steps done."""
-        if not isinstance(preemption, (bool, Preemption)):
-            raise BadArgumentError(f"preemption must be True, False or a Preemption, not {preemption!r}")
         self._preemption, self._saved, self._entered = preemption, -1, False
 
     @property
@@ -118,9 +119,15 @@ class Run:
         if self._entered:
             raise BadArgumentError("this run was entered before; make another Run to go on")
         self._entered = True
-        if self._preemption is True and threading.current_thread() is threading.main_thread():
-            self._preemption = Preemption()
-        self.steps = self._saved = resume(self.saver, self.state)
+        with contextlib.ExitStack() as undo:
+            if self._is_own:
+                undo.push(self.saver)
+            if self._preemption is True and threading.current_thread() is threading.main_thread():
+                self._preemption = Preemption()
+            if isinstance(self._preemption, Preemption):
+                undo.push(self._preemption)
+            self.steps = self._saved = resume(self.saver, self.state)
+            undo.pop_all()
         return self
 
     def __exit__(
@@ -154,6 +161,7 @@ class Run:
             raise BadArgumentError(
                 "batches: this run has no data; give data= to Run, or call run.step in your own loop"
             )
+        self._data._leave()
         while self._data.epoch < epochs:
             yield from self._data
 
@@ -206,13 +214,17 @@ class _Positioned:
     """
 
     def __init__(self, loader: Any) -> None:
-        self.loader, self.epoch = loader, 0
+        self.loader, self.epoch, self._begun = loader, 0, False
 
     def __iter__(self) -> Iterator[Any]:
-        try:
-            yield from self.loader
-        finally:
-            self.epoch += 1
+        self._leave()
+        self._begun = True
+        yield from self.loader
+        self._leave()
+
+    def _leave(self) -> None:
+        """See `Loader._leave`."""
+        self.epoch, self._begun = self.epoch + self._begun, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the number of epochs done."""
@@ -226,7 +238,7 @@ class _Positioned:
         """
         if set(state) != {"epoch", "position"}:
             raise BadArgumentError("data: the checkpoint's position is not one of a loader with its own state_dict")
-        self.epoch = int(state["epoch"])
+        self.epoch, self._begun = int(state["epoch"]), False
         self.loader.load_state_dict(state["position"])
 
 

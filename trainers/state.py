@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
 
@@ -164,9 +165,10 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 def plain(tree: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Convert a tree to dicts, lists and tuples only, and its leaves by a function."""
+    """Convert a tree to dicts (or Counters), lists and tuples only, and its leaves by a function."""
     if isinstance(tree, Mapping):
-        return {key: plain(value, leaf) for key, value in tree.items()}
+        pairs = {key: plain(value, leaf) for key, value in tree.items()}
+        return Counter(pairs) if type(tree) is Counter else pairs
     if isinstance(tree, list):
         return [plain(value, leaf) for value in tree]
     if isinstance(tree, tuple):

@@ -61,13 +61,12 @@ def kinds(module: Any = None, optimizer: Any = None, *, averages: Any = None, ma
             if layer == "linear" and is_attention(name):
                 layer = "attention"
             is_trained = parameter.requires_grad and (not optimizers or id(parameter) in trained)
-            kind = Kind(layer, "weight" if is_trained else "state", name, shape=tuple(parameter.shape))
+            kind = Kind(layer, "weight" if is_trained else "state", name, shape=_shape(parameter))
             table[name] = table[state_name(module, name)] = kind
             names.setdefault(id(parameter), name)  # of tied names the first, as in a checkpoint
         for short, buffer in sub.named_buffers(recurse=False):
             name = canonical_name(module, f"{prefix}.{short}".lstrip("."))
-            shape = None if buffer is None else tuple(buffer.shape)
-            kind = Kind("norm" if is_norm(name) else "other", "state", name, shape=shape)
+            kind = Kind("norm" if is_norm(name) else "other", "state", name, shape=_shape(buffer))
             table[name] = table[state_name(module, name)] = kind
     declared = {} if averages is None else average_kinds(averages, module, table)
     entry = masters if isinstance(masters, str) else None
@@ -110,6 +109,13 @@ def _add_entries(table: dict[str, Kind], optimizer: Any, names: dict[int, str], 
             number += 1
 
 
+def _shape(tensor: Any) -> tuple[int, ...] | None:
+    """Return the shape of a tensor; None: without one, as those of lazy modules before their first call."""
+    import torch
+
+    return None if tensor is None or torch.nn.parameter.is_lazy(tensor) else tuple(tensor.shape)
+
+
 def class_of(optimizer: Any) -> str:
     """Return the name of the class that has the `step` of an optimizer, inside of wrappers.
 
@@ -138,6 +144,8 @@ def _layer_of(module: Any, name: str, parameter: Any, *, known: bool) -> str:
         return "norm"
     if isinstance(module, (nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)):
         return "linear"
+    if _shape(parameter) is None:
+        return "other"
     if parameter.ndim <= 1:
         return "norm" if parameter.numel() <= 8 * TINY else "other"
     if has_weight_name(name) or (known and sorted(parameter.shape)[-2] >= 16):

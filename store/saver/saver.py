@@ -571,9 +571,11 @@ class Saver:
 
         Raises:
             TimeoutError: it takes longer; the save continues.
+            BadArgumentError: `timeout` is not a number.
             ShrinkpointError: see `save`.
             Exception: the error of the save.
         """
+        timeout = or_none("timeout", timeout, number, -math.inf, math.inf)
         with self._alone():
             if self._runner is not None and not self._is_closed:
                 self._runner.wait(timeout)

@@ -386,3 +386,21 @@ def test_a_copy_of_the_trained_part_of_a_model_is_not_what_the_optimizer_trains(
     state = {"net": {**weights, "more.weight": torch.randn(64, 64)}, "ref": copy, "opt": optimizer.state_dict()}
     with pytest.warns(sp.UnknownArraysWarning):
         assert lossy(state) == set()
+
+
+def test_lazy_modules_have_kinds_before_their_first_call() -> None:
+    """Their parameters have no shape yet; a save of them is refused with the path."""
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.LazyLinear(64), torch.nn.LazyBatchNorm1d())
+
+    lazy, called = model(), model()
+    before = sp.kinds(lazy)
+    called(torch.ones(4, 64))
+    assert before == sp.kinds(called)
+    with pytest.raises(sp.UnsupportedLeafError, match=r"0\.weight: an uninitialized parameter has no values"):
+        sp.compress(lazy.state_dict(), kinds=before)
+    rows = sp.compress(called.state_dict(), kinds=before).summary()
+    assert {row.path: row.why for row in rows} == {
+        row.path: row.why for row in sp.compress(called.state_dict(), kinds=sp.kinds(called)).summary()
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import os
 import re
 import shutil
@@ -694,6 +695,11 @@ def test_arguments_that_are_none(tmp_path: Path) -> None:
         sp.Saver(str(tmp_path))  # type: ignore[arg-type]
     with pytest.raises(sp.BadArgumentError, match="memory"):
         sp.Saver(sp.Store(memory_url()), mode="process")
+    with sp.Saver(sp.Store(memory_url())) as saver:
+        wrong: Any
+        for wrong in (math.nan, "5"):
+            with pytest.raises(sp.BadArgumentError, match="timeout"):
+                saver.wait(wrong)
 
 
 # ---------------------------------------------------------------------------------------------- a thread

@@ -706,6 +706,9 @@ def test_hyperparameters_with_an_obvious_plain_form_get_it(tmp_path: Path) -> No
     path = _fitted(tmp_path, order=_Order.FIRST, part=_Part(0.1, Path("x/y")), data=Path("a"), rates=(0.1, 2))
     found = CompressedIO().load_checkpoint(path)["hyper_parameters"]
     assert found == {"order": "first", "part": {"rate": 0.1, "where": "x/y"}, "data": "a", "rates": (0.1, 2)}
+    tuned = tmp_path / f".lr_find_{36 * '0'}.ckpt"  # the tuner's own
+    CompressedIO().save_checkpoint({"hyper_parameters": {"order": _Order.FIRST}}, tuned)
+    assert CompressedIO().load_checkpoint(tuned) == {"hyper_parameters": {"order": "first"}}
 
 
 def test_hyperparameters_that_cannot_be_stored_are_reported_when_fitting_begins(tmp_path: Path) -> None:

@@ -222,6 +222,15 @@ def test_a_sampler_that_follows_training_is_asked_in_time() -> None:
     assert seen == [0, 1, 2, 3, 4]
 
 
+def test_another_global_generator_of_numpy() -> None:
+    before = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
+    try:
+        assert sorted(int(batch) for batch in Loader(DataLoader(range(4), shuffle=True))) == [0, 1, 2, 3]  # type: ignore[arg-type]
+    finally:
+        np.random.set_bit_generator(before)  # type: ignore[attr-defined]
+
+
 def test_an_epoch_left_early_has_ended() -> None:
     loader = Loader(DataLoader(range(6), batch_size=2))  # type: ignore[arg-type]
     for _ in loader:

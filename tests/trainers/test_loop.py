@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -651,6 +652,32 @@ def test_ranks_gone_start_their_random_numbers_anew(store: sp.Store) -> None:
     store.save(4, state | {"ranks": state["ranks"] * 2})
     with pytest.warns(RanksChangedWarning, match="saved by 2 processes, resumed by 1"):
         assert trainers.resume(store, job.model) == 4
+
+
+def test_a_counter_in_a_state_stays_one(store: sp.Store) -> None:
+    """`MultiStepLR` has its milestones in a Counter, and asks that for its elements after another scheduler."""
+
+    def begun() -> tuple[dict[str, Any], Any]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rates = torch.optim.lr_scheduler
+        parts = [rates.LinearLR(optimizer, total_iters=2), rates.MultiStepLR(optimizer, [1, 1, 3])]
+        scheduler = rates.SequentialLR(optimizer, parts, milestones=[4])
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}, scheduler
+
+    def rates(parts: dict[str, Any]) -> Iterator[float]:
+        for _ in range(8):
+            parts["optimizer"].step()
+            parts["scheduler"].step()
+            yield parts["optimizer"].param_groups[0]["lr"]
+
+    job, _ = begun()
+    trainers.save(store, 1, **job)
+    expected = list(rates(job))
+    again, scheduler = begun()
+    trainers.resume(store, **again)
+    assert type(scheduler._schedulers[1].milestones) is Counter
+    assert list(rates(again)) == expected
 
 
 @pytest.fixture(scope="module")

@@ -187,6 +187,18 @@ def test_signals_are_handled_only_inside(tmp_path: Path) -> None:
         assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_run_that_cannot_resume_leaves_nothing_open(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with begun(tmp_path, every=1) as run:
+        run.step()
+    other = nn.Linear(3, 3)
+    run = sp.Run(tmp_path, other, torch.optim.AdamW(other.parameters()))
+    with pytest.raises(sp.BadArgumentError, match="does not fit"), run:
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert run.saver.pid is None
+
+
 def test_a_saver_with_settings_of_its_own_stays_open(tmp_path: Path) -> None:
     with sp.Saver(sp.Store(tmp_path, "lossless"), keep=sp.Retention(last=2)) as saver:
         with sp.Run(saver, *small(), every=1) as run:
@@ -237,6 +249,34 @@ def test_a_resumed_epoch_repeats_no_batch(tmp_path: Path, make: Any, stop: int) 
                     break
     assert seen == [1, 2, 3, 4, 5] * 3
     assert run.epoch == 3
+
+
+def test_an_epoch_left_early_counts_once(tmp_path: Path) -> None:
+    epochs = 0
+    with begun(tmp_path, data=[1, 2, 3, 4, 5], every=None, preemption=False) as run:
+        while epochs < 9:
+            seen = 0
+            for _ in run.batches(epochs=3):
+                seen += 1
+                if seen == 3:
+                    break
+            if not seen:
+                break
+            epochs += 1
+    assert (epochs, run.epoch) == (3, 3)
+
+
+@pytest.mark.parametrize("make", [lambda: list(range(1, 6)), Positioned])
+def test_a_run_that_was_left_within_an_epoch_goes_on_there(tmp_path: Path, make: Any) -> None:
+    seen: list[int] = []
+    for most in (3, 1000):
+        with begun(tmp_path, data=make(), every=None, preemption=False) as run:
+            for batch in run.batches(epochs=3):
+                seen.append(int(batch))
+                run.step()
+                if len(seen) == most:
+                    break
+    assert seen == [1, 2, 3, 4, 5] * 3
 
 
 def test_a_position_of_another_kind_of_loader_is_refused(tmp_path: Path) -> None:
