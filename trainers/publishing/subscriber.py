@@ -639,4 +639,5 @@ class HostCopy(Subscriber):
         parts = list(tensors.of_one(tensor, patches))
         positions = np.concatenate([positions for positions, _ in parts])
         values = torch.cat([values.view(torch.uint8) for _, values in parts]).view(tensor.dtype)
-        return Change(name, positions, tensor.view(-1)[torch.from_numpy(positions)], values)
+        before = tensors.host_bytes(tensor).reshape(-1, tensor.element_size())[positions]  # torch indexes few dtypes
+        return Change(name, positions, torch.from_numpy(before).view(-1).view(tensor.dtype), values)
