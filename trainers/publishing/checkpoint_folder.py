@@ -99,7 +99,7 @@ class CheckpointFolder:
         return reached
 
     def _is_marked(self, version: int | None) -> bool:
-        """Return whether the marker names a version; it may name another one, as after a copy of the folder."""
+        """Return whether the marker names a version, and not an earlier or another one."""
         with contextlib.suppress(OSError):
             return version is not None and self._files.read(MARKER) == _marker(version)
         return False
@@ -116,7 +116,7 @@ def _marker(version: int) -> bytes:
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file with the permissions of a new file; BadArgumentError if it cannot hold a tensor."""
+    """Write a safetensors file; BadArgumentError if it cannot hold a tensor."""
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)  # it may be a link
     try:

@@ -491,7 +491,7 @@ class Subscriber:
         return read, [(part_name, stored) for part_name, _, stored in found]
 
     def _check_fits(self, version: Version, parts: Mapping[str, Part]) -> None:
-        """Raise BadArgumentError where the tensors of a version are not some or all of the model's."""
+        """Raise BadArgumentError where the tensors of a version are not those of the model."""
         published = {shard.name: (shard.dtype, shard.shape) for shard in version.shards}
         lines = []
         for name, part in parts.items():
@@ -542,7 +542,7 @@ class Subscriber:
 
 
 def _first(links: Sequence[Sequence[Stored]]) -> int:
-    """Return the last version in which a tensor is stored whole; earlier ones may have another tensor of its name."""
+    """Return the last version that stores a tensor whole; earlier ones are not needed."""
     whole = (i for i, link in enumerate(links) if not any(shard.ckpt.is_delta for shard in link))
     return max(whole, default=0)
 
@@ -561,7 +561,7 @@ def _places(parts: Mapping[str, Part]) -> dict[str, tuple[int, torch.dtype, torc
 
 
 def _same(tensor: torch.Tensor, a: Sequence[Patch], b: Sequence[Patch]) -> bool:
-    """Return whether patches have the same effect on a tensor; of other shards they may be divided differently."""
+    """Return whether patches, perhaps of different shards, have the same effect on a tensor."""
     if [_bits(patch) for patch in a] == [_bits(patch) for patch in b]:
         return True
     first, second = (tensors.host_bytes(tensor).copy() for _ in (a, b))
