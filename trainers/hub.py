@@ -176,9 +176,10 @@ def load_pretrained(
 def _compress_folder(
     source: ModelFolder, result: Path, base: ModelFolder | None, cfg: Config, target: Path
 ) -> Transfer:
+    if source.compressed:
+        raise BadArgumentError(f"{source.folder} has {source.compressed[0]}; it is compressed already")
     if not source.raw:
-        why = "it is compressed already" if source.compressed else "only safetensors are compressed"
-        raise BadArgumentError(f"{source.folder}: no *.safetensors in it; {why}")
+        raise BadArgumentError(f"{source.folder}: no *.safetensors in it; only safetensors are compressed")
     result.mkdir()
     nbytes = raw = 0
     rows: list[Row] = []
@@ -312,7 +313,7 @@ class ModelFolder:
         if said := self.incomplete():
             raise CorruptDataError(said)
         found: Tensors = {}
-        for file in self.compressed or self.raw:
+        for file in [*self.compressed, *self.raw]:
             tensors = self.read(file)[1]
             twice = next((name for name in tensors if name in found), None)
             if twice is not None:

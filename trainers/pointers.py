@@ -29,6 +29,7 @@ from ..codec.format.bounded_json import loads
 from ..codec.state.leaves import is_array
 from ..codec.state.tree import flatten
 from ..kernels.backend.arguments import number, or_none
+from ..store.files import DAMAGE
 from ..store.local import LocalFiles, read_file
 from ..store.manifest import Manifest
 from ..store.saver.exit import EXIT_CLEANUP
@@ -176,7 +177,16 @@ def _read(fs: Any, name: str, path: PathLike) -> Pointer | None:
     is_known = type(version) is int and version == _VERSION
     if not is_known or type(step) is not int or not isinstance(store, str) or type(identity) is not str:
         raise CorruptDataError(f"{os.fspath(path)}: a pointer that is malformed")
+    if not _is_name(store):
+        raise CorruptDataError(f"{os.fspath(path)}: a pointer that is malformed: its store cannot be a path")
     return Pointer(store, step, identity)
+
+
+def _is_name(text: str) -> bool:
+    """Return whether a file system could have this path."""
+    with contextlib.suppress(UnicodeEncodeError):
+        return b"\0" not in os.fsencode(text)
+    return False
 
 
 def is_placeholder(path: PathLike) -> bool:
@@ -260,9 +270,16 @@ def write_pointer(path: PathLike, store: Store, step: int, identity: str) -> Poi
 
 
 def drop_replaced(path: PathLike, store: Store, before: Pointer | None) -> None:
-    """Remove the step that a rewritten file pointed to, if no other file does."""
-    if before is not None and points_to(path, before, store) and not is_shared(path, before):
-        drop(store, [before.step])
+    """Remove the step that a rewritten file pointed to, if no other file does.
+
+    A step that was gone from the store is left out: a new one may have its number.
+    """
+    if before is None or not points_to(path, before, store) or is_shared(path, before):
+        return
+    with contextlib.suppress(*DAMAGE):  # a damaged step is not a new one
+        if manifest_of(store, before) is None:
+            return
+    drop(store, [before.step])
 
 
 def is_shared(path: PathLike, pointer: Pointer) -> bool:
@@ -426,8 +443,8 @@ def drop_unreferenced(store: Store, pointer: str) -> None:
     """Remove the steps that no pointer file of this name next to the store points to."""
     fs, name = fsspec.core.url_to_fs(store.url)
     fs.invalidate_cache()
-    found = fs.glob(f"{os.path.dirname(name.rstrip('/'))}/*/{pointer}")
-    drop(store, set(store.steps()) - steps_in_use(store, map(fs.unstrip_protocol, found)))
+    folders = (entry["name"].rstrip("/") for entry in _entries(fs, os.path.dirname(name.rstrip("/"))))
+    drop(store, set(store.steps()) - steps_in_use(store, (fs.unstrip_protocol(f"{f}/{pointer}") for f in folders)))
 
 
 def refuse_keep(saver: Saver) -> Saver:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,56 @@ def test_a_folder_follows(tmp_path: Path, there: str) -> None:
     assert again.update(version=4) == 4
     assert same(loaded(folder), now)
     assert there == "nothing" or (folder / "config.json").read_text() == "{}"
+    if there == "nothing":  # another account may read it
+        assert (folder / "model.safetensors").stat().st_mode == (folder / MARKER).stat().st_mode
+
+
+SAVED = [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+SAVED += [getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)]
+
+
+def test_every_dtype_of_safetensors(tmp_path: Path) -> None:
+    now = {str(d): torch.randint(0, 256, (40, 16), dtype=torch.uint8).view(d) for d in SAVED}
+    publisher = sp.Publisher(tmp_path / "url")
+    publisher.publish(1, now)
+    folder, numbered = (
+        CheckpointFolder(tmp_path / "url", tmp_path / "c"),
+        DeltaFolders(tmp_path / "url", tmp_path / "n"),
+    )
+    local = {n: torch.zeros(40, 16, dtype=torch.uint8).view(t.dtype) for n, t in now.items()}
+    for version in (1, 2):
+        assert folder.update() == numbered.update() == DeltaReader(tmp_path / "n", local).update() == version
+        assert same(loaded(tmp_path / "c"), now)
+        assert same(local, now)
+        now = {n: t.view(torch.uint8).clone() for n, t in now.items()}
+        for t in now.values():
+            t[3, 5] ^= 1
+        now = {n: t.view(d) for (n, t), d in zip(now.items(), SAVED, strict=True)}
+        publisher.publish(version + 1, now)
+    assert len({path.stat().st_mode for path in (tmp_path / "n").rglob("*") if path.is_file()}) == 1
+    sp.Publisher(tmp_path / "complex").publish(1, {"w": torch.zeros(3, dtype=torch.complex128)})
+    with pytest.raises(BadArgumentError, match=r"safetensors cannot hold torch\.complex128"):
+        CheckpointFolder(tmp_path / "complex", tmp_path / "d")
+    with pytest.raises(BadArgumentError, match=r"safetensors cannot hold torch\.complex128"):
+        DeltaFolders(tmp_path / "complex", tmp_path / "e").update()
+
+
+def test_versions_that_begin_again(tmp_path: Path) -> None:
+    """The marker names the version whose bits the files have; without a version no folder is written."""
+    now = {"w": torch.randn(300)}
+    sp.Publisher(tmp_path / "url").publish(12, now)
+    assert CheckpointFolder(tmp_path / "url", tmp_path / "c").update() == marked(tmp_path / "c") == 12
+    numbered = DeltaFolders(tmp_path / "url", tmp_path / "n")
+    shutil.rmtree(tmp_path / "url")
+    assert numbered.update() == 0
+    assert not list((tmp_path / "n").iterdir())
+    sp.Publisher(tmp_path / "url").publish(1, now)
+    again = CheckpointFolder(tmp_path / "url", tmp_path / "c")
+    assert again.version == 1
+    assert not (tmp_path / "c" / MARKER).exists()
+    assert again.update() == marked(tmp_path / "c") == 1
+    assert numbered.update() == 1
+    assert same(loaded(tmp_path / "n" / "weight_v000001"), now)
 
 
 def test_a_folder_without_its_marker_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

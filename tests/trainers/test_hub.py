@@ -372,6 +372,11 @@ def test_bad_folders(tmp_path: Path) -> None:
             sp.load_pretrained(tmp_path / "small", **keywords)  # type: ignore[arg-type]
     with pytest.raises(sp.BadArgumentError, match="it is compressed already"):
         sp.save_pretrained(tmp_path / "small", tmp_path / "x")
+    # With a raw file next to it, neither call leaves one of them out.
+    safetensors.save_file({"more": torch.ones(3)}, tmp_path / "small" / "more.safetensors")
+    assert set(sp.load_pretrained(tmp_path / "small")) == {"weight", "bias", "more"}
+    with pytest.raises(sp.BadArgumentError, match="it is compressed already"):
+        sp.save_pretrained(tmp_path / "small", tmp_path / "x")
 
 
 def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:

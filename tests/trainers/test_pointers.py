@@ -17,6 +17,8 @@ from shrinkpoint.trainers.pointers import (
     Pointer,
     WholeSaves,
     drop,
+    drop_replaced,
+    drop_unreferenced,
     is_shared,
     load_at,
     read_pointer,
@@ -94,6 +96,35 @@ def test_another_checkpoint_of_that_number_is_not_taken_for_it(tmp_path: Path) -
         load_at(tmp_path / "p.json")
 
 
+def test_a_step_that_took_the_number_of_a_lost_one_stays(tmp_path: Path) -> None:
+    run = tmp_path / "run"  # pytest has a link to `tmp_path` next to it
+    store = sp.Store(run / "store")
+    for i in range(3):
+        save_at(run / f"{i}.json", store, state(i))
+    store.drop(2)  # as after a store was restored from a backup
+    save_at(run / "2.json", store, state(9))
+    assert load_at(run / "2.json")["step"] == 9
+    store.drop(2)
+    save_at(run / "3.json", store, state(4))
+    drop_replaced(run / "2.json", store, read_pointer(run / "2.json"))
+    assert load_at(run / "3.json")["step"] == 4
+
+
+@pytest.mark.parametrize("name", ["run", "lr[0.1]", "a*b?{c,d}"])
+@pytest.mark.parametrize("root", ["folder", "memory"])
+def test_steps_without_a_folder_are_removed(tmp_path: Path, root: str, name: str) -> None:
+    home = f"{tmp_path}/{name}" if root == "folder" else f"memory://unreferenced/{name}"
+    store = sp.Store(f"{home}/store")
+    for i in range(3):
+        save_at(f"{home}/checkpoint-{i}/p.json", store, state(i))
+    drop_unreferenced(store, "p.json")
+    assert store.steps() == [0, 1, 2]
+    fs, path = fsspec.core.url_to_fs(f"{home}/checkpoint-0/p.json")
+    fs.rm_file(path)
+    drop_unreferenced(store, "p.json")
+    assert store.steps() == [1, 2]
+
+
 def test_pinned_and_tagged_steps_stay(tmp_path: Path) -> None:
     store = sp.Store(tmp_path / "store")
     for i in range(3):
@@ -125,7 +156,15 @@ def test_other_files_are_no_pointers(tmp_path: Path) -> None:
         with pytest.raises(sp.BadArgumentError, match="not a checkpoint of shrinkpoint"):
             load_at(path)
     versions = ({"version": 0}, {"version": True}, {"version": "1"})
-    for change in (*versions, {"step": "1"}, {"step": True}, {"store": None}, {"identity": 3}):
+    for change in (
+        *versions,
+        {"step": "1"},
+        {"step": True},
+        {"store": None},
+        {"store": "a\0b"},
+        {"store": "\ud800"},
+        {"identity": 3},
+    ):
         path.write_text(json.dumps(good | change))
         with pytest.raises(sp.CorruptDataError, match="malformed"):
             read_pointer(path)

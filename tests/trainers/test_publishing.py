@@ -17,6 +17,7 @@ from torch import nn
 import shrinkpoint as sp
 from shrinkpoint.codec.errors import BadArgumentError, CorruptDataError, MissingParentError
 from shrinkpoint.store.files import StoreWarning
+from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.trainers.publishing import publisher as publishing
 from shrinkpoint.trainers.publishing import tensors as module
 from shrinkpoint.trainers.publishing.layout import Shard, ShardFile, Version
@@ -514,12 +515,19 @@ def test_bad_arguments(tmp_path: Path) -> None:
         (lambda: publisher.publish(1, {"w": 3}), "'w' is a int"),
         (lambda: publisher.publish(1, {"w": torch.zeros(3).to_sparse()}), "layout"),
         (lambda: sp.Publisher(tmp_path, keep=0), "keep"),
+        (lambda: sp.Publisher(tmp_path, dtype=torch.int8), "dtype is torch.int8"),
         (lambda: sp.Publisher(tmp_path, base_every=0), "base_every"),
         (lambda: sp.Subscriber(tmp_path, {}), "no tensors"),
         (lambda: sp.Subscriber(tmp_path, {"w": torch.zeros(4, 4).T[1:]}), "contiguous"),
     ):
         with pytest.raises(BadArgumentError, match=message):
             call()
+    given: Any
+    for given in (3, "w", ("w", 3), ("w", slice(0, 3)), ("w", ((0, 3),)), ("w", (slice("a", 3),)), ("w", 3, 3, 3)):
+        with pytest.raises(BadArgumentError, match=r"select: w: .* is not \(name, slices\)"):
+            sp.Subscriber(tmp_path, served, select={"w": given})
+        with pytest.raises(BadArgumentError, match=r"shards: w: .* is not \(name, shape, slices\)"):
+            publisher.publish(1, served, shards={"w": given})
     publisher.publish(1, served)
     path = next((tmp_path / "data").iterdir())
     path.unlink()
@@ -566,6 +574,19 @@ def test_a_version_file_is_checked() -> None:
             Version.from_bytes(other.to_bytes(), 5)
     with pytest.raises(CorruptDataError):
         Version.from_bytes(made.to_bytes(), 6)
+    n = 20_000  # each pair of them would take minutes and gigabytes
+    rows = tuple(Shard("w", "float32", (n,), ((i, 1),), "0" * 32) for i in range(n))
+    assert Version.from_bytes(holding(*rows).to_bytes(), 5).files[0].shards == rows
+    with pytest.raises(CorruptDataError, match=r"w\[3:4\] and w\[3:4\] overlap"):
+        Version.from_bytes(holding(*rows[:7], rows[3], *rows[8:]).to_bytes(), 5)
+    with pytest.raises(CorruptDataError, match="divided on 30 axes"):
+        Version.from_bytes(
+            holding(*(Shard("w", "int8", (2,) * 30, ((i, 1),) * 30, "0" * 32) for i in (0, 1))).to_bytes(), 5
+        )
+    with pytest.raises(CorruptDataError, match="a shard of"):
+        Version.from_bytes(
+            holding(Shard("w", "int8", (1 << 60,) * 100_000, ((0, 1),) * 100_000, "0" * 32)).to_bytes(), 5
+        )
     for blob in (b"", b"[]", b"{", b"null", b"[" * 10**5):
         with pytest.raises(CorruptDataError):
             Version.from_bytes(blob, 5)
@@ -635,6 +656,25 @@ def test_tensors_that_share_memory_must_agree(tmp_path: Path) -> None:
         with pytest.raises(BadArgumentError, match="a and b overlap in memory"):
             sp.Subscriber(tmp_path, tensors)
     sp.Subscriber(tmp_path, {"a": memory[:8], "b": memory[8:]})
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.3])
+def test_tensors_that_share_memory_may_be_published_in_other_shards(tmp_path: Path, share: float) -> None:
+    publisher, served = sp.Publisher(tmp_path), torch.zeros(1100, 600)
+    now = {"w": torch.randn(served.shape)}
+    subscriber = sp.Subscriber(tmp_path, {"a": served, "b": served})
+    for version in (1, 2):
+        slices = {
+            f"b{i}": (slice(start, stop), slice(0, 600)) for i, (start, stop) in enumerate([(0, 300), (300, 1100)])
+        }
+        tensors = {"a": now["w"], **{name: now["w"][where] for name, where in slices.items()}}
+        publisher.publish(version, tensors, shards={n: ("b", (1100, 600), where) for n, where in slices.items()})
+        assert subscriber.update() == version
+        assert torch.equal(served, now["w"])
+        now = step(now, share, version)
+    publisher.publish(3, {"a": now["w"], "b": now["w"] + 1})
+    with pytest.raises(BadArgumentError, match="share memory"):
+        subscriber.update()
 
 
 class Copies(nn.Linear):
@@ -792,6 +832,32 @@ def test_a_store_that_loses_files(tmp_path: Path, lost: str) -> None:
     if lost == "data":  # a receiver that is new finds no base
         with pytest.raises(CorruptDataError):
             sp.Subscriber(tmp_path, {"w": torch.zeros(3000)}).update()
+
+
+def test_an_error_of_reading_removes_nothing_that_a_kept_version_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, served = {"w": torch.randn(40_000)}, {"w": torch.zeros(40_000)}
+    publisher, real = sp.Publisher(tmp_path, keep=2), LocalFiles.read
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / ("²" * 12)).write_text("not a number")
+
+    def failing(self: LocalFiles, name: str) -> bytes:
+        if name == "versions/000000000003.json":
+            raise OSError(5, "Input/output error", name)
+        return real(self, name)
+
+    for version in range(1, 5):
+        with monkeypatch.context() as patch:
+            if version == 4:
+                patch.setattr(LocalFiles, "read", failing)
+            publisher.publish(version, now)
+        before, now = now, step(now, 0.001, version)
+    assert sp.Subscriber(tmp_path, served).update() == 4
+    assert same(served, before)
+    for version in range(5, 60):  # also in a base of the first interval
+        publisher.publish(version, now)
+    assert not list((tmp_path / "data").glob("000000000001-*"))
 
 
 def test_names_of_every_kind(tmp_path: Path) -> None:

@@ -244,6 +244,38 @@ def test_prepare_while_the_model_serves(tmp_path: Path) -> None:
         subscriber.commit()
     assert subscriber.commit() == 2  # nothing is prepared any more
     assert subscriber.update() == 3
+    other = {n: torch.zeros_like(t) for n, t in now.items()}
+    subscriber = sp.Subscriber(tmp_path, other)
+    other["up"].fill_(7)  # loaded with something else, before the first version
+    assert subscriber.prepare() == subscriber.commit() == 3
+    assert same(other, step(now, 0.05, 2))
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("change", ["new", "gone", "shape"])
+def test_tensors_of_one_rank_that_change(tmp_path: Path, change: str, restarted: bool) -> None:
+    """Another rank goes on with deltas; receivers of the new tensors take the base of those that changed."""
+    states = [{"a": torch.randn(40_000)}, {"b": torch.randn(4000), "c": torch.randn(50, 20), "e": torch.zeros(0, 3)}]
+
+    def publish(parts: list[sp.Publisher], version: int) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda i: parts[i].publish(version, states[i]), range(2)))
+
+    parts = [sp.Publisher(tmp_path, ranks=Counted(i, 2, "one")) for i in range(2)]
+    publish(parts, 1)
+    if change == "gone":
+        del states[1]["c"]
+    else:
+        states[1] |= {"new": {"d": torch.randn(7), "f": torch.zeros(0)}, "shape": {"c": torch.randn(60, 20)}}[change]
+    if restarted:
+        parts = [sp.Publisher(tmp_path, ranks=Counted(i, 2, "two")) for i in range(2)]
+    for version in (2, 3):
+        states = [step(own, 0.001, version) for own in states]
+        publish(parts, version)
+    served = {n: torch.zeros_like(t) for own in states for n, t in own.items()}
+    assert sp.Subscriber(tmp_path, served).update() == 3
+    assert same(served, {**states[0], **states[1]})
+    assert not Version.from_bytes((tmp_path / version_name(2)).read_bytes(), 2).has_base
 
 
 # ---------------------------------------------------------------------- bad input

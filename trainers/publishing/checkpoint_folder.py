@@ -21,25 +21,23 @@ from safetensors.torch import save_file
 
 from ...codec.errors import BadArgumentError, CorruptDataError
 from ...codec.format.bounded_json import loads
-from ...store.local import LocalFiles, check_link, regular
+from ...store.local import LocalFiles, check_link, follow_umask, regular
 from .subscriber import Subscriber, published_tensors
 
 MARKER = "shrinkpoint-version.json"
 """File that names the version of a folder; it is missing while the folder is written."""
 _DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "C64": torch.complex64,
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
+    "BOOL": "bool",
+    "C64": "complex64",
+    **{f"F{n}": f"float{n}" for n in (16, 32, 64)},
+    **{f"{kind}{n}": f"{name}{n}" for kind, name in (("I", "int"), ("U", "uint")) for n in (8, 16, 32, 64)},
 }
 _LONGEST_HEADER = 100 << 20
 
@@ -65,7 +63,7 @@ class CheckpointFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._files = LocalFiles(os.path.abspath(self.folder))
         if not any(self.folder.glob("*.safetensors")):
-            _write_new(self.folder / "model.safetensors", published_tensors(url, key))
+            write_safetensors(self.folder / "model.safetensors", published_tensors(url, key))
         self._maps: list[mmap.mmap] = []
         tensors: dict[str, torch.Tensor] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
@@ -77,8 +75,8 @@ class CheckpointFolder:
             tensors |= own
             self._maps.append(mapped)
         self._subscriber = Subscriber(url, tensors, key=key)
-        if self.version is None:
-            (self.folder / MARKER).unlink(missing_ok=True)
+        if not self._is_marked(self.version):
+            self._files.remove([MARKER])
 
     @property
     def version(self) -> int | None:
@@ -94,11 +92,17 @@ class CheckpointFolder:
         Raises: what `Subscriber.update` raises; the folder is as it was.
         """
         reached = self._subscriber.update(version=version, lock=self._without_marker())
-        if reached is not None and not (self.folder / MARKER).exists():
+        if reached is not None and not self._is_marked(reached):
             for mapped in self._maps:
                 mapped.flush()
-            self._files.write(MARKER, json.dumps({"version": reached}).encode())
+            self._files.write(MARKER, _marker(reached))
         return reached
+
+    def _is_marked(self, version: int | None) -> bool:
+        """Return whether the marker names a version, and not an earlier or another one."""
+        with contextlib.suppress(OSError):
+            return version is not None and self._files.read(MARKER) == _marker(version)
+        return False
 
     @contextlib.contextmanager
     def _without_marker(self) -> Iterator[None]:
@@ -107,10 +111,19 @@ class CheckpointFolder:
         yield
 
 
-def _write_new(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _marker(version: int) -> bytes:
+    return json.dumps({"version": version}).encode()
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file; BadArgumentError if it cannot hold a tensor."""
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)  # it may be a link
-    save_file(tensors, temporary, metadata={"format": "pt"})
+    try:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    except KeyError as e:
+        raise BadArgumentError(f"{path}: safetensors cannot hold {e}") from None
+    follow_umask(str(temporary))
     os.replace(temporary, path)
 
 
@@ -128,12 +141,15 @@ def _mapped(path: Path) -> tuple[mmap.mmap, dict[str, torch.Tensor]]:
         header = loads(mapped[8 : 8 + length])
         header.pop("__metadata__", None)
         return mapped, {name: _tensor(mapped, 8 + length, own) for name, own in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+    except (ValueError, TypeError, LookupError, AttributeError) as e:
         raise CorruptDataError(f"{path}: its header does not fit: {e!r:.200}") from None
 
 
 def _tensor(mapped: mmap.mmap, data: int, entry: dict[str, Any]) -> torch.Tensor:
-    dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])), entry["data_offsets"]
+    dtype, shape, (begin, end) = getattr(torch, _DTYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
+    if entry["dtype"] == "F4":  # two elements a byte, which are one of torch's
+        shape = [*shape[:-1], shape[-1] // 2]
+    shape = tuple(map(int, shape))
     nbytes = math.prod(shape) * dtype.itemsize
     if not 0 <= begin <= end <= len(mapped) - data or end - begin != nbytes or any(n < 0 for n in shape):
         raise ValueError(f"{shape} of {entry['dtype']} at {begin} to {end}")

@@ -28,13 +28,14 @@ import xxhash
 import zstandard
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ...codec.errors import BadArgumentError, CorruptDataError
 from ...codec.format.bounded_json import loads
 from ...codec.state.leaves import NpArray
 from ...kernels.backend.arguments import choice, integer
-from ...store.local import LocalFiles, check_link, sync_folder
+from ...store.local import LocalFiles, check_link, follow_umask, sync_folder
+from .checkpoint_folder import write_safetensors
 from .subscriber import Change, HostCopy
 from .tensors import host_bytes
 
@@ -103,6 +104,8 @@ class DeltaFolders:
         except BaseException:
             self._whole = whole or self._copy.version != before
             raise
+        if self._copy.version is None:  # all versions were removed meanwhile
+            return self.number
         if whole or changes is None:
             self._write(None)
         elif self._copy.version != before:
@@ -121,7 +124,7 @@ class DeltaFolders:
                 if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json")):
                     check_link(path, path.parent)
                     shutil.copyfile(path, temporary / path.name)
-            save_file(self._copy.tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+            write_safetensors(temporary / "model.safetensors", self._copy.tensors)
         else:
             self._write_changes(temporary, changes, number)
         LocalFiles(os.path.abspath(temporary)).sync(os.listdir(temporary))
@@ -136,6 +139,7 @@ class DeltaFolders:
         checksums = {name: _checksum("xxh3-128", own) for name, own in data.items()}
         if packed:
             safetensors.numpy.save_file(packed, folder / name, metadata=checksums)
+            follow_umask(str(folder / name))
         metadata = {
             "version": f"{number:06d}",
             "base_version": f"{number - 1:06d}",

@@ -19,6 +19,7 @@ checked when it is written and when it is read:
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -42,6 +43,9 @@ Where = tuple[tuple[int, int], ...]
 _NAME = re.compile(r"(\d{12})\.json")
 _ID = re.compile(r"[0-9a-f]{64}")
 _HASH = re.compile(r"[0-9a-f]{32}")
+_MOST_AXES = 64  # as in `state.leaves.spec_from_header`
+_MOST_CORNERS = 1 << 24
+"""Corners of a tensor's shards, which are compared to find holes and overlaps."""
 KEY_LENGTH = 32
 """Bytes of a key."""
 
@@ -156,8 +160,9 @@ class Shard:
         name, dtype, shape, digest, *box = row
         starts, lengths = box or ([0] * len(shape), shape)
         numbers = [*shape, *starts, *lengths]
-        if any(type(n) is not int or not 0 <= n <= 1 << 60 for n in numbers) or not isinstance(name, str):
-            raise ValueError(f"a shard of {shape} at {starts} of {lengths}")
+        is_shape = len(numbers) <= 3 * _MOST_AXES and all(type(n) is int and 0 <= n <= 1 << 60 for n in numbers)
+        if not is_shape or not isinstance(name, str):
+            raise ValueError(f"a shard of {shape!s:.200} at {starts!s:.200} of {lengths!s:.200}")
         if not isinstance(dtype, str) or not isinstance(digest, str) or not _HASH.fullmatch(digest):
             raise ValueError(f"{name}: dtype or hash is malformed")
         made = Shard(name, dtype, tuple(shape), tuple(zip(starts, lengths, strict=True)), digest)
@@ -299,18 +304,36 @@ def check_layout(shards: Sequence[Shard]) -> None:
         if len({(shard.dtype, shard.shape) for shard in own}) > 1:
             kinds = sorted({f"{shard.dtype} {shard.shape}" for shard in own})
             raise ValueError(f"{name}: shards of different tensors: {', '.join(kinds[:3])}")
-        total, expected = sum(shard.spec.size for shard in own), math.prod(own[0].shape)
-        if len(own) > 1:
-            # Boxes overlap where their ranges overlap on every axis.
-            boxes = np.array([shard.where for shard in own], np.int64).reshape(len(own), -1, 2)
-            start, stop = boxes[..., 0], boxes.sum(axis=2)
-            meet = ((start[:, None] < stop[None]) & (start[None] < stop[:, None])).all(axis=2)
-            np.fill_diagonal(meet, False)
-            if meet.any():
-                a, b = np.argwhere(meet)[0]
-                raise ValueError(f"{own[a].label} and {own[b].label} overlap")
-        if total != expected:
-            raise ValueError(f"{name}: shards of {total} elements leave a hole in {own[0].shape}")
+        if math.prod(own[0].shape):
+            _check_cover([shard for shard in own if shard.spec.size], name, own[0].shape)
+
+
+def _check_cover(own: Sequence[Shard], name: str, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless boxes of a tensor cover each element once.
+
+    The number of boxes that cover an element is the sum of signed corners before it: a start counts 1, a stop -1 on
+    each axis. So the signed corners of all boxes must add up to those of the tensor, in linear time.
+    """
+    axes = [i for i, n in enumerate(shape) if any(shard.where[i] != (0, n) for shard in own)]
+    if len(own) == 1 and not axes:
+        return
+    if len(own) << len(axes) > _MOST_CORNERS:
+        raise ValueError(f"{name}: {len(own)} shards that are divided on {len(axes)} axes")
+    boxes = np.array([whole(shape), *(s.where for s in own)], np.int64).reshape(len(own) + 1, -1, 2)[:, axes]
+    start, stop = boxes[..., 0], boxes.sum(axis=2)
+    ends = np.array(list(itertools.product((0, 1), repeat=len(axes))), bool).reshape(1 << len(axes), -1)
+    corners = np.where(ends[:, None], stop, start).reshape(len(ends) * len(boxes), len(axes))
+    signs = np.outer(1 - 2 * (ends.sum(axis=1) % 2), np.r_[-1, np.ones(len(own), int)]).reshape(-1)
+    order = np.lexsort(corners.T[::-1]) if axes else np.arange(signs.size)
+    corners, signs = corners[order], signs[order]
+    begins = np.flatnonzero(np.r_[True, (corners[1:] != corners[:-1]).any(axis=1)])
+    wrong = np.flatnonzero(np.add.reduceat(signs, begins))
+    if wrong.size:
+        at = corners[begins[wrong[0]]]  # the first in this order, so that the sum up to it is its own
+        there = np.flatnonzero(((start <= at) & (at < stop)).all(axis=1)[1:])
+        if there.size > 1:
+            raise ValueError(f"{own[there[0]].label} and {own[there[1]].label} overlap")
+        raise ValueError(f"{name}: shards of {sum(s.spec.size for s in own)} elements leave a hole in {shape}")
 
 
 def whole(shape: Iterable[int]) -> Where:

@@ -103,6 +103,8 @@ class Publisher:
         self._keep = integer("keep", keep, 1)
         self._sliced = flag("sliced", sliced)
         self._dtype = or_none("dtype", dtype, instance_of, torch.dtype)
+        if dtype is not None and not dtype.is_floating_point:
+            raise BadArgumentError(f"dtype is {dtype}; it must be one of floating point, as the tensors it converts")
         self._url, self._key, self._keys = url, key, layout.private_key(key)
         self._group: Any = InStore(ranks, self._files, self._keys) if isinstance(ranks, Counted) else ranks
         self._token = ranks.run if isinstance(ranks, Counted) else uuid.uuid4().hex
@@ -448,25 +450,18 @@ class Publisher:
         versions = layout.versions_at(self._files)
         if len(versions) <= self._keep:
             return
-        chain = {}
-        for number in versions:
-            try:
-                chain[number] = Version.from_bytes(self._files.read(layout.version_name(number)), number)
-            except (OSError, CorruptDataError):
-                continue
-            except NewerFormatError:  # the files that it needs are unknown
-                return
-        oldest: int | None = versions[-self._keep]
-        while oldest in chain and not chain[oldest].has_base:
-            oldest = chain[oldest].parent
-        if oldest is None:
+        made = self._version(versions[-self._keep])
+        while made is not None and not made.has_base:
+            made = None if made.parent is None else self._version(made.parent)
+        if made is None:  # the files that it needs are unknown
             return
+        oldest = made.version
         try:
             self._files.remove([layout.version_name(n) for n in versions if n < oldest])
             # Also what a publisher left that was killed before its version existed.
             for folder in ("data", FOLDER):
                 names = [name.rsplit("/", 1)[-1] for name in self._files.list(folder)]
-                old = [name for name in names if name[:12].isdigit() and int(name[:12]) < oldest]
+                old = [name for name in names if name[:12].isdecimal() and int(name[:12]) < oldest]
                 self._files.remove([f"{folder}/{name}" for name in old])
         except OSError:
             return

@@ -310,7 +310,7 @@ class Subscriber:
             hashes: of parts of the model, kept between calls.
         """
         try:
-            self._check_fits(version)
+            self._check_fits(version, self._parts)
         except BadArgumentError:
             return False
         for shard, part in self._meeting(version.shards):
@@ -342,6 +342,7 @@ class Subscriber:
         self._parts = parts
         marks = self._versions_of_tensors()
         if self._at is None or (marks == self._marks and not verify):
+            self._marks = marks
             return
         same = self._is_held(self._at, {}) if self._held == "" else self._hash() == self._held
         if not same:
@@ -425,9 +426,9 @@ class Subscriber:
     def _staged(self, chain: list[Link]) -> Ready:
         begin = time.perf_counter()
         before, nbytes = self._at, 0
+        self._check_fits(chain[-1][0], self._parts)
         links: dict[str, list[list[Stored]]] = {name: [] for name in self._parts}
         for link in chain:
-            self._check_fits(link[0])
             stored: dict[str, list[Stored]] = {name: [] for name in self._parts}
             for file, kind, _ in self._needed(link):
                 read, found = self._opened(link[0], file, kind, before)
@@ -437,9 +438,15 @@ class Subscriber:
             for name, own in stored.items():
                 links[name].append(own)
             before = link[0]
+        first = {name: _first(links[name]) for name in self._parts}
+        for i, (version, _) in enumerate(chain[:-1]):
+            self._check_fits(version, {name: part for name, part in self._parts.items() if first[name] <= i})
         fetched = time.perf_counter()
         patches = [
-            p for name, part in self._parts.items() if part.tensor.numel() for p in tensors.stage(part, links[name])
+            patch
+            for name, part in self._parts.items()
+            if part.tensor.numel()
+            for patch in tensors.stage(part, links[name][first[name] :])
         ]
         self._check_shared(patches)
         staged = time.perf_counter()
@@ -483,24 +490,24 @@ class Subscriber:
         read = data.fetched if isinstance(data, Ranged) else len(data)
         return read, [(part_name, stored) for part_name, _, stored in found]
 
-    def _check_fits(self, version: Version) -> None:
-        """Raise BadArgumentError where the tensors of a version are not the model's."""
+    def _check_fits(self, version: Version, parts: Mapping[str, Part]) -> None:
+        """Raise BadArgumentError where the tensors of a version are not those of the model."""
         published = {shard.name: (shard.dtype, shard.shape) for shard in version.shards}
         lines = []
-        for name, part in self._parts.items():
+        for name, part in parts.items():
             own, (dtype, shape) = tensors.spec_of(part.tensor), published.get(part.source, ("", ()))
             if not dtype:
                 lines.append(f"{part.source}: not published")
             elif dtype != own.dtype or not _fits(part, shape):
                 lines.append(f"{name}: {dtype} {shape} is published, {own.dtype} {own.shape} is here")
         for shard, part in self._meeting(version.shards) if not version.sliced and not lines else ():
-            if not layout.is_inside(shard.where, part.region):
+            if part.name in parts and not layout.is_inside(shard.where, part.region):
                 lines.append(
                     f"{part.name}: a slice of {shard.label} is here, and version {version.version} was not published "
                     "with sliced=True"
                 )
-        if all(part.where is None for part in self._parts.values()):
-            sources = {part.source for part in self._parts.values()}
+        if parts is self._parts and all(part.where is None for part in parts.values()):
+            sources = {part.source for part in parts.values()}
             lines += [f"{path}: not in the model" for path in published if path not in sources]
         if lines:
             shown = "\n  ".join(lines[:20])
@@ -511,7 +518,7 @@ class Subscriber:
         for first, *others in self._shared:
             expected = [patch for patch in patches if patch.name == first]
             for name in others:
-                if not _same([patch for patch in patches if patch.name == name], expected):
+                if not _same(self._parts[name].tensor, [patch for patch in patches if patch.name == name], expected):
                     raise BadArgumentError(
                         f"{first} and {name} share memory in the model, but the published ones differ"
                     )
@@ -534,6 +541,12 @@ class Subscriber:
         self._marks = self._versions_of_tensors()
 
 
+def _first(links: Sequence[Sequence[Stored]]) -> int:
+    """Return the last version that stores a tensor whole; earlier ones are not needed."""
+    whole = (i for i, link in enumerate(links) if not any(shard.ckpt.is_delta for shard in link))
+    return max(whole, default=0)
+
+
 def _fits(part: Part, shape: tuple[int, ...]) -> bool:
     """Return whether a part can be of a published tensor of this shape."""
     if part.where is None:
@@ -547,8 +560,15 @@ def _places(parts: Mapping[str, Part]) -> dict[str, tuple[int, torch.dtype, torc
     return {name: (p.tensor.data_ptr(), p.tensor.dtype, p.tensor.shape, p.tensor.device) for name, p in parts.items()}
 
 
-def _same(a: Sequence[Patch], b: Sequence[Patch]) -> bool:
-    return [_bits(patch) for patch in a] == [_bits(patch) for patch in b]
+def _same(tensor: torch.Tensor, a: Sequence[Patch], b: Sequence[Patch]) -> bool:
+    """Return whether patches, perhaps of different shards, have the same effect on a tensor."""
+    if [_bits(patch) for patch in a] == [_bits(patch) for patch in b]:
+        return True
+    first, second = (tensors.host_bytes(tensor).copy() for _ in (a, b))
+    for copy, patches in ((first, a), (second, b)):
+        for patch in patches:
+            tensors.write(torch.from_numpy(copy).view(tensor.dtype), patch)
+    return np.array_equal(first, second)
 
 
 def _bits(patch: Patch) -> tuple[int, bytes | None, bytes]:
@@ -639,4 +659,5 @@ class HostCopy(Subscriber):
         parts = list(tensors.of_one(tensor, patches))
         positions = np.concatenate([positions for positions, _ in parts])
         values = torch.cat([values.view(torch.uint8) for _, values in parts]).view(tensor.dtype)
-        return Change(name, positions, tensor.view(-1)[torch.from_numpy(positions)], values)
+        before = tensors.host_bytes(tensor).reshape(-1, tensor.element_size())[positions]  # torch indexes few dtypes
+        return Change(name, positions, torch.from_numpy(before).view(-1).view(tensor.dtype), values)

@@ -119,8 +119,8 @@ def shards_of(state: Any, select: Mapping[str, Any] | None) -> list[Own]:
             raise BadArgumentError(f"state: {name!r} is a {type(tensor).__qualname__}; names and tensors are needed")
         check_dense({name: tensor}, "state")
         if select and name in select:
-            source, shape, slices = select[name]
-            found.append(Own(str(source), tensor.detach(), tuple(shape), _box(name, tensor, slices), False))
+            source, shape, where = _sliced("shards", name, tensor, select[name], "(name, shape, slices)")
+            found.append(Own(source, tensor.detach(), shape, where, False))
         elif is_sharded(tensor):
             where, shape = _placed(name, tensor, "state"), tuple(tensor.shape)
             if _is_first(tensor) and (all(n for _, n in where) or not tensor.numel()):
@@ -175,8 +175,8 @@ def parts_of(tensors: Mapping[str, torch.Tensor], select: Mapping[str, Any] | No
             raise BadArgumentError(f"select: the model has no tensor {name!r}")
     for name, tensor in tensors.items():
         if select and name in select:
-            source, slices = select[name]
-            found[name] = Part(name, tensor, str(source), _box(name, tensor, slices))
+            source, where = _sliced("select", name, tensor, select[name], "(name, slices)")
+            found[name] = Part(name, tensor, source, where)
         elif is_sharded(tensor):
             where = _placed(name, tensor, "model")
             found[name] = Part(name, tensor.to_local(), name, None if where == whole(tensor.shape) else where)
@@ -209,14 +209,23 @@ def sharing(parts: Mapping[str, Part]) -> list[list[str]]:
     return [group for group in groups if len(group) > 1]
 
 
-def _box(name: str, tensor: torch.Tensor, slices: Sequence[slice]) -> Where:
-    """Return the box of some slices; BadArgumentError if they are not of the tensor's shape."""
-    if any(s.stop is None or s.step not in (None, 1) for s in slices):
-        raise BadArgumentError(f"select: {name}: {slices}; slices have a start and a stop, and no step")
-    where = tuple((int(s.start or 0), int(s.stop) - int(s.start or 0)) for s in slices)
+def _sliced(what: str, name: str, tensor: torch.Tensor, given: Any, form: str) -> tuple[Any, ...]:
+    """Return what is given for a slice, as a box; BadArgumentError if it does not fit."""
+    try:
+        source, *shape, slices = given
+        if len(shape) != form.count("shape"):
+            raise ValueError
+        if any(s.stop is None or s.step not in (None, 1) for s in slices):
+            raise BadArgumentError(f"{what}: {name}: {slices}; slices have a start and a stop, and no step")
+        where = tuple((int(s.start or 0), int(s.stop) - int(s.start or 0)) for s in slices)
+        found = str(source), *map(tuple, shape), where
+    except BadArgumentError:
+        raise
+    except (TypeError, ValueError, AttributeError):
+        raise BadArgumentError(f"{what}: {name}: {given!r:.200} is not {form}") from None
     if tuple(n for _, n in where) != tuple(tensor.shape):
-        raise BadArgumentError(f"select: {name} has shape {tuple(tensor.shape)}, its slices {slices}")
-    return where
+        raise BadArgumentError(f"{what}: {name} has shape {tuple(tensor.shape)}, its slices {slices}")
+    return found
 
 
 def _is_first(tensor: Any) -> bool:
