@@ -363,7 +363,7 @@ class ModelFolder:
     def _where(self) -> dict[str, list[Path]]:
         if self._names is None:
             self._names = {}
-            for file in self.compressed or self.raw:
+            for file in [*self.compressed, *self.raw]:
                 path = self.folder / file
                 if file in self.compressed:
                     names = list(_keys(_read_checkpoint(path)))
