@@ -389,6 +389,19 @@ def test_first_moments_alone_keep_to_alpha(dtype: torch.dtype, alpha: float) -> 
         assert bool((off <= alpha * m.double().abs()).all())
 
 
+@pytest.mark.parametrize("seed", [59, 75, 84])
+def test_the_error_of_a_grid_counts_the_rounding_of_its_gain(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    v, m = np.full((32, 64), 1e-6, "f4"), np.zeros((32, 64), "f4")
+    m[0, 0] = 1e-3 * 32 * rng.uniform(1.00385, 1.003906)  # a gain of 257 / 256 nearly restores it
+    m[1:] = rng.standard_normal((31, 64)) * 1e-11
+    ckpt = sp.compress(state({"exp_avg": m, "exp_avg_sq": v}))
+    back = sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg"].astype("f8")
+    row = rows_of(ckpt)["exp_avg"]
+    assert row.stream == "grid"
+    assert np.linalg.norm(back - m) <= row.error * np.linalg.norm(m.astype("f8"))
+
+
 @pytest.mark.parametrize(("owner", "codec"), [("AdamW", "grid"), ("Lamb", "grid"), ("RMSprop", "log-buckets")])
 def test_moments_by_other_names_go_by_the_optimizers_class(owner: str, codec: str) -> None:
     kinds = {
