@@ -31,7 +31,8 @@ def copies(leaves: Sequence[Leaf], codecs: Sequence[Codec]) -> dict[int, int]:
     """Return the number of the original for each array that is a copy.
 
     Of equal arrays the first is the original; of casts the wider one. An array is stored as a copy only if its own
-    codec would not keep more: the original is stored exactly, or both have the same codec.
+    codec would not keep more: the original is stored exactly, or both have the same codec, and are of one layer type
+    and role where the codec depends on that.
     """
     able = [
         i
@@ -45,13 +46,20 @@ def copies(leaves: Sequence[Leaf], codecs: Sequence[Codec]) -> dict[int, int]:
     # The widest first, then in the order of the state.
     for i in sorted(able, key=lambda i: (-leaves[i].spec.itemsize, i)):
         for j in originals.get(_glance(leaves[i], firsts[i], leaves[i].spec.dtype), []):
-            if (codecs[i] == codecs[j] or isinstance(codecs[j], Exact)) and _is_cast(leaves[i], leaves[j]):
+            same = _treatment(leaves[i], codecs[i]) == _treatment(leaves[j], codecs[j])
+            if (same or isinstance(codecs[j], Exact)) and _is_cast(leaves[i], leaves[j]):
                 found[i] = j
                 break
         else:
             for dtype in _casts(leaves[i].spec):
                 originals.setdefault(_glance(leaves[i], firsts[i], dtype), []).append(i)
     return found
+
+
+def _treatment(leaf: Leaf, codec: Codec) -> tuple[Any, ...]:
+    """Return the codec of an array, and the layer type and role where the codec depends on them."""
+    depends = codec.id == "rows" or getattr(codec, "prune", None) or getattr(codec, "embedding_bins", None)
+    return (codec, leaf.kind.layer, leaf.kind.role) if depends else (codec,)
 
 
 def _casts(spec: LeafSpec) -> tuple[str, ...]:

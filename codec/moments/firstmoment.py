@@ -252,8 +252,9 @@ class FirstMoment(Unplanned):
         totals: NpArray = sum(map_chunks(products, range(len(chunks))), np.zeros(3))
         table = GridTable.of(sums, counts, totals.tolist(), self.bound < 1)
         off = [counts[OFF_GRID]]
-        if len(leaves) == 1:  # the sums give its error; rounding to the dtype adds to it
-            errors = [table.error.relative_l2 + (0.0 if leaf.spec.dtype == "float32" else 2.0**-9)]
+        if len(leaves) == 1:  # the sums give its error; rounding the gain and to the dtype adds to it
+            rounding = 2.0**-22 if leaf.spec.dtype == "float32" else 2.0**-9
+            errors = [table.error.relative_l2 + (rounding if totals[0] else 0.0)]
         else:
             ((symbols, _, _, escaped),) = chunks
             off = [np.count_nonzero(part == OFF_GRID) for part in parts(symbols, specs)]

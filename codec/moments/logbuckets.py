@@ -33,7 +33,7 @@ from ..format.fields import Chunk, Reader, Writer, chunks_of
 from ..groups import Coded, FilledReference, ends_of, joined_leaf, own_parts, parts
 from ..lossless.exact import exactly
 from ..parallel import map_chunks
-from ..state.casting import scaled_distortion, unit
+from ..state.casting import largest, scaled_distortion, unit
 from ..state.leaves import Array, LeafSpec, NpArray, as_bytes, on_host
 from .symbolvalues import put, sent
 
@@ -118,7 +118,7 @@ class LogBuckets(Unplanned):
             return self._at(bits, leaf, parent, unbiased=unbiased)[0]
         # One more bit halves the error, so the number of bits follows from the error of the first attempt.
         bits = max(bits, math.ceil(math.log2(_LEAST_ERROR) - math.log2(self.max_error)))
-        scale = unit(_largest_finite(leaf.flat)) if leaf.spec.dtype == "float64" else 1.0
+        scale = unit(largest(leaf.flat)) if leaf.spec.dtype == "float64" else 1.0
         while bits <= min(_FINEST_BITS, fmt.mantissa):
             stored, met = self._at(bits, leaf, parent, scale, unbiased=unbiased)
             if stored.measure == "exact":
@@ -190,17 +190,17 @@ def _gain(leaf: Leaf, bits: int) -> float:
     x = x.contiguous() if is_torch(x) else np.ascontiguousarray(x)
     host = on_host(wide(x))
     finite = np.isfinite(host)
-    largest = np.abs(host[finite]).max(initial=0.0)
-    if not largest:
+    top = np.abs(host[finite]).max(initial=0.0)
+    if not top:
         return 1.0
-    scaled = host[finite] / largest
+    scaled = host[finite] / top
     width = 2.0**-bits
-    most = (1 + width / 2) / ((1 + width) * (1 - width / 2)) * (1 - 1 / _GAIN_STEPS)
+    most = max(1.0, (1 + width / 2) / ((1 + width) * (1 - width / 2)) * (1 - 1 / _GAIN_STEPS))
     gain, found, least = 1.0, 1.0, math.inf
     for _ in range(_ATTEMPTS):
         values = bucket_value(bucket_index(x if gain == 1 else x * (1 / gain), bits), bits, leaf.spec.dtype)
         with np.errstate(over="ignore"):
-            ratio = float((on_host(wide(values))[finite] / largest * scaled).sum() / (scaled * scaled).sum())
+            ratio = float((on_host(wide(values))[finite] / top * scaled).sum() / (scaled * scaled).sum())
         if abs(ratio - 1) < least:
             found, least = gain, abs(ratio - 1)
         wanted = math.floor(_GAIN_STEPS * min(max(gain * ratio, 1.0), most)) / _GAIN_STEPS
@@ -208,12 +208,6 @@ def _gain(leaf: Leaf, bits: int) -> float:
             break
         gain = wanted
     return found
-
-
-def _largest_finite(flat: Array) -> float:
-    """Return the largest finite magnitude; 0 without one."""
-    x = on_host(flat)
-    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
 
 
 def _encode_chunk(octaves: Octaves, x: Array) -> bytes:

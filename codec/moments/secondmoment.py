@@ -116,7 +116,7 @@ class SecondMoment(Unplanned):
             if _least_error(octaves) > target:
                 continue
             group, (met,) = self._rank_one([leaf], [parent], octaves)
-            if met.largest_relative == math.inf:  # a factor took a value beyond the dtype's range
+            if not math.isfinite(met.largest_relative):  # a factor took a value beyond the dtype's range
                 break
             stored = group.only
             if self.max_error is None:
@@ -135,7 +135,7 @@ class SecondMoment(Unplanned):
         if matrix_shape(leaves[0].spec) is None:
             return LogBuckets(self.alpha).encode_group(leaves, parents, plans)
         group, met = self._rank_one(leaves, parents, self.octaves)
-        if any(one.largest_relative == math.inf for one in met):
+        if any(not math.isfinite(one.largest_relative) for one in met):
             return EncodedGroups(alone=dict.fromkeys(range(len(leaves))))
         return EncodedGroups([group])
 

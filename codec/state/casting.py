@@ -65,8 +65,11 @@ def _from_patterns(patterns: NpArray) -> NpArray:
 
 
 def largest(flat: Array) -> float:
-    """Return the largest magnitude; 0 for an empty array, NaN if the array contains NaN."""
-    return max(float(flat.max()), -float(flat.min())) if flat.shape[0] else 0.0
+    """Return the largest finite magnitude of a float64 array; 0 without one."""
+    if on_gpu(flat):
+        return float(flat.abs().nan_to_num(0.0, 0.0, 0.0).max()) if flat.shape[0] else 0.0
+    x = as_bytes(flat).view(np.float64)
+    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
 
 
 def unit(largest: float) -> float:

@@ -276,6 +276,7 @@ def uniform(cells: Cells, weights: Floats, bins: int) -> Floats:
         entries = multiples(low, high, step)
         if entries.size <= MOST:  # more where no step is as small as it should be, among subnormals
             return entries
+    bins = min(bins, MOST - has_zero(cells))
     return cells.restored(weighted_kmeans(values * scale, mass, bins) / scale)
 
 
@@ -522,8 +523,22 @@ def held_codebook(codebook: NpArray, cells: Cells, how: Fit, spec: LeafSpec) -> 
     held = rounded_codebook(codebook, spec)
     if not cells.sharp or how.solver != "uniform":
         return held
-    best = rounded_codebook(fit(cells, dataclasses.replace(how, solver="exact"), None)[0], spec)
+    exact = dataclasses.replace(how, solver="exact", bins=min(how.bins, MOST - has_zero(cells)))
+    best = rounded_codebook(fit(cells, exact, None)[0], spec)
     return best if cells.loss(held) > how.trigger * cells.loss(best) else held
+
+
+def has_zero(cells: Cells) -> bool:
+    """Return whether some of the counted elements are 0, such as a padding row."""
+    return not cells.offset and bool((cells.local == 0).any())
+
+
+def with_zero(codebook: NpArray, cells: Cells) -> NpArray:
+    """Return a codebook with an entry 0 if some of the counted elements are 0."""
+    if not codebook.size or not has_zero(cells) or (codebook == 0).any():
+        return codebook
+    others = np.delete(codebook, np.abs(codebook).argmin()) if codebook.size == MOST else codebook
+    return np.union1d(others, 0.0)
 
 
 def few_values(leaf: Leaf, cells: Cells, most: int) -> NpArray | None:

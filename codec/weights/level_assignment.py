@@ -32,7 +32,7 @@ from ...kernels.backend.arrays import is_torch, like, on_gpu
 from ...kernels.error_sums import Distortion
 from ...kernels.histogram import Histogram
 from ...kernels.levels import joint_counts
-from ...kernels.quantizer import Thresholds, assign, dequantize
+from ...kernels.quantizer import FIRST_CODE, Thresholds, assign, dequantize
 from ...kernels.rate_distortion import Unsettled, extrapolate, rate_distortion_levels, settled_bounds, unsettled
 from ..base import CHUNK, Leaf
 from ..parallel import map_chunks
@@ -278,6 +278,7 @@ def _coded(
     """Assign levels as `assigned` does, with a gain; also return the gain's overshoot, or 0."""
     levels = np.empty(leaf.spec.size, np.uint8)
     native = codebook_array(codebook, leaf.spec)
+    zero = np.flatnonzero(codebook == 0)
     # Prices are compared in float32: values beyond its range stay at the nearest levels.
     keeps = bool(trade.price) and codebook.size > 0 and float(np.abs(codebook).max()) <= _LARGEST
 
@@ -295,6 +296,8 @@ def _coded(
                 matters = weights_of(leaf.importance[part], trade.mean, trade.scale)
             parent_size = 1 if before is None else before.size
             own = cheapest_levels(wanted, own, parent, parent_size, codebook, trade.price, matters)
+        if zero.size and (keeps or wanted is not x):
+            own[(x == 0) & (own >= FIRST_CODE)] = FIRST_CODE + int(zero[0])
         held = held_values(_where_protected(x, own), leaf.spec)
         values = native.to(x.device) if is_torch(x) else native
         protected = from_bytes(held, leaf.spec)

@@ -41,6 +41,7 @@ from .codebook import (
     lost_share,
     lost_to_step,
     predicted_error,
+    with_zero,
 )
 from .error_targets import LADDER, choices, spent
 from .level_assignment import Quantized, Trade, assigned
@@ -165,7 +166,8 @@ class Quantize(QuantizeSettings):
         scale = unit(largest_of(plan.sketch.signed))
         target = np.inf if self.max_error is None else rounded_error(self.max_error, up=False)
         is_fine = self.fit_for(leaf).bins >= _FINE if self.max_error is None else self.max_error <= _STRICT
-        for thresholds, codebook, reason, may_err in self._attempts(leaf, plan, before):
+        for thresholds, fitted, reason, may_err in self._attempts(leaf, plan, before):
+            codebook = with_zero(fitted, plan.cells) if self.solver == "uniform" else fitted
             lost = lost_share(plan.cells, codebook) if self.solver == "uniform" else Lost(0.0, 0.0)
             parts_are_lost = lost.counted > (_LOST if before is None else _LOST_SINCE) and is_fine
             if parts_are_lost and target == np.inf:  # further attempts do not exist
@@ -380,7 +382,9 @@ class _Some:
         chosen, reasons = self._chosen(sketches, best, loss)
         misses = sketches.misses(chosen)
         blurred = sketches.within() > BLURRED * sketches.sums(sketches.shares * misses * misses)
-        fits = ~(blurred | self._are_lost(sketches, misses))
+        has_zero = (chosen.firsts <= 0) & (chosen.firsts + chosen.sizes > 0)
+        needs_zero = sketches.sums(1.0 * (sketches.values == 0)) > 0
+        fits = (has_zero | ~needs_zero) & ~(blurred | self._are_lost(sketches, misses))
         if not fits.all():
             return self._without(~fits)
         return self._assigned(chosen, reasons)

@@ -102,8 +102,8 @@ def store_multiples(leaf: Leaf, parent: Reference | None, target: float) -> Stor
     if before is not None and not _FINEST * wanted <= before.step <= _OLD * wanted:
         before = None
     step = _FRESH * wanted if before is None else before.step
-    # Neither infinite nor too small to be distinct from zero; sums that overflow or underflow end here, too.
-    if not 1e-290 < step < 1e290 or not most / step < _bias(_WIDTHS[-1]) - 1:
+    # Neither infinite nor so small that squares of errors underflow; sums that overflow end here, too.
+    if not 1e-140 < step < 1e290 or not most / step < _bias(_WIDTHS[-1]) - 1:
         return None
     width = next(w for w in _WIDTHS if most / step < _bias(w) - 1)
     width = width if before is None else max(width, before.numbers.itemsize)

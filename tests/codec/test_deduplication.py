@@ -64,6 +64,27 @@ def test_a_copy_never_loses_what_its_own_codec_would_keep() -> None:
     assert difference(through_bytes(exact_a), state) == ""
 
 
+@pytest.mark.parametrize("codec", [sp.Quantize(prune=0.5), sp.Quantize(bins=4, embedding_bins=254), sp.Rows(2)])
+def test_a_copy_of_another_kind_is_coded_by_its_own(codec: sp.Quantize | sp.Rows) -> None:
+    """Embeddings are not pruned and have bins of their own; rows are those of weights, and not of other arrays."""
+    w = np.random.default_rng(0).standard_normal((64, 64)).astype("f4")
+    cfg = sp.Config([("*", codec)])
+    kinds = {"a": "embedding" if isinstance(codec, sp.Rows) else "linear", "b": "embedding"}
+    if isinstance(codec, sp.Rows):
+        del kinds["b"]
+    both = through_bytes(sp.compress({"a": w, "b": w.copy()}, cfg=cfg, kinds=kinds))
+    own = through_bytes(sp.compress({"b": w}, cfg=cfg, kinds={"b": "embedding"} if "b" in kinds else None))
+    assert difference(both["b"], own["b"]) == ""
+
+
+def test_the_error_of_a_copy_of_tiny_values_and_a_nan_is_stated() -> None:
+    w = np.random.default_rng(0).standard_normal((64, 64)) * 1e-200
+    w[0, 0] = np.nan
+    first, second = sp.compress({"a": w, "b": w.copy()}, cfg=sp.Config([("*", sp.Quantize(bins=8))])).summary()
+    assert second.stream == "copy"
+    assert second.error == first.error > 0.1
+
+
 def test_clones_come_back_as_arrays_of_their_own_and_may_part_later() -> None:
     w = np.random.default_rng(0).standard_normal((64, 64)).astype("f4")
     kinds = known("weight", "ema")

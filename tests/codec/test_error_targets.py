@@ -338,6 +338,13 @@ def test_subnormals_under_a_target() -> None:
         assert np.abs(restored - x).max() <= 5e-324 * (1 if cfg.max_rel_error is None else 0)
 
 
+@pytest.mark.parametrize("by", [1e-130, 1e-160])
+def test_the_error_of_multiples_is_stated_where_squares_underflow(by: float) -> None:
+    x = by * np.random.default_rng(0).standard_normal((64, 64))
+    ckpt = sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Quantize(residual=True, max_error=1e-6))]))
+    assert relative(x / by, sp.decompress(ckpt)["weight"] / by) <= row(ckpt).error * (1 + 1e-9) <= 1e-6
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("by", [1e150, 1e-150])
 def test_an_array_of_another_order_than_its_parent(by: float) -> None:

@@ -38,6 +38,43 @@ def test_a_padding_row_stays_zero(name: str) -> None:
     assert zeros(KEEPING[name]) == [64, 64, 64]
 
 
+NARROW = {
+    "normal": lambda: torch.randn(500, 64),
+    "eighths": lambda: torch.randint(-40, 41, (500, 64)) / 8 + 0.01,
+    "integers": lambda: torch.randint(1, 10, (500, 64)).float(),
+    "heavy": lambda: torch.distributions.StudentT(1.0).sample((500, 64)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", NARROW)
+def test_a_padding_row_stays_zero_whatever_the_others_are(name: str, dtype: torch.dtype) -> None:
+    """Neither the best codebook of 16-bit values nor a rate moves zeros."""
+    torch.manual_seed(0)
+    configs = [
+        sp.Config([("embedding", sp.Quantize(bins=254))]),
+        sp.Config(max_rel_error=0.05),
+        sp.presets.precise(),
+        sp.Config(rate=1.0),
+    ]
+    for cfg in configs:
+        weight, prev = NARROW[name]().to(dtype), None
+        weight[0] = 0.0
+        for _ in range(2):
+            prev = sp.compress({"emb.weight": weight}, prev, cfg, kinds={"emb.weight": "embedding"})
+            assert bool((sp.decompress(prev)["emb.weight"][0] == 0).all())
+
+
+def test_a_zero_that_a_frozen_codebook_has_no_entry_for_stays_zero() -> None:
+    torch.manual_seed(0)
+    weight = 1 + torch.rand(500, 64)
+    base = sp.compress({"emb.weight": weight}, kinds={"emb.weight": "embedding"})
+    weight[0, 0] = 0.0
+    cfg = sp.Config([("embedding", sp.Quantize(trigger=1e9))])
+    delta = sp.compress({"emb.weight": weight}, base, cfg, kinds={"emb.weight": "embedding"})
+    assert float(sp.decompress(delta)["emb.weight"][0, 0]) == 0.0
+
+
 def test_inshrinkerator_needs_a_rule_for_a_padding_row() -> None:
     published = sp.presets.inshrinkerator()
     assert zeros(published) == [0, 0, 0]

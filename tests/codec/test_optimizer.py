@@ -361,6 +361,47 @@ def test_second_moments_near_the_top_of_their_range_stay_finite() -> None:
         assert rows_of(ckpt)["exp_avg_sq"].error < 1
 
 
+@pytest.mark.parametrize("many", [1, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_whose_estimate_overflows_stay_zero(dtype: torch.dtype, many: int) -> None:
+    v = torch.zeros(64, 64)
+    v[0] = v[:, 0] = 3e38
+    v[0, 0] = 0.0
+    ckpt = sp.compress({"optimizer": {"state": {i: {"exp_avg_sq": v.to(dtype)} for i in range(many)}}})
+    back = sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()))["optimizer"]["state"]
+    for i in range(many):
+        assert torch.equal(back[i]["exp_avg_sq"] == 0, v == 0)
+        assert bool(torch.isfinite(back[i]["exp_avg_sq"]).all())
+    assert all(row.error <= 0.25 for row in ckpt.summary())
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.1, 1 / 32, 0.01, 2.0**-17])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_first_moments_alone_keep_to_alpha(dtype: torch.dtype, alpha: float) -> None:
+    """Buckets are moved against the bias only as far as `alpha` allows; up to the largest number of a dtype."""
+    near_an_edge = torch.full((64, 64), 1.0625 - 2.0**-10)
+    near_an_edge[0] = 1.05859375
+    for m in (near_an_edge, torch.linspace(-1, 1, 4096).reshape(64, 64).double() * torch.finfo(dtype).max):
+        cfg = sp.Config([("first moment", sp.FirstMoment(alpha=alpha))])
+        m = m.to(dtype)
+        back = sp.decompress(sp.compress(state({"momentum_buffer": m}), cfg=cfg))["optimizer"]["state"][0]
+        off = (back["momentum_buffer"].double() - m.double()).abs()
+        assert bool((off <= alpha * m.double().abs()).all())
+
+
+@pytest.mark.parametrize("seed", [59, 75, 84])
+def test_the_error_of_a_grid_counts_the_rounding_of_its_gain(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    v, m = np.full((32, 64), 1e-6, "f4"), np.zeros((32, 64), "f4")
+    m[0, 0] = 1e-3 * 32 * rng.uniform(1.00385, 1.003906)  # a gain of 257 / 256 nearly restores it
+    m[1:] = rng.standard_normal((31, 64)) * 1e-11
+    ckpt = sp.compress(state({"exp_avg": m, "exp_avg_sq": v}))
+    back = sp.decompress(ckpt)["optimizer"]["state"][0]["exp_avg"].astype("f8")
+    row = rows_of(ckpt)["exp_avg"]
+    assert row.stream == "grid"
+    assert np.linalg.norm(back - m) <= row.error * np.linalg.norm(m.astype("f8"))
+
+
 @pytest.mark.parametrize(("owner", "codec"), [("AdamW", "grid"), ("Lamb", "grid"), ("RMSprop", "log-buckets")])
 def test_moments_by_other_names_go_by_the_optimizers_class(owner: str, codec: str) -> None:
     kinds = {

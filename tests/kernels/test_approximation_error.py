@@ -66,6 +66,7 @@ def test_parts_add_up() -> None:
     assert Distortion(1.0, 2.0, 0.5) + Distortion(2.0, 2.0, 0.25) == Distortion(3.0, 4.0, 0.5)
     assert Distortion(0.0, 0.0, 0.0).relative_l2 == 0.0
     assert 0.0 < Distortion(0.0, 1.0, 0.5).relative_l2 < 1e-300  # something differs, and its square underflows
+    assert math.isinf(distortion(np.zeros(2), np.full(2, 1e-200)).relative_l2)
 
 
 @pytest.mark.parametrize("shape", STRICT_SHAPES)
