@@ -288,7 +288,13 @@ def choices(
 
 
 def spent(
-    leaf: Leaf, reference: LevelsReference, met: Distortion, before: LevelsReference | None, target: float, scale: float
+    leaf: Leaf,
+    reference: LevelsReference,
+    met: Distortion,
+    before: LevelsReference | None,
+    target: float,
+    scale: float,
+    has_zero: bool,
 ) -> tuple[LevelsReference, Distortion, float]:
     """Choose levels at the largest price of a bit that stays within the error target.
 
@@ -313,7 +319,8 @@ def spent(
     for _ in range(_TRIES):
         if not price:
             break
-        held, error = assigned(leaf, reference.thresholds, Trade(price), codebook, before, scale)
+        trade = Trade(price, has_zero=has_zero)
+        held, error = assigned(leaf, reference.thresholds, trade, codebook, before, scale)
         if error.relative_l2 <= target:
             return held, error, price / mean
         price /= 2

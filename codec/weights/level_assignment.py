@@ -174,11 +174,13 @@ class Trade:
         price: of a bit; 0: every weight gets its nearest level.
         mean: mean root of the second moment that gives the importance; 0 if unknown.
         scale: factor that makes the mean importance of all arrays 1.
+        has_zero: whether some weights are 0; they keep that value.
     """
 
     price: float
     mean: float = 0.0
     scale: float = 0.0
+    has_zero: bool = False
 
 
 def spread(histogram: Histogram) -> float | None:
@@ -278,7 +280,7 @@ def _coded(
     """Assign levels as `assigned` does, with a gain; also return the gain's overshoot, or 0."""
     levels = np.empty(leaf.spec.size, np.uint8)
     native = codebook_array(codebook, leaf.spec)
-    zero = np.flatnonzero(codebook == 0)
+    zero = np.flatnonzero(codebook == 0)[: int(trade.has_zero)]
     # Prices are compared in float32: values beyond its range stay at the nearest levels.
     keeps = bool(trade.price) and codebook.size > 0 and float(np.abs(codebook).max()) <= _LARGEST
 

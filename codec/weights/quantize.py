@@ -36,6 +36,7 @@ from .codebook import (
     few_values,
     fit,
     fit_closely,
+    has_zero,
     held_codebook,
     largest_of,
     lost_share,
@@ -173,10 +174,10 @@ class Quantize(QuantizeSettings):
             if parts_are_lost and target == np.inf:  # further attempts do not exist
                 break
             note, goal = f"codebook {reason}{self.moved(thresholds, before)}", min(may_err, target)
-            trade = plan.trade
+            trade = dataclasses.replace(plan.trade, has_zero=has_zero(plan.cells))
             reference, met = assigned(leaf, thresholds, trade, codebook, before, scale)
             if met.relative_l2 > target and trade.price:  # the target bounds the rate
-                trade = Trade(0.0)
+                trade = Trade(0.0, has_zero=trade.has_zero)
                 reference, met = assigned(leaf, thresholds, trade, codebook, before, scale)
             if target == np.inf or met.relative_l2 <= target:
                 break
@@ -187,7 +188,7 @@ class Quantize(QuantizeSettings):
         if lost.nonzero > _LOST:
             note += f"; {lost.nonzero:.0%} of it are as good as zero"
         if not trade.price and (self.chooses_step or plan.trade.price):
-            reference, met, rate = spent(leaf, reference, met, before, goal, scale)
+            reference, met, rate = spent(leaf, reference, met, before, goal, scale, trade.has_zero)
             note += f"; {np.mean(reference.levels == 1):.2g} protected, rate {rate:.2g}"
         return Quantized(reference, met.relative_l2, note)
 
