@@ -314,16 +314,16 @@ def _differ(x: Array, y: Array) -> Array:
     return (viewed(x, x.dtype.itemsize, "int") != viewed(y, x.dtype.itemsize, "int")).any(1)
 
 
-def _settled(x: Array, spec: LeafSpec, before: RowsReference, new: NpArray, own: Style) -> NpArray:
-    """Return bool [R]: whether each row quantizes to its parent's record of a fine enough style.
+def _settled(x: Array, spec: LeafSpec, before: RowsReference, new: tuple[NpArray, NpArray], own: Style) -> NpArray:
+    """Return bool [R]: whether each row quantizes to its parent's record of a fine enough style, which holds it.
 
-    `new` holds the records of the rows in the style `own`.
+    `new` is what `quantized` returns for the rows in the style `own`.
     """
     done = np.zeros(before.style.size, bool)
     for style, at, records in before.groups():
         if at.size and style != RAW and style.fineness >= own.fineness:
-            again = new[at] if style == own else quantized(picked(x, at), spec, style)[0]
-            done[at] = (again == records).all(axis=1)
+            again, lost = (one[at] for one in new) if style == own else quantized(picked(x, at), spec, style)
+            done[at] = (again == records).all(axis=1) & ~lost
     return done
 
 
@@ -386,7 +386,7 @@ def _quantize_chunk(
     if at.size:
         moved = picked(x, at)
         records, lost = quantized(moved, spec, style)
-        stay = np.flatnonzero(~_settled(moved, spec, before.take(at), records, style))
+        stay = np.flatnonzero(~_settled(moved, spec, before.take(at), (records, lost), style))
         at, moved, records, lost = at[stay], *(picked(every, stay) for every in (moved, records, lost))
     if not at.size:
         return _Part(before, _met(x, restored, style), prints)

@@ -503,8 +503,10 @@ def finer(leaf: Leaf, thresholds: Thresholds, cells: Cells, number: int) -> Cell
             return log_histogram(kept - offset if offset else kept, bits, signed=True)
 
     counted = merge(*map_chunks(one, range(0, leaf.spec.size, CHUNK)))
-    # The kept are finite; a distance that is not is beyond the format's range.
-    return None if counted.counts[-1] else Cells.of(counted, offset, sharp=sharp)
+    # The kept are finite; a distance, or the middle of a bucket, that is not is beyond the format's range.
+    found = Cells.of(counted, offset, sharp=sharp)
+    with np.errstate(over="ignore"):
+        return None if counted.counts[-1] or not np.isfinite(found.values).all() else found
 
 
 def _rounded(offset: float, leaf: Leaf) -> float:

@@ -162,6 +162,19 @@ def test_rows_that_no_quantizer_holds_are_kept_to_the_bit(dtype: str) -> None:
     assert bits_of(through_bytes(save(t, None, cfg(2)))["emb"]) == bits_of(t)
 
 
+@pytest.mark.parametrize("width", [2, 8])
+@pytest.mark.parametrize(("dtype", "size"), [("float64", 1e-200), ("float32", 1.5e-45)])
+def test_tiny_rows_after_rows_of_zeros_are_kept_to_the_bit(dtype: str, size: float, width: int) -> None:
+    """A row that its quantizer loses has the record of zeros, and has changed all the same."""
+    x = np.zeros((64, 32), dtype)
+    cfg, kinds = sp.Config([("embedding", sp.Rows(width))]), {"emb.weight": "embedding"}
+    base = sp.compress({"emb.weight": x}, cfg=cfg, kinds=kinds)
+    moved = x.copy()
+    moved[5:9, ::2] = size
+    delta = sp.compress({"emb.weight": moved}, base, cfg, kinds=kinds)
+    assert np.array_equal(sp.decompress(delta)["emb.weight"], moved)
+
+
 def test_sizes() -> None:
     """64 columns: codes, and 64 bits of numbers a row; the coder of this project takes less."""
     x = table(2000, 64)

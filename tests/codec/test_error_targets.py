@@ -346,6 +346,14 @@ def test_the_error_of_multiples_is_stated_where_squares_underflow(by: float) -> 
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("target", [None, 1e-4])
+def test_values_next_to_the_largest_number(target: float | None) -> None:
+    x = np.finfo("f8").max * (1 - 1e-3 * np.random.default_rng(0).random((64, 64)))
+    ckpt = sp.compress({"weight": x}, cfg=sp.Config([("*", sp.Quantize())], max_rel_error=target))
+    assert relative(x / 1e300, sp.decompress(ckpt)["weight"] / 1e300) <= (target or 1e-3)
+
+
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("by", [1e150, 1e-150])
 def test_an_array_of_another_order_than_its_parent(by: float) -> None:
     x, cfg = np.random.default_rng(0).standard_normal((100, 200)), sp.Config(max_rel_error=0.01)
