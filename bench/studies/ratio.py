@@ -158,8 +158,9 @@ class Training:
 
     def ours(self, config: sp.Config) -> Pair:
         """Code the two states with one of our configurations, as other libraries do."""
-        base = sp.compress(self.state, cfg=config)
-        delta = sp.compress(self.state, sp.compress(self.before, cfg=config), config)
+        kinds = Run(self.workload, self.seed).kinds()
+        base = sp.compress(self.state, cfg=config, kinds=kinds)
+        delta = sp.compress(self.state, sp.compress(self.before, cfg=config, kinds=kinds), config, kinds=kinds)
         return Pair(self.judged(sp.decompress(base), base.ratio), self.judged(sp.decompress(delta), delta.ratio))
 
     def lossless_peer(self, name: str) -> Pair:
