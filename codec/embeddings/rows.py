@@ -315,9 +315,9 @@ def _differ(x: Array, y: Array) -> Array:
 
 
 def _settled(x: Array, spec: LeafSpec, before: RowsReference, new: tuple[NpArray, NpArray], own: Style) -> NpArray:
-    """Return bool [R]: whether each row quantizes to its parent's record of a fine enough style, which holds it.
+    """Return bool [R]: whether each row quantizes to its parent's record of a fine enough style.
 
-    `new` is what `quantized` returns for the rows in the style `own`.
+    A row that the style cannot hold does not. `new` is what `quantized` returns for the rows in the style `own`.
     """
     done = np.zeros(before.style.size, bool)
     for style, at, records in before.groups():

@@ -59,9 +59,9 @@ class Distortion:
 
     @property
     def relative_l2(self) -> float:
-        """Relative L2 error ||y - x|| / ||x||; 0 only for equal arrays, infinite if x is zero and y is not.
+        """Relative L2 error ||y - x|| / ||x||; 0 only for equal arrays.
 
-        A result that underflows is the smallest normal float.
+        It is infinite if x is zero and y is not; a result that underflows is the smallest normal float.
         """
         if self.squared_error == 0.0 and (self.squared_norm or self.largest_relative < math.inf):
             return sys.float_info.min if self.largest_relative else 0.0
