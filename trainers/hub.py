@@ -323,7 +323,7 @@ class ModelFolder:
         return found
 
     def incomplete(self) -> str:
-        """Return a message about a file that an index in the folder names and that is missing, or "".
+        """Return a message about a missing file that an index in the folder names, or "".
 
         The index of "model.safetensors" is not used where that file exists, as in Transformers.
         """

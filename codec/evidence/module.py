@@ -110,7 +110,7 @@ def _add_entries(table: dict[str, Kind], optimizer: Any, names: dict[int, str], 
 
 
 def _shape(tensor: Any) -> tuple[int, ...] | None:
-    """Return the shape of a tensor; None: without one, as those of lazy modules before their first call."""
+    """Return the shape of a tensor, or None before the first call of a lazy module."""
     import torch
 
     return None if tensor is None or torch.nn.parameter.is_lazy(tensor) else tuple(tensor.shape)

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.parametrize("background", [False, True])
 def test_transformers(tmp_path: Path, background: bool) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed; `make frameworks` has it")
+    for name in ("transformers", "accelerate"):
+        pytest.importorskip(name, reason=f"{name} is not installed; `make frameworks` has it")
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
     from shrinkpoint.trainers.transformers import CompressedCheckpoints, PreemptionCallback, newest_complete

@@ -450,9 +450,17 @@ class Publisher:
         versions = layout.versions_at(self._files)
         if len(versions) <= self._keep:
             return
-        made = self._version(versions[-self._keep])
+        known: dict[int | None, Version] = {}
+        for number in versions:
+            try:
+                known[number] = Version.from_bytes(self._files.read(layout.version_name(number)), number, self._keys)
+            except (OSError, CorruptDataError):
+                continue
+            except NewerFormatError:  # the files that it needs are unknown
+                return
+        made = known.get(versions[-self._keep])
         while made is not None and not made.has_base:
-            made = None if made.parent is None else self._version(made.parent)
+            made = known.get(made.parent)
         if made is None:  # the files that it needs are unknown
             return
         oldest = made.version
