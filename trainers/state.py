@@ -165,7 +165,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 def plain(tree: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Convert a tree to dicts (or Counters), lists and tuples only, and its leaves by a function."""
+    """Convert a tree to dicts, Counters, lists and tuples, and its leaves by a function."""
     if isinstance(tree, Mapping):
         pairs = {key: plain(value, leaf) for key, value in tree.items()}
         return Counter(pairs) if type(tree) is Counter else pairs
