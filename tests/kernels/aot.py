@@ -117,7 +117,7 @@ class Report:
     stack: int
     problems: list[str]
     code: str
-    """Hash of what it was compiled from (`code_of`)."""
+    """Hash of its source, see `code_of`."""
 
 
 FLOATS = {"fp16": (16, 10), "bf16": (16, 7), "fp32": (32, 23), "fp64": (64, 52)}
@@ -524,7 +524,7 @@ def read_known(path: Path) -> dict[str, Report]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that decide what is compiled."""
+    """Return the versions of the compilers."""
     return {name: metadata.version(name) for name in ("triton", "torch")}
 
 

@@ -210,7 +210,7 @@ def sharing(parts: Mapping[str, Part]) -> list[list[str]]:
 
 
 def _sliced(what: str, name: str, tensor: torch.Tensor, given: Any, form: str) -> tuple[Any, ...]:
-    """Return what is given for a slice, as a box; BadArgumentError if it does not fit."""
+    """Return a given slice as a box; BadArgumentError if it does not fit."""
     try:
         source, *shape, slices = given
         if len(shape) != form.count("shape"):
