@@ -148,7 +148,7 @@ def _errors(said: Path) -> Path:
 
 
 def import_late() -> None:
-    """Import what the first save and the first optimizer import: once, before processes are forked."""
+    """Import the modules that the first save and the first optimizer load."""
     for late in ("shrinkpoint.codec.compress", "shrinkpoint.store.saver.saver", "numba", "torch._dynamo"):
         importlib.import_module(late)
 

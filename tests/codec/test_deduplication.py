@@ -66,7 +66,7 @@ def test_a_copy_never_loses_what_its_own_codec_would_keep() -> None:
 
 @pytest.mark.parametrize("codec", [sp.Quantize(prune=0.5), sp.Quantize(bins=4, embedding_bins=254), sp.Rows(2)])
 def test_a_copy_of_another_kind_is_coded_by_its_own(codec: sp.Quantize | sp.Rows) -> None:
-    """Embeddings are not pruned and have bins of their own; rows are those of weights, and not of other arrays."""
+    """Embeddings have bins of their own and are not pruned; only weights become rows."""
     w = np.random.default_rng(0).standard_normal((64, 64)).astype("f4")
     cfg = sp.Config([("*", codec)])
     kinds = {"a": "embedding" if isinstance(codec, sp.Rows) else "linear", "b": "embedding"}

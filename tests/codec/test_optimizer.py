@@ -378,7 +378,7 @@ def test_zeros_whose_estimate_overflows_stay_zero(dtype: torch.dtype, many: int)
 @pytest.mark.parametrize("alpha", [0.5, 0.1, 1 / 32, 0.01, 2.0**-17])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_first_moments_alone_keep_to_alpha(dtype: torch.dtype, alpha: float) -> None:
-    """Buckets are moved against the bias only as far as `alpha` allows; up to the largest number of a dtype."""
+    """Buckets are moved against the bias only as far as `alpha` allows."""
     near_an_edge = torch.full((64, 64), 1.0625 - 2.0**-10)
     near_an_edge[0] = 1.05859375
     for m in (near_an_edge, torch.linspace(-1, 1, 4096).reshape(64, 64).double() * torch.finfo(dtype).max):

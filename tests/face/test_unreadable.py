@@ -139,7 +139,7 @@ def test_a_truncated_safetensors_file_is_named_with_its_sizes(tmp_path: Path) ->
 @pytest.mark.parametrize("length", [0x120108, 0x8B1F, 0x685A42], ids=["ONNX", "gzip", "bzip2"])
 @pytest.mark.parametrize("name", ["m.safetensors", "m.bin"])
 def test_a_length_of_safetensors_is_not_taken_for_another_type(length: int, name: str, tmp_path: Path) -> None:
-    """A safetensors file begins with the length of its header, which may be the first bytes of another format."""
+    """The length of a safetensors header may look like the first bytes of another format."""
     header = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'.ljust(length)
     (tmp_path / name).write_bytes(length.to_bytes(8, "little") + header + bytes(8))
     assert unreadable(tmp_path / name) is None

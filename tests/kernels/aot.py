@@ -470,7 +470,7 @@ def _examination() -> tuple[str, ...]:
 
 @functools.cache
 def sources(kernel: Any) -> tuple[tuple[str, str], ...]:
-    """Return the code of a kernel and of all that it calls, without comments, and the constants that they name."""
+    """Return the code of a kernel and its callees, without comments, and their constants."""
     found: dict[str, str] = {}
 
     def visit(function: Any) -> None:
@@ -529,7 +529,7 @@ def versions() -> dict[str, str]:
 
 
 def reports_of(tasks: list[Task], known: dict[str, Report], processes: int = 2) -> list[Report]:
-    """Return the reports of tasks; those of `known` are taken over, except each 40th, which is compared."""
+    """Return the reports of tasks: known ones, except each 40th, are not made again."""
     listed = list(builds())
     codes = [code_of(listed[number], arch, arguments) for number, arch, arguments in tasks]
     wanted = [i for i, code in enumerate(codes) if code not in known or i % 40 == 0]

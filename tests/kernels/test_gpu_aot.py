@@ -110,7 +110,7 @@ def test_every_build_compiles_without_spills_and_rounds_like_the_cpu(tmp_path: P
 
 
 def test_a_change_of_the_code_of_a_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared are the kernel, the functions that it calls, and their constants."""
+    """The hash covers the kernel, the functions that it calls, and their constants."""
     build = next(b for b in aot.builds() if b.kernel is histogram.count_kernel)
     others = [replace(build, types="*fp64"), replace(build, launch=replace(build.launch, warps=1))]
     code = aot.code_of(build, 90, "aligned")

@@ -1,5 +1,6 @@
-"""Ranks of the DCP tests: `python -m tests.trainers.dcp_worker FOLDER` prints one JSON line a scenario.
+"""Ranks of the DCP tests.
 
+`python -m tests.trainers.dcp_worker FOLDER` prints one JSON line a scenario.
 Ranks are forked from one process that has imported everything and computed nothing: imports take longer than the tests.
 """
 

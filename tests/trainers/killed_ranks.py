@@ -1,5 +1,6 @@
-"""Trainings whose ranks are killed during a save: `python -m tests.trainers.killed_ranks FOLDER`.
+"""Trainings whose ranks are killed during a save.
 
+`python -m tests.trainers.killed_ranks FOLDER` runs them.
 Two ranks train and save; in the third save one of them is ended by SIGKILL at a chosen point, for real. What is left is
 copied, and one, two or four ranks go on from each copy. Ranks are forked from one process that has imported everything.
 """

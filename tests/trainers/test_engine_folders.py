@@ -89,7 +89,7 @@ def test_every_dtype_of_safetensors(tmp_path: Path) -> None:
 
 
 def test_versions_that_begin_again(tmp_path: Path) -> None:
-    """The marker names the version whose bits the files have; without a version no folder is written."""
+    """The marker names the version of the files; without a version no folder is written."""
     now = {"w": torch.randn(300)}
     sp.Publisher(tmp_path / "url").publish(12, now)
     assert CheckpointFolder(tmp_path / "url", tmp_path / "c").update() == marked(tmp_path / "c") == 12

@@ -655,7 +655,7 @@ def test_ranks_gone_start_their_random_numbers_anew(store: sp.Store) -> None:
 
 
 def test_a_counter_in_a_state_stays_one(store: sp.Store) -> None:
-    """`MultiStepLR` has its milestones in a Counter, and asks that for its elements after another scheduler."""
+    """`MultiStepLR` keeps its milestones in a Counter."""
 
     def begun() -> tuple[dict[str, Any], Any]:
         model = nn.Linear(2, 1)

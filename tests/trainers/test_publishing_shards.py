@@ -254,7 +254,7 @@ def test_prepare_while_the_model_serves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("change", ["new", "gone", "shape"])
 def test_tensors_of_one_rank_that_change(tmp_path: Path, change: str, restarted: bool) -> None:
-    """Another rank goes on with deltas; receivers of the new tensors take the base of those that changed."""
+    """Another rank goes on with deltas; receivers take the base of the tensors that changed."""
     states = [{"a": torch.randn(40_000)}, {"b": torch.randn(4000), "c": torch.randn(50, 20), "e": torch.zeros(0, 3)}]
 
     def publish(parts: list[sp.Publisher], version: int) -> None:
