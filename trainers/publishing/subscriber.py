@@ -543,7 +543,7 @@ class Subscriber:
 
 def _first(links: Sequence[Sequence[Stored]]) -> int:
     """Return the last version that stores a tensor whole; earlier ones are not needed."""
-    whole = (i for i, link in enumerate(links) if link and not any(shard.ckpt.is_delta for shard in link))
+    whole = (i for i, link in enumerate(links) if not any(shard.ckpt.is_delta for shard in link))
     return max(whole, default=0)
 
 
