@@ -138,24 +138,34 @@ _TYPESTRING = re.compile(r"[<>|=][biufcmMSU][1-9]\d{0,8}(\[\d{0,6}(Y|M|W|D|h|m|s
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the NumPy dtype named in a file: numbers, fixed strings and dates only."""
+    # A known name without its dtype is no damage: a load must not fall back to an older step.
     try:
         if _NATIVE.fullmatch(name) or _TYPESTRING.fullmatch(name):
             return np.dtype(name)
-        if _EXTENSION.fullmatch(name):
+    except (TypeError, ValueError):
+        if _NATIVE.fullmatch(name):
+            raise UnsupportedLeafError(f"header: NumPy has no dtype {name} on this machine") from None
+    if _EXTENSION.fullmatch(name):
+        try:
             extension: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
             return extension
-    except (ImportError, AttributeError, TypeError, ValueError):
-        pass
+        except ImportError as e:
+            message = f"header: the dtype {name} needs the package ml_dtypes: {e}"
+            raise UnsupportedLeafError(message) from None
+        except AttributeError:
+            raise UnsupportedLeafError(f"header: the ml_dtypes installed here has no dtype {name}") from None
     raise CorruptDataError(f"header: no dtype {name[:40]!r} here")
 
 
 def _torch_dtype(name: str) -> Any:
     torch = _torch()
     dtype = getattr(torch, name, None)
+    if isinstance(dtype, torch.dtype) and not name.startswith(("qint", "quint")):
+        return dtype
+    if _EXTENSION.fullmatch(name) and dtype is None:
+        raise UnsupportedLeafError(f"header: torch {torch.__version__} has no dtype {name}")
     # A quantized tensor needs a quantizer, which no record has.
-    if not isinstance(dtype, torch.dtype) or name.startswith(("qint", "quint")):
-        raise CorruptDataError(f"header: torch has no plain dtype {name!r}")
-    return dtype
+    raise CorruptDataError(f"header: torch has no plain dtype {name!r}")
 
 
 _TORCH_ITEMSIZES = {

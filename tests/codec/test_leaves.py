@@ -110,6 +110,25 @@ def test_every_extension_dtype(name: str) -> None:
     assert difference([x[:6].reshape(2, 3).T], round_trip([x[:6].reshape(2, 3).T])) == ""
 
 
+def test_a_dtype_that_is_missing_here_is_no_damage(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = sp.Store(tmp_path / "run", "lossless")
+    store.save(1, {"x": np.zeros(9, np.float32)})
+    store.save(2, {"x": np.zeros(9, ml_dtypes.bfloat16)})
+    store.save(3, {"x": torch.zeros(9, dtype=torch.float8_e5m2)})
+    with monkeypatch.context() as patched:
+        patched.delattr(torch, "float8_e5m2")
+        # Not step 2 with a warning: the run would go on from there.
+        with pytest.raises(sp.UnsupportedLeafError, match=r"torch .* has no dtype float8_e5m2"):
+            sp.Store(tmp_path / "run").load()
+    store.drop(3)
+    for module, text in ((None, "needs the package ml_dtypes"), (np, "ml_dtypes installed here has no dtype bfloat16")):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, "ml_dtypes", module)
+            with pytest.raises(sp.UnsupportedLeafError, match=text):
+                sp.Store(tmp_path / "run").load()
+    assert sp.Store(tmp_path / "run").load()["x"].dtype == ml_dtypes.bfloat16
+
+
 def test_empty_text() -> None:
     """Text of zero width has no bytes."""
     state = [np.str_(""), np.bytes_(b""), np.zeros(3, "U0"), np.empty(0, "S0"), np.array([""]), np.zeros((2, 0), "U5")]
