@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -552,6 +553,44 @@ def test_a_save_that_fails_changes_nothing(tmp_path: Path, monkeypatch: Any) -> 
     save({"weight": torch.full((2000,), 3.0)}, tmp_path, writer)
     assert torch.equal(load({"weight": torch.zeros(2000)}, tmp_path)["weight"], torch.full((2000,), 3.0))
     chain(tmp_path)
+
+
+@pytest.mark.parametrize("name", [".metadata", "data/"])
+def test_a_disk_that_cannot_read_the_former_checkpoint_stops_no_save(
+    name: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A bad sector counts as damage, as a wrong checksum does: the next save is a base."""
+    save({"weight": torch.zeros(2000)}, tmp_path)
+    read = LocalFiles.read
+
+    def failing(files: LocalFiles, path: str) -> bytes:
+        if path.startswith(name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), files.path(path))
+        return read(files, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFiles, "read", failing)
+        with pytest.warns(ParentNotUsedWarning, match="cannot be read: OSError: .*Errno 5"):
+            save({"weight": torch.ones(2000)}, tmp_path)
+    assert torch.equal(load({"weight": torch.zeros(2000)}, tmp_path)["weight"], torch.ones(2000))
+    assert chain(tmp_path) == 1
+
+
+def test_a_former_file_that_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: Any) -> None:
+    """Once the metadata is written the checkpoint exists; the next save removes what is left."""
+    cfg = replace(EXACT, chain=sp.ChainPolicy(base_every=1))
+
+    def denied(files: LocalFiles, names: list[str]) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), *names[:1])
+
+    save({"weight": torch.zeros(2000)}, tmp_path, Writer(cfg=cfg))
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFiles, "remove", denied)
+        save({"weight": torch.ones(2000)}, tmp_path, Writer(cfg=cfg))
+    assert torch.equal(load({"weight": torch.zeros(2000)}, tmp_path)["weight"], torch.ones(2000))
+    assert len(list((tmp_path / "data").iterdir())) == 2
+    save({"weight": torch.zeros(2000)}, tmp_path, Writer(cfg=cfg))
+    assert len(list((tmp_path / "data").iterdir())) == 1
 
 
 class Halves(DefaultSavePlanner):
