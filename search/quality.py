@@ -45,12 +45,12 @@ def measured(evaluate: Evaluate, state: Any, what: str) -> float:
     try:
         with preserved():
             value = evaluate(state)
+        # A tensor or array of one element counts as a number.
+        shape = getattr(value, "shape", None)
+        if isinstance(shape, tuple) and math.prod(shape) == 1 and hasattr(value, "item"):
+            value = value.item()
     except Exception as e:
         raise BadArgumentError(f"evaluate raised {type(e).__name__} at {what}: {e}") from e
-    # A tensor or array of one element counts as a number.
-    shape = getattr(value, "shape", None)
-    if shape is not None and math.prod(shape) == 1:
-        value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise BadArgumentError(
             f"evaluate returned {str(value)[:60]}, a {type(value).__name__}, at {what}; it must return a number"

@@ -22,7 +22,7 @@ _FEW = 4
 
 
 @contextlib.contextmanager
-def _naming_errors(files: Files, step: int, name: str) -> Iterator[None]:
+def naming_errors(files: Files, step: int, name: str) -> Iterator[None]:
     """Let the errors of reading a data file name the step and the path."""
     path = files.path(f"{DATA}/{name}")
     try:
@@ -45,7 +45,7 @@ def read(files: Files, step: int, name: str, parent: Checkpoint | None, reader: 
     Raises:
         CorruptDataError, MissingParentError, NewerFormatError: with the step and the path.
     """
-    with _naming_errors(files, step, name):
+    with naming_errors(files, step, name):
         return Checkpoint.from_bytes((reader or files.read)(f"{DATA}/{name}"), parent)
 
 
@@ -109,7 +109,7 @@ def opener(files: Files, manifest: Manifest) -> Callable[[Checkpoint | None], Ch
             raise MissingParentError(f"step {manifest.step}: its manifest names no parent of its last file")
         path = f"{DATA}/{name}"
 
-        with _naming_errors(files, manifest.step, name):
+        with naming_errors(files, manifest.step, name):
             size = files.size(path)
             if above is None and size != manifest.nbytes:
                 raise CorruptDataError(f"{size} bytes; its manifest says {manifest.nbytes}")
@@ -153,7 +153,7 @@ def intact(files: Files, manifest: Manifest) -> Callable[[Checkpoint | None], Ch
 
     def open_checked(above: Checkpoint | None) -> Checkpoint:
         ckpt, name = open_next(above), next(names)
-        with _naming_errors(files, manifest.step, name):
+        with naming_errors(files, manifest.step, name):
             digest = content_hash(ckpt.blocks())
             if not name.endswith(f"-{digest[:16]}.spt") or (above is None and digest != manifest.id):
                 raise CorruptDataError("its bytes differ from those written")

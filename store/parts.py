@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
 from . import history, labels
-from .chain import forest, is_whole, opener, reason, resolve, walk
+from .chain import forest, is_whole, naming_errors, opener, reason, resolve, walk
 from .files import Files
 from .frozen_sets import FrozenSets, needed_by
 from .lock import Lease
@@ -180,15 +180,13 @@ def copy_files(source: Files, manifest: Manifest, target: Files, sound: set[str]
     """
     for name in reversed(manifest.files):
         path, is_sound = f"{DATA}/{name}", name in sound
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(CorruptDataError, MissingParentError), naming_errors(target, manifest.step, name):
             if not is_sound and target.exists(path) and is_content(name, target.read(path)):
                 target.sync([path])
                 is_sound = True
         if not is_sound:
-            try:
+            with naming_errors(source, manifest.step, name):
                 data = source.read(path)
-            except FileNotFoundError:
-                raise MissingParentError(f"step {manifest.step}: its file {source.path(path)} is missing") from None
             if not is_content(name, data):
                 raise CorruptDataError(f"step {manifest.step}: {source.path(path)} does not match its name")
             target.write(path, data)

@@ -8,6 +8,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -634,6 +635,9 @@ def test_a_trial_that_is_no_number_fails_and_the_search_goes_on() -> None:
         (lambda s: 1j, "returned 1j"),
         (lambda s: torch.ones(3), "must return a number"),
         (lambda s: {"loss": 1.0}, "must return a number"),
+        (lambda s: torch.ones((), device="meta"), "evaluate raised RuntimeError at the state itself"),
+        (lambda s: SimpleNamespace(shape=(1,)), "a SimpleNamespace, at the state itself; it must return a number"),
+        (lambda s: SimpleNamespace(shape=1), "a SimpleNamespace, at the state itself; it must return a number"),
     ],
 )
 def test_an_evaluate_that_is_of_no_use(evaluate: Any, message: str) -> None:

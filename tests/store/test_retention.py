@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import uuid
 import warnings
 from pathlib import Path
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 import shrinkpoint as sp
 from shrinkpoint.store import local
 from shrinkpoint.store.files import StoreWarning, seal
+from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.store.retention import Retention
 from shrinkpoint.store.store import RestoreNotCountedWarning, Saved
 from tests.store.common import data_path, fill, listing, lossless, manifest_path, same, state
@@ -514,6 +517,32 @@ def test_damaged_files_are_put_back(compacted: str, tmp_path: Path) -> None:
     store.copy(tmp_path / "b", repair=compacted != "target")
     assert sp.Store(tmp_path / "b").verify() == {}
     assert same(sp.Store(tmp_path / "b").load(4), 4)
+
+
+@pytest.mark.parametrize("where", ["source", "target"])
+def test_a_file_that_a_disk_cannot_read_is_damaged(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad sector counts as damage: one of the target is replaced, one of the source is named with its step."""
+    store = fill(sp.Store(tmp_path / "source", lossless()), 0, 1)
+    other = store.copy(tmp_path / "target")
+    path = data_path(tmp_path / where, 1)
+    read = LocalFiles.read
+
+    def failing(files: LocalFiles, name: str) -> bytes:
+        if files.path(name) == str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(files, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFiles, "read", failing)
+        if where == "target":
+            before = path.stat().st_ino
+            store.copy(tmp_path / "target", repair=True)
+            assert path.stat().st_ino != before
+        else:
+            with pytest.raises(sp.CorruptDataError, match=r"step 1: .* cannot be read: .*Errno 5"):
+                store.copy(tmp_path / "elsewhere")
+            assert sp.Store(tmp_path / "elsewhere").steps() == [0]
+    assert other.verify() == {}
 
 
 def _file_of(store: sp.Store, step: int) -> str:

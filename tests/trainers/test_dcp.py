@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,9 +50,10 @@ from shrinkpoint.trainers.dcp import (
     Reader,
     Writer,
 )
+from shrinkpoint.trainers.dcp import metadata as metadata_module
 from shrinkpoint.trainers.dcp import reader as reader_module
 from shrinkpoint.trainers.dcp import writer as writer_module
-from shrinkpoint.trainers.dcp.metadata import FOLDER, Index, Layout, RankFile, Shard, build, parse, place
+from shrinkpoint.trainers.dcp.metadata import FOLDER, Entry, Index, Layout, RankFile, Shard, build, parse, place
 
 from ..store.common import spied_folders
 from . import dcp_worker
@@ -552,6 +555,44 @@ def test_a_save_that_fails_changes_nothing(tmp_path: Path, monkeypatch: Any) -> 
     chain(tmp_path)
 
 
+@pytest.mark.parametrize("name", [".metadata", "data/"])
+def test_a_disk_that_cannot_read_the_former_checkpoint_stops_no_save(
+    name: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A bad sector counts as damage, as a wrong checksum does: the next save is a base."""
+    save({"weight": torch.zeros(2000)}, tmp_path)
+    read = LocalFiles.read
+
+    def failing(files: LocalFiles, path: str) -> bytes:
+        if path.startswith(name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), files.path(path))
+        return read(files, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFiles, "read", failing)
+        with pytest.warns(ParentNotUsedWarning, match="cannot be read: OSError: .*Errno 5"):
+            save({"weight": torch.ones(2000)}, tmp_path)
+    assert torch.equal(load({"weight": torch.zeros(2000)}, tmp_path)["weight"], torch.ones(2000))
+    assert chain(tmp_path) == 1
+
+
+def test_a_former_file_that_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: Any) -> None:
+    """Once the metadata is written the checkpoint exists; the next save removes what is left."""
+    cfg = replace(EXACT, chain=sp.ChainPolicy(base_every=1))
+
+    def denied(files: LocalFiles, names: list[str]) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), *names[:1])
+
+    save({"weight": torch.zeros(2000)}, tmp_path, Writer(cfg=cfg))
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFiles, "remove", denied)
+        save({"weight": torch.ones(2000)}, tmp_path, Writer(cfg=cfg))
+    assert torch.equal(load({"weight": torch.zeros(2000)}, tmp_path)["weight"], torch.ones(2000))
+    assert len(list((tmp_path / "data").iterdir())) == 2
+    save({"weight": torch.zeros(2000)}, tmp_path, Writer(cfg=cfg))
+    assert len(list((tmp_path / "data").iterdir())) == 1
+
+
 class Halves(DefaultSavePlanner):
     """A planner that saves each matrix as two shards of one rank."""
 
@@ -928,6 +969,63 @@ def test_grids_fill_a_tensor_and_anything_moved_does_not(size: tuple[int, int], 
         moved = Layout((Shard(boxes[1][0], boxes[1][1], 0, 0), *layout.shards[1:]))
         assert moved.overlap()
     assert sum(math.prod(s) for _, s in boxes) == math.prod(size)
+
+
+@given(st.data())
+def test_any_boxes_overlap_if_two_of_them_do(data: st.DataObject) -> None:
+    """Cuts through the axes find the same overlaps as a comparison of all boxes."""
+    dims = data.draw(st.integers(0, 3))
+    numbers = st.lists(st.integers(0, 3), min_size=dims, max_size=dims).map(tuple)
+    boxes = data.draw(st.lists(st.tuples(numbers, numbers), max_size=12))
+    full = [(o, s) for o, s in boxes if math.prod(s)]
+    meet = [
+        all(a < b + n and b < a + m for a, m, b, n in zip(o, s, p, t, strict=True))
+        for (o, s), (p, t) in itertools.combinations(full, 2)
+    ]
+    layout = Layout(tuple(Shard(o, s, i, 0) for i, (o, s) in enumerate(boxes)))
+    assert layout.overlap() == any(meet)
+
+
+def pinwheels(count: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return boxes within one another that no cut through an axis separates."""
+    boxes, width = [], 4 * count
+    for i in range(count):
+        low, n = 2 * i, width - 4 * i
+        boxes += [((low, low), (n - 1, 1)), ((low + n - 1, low), (1, n - 1))]
+        boxes += [((low + 1, low + n - 1), (n - 1, 1)), ((low, low + 1), (1, n - 1))]
+    return boxes
+
+
+def test_boxes_that_cuts_do_not_separate_are_compared() -> None:
+    boxes = pinwheels(50)
+    layout = Layout(tuple(Shard(o, s, i, 0) for i, (o, s) in enumerate(boxes)))
+    assert [len(group) for group in layout.tangled] == [200]
+    assert not layout.overlap()
+    assert Layout((*layout.shards, Shard((100, 0), (1, 2), 0, 0))).overlap()
+
+
+@pytest.mark.parametrize("grid", [(20_000, 1), (200, 100)])
+def test_metadata_of_many_ranks_is_read_in_seconds(grid: tuple[int, int]) -> None:
+    """What the ranks of a large job have written is not beyond the limits of a reader."""
+    rows, columns = grid
+    files = tuple(RankFile(r, ((f"{r:06d}-{r:016x}.spt", 1),), 1, 0, 0, 0) for r in range(rows * columns))
+    layouts = tuple(
+        Layout(tuple(Shard((n * (r // columns), r % columns), (n, 1), r, 0) for r in range(rows * columns)))
+        for n in range(1, 5)
+    )
+    entries = {f"w{n}": Entry(None, "int8", (rows * (n + 1), columns), n) for n in range(len(layouts))}
+    data = Index(len(files), False, files, layouts, entries).to_bytes()
+    begin = time.process_time()
+    assert parse(data, "x").layouts == layouts
+    assert time.process_time() - begin < 20
+
+
+@pytest.mark.parametrize("limit", ["MAX_BYTES", "MAX_PAIRS"])
+def test_metadata_that_a_reader_refuses_is_not_committed(limit: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(metadata_module, limit, -1)
+    with pytest.raises(dcp.CheckpointException, match="at most -1" if limit == "MAX_BYTES" else "more shards than"):
+        save({"weight": torch.ones(3)}, tmp_path)
+    assert not (tmp_path / ".metadata").exists()
 
 
 def written(ranks: int, entries: int, rows: int = 1000) -> tuple[Metadata, list[RankFile]]:

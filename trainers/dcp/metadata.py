@@ -50,7 +50,7 @@ FOLDER = "data"
 MAX_BYTES = 1 << 28
 """Of metadata: 1,000 ranks take about a megabyte."""
 MAX_PAIRS = 1 << 32
-"""Of shards that are compared for overlap, times dimensions: 1,000 ranks and 100 matrices are 3 * 10**8."""
+"""Of shards that are compared for overlap, times dimensions; those of a grid need no comparison."""
 MAX_POSITION = 1 << 24
 """In a list, in the path of an entry."""
 MAX_GAPS = 1 << 16
@@ -144,11 +144,6 @@ class Layout:
 
     shards: tuple[Shard, ...]
 
-    @property
-    def dimensions(self) -> int:
-        """Largest number of dimensions of a shard."""
-        return max((len(s.sizes) for s in self.shards), default=0)
-
     @cached_property
     def by_offsets(self) -> dict[Offsets, Shard]:
         """Shards by offsets; one with elements has priority over an empty one."""
@@ -171,20 +166,36 @@ class Layout:
             return f"its shards have {covered} elements, it has {math.prod(size)}; a shard is missing or there twice"
         return ""
 
+    @cached_property
+    def tangled(self) -> list[np.ndarray[Any, Any]]:
+        """First and last offsets of groups of shards that no cuts through the axes separate; those of a grid are none.
+
+        Shards without elements are left out.
+        """
+        filled = [(s.offsets, s.sizes) for s in self.shards if math.prod(s.sizes)]
+        groups = [np.cumsum(np.array(filled, np.int64), axis=1)] if len(filled) > 1 else []
+        for axis in 2 * [*range(groups[0].shape[2])] if groups else ():
+            groups = [part for group in groups for part in _cut(group, axis)]
+        return groups
+
     def overlap(self) -> bool:
         """Return whether two of the shards share an element."""
-        filled = [s for s in self.shards if math.prod(s.sizes)]
-        if len(filled) < 2 or not filled[0].sizes:
-            return len(filled) > 1
-        begin = np.array([s.offsets for s in filled], np.int64)
-        end = begin + np.array([s.sizes for s in filled], np.int64)
-        # A block of shards against all, so that memory stays linear in their number.
-        count = max(1, min(256, (1 << 24) // begin.size))
-        for i in range(0, len(filled), count):
-            apart = (begin[i : i + count, None] >= end[None]) | (begin[None] >= end[i : i + count, None])
-            if (~apart.any(axis=-1)).sum() > min(count, len(filled) - i):
-                return True
+        for group in self.tangled:
+            begin, end = group[:, 0], group[:, 1]
+            # A block of shards against all, so that memory stays linear in their number.
+            count = max(1, min(256, (1 << 24) // (1 + begin.size)))
+            for i in range(0, len(group), count):
+                apart = (begin[i : i + count, None] >= end[None]) | (begin[None] >= end[i : i + count, None])
+                if (~apart.any(axis=-1)).sum() > min(count, len(group) - i):
+                    return True
         return False
+
+
+def _cut(group: np.ndarray[Any, Any], axis: int) -> list[np.ndarray[Any, Any]]:
+    """Return the parts of a group of shards that lie apart on an axis, without those of one shard."""
+    group = group[np.argsort(group[:, 0, axis], kind="stable")]
+    cuts = 1 + np.flatnonzero(group[1:, 0, axis] >= np.maximum.accumulate(group[:-1, 1, axis]))
+    return [part for part in np.split(group, cuts) if len(part) > 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +294,7 @@ def build(metadata: Metadata, files: Sequence[RankFile]) -> Index:
 
     Raises:
         BadArgumentError: shards that were planned were not written, or cannot be described.
+        CorruptDataError: the metadata would be beyond the limits of a reader.
     """
     placed: dict[str, list[tuple[Offsets, int]]] = {}
     values: dict[str, int] = {}
@@ -314,7 +326,9 @@ def build(metadata: Metadata, files: Sequence[RankFile]) -> Index:
         like = planned.properties
         dtype, memory = (str(name).removeprefix("torch.") for name in (like.dtype, like.memory_format))
         entries[fqn] = Entry(path, dtype, size, numbers[rows], bool(like.requires_grad), memory)
-    return Index(len(files), bool(holes), tuple(files), tuple(layouts), entries)
+    index = Index(len(files), bool(holes), tuple(files), tuple(layouts), entries)
+    parse(index.to_bytes(), "metadata")  # what a reader refuses must not be committed
+    return index
 
 
 def _rows(
@@ -400,6 +414,8 @@ def parse(data: bytes, where: str) -> Index:
         CorruptDataError: truncated, altered, or of another format (such as torch's pickle).
         NewerFormatError: written by a newer version.
     """
+    if len(data) > MAX_BYTES:
+        raise CorruptDataError(f"{where}: {len(data)} bytes; metadata has at most {MAX_BYTES}")
     front = _FRONT.match(data)
     if front is None:
         raise CorruptDataError(f"{where}: no metadata of a shrinkpoint checkpoint")
@@ -422,10 +438,13 @@ def _index(fields: Mapping[str, Any]) -> Index:
     if len({f.rank for f in files}) != len(files):
         raise ValueError("two files of one rank")
     layouts = tuple(Layout(_shards(_row(r, len(files)) for r in rows)) for rows in fields["layouts"])
-    if sum(len(layout.shards) ** 2 * (1 + layout.dimensions) for layout in layouts) > MAX_PAIRS:
-        raise ValueError("more shards than can be compared")
+    pairs = 0
     for number, layout in enumerate(layouts):
-        if len({len(s.sizes) for s in layout.shards}) > 1 or layout.overlap():
+        is_alike = len({len(s.sizes) for s in layout.shards}) < 2
+        pairs += sum(len(group) * (1 + group.size) for group in layout.tangled) if is_alike else 0
+        if pairs > MAX_PAIRS:
+            raise ValueError("more shards than can be compared")
+        if not is_alike or layout.overlap():
             raise ValueError(f"layout {number}: two of its shards overlap")
     partial, world = fields["partial"], fields["world"]
     if type(partial) is not bool or type(world) is not int or world < 0:

@@ -15,7 +15,7 @@ from ...codec.compress import compress
 from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
 from ...codec.format.ranged import Ranged
 from ...store.chain import check, missing, read
-from ...store.files import TEMPORARY, Files, StoreWarning
+from ...store.files import TEMPORARY, Files, StoreWarning, is_damage
 from ...store.local import LocalFiles
 from ...store.lock import InUseError
 from ...store.manifest import MAX_STEP, Manifest
@@ -70,6 +70,14 @@ def read_index(files: Files, rank: int | None = None) -> Index:
         return parse(files.read(name), where)
     except FileNotFoundError:
         raise MissingParentError(f"{where} is not there: no checkpoint, or one that was not completed") from None
+    except OSError as e:
+        raise _damage(files, where, e) from None
+
+
+def _damage(files: Files, where: str, error: OSError) -> Exception:
+    """Return a CorruptDataError for an error of reading that means damaged data, otherwise the error itself."""
+    is_damaged = is_damage(error, local=files.local)
+    return CorruptDataError(f"{where} cannot be read: {type(error).__name__}: {error}") if is_damaged else error
 
 
 @contextlib.contextmanager
@@ -82,6 +90,8 @@ def _naming_errors(files: Files, file: RankFile, name: str) -> Iterator[None]:
         raise MissingParentError(
             f"rank {file.rank}: its file {path} is gone: removed, or the checkpoint was saved again while it was read"
         ) from None
+    except OSError as e:
+        raise _damage(files, f"rank {file.rank}: {path}", e) from None
     except ShrinkpointError as e:
         raise type(e)(f"rank {file.rank}: {path}: {e}") from None
 
@@ -218,10 +228,12 @@ class Folders:
             )
         files.write(name, index.to_bytes())
         garbage = [f"{FOLDER}/{n}" for n in there if is_data(n, alone) and n not in needed]
-        if alone is None:
-            garbage += [f"{FOLDER}/{n}" for n in there if n.startswith(TEMPORARY)]
-            garbage += [n for n in files.list("") if n.startswith(TEMPORARY) and n.endswith(name)]
-        files.remove(garbage)
+        # All errors are ignored, as by `Catalog`: the checkpoint exists, and the next save removes what is left.
+        with contextlib.suppress(Exception):
+            if alone is None:
+                garbage += [f"{FOLDER}/{n}" for n in there if n.startswith(TEMPORARY)]
+                garbage += [n for n in files.list("") if n.startswith(TEMPORARY) and n.endswith(name)]
+            files.remove(garbage)
 
 
 class StoreSteps:

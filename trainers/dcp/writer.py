@@ -309,6 +309,7 @@ class Writer(StorageWriter):
 
         Raises:
             BadArgumentError: the files of the ranks do not fit the plan; nothing is committed.
+            CorruptDataError: the metadata would be beyond the limits of a reader; nothing is committed.
             MissingParentError: another job saved to this folder meanwhile and removed a file; nothing is committed,
                 since the folder has that job's checkpoint.
             OSError: the metadata could not be written; nothing is committed.
