@@ -57,7 +57,7 @@ def inshrinkerator(
         >>> inshrinkerator(bins=8, prune=0.1).rules[0].codec.bins
         8
 
-    Source: Inshrinkerator, sections 4 and 6, appendix A.2; DynaQuant.
+    Source: Inshrinkerator, sections 4 and 6, appendix A.3; DynaQuant.
     """
     weights = Quantize(
         bins=bins,

@@ -56,7 +56,7 @@ def rebase(ckpt: Checkpoint, prev: Checkpoint | None = None, without: Collection
         >>> alone.is_delta, alone.identity == delta.id, bool((sp.decompress(alone)["n"] == np.arange(1, 5001)).all())
         (False, True, True)
 
-    Source: LC-Checkpoint, section 4.3 (merging deltas into a super-step).
+    Source: LC-Checkpoint, section 3.2 (merging deltas into a super-step).
     """
     check_resolved(ckpt)
     if prev is not None:

@@ -376,6 +376,8 @@ def divided(cubes: Sequence[Cube], outcomes: Mapping[Point, bool]) -> list[Cube]
 def search_published(space: Space, stale: Sequence[Trial]) -> Choice:
     """Search the cube by divide and conquer under each pruning metric, for the smallest point.
 
+    At the end fewer bins for embeddings are tried, which the paper chooses apart.
+
     Args:
         space: the points and trials.
         stale: trials of the last search; they only give the expected degradations of the trials.
@@ -393,5 +395,12 @@ def search_published(space: Space, stale: Sequence[Trial]) -> Choice:
         if not cubes or space.left <= 0:
             break
         space.round([_point(cube, middle=True) for cube in cubes[: trials.at_once]], stale)
+    for bins in reversed(space.cube.embedding_bins[:-1]):
+        if best is None or best.point is None or space.left <= 0:
+            break
+        (coarser, *_) = space.round([dataclasses.replace(best.point, embedding_bins=bins)], stale)
+        if not coarser.passed or coarser.nbytes >= best.nbytes:
+            break
+        best = coarser
     notes = (f"the budget of {space.budget} evaluations one after another is spent",) if cubes else ()
     return Choice(best, {"not tried": sum(map(len, cubes))}, notes)

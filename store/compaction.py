@@ -10,7 +10,7 @@ A step moves to its new files by one new generation of its manifest, after they 
 garbage for `gc`. Only steps over the bound are visited, and those below them. The next run, of any process, continues
 an interrupted one: first it gives steps above moved ones the new files as parents.
 
-Source: LC-Checkpoint, section 4.3 (super-steps).
+Source: LC-Checkpoint, section 3.2 (super-steps).
 """
 
 from __future__ import annotations

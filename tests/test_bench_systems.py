@@ -590,13 +590,15 @@ def test_the_page_is_made_from_the_results() -> None:
 
 
 def test_every_item_of_the_papers_has_a_file_a_test_and_a_status() -> None:
-    """The lists name files that exist, and every other status has a reason."""
+    """The lists name files and rows that exist, and every other status has a reason."""
     text = (results.HOME / "bench" / "studies" / "systems" / "items.md").read_text(encoding="utf-8")
     lists = re.findall(r"^\| item .*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
     assert len(lists) == 4
     items = [[cell.strip() for cell in line.strip("|").split("|")] for part in lists for line in part.splitlines()]
     found: dict[str, int] = {}
-    for item, code, test, _row, status in items:
+    for item, code, test, row, status in items:
+        for bench, _, what in (name.strip().partition(": ") for name in row.split(";") if row):
+            assert any(what.strip("`") in one["row"] for one in results.rows_of(f"{bench}*.json")), f"{item}: {row}"
         for cell, folder in ((code, ""), (test, "tests/")):
             for name in re.findall(r"`([^`]+)`", cell):
                 assert (results.HOME / folder / name).exists(), f"{item}: {name}"
@@ -610,6 +612,7 @@ def test_every_item_of_the_papers_has_a_file_a_test_and_a_status() -> None:
     stated = re.search(r"(\d+) entries, (\d+) done and (\d+) partly", text)
     assert stated is not None
     assert [len(items), found["done"], found["partly"]] == [int(n) for n in stated.groups()]
+    assert stated[0] in (results.HOME / "docs" / "systems.md").read_text(encoding="utf-8")
 
 
 def test_the_committed_results_have_every_experiment() -> None:

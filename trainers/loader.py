@@ -56,7 +56,7 @@ class Loader:
         >>> [batch.tolist() for batch in again], again.epoch
         ([[2, 3], [4, 5]], 1)
 
-    Source: Check-N-Run, section 3.4 (the reader's state: batches that reached the trainer).
+    Source: Check-N-Run, section 4.1 (the reader's state: batches that reached the trainer).
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:

@@ -112,7 +112,7 @@ def save(
         >>> resume(store, model)
         3
 
-    Source: Check-N-Run, section 3.4; Inshrinkerator, section 2 (the parts of a checkpoint).
+    Source: Check-N-Run, section 4.1; Inshrinkerator, section 2 (the parts of a checkpoint).
     """
     state = _state_of(model, optimizer, scheduler, scaler, ema, loader, generators, more, frozen)
 

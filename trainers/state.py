@@ -61,7 +61,7 @@ def capture(
         >>> restore(state, model=model)
         {'batch': 7}
 
-    Source: Inshrinkerator section 2 and Check-N-Run section 3.4 name the parts of a checkpoint.
+    Source: Inshrinkerator section 2 and Check-N-Run section 4.1 name the parts of a checkpoint.
     """
     state: dict[str, Any] = {}
     for name, part in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):

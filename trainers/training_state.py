@@ -91,7 +91,7 @@ class TrainingState:
         >>> sorted(state.tree(3))
         ['model', 'optimizer', 'optimizers', 'ranks', 'step']
 
-    Source: Check-N-Run, section 3.4; Inshrinkerator, section 2 (the parts of a checkpoint).
+    Source: Check-N-Run, section 4.1; Inshrinkerator, section 2 (the parts of a checkpoint).
     """
 
     model: nn.Module

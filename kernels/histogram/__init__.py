@@ -305,7 +305,7 @@ def log_histogram(x: Array, bits: int, *, signed: bool = False, gradient: Array 
         >>> h.total, int(h.counts[-1]), [float(v) for v in h.values()[h.counts[:-1] > 0]]
         (3, 1, [0.0, 1.25, 1.75])
 
-    Source: Inshrinkerator, section 4.3; |gradient * x| is its sensitivity (section 4.2).
+    Source: Inshrinkerator, section 4.3; |gradient * x| is its sensitivity (section 4.1).
     """
     _check_values(x, gradient)
     bits, signed = _check_options(bits, signed, with_gradient=gradient is not None)
@@ -394,7 +394,7 @@ def kept_histogram(x: Array, thresholds: Thresholds, bits: int, *, gradient: Arr
         >>> kept_histogram(x, Thresholds(protect_magnitude=4.0, prune_magnitude=0.1), 6).total
         2
 
-    Source: Inshrinkerator, section 4.3: the codebook is fitted to the elements neither pruned nor protected.
+    Source: Inshrinkerator, section 4.4: the codebook is fitted to the elements neither pruned nor protected.
     """
     _check_values(x, gradient)
     bits = integer("bits", bits, 0, MAX_BITS)

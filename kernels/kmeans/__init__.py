@@ -77,7 +77,7 @@ def bucket_weights(counts: Array, values: Array, sigma: float = 0.2) -> Vector:
         >>> bucket_weights(np.array([3, 0, 1]), np.array([-1.0, 0.0, 1.0]), sigma=0.5).tolist()
         [0.625, 0.0, 0.375]
 
-    Source: Inshrinkerator, section 4.3 (frequency and magnitude, each normalized to sum to one).
+    Source: Inshrinkerator, section 4.4 (frequency and magnitude, each normalized to sum to one).
     """
     sigma = number("sigma", sigma, 0, 1)
     array("counts", counts, DTYPES, host=True)
@@ -231,7 +231,7 @@ def weighted_kmeans(
         >>> weighted_kmeans(np.array([0.0, 1.0, 10.0]), np.array([1.0, 3.0, 1.0]), 2).tolist()
         [0.75, 10.0]
 
-    Source: Inshrinkerator, section 4.3 (weighted k-means on the sketch); exact: Grønlund et al. 2017, arXiv 1701.07204.
+    Source: Inshrinkerator, section 4.4 (weighted k-means on the sketch); exact: Grønlund et al. 2017, arXiv 1701.07204.
     """
     _check(centers, weights)
     k, (seed, iterations) = _checked_k(k, initial), _checked_options(method, seed, iterations)

@@ -68,7 +68,7 @@ def delta(previous: Array, current: Array, size: int) -> Array:
         >>> delta(np.array([2, 3, 0], dtype=np.uint8), np.array([2, 4, 1], dtype=np.uint8), 5).tolist()
         [0, 4, 4]
 
-    Source: Inshrinkerator, section 4.5 (delta encoding of quantized checkpoints).
+    Source: Inshrinkerator, section 6 (delta encoding of quantized checkpoints).
     """
     size = _checked(size, current=current, previous=previous)
     return back_end(current).delta(previous, current, size)
@@ -122,7 +122,7 @@ def split_by_level(values: Array, keys: Array, size: int) -> tuple[Array, Array]
         >>> grouped.tolist(), counts.tolist()
         ([8, 10, 7, 9], [2, 2, 0])
 
-    Source: Inshrinkerator, section 4.5 (rearrangement by the previous bucket).
+    Source: Inshrinkerator, section 6 (rearrangement by the previous bucket).
     """
     size = _checked(size, values=values, keys=keys)
     return back_end(values).split_by_level(values, keys, size)

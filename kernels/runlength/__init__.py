@@ -50,7 +50,7 @@ def rle_encode(values: Array) -> Array:
         >>> rle_encode(np.asarray([0, 0, 0, 5, 0, 7, 7], np.uint8)).tolist()
         [0, 3, -5, 0, -7, 2]
 
-    Source: Inshrinkerator (2023), section 6, "Encoding Delta".
+    Source: Inshrinkerator, section 6, "Encoding Delta".
     """
     values = array("values", values, ("uint8",), 1, host=True)
     return on_host().rle_encode(values)
@@ -78,7 +78,7 @@ def rle_decode(tokens: Array, n: int) -> Array:
         >>> rle_decode(np.asarray([0, 3, -5, 0, -7, 2], np.int32), 7).tolist()
         [0, 0, 0, 5, 0, 7, 7]
 
-    Source: Inshrinkerator (2023), section 6.
+    Source: Inshrinkerator, section 6.
     """
     tokens = array("tokens", tokens, ("int32",), 1, host=True)
     n = integer("n", n, 0, 2**62)

@@ -315,7 +315,7 @@ class Saver:
         >>> done.result().status, store.steps()
         ('saved', [10])
 
-    Source: Check-N-Run section 3 (decoupled snapshot), BitSnap section 3.2 (asynchronous agent).
+    Source: Check-N-Run section 4.2 (decoupled snapshot), BitSnap section 3.2 (asynchronous agent).
     """
 
     def __init__(

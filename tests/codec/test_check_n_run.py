@@ -24,6 +24,7 @@ from shrinkpoint.codec.embeddings.row_reference import (
     quantized,
     replaced,
     same_records,
+    sample_sizes,
     search_parameters,
 )
 from shrinkpoint.codec.groups import Coded
@@ -509,6 +510,9 @@ def test_the_search_is_tuned_on_a_sample() -> None:
     assert few <= 25
     assert few <= some <= many
     assert 35 <= many <= 60
+    # The paper's 0.001 % of the rows, and no fewer than 256.
+    assert sample_sizes([3 * 10**8, 10**8]) == pytest.approx([3000, 1000], abs=1)
+    assert (sample_sizes([1000]), sample_sizes([100])) == ([256], [100])
     assert search_parameters([x], 4, num_bins=10, ratio=0.3) == (10, 0.3)
     assert search_parameters([x], 4, num_bins=10)[0] == 10
     hopeless = np.array([[np.nan, 1], [np.inf, 1], [3e38, -3e38]], np.float32)

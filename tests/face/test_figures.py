@@ -159,6 +159,29 @@ def papers() -> Iterator[str]:
         yield said.format(spread([uniform / ours for uniform, ours in pairs], 2))
 
 
+def items() -> Iterator[str]:
+    found = {row["row"]: row["value"] for row in rows("systems*")}
+    overhead = found["LC-Checkpoint overhead: matrix factorization, 3 bits, a save each iteration"]
+    yield f"systems: LC-Checkpoint overhead | done: {overhead:.1f} %, {'met' if overhead <= 4 else 'missed'} |"
+    failure = found[
+        "LC-Checkpoint cost of a failure: extra iterations to the same loss, LC-Checkpoint, 3 bits, each iteration"
+    ]
+    yield f"systems: cost of a failure | done: {failure:.1f} iterations, published 1 |"
+    whole, most = (
+        found[f"LC-Checkpoint exponents: differences of one iteration of the last convolution, buckets of {share}"]
+        for share in ("100%", "99%")
+    )
+    yield f"done on LeNet: {whole:.0f} buckets, {most:.0f} of them hold 99 % of a difference"
+    yield f"grow to {found['Check-N-Run policies: one_shot: largest difference']:.0f} % of a full checkpoint"
+    yield f"done: {found['Check-N-Run policies: intermittent: first full one again']:.0f}th interval, published 8th"
+    peaks = [
+        row["value"]
+        for row in rows("training-table-5-*")
+        if ", Inshrinkerator, " in row["row"] and row["row"].endswith("weights, smallest checkpoint")
+    ]
+    yield f"done: peaks of {min(peaks):.0f} (ViT) to {max(peaks):.0f} times"
+
+
 _REDUCED = ("bandwidth", "capacity")
 _CODEBOOKS = ("codebook refit", "codebook frozen")
 _NO_EMBEDDINGS = ("GPT", "CNN", "MLP", "ViT")
@@ -170,6 +193,7 @@ CLAIMS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "docs/choosing.md": (levels_hold,),
     "docs/recovery.md": (crashes,),
     "docs/systems.md": (papers,),
+    "bench/studies/systems/items.md": (items,),
 }
 
 

@@ -238,6 +238,16 @@ def test_seeding_depends_on_the_seed_alone(fresh: np.random.Generator) -> None:
     assert all(set(run) <= set(x[w > 0]) for run in runs)
 
 
+def test_seeds_are_drawn_by_weight_and_squared_distance() -> None:
+    x, w = np.array([0.0, 1.0, 3.0]), np.array([1.0, 2.0, 5.0])
+    drawn = [tuple(weighted_kmeans(x, w, 2, "kmeans++", seed=seed, iterations=0)) for seed in range(4000)]
+    expected = dict.fromkeys(itertools.combinations(x.tolist(), 2), 0.0)
+    for i, j in itertools.permutations(range(3), 2):
+        second = w * (x - x[i]) ** 2
+        expected[min(x[i], x[j]), max(x[i], x[j])] += w[i] / w.sum() * second[j] / second.sum()
+    assert {pair: drawn.count(pair) / 4000 for pair in expected} == pytest.approx(expected, abs=0.03)
+
+
 def test_bucket_weights_follow_the_formula(fresh: np.random.Generator) -> None:
     counts = fresh.integers(0, 5, 50)
     values = np.sort(fresh.standard_normal(50))

@@ -183,6 +183,19 @@ def test_kmeans_recovers_few_values(fresh: np.random.Generator) -> None:
     assert np.abs(out - x).max() <= 2**-22
 
 
+def test_defaults_are_the_papers(fresh: np.random.Generator) -> None:
+    """15 iterations of k-means; 25 bins up to 3 bits, 45 at 4; over the whole range."""
+    x = fresh.standard_t(2, (40, 64)).astype(f32)
+    for found, same, other in zip(
+        row_kmeans(x, 3), row_kmeans(x, 3, iterations=15), row_kmeans(x, 3, iterations=5), strict=True
+    ):
+        assert found.tobytes() == same.tobytes() != other.tobytes()
+    for bits, bins in ((2, 25), (3, 25), (4, 45)):
+        found, same = row_quantize(x, bits), row_quantize(x, bits, "adaptive", num_bins=bins, ratio=1.0)
+        assert [a.tobytes() for a in found] == [a.tobytes() for a in same]
+        assert found[0].tobytes() != row_quantize(x, bits, "adaptive", num_bins=bins - 10)[0].tobytes()
+
+
 def test_ratio_stops_the_search() -> None:
     cases = {(25, 1.0): 25, (25, 0.6): 15, (25, 0.28): 7, (45, 0.2): 9, (10, 0.01): 1, (1, 1.0): 1, (3, 1 / 3): 1}
     assert {case: search_steps(*case) for case in cases} == cases

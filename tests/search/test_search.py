@@ -395,17 +395,19 @@ def test_without_gradients_nothing_is_pruned_by_sensitivity_and_that_is_said() -
     assert sp.search(state, Loss(state), 0.05, last=last).is_exhaustive
 
 
-def test_embeddings_have_their_own_bins() -> None:
+@pytest.mark.parametrize("method", ["planned", "published"])
+def test_embeddings_have_their_own_bins(method: str) -> None:
+    options = sp.SearchOptions(cube=SMALL, method=method, budget=40)
     state = {"embedding.weight": torch.randn(256, 64), "0.weight": torch.randn(64, 64)}
     body = Loss({"0.weight": state["0.weight"]})
-    coarse = sp.search(state, body, 0.02, options=sp.SearchOptions(cube=SMALL))
+    coarse = sp.search(state, body, 0.02, options=options)
     assert coarse.point is not None
     assert coarse.point.embedding_bins == 16
 
     def careful(restored: State) -> float:
         return body(restored) + 4 * (Loss({"e": state["embedding.weight"]})({"e": restored["embedding.weight"]}) - 1)
 
-    fine = sp.search(state, careful, 0.02, options=sp.SearchOptions(cube=SMALL))
+    fine = sp.search(state, careful, 0.02, options=options)
     assert fine.point is not None
     assert fine.point.embedding_bins == 32
     following = sp.search(state, careful, 0.02, last=coarse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import subprocess
 import sys
@@ -115,6 +116,11 @@ def test_of_a_window_that_is_read_which_the_average_can_tell(beta: float, read: 
     for gradient in gradients[10:]:
         whole = beta * gradient.double() + (1 - beta) * whole
     torch.testing.assert_close(found["weight"].double(), whole, rtol=2**-21, atol=1e-6 * float(whole.abs().max()))
+
+
+def test_defaults_are_the_papers() -> None:
+    defaults = {name: p.default for name, p in inspect.signature(sp.SensitivityTracker).parameters.items()}
+    assert (defaults["beta"], defaults["window"]) == (0.9, 50)
 
 
 @pytest.mark.parametrize("beta", [0.05, 0.3, 0.6, 0.9, 0.999, 1.0])

@@ -84,7 +84,7 @@ class Publisher:
         >>> subscriber.update(), torch.equal(served.weight, trained.weight)
         (1, True)
 
-    Source: Check-N-Run, section 2 (publishing to inference), with exact deltas (BitSnap, section 3.3).
+    Source: Check-N-Run, sections 1 and 5.1 (publishing to inference), with exact deltas (BitSnap, section 3.3).
     """
 
     def __init__(
