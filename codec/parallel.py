@@ -11,14 +11,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar, copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..kernels.backend.arguments import integer, or_none
-from ..kernels.backend.arrays import device_of, on_gpu
+from ..kernels.backend.arrays import device_of, imported, on_gpu
 from .base import CHUNK, Leaf
 from .errors import BadArgumentError
 
@@ -64,6 +65,18 @@ def subnormal_numbers() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(True)
+
+
+def current_streams() -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Return contexts in which a thread uses the GPU streams of this one.
+
+    A thread begins with default streams, which do not wait for others.
+    """
+    torch: Any = imported("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return []
+    used = [(torch.cuda.current_stream(i), torch.cuda.default_stream(i)) for i in range(torch.cuda.device_count())]
+    return [partial(torch.cuda.stream, stream) for stream, default in used if stream != default]
 
 
 A = TypeVar("A")
@@ -181,6 +194,7 @@ def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
     if n <= 1 or _inside.get():
         return [checked(i) for i in items]
 
+    streams = current_streams()
     results: dict[int, B] = {}
     errors: dict[int, BaseException] = {}
     numbers = itertools.count()
@@ -189,7 +203,9 @@ def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
         """Process items until all are done or an error occurs; keep the first error."""
         token = _inside.set(True)
         try:
-            with subnormal_numbers():
+            with subnormal_numbers(), ExitStack() as stack:
+                for stream in streams:
+                    stack.enter_context(stream())
                 while not errors and (i := next(numbers)) < len(items):
                     try:
                         results[i] = checked(items[i])

@@ -341,10 +341,10 @@ def _read(pointer: str, store: Store, root: str) -> Any:
     name = f"{root}.{_REST}"
     if name not in sizes:
         raise BadArgumentError(f"{pointer}: its step has no file {root}.pt; it was saved by other ranks")
-    data = torch.empty(sizes[name].size, dtype=torch.uint8)
+    data = torch.empty(sizes[name].size, dtype=torch.uint8, device="cpu")
     _fill({root: {_REST: data}}, store, found.step)
     rest = _rest(data.numpy().tobytes(), root)
-    whole = [torch.empty(tensor.shape, dtype=tensor.dtype) for _, tensor in _tensors(rest["tree"])]
+    whole = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for _, tensor in _tensors(rest["tree"])]
     state: dict[str, Any] = {}
     for tensor, pieces in zip(whole, rest["pieces"], strict=True):
         for keys, start, shape in pieces:

@@ -121,7 +121,7 @@ class Loader:
         """Return the seed of this epoch's order: drawn now, or that of the interrupted epoch."""
         if self._start is not None:
             for generator, state in zip(self._generators, self._start["generators"], strict=True):
-                generator.set_state(torch.as_tensor(state, dtype=torch.uint8))
+                generator.set_state(torch.as_tensor(state, dtype=torch.uint8, device="cpu"))
             return self._start
         start: dict[str, Any] = {"generators": [generator.get_state() for generator in self._generators]}
         if self._order is None:

@@ -422,8 +422,8 @@ class Average:
     def __init__(self, parameter: Tensor, squares: bool) -> None:
         local = local_part(parameter.detach())
         dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
-        self.mean = torch.zeros(local.shape, dtype=dtype)
-        self.square = torch.zeros(local.shape, dtype=dtype) if squares else None
+        self.mean = torch.zeros(local.shape, dtype=dtype, device="cpu")
+        self.square = torch.zeros_like(self.mean) if squares else None
         self.batches = self.newest = self.not_finite = 0
         self.pinned: Tensor | None = None
         self.pending: Future[None] | None = None
@@ -491,23 +491,30 @@ class Transfer:
         self, pairs: Sequence[tuple[Average, Tensor]], beta: float, scale: Any, skipped: Any, batch: int = 0
     ) -> None:
         """Add a batch's gradients to their averages."""
-        on_host = [(a, g) for a, g in pairs if g.device.type != "cuda"]
-        on_gpu = [(a, g) for a, g in pairs if g.device.type == "cuda"]
+        on_host = [(a, g) for a, g in pairs if not _is_on_gpu(g)]
+        on_gpu = [(a, g) for a, g in pairs if _is_on_gpu(g)]
         if on_host:
             self._average([(a, g.cpu()) for a, g in on_host], beta, scale, skipped, batch)
         if on_gpu:
             for future in dict.fromkeys(a.pending for a, _ in on_gpu if a.pending is not None):
                 future.result()  # the contents of the pinned memory must have been read
-            work = [self._copy(d, on_gpu, scale, skipped) for d in dict.fromkeys(g.device for _, g in on_gpu)]
+            rooms = [None if t is None else _room_for(t) for t in (scale, skipped)]
+            given = zip(rooms, (scale, skipped), strict=True)
+            small = [(room, t) for room, t in given if room is not None and _is_on_gpu(t)]
+            # AMP's tensors may be on another device than a gradient, and are copied on a stream of their own device.
+            devices = dict.fromkeys([*(g.device for _, g in on_gpu), *(t.device for _, t in small)])
+            work = [self._copy(device, on_gpu, small) for device in devices]
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="sensitivity")
-            future = self._thread.submit(self._average_copied, work, beta, batch)
+            future = self._thread.submit(self._average_copied, work, beta, rooms[0], rooms[1], batch)
             for average, _ in on_gpu:
                 average.pending = future
             self._futures = [*(one for one in self._futures if not one.done() or one.exception()), future]
 
-    def _copy(self, device: Any, pairs: Sequence[tuple[Average, Tensor]], scale: Any, skipped: Any) -> tuple[Any, ...]:
-        """Start copying the gradients on one device to pinned memory, on a separate stream."""
+    def _copy(
+        self, device: Any, pairs: Sequence[tuple[Average, Tensor]], small: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[Any, list[tuple[Average, Tensor]]]:
+        """Start copying what is on one device to pinned memory, on a separate stream."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._streams[device]
@@ -519,15 +526,17 @@ class Transfer:
                     continue
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 if average.pinned is None or average.pinned.dtype != dense.dtype:
-                    average.pinned = torch.empty(dense.shape, dtype=dense.dtype, pin_memory=True)
+                    average.pinned = _room_for(dense)
                 average.pinned.copy_(dense, non_blocking=True)
                 dense.record_stream(stream)
                 copied.append((average, average.pinned))
-            small = [None if t is None else _pinned_copy(t) for t in (scale, skipped)]
+            for room, value in small:
+                if value.device == device:
+                    room.copy_(value, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(stream)
         self._copied.append((device, done))
-        return done, copied, *small
+        return done, copied
 
     def hold_back(self) -> None:
         """Let the device wait until the gradients are copied; the host does not wait.
@@ -539,11 +548,14 @@ class Transfer:
             torch.cuda.current_stream(device).wait_event(done)
         self._copied.clear()
 
-    def _average_copied(self, work: Sequence[tuple[Any, ...]], beta: float, batch: int) -> None:
+    def _average_copied(
+        self, work: Sequence[tuple[Any, ...]], beta: float, scale: Any, skipped: Any, batch: int
+    ) -> None:
         """Wait for the copies in the thread, then average."""
         with torch.no_grad():
-            for done, copied, scale, skipped in work:
+            for done, _ in work:
                 done.synchronize()
+            for _, copied in work:
                 self._average(copied, beta, scale, skipped, batch)
 
     def _average(
@@ -586,9 +598,15 @@ def gradient_of(parameter: Any) -> Any:
     return gradient.to_local()
 
 
-def _pinned_copy(value: Tensor) -> Tensor:
-    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    return copy.copy_(value, non_blocking=True)
+def _is_on_gpu(value: Tensor | None) -> bool:
+    return value is not None and value.device.type == "cuda"
+
+
+def _room_for(value: Tensor) -> Tensor:
+    """Return page-locked memory for a copy of a tensor on a GPU; a copy of another one."""
+    if not _is_on_gpu(value):
+        return value.clone()
+    return torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
 
 
 def on_host(local: Tensor, like: Any) -> DTensor:

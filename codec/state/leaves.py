@@ -396,7 +396,7 @@ def from_bytes(data: Array, spec: LeafSpec) -> Array:
         return data.view(_torch_dtype(spec.dtype))
     if spec.library == "torch":
         # NumPy gives an empty array strides that torch does not view.
-        tensor = _torch().from_numpy(data) if data.size else _torch().empty(0, dtype=_torch().uint8)
+        tensor = _torch().from_numpy(data) if data.size else _torch().empty(0, dtype=_torch().uint8, device="cpu")
         return tensor.view(_torch_dtype(spec.dtype))
     return data.view(_numpy_dtype(spec.dtype))
 

@@ -190,7 +190,7 @@ def placed_with(x: Array, other: Array) -> Array:
     if not on_gpu(other):
         return to_host(x)
     torch: Any = imported("torch")
-    return to_device(torch.as_tensor(x if is_torch(x) else np.require(x, requirements="W")), other.device)
+    return to_device(x if is_torch(x) else torch.from_numpy(np.require(x, requirements="W")), other.device)
 
 
 def write(out: Array, x: np.ndarray[Any, Any]) -> None:
@@ -321,7 +321,7 @@ def to_cpu(t: torch.Tensor) -> torch.Tensor:
     t = t.contiguous()
     if nbytes <= _PIECE:
         return _page_locked(t)
-    host = torch.empty(t.shape, dtype=t.dtype)
+    host = torch.empty(t.shape, dtype=t.dtype, device="cpu")
     flat, place = t.view(-1), host.view(-1)
     step = _PIECE // t.element_size()
     for start in range(0, flat.numel(), step):
@@ -362,7 +362,7 @@ def _page_locked(t: torch.Tensor) -> torch.Tensor:
     """Copy a contiguous CUDA tensor to page-locked memory."""
     import torch
 
-    host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+    host = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True)
     with torch.cuda.device(t.device):
         host.copy_(t, non_blocking=True)
         torch.cuda.current_stream().synchronize()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -156,7 +157,7 @@ class _Functions:
             return self._compiled(name)(*given, **named)
         begin = time.thread_time()
         try:
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), _on_host():
                 return getattr(module_of(self._subject, "reference"), name)(*given, **named)
         except Exception:  # the compiled form raises the documented error
             return getattr(module_of(self._subject), name)(*given, **named)
@@ -191,6 +192,14 @@ def _work(given: list[Any]) -> int:
         else:
             return SMALL + 1
     return total
+
+
+def _on_host() -> AbstractContextManager[Any]:
+    """Context in which new tensors are on the host, whatever torch's default device is."""
+    torch: Any = imported("torch")
+    if torch is None or torch.get_default_device().type == "cpu":
+        return nullcontext()
+    return cast("AbstractContextManager[Any]", torch.device("cpu"))
 
 
 def _is_plain(x: Any) -> bool:

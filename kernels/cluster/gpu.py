@@ -187,7 +187,7 @@ def cluster_quantize(x: Array, clusters: int = 16) -> Clusters:
     edges = on_device(boundaries(total, squares, n, clusters), t)
     labels = torch.empty(n, dtype=torch.uint8, device=t.device)
     codes = torch.empty(n, dtype=torch.uint8, device=t.device)
-    none = torch.tensor([[float("inf")], [-float("inf")]]).view(torch.int32).to(t.device)
+    none = torch.tensor([[float("inf")], [-float("inf")]], dtype=torch.float32, device=t.device).view(torch.int32)
     keys = _order_keys(none).repeat(1, clusters)
     LABEL.run(label_kernel, n, t, edges, n, clusters, labels, keys[0], keys[1], LABELS=MOST)
     lowest, highest = _order_keys(keys).view(torch.float32).cpu().numpy()

@@ -265,7 +265,7 @@ def _fields(
 
     They are n, rows, columns, precision, distances of arrays and of the table, and three to fill.
     """
-    fields = torch.zeros((len(blocks), FIELDS.value), dtype=torch.int64)
+    fields = torch.zeros((len(blocks), FIELDS.value), dtype=torch.int64, device="cpu")
     for k, (block, f) in enumerate(zip(blocks, tables.tables, strict=True)):
         places = [own[k].data_ptr() - own[0].data_ptr() for own in (arrays, contexts)]
         row = (arrays[k].numel(), *f.shape, block.precision, *places, int(tables.starts[k]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -415,11 +416,23 @@ def perform(
         for device, event in snapshot.ready:
             import torch
 
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = _stream_of_saves(device)
             stream.wait_event(event)
             streams.enter_context(torch.cuda.stream(stream))
         return session.save(step, trees["state"], **options)
     return None
+
+
+@functools.cache
+def _stream_of_saves(device: Any) -> Any:
+    """Return the stream of a device on which saves read arrays.
+
+    PyTorch keeps the memory that was used on each stream for that stream alone, so a new one for each save would take
+    more and more of it.
+    """
+    import torch
+
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def outcome(saved: Saved | None) -> dict[str, Any]:

@@ -104,14 +104,19 @@ class Arena:
         if self._map is not None:
             self._map[0] = int(value)
 
-    def pin(self) -> None:
-        """Lock the memory for direct copies from a CUDA device; warn if that is refused."""
+    def pin(self, device: Any) -> None:
+        """Lock the memory for direct copies from CUDA devices; warn if that is refused."""
         if self._pinned is not None or self._map is None:
             return
         import torch
 
         pointer = self.address - CONTROL
-        status = int(torch.cuda.cudart().cudaHostRegister(pointer, self.size, 0))  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device):  # the current one may be one that this process does not use
+            status = int(torch.cuda.cudart().cudaHostRegister(pointer, self.size, 0))  # type: ignore[no-untyped-call]
+            if status:
+                # It stays CUDA's last error, which the next launch in this thread would raise as its own.
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1, device=device)
         if status:
             warnings.warn(
                 f"snapshot memory of {self.size} bytes cannot be pinned (CUDA error {status}): copies will be slow",
@@ -316,8 +321,9 @@ def take(planned: Plan, arena: Arena, *, on_device: bool = False) -> Snapshot:
         UnsupportedLeafError: another thread has freed the memory of an array since it was planned.
     """
     arena.reserve(planned.nbytes)
-    if not on_device and not all(source.pointer or not source.size for source in planned.sources):
-        arena.pin()
+    there = next((source.values for source in planned.sources if source.size and not source.pointer), None)
+    if there is not None and not on_device:
+        arena.pin(there.device)
     base = arena.address
     kept: dict[int, Any] = {}
     pieces: list[tuple[int, int, int]] = []

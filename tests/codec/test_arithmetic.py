@@ -1,4 +1,4 @@
-"""Files do not depend on flush-to-zero of subnormal numbers or on NumPy's error settings."""
+"""Files do not depend on a caller's settings: flush-to-zero, NumPy's errors, torch's default device and dtype."""
 
 from __future__ import annotations
 
@@ -142,3 +142,19 @@ def test_threads_of_the_pool_too_whoever_started_them() -> None:
             assert flushes()
     finally:
         set_threads(None)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_default_device_and_dtype_have_no_effect(name: str) -> None:
+    """A caller may have set them, as `torch.set_default_device("cuda")` does; "meta" has no values at all."""
+    state = drawn(0) | {"empty": torch.zeros(0, 3), "words": torch.arange(100).to(torch.uint16)}
+    expected = sp.compress(state, cfg=CONFIGS[name], kinds=KINDS)
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            ckpt = sp.compress(state, cfg=CONFIGS[name], kinds=KINDS)
+            restored = sp.decompress(sp.Checkpoint.from_bytes(ckpt.to_bytes()))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert ckpt.to_bytes() == expected.to_bytes()
+    assert same(restored, sp.decompress(expected))

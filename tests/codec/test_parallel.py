@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+import torch
 
 from shrinkpoint.codec import parallel
 from shrinkpoint.codec.base import CHUNK
@@ -49,6 +52,45 @@ def test_nothing_is_begun_after_it_is_asked_to_stop(size: int) -> None:
     with threads(2), stoppable(lambda: bool(begun)), pytest.raises(Stopped):
         map_arrays(begun.append, [size] * 9, lambda size: size)
     assert len(begun) <= 2
+
+
+class Streams(threading.local):
+    """Stand-in for `torch.cuda` with two devices: the streams that a thread uses, by device; 0 is the default."""
+
+    def __init__(self) -> None:
+        self.used = [0, 0]
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        for name, value in {
+            "is_initialized": lambda: True,
+            "device_count": lambda: 2,
+            "current_stream": lambda device: (device, self.used[device]),
+            "default_stream": lambda device: (device, 0),
+            "stream": self.using,
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+
+    @contextmanager
+    def using(self, stream: tuple[int, int]) -> Iterator[None]:
+        before = self.used
+        self.used = [stream[1] if device == stream[0] else used for device, used in enumerate(before)]
+        yield
+        self.used = before
+
+
+def test_all_threads_use_the_streams_of_the_calling_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels on a default stream would not wait for those of the caller's stream."""
+    cuda, both = Streams(), threading.Barrier(2)
+    cuda.install(monkeypatch)
+
+    def work(_: int) -> list[int]:
+        both.wait(timeout=30)
+        return list(cuda.used)
+
+    with threads(2):
+        with cuda.using((1, 7)):
+            assert map_chunks(work, range(2)) == [[0, 7]] * 2
+        assert map_chunks(work, range(2)) == [[0, 0]] * 2
 
 
 def start(threads: str) -> subprocess.CompletedProcess[str]:

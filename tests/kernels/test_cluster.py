@@ -162,6 +162,19 @@ def test_values_stay_in_their_cluster(x: np.ndarray[Any, Any], clusters: int) ->
             assert np.abs(restored - members).max() <= (high - low) * 0.9 / 256 * 1.01 + slack
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_has_no_effect(back_end: BackEnd, dtype: torch.dtype) -> None:
+    x = back_end.array(np.linspace(-1, 1, 4000), "float32")
+    expected = back_end.module("cluster").cluster_quantize(x, 3)
+    torch.set_default_dtype(dtype)
+    try:
+        found = back_end.module("cluster").cluster_quantize(x, 3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for part in ("codes", "labels", "scale", "minimum"):
+        assert np.array_equal(*(np.asarray(getattr(q, part)) for q in (found, expected)))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_refused(back_end: BackEnd, bad: float) -> None:
     x = np.ones(1500, f32)

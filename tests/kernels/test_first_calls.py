@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from shrinkpoint.kernels import huffman_lengths, split_planes
+from shrinkpoint.kernels import huffman_lengths, joint_counts, split_planes
 from shrinkpoint.kernels.backend import dispatch
 
 from .test_cache import start
@@ -84,6 +85,15 @@ def test_a_function_is_compiled_after_its_time(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dispatch, "PATIENCE", 1e-9)
     huffman_lengths(np.ones(4, np.int64))
     assert chosen.huffman_lengths.__module__ == "shrinkpoint.kernels.huffman.cpu"
+
+
+@pytest.mark.usefixtures("cold")
+def test_uncompiled_forms_leave_results_on_the_host() -> None:
+    """A caller may have set another default device; on "meta" there would be no values."""
+    levels = torch.tensor([0, 2, 1], dtype=torch.uint8)
+    with torch.device("meta"):
+        counts = joint_counts(levels, levels, 3, 3)
+    assert counts.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
 
 
 @pytest.mark.usefixtures("cold")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("triton")
 
 from shrinkpoint import kernels
-from shrinkpoint.kernels.backend import gpu
+from shrinkpoint.kernels.backend import arrays, gpu
 from shrinkpoint.kernels.quantizer import Thresholds
 
 if TYPE_CHECKING:
@@ -51,6 +51,20 @@ def test_the_device_of_the_data_becomes_current(monkeypatch: pytest.MonkeyPatch)
     with gpu.on(data):
         assert current.stack == ["cuda:0", "cuda:1"]
     assert current.stack == ["cuda:0"]
+
+
+def test_page_locked_memory_is_the_host_s_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def pinned(*shape: Any, pin_memory: bool, **how: Any) -> torch.Tensor:
+        return empty(*shape, **how)
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    values = torch.arange(10)
+    with torch.device("meta"):
+        assert arrays._page_locked(values).tolist() == list(range(10))
 
 
 def launches(module: Any) -> Iterator[tuple[ast.Call, list[ast.With]]]:

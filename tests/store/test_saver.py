@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import math
@@ -20,6 +21,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import array_api_strict
@@ -36,7 +38,7 @@ from shrinkpoint.codec.state.leaves import is_array, read_leaf
 from shrinkpoint.store.local import LocalFiles
 from shrinkpoint.store.memory_copies import MemoryCopies
 from shrinkpoint.store.saver import executors, host_copy
-from shrinkpoint.store.saver.executors import Maintenance, kinds_tree, save_options
+from shrinkpoint.store.saver.executors import Maintenance, kinds_tree, perform, save_options
 from shrinkpoint.store.saver.saver import SaverWarning
 from shrinkpoint.store.saver.snapshot import Arena, HostArray, plan, rebuild, take
 from shrinkpoint.store.saver.worker import _save
@@ -135,6 +137,62 @@ def test_an_arena_is_used_again_and_grows() -> None:
     assert np.array_equal(through_arena({"a": big}, arena)["a"], big)
     with pytest.raises(ValueError, match="arena"):
         arena.view(arena.size, 1)
+    arena.close()
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's last error would be raised by the trainer's next launch."""
+    current, pending = [0], list[int]()
+
+    def register(pointer: int, size: int, flags: int) -> int:
+        assert current == [0, 1], "a context of a device that the process does not use"
+        pending.append(2)
+        return 2
+
+    def launch(n: int, device: int) -> None:
+        if pending:
+            raise RuntimeError(f"CUDA error: {pending.pop()}")
+
+    @contextlib.contextmanager
+    def on(device: int) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch, "ones", launch)
+    arena = Arena()
+    arena.reserve(100)
+    with pytest.warns(RuntimeWarning, match=r"cannot be pinned \(CUDA error 2\)"):
+        arena.pin(1)
+    launch(1, 1)
+    arena.close()
+
+
+def test_saves_of_arrays_on_a_gpu_use_one_stream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """PyTorch keeps freed memory for the stream that it was used on."""
+    made, used, waited = list[str](), list[Any](), list[int]()
+
+    def stream(device: str) -> Any:
+        made.append(device)
+        return SimpleNamespace(wait_event=waited.append)
+
+    @contextlib.contextmanager
+    def using(stream: Any) -> Iterator[None]:
+        used.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", using)
+    arena, session = Arena(), sp.Store(tmp_path / "run").session
+    trees = {"state": {"a": np.ones(4)}, "options": [None, None, None], "kinds": {}}
+    for step in range(3):
+        snapshot = dataclasses.replace(take(plan(trees), arena), ready=[("cuda of this test", step)])
+        assert perform(session, step, snapshot, arena, lambda: False, alone=True) is not None
+    assert made == ["cuda of this test"]
+    assert used == used[:1] * 3
+    assert waited == [0, 1, 2]
     arena.close()
 
 

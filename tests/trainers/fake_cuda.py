@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-DEVICE = torch.device("cuda", 0)
+DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 class Stream:
-    """A queue of work that is done, in order, only by `run`."""
+    """A queue of a device's work that is done, in order, only by `run`."""
 
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.work, self.done = gpu, list[Callable[[], object]](), 0
+    def __init__(self, gpu: Gpu, device: torch.device = DEVICE) -> None:
+        self.gpu, self.work, self.done, self.device = gpu, list[Callable[[], object]](), 0, device
 
     def put(self, work: Callable[[], object]) -> None:
         self.work.append(work)
@@ -62,7 +62,7 @@ class Event:
 
 
 class OnGpu(torch.Tensor):
-    """Values in the device's memory; copies from it are work of the current stream."""
+    """Values in a device's memory; copies from it are work of the device's current stream."""
 
     gpu: Gpu
     device = DEVICE
@@ -78,29 +78,36 @@ class OnGpu(torch.Tensor):
             assert target.data_ptr() in cls.gpu.pinned
             with torch._C.DisableTorchFunctionSubclass():
                 values = source.as_subclass(torch.Tensor)
-            cls.gpu.current.put(lambda: target.copy_(values))
+            cls.gpu.current[source.device].put(lambda: target.copy_(values))
             return target
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
+class OnOther(OnGpu):
+    """Values in the memory of the second device."""
+
+    device = OTHER
+
+
 class Gpu:
-    """A device; `main` is the stream of the training."""
+    """Two devices; `main` is the stream of the training on the first."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.main = self.current = Stream(self)
+        self.current = {device: Stream(self, device) for device in (DEVICE, OTHER)}
+        self.main = self.current[DEVICE]
         self.pinned: dict[int, Tensor] = {}
         self.recorded: list[Stream] = []
 
-    def tensor(self, values: Tensor) -> Any:
-        """Move values to the device's memory."""
-        return values.clone().as_subclass(OnGpu)
+    def tensor(self, values: Tensor, device: torch.device = DEVICE) -> Any:
+        """Move values to a device's memory."""
+        return values.clone().as_subclass(OnGpu if device == DEVICE else OnOther)
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
+        before, self.current[stream.device] = self.current[stream.device], stream
         yield
-        self.current = before
+        self.current[stream.device] = before
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Replace `torch.cuda`; pinned memory holds NaN until it is written."""
@@ -114,7 +121,7 @@ class Gpu:
 
         OnGpu.gpu = self
         patch.setattr(torch, "empty", empty)
-        patch.setattr(torch.cuda, "Stream", lambda device: Stream(self))
+        patch.setattr(torch.cuda, "Stream", lambda device: Stream(self, device))
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "stream", self.on)
-        patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        patch.setattr(torch.cuda, "current_stream", self.current.__getitem__)

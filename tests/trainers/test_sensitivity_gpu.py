@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shrinkpoint as sp
 from shrinkpoint.trainers.sensitivity import SensitivityWarning
 
-from .fake_cuda import Gpu, Stream
+from .fake_cuda import OTHER, Gpu, Stream
 from .test_sensitivity import Grads, average, close
 
 needs_gpu = [
@@ -115,6 +115,18 @@ def test_under_amp_what_the_device_skips_is_left_out(gpu: Gpu) -> None:
                 history.append({n: g / 8 for n, g in used.items()})
         assert close(tracker.grads(), average(history, 0.9))
         assert (tracker.recorded, tracker.batch) == (3, 4)
+
+
+def test_amp_on_another_device_is_waited_for(gpu: Gpu) -> None:
+    """Gradients of a model on two devices are scaled by one tensor, which lies on one of them."""
+    model = nn.Linear(4, 4)
+    with sp.SensitivityTracker(model, every=None) as tracker:
+        optimizer: Any = Overwriting(model, gpu)
+        used = backward(model, gpu, 0)
+        model.bias.grad = gpu.tensor(used["bias"], OTHER)
+        optimizer.grad_scale, optimizer.found_inf = gpu.tensor(torch.tensor(8.0)), gpu.tensor(torch.tensor(0.0))
+        optimizer.step()
+        assert close(tracker.grads(), average([{n: g / 8 for n, g in used.items()}], 0.9))
 
 
 def test_loops_without_an_optimizer(gpu: Gpu) -> None:

@@ -154,6 +154,6 @@ def _tensor(mapped: mmap.mmap, data: int, entry: dict[str, Any]) -> torch.Tensor
     if not 0 <= begin <= end <= len(mapped) - data or end - begin != nbytes or any(n < 0 for n in shape):
         raise ValueError(f"{shape} of {entry['dtype']} at {begin} to {end}")
     if nbytes == 0:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
     raw = np.frombuffer(mapped, np.uint8, nbytes, data + begin)
     return torch.from_numpy(raw).view(dtype).reshape(shape)

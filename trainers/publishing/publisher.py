@@ -417,7 +417,7 @@ class Publisher:
     def _read_back(self, own: list[Own], newest: int) -> None:
         """Continue from the newest version if it can be read and has the same tensors."""
         self._may_read_back = False
-        read = {o.key: torch.empty(o.tensor.shape, dtype=self._dtype_of(o)) for o in own}
+        read = {o.key: torch.empty(o.tensor.shape, dtype=self._dtype_of(o), device="cpu") for o in own}
         names = {str(i): key for i, key in enumerate(read)}
         select = {i: (name, [slice(at, at + n) for at, n in where]) for i, (name, where) in names.items()}
         chain: list[Version] = []

@@ -600,7 +600,8 @@ def published_tensors(url: str | os.PathLike[str], key: Any = None) -> dict[str,
             continue
         specs = {shard.name: LeafSpec("torch", shard.dtype, shard.shape) for shard in version.shards}
         check_memory(sum(spec.nbytes for spec in specs.values()), f"version {number}")
-        return {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
+        dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
+        return {name: torch.zeros(spec.shape, dtype=dtypes[name], device="cpu") for name, spec in specs.items()}
     if problem is not None:
         kind = NewerFormatError if isinstance(problem, NewerFormatError) else CorruptDataError
         raise kind(f"{files.path('versions')}: no version can be read: {problem}")
