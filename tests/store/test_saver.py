@@ -21,6 +21,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import array_api_strict
 import jax.numpy as jnp
@@ -310,6 +311,22 @@ def test_kinds_cross_as_a_tree() -> None:
     assert np.array_equal(crossed["0.weight"].rows, rows)
     assert save_options({**found, "kinds": {}})["kinds"] is None
     arena.close()
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(12, "no memory")], ids=["interrupt", "memory"])
+def test_a_save_whose_memory_could_not_be_mapped_is_followed_by_others(
+    mode: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one copied to memory that was not there, and the process crashed."""
+    state = {"w": np.arange(9.0)}
+    with sp.Saver(sp.Store(tmp_path), mode=mode) as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr("mmap.mmap", Mock(side_effect=error))
+            with pytest.raises(MemoryError if isinstance(error, OSError) else KeyboardInterrupt):
+                saver.save(1, state)
+        assert saver.save(2, state).result().status == "saved"
+    assert sp.Store(tmp_path).load()["w"].tolist() == state["w"].tolist()
 
 
 def test_work_can_be_told_to_stop() -> None:
