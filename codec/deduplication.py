@@ -57,7 +57,7 @@ def copies(leaves: Sequence[Leaf], codecs: Sequence[Codec]) -> dict[int, int]:
 
 
 def _treatment(leaf: Leaf, codec: Codec) -> tuple[Any, ...]:
-    """Return the codec of an array, and the layer type and role where the codec depends on them (`Codec`)."""
+    """Return the codec of an array, and layer type and role where it depends on them (`Codec`)."""
     return (codec, leaf.kind.layer, leaf.kind.role) if getattr(codec, "by_kind", True) else (codec,)
 
 

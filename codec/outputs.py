@@ -69,7 +69,7 @@ def new_outputs(records: Sequence[ArrayRecord]) -> dict[int, Array]:
 def outputs_of(
     out: Any, nodes: Sequence[Any], records: Sequence[ArrayRecord], *, is_whole: bool = True
 ) -> tuple[dict[int, Array], dict[str, Array]]:
-    """Return the array of `out` for each record, by number, and those at further places of tied arrays, by key.
+    """Return the array of `out` for each record, and those at further places of tied arrays.
 
     Args:
         out: a tree with an array at the place of each record; other values are ignored, and further places of tied
@@ -77,6 +77,9 @@ def outputs_of(
         nodes: of the checkpoint's tree.
         records: of the checkpoint.
         is_whole: False: arrays that are missing or do not fit are left out.
+
+    Returns:
+        By number of the record, and by key of the place.
 
     Raises:
         BadArgumentError: an array is missing, has another dtype or shape, cannot be written in place, or shares memory
@@ -132,7 +135,7 @@ def overlapping(arrays: Mapping[Key, Array]) -> set[Key]:
 
 
 def placed(arrays: Mapping[int, Array], further: Mapping[str, Array]) -> Placed:
-    """Return what gives decoded arrays to a tree, and fills those at further places of tied ones."""
+    """Return what gives decoded arrays to a tree, and fills those at further places."""
 
     def array(number: int, place: Callable[[], tuple[str, str]]) -> Array:
         target = further.get(place()[1]) if further else None

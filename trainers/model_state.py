@@ -30,7 +30,7 @@ from ..kernels.backend.arrays import imported
 from ..store.frozen_sets import Frozen
 from ..store.store import Store
 from .processes import broadcast_entries, on_all, on_rank_0, rank, world
-from .state import plain
+from .state import plain, stored
 
 Tree = TypeVar("Tree")
 _LOAD = nn.Module.load_state_dict
@@ -111,7 +111,7 @@ def whole(tree: Tree) -> Tree:
         gathered = value.full_tensor()
         return gathered.cpu() if rank() == 0 else None
 
-    found: Tree = plain(tree, leaf) if world() > 1 else tree
+    found: Tree = stored(tree, leaf) if world() > 1 else tree
     return found
 
 

@@ -118,7 +118,7 @@ class Quantize(QuantizeSettings):
 
     @property
     def by_kind(self) -> bool:
-        """Whether pruning, or bins of embeddings, depend on the layer type."""
+        """Return whether pruning or bins of embeddings depend on the layer type."""
         return bool(self.prune or self.embedding_bins)
 
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[Plan]:

@@ -250,7 +250,7 @@ class Runner:
             raise ShrinkpointError(f"a saver cannot {what} by a callback of its future, which is part of a save")
 
     def close(self) -> None:
-        """Wait, end the thread and free the executor; may be called again. Does nothing in a forked child."""
+        """Wait, end the thread and free the executor, also again; nothing in a forked child."""
         if os.getpid() != self.pid:
             return
         self.wait()
@@ -600,7 +600,7 @@ class Saver:
                 self._runner.rest()
 
     def close(self) -> None:
-        """Wait for the save in flight, end the worker and free the memory; may be called again, as after Ctrl-C.
+        """Wait for the save in flight, end the worker and free the memory; may be called again.
 
         Raises:
             ShrinkpointError: called within a call of the same Saver, as by a signal handler.
