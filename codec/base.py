@@ -138,7 +138,11 @@ Parents: TypeAlias = "Sequence[Reference | None]"
 
 
 class Codec(Protocol):
-    """A configuration of how to encode arrays; frozen, hashable, with a JSON form."""
+    """A configuration of how to encode arrays; frozen, hashable, with a JSON form.
+
+    `by_kind = False` in addition says that it codes equal arrays alike whatever their layer type and role
+    (`Leaf.kind`): one may then be stored as a copy of the other. Without it, only arrays of one kind may.
+    """
 
     id: ClassVar[str]
 
@@ -152,9 +156,10 @@ class Codec(Protocol):
 
 
 class Unplanned:
-    """Base of codecs that encode each array without a look at the others."""
+    """Base of codecs that look at neither the other arrays nor the kind of a weight."""
 
     __slots__ = ()
+    by_kind: ClassVar[bool] = False
 
     def prepare(self, leaves: Sequence[Leaf], parents: Parents) -> Sequence[None]:
         """Return None for each array."""

@@ -20,7 +20,7 @@ from .format import container
 from .format.fields import Bytes, Piece, parts_of
 from .format.ranged import Ranged, ranged_over
 from .groups import BytesReference, Coded, FilledReference, joined_bytes, joined_spec
-from .outputs import copy_parts, device_memory, host_memory, new_outputs, outputs_of, write_to
+from .outputs import copy_parts, device_memory, host_memory, new_outputs, outputs_of, placed, write_to
 from .parallel import map_arrays, map_chunks, own_arithmetic
 from .records import ArrayRecord, Group, Records, records_of
 from .state import tree
@@ -552,8 +552,8 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = N
         ckpt: the checkpoint.
         prev: its resolved parent; needed for a delta that was read without it, and always checked if given.
         out: a tree with an array of the same dtype and shape at the place of each array, writable and dense in memory
-            (contiguous or permuted): values are decoded into these arrays, which the result contains. All are checked
-            before any is written.
+            (contiguous or permuted) of its own: values are decoded into these arrays, which the result contains. Each
+            place of a tied array may have one. All are checked before any is written.
 
     Raises:
         BadArgumentError: the arrays of `out` do not fit.
@@ -580,14 +580,14 @@ def decompress(ckpt: Checkpoint, prev: Checkpoint | None = None, *, out: Any = N
     records = ckpt.records
     check_memory(sum(r.spec.memory for r in records), "the state")
     import_libraries(r.spec for r in records)
-    targets = new_outputs(records) if out is None else outputs_of(out, records)
+    targets, further = (new_outputs(records), {}) if out is None else outputs_of(out, ckpt._nodes, records)
     jobs = ckpt.jobs()
     sizes = [sum(records[i].spec.size for group in job for i in group.members) for job in jobs]
     reader = Reader(ckpt, prev, targets)
     with decoding_near(targets.values()):
         decoded = map_arrays(lambda j: reader.decode(jobs[j]), range(len(jobs)), lambda j: sizes[j])
     arrays = {i: x for found in decoded for i, x in found.items()}
-    return tree.unflatten(ckpt._nodes, lambda number, _place: arrays[number], rebuild=True)
+    return tree.unflatten(ckpt._nodes, placed(arrays, further), rebuild=True)
 
 
 def _values(reference: Reference, spec: LeafSpec, *, lends: bool) -> Array:

@@ -57,9 +57,8 @@ def copies(leaves: Sequence[Leaf], codecs: Sequence[Codec]) -> dict[int, int]:
 
 
 def _treatment(leaf: Leaf, codec: Codec) -> tuple[Any, ...]:
-    """Return the codec of an array, and the layer type and role where the codec depends on them."""
-    depends = codec.id == "rows" or getattr(codec, "prune", None) or getattr(codec, "embedding_bins", None)
-    return (codec, leaf.kind.layer, leaf.kind.role) if depends else (codec,)
+    """Return the codec of an array, and layer type and role where it depends on them (`Codec`)."""
+    return (codec, leaf.kind.layer, leaf.kind.role) if getattr(codec, "by_kind", True) else (codec,)
 
 
 def _casts(spec: LeafSpec) -> tuple[str, ...]:

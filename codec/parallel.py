@@ -9,6 +9,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -214,12 +215,26 @@ def map_chunks(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
         finally:
             _inside.reset(token)
 
+    active: list[None] = []
+
+    def assist() -> None:
+        active.append(None)
+        try:
+            run()
+        finally:
+            active.pop()
+
     # The calling thread works too: little work is done before another thread has woken up, and never waits for it.
-    helpers = [_executor(threads()).submit(copy_context().run, run) for _ in range(n - 1)]
-    run()
-    for helper in helpers:
-        if not helper.cancel():
-            helper.result()
+    try:
+        helpers = [_executor(threads()).submit(copy_context().run, assist) for _ in range(n - 1)]
+        run()
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
+    except BaseException as e:  # an interrupt: the other threads end before the caller goes on
+        errors[len(items)] = e
+        while active:
+            time.sleep(1e-3)
     if errors:
         raise errors[min(errors)]
     return [results[i] for i in range(len(items))]

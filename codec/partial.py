@@ -12,7 +12,7 @@ from typing import Any
 from .checkpoint import Checkpoint, Reader
 from .entropy.blocks import decoding_near
 from .errors import BadArgumentError, CorruptDataError, MissingParentError
-from .outputs import outputs_of
+from .outputs import outputs_of, placed
 from .parallel import map_arrays, map_chunks, own_arithmetic
 from .records import ArrayRecord, Group
 from .state import tree
@@ -136,7 +136,8 @@ def decompress_into(files: Callable[[Checkpoint | None], Checkpoint], out: Any) 
     def opened(above: Checkpoint | None) -> Checkpoint:
         return top if above is None else below[id(above)]
 
-    targets = outputs_of(out(_outline(opened)), records, is_whole=False) if callable(out) else outputs_of(out, records)
+    existing, nodes = out(_outline(opened)) if callable(out) else out, top.header["tree"]
+    targets, further = outputs_of(existing, nodes, records, is_whole=not callable(out))
     reader, built = Reader(top, None, targets), dict[int, Array]()
     for jobs in _batches(top):
         members = [record for job in jobs for group in job for record in top.members_of(group)]
@@ -150,7 +151,7 @@ def decompress_into(files: Callable[[Checkpoint | None], Checkpoint], out: Any) 
             built |= found
         for ckpt in chain:
             ckpt.let_go()
-    return tree.unflatten(top.header["tree"], lambda number, _place: built[number], rebuild=True)
+    return tree.unflatten(nodes, placed(built, further), rebuild=True)
 
 
 def _outline(files: Callable[[Checkpoint | None], Checkpoint]) -> Any:

@@ -48,6 +48,7 @@ class Rounded:
 
     bits: int = 7
     id: ClassVar[str] = NAME
+    by_kind: ClassVar[bool] = False
     streams: ClassVar[dict[str, Stream]] = {NAME: Stream(decode, NAME)}
 
     def __post_init__(self) -> None:

@@ -158,12 +158,8 @@ class Loader:
         """Return the position as plain values and generator states."""
         return {"epoch": self.epoch, "batch": self.batch, "start": self._start, **_shape(self.batches)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position: the next iteration begins with the batch after it.
-
-        Raises:
-            BadArgumentError: not what `state_dict` gives, or of a loader whose batches are others.
-        """
+    def check(self, state: Any) -> None:
+        """Refuse a position that `load_state_dict` would refuse."""
         mine = _shape(self.batches)
         if not isinstance(state, Mapping) or {"epoch", "batch", "start", *mine} - set(state):
             raise BadArgumentError("loader: this is not a position of a loader")
@@ -181,6 +177,15 @@ class Loader:
             raise BadArgumentError(
                 f"loader: saved with {len(start['generators'])} generators of its own; it has {len(self._generators)}"
             )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a position: the next iteration begins with the batch after it.
+
+        Raises:
+            BadArgumentError: not what `state_dict` gives, or of a loader whose batches are others.
+        """
+        self.check(state)
+        start = state["start"]
         self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
         self._start = None if start is None else dict(start)
         self._resumed = start is not None

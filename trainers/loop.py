@@ -21,6 +21,7 @@ from ..store.saver.saver import Saver
 from ..store.store import Store
 from . import model_state as models
 from . import training_state as states
+from .loader import Loader
 from .processes import explaining, on_all, on_rank_0, rank, world
 from .rows import RowTracker
 from .save_timing import store_behind, timed
@@ -52,7 +53,7 @@ class RanksChangedWarning(ShrinkpointWarning):
 
 
 class PartNotRestoredWarning(ShrinkpointWarning):
-    """The checkpoint holds a part, such as the optimizer, that `resume` was not given."""
+    """The checkpoint holds a part that `resume` was not given, or a container it cannot build."""
 
 
 def save(
@@ -194,7 +195,8 @@ def resume(
         BadArgumentError: the checkpoint lacks a part that was given, or was thinned and an optimizer was given, or does
             not fit; `keep` names no setting.
         Exception: see `Store.load`. Where a file is intact and cannot be read a moment later, model and optimizer may
-            hold parts of the checkpoint.
+            hold parts of the checkpoint. When the `load_state_dict` of a scheduler, scaler, loader or part of `more`
+            raises, model and optimizer are restored already.
 
     Example:
         >>> import shrinkpoint as sp
@@ -221,12 +223,18 @@ def resume(
             lines += states.optimizer_mismatches(into.model, optimizers, tree["optimizer"], tree["optimizers"])
         return lines, doubts
 
+    def check_position(tree: Mapping[str, Any]) -> None:
+        """Refuse a position in other batches before anything is changed."""
+        if isinstance(into.loader, Loader) and len(tree["ranks"]) == world():
+            into.loader.check(tree["ranks"][0]["position"])
+
     def existing(tree: Any) -> dict[str, Any]:
         """Return the live tensors to decode into: none if the checkpoint might be refused."""
         if store_behind(saver).lacks or not is_training_tree(tree) or Frozen.of_tree(tree) is not None:
             return {}
         if into.missing(tree) or any(differences(tree)):
             return {}
+        check_position(tree)
         found = models.plain_tensors(into.model, ("model",)) | states.plain_entries(into.model, optimizers)
         for place, module in modules:
             found |= models.plain_tensors(module, place)
@@ -264,6 +272,7 @@ def resume(
     def compare() -> tuple[list[str], str]:
         """Compare on rank 0, before anything is changed anywhere."""
         where = _where(store_behind(saver), state)
+        check_position(state)
         if kept_out is not None and digest != kept_out.digest:
             state["model"] = state["model"] | models.load_frozen(store_behind(saver), kept_out)
         lines, doubts = differences(state)
@@ -290,7 +299,7 @@ def resume(
         # A disabled scaler has an empty state, which an enabled one refuses.
         if not isinstance(part, nn.Module) and (place != ("scaler",) or held):
             # A copy: a scheduler keeps the objects that it is given.
-            part.load_state_dict(copy.deepcopy(held))
+            _load(label(place), part, copy.deepcopy(held), state["ranks"][0])
     if rates is not None:
         rates.restore()
     if tracker is not None:
@@ -318,8 +327,17 @@ def _restore_rank(
         return
     mine = ranks[rank()]
     if loader is not None:
-        loader.load_state_dict(mine["position"])
+        _load("loader", loader, mine["position"], mine)
     restore(mine, generators=generators, rng=rng)
+
+
+def _load(name: str, part: Stateful, saved: Any, mine: Mapping[str, Any]) -> None:
+    """Load a part's state by its own method, in containers of the classes that were saved."""
+    saved, lost = states.in_containers(name, part, saved, mine)
+    if lost:
+        message = f"restored as a plain dict, list or tuple, because a new object has none there: {', '.join(lost)}"
+        warnings.warn(message, PartNotRestoredWarning, stacklevel=4)
+    part.load_state_dict(saved)
 
 
 def ranks_changed(before: int, what: str) -> bool:

@@ -23,13 +23,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..codec.compress import compress
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError, ShrinkpointWarning
 from ..codec.evidence.module import bare, canonical_name, state_name
+from ..codec.outputs import overlapping
 from ..codec.presets import lossless
 from ..codec.state.leaves import as_bytes, is_sharded, read_leaf
 from ..kernels.backend.arrays import imported
 from ..store.frozen_sets import Frozen
 from ..store.store import Store
 from .processes import broadcast_entries, on_all, on_rank_0, rank, world
-from .state import plain
+from .state import plain, stored
 
 Tree = TypeVar("Tree")
 _LOAD = nn.Module.load_state_dict
@@ -110,7 +111,7 @@ def whole(tree: Tree) -> Tree:
         gathered = value.full_tensor()
         return gathered.cpu() if rank() == 0 else None
 
-    found: Tree = plain(tree, leaf) if world() > 1 else tree
+    found: Tree = stored(tree, leaf) if world() > 1 else tree
     return found
 
 
@@ -143,15 +144,8 @@ def is_plain(value: Any) -> bool:
 
 def nested(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> dict[str, Any]:
     """Return a tree of the tensors at these places, without those that share memory with others."""
-    shared: set[tuple[str, ...]] = set()
-    last: tuple[str, ...] = ()
-    end = ("", 0)
-    for begin, place in sorted(((str(t.device), t.data_ptr()), place) for place, t in tensors.items()):
-        if begin < end:
-            shared |= {last, place}
-        end, last = max((end, last), ((begin[0], begin[1] + tensors[place].nbytes), place))
     tree: dict[str, Any] = {}
-    for place in tensors.keys() - shared:
+    for place in tensors.keys() - overlapping(tensors):
         below = tree
         for name in place[:-1]:
             below = below.setdefault(name, {})

@@ -7,9 +7,10 @@ and the position in the data. The tree has only dicts, lists, tuples, scalars an
 from __future__ import annotations
 
 import copy
+import itertools
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -119,6 +120,7 @@ def restore(
         if part is not None:
             # A copy: optimizers and schedulers keep the very objects they are given, and training would change `state`.
             saved = state[name] if name == "model" else copy.deepcopy(state[name])
+            saved = like(saved, part.state_dict()) if name == "scheduler" else saved
             load_optimizer(part, saved) if isinstance(part, torch.optim.Optimizer) else part.load_state_dict(saved)
     for name, generator in (generators or {}).items():
         _set_generator(name, generator, state["generators"][name])
@@ -164,16 +166,54 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         torch.mps.set_rng_state(_byte_tensor(state["mps"]))
 
 
-def plain(tree: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Convert a tree to dicts, Counters, lists and tuples, and its leaves by a function."""
+def plain(
+    tree: Any, leaf: Callable[[Any], Any] = lambda value: value, kept: tuple[type[dict[Any, Any]], ...] = (Counter,)
+) -> Any:
+    """Convert a tree to dicts or classes `kept`, lists and tuples; its leaves by a function."""
     if isinstance(tree, Mapping):
-        pairs = {key: plain(value, leaf) for key, value in tree.items()}
-        return Counter(pairs) if type(tree) is Counter else pairs
+        kind = type(tree) if type(tree) in kept else dict
+        return kind({key: plain(value, leaf, kept) for key, value in tree.items()})  # type: ignore[call-arg]
     if isinstance(tree, list):
-        return [plain(value, leaf) for value in tree]
+        return [plain(value, leaf, kept) for value in tree]
     if isinstance(tree, tuple):
-        return tuple(plain(value, leaf) for value in tree)
+        return tuple(plain(value, leaf, kept) for value in tree)
     return leaf(tree)
+
+
+def stored(tree: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Return a tree in containers that a checkpoint can hold; `like` inverts it."""
+    return plain(tree, leaf, (Counter, OrderedDict))
+
+
+def converted(tree: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Yield path and class name of each container that `stored` replaces by an unequal one."""
+    if not isinstance(tree, (Mapping, list, tuple)):
+        return
+    if type(tree) not in (dict, OrderedDict, Counter, list, tuple, torch.Size):
+        yield "/".join(above), type(tree).__qualname__
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        if isinstance(value, (Mapping, list, tuple)):
+            yield from converted(value, (*above, str(key)))
+
+
+def like(saved: Any, live: Any) -> Any:
+    """Return a saved tree in containers of the classes that a live one has at the same places.
+
+    Example:
+        >>> from collections import defaultdict
+        >>> like({"n": {"a": 1}}, {"n": defaultdict(int)})["n"]["b"]
+        0
+    """
+    if isinstance(saved, dict) and isinstance(live, Mapping):
+        pairs = {key: like(value, live.get(key)) for key, value in saved.items()}
+        made: Any = copy.copy(live) if type(saved) is dict and isinstance(live, MutableMapping) else type(saved)()
+        made.clear()
+        made.update(pairs)
+        return made
+    if isinstance(saved, (list, tuple)) and isinstance(live, type(saved)):
+        items = [like(value, mine) for value, mine in itertools.zip_longest(saved, live[: len(saved)])]
+        return getattr(live, "_make", type(live))(items)
+    return saved
 
 
 def leaves(tree: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -21,11 +21,13 @@ from ..codec.state.tree import flatten
 from ..store.manifest import check_step
 from .model_state import check_frozen, frozen_record, is_plain, model_state, parameters_of, refuse_flat, whole
 from .processes import broadcast_entries, from_all, on_all, rank
-from .state import Generator, Stateful, capture, leaves, load_optimizer, plain
+from .state import Generator, Stateful, capture, converted, leaves, like, load_optimizer, plain, stored
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 Place: TypeAlias = tuple[str, ...]
 """Keys of a part of a run in its tree: `("ema",)`, `("more", "teacher")`."""
+CLASSES = "classes"
+"""Key of the classes of containers that the tree cannot hold, by part and path."""
 MORE = "more"
 """Key of the parts that users name."""
 _LOAD = torch.optim.Optimizer.load_state_dict
@@ -156,10 +158,14 @@ class TrainingState:
             optimizers = self.optimizers
             self.check()
             own: dict[str, Any] = {} if self.more is None else {MORE: {}}
+            saved: dict[str, Any] = {}
             for place, part in self.auxiliary.items():
-                put(own, place, None if isinstance(part, nn.Module) else plain(part.state_dict()))
-            position = None if self.loader is None else self.loader.state_dict()
-            mine = capture(generators=self.generators, position=position)
+                saved[label(place)] = None if isinstance(part, nn.Module) else part.state_dict()
+                put(own, place, stored(saved[label(place)]))
+            saved["loader"] = None if self.loader is None else self.loader.state_dict()
+            mine = capture(generators=self.generators) | {"position": stored(saved["loader"])}
+            if classes := {name: found for name, tree in saved.items() if (found := dict(converted(tree)))}:
+                mine[CLASSES] = classes
             # An unsupported value is refused here, with its path, because it may not even be sent.
             flatten({"ranks": mine, **own}, is_array)
             return check_step(step), optimizers, own, mine
@@ -218,6 +224,21 @@ class TrainingState:
         if self.loader is None and held.get("position") is not None:
             names.append("loader")
         return names + [f"generators[{n!r}]" for n in held.get("generators", {}) if n not in (self.generators or {})]
+
+
+def in_containers(name: str, part: Stateful, saved: Any, mine: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return a part's saved state in containers of the classes that it had, and lines of others.
+
+    Args:
+        name: of the part, its label.
+        part: as it is now; its own state has the classes.
+        saved: state.
+        mine: what the process saved for itself.
+    """
+    before = mine.get(CLASSES, {}).get(name, {})
+    saved = like(saved, part.state_dict()) if before else saved
+    now = dict(converted(saved)) if before else {}
+    return saved, [f"{name}: {path} was a {kind}" for path, kind in before.items() if now.get(path) != kind]
 
 
 def is_training_tree(tree: Any) -> bool:

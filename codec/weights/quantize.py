@@ -116,6 +116,11 @@ class Quantize(QuantizeSettings):
 
     id: ClassVar[str] = "quantize"
 
+    @property
+    def by_kind(self) -> bool:
+        """Return whether pruning or bins of embeddings depend on the layer type."""
+        return bool(self.prune or self.embedding_bins)
+
     def prepare(self, leaves: Sequence[Leaf], parents: Sequence[Reference | None]) -> Sequence[Plan]:
         """Sketch every array, then take thresholds over all of them."""
         if not leaves:

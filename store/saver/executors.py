@@ -354,6 +354,7 @@ class ProcessExecutor(Executor):
                 self._process.wait(_PATIENCE)
         self.arena.close()
         close_all((self._log, self._text))
+        self._log = self._text = -1
 
 
 def _warnings(answer: dict[str, Any], when: str) -> list[Warned]:

@@ -250,7 +250,7 @@ class Runner:
             raise ShrinkpointError(f"a saver cannot {what} by a callback of its future, which is part of a save")
 
     def close(self) -> None:
-        """Wait, end the thread and free the executor; does nothing in a forked child."""
+        """Wait, end the thread and free the executor, also again; nothing in a forked child."""
         if os.getpid() != self.pid:
             return
         self.wait()
@@ -600,7 +600,7 @@ class Saver:
                 self._runner.rest()
 
     def close(self) -> None:
-        """Wait for the save in flight, end the worker and free the memory; may be called twice.
+        """Wait for the save in flight, end the worker and free the memory; may be called again.
 
         Raises:
             ShrinkpointError: called within a call of the same Saver, as by a signal handler.
@@ -613,15 +613,16 @@ class Saver:
             return
         with self._alone():
             runner = self._runner
-            if self._is_closed or runner is None:
+            if runner is None:
                 self._closed = True
                 return
             self._closing = True
             try:
                 runner.wait()
                 self._closed = True
-                EXIT_CLEANUP.remove(self._finalizer, runner)
                 runner.close()
+                EXIT_CLEANUP.remove(self._finalizer, runner)
+                self._runner = None
             finally:
                 self._closing = False
             if (error := runner.take_error(3)) is not None:

@@ -41,26 +41,29 @@ class Arena:
     """
 
     def __init__(self, fd: int | None = None, size: int = 0) -> None:
-        self.size = size
+        self.size = 0
         self.fd = anonymous("shrinkpoint-snapshot") if fd is None and os.name == "posix" else fd
         self._map: mmap.mmap | None = None
         self._pinned: int | None = None
         if size:
-            self._attach()
+            self._attach(size)
 
-    def _attach(self) -> None:
+    def _attach(self, size: int) -> None:
+        """Map the memory; if that fails or is interrupted, the arena is empty."""
+        self._map, self.size = None, 0
         if self.fd is None:
-            self._map = mmap.mmap(-1, self.size)
+            self._map = mmap.mmap(-1, size)
         else:
             # Map every page now: one by one, during the first copy, takes many times as long.
             populate = getattr(mmap, "MAP_POPULATE", 0)
-            self._map = mmap.mmap(self.fd, self.size, flags=mmap.MAP_SHARED | populate)
+            self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | populate)
+        self.size = size
 
     def reserve(self, nbytes: int) -> bool:
         """Make room for `nbytes` and the control bytes; return whether the memory was replaced.
 
         Raises:
-            MemoryError: too little memory; the arena is unchanged.
+            MemoryError: too little memory; the arena is unchanged, or empty if it could be allocated but not mapped.
         """
         size = -(-(nbytes + CONTROL) // _GROW) * _GROW
         if size <= self.size:
@@ -79,8 +82,10 @@ class Arena:
                     os.ftruncate(self.fd, self.size)
                 raise MemoryError(f"a snapshot of {nbytes} bytes: {e.strerror}") from None
         self.unpin()
-        self._map, self.size = None, size
-        self._attach()
+        try:
+            self._attach(size)
+        except OSError as e:
+            raise MemoryError(f"a snapshot of {nbytes} bytes: {e.strerror}") from None
         return True
 
     def view(self, offset: int, nbytes: int) -> Bytes:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 import shrinkpoint as sp
+from shrinkpoint.codec.base import Codec, Leaf, Parents, Reference, Stored
+from shrinkpoint.codec.lossless.exact import Exact
+from shrinkpoint.codec.registry import CODECS
 
 from .common import difference, known, through_bytes
 
@@ -75,6 +80,39 @@ def test_a_copy_of_another_kind_is_coded_by_its_own(codec: sp.Quantize | sp.Rows
     both = through_bytes(sp.compress({"a": w, "b": w.copy()}, cfg=cfg, kinds=kinds))
     own = through_bytes(sp.compress({"b": w}, cfg=cfg, kinds={"b": "embedding"} if "b" in kinds else None))
     assert difference(both["b"], own["b"]) == ""
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """A user's codec, which doubles embeddings."""
+
+    id: ClassVar[str] = "tests.doubled"
+
+    def prepare(self, leaves: Sequence[Leaf], parents: Parents) -> Sequence[None]:
+        return [None] * len(leaves)
+
+    def encode(self, leaf: Leaf, parent: Reference | None, plan: None) -> Stored:
+        factor = 2 if leaf.kind.layer == "embedding" else 1
+        return Exact().encode(replace(leaf, flat=factor * leaf.flat), parent)
+
+
+class Declared(Doubled):
+    """The same, which says that it does not depend on the kind."""
+
+    id: ClassVar[str] = "tests.declared"
+    by_kind: ClassVar[bool] = False
+
+
+@pytest.mark.parametrize(("codec", "factor"), [(Doubled(), 2), (Declared(), 1)])
+def test_a_codec_says_whether_it_depends_on_the_kind(
+    codec: Codec, factor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codecs of others were taken for independent of it: an embedding got what a linear layer is restored as."""
+    monkeypatch.setitem(CODECS, codec.id, type(codec))
+    w = np.arange(4096, dtype=np.float32)
+    cfg = sp.Config([("*", codec)])
+    restored = sp.decompress(sp.compress({"a": w, "b": w.copy()}, cfg=cfg, kinds={"a": "linear", "b": "embedding"}))
+    assert np.array_equal(restored["b"], factor * w)
 
 
 def test_the_error_of_a_copy_of_tiny_values_and_a_nan_is_stated() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -74,6 +75,59 @@ def test_out_is_checked_before_it_is_written() -> None:
         assert (np.asarray(out["n"]) == 7).all()
     with pytest.raises(sp.BadArgumentError, match="out must be a tree"):
         sp.decompress(ckpt, out=3)
+
+
+@pytest.mark.parametrize("n", [10, 300_000])
+def test_arrays_of_out_that_share_memory_are_refused(n: int) -> None:
+    """Each would be written over by the other, and the state would be another one."""
+    ckpt = sp.compress({"a": torch.arange(float(n)), "b": torch.arange(float(n)) + 1}, cfg=sp.presets.lossless())
+    x = torch.zeros(2 * n)
+    host = x.numpy()
+    for out in ({"a": x[:n], "b": x[:n]}, {"a": x[: 2 * n : 2], "b": x[:n]}, {"a": x[5 : n + 5], "b": host[:n]}):
+        with pytest.raises(sp.BadArgumentError, match="a: "):
+            sp.decompress(ckpt, out=out)
+        assert not x.any()
+    assert sp.decompress(ckpt, out={"a": x[:n], "b": host[n:]})["a"] is not None
+    assert torch.equal(x, torch.cat([torch.arange(float(n)), torch.arange(float(n)) + 1]))
+
+
+@pytest.mark.parametrize("n", [10, 300_000])
+def test_each_place_of_a_tied_array_is_filled(n: int, tmp_path: Any) -> None:
+    w = torch.arange(float(n))
+    state = {"model": {"a": w, "b": w, "c": w.detach()}, "n": 3}
+    store = sp.Store(tmp_path, sp.presets.lossless())
+    ckpt = store.save(1, state).checkpoint
+    for load in (sp.decompress, lambda ckpt, out: store.load(1, out=out)):
+        x, y = torch.zeros(n), torch.zeros(n, requires_grad=True)
+        got = load(ckpt, out={"model": {"a": x, "b": y, "c": x.detach()}, "n": 0})
+        assert got["model"]["a"] is x
+        assert got["model"]["b"] is y
+        assert torch.equal(x, w)
+        assert torch.equal(y, w)
+        assert load(ckpt, out={"model": {"a": x}})["model"]["b"] is x
+        x.zero_()
+        with pytest.raises(sp.BadArgumentError, match="model/b: float32"):
+            load(ckpt, out={"model": {"a": x, "b": torch.zeros(n + 1)}})
+        assert not x.any()
+
+
+def test_every_array_that_fits_is_written_and_every_other_one_is_refused() -> None:
+    numbers = torch.arange(12.0).reshape(3, 4)
+    cases: list[tuple[Any, Any]] = [
+        (numbers[:1, 0], torch.zeros(20)[::5][:1]),
+        (numbers.numpy(), torch.zeros(4, 3).t()),
+        (numbers, np.zeros((4, 3), np.float32).T),
+        (numbers.bfloat16(), np.zeros((4, 3), ml_dtypes.bfloat16).T),
+    ]
+    for value, target in cases:
+        for further in ({}, {"x": value + 1}):  # alone, and in a group
+            ckpt = sp.compress({"a": value, **further}, cfg=sp.presets.lossless())
+            sp.decompress(ckpt, out={"a": target, "other": {1, 2}, **{k: x * 0 for k, x in further.items()}})
+            assert np.array_equal(np.asarray(target, float), np.asarray(value.tolist()))
+    ckpt = sp.compress({"a": numbers}, cfg=sp.presets.lossless())
+    for target in (torch.zeros(3, 4, device="meta"), torch.zeros(3, 4).to_sparse(), np.ma.zeros((3, 4), np.float32)):
+        with pytest.raises(sp.BadArgumentError, match=r"a: a .* in out that is not dense and writable"):
+            sp.decompress(ckpt, out={"a": target})
 
 
 def as_numpy(x: Any) -> Any:

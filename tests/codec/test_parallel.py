@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -91,6 +93,28 @@ def test_all_threads_use_the_streams_of_the_calling_one(monkeypatch: pytest.Monk
         with cuda.using((1, 7)):
             assert map_chunks(work, range(2)) == [[0, 7]] * 2
         assert map_chunks(work, range(2)) == [[0, 0]] * 2
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="POSIX")
+def test_nothing_is_written_after_an_interrupt_was_raised() -> None:
+    """Another thread went on to decode into the caller's arrays."""
+    here, done = threading.get_ident(), []
+
+    def work(number: int) -> None:
+        if threading.get_ident() != here:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)  # when the calling thread waits
+            time.sleep(0.5)
+            done.append(number)
+        while not signal.getitimer(signal.ITIMER_REAL)[0] and not done:
+            time.sleep(0.01)
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with threads(2), pytest.raises(KeyboardInterrupt):
+            map_chunks(work, range(2))
+        assert len(done) == 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def start(threads: str) -> subprocess.CompletedProcess[str]:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import array_api_strict
 import jax.numpy as jnp
@@ -368,6 +369,22 @@ def test_kinds_cross_as_a_tree() -> None:
     assert np.array_equal(crossed["0.weight"].rows, rows)
     assert save_options({**found, "kinds": {}})["kinds"] is None
     arena.close()
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(12, "no memory")], ids=["interrupt", "memory"])
+def test_a_save_whose_memory_could_not_be_mapped_is_followed_by_others(
+    mode: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one copied to memory that was not there, and the process crashed."""
+    state = {"w": np.arange(9.0)}
+    with sp.Saver(sp.Store(tmp_path), mode=mode) as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr("mmap.mmap", Mock(side_effect=error))
+            with pytest.raises(MemoryError if isinstance(error, OSError) else KeyboardInterrupt):
+                saver.save(1, state)
+        assert saver.save(2, state).result().status == "saved"
+    assert sp.Store(tmp_path).load()["w"].tolist() == state["w"].tolist()
 
 
 def test_work_can_be_told_to_stop() -> None:
@@ -1462,6 +1479,30 @@ def test_close_ends_though_nobody_can_be_waited_for(tmp_path: Path, monkeypatch:
         closing.join(20)
         assert not closing.is_alive()
     assert place._process.wait(60) is not None
+
+
+@pytest.mark.parametrize("where", ["rest", "_process.wait"])
+@posix
+def test_close_that_was_interrupted_may_be_called_again(where: str, tmp_path: Path) -> None:
+    """The second call did nothing, and worker, snapshot and descriptors stayed until the end of the trainer."""
+    saver, before = sp.Saver(sp.Store(tmp_path)), len(os.listdir("/dev/fd"))
+    saver.save(1, {"w": np.arange(9.0)})
+    pid, runner = saver.pid, saver._runner
+    assert runner is not None
+    owner: Any = runner if where == "rest" else runner.executor
+    with (
+        patch.object(*((owner, where) if where == "rest" else (owner._process, "wait")), side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        saver.close()
+    with pytest.raises(sp.BadArgumentError, match="is closed"):
+        saver.save(2, {})
+    for _ in range(2):
+        saver.close()
+    assert not runner._thread.is_alive()
+    assert not os.path.exists(f"/proc/{pid}")
+    assert len(os.listdir("/dev/fd")) < before
+    assert sp.Store(tmp_path).steps() == [1]
 
 
 def test_a_second_saver_of_a_process_is_reported(tmp_path: Path) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ import shrinkpoint as sp
 from shrinkpoint import trainers
 from shrinkpoint.store.files import StoreWarning
 from shrinkpoint.store.saver.saver import SaverWarning
+from shrinkpoint.trainers.loader import Loader
 from shrinkpoint.trainers.loop import PartNotRestoredWarning, RanksChangedWarning
 from shrinkpoint.trainers.model_state import StateMismatchWarning
 
@@ -678,6 +680,56 @@ def test_a_counter_in_a_state_stays_one(store: sp.Store) -> None:
     trainers.resume(store, **again)
     assert type(scheduler._schedulers[1].milestones) is Counter
     assert list(rates(again)) == expected
+
+
+class Point(NamedTuple):
+    x: int
+    y: Any
+
+
+class Odd:
+    """A part whose state has containers that no checkpoint holds."""
+
+    def __init__(self, n: int = 0) -> None:
+        self.counts: Any = defaultdict(int, {"a": n})
+        self.at: Any = [Point(n, OrderedDict(b=1, a=n)), torch.Size([n]), {"later": Point(n, 0)} if n else {}]
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts, self.at = state["counts"], state["at"]
+
+
+@pytest.mark.parametrize("name", ["scheduler", "scaler", "loader", "more"])
+def test_containers_of_other_classes_stay_what_they_are(name: str, store: sp.Store) -> None:
+    """They became dict and tuple: counting failed, and so did a field by name."""
+
+    def part(n: int) -> tuple[Odd, dict[str, Any]]:
+        odd = Odd(n)
+        return odd, {name: {"p": odd} if name == "more" else odd}
+
+    trainers.save(store, 1, nn.Linear(2, 1), **part(3)[1])
+    again, parts = part(0)
+    with pytest.warns(PartNotRestoredWarning, match=r"at/2/later was a Point$"):
+        trainers.resume(store, nn.Linear(2, 1), **parts)
+    again.counts["new"] += 1
+    assert again.counts == {"a": 3, "new": 1}
+    assert (again.at[0].x, again.at[1]) == (3, (3,))
+    assert list(again.at[0].y.items()) == [("b", 1), ("a", 3)]
+    assert type(again.at[0].y) is OrderedDict
+    assert again.at[2] == {"later": (3, 0)}
+
+
+def test_a_loader_that_refuses_its_position_leaves_all_as_it_was(store: sp.Store) -> None:
+    job, other = Job(1), Job(2)
+    loader = Loader([1, 2, 3])
+    next(iter(loader))
+    trainers.save(store, 1, job.model, job.optimizer, loader=loader)
+    before = copy.deepcopy((other.model.state_dict(), other.optimizer.state_dict()))
+    with pytest.raises(sp.BadArgumentError, match="not the same batches"):
+        trainers.resume(store, other.model, other.optimizer, loader=Loader([1, 2]))
+    assert difference(before, (other.model.state_dict(), other.optimizer.state_dict())) == ""
 
 
 @pytest.fixture(scope="module")
