@@ -90,8 +90,8 @@ def fitted(plain: Any, like: Any, *, what: str = "like", partial: bool = False) 
         partial: ignore entries that are in `plain` alone; default False.
 
     Raises:
-        BadArgumentError: names, shapes or kinds of numbers differ, or a sharding is requested for a dtype that JAX does
-            not have as configured; the message lists them.
+        BadArgumentError: names, shapes or kinds of numbers differ, an integer is out of range, or a sharding is
+            requested for a dtype that JAX does not have as configured; the message lists them.
 
     Example:
         >>> import collections
@@ -164,6 +164,10 @@ def _problem(saved: Any, wanted: Any, what: str) -> str:
         return "" if held == wanted.dtype else f"{held} in the checkpoint, a key of {wanted.dtype} in {what}"
     if _rank(held) > _rank(wanted.dtype):
         return f"{held} in the checkpoint, {wanted.dtype} in {what}"
+    if jax.numpy.issubdtype(wanted.dtype, jax.numpy.integer) and not isinstance(saved, jax.ShapeDtypeStruct):
+        host = np.asarray(saved)
+        if (host.astype(wanted.dtype) != host).any():
+            return f"{held} in the checkpoint with values that {wanted.dtype} in {what} does not hold"
     if getattr(wanted, "sharding", None) is not None and not _has_dtype(wanted.dtype):
         return f"{wanted.dtype} with a sharding in {what}: JAX has no such array without jax_enable_x64"
     return ""

@@ -131,6 +131,15 @@ def test_kinds_of_numbers_are_kept() -> None:
                 fitted(plain, like)
 
 
+def test_integers_that_the_target_does_not_hold_are_refused() -> None:
+    """They came back modulo 2**32."""
+    for held, dtype in ((np.int64(3_000_000_000), "int32"), (np.uint64(1 << 63), "int32"), (300, "int8")):
+        with pytest.raises(sp.BadArgumentError, match=f"n: u?int64 .* values that {dtype} in like does not hold"):
+            fitted({"n": held}, {"n": jnp.zeros((), dtype)})
+        assert fitted({"n": held}, {"n": jnp.float32(0)})["n"] == np.float32(held)
+    assert fitted({"n": np.int64(7)}, {"n": jnp.int8(0)})["n"] == 7
+
+
 def test_what_jax_has_no_dtype_for_comes_back_as_numpy() -> None:
     plain: dict[str, Any] = {"n": np.array([2**40 + 5]), "x": np.array([1 / 3]), "z": np.array([1 / 3 + 2j])}
     like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in plain.items()}
