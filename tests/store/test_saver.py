@@ -1178,22 +1178,27 @@ def test_every_unclosed_saver_has_its_error_shown(tmp_path: Path) -> None:
     assert done.stderr.count("saving step 1") == 2
 
 
-def test_a_callback_does_not_wait_for_who_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+@posix
+def test_a_callback_does_not_wait_for_who_closes(tmp_path: Path) -> None:
     """A callback during `close` may save and gets an error; `close` waits for it."""
-    store = sp.Store(memory_url(), LOSSLESS)
+    store = sp.Store(tmp_path / "run", LOSSLESS)
     found: list[BaseException] = []
 
     def back(_: Any) -> None:
         until(lambda: saver._closing)
         with pytest.raises(sp.BadArgumentError, match="is being closed") as refused:
-            saver.save(2, {"a": 2})
+            saver.save(3, {"a": 3})
         found.append(refused.value)
 
     saver = sp.Saver(store)
-    saver.save(1, {"a": 1}).add_done_callback(back)
+    saver.save(1, {"a": 1}).result()
+    assert saver.pid is not None
+    os.kill(saver.pid, signal.SIGSTOP)  # a callback of a save that is done would run in this thread
+    saver.save(2, {"a": 2}).add_done_callback(back)
+    os.kill(saver.pid, signal.SIGCONT)
     saver.close()
     assert len(found) == 1
-    assert store.steps() == [1]
+    assert store.steps() == [1, 2]
 
 
 @pytest.mark.parametrize("moment", ["take", "hand"])
