@@ -140,8 +140,8 @@ Parents: TypeAlias = "Sequence[Reference | None]"
 class Codec(Protocol):
     """A configuration of how to encode arrays; frozen, hashable, with a JSON form.
 
-    `by_kind = False` in addition says that it codes equal arrays alike whatever their layer type and role
-    (`Leaf.kind`): one may then be stored as a copy of the other. Without it, only arrays of one kind may.
+    With `by_kind = False` it does not use the layer type and role of an array (`Leaf.kind`): an array of another
+    kind may then be stored as a copy of an equal one.
     """
 
     id: ClassVar[str]

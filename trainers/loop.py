@@ -335,7 +335,7 @@ def _load(name: str, part: Stateful, saved: Any, mine: Mapping[str, Any]) -> Non
     """Load a part's state by its own method, in containers of the classes that were saved."""
     saved, lost = states.in_containers(name, part, saved, mine)
     if lost:
-        message = f"restored as a plain dict, list or tuple, because a new object has none there: {', '.join(lost)}"
+        message = f"restored as a plain dict, list or tuple, since the new object has another class: {', '.join(lost)}"
         warnings.warn(message, PartNotRestoredWarning, stacklevel=4)
     part.load_state_dict(saved)
 

@@ -514,7 +514,7 @@ class Transfer:
     def _copy(
         self, device: Any, pairs: Sequence[tuple[Average, Tensor]], small: Sequence[tuple[Tensor, Tensor]]
     ) -> tuple[Any, list[tuple[Average, Tensor]]]:
-        """Start copying what is on one device to pinned memory, on a separate stream."""
+        """Start copying tensors of one device to pinned memory, on a separate stream."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._streams[device]

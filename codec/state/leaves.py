@@ -138,7 +138,7 @@ _TYPESTRING = re.compile(r"[<>|=][biufcmMSU][1-9]\d{0,8}(\[\d{0,6}(Y|M|W|D|h|m|s
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the NumPy dtype named in a file: numbers, fixed strings and dates only."""
-    # A known name without its dtype is no damage: a load must not fall back to an older step.
+    # A missing dtype does not mean a damaged file: a load must not fall back to an older step.
     try:
         if _NATIVE.fullmatch(name) or _TYPESTRING.fullmatch(name):
             return np.dtype(name)

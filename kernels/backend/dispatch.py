@@ -195,7 +195,7 @@ def _work(given: list[Any]) -> int:
 
 
 def _on_host() -> AbstractContextManager[Any]:
-    """Context in which new tensors are on the host, whatever torch's default device is."""
+    """Context in which new tensors are on the host, also with another default device of torch."""
     torch: Any = imported("torch")
     if torch is None or torch.get_default_device().type == "cpu":
         return nullcontext()

@@ -1,4 +1,4 @@
-"""Files do not depend on a caller's settings: flush-to-zero, NumPy's errors, torch's default device and dtype."""
+"""Files do not depend on settings of the caller, such as torch's default dtype."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_threads_of_the_pool_too_whoever_started_them() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_default_device_and_dtype_have_no_effect(name: str) -> None:
-    """A caller may have set them, as `torch.set_default_device("cuda")` does; "meta" has no values at all."""
+    """`torch.set_default_device` may have set another one; "meta" has no values at all."""
     state = drawn(0) | {"empty": torch.zeros(0, 3), "words": torch.arange(100).to(torch.uint16)}
     expected = sp.compress(state, cfg=CONFIGS[name], kinds=KINDS)
     try:

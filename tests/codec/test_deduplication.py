@@ -107,7 +107,7 @@ class Declared(Doubled):
 def test_a_codec_says_whether_it_depends_on_the_kind(
     codec: Codec, factor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Codecs of others were taken for independent of it: an embedding got what a linear layer is restored as."""
+    """Otherwise an embedding is restored with the values of an equal linear layer."""
     monkeypatch.setitem(CODECS, codec.id, type(codec))
     w = np.arange(4096, dtype=np.float32)
     cfg = sp.Config([("*", codec)])

@@ -57,7 +57,7 @@ def test_nothing_is_begun_after_it_is_asked_to_stop(size: int) -> None:
 
 
 class Streams(threading.local):
-    """Stand-in for `torch.cuda` with two devices: the streams that a thread uses, by device; 0 is the default."""
+    """Stand-in for `torch.cuda`: a thread's streams on two devices; 0 is the default."""
 
     def __init__(self) -> None:
         self.used = [0, 0]

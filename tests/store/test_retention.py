@@ -521,7 +521,7 @@ def test_damaged_files_are_put_back(compacted: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["source", "target"])
 def test_a_file_that_a_disk_cannot_read_is_damaged(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bad sector counts as damage: one of the target is replaced, one of the source is named with its step."""
+    """A bad sector of the target is replaced, one of the source is named with its step."""
     store = fill(sp.Store(tmp_path / "source", lossless()), 0, 1)
     other = store.copy(tmp_path / "target")
     path = data_path(tmp_path / where, 1)

@@ -1489,7 +1489,7 @@ def test_close_ends_though_nobody_can_be_waited_for(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("where", ["rest", "_process.wait"])
 @posix
 def test_close_that_was_interrupted_may_be_called_again(where: str, tmp_path: Path) -> None:
-    """The second call did nothing, and worker, snapshot and descriptors stayed until the end of the trainer."""
+    """The second call frees worker, snapshot and descriptors."""
     saver, before = sp.Saver(sp.Store(tmp_path)), len(os.listdir("/dev/fd"))
     saver.save(1, {"w": np.arange(9.0)})
     pid, runner = saver.pid, saver._runner

@@ -577,7 +577,7 @@ def test_a_disk_that_cannot_read_the_former_checkpoint_stops_no_save(
 
 
 def test_a_former_file_that_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: Any) -> None:
-    """Once the metadata is written the checkpoint exists; the next save removes what is left."""
+    """Once the metadata is written the checkpoint exists; the next save removes old files."""
     cfg = replace(EXACT, chain=sp.ChainPolicy(base_every=1))
 
     def denied(files: LocalFiles, names: list[str]) -> None:

@@ -168,9 +168,9 @@ class Layout:
 
     @cached_property
     def tangled(self) -> list[np.ndarray[Any, Any]]:
-        """First and last offsets of groups of shards that no cuts through the axes separate; those of a grid are none.
+        """First and last offsets of groups of shards that no cut along an axis separates.
 
-        Shards without elements are left out.
+        A grid has no such group. Shards without elements are left out.
         """
         filled = [(s.offsets, s.sizes) for s in self.shards if math.prod(s.sizes)]
         groups = [np.cumsum(np.array(filled, np.int64), axis=1)] if len(filled) > 1 else []
@@ -192,7 +192,7 @@ class Layout:
 
 
 def _cut(group: np.ndarray[Any, Any], axis: int) -> list[np.ndarray[Any, Any]]:
-    """Return the parts of a group of shards that lie apart on an axis, without those of one shard."""
+    """Return the parts of a group that lie apart on an axis, without single shards."""
     group = group[np.argsort(group[:, 0, axis], kind="stable")]
     cuts = 1 + np.flatnonzero(group[1:, 0, axis] >= np.maximum.accumulate(group[:-1, 1, axis]))
     return [part for part in np.split(group, cuts) if len(part) > 1]

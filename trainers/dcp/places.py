@@ -75,7 +75,7 @@ def read_index(files: Files, rank: int | None = None) -> Index:
 
 
 def _damage(files: Files, where: str, error: OSError) -> Exception:
-    """Return a CorruptDataError for an error of reading that means damaged data, otherwise the error itself."""
+    """Return a CorruptDataError if an error of reading means damage, otherwise the error itself."""
     is_damaged = is_damage(error, local=files.local)
     return CorruptDataError(f"{where} cannot be read: {type(error).__name__}: {error}") if is_damaged else error
 
@@ -228,7 +228,7 @@ class Folders:
             )
         files.write(name, index.to_bytes())
         garbage = [f"{FOLDER}/{n}" for n in there if is_data(n, alone) and n not in needed]
-        # All errors are ignored, as by `Catalog`: the checkpoint exists, and the next save removes what is left.
+        # All errors are ignored, as by `Catalog`: the checkpoint exists, and the next save removes old files.
         with contextlib.suppress(Exception):
             if alone is None:
                 garbage += [f"{FOLDER}/{n}" for n in there if n.startswith(TEMPORARY)]
