@@ -17,7 +17,7 @@ __all__ = [
 
 
 class UnsupportedLeafError(ShrinkpointError, TypeError):
-    """A value needs pickle, or its structure or dtype cannot be rebuilt here; the message has its path."""
+    """A value needs pickle, or cannot be rebuilt here; the message has its path."""
 
 
 class MissingParentError(ShrinkpointError, LookupError):
