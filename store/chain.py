@@ -13,7 +13,7 @@ from ..codec.config import ChainPolicy
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError, ShrinkpointError
 from ..codec.format.ranged import Ranged
 from ..codec.parallel import give_way
-from .files import Files, StoreWarning, is_damage
+from .files import Files, StoreWarning, read_error
 from .manifest import DATA, Catalog, Entry, Manifest, data_name
 
 Reader = Callable[[str], bytes]
@@ -34,9 +34,7 @@ def naming_errors(files: Files, step: int, name: str) -> Iterator[None]:
     except ShrinkpointError as e:
         raise type(e)(f"step {step}: {path}: {e}") from None
     except OSError as e:
-        if not is_damage(e, local=files.local):
-            raise
-        raise CorruptDataError(f"step {step}: {path} cannot be read: {e}") from None
+        raise read_error(files, f"step {step}: {path}", e) from None
 
 
 def read(files: Files, step: int, name: str, parent: Checkpoint | None, reader: Reader | None = None) -> Checkpoint:

@@ -119,6 +119,12 @@ def is_damage(error: OSError, *, local: bool) -> bool:
     return isinstance(error, (IsADirectoryError, NotADirectoryError)) or (local and error.errno in _DISK_DAMAGE)
 
 
+def read_error(files: Files, where: str, error: OSError) -> Exception:
+    """Return a CorruptDataError if an error of reading means damage, otherwise the error itself."""
+    is_damaged = is_damage(error, local=files.local)
+    return CorruptDataError(f"{where} cannot be read: {type(error).__name__}: {error}") if is_damaged else error
+
+
 # ------------------------------------------------------------------------------------------------- JSON with a checksum
 
 

@@ -20,7 +20,7 @@ from blake3 import blake3
 from ..codec.errors import BadArgumentError, CorruptDataError, MissingParentError, NewerFormatError
 from ..codec.format.bounded_json import loads
 from ..kernels.backend.arguments import integer
-from .files import Files, check_sum, is_damage, seal
+from .files import Files, check_sum, read_error, seal
 from .lock import open_lock
 
 T = TypeVar("T")
@@ -350,9 +350,7 @@ class Catalog:
             self._parsed[name] = stamp, manifest
             return manifest
         except OSError as e:
-            if isinstance(e, FileNotFoundError) or not is_damage(e, local=self.files.local):
-                raise
-            raise CorruptDataError(f"step {step}: its manifest cannot be read: {e}") from None
+            raise read_error(self.files, f"step {step}: its manifest", e) from None
 
     def all(self) -> dict[int, Entry]:
         """Return the manifest of every step.

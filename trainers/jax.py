@@ -164,7 +164,8 @@ def _problem(saved: Any, wanted: Any, what: str) -> str:
         return "" if held == wanted.dtype else f"{held} in the checkpoint, a key of {wanted.dtype} in {what}"
     if _rank(held) > _rank(wanted.dtype):
         return f"{held} in the checkpoint, {wanted.dtype} in {what}"
-    if jax.numpy.issubdtype(wanted.dtype, jax.numpy.integer) and not isinstance(saved, jax.ShapeDtypeStruct):
+    may_wrap = held != wanted.dtype and jax.numpy.issubdtype(wanted.dtype, jax.numpy.integer)
+    if may_wrap and not isinstance(saved, jax.ShapeDtypeStruct):
         host = np.asarray(saved)
         if (host.astype(wanted.dtype) != host).any():
             return f"{held} in the checkpoint with values that {wanted.dtype} in {what} does not hold"

@@ -206,7 +206,10 @@ def like(saved: Any, live: Any) -> Any:
     """
     if isinstance(saved, dict) and isinstance(live, Mapping):
         pairs = {key: like(value, live.get(key)) for key, value in saved.items()}
-        made: Any = copy.copy(live) if type(saved) is dict and isinstance(live, MutableMapping) else type(saved)()
+        made: Any = type(saved)()
+        if type(saved) is dict and isinstance(live, MutableMapping):
+            # A shallow copy of another mapping than a dict may share the items of the live one.
+            made = copy.copy(live) if isinstance(live, dict) else copy.deepcopy(live)
         made.clear()
         made.update(pairs)
         return made

@@ -874,6 +874,7 @@ def test_random_metadata_never_surprises(sample: Path, data: st.DataObject) -> N
     except (sp.CorruptDataError, sp.NewerFormatError):
         return
     index.to_torch()
+    assert parse(index.to_bytes(), "x").to_bytes() == index.to_bytes()
 
 
 @pytest.mark.parametrize("which", [0, 1])

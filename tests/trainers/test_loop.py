@@ -9,7 +9,7 @@ import signal
 import sys
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from shrinkpoint.store.saver.saver import SaverWarning
 from shrinkpoint.trainers.loader import Loader
 from shrinkpoint.trainers.loop import PartNotRestoredWarning, RanksChangedWarning
 from shrinkpoint.trainers.model_state import StateMismatchWarning
+from shrinkpoint.trainers.state import like
 
 from ..codec.common import difference
 from ..forking import Script
@@ -685,6 +686,34 @@ def test_a_counter_in_a_state_stays_one(store: sp.Store) -> None:
 class Point(NamedTuple):
     x: int
     y: Any
+
+
+class Items(MutableMapping[str, Any]):
+    """A mapping whose shallow copy has the same items."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self.items_of = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_of[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_of[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_of[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_of)
+
+    def __len__(self) -> int:
+        return len(self.items_of)
+
+
+def test_the_live_state_that_gives_the_classes_is_not_changed() -> None:
+    live = Items({"a": 1})
+    made = like({"a": 2, "b": 3}, live)
+    assert (type(made), dict(made), dict(live)) == (Items, {"a": 2, "b": 3}, {"a": 1})
 
 
 class Odd:

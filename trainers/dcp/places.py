@@ -15,7 +15,7 @@ from ...codec.compress import compress
 from ...codec.errors import BadArgumentError, CorruptDataError, MissingParentError, ShrinkpointError
 from ...codec.format.ranged import Ranged
 from ...store.chain import check, missing, read
-from ...store.files import TEMPORARY, Files, StoreWarning, is_damage
+from ...store.files import TEMPORARY, Files, StoreWarning, read_error
 from ...store.local import LocalFiles
 from ...store.lock import InUseError
 from ...store.manifest import MAX_STEP, Manifest
@@ -71,13 +71,7 @@ def read_index(files: Files, rank: int | None = None) -> Index:
     except FileNotFoundError:
         raise MissingParentError(f"{where} is not there: no checkpoint, or one that was not completed") from None
     except OSError as e:
-        raise _damage(files, where, e) from None
-
-
-def _damage(files: Files, where: str, error: OSError) -> Exception:
-    """Return a CorruptDataError if an error of reading means damage, otherwise the error itself."""
-    is_damaged = is_damage(error, local=files.local)
-    return CorruptDataError(f"{where} cannot be read: {type(error).__name__}: {error}") if is_damaged else error
+        raise read_error(files, where, e) from None
 
 
 @contextlib.contextmanager
@@ -91,7 +85,7 @@ def _naming_errors(files: Files, file: RankFile, name: str) -> Iterator[None]:
             f"rank {file.rank}: its file {path} is gone: removed, or the checkpoint was saved again while it was read"
         ) from None
     except OSError as e:
-        raise _damage(files, f"rank {file.rank}: {path}", e) from None
+        raise read_error(files, f"rank {file.rank}: {path}", e) from None
     except ShrinkpointError as e:
         raise type(e)(f"rank {file.rank}: {path}: {e}") from None
 
